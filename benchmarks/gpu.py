@@ -39,9 +39,9 @@ from lineartime.bench.measure import median_seconds, peak_flops, release, separa
 from lineartime.bench.peers import check_peer
 from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
-from lineartime.generation.sampling import Sampling
 from lineartime.generation.decoding import drawing, recorded_step
 from lineartime.generation.prompts import prefill_batch
+from lineartime.generation.sampling import Sampling
 from lineartime.layers import FLASH
 from lineartime.models import CausalLM
 from lineartime.models.presets import resolve

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generation import CPU
 from measure import evaluate_in_memory, save
 from torch import nn
 
+from generation import CPU
 from lineartime.bench.measure import median_seconds, synchronized
 from lineartime.bench.subjects import state_after
 from lineartime.checkpoint import load, load_tokenizer

@@ -33,8 +33,8 @@ from lineartime.markdown import markdown_table
 from lineartime.models.language_model import CausalLM
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
-from lineartime.training.optimizers import learning_rate, warmup_steps
 from lineartime.training.recipes import recipe_config
+from lineartime.training.schedule import learning_rate, warmup_steps
 
 SEEDS = (0, 1)
 SHIFT = "token_shift=True"

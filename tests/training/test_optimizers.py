@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from lineartime.models.matrices import hidden_maps
 from lineartime.models.presets import resolve
 from lineartime.models.systems import SYSTEMS
 from lineartime.training.config import TrainConfig
-from lineartime.training.optimizers import build_optimizer, learning_rate
+from lineartime.training.optimizers import build_optimizer
 
 
 def tiny(system: str) -> LanguageModel:
@@ -71,25 +69,6 @@ def test_scales_and_offsets_of_gau_are_not_matrices_although_they_look_like_one(
     mixer = next(m for m in model.modules() if isinstance(m, lineartime.FLASH))
     assert mixer.gamma.dim() == 2
     assert any(mixer.gamma is p for p in optimizer.param_groups[1]["params"])
-
-
-def test_the_learning_rate_rises_then_falls_to_zero() -> None:
-    config = TrainConfig(steps=10, warmup_steps=4, learning_rate=1.0)
-    rates = [learning_rate(step, config) for step in range(10)]
-    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert rates[5:] == pytest.approx([5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
-    assert [learning_rate(step, TrainConfig(steps=50, learning_rate=1.0)) for step in (0, 4)] == [0.2, 1.0]  # a tenth
-    assert learning_rate(0, TrainConfig(steps=1, warmup_steps=0, learning_rate=2.0)) == 2.0
-
-
-def test_a_cosine_falls_from_the_peak_to_a_tenth_of_it_along_its_formula() -> None:
-    config = TrainConfig(steps=12, warmup_steps=4, learning_rate=2.0, schedule="cosine")
-    rates = [learning_rate(step, config) for step in range(13)]
-    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
-    assert rates[4:] == pytest.approx([0.2 + 1.8 * (1 + math.cos(math.pi * x / 8)) / 2 for x in range(9)])
-    assert rates[8] == pytest.approx((2.0 + 0.2) / 2)
-    assert rates[12] == pytest.approx(0.2)
-    assert learning_rate(0, TrainConfig(steps=1, warmup_steps=0, learning_rate=2.0, schedule="cosine")) == 2.0
 
 
 OPTIONS = ["learning_rate", "beta1", "beta2", "epsilon", "weight_decay", "adamw_ratio", "momentum"]

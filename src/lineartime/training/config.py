@@ -86,8 +86,10 @@ class TrainConfig:
     """Muon: learning rate of the parameters that AdamW updates, relative to that of the linear maps."""
     momentum: Decay = 0.95
     """Muon: decay of the running mean of gradients (Nesterov's momentum)."""
-    schedule: Literal["linear", "cosine"] = "linear"
-    """How the learning rate falls after the warm-up: linear, to zero; cosine, to a tenth of the peak."""
+    schedule: Literal["linear", "cosine", "constant", "wsd"] = "linear"
+    """Learning rate after the warm-up: linear, to zero; cosine, to a tenth; constant; wsd, constant, then linear to zero."""
+    decay_steps: Steps | None = None
+    """wsd: last steps, over which the learning rate falls to zero; the default is a fifth of all steps."""
     warmup_steps: Annotated[int, Between(0, 10**9)] | None = None
     """Steps over which the learning rate rises from zero; the default is a tenth of all steps."""
     beta1: Decay = 0.9
@@ -191,7 +193,14 @@ class TrainConfig:
             raise ArgumentError(
                 "warmup_steps", f"is {self.warmup_steps}, but must be below ", Argument("steps", self.steps), "."
             )
+        if self.decay_steps is not None and self.schedule == "wsd" and self.decay_steps > self.steps:
+            raise ArgumentError(
+                "decay_steps", f"is {self.decay_steps}, but must be at most ", Argument("steps", self.steps), "."
+            )
         inherits = self.resume or self.like is not None or self.recipe is not None  # what was not given may be unused here
+        if self.decay_steps is not None and self.schedule != "wsd" and not inherits:
+            problem = f"is {self.decay_steps}, but {self.schedule} schedules have no decay: use "
+            raise ArgumentError("decay_steps", problem, Argument("schedule", "wsd"), ", or leave it out.")
         if self.optimizer == "adamw" and not inherits:
             for name in ("adamw_ratio", "momentum"):
                 value, usual = getattr(self, name), getattr(TrainConfig, name)

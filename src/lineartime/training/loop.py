@@ -27,11 +27,12 @@ from lineartime.training.distributed import World, join_world
 from lineartime.training.environment import read_environment
 from lineartime.training.folder import check_shared, locked_run, starting_point
 from lineartime.training.interrupts import Stop, interrupts
-from lineartime.training.optimizers import build_optimizer, learning_rate
+from lineartime.training.optimizers import build_optimizer
 from lineartime.training.parallel import parallelize
 from lineartime.training.result import TrainingResult
 from lineartime.training.resuming import complete, precision_note, resumed_config, saved_config
 from lineartime.training.saving import CheckpointWriter, restore_moments
+from lineartime.training.schedule import learning_rate
 from lineartime.training.setup import Setup, set_up
 from lineartime.training.step import compute_gradient, count_targets
 from lineartime.training.validation import Validation
@@ -108,7 +109,8 @@ def prepare(
     if start is not None:
         with world.raise_on_all_ranks():
             started = saved_config(start)
-            config = resumed_config(config, started, defaults or TrainConfig())
+            taken = checkpoints.read_training_state(start).step
+            config = resumed_config(config, started, defaults or TrainConfig(), taken)
             config.check()
     setup = set_up(config, world, start)
     if start is not None:

@@ -1,6 +1,5 @@
 """The optimiser of a run: AdamW, or Muon for the linear maps inside layers and AdamW for the rest; the learning rate."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,7 @@ from torch import Tensor, nn
 from lineartime.models.matrices import hidden_maps, matrices_of
 from lineartime.training.config import TrainConfig
 from lineartime.training.muon import Muon
-
-COSINE_FLOOR = 0.1
-"""The final learning rate of a cosine schedule, as a share of the peak."""
+from lineartime.training.schedule import describe_schedule
 
 
 @dataclass(frozen=True)
@@ -87,8 +84,7 @@ class ModelOptimizer:
         for part in self._parts:
             count = sum(parameter.numel() for group in part.optimizer.param_groups for parameter in group["params"])
             texts.append(f"{part.name}: {count:,} parameters, peak learning rate {part.ratio * config.learning_rate:g}")
-        end = "zero" if config.schedule == "linear" else "a tenth of the peak"
-        return f"{'; '.join(texts)}; {config.schedule} schedule to {end}, warm-up steps: {warmup_steps(config):,}"
+        return f"{'; '.join(texts)}; {describe_schedule(config)}"
 
     def _named(self) -> Iterator[tuple[OptimizerPart, str, nn.Parameter]]:
         """Each parameter with its part and its name in the model."""
@@ -128,25 +124,3 @@ def _adamw(
         fused=all(p.device.type != "mps" for p in parameters),  # the fused kernels for MPS are untested
     )
     return OptimizerPart("AdamW", rate_name, ratio, adamw, ("exp_avg", "exp_avg_sq"))
-
-
-def warmup_steps(config: TrainConfig) -> int:
-    """The number of steps over which the learning rate rises."""
-    return config.steps // 10 if config.warmup_steps is None else config.warmup_steps
-
-
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """The learning rate of a step, counted from 0: a linear warm-up over W of S steps to the peak P, then the schedule.
-
-    With x = (step - W) / (S - W), from 0 after the warm-up to 1 just after the last step,
-
-        linear: P (1 - x)
-        cosine: F + (P - F) (1 + cos(pi x)) / 2, where the floor F is P / 10
-    """
-    warmup, peak = warmup_steps(config), config.learning_rate
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if config.schedule == "linear":
-        return peak * (config.steps - step) / max(1, config.steps - warmup)
-    floor = COSINE_FLOOR * peak
-    return floor + (peak - floor) * (1 + math.cos(math.pi * (step - warmup) / max(1, config.steps - warmup))) / 2

@@ -25,6 +25,7 @@ from lineartime.models.presets import PRESETS, resolve
 from lineartime.training.config import TrainConfig
 from lineartime.training.given_model import options_of
 from lineartime.training.recipes import recipe_config, recipe_preset
+from lineartime.training.schedule import with_other_steps
 
 _MAY_CHANGE = (
     "data",  # another path to the same encoded text, which is checked
@@ -49,6 +50,9 @@ _MAY_CHANGE = (
 )
 """Options that may differ when a run is resumed: it may have moved to other or more machines."""
 
+_LENGTHS = ("steps", "decay_steps")
+"""Options that may differ as long as the steps taken would have had the same learning rates."""
+
 Reparse = Callable[[TrainConfig], TrainConfig]
 """Applies the options that the user gave to other defaults."""
 
@@ -67,13 +71,17 @@ def saved_config(checkpoint: Path) -> TrainConfig:
     return config
 
 
-def resumed_config(asked: TrainConfig, started: TrainConfig, defaults: TrainConfig) -> TrainConfig:
+def resumed_config(asked: TrainConfig, started: TrainConfig, defaults: TrainConfig, taken: int) -> TrainConfig:
     """The options of a resumed run: those it was `started` with, replaced by those now `asked` for if they may differ.
 
-    `defaults` holds the values of options that were not given now. Raises ArgumentError if a given option differs
-    and must not.
+    `defaults` holds the values of options that were not given now, and `taken` is the number of steps taken. Raises
+    ArgumentError if a given option differs and must not.
     """
     values = {}
+    given = {name: getattr(asked, name) for name in _LENGTHS if getattr(asked, name) != getattr(defaults, name)}
+    if any(value != getattr(started, name) for name, value in given.items()):
+        started = with_other_steps(started, dataclasses.replace(started, **given), taken)
+        defaults = dataclasses.replace(defaults, **{name: getattr(asked, name) for name in _LENGTHS})
     for field in dataclasses.fields(TrainConfig):
         new, old = getattr(asked, field.name), getattr(started, field.name)
         if field.name in ("out", "resume") or (new != getattr(defaults, field.name) and field.name in _MAY_CHANGE):

@@ -1,0 +1,135 @@
+"""Learning rates of each step, and runs that go on to more steps."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lineartime
+from lineartime.errors import ArgumentError
+from lineartime.runs.metrics import read_metrics
+from lineartime.training.config import TrainConfig
+from lineartime.training.schedule import learning_rate, with_other_steps
+
+
+def test_the_learning_rate_rises_then_falls_to_zero() -> None:
+    config = TrainConfig(steps=10, warmup_steps=4, learning_rate=1.0)
+    rates = [learning_rate(step, config) for step in range(10)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[5:] == pytest.approx([5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    assert [learning_rate(step, TrainConfig(steps=50, learning_rate=1.0)) for step in (0, 4)] == [0.2, 1.0]  # a tenth
+    assert learning_rate(0, TrainConfig(steps=1, warmup_steps=0, learning_rate=2.0)) == 2.0
+
+
+def test_a_cosine_falls_from_the_peak_to_a_tenth_of_it_along_its_formula() -> None:
+    config = TrainConfig(steps=12, warmup_steps=4, learning_rate=2.0, schedule="cosine")
+    rates = [learning_rate(step, config) for step in range(13)]
+    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert rates[4:] == pytest.approx([0.2 + 1.8 * (1 + math.cos(math.pi * x / 8)) / 2 for x in range(9)])
+    assert rates[8] == pytest.approx((2.0 + 0.2) / 2)
+    assert rates[12] == pytest.approx(0.2)
+    assert learning_rate(0, TrainConfig(steps=1, warmup_steps=0, learning_rate=2.0, schedule="cosine")) == 2.0
+
+
+def test_a_constant_rate_stays_at_the_peak_after_the_warm_up() -> None:
+    config = TrainConfig(steps=10, warmup_steps=2, learning_rate=2.0, schedule="constant")
+    assert [learning_rate(step, config) for step in range(10)] == [1.0, *[2.0] * 9]
+
+
+def test_wsd_is_constant_then_falls_linearly_to_zero_over_its_last_steps() -> None:
+    config = TrainConfig(steps=10, warmup_steps=2, learning_rate=2.0, schedule="wsd", decay_steps=4)
+    assert [learning_rate(step, config) for step in range(10)] == [1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.5, 1.0, 0.5]
+    usual = TrainConfig(steps=50, learning_rate=1.0, schedule="wsd")  # a tenth of warm-up, a fifth of decay
+    assert [learning_rate(step, usual) for step in (4, 5, 40, 41, 49)] == pytest.approx([1.0, 1.0, 1.0, 0.9, 0.1])
+    assert learning_rate(0, TrainConfig(steps=1, warmup_steps=0, learning_rate=2.0, schedule="wsd")) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay_steps": 5}, r"^decay_steps is 5, but linear schedules have no decay: use schedule='wsd', or leave it out"),
+        ({"schedule": "wsd", "decay_steps": 601}, r"^decay_steps is 601, but must be at most steps=600\."),
+        ({"schedule": "wsd", "decay_steps": 0}, r"^decay_steps is 0, but must be at least 1"),
+    ],
+)
+def test_steps_of_decay_that_no_schedule_can_have_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        TrainConfig(**options).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "taken", "steps", "allowed"),
+    [
+        ({"schedule": "constant"}, 100, 1000, True),
+        ({"schedule": "constant"}, 5, 1000, True),  # still in the warm-up, which stays as it was
+        ({"schedule": "constant"}, 50, 60, True),
+        ({"schedule": "wsd"}, 80, 1000, True),
+        ({"schedule": "wsd"}, 81, 1000, True),  # the first step of the decay is still at the peak
+        ({"schedule": "wsd"}, 82, 1000, False),
+        ({"schedule": "wsd"}, 100, 1000, False),
+        ({"schedule": "wsd"}, 60, 75, True),  # the decay begins sooner
+        ({"schedule": "wsd"}, 60, 70, False),
+        ({"schedule": "linear"}, 100, 200, False),
+        ({"schedule": "linear"}, 10, 200, True),  # only the warm-up was taken
+        ({"schedule": "cosine"}, 50, 200, False),
+    ],
+)
+def test_a_run_goes_on_to_other_steps_if_those_taken_had_the_same_rates(
+    options: dict[str, Any], taken: int, steps: int, allowed: bool
+) -> None:
+    started = TrainConfig(steps=100, **options)
+    asked = TrainConfig(steps=steps, **options)
+    if not allowed:
+        with pytest.raises(ArgumentError, match=r"^steps is .* with init_from; a run with schedule='constant', or wsd before"):
+            with_other_steps(started, asked, taken)
+        return
+    changed = with_other_steps(started, asked, taken)
+    assert (changed.steps, changed.warmup_steps) == (steps, 10)
+    assert [learning_rate(step, changed) for step in range(taken)] == [learning_rate(step, started) for step in range(taken)]
+
+
+def small(folder: Path, **options: Any) -> dict[str, Any]:
+    (folder / "text.txt").write_text("a text to learn, line by line\n" * 200)
+    return {
+        "override": {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8},
+        "data": folder / "text.txt",
+        "cache": folder / "cache",
+        "context_length": 16,
+        "eval_windows": 2,
+        "eval_every": 4,
+        "compile": "off",
+        **options,
+    }
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"schedule": "constant", "steps": 12}, {"steps": 24}),
+        ({"schedule": "wsd", "steps": 20}, {"steps": 24, "decay_steps": 8}),
+    ],
+)
+def test_a_run_that_goes_on_is_the_one_that_was_started_for_all_steps(
+    tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
+) -> None:
+    whole = lineartime.train(**small(tmp_path, out=tmp_path / "whole", warmup_steps=2, **{**first, **then}))
+    lineartime.train(**small(tmp_path, out=tmp_path / "longer", warmup_steps=2, keep_every=4, **first))
+    for step in (16, 20):  # as if the run had been interrupted before its decay
+        shutil.rmtree(tmp_path / "longer" / f"step-{step:08d}", ignore_errors=True)
+    longer = lineartime.train(out=tmp_path / "longer", resume=True, **then)
+    assert (longer.finished, longer.step) == (True, 24)
+    for name, weight in lineartime.load(whole.run, checkpoint="last").state_dict().items():
+        torch.testing.assert_close(lineartime.load(longer.run, checkpoint="last").state_dict()[name], weight, rtol=0, atol=0)
+    assert read_metrics(longer.run)[-1]["step"] == 24
+
+
+def test_a_finished_run_with_a_falling_rate_says_how_to_go_on(tmp_path: Path) -> None:
+    lineartime.train(**small(tmp_path, steps=4, out=tmp_path / "run"))
+    message = r"^steps is 8, but the run was started with 4, .* with init_from; a run with schedule='constant', or wsd"
+    with pytest.raises(ArgumentError, match=message):
+        lineartime.train(out=tmp_path / "run", resume=True, steps=8)
+    with pytest.raises(ArgumentError, match=r"^decay_steps is 2, but the linear schedule of this run has no decay"):
+        lineartime.train(out=tmp_path / "run", resume=True, decay_steps=2)
