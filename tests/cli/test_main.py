@@ -48,8 +48,8 @@ def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixtur
         (["train", "--steps", "many"], "--steps", 2),
         (["train", "--stepz", "3"], "--stepz", 2),
         (["train", "--task", "qa"], "--task", 2),
-        (["generate", "run", "--prompt", "a", "--prompt", "b"], "--prompt is given twice, .*: leave one out.", 1),
-        (["generate", "run", "--seed", "1", "--seed=2"], "--seed is given twice, .*: leave one out.", 1),
+        (["generate", "run", "--prompt", "a", "--prompt", "b"], "--prompt is given twice: the last one counts.", 1),
+        (["generate", "run", "--seed", "1", "--seed=2"], "--seed is given twice: the last one counts.", 1),
         (["generate", "run", "--prompt", "-x y"], "--prompt is followed by -x y, .*: write --prompt='-x y'.", 2),
         (
             ["train", "--override", "a=1", "--override", "b=2"],

@@ -154,10 +154,11 @@ def _command(name: str) -> Any:
 def _check(arguments: Sequence[str]) -> None:
     """Raise LineartimeError for arguments that tyro would accept but misread."""
     given, (lists, repeatable) = _flags(arguments), _lists(arguments)
-    for flag in given:
-        if given.count(flag) > 1 and flag not in repeatable:
-            advice = "give all its values after one" if flag in lists else "leave one out"
-            raise LineartimeError(f"{flag} is given twice, and only the last one would count: {advice}.")
+    for flag in dict.fromkeys(given):
+        if given.count(flag) > 1 and flag in lists:
+            raise LineartimeError(f"{flag} is given twice, and only the last one would count: give all its values after one.")
+        if given.count(flag) > 1 and flag not in repeatable:  # as scripts do to replace a value
+            print(f"{flag} is given twice: the last one counts.", file=SCREEN)
     for option in ("--out", "--cache"):  # an empty path would be the working directory
         if (option, "") in pairwise(arguments) or f"{option}=" in arguments:
             raise LineartimeError(f"{option} is empty: give a path, or leave the option out.")
