@@ -50,4 +50,7 @@ def test_wrong_folders_are_named(folder: Path, tmp_path: Path, fails: Fails) -> 
         ["convert", "weights.txt", "new", *given], "source is weights.txt, whose suffix is not .* weights .*.safetensors, .pt"
     )
     fails(["convert", str(folder / "run"), "new", "--checkpoint", "77"], "--checkpoint is 77, but must be best, last")
+    fails(
+        ["convert", str(folder / "run"), "a.pt"], "destination is a.pt, the name of a file of weights, .* or --to flash-pytorch"
+    )
     fails(["convert", "nowhere"], "DESTINATION", status=2)

@@ -63,6 +63,7 @@ def test_flash_pytorch_goes_both_ways_on_the_command_line(
     assert main(command) == 1
     assert "--tokenizer is None, but must be given" in " ".join(capsys.readouterr().err.split())
     assert main([*command, "--tokenizer", "bytes"]) == 0
+    assert "bidirectional" not in capsys.readouterr().out
     ids = torch.randint(256, (2, 19))
     model = lineartime.load(ours)
     expected = other(ids)
@@ -77,6 +78,11 @@ def test_flash_pytorch_goes_both_ways_on_the_command_line(
     torch.testing.assert_close(again(ids), model(ids), atol=1e-4, rtol=1e-5)
     assert main(["convert", str(ours), str(back), "--to", "flash-pytorch"]) == 1
     assert "exists already" in capsys.readouterr().err
+    silent = [*command[:2], str(tmp_path / "silent"), "--flash-pytorch", "group_size=8", "--tokenizer", "bytes"]
+    assert main(silent) == 0
+    assert "taken for a bidirectional model, the default of FLASH-pytorch: if it was" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,13 +107,15 @@ def test_neither_git_nor_a_repository_is_needed(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"options": 1, "processes": []}', '{"options": {}}', "\x00"])
-def test_a_damaged_record_is_named(tmp_path: Path, content: str) -> None:
+def test_a_damaged_record_is_named_and_renamed_when_its_run_is_resumed(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(LineartimeError, match=r"run.json is damaged \(.*\): restore it from a copy, or delete it"):
         read_record(tmp_path)
     begin_checkpoint(tmp_path)
-    with pytest.raises(LineartimeError, match=r"run.json is damaged"):
-        write_record(tmp_path, OPTIONS, COMMAND)
+    note = write_record(tmp_path, OPTIONS, [*COMMAND, "--resume"])
+    assert re.fullmatch(r".*run.json is damaged \(.*\): it is now called damaged-run.json, and a new record begins.", note)
+    assert [process.command[-1] for process in read_record(tmp_path).processes] == ["--resume"]
+    assert (tmp_path / "damaged-run.json").read_text() == content
 
 
 def test_a_record_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -121,3 +124,13 @@ def test_a_record_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path
     (tmp_path / "run.json").mkdir()
     with pytest.raises(LineartimeError, match=r"Cannot write .*run.json: Is a directory"):
         write_record(tmp_path, OPTIONS, COMMAND)
+
+
+def test_the_schedule_of_a_record_is_that_of_its_last_process(tmp_path: Path) -> None:
+    write_record(tmp_path, OPTIONS, COMMAND)
+    (tmp_path / "step-00000002").mkdir()
+    assert read_record(tmp_path).schedule == {}
+    write_record(tmp_path, {**OPTIONS, "steps": 90, "precision": "bf16"}, COMMAND)
+    assert read_record(tmp_path).schedule == {"steps": 90}
+    write_record(tmp_path, {**OPTIONS, "steps": 120}, COMMAND)
+    assert read_record(tmp_path).schedule == {"steps": 120}

@@ -1,6 +1,7 @@
 """Learning rates of each step, and runs that go on to more steps."""
 
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import lineartime
 from lineartime.errors import ArgumentError
 from lineartime.runs.metrics import read_metrics
+from lineartime.runs.summary import summarize
 from lineartime.training.config import TrainConfig
 from lineartime.training.schedule import learning_rate, with_other_steps
 
@@ -133,3 +135,24 @@ def test_a_finished_run_with_a_falling_rate_says_how_to_go_on(tmp_path: Path) ->
         lineartime.train(out=tmp_path / "run", resume=True, steps=8)
     with pytest.raises(ArgumentError, match=r"^decay_steps is 2, but the linear schedule of this run has no decay"):
         lineartime.train(out=tmp_path / "run", resume=True, decay_steps=2)
+
+
+def test_a_run_that_goes_on_is_running_until_its_new_last_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    lineartime.train(**small(tmp_path, steps=4, schedule="constant", out=run))
+    lineartime.train(out=run, resume=True, steps=8)
+    assert (summarize(run, "")[0].state, summarize(run, "")[0].options["steps"]) == ("finished", 8)
+    shutil.rmtree(run / "step-00000008")
+    assert summarize(run, "")[0].state != "finished"
+
+
+def test_a_new_run_says_what_its_user_may_not_expect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lineartime.train(**small(tmp_path, steps=2, tokenizer="bpe-8000", out=tmp_path / "run"))
+    assert re.search(
+        r"The tokenizer has \d+ tokens instead of 8,000, because the text is too short for more\.", capsys.readouterr().err
+    )
+    first = {**small(tmp_path, steps=2), "override": {}, "init_from": tmp_path / "run"}
+    lineartime.train(**first, out=tmp_path / "same")
+    assert "were trained on" not in capsys.readouterr().err
+    lineartime.train(**{**first, "context_length": 32}, out=tmp_path / "longer")
+    assert "The weights were trained on 16 tokens at a time; now, context_length is 32." in capsys.readouterr().err

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from lineartime.cli.checkpoint import WhichOption, which_checkpoint
-from lineartime.errors import ArgumentError
+from lineartime.errors import Argument, ArgumentError
 from lineartime.files import check_new, is_folder, is_there
 
 
@@ -43,11 +43,15 @@ def _convert(options: Options) -> str:
     if options.to == "flash-pytorch":
         return _write_flash_pytorch(options)
     from lineartime.foreign import is_foreign
+    from lineartime.foreign.weights import SUFFIXES
 
     if is_foreign(options.source):
         return _read_foreign(options)
     if not is_folder(options.source):
         raise _no_model(options.source)
+    if options.destination.suffix in SUFFIXES:
+        problem = f"is {options.destination}, the name of a file of weights, but a folder would be written: give its name, or "
+        raise ArgumentError("destination", problem, Argument("to", "flash-pytorch"), ".")
     _refuse(options, "flash_pytorch", "tokenizer")
     from lineartime.hf.convert import convert
     from lineartime.hf.folder import CONFIG
@@ -73,7 +77,13 @@ def _read_foreign(options: Options) -> str:
     _refuse(options, "checkpoint")
     arguments = dict(_read(item) for item in options.flash_pytorch)
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
-    return _ours(convert(options.source, options.destination, tokenizer=tokenizer, flash_pytorch=arguments))
+    written = _ours(convert(options.source, options.destination, tokenizer=tokenizer, flash_pytorch=arguments))
+    if is_folder(options.source) or "causal" in arguments:
+        return written
+    return (
+        f"{written}\nIt is taken for a bidirectional model, the default of FLASH-pytorch: if it was built with causal=True, "
+        "convert it again with --flash-pytorch causal=true."
+    )
 
 
 def _write_flash_pytorch(options: Options) -> str:

@@ -17,10 +17,10 @@ from typing import Any
 
 from lineartime.checkpoint import list_checkpoints
 from lineartime.checkpoint.contents import check_options
-from lineartime.errors import LineartimeError, spell, typed_first_line
+from lineartime.errors import LineartimeError, reporting_file_errors, spell, typed_first_line
 from lineartime.files import RECORD_FILE, write_file
 from lineartime.host import installed_version, processor_name
-from lineartime.json_files import read_file
+from lineartime.json_files import DamagedFileError, read_file
 
 _PACKAGES = ("lineartime", "torch", "triton", "numpy", "safetensors", "tokenizers", "datasets", "pyarrow")
 
@@ -87,20 +87,36 @@ class Record:
     def __post_init__(self) -> None:
         check_options("options", self.options)
 
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """The options that another number of steps has changed, as the last process had them."""
+        changed = self.processes[-1].changed_options if self.processes else {}
+        return {name: changed[name] for name in ("steps", "decay_steps", "warmup_steps") if name in changed}
 
-def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> None:
+
+def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> str:
     """Write run.json when a process starts to train a run, before the first checkpoint of a new run.
 
     A run with checkpoints is being resumed. Its record keeps the options with which it was started, and gets an entry for this
-    process with the options that differ. `config` holds all options as JSON values, `command` the program and its arguments.
+    process with the options that differ. A damaged record is renamed, and a new one begins. `config` holds all options as JSON
+    values, `command` the program and its arguments.
+
+    Returns:
+        A note on a damaged record; empty without one.
 
     Raises:
-        LineartimeError: if the file cannot be written, or the run is resumed and its record is damaged.
+        LineartimeError: if the file cannot be written.
     """
     options = json.loads(json.dumps(config))  # as `read_record` returns them
-    record = Record(options, (), options.get("seed"))
+    record, note = Record(options, (), options.get("seed")), ""
     if list_checkpoints(run) and (run / RECORD_FILE).exists():
-        record = read_record(run)
+        try:
+            record = read_record(run)
+        except DamagedFileError as error:
+            aside = run / f"damaged-{RECORD_FILE}"
+            with reporting_file_errors("rename", run / RECORD_FILE):
+                (run / RECORD_FILE).replace(aside)
+            note = f"{error.file} is damaged ({error.what}): it is now called {aside.name}, and a new record begins."
     started = record.options
     process = Process(
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -111,6 +127,7 @@ def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> N
         git=_git(),
     )
     _write(run, dataclasses.replace(record, processes=(*record.processes, process)))
+    return note
 
 
 def _write(run: Path, record: Record) -> None:
@@ -128,10 +145,11 @@ class RunRecord:
         self._run = run
         self._entry: int | None = None
 
-    def begin(self, config: dict[str, Any], command: Sequence[str]) -> None:
-        """Write the record, as `write_record` does."""
-        write_record(self._run, config, command)
+    def begin(self, config: dict[str, Any], command: Sequence[str]) -> str:
+        """Write the record, and return a note, as `write_record` does."""
+        note = write_record(self._run, config, command)
         self._entry = len(read_record(self._run).processes) - 1
+        return note
 
     @contextmanager
     def errors(self) -> Iterator[None]:

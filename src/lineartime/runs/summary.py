@@ -89,7 +89,7 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
     problems: list[str] = []
     record = _record(path, problems)
     whole = not problems
-    options = record.options
+    options = record.options | record.schedule
     failure = last_error(record)
     lines: list[dict[str, float]] = []
     metrics = path / METRICS_FILE

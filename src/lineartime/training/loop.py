@@ -34,6 +34,7 @@ from lineartime.training.resuming import complete, precision_note, resumed_confi
 from lineartime.training.saving import CheckpointWriter, restore_moments
 from lineartime.training.schedule import learning_rate
 from lineartime.training.setup import Setup, set_up
+from lineartime.training.start import start_notes
 from lineartime.training.step import compute_gradient, count_targets
 from lineartime.training.validation import Validation
 
@@ -147,6 +148,8 @@ class Trainer:
             self.validation = Validation(self.parallel.objective, setup, world)
             if start is not None:
                 self._restore(start)
+        if start is None:
+            notes = [*notes, *start_notes(config, setup.tokenizer)]
         self.notes = [*notes, *self.text.splits, setup.summary(world), self.optimizer.summary(config)]
         if start is not None:
             with world.raise_on_all_ranks():
@@ -225,7 +228,8 @@ class Trainer:
             return NullReporter()
         config, run = self.config, self.config.run_directory
         with nullcontext() if self.resumed else removed_on_failure(run):  # without a reporter, a new run leaves no files
-            self.record.begin(config.to_dict(), sys.argv)
+            if note := self.record.begin(config.to_dict(), sys.argv):
+                self.notes.insert(0, note)
             return Reporter(run, self.step, config.steps, config.track, record=config.to_dict())
 
     def take_step(self, report: NullReporter, stop: Stop) -> bool:

@@ -1,11 +1,11 @@
-"""Whether the weights with which a run starts fit the model that it is asked to train, before its text is read."""
+"""What a new run starts with: whether the weights fit the model that it is asked to train, and notes for its user."""
 
 from pathlib import Path
 from typing import Any
 
 from lineartime import checkpoint as checkpoints
 from lineartime.data import Tokenizer, fingerprint, read_tokenizer, ready_tokenizer, size_to_train
-from lineartime.errors import Argument, ArgumentError
+from lineartime.errors import Argument, ArgumentError, spell
 from lineartime.files import is_folder
 from lineartime.models.config import ModelConfig
 from lineartime.models.memory import model_tensors
@@ -43,6 +43,21 @@ def check_tokenizer(config: TrainConfig, tokenizer: Tokenizer, start: Path) -> N
     """Raise ArgumentError unless the tokenizer is the one whose tokens the model of a checkpoint knows."""
     if fingerprint(tokenizer) != fingerprint(read_tokenizer(start)):
         raise _unfit("tokenizer", f"is {config.tokenizer or 'bytes'}", "has learnt the tokens of another one")
+
+
+def start_notes(config: TrainConfig, tokenizer: Tokenizer) -> list[str]:
+    """Sentences about what the user of a new run may not expect: a smaller tokenizer, or weights of another context."""
+    notes = []
+    wanted = None if config.tokenizer is None else size_to_train(config.tokenizer)
+    if wanted is not None and tokenizer.vocab_size < wanted:
+        smaller = f"The tokenizer has {tokenizer.vocab_size:,} tokens instead of {wanted:,}"
+        notes.append(f"{smaller}, because the text is too short for more.")
+    if config.init_from is not None and checkpoints.has_training_state(config.init_from):
+        before = checkpoints.read_training_state(config.init_from).config.get("context_length")
+        if before is not None and before != config.context_length:
+            now = f"{spell(Argument('context_length'))} is {config.context_length:,}"
+            notes.append(f"The weights were trained on {before:,} tokens at a time; now, {now}.")
+    return notes
 
 
 def _unfit(option: str, given: str, there: str) -> ArgumentError:
