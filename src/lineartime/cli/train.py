@@ -45,7 +45,8 @@ def run(options: Options, arguments: Sequence[str]) -> None:
         raise ArgumentError("dry_run", "tries a new run, and cannot be combined with ", Argument("resume", True), ".")
     in_file = {} if options.config is None else _in_file(options.config)
 
-    from lineartime.training.resuming import complete, merged_override
+    from lineartime.training.overrides import merged_override
+    from lineartime.training.resuming import complete
 
     def reparse(defaults: TrainConfig) -> TrainConfig:
         with_file = dataclasses.replace(defaults, **in_file)

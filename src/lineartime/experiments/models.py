@@ -9,7 +9,7 @@ from lineartime.models.config import ModelConfig
 from lineartime.models.cost import count_parameters
 from lineartime.models.presets import model_of, resolve, values_of
 from lineartime.models.systems import SYSTEMS, Size
-from lineartime.training.config import written
+from lineartime.training.overrides import written
 
 TOLERANCE = 0.03
 """The largest allowed relative difference of a model's number of parameters from the first one's."""

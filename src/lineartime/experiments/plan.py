@@ -13,7 +13,8 @@ from lineartime.experiments.definitions import Arm, Experiment, FinalTest, Scale
 from lineartime.experiments.models import count_parameters_cached, match_parameters, model_at, paper_preset, training_options
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import resolve
-from lineartime.training.config import TrainConfig, written
+from lineartime.training.config import TrainConfig
+from lineartime.training.overrides import written
 from lineartime.training.recipes import recipe_config
 
 JobKind = Literal["speed", "tune", "run", "latency"]

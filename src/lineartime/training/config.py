@@ -1,8 +1,7 @@
 """The options of a training run; their docstrings are the help of the command line."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,6 +11,7 @@ from lineartime.errors import Argument, ArgumentError
 from lineartime.fields import Between, check_fields, check_ranges, decode, set_plain
 from lineartime.files import absolute_path
 from lineartime.host import Threads
+from lineartime.training.overrides import errors_in_override, read_override, written
 
 if TYPE_CHECKING:  # these need PyTorch, without which the command line shows its help
     from lineartime.data import Rows
@@ -269,7 +269,7 @@ class TrainConfig:
         """The config of the model that these options describe. Raises LineartimeError, naming the argument, if invalid."""
         from lineartime.models.presets import resolve
 
-        values = dict(_read(item) for item in self.override)
+        values = dict(read_override(item) for item in self.override)
         if "task" in values:
             raise ArgumentError("override", "cannot set task: use ", Argument("task"), ".")
         asked = values.pop("vocab_size", vocab_size)  # comes from a `ModelConfig`
@@ -312,40 +312,3 @@ class TrainConfig:
         config: TrainConfig = decode(cls, values if "data" in data else data)
         check_ranges(config)
         return config
-
-
-@contextmanager
-def errors_in_override(*own: str) -> Iterator[None]:
-    """Turn a ValueError about a field of the model into one about the argument `override`, except for `own` options."""
-    try:
-        yield
-    except ValueError as error:
-        if isinstance(error, ArgumentError) and error.argument in own:
-            raise
-        raise ArgumentError("override", f"does not fit the model: {error}") from None
-
-
-def _read(item: str) -> tuple[str, Any]:
-    """The name and the value in NAME=VALUE: a number, true, false, none, or a text."""
-    name, equals, text = item.partition("=")
-    if not equals:
-        raise ArgumentError("override", f"contains {item!r}, which is not of the form NAME=VALUE, for instance chunk_size=64.")
-    if text == "none" and name in ("absolute_position", "final_norm"):  # "none" is one of their values
-        return name, text
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return name, words[text.lower()]
-    for convert in (int, float):
-        with suppress(ValueError):
-            return name, convert(text)
-    return name, text
-
-
-def written(values: Mapping[str, Any]) -> list[str]:
-    """Fields of a model as the command line writes them: NAME=VALUE."""
-    return [f"{name}={_value(value)}" for name, value in values.items()]
-
-
-def _value(value: object) -> str:
-    """A value as `_read` reads it back."""
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,9 +1,8 @@
 """Options that are taken from a run to resume, from a run to repeat, or from a recipe."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from lineartime.models.config import ModelConfig
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.training.config import TrainConfig
 from lineartime.training.given_model import options_of
+from lineartime.training.overrides import merged_override
 from lineartime.training.recipes import recipe_config, recipe_preset
 from lineartime.training.schedule import with_other_steps
 
@@ -206,11 +206,6 @@ def _merging_override(defaults: TrainConfig, reparse: Reparse) -> TrainConfig:
         fields = resolve(asked.preset, asked.task).override_names
         inherited = tuple(item for item in inherited if item.partition("=")[0] in fields)
     return dataclasses.replace(asked, override=merged_override(inherited, asked.override))
-
-
-def merged_override(*overrides: Sequence[str]) -> tuple[str, ...]:
-    """Merge overrides field by field; later ones win."""
-    return tuple({item.partition("=")[0]: item for item in chain(*overrides)}.values())
 
 
 def _shown(value: object) -> str:

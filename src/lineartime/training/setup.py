@@ -26,8 +26,9 @@ from lineartime.machine import choose_compile, choose_device, choose_precision
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import LanguageModel, build_model
 from lineartime.models.memory import check_memory
-from lineartime.training.config import TrainConfig, errors_in_override
+from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
+from lineartime.training.overrides import errors_in_override
 from lineartime.training.parallel import Objective
 from lineartime.training.start import check_start, check_tokenizer
 from lineartime.training.text import Text

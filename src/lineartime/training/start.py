@@ -10,7 +10,8 @@ from lineartime.files import is_folder
 from lineartime.models.config import ModelConfig
 from lineartime.models.memory import model_tensors
 from lineartime.models.presets import nearest_preset, values_of
-from lineartime.training.config import TrainConfig, errors_in_override
+from lineartime.training.config import TrainConfig
+from lineartime.training.overrides import errors_in_override
 
 
 def check_start(config: TrainConfig, start: Path) -> None:
