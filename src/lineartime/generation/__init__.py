@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
+from lineartime.generation.batch import TextBatch
 from lineartime.generation.decoding import drawing
 from lineartime.generation.ids import Ids, token_ids
 from lineartime.generation.prompts import PromptState, checked_prompt, read, read_prompt
@@ -23,6 +24,7 @@ __all__ = [
     "Ids",
     "PromptState",
     "Sampling",
+    "TextBatch",
     "chosen",
     "generate",
     "generate_batch",

@@ -1,0 +1,102 @@
+"""Texts that are continued together, and that begin and end at any step."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import lineartime
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.generation import Sampling, TextBatch, generate, read_prompt
+from lineartime.models import CausalLM
+
+from .test_prompts import SYSTEMS
+
+GREEDY = Sampling(temperature=0.0)
+Build = Callable[[str], CausalLM]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_texts_that_come_and_go_are_continued_as_each_alone(system: str, awake: Build) -> None:
+    model = awake(system)
+    prompts = [torch.randint(0, 40, (length,)).tolist() for length in (3, 140, 1, 20, 5)]
+    wanted = [12, 3, 9, 1, 7]  # tokens of each text
+    begins = [0, 0, 2, 5, 6]  # the step before which each text is added
+    batch, numbers, texts = TextBatch(model, GREEDY), dict[int, int](), [list[int]() for _ in prompts]
+    for step in range(20):
+        for place, prompt in enumerate(prompts):
+            if begins[place] == step:
+                numbers[batch.add(prompt)] = place
+        for number, token in batch.step().items():
+            place = numbers[number]
+            texts[place].append(token)
+            if len(texts[place]) == wanted[place]:
+                batch.remove(number)
+    assert len(batch) == 0
+    assert texts == [list(generate(model, prompt, count, GREEDY)) for prompt, count in zip(prompts, wanted, strict=True)]
+
+
+def test_a_text_may_begin_with_a_state(awake: Build) -> None:
+    model = awake("flash-tiny")
+    state, batch = read_prompt(model, [1, 2, 3]), TextBatch(model, GREEDY)
+    numbers = [batch.add([4], state), batch.add([], state), batch.add([1, 2, 3, 4])]
+    steps = [batch.step() for _ in range(8)]
+    texts = [[tokens[number] for tokens in steps] for number in numbers]
+    assert texts[0] == texts[2] == list(generate(model, [1, 2, 3, 4], 8, GREEDY))
+    assert texts[1] == list(generate(model, [1, 2, 3], 8, GREEDY))
+
+
+def test_an_unchanged_batch_copies_no_state(awake: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, joined = awake("flash-tiny"), []
+    batch, join = TextBatch(model), model.join_streams
+    monkeypatch.setattr(model, "join_streams", lambda states: joined.append(len(states)) or join(states))
+    first = batch.add([1])
+    batch.add([2])
+    for _ in range(5):
+        batch.step()
+    assert joined == [2]
+    batch.remove(first)
+    batch.add([3])
+    for _ in range(5):
+        batch.step()
+    assert joined == [2, 1, 2]  # the new text joins when its first token is to be read
+
+
+def test_a_seed_repeats_the_texts(awake: Build) -> None:
+    model, found = awake("flash-tiny"), []
+    for _ in range(2):
+        batch = TextBatch(model, Sampling(1.0, seed=3))
+        batch.add([1]), batch.add([2])
+        found.append([batch.step() for _ in range(10)])
+    assert found[0] == found[1]
+
+
+def test_an_empty_batch_draws_nothing(awake: Build) -> None:
+    assert TextBatch(awake("flash-tiny")).step() == {}
+
+
+def test_mistakes_are_named(awake: Build) -> None:
+    model = lineartime.build("transformer-tiny", d_model=16, n_blocks=1, n_heads=2, vocab_size=40, max_positions=4).eval()
+    batch = TextBatch(model)
+    number = batch.add([1, 2, 3])
+    batch.step(), batch.step()
+    with pytest.raises(ArgumentError, match=r"^number 0 is a text of 4 tokens, the most this model reads: remove it"):
+        batch.step()
+    batch.remove(number)
+    with pytest.raises(ArgumentError, match=r"^number is 0, but must be that of a text in this batch, as `add` returned it"):
+        batch.remove(number)
+    with pytest.raises(ArgumentError, match=r"^prompt is empty"):
+        batch.add([])
+    with pytest.raises(
+        ArgumentError, match=r"^prompt has 5 tokens, which makes 5 tokens to read, but this model reads at most 4"
+    ):
+        batch.add([1] * 5)
+    assert batch.add([1]) == 1
+    with pytest.raises(ArgumentError, match=r"^sampling is 0.8"):
+        TextBatch(model, 0.8)  # type: ignore[arg-type]
+    broken = awake("flash-tiny")
+    torch.nn.init.constant_(broken.backbone.embedding.weight, torch.nan)
+    batch = TextBatch(broken)
+    batch.add([1])
+    with pytest.raises(LineartimeError, match=r"^The logits of the model are not finite"):
+        batch.step()
