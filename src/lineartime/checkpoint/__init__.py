@@ -38,7 +38,7 @@ from lineartime.checkpoint.format import (
 from lineartime.checkpoint.saving import save
 from lineartime.checkpoint.weights import UnfitWeightsError
 from lineartime.errors import ArgumentError, Call, LineartimeError, reporting_file_errors
-from lineartime.fields import shown
+from lineartime.fields import check_type, shown
 from lineartime.files import TOKENIZER_FILE, is_folder, is_there
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
@@ -150,6 +150,7 @@ def read_from(path: str | Path, read: Callable[[Path], Content], which: Which | 
     Raises:
         LineartimeError: as `find_checkpoint` and `read`.
     """
+    check_type("path", path, str | Path)
     for _ in range(_ATTEMPTS):
         checkpoint = find_checkpoint(path, which)
         try:
@@ -170,6 +171,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     """
     from lineartime.data.tokenizers import named_tokenizer, read_tokenizer
 
+    check_type("path", path, str | Path)
     if is_folder(path) and not is_there(Path(path, TOKENIZER_FILE)):
         return read_from(path, read_tokenizer)
     return named_tokenizer(str(path))

@@ -84,8 +84,10 @@ def evaluate(
         packed,
     )
     subject = _subject(model, tokenizer, checkpoint, device)
+    _check_known(subject, {"data": data, "context_length": context_length, "tokenizer": subject.tokenizer})
     model, tokenizer, trained = subject.model, subject.tokenizer, subject.trained
-    _check_known(subject, {"data": data, "context_length": context_length})
+    check_vocabulary(tokenizer, model.config.vocab_size)
+    assert tokenizer is not None
     if context == "carried":
         _causal(model)
         _check_no_windows(stride, packed)
@@ -133,7 +135,7 @@ class _Subject:
     """The model to measure, its tokenizer and checkpoint, the options and held-out text of its training, and the unknown."""
 
     model: LanguageModel
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     checkpoint: Path | None
     trained: dict[str, Any]
     held_out: str
@@ -158,8 +160,6 @@ def _subject(
     elif device != "auto":
         raise ArgumentError("device", f"is {device}, but a model in memory is measured where it is: move it by model.to().")
     model = check_model(model, LanguageModel, "be measured")
-    check_vocabulary(tokenizer, model.config.vocab_size)
-    assert tokenizer is not None
     return _Subject(model, tokenizer, measured, trained, held_out, unknown)
 
 
@@ -191,9 +191,9 @@ def _check_options(choices: dict[str, tuple[str, Any]], sizes: dict[str, int | N
 
 def _check_known(subject: _Subject, given: dict[str, Any]) -> None:
     """Check that each option without a default is given, or known from training."""
-    missing = [name for name, value in given.items() if not value and name not in subject.trained]
+    missing = [name for name, value in given.items() if value is None and name not in subject.trained]
     if missing:
-        others = (" and ", Argument(missing[1])) if len(missing) > 1 else ()
+        others = [part for name in missing[1:] for part in (" and ", Argument(name))]
         why = f"is missing, but {subject.unknown} what the model was trained on: give "
         raise ArgumentError(missing[0], why, Argument(missing[0]), *others, ".")
 

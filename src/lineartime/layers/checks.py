@@ -1,5 +1,6 @@
 """Checks of the inputs of a layer: constructor arguments and tensors."""
 
+import inspect
 from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.fields import check_type
 from lineartime.layers.options import constructor_options
 from lineartime.ops.checks import check_positive
@@ -18,15 +19,25 @@ def check_options(layer: Any, options: dict[str, Any]) -> None:
     """Raise ArgumentError, naming the argument, if the value of a constructor option does not have the annotated type.
 
     Only class types are checked. Other types, such as Literal, are left to the constructor, which may allow fewer choices than
-    its bases. Unknown options are left to it as well.
+    its bases. An unknown option is a TypeError with the class and the options like it; the constructor would name its base.
     """
     known = _options(layer)
     for name, value in options.items():
         if name in known and _is_of_classes(known[name].type):
             check_type(name, value, known[name].type)
+        if name not in known and name not in _parameters(layer):
+            like = did_you_mean(name, known)
+            raise TypeError(f"{layer.__name__}() got an unexpected keyword argument {name!r}{like}")
 
 
 _options = cache(constructor_options)
+
+
+@cache
+def _parameters(layer: Any) -> set[str]:
+    """The names of the parameters of a layer's constructor and those of its bases, of any kind."""
+    constructors = [vars(owner)["__init__"] for owner in layer.__mro__ if "__init__" in vars(owner)]
+    return {name for constructor in constructors for name in inspect.signature(constructor).parameters}
 
 
 def _is_of_classes(hint: Any) -> bool:
