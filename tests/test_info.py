@@ -1,6 +1,7 @@
 """`lineartime info`: what is said of this machine is what would run on it."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,3 +56,14 @@ def test_json_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["torch.compile"]["value"] in ("yes", "no")
+
+
+def test_it_tells_the_size_of_the_cache_and_what_may_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fact = next(fact for fact in explain_machine() if fact.name == "cache")
+    assert fact.value == "0.0 GB"
+    (tmp_path / "lineartime" / "text").mkdir(parents=True)
+    with (tmp_path / "lineartime" / "text" / "tokens").open("wb") as file:
+        file.truncate(1_300_000_000)  # sparse
+    fact = next(fact for fact in explain_machine() if fact.name == "cache")
+    assert (fact.value, str(tmp_path / "lineartime") in fact.why) == ("1.3 GB", True)

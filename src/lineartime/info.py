@@ -5,11 +5,13 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 import lineartime
-from lineartime.host import processor_name, threads_in_words
+from lineartime.errors import LineartimeError, first_line
+from lineartime.host import cache_folder, processor_name, threads_in_words
 from lineartime.machine import choose_device, compiler_missing, faster_precision
 from lineartime.native import why_not_native
 from lineartime.ops.backends import choose_backend, why_not_tiled, why_not_triton
@@ -40,7 +42,8 @@ class Fact:
 
 def explain_machine() -> Iterator[Fact]:
     """Everything that "auto" decides on this machine."""
-    yield Fact("lineartime", lineartime.__version__, f"torch {torch.__version__}, Python {platform.python_version()}")
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    yield Fact("lineartime", lineartime.__version__, f"{versions}, in {Path(lineartime.__file__).parent}")
     device = choose_device("auto")
     if device.type == "cuda":
         yield Fact("device", "cuda", torch.cuda.get_device_name())
@@ -60,11 +63,23 @@ def explain_machine() -> Iterator[Fact]:
         else Fact("C++ functions", "yes", "built at first use, for tiles, steps and small products")
     )
     yield from _backends(device)
+    yield _cache()
     for package, extra in EXTRAS.items():
         if importlib.util.find_spec(package) is None:
             yield Fact(package, "not installed", f"pip install 'lineartime[{extra}]'")
         else:
             yield Fact(package, "installed")
+
+
+def _cache() -> Fact:
+    """The size and place of the encoded texts and compiled functions that the library keeps."""
+    try:
+        folder = cache_folder()
+        files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    except (LineartimeError, OSError) as error:  # without a home, or with a folder that may not be read
+        return Fact("cache", "unknown", first_line(error))
+    kept = f"encoded texts and compiled functions in {folder}, which may be deleted"
+    return Fact("cache", f"{sum(files) / 1e9:.1f} GB", kept)
 
 
 def _backends(device: torch.device) -> Iterator[Fact]:
