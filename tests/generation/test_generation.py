@@ -155,6 +155,13 @@ def test_picking_from_logits_that_are_not_finite_says_so_in_the_token(sampling: 
         (Sampling(1.0, 0, 0.5), [0.0, 1.0, 0.0]),
         (Sampling(0.0, 0, 1.0), [0.0, 1.0, 0.0]),
         (Sampling(1e-45, 0, 1.0), [0.0, 1.0, 0.0]),
+        (Sampling(1.0, 0, 1.0, min_p=0.1), [0.1, 0.6, 0.3]),
+        (Sampling(1.0, 0, 1.0, min_p=0.4), [0.0, 2 / 3, 1 / 3]),
+        (Sampling(1.0, 0, 1.0, min_p=1.0), [0.0, 1.0, 0.0]),
+        (Sampling(1.0, 0, 0.95, min_p=0.2), [0.0, 2 / 3, 1 / 3]),
+        (Sampling(1.0, 0, 0.5, min_p=0.2), [0.0, 1.0, 0.0]),
+        (Sampling(1.0, 2, 1.0, min_p=0.6), [0.0, 1.0, 0.0]),
+        (Sampling(0.5, 0, 1.0, min_p=0.1), [0.0, 0.36 / 0.45, 0.09 / 0.45]),  # of the probabilities at this temperature
     ],
 )
 def test_tokens_are_drawn_with_the_stated_probabilities(sampling: Sampling, expected: list[float]) -> None:
@@ -185,7 +192,7 @@ def test_ranking_a_few_tokens_of_a_large_vocabulary_draws_as_ranking_all(
 
 
 @pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 7, 0.9)])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 7, 0.9), Sampling(1.0, min_p=0.3)])
 @torch.no_grad()
 def test_a_step_compiled_with_the_drawing_inside_is_one_graph_and_draws_the_same_tokens(
     model: CausalLM, sampling: Sampling
@@ -284,6 +291,8 @@ def test_a_recorded_step_keeps_the_memory_of_its_graph(model: CausalLM, monkeypa
         ({"top_k": -1}, "top_k is -1"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"min_p": -0.1}, "min_p is -0.1, but must be from 0 to 1"),
+        ({"min_p": float("nan")}, "min_p is nan"),
     ],
 )
 def test_sampling_options_out_of_range_are_named(options: dict[str, Any], message: str) -> None:

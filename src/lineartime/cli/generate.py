@@ -50,6 +50,8 @@ class Options:
     """Sample only from this many of the most likely tokens; 0 for all."""
     top_p: float = 0.95
     """Sample only from the most likely tokens that together reach this probability; 1 for all."""
+    min_p: float = 0.0
+    """Sample only from tokens with at least this share of the probability of the most likely one; 0 for all."""
     seed: int | None = None
     """Random seed; by default, every run generates a different text."""
     device: Device = "auto"
@@ -88,7 +90,7 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
     from lineartime.generation import Sampling, load_state, read_prompt, save_state
     from lineartime.text_generation import generate_samples, generate_text, prompt_ids
 
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed, options.min_p)
     loaded = load_with_tokenizer(options.run, device, checkpoint=which_checkpoint(options.checkpoint))
     model, how = _prepared(loaded.model, options, device)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -26,6 +26,8 @@ class Sampling:
         top_k: draw only from this many of the likeliest tokens; 0 for all tokens.
         top_p: draw only from the likeliest tokens that together reach this probability; 1 for all tokens.
         seed: the seed of the random draws; None for a different one each time.
+        min_p: draw only from tokens with at least this share of the probability of the likeliest one; 0 for all tokens
+            (arXiv 2407.01082).
 
     Raises:
         ArgumentError: for a value of the wrong type or out of range.
@@ -35,6 +37,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 0.95
     seed: int | None = None
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -46,6 +49,8 @@ class Sampling:
             raise ArgumentError("seed", f"is {self.seed}, but must be from 0 to 2^63 - 1.")
         if not 0 < self.top_p <= 1:
             raise ArgumentError("top_p", f"is {self.top_p}, but must be above 0 and at most 1.")
+        if not 0 <= self.min_p <= 1:
+            raise ArgumentError("min_p", f"is {self.min_p}, but must be from 0 to 1.")
 
     def generator(self) -> torch.Generator:
         """A random number generator with this seed."""
@@ -83,6 +88,9 @@ def _picked(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     if sampling.temperature == 0:
         return logits.argmax(-1)
     probabilities, tokens = _ranked(logits.float(), sampling)
+    if sampling.min_p:
+        enough = probabilities >= sampling.min_p * probabilities.amax(-1, keepdim=True)
+        probabilities = torch.where(enough, probabilities, 0.0)
     # Sums on a GPU may be added in another order each time; in float64, a seed still repeats its text.
     sums = probabilities.cumsum(-1, dtype=torch.float64 if probabilities.is_cuda else uniform.dtype)
     # Keep the shortest head of the ranking that reaches top_p: the tokens before each kept one do not reach it.
