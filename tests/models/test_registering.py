@@ -130,7 +130,12 @@ def test_the_command_line_imports_a_file_and_says_how_where_it_is_missing(
     size = ["--override", "d_model=16", "n_blocks=1", "n_heads=2"]
     data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run")]
     mine = ["--import", str(tmp_path / "mine.py")]
-    assert main(["train", "--preset", "cubed-tiny", *small, *data, *mine, *size]) == 0
+    assert main(["train", "--preset", "cubed-tiny", *small, *data, *mine, *size, "--max-time", "1e-6"]) == 0
+    assert (
+        f"resume by: lineartime train --resume --out {tmp_path / 'run'} --import {tmp_path / 'mine.py'}\n"
+        in capsys.readouterr().err
+    )
+    assert main(["train", "--resume", "--max-time", "9", "--out", str(tmp_path / "run"), *mine]) == 0
     assert main(["generate", str(tmp_path / "run"), "--max-tokens", "3", f"--import={tmp_path / 'mine.py'}"]) == 0
     capsys.readouterr()
     # Another process knows the system by the variable alone.

@@ -113,9 +113,9 @@ def split_imports(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _import(modules: Sequence[str]) -> None:
     """Import modules here and in all processes that this one starts. Raises LineartimeError if one cannot be imported."""
     if modules:
-        from lineartime.models.registering import VARIABLE, import_modules
+        from lineartime.models.registering import VARIABLE, import_modules, imported_names
 
-        os.environ[VARIABLE] = os.pathsep.join(filter(None, [os.environ.get(VARIABLE, ""), *modules]))
+        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*imported_names(), *modules]))
         import_modules(modules)
 
 

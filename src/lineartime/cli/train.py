@@ -107,9 +107,11 @@ def _in_file(file: Path) -> dict[str, Any]:
 
 
 def _resume_command(run: Path) -> str:
+    from lineartime.models.registering import imported_names
     from lineartime.training.environment import read_environment
 
     start, environment = "lineartime", read_environment()
     if environment.world_size > 1:
         start = f"torchrun --nproc-per-node {environment.local_world_size} -m lineartime"
-    return f"{start} train --resume --out {shlex.quote(str(run))}"
+    imports = "".join(f" --import {shlex.quote(name)}" for name in imported_names())
+    return f"{start} train --resume --out {shlex.quote(str(run))}{imports}"

@@ -119,6 +119,11 @@ def _import_file(file: Path) -> None:
         raise
 
 
+def imported_names() -> list[str]:
+    """The modules and files that the environment variable names, separated as in PATH."""
+    return list(filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
+
+
 def import_from_environment() -> None:
-    """Import the modules that the environment variable names, separated as in PATH. Raises as `import_modules`."""
-    import_modules(filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
+    """Import what the environment variable names. Raises as `import_modules`."""
+    import_modules(imported_names())
