@@ -155,6 +155,10 @@ def test_a_folder_has_a_card_and_describes_the_model_in_full(folder: Path) -> No
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
     assert "FLASH: gated units with mixed chunk attention" in card
     assert "AutoModelForCausalLM" in card
+    facts = [line.split("|")[1].strip() for line in card.splitlines() if line.startswith("| ")]
+    training = ["trained on", "steps", "tokens per step", "context in training", "held-out loss"]
+    assert facts == ["", "---", "blocks", "width", "vocabulary", "longest text", *training]
+    assert "nats per token |\n\nTransformers loads" in card
     data = json.loads((folder / "config.json").read_text())
     assert set(FIELDS) <= set(data)
     assert "auto_map" not in data  # no remote code
@@ -199,6 +203,7 @@ def test_a_card_says_what_a_model_is_and_how_to_install_what_reads_it(task: Any,
     model = lineartime.build("flash-tiny", task, n_blocks=1, d_model=16, d_qk=8)
     card = model_card(model.config, "name", model.n_parameters)
     assert f"\n{words}" in card
+    assert "trained on" not in card
     assert "pip install '.[hf]'" in card  # not yet from PyPI
 
 

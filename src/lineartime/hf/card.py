@@ -1,6 +1,10 @@
 """The model card: README.md of a folder that is loaded with transformers."""
 
-from lineartime.choices import Task
+from collections.abc import Mapping
+from pathlib import Path
+
+from lineartime.checkpoint import has_training_state, read_training_state, read_validation_loss
+from lineartime.choices import DEFAULT_TEXT, Task
 from lineartime.errors import ArgumentError
 from lineartime.host import installed_version
 from lineartime.models.config import ModelConfig
@@ -30,7 +34,7 @@ tags:
 | width | {width} |
 | vocabulary | {vocabulary:,} tokens |
 | longest text | {longest} |
-
+{training}
 Transformers loads it where lineartime is installed (`pip install '.[hf]'` in its source tree); no remote code is run:
 
 ```python
@@ -45,8 +49,8 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 """
 
 
-def model_card(config: ModelConfig, name: str, parameters: int) -> str:
-    """The card of a language model saved in a folder of this name."""
+def model_card(config: ModelConfig, name: str, parameters: int, training: Mapping[str, str] | None = None) -> str:
+    """The card of a language model saved in a folder of this name. `training` are facts about its training, for a table."""
     masked = config.task == "mlm"
     longest = config.longest_sequence
     return _CARD.format(
@@ -61,9 +65,28 @@ def model_card(config: ModelConfig, name: str, parameters: int) -> str:
         width=config.d_model,
         vocabulary=config.vocab_size,
         longest="no limit" if longest is None else f"{longest:,} tokens",
+        training="".join(f"| {fact} | {value} |\n" for fact, value in (training or {}).items()),
         auto="AutoModelForMaskedLM" if masked else "AutoModelForCausalLM",
         name=name,
     )
+
+
+def training_facts(checkpoint: Path) -> dict[str, str]:
+    """What a checkpoint records about its training; nothing for a model alone. Texts are named without their folders."""
+    if not has_training_state(checkpoint):
+        return {}
+    state, loss = read_training_state(checkpoint), read_validation_loss(checkpoint)
+    options = state.config
+    given = options.get("data") or DEFAULT_TEXT
+    texts = ", ".join(Path(text).name for text in ([given] if isinstance(given, str) else given))
+    facts = {"trained on": texts, "steps": f"{state.step:,}"}
+    if step := options.get("tokens_per_batch"):
+        facts["tokens per step"] = f"{step:,}"
+    if length := options.get("context_length"):
+        facts["context in training"] = f"{length:,} tokens"
+    if loss is not None:
+        facts["held-out loss"] = f"{loss:.4f} nats per token"
+    return {fact: value.replace("|", "\\|") for fact, value in facts.items()}
 
 
 def _system(config: ModelConfig) -> str:

@@ -19,7 +19,7 @@ from lineartime.data.tokenizers import Tokenizer
 from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
 from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, new_folder, utf8_path
-from lineartime.hf.card import model_card
+from lineartime.hf.card import model_card, training_facts
 from lineartime.hf.config import FIELDS, LineartimeConfig
 from lineartime.hf.folder import CONFIG, check_floating, check_not_adapter, read_shapes, weight_files
 from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
@@ -83,7 +83,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         with _without_progress_bars(), _failing_to_write(destination):
             made.save_pretrained(folder)
             fast_tokenizer(tokenizer, model.config.longest_sequence).save_pretrained(folder)
-        card = model_card(model.config, destination.name, model.n_parameters)
+        card = model_card(model.config, destination.name, model.n_parameters, training_facts(loaded.checkpoint))
         (folder / CARD).write_text(card, encoding="utf-8", errors="replace")  # the name may not be UTF-8
     return destination
 
