@@ -1,6 +1,7 @@
 """Conversion between folders of lineartime and of transformers, and its tokenizers."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -155,14 +156,27 @@ def test_a_folder_has_a_card_and_describes_the_model_in_full(folder: Path) -> No
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
     assert "FLASH: gated units with mixed chunk attention" in card
     assert "AutoModelForCausalLM" in card
-    facts = [line.split("|")[1].strip() for line in card.splitlines() if line.startswith("| ")]
-    training = ["trained on", "steps", "tokens per step", "context in training", "held-out loss"]
-    assert facts == ["", "---", "blocks", "width", "vocabulary", "longest text", *training]
-    assert "nats per token |\n\nTransformers loads" in card
     data = json.loads((folder / "config.json").read_text())
     assert set(FIELDS) <= set(data)
     assert "auto_map" not in data  # no remote code
     assert data["mixer"]["chunk_size"] == 8
+
+
+def test_the_card_of_a_run_says_how_it_was_trained(tmp_path: Path) -> None:
+    (tmp_path / "a|b.txt").write_text("a text to learn\n" * 200)
+    small = {"override": {"d_model": 16, "n_blocks": 1, "d_qk": 8}, "context_length": 16, "eval_windows": 2, "steps": 2}
+    lineartime.train(**small, data=tmp_path / "a|b.txt", cache=tmp_path / "cache", out=tmp_path / "run")
+    card = (convert(tmp_path / "run", tmp_path / "model") / "README.md").read_text()
+    facts = [line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| ")][2:]
+    assert [fact for fact, _ in facts[:4]] == ["blocks", "width", "vocabulary", "longest text"]
+    assert facts[4:8] == [
+        ["trained on", "a\\|b.txt"],
+        ["steps", "2"],
+        ["tokens per step", "64"],
+        ["context in training", "16 tokens"],
+    ]
+    assert re.fullmatch(r"\d\.\d{4} nats per token", dict(facts)["held-out loss"])
+    assert "nats per token |\n\nTransformers loads" in card
 
 
 def test_a_model_tuned_in_transformers_comes_back(folder: Path, tmp_path: Path) -> None:
