@@ -99,6 +99,7 @@ def test_the_home_page_says_of_the_picture_of_quality_what_the_readme_says() -> 
         ("training", "optimizers"),
         ("systems", "switches"),
         ("systems", "candidates"),
+        ("experiments", "initial_values"),
         ("data", "data"),
         ("context-parallel", "context"),
     ],

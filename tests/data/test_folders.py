@@ -42,7 +42,14 @@ def notes_of(folder: Path, **options: Sequence[str]) -> list[str]:
         ("notes/", "notes/e.md", True),
         ("notes", "my notes/e.md", False),
         ("src/*.py", "src/c.py", True),
-        ("src/*.py", "src/deep/d.py", True),
+        ("a*.md", "archive/b.md", False),
+        ("con*.md", "config/readme.md", False),
+        ("src/*.py", "src/deep/d.py", False),
+        ("src/**/*.py", "src/deep/d.py", True),
+        ("src/**/*.py", "src/c.py", True),
+        ("**/deep/**/*.py", "src/deep/d.py", True),
+        ("src/*", "src/deep/d.py", True),  # the folder src/deep
+        ("src/**", "src/deep/d.py", True),
         ("src/*.py", "other/src/c.py", False),
         ("./src", "src/c.py", True),
         ("/src", "src/c.py", True),
@@ -104,7 +111,10 @@ def test_binary_files_of_a_folder_are_left_out_and_named(folder: Path) -> None:
     (folder / "picture.png").write_bytes(PNG)
     (folder / "old.tar.gz").write_bytes(b"\x1f\x8b")
     assert files_of(folder) == {"a.md", "b.txt", "src/c.py", "src/deep/d.py", "notes/e.md"}
-    assert notes_of(folder) == [f"Left out of {folder}, because binary: 2 files (old.tar.gz, picture.png)."]
+    assert notes_of(folder) == [
+        f"Left out of {folder}, because tar archives must be unpacked: old.tar.gz.",
+        f"Left out of {folder}, because binary: picture.png.",
+    ]
 
 
 def test_a_binary_file_given_by_its_own_path_is_an_error(tmp_path: Path) -> None:
@@ -116,7 +126,7 @@ def test_a_binary_file_given_by_its_own_path_is_an_error(tmp_path: Path) -> None
 
 def test_a_folder_of_binary_files_holds_no_text(tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_bytes(PNG)
-    with pytest.raises(ArgumentError, match=r"which holds no text: give a text file or a folder of text files"):
+    with pytest.raises(ArgumentError, match=r"holds no text \(Left out of .*, because binary: picture.png\): give a text file"):
         load_corpus(tmp_path)
 
 
@@ -151,6 +161,14 @@ def test_json_of_which_no_file_has_the_column_is_an_error(tmp_path: Path) -> Non
         (tmp_path / f"{number}.json").write_text(json.dumps([{"content": "some text"}]))
     with pytest.raises(ArgumentError, match=r"^text_column is text, but .*0.json, record 1, has the columns content"):
         load_corpus(tmp_path)
+
+
+def test_a_column_that_no_file_has_is_an_error_beside_other_text(folder: Path) -> None:
+    (folder / "records.json").write_text(json.dumps([{"body": "some text"}]))
+    with pytest.raises(ArgumentError, match=r"^text_column is bodi, but .*records.json, record 1, has the columns body"):
+        load_corpus(folder, "bodi")
+    corpus = load_corpus(folder, "body")
+    assert "some text" in ["".join(document) for document in corpus.documents("all")]
 
 
 def test_the_first_record_of_a_long_array_is_found_beyond_the_beginning(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Texts that are continued together, and that begin and end at any step."""
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -98,5 +100,33 @@ def test_mistakes_are_named(awake: Build) -> None:
     torch.nn.init.constant_(broken.backbone.embedding.weight, torch.nan)
     batch = TextBatch(broken)
     batch.add([1])
-    with pytest.raises(LineartimeError, match=r"^The logits of the model are not finite"):
+    with pytest.raises(LineartimeError, match=r"^The logits of text 0 are not finite: remove it from the batch"):
         batch.step()
+
+
+def with_nan(state: Any) -> Any:
+    """A state in which all numbers are NaN."""
+    if isinstance(state, torch.Tensor):
+        return torch.full_like(state, torch.nan)
+    if not isinstance(state, tuple):
+        return state
+    parts = [with_nan(part) for part in state]
+    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+
+
+@pytest.mark.parametrize("system", ["flash-tiny", "transformer++-tiny", "combiner-tiny"])
+def test_a_text_that_fails_does_not_change_the_others(system: str, awake: Build) -> None:
+    model = awake(system)
+    batch, texts = TextBatch(model, GREEDY), list[int]()
+    good = batch.add([1, 2, 3])
+    state = read_prompt(model, [5, 6])
+    for step in range(12):
+        if step == 4:  # its first token can be drawn; what comes after is not finite
+            bad = batch.add([], dataclasses.replace(state, state=with_nan(state.state)))
+        if step == 5:
+            for _ in range(3):
+                with pytest.raises(LineartimeError, match=rf"^The logits of text {bad} are not finite: remove it"):
+                    batch.step()
+            batch.remove(bad)
+        texts.append(batch.step()[good])
+    assert texts == list(generate(model, [1, 2, 3], 12, GREEDY))

@@ -57,6 +57,35 @@ class Unnamed(FLASH):
     """FLASH with the name of FLASH."""
 
 
+class NameOfAnMLP(Squared):
+    """With the name of a feed-forward layer."""
+
+    name = "mlp"
+
+
+class NoName(Mixer[Any]):
+    """Without a name."""
+
+    def mix(self, *_: Any) -> Tensor:
+        raise NotImplementedError
+
+    def mix_next(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def init_own_state(self, _: int) -> Any:
+        raise NotImplementedError
+
+
+class Required(Squared):
+    """With an option that has no default."""
+
+    name = "required"
+
+    def __init__(self, d_model: int, *, power: int, **options: Any) -> None:
+        super().__init__(d_model, **options)
+        self.power = power
+
+
 class Incomplete(KernelAttention):
     """Without features."""
 
@@ -108,7 +137,13 @@ def test_a_class_that_is_defined_again_replaces_the_first() -> None:
         ("mine", Unnamed, {}, r"^mixer is Unnamed, whose name, 'flash', is that of FLASH: give the class an attribute `name`"),
         ("mine", Squared, {"feed_forward": "moe"}, r"^feed_forward is 'moe', but must be one of 'mlp', 'glu'"),
         ("mine", Squared, {"options": {"flor": 1.0}}, r"^flor is not an option of Squared .did you mean floor"),
-        ("mine", Squared, {"fields": {"depth": 3}}, r"^depth is not an option of a model"),
+        ("mine", Squared, {"fields": {"depth": 3}}, r"^'?depth'? is not an option of this model"),
+        ("mine", Squared, {"fields": {"norm": "nonsense"}}, r"^norm is 'nonsense', but must be"),
+        ("mine", NameOfAnMLP, {}, r"^mixer is NameOfAnMLP, whose name, 'mlp', is that of MLP"),
+        ("mine", NoName, {}, r"^mixer is NoName, which has no name: give the class an attribute `name`"),
+        ("mine", Squared, {"options": [("floor", 1.0)]}, r"^options is .*, but must be a dictionary"),
+        ("mine", Squared, {"scaled": {"floor": 1.0}}, r"^scaled has floor = 1.0, but must have functions of the size"),
+        ("mine", Required, {}, r"^mixer is Required, which cannot be built with these options: .*power"),
         ("mine", Squared, {"options": {"floor": "much"}}, r"^floor is 'much', but must be a number"),
     ],
 )
@@ -151,20 +186,58 @@ def test_the_command_line_imports_a_file_and_says_how_where_it_is_missing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["presets", "--import", "no_such_module"], "error: Cannot import no_such_module: ModuleNotFoundError: No module"),
-        (["--import", "missing.py", "presets"], "missing.py: FileNotFoundError"),
-        (["presets", "--import", "{broken}"], "broken.py: ZeroDivisionError: division by zero."),
+        (["presets", "--import", "no_such_module"], "error: Cannot import no_such_module (ModuleNotFoundError: No module"),
+        (
+            ["presets", "--import", "broken"],
+            "Cannot import broken (ModuleNotFoundError: No module named 'broken'): write broken.py",
+        ),
+        (["--import", "missing.py", "presets"], "missing.py (FileNotFoundError"),
+        (["presets", "--import", "{broken}"], "broken.py (ZeroDivisionError: division by zero, line 2 of "),
         (["presets", "--import"], "error: --import needs a value: give a module, or a file ending in .py"),
         (["presets", "--import="], "error: --import needs a value"),
         (["presets", "--import", "--markdown"], "error: --import needs a value"),
     ],
 )
 def test_what_cannot_be_imported_is_one_sentence(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "broken.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("\n1 / 0\n")
     assert main([each.format(broken=tmp_path / "broken.py") for each in arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_files_of_the_same_name_are_told_apart_and_import_what_is_beside_them(tmp_path: Path) -> None:
+    for folder, name in (("a", "cubic"), ("b", "quartic")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"helper_{folder}.py").write_text(f"NAME = '{name}'\n")
+        content = FILE.replace('"cubed"', "NAME")
+        (tmp_path / folder / "systems.py").write_text(f"from helper_{folder} import NAME\n{content}")
+    import_modules([str(tmp_path / folder / "systems.py") for folder in ("a", "b")])
+    assert {"cubic-tiny", "quartic-tiny"} <= set(PRESETS)
+
+
+def test_a_file_may_be_imported_by_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "named_systems.py").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import_modules([str(tmp_path / "named_systems.py"), "named_systems"])  # registers the same class again
+    import_modules([str(tmp_path / "named_systems.py")])
+    sys.modules.pop("named_systems")
+
+
+@pytest.mark.parametrize("preset", ["flash-tiny", "transformer++-tiny"])
+def test_a_mixer_by_name_has_the_sizes_of_the_preset(preset: str) -> None:
+    register_system("squared", Squared, "mlp")
+    for mixer in ("squared", "attention", "gau", "combiner"):
+        config = lineartime.build(preset, mixer=mixer).config
+        options = config.mixer.options
+        assert options.get("n_heads", 4) == 4
+        assert options.get("d_qk", 64) == 64
+        assert options.get("chunk_size", 128) == 128
 
 
 def test_a_file_is_imported_once(tmp_path: Path) -> None:
@@ -178,13 +251,13 @@ def test_a_file_is_imported_once(tmp_path: Path) -> None:
 def test_a_wrong_variable_is_named() -> None:
     environment = {**os.environ, VARIABLE: "no_such_module"}
     result = subprocess.run([sys.executable, "-c", "import lineartime.models"], env=environment, capture_output=True, text=True)
-    assert "LineartimeError: Cannot import no_such_module: ModuleNotFoundError" in result.stderr
+    assert "LineartimeError: Cannot import no_such_module (ModuleNotFoundError" in result.stderr
 
 
 @pytest.mark.parametrize("mixer", ["flash-local", {"kind": "flash-local", "chunk_size": 32}])
 def test_a_mixer_can_be_overridden_by_its_name_or_as_in_model_json(mixer: Any) -> None:
     config = resolve("flash-tiny", mixer=mixer, d_qk=16)
-    expected = 256 if isinstance(mixer, str) else 32
+    expected = 128 if isinstance(mixer, str) else 32
     assert (config.mixer.kind, config.mixer.options["chunk_size"], config.mixer.options["d_qk"]) == (
         "flash-local",
         expected,

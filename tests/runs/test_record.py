@@ -113,9 +113,9 @@ def test_a_damaged_record_is_named_and_renamed_when_its_run_is_resumed(tmp_path:
         read_record(tmp_path)
     begin_checkpoint(tmp_path)
     note = write_record(tmp_path, OPTIONS, [*COMMAND, "--resume"])
-    assert re.fullmatch(r".*run.json is damaged \(.*\): it is now called damaged-run.json, and a new record begins.", note)
+    assert re.fullmatch(r".*run.json is damaged \(.*\): it is now called damaged-1-run.json, and a new record begins.", note)
     assert [process.command[-1] for process in read_record(tmp_path).processes] == ["--resume"]
-    assert (tmp_path / "damaged-run.json").read_text() == content
+    assert (tmp_path / "damaged-1-run.json").read_text() == content
 
 
 def test_a_record_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) -> None:

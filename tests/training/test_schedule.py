@@ -53,7 +53,10 @@ def test_wsd_is_constant_then_falls_linearly_to_zero_over_its_last_steps() -> No
     ("options", "message"),
     [
         ({"decay_steps": 5}, r"^decay_steps is 5, but linear schedules have no decay: use schedule='wsd', or leave it out"),
-        ({"schedule": "wsd", "decay_steps": 601}, r"^decay_steps is 601, but must be at most steps=600\."),
+        (
+            {"schedule": "wsd", "decay_steps": 541},
+            r"^decay_steps is 541, but must, with 60 steps of warm-up, be at most steps=600\.",
+        ),
         ({"schedule": "wsd", "decay_steps": 0}, r"^decay_steps is 0, but must be at least 1"),
     ],
 )
@@ -156,3 +159,21 @@ def test_a_new_run_says_what_its_user_may_not_expect(tmp_path: Path, capsys: pyt
     assert "were trained on" not in capsys.readouterr().err
     lineartime.train(**{**first, "context_length": 32}, out=tmp_path / "longer")
     assert "The weights were trained on 16 tokens at a time; now, context_length is 32." in capsys.readouterr().err
+
+
+def test_the_rate_of_wsd_never_jumps_whatever_is_left_to_its_defaults() -> None:
+    for options in ({"warmup_steps": 9}, {"warmup_steps": 6, "decay_steps": 4}, {}):
+        config = TrainConfig(steps=10, learning_rate=1.0, schedule="wsd", **options)
+        config.check()
+        rates = [learning_rate(step, config) for step in range(10)]
+        rising, falling = rates[: rates.index(1.0) + 1], rates[rates.index(1.0) :]
+        assert (rising, falling) == (sorted(rising), sorted(falling, reverse=True))
+        assert rates[-1] == 1 / (options.get("decay_steps") or (1 if options else 2))
+
+
+def test_a_long_run_at_a_constant_rate_can_end_early_without_a_word_about_its_warm_up() -> None:
+    """As docs/training.md shows it: started for 100,000 steps, stopped at 8,000, ended at 10,000."""
+    started = TrainConfig(steps=100_000, schedule="wsd")
+    ended = with_other_steps(started, TrainConfig(steps=10_000, decay_steps=2000, schedule="wsd"), 8000)
+    ended.check()
+    assert (ended.warmup_steps, learning_rate(8000, ended)) == (1000, 3e-3)

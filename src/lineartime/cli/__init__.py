@@ -57,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if shutil.get_terminal_size().columns < _NARROWEST:
         os.environ["COLUMNS"] = str(_NARROWEST)
     try:
+        modules, arguments = split_imports(arguments)
         if arguments[:1] == ["--version"]:
             print(f"lineartime {installed_version('lineartime')}, torch {installed_version('torch')}")
             return 0
-        modules, arguments = split_imports(arguments)
         _import(modules)
         _check(arguments)
         options = parse(arguments)
@@ -123,7 +123,7 @@ def parse(arguments: Sequence[str]) -> Any:
     """Parse the arguments into the `Options` of their command; exit with status 2 and a message if they are wrong."""
     if arguments and arguments[0] in _COMMANDS:
         options = _command(arguments[0]).Options
-        if problem := _misplaced(arguments) or _like_option(arguments) or _wrong_choice(arguments):
+        if problem := _misplaced(arguments) or _looks_like_option(arguments) or _wrong_choice(arguments):
             _fail(problem)
             sys.exit(2)
         return tyro.cli(options, prog=f"lineartime {arguments[0]}", args=arguments[1:])
@@ -173,7 +173,7 @@ def _misplaced(arguments: Sequence[str]) -> str:
     return "" if after is None else f"--resume takes no value, but is followed by {after}: write --resume --out {after}."
 
 
-def _like_option(arguments: Sequence[str]) -> str:
+def _looks_like_option(arguments: Sequence[str]) -> str:
     """A sentence for a text that begins like an option, which the parser would take for one; empty if there is none."""
     hints = get_type_hints(_command(arguments[0]).Options)
     texts = [f"--{name.replace('_', '-')}" for name, hint in hints.items() if str in (hint, *get_args(hint))]

@@ -37,7 +37,7 @@ class Options:
     state: Path | None = None
     """File of `save_state`: the prompt continues the text that was read then, which is not read again."""
     save_state: Path | None = None
-    """File to write what the model remembers after the prompt to, for `state`; with `max_tokens` 0, nothing is generated."""
+    """File for what the model remembers after the prompt, for `state`; with `max_tokens` 0, nothing is generated."""
     max_tokens: int = 500
     """Maximum number of tokens to generate; the model may end its document earlier."""
     stop: tuple[str, ...] = ()
@@ -97,6 +97,8 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show every character
     state = None if options.state is None else load_state(model, options.state)
     notes, rest = [f"{loaded.checkpoint}: {device.type}, {how}"], prompt
+    if options.max_tokens:  # checks all arguments, before the slow part
+        generate_text(model, loaded.tokenizer, prompt, options.max_tokens, sampling, options.stop, state)
     if options.save_state is not None:
         state, rest = read_prompt(model, prompt_ids(loaded.tokenizer, prompt, state), state), ""
         save_state(model, state, options.save_state)

@@ -212,8 +212,8 @@ def load_corpus(
         data: names and paths.
         text_column: the column of JSON, JSON lines, Parquet and `hub:` data sets that holds the text.
         max_expansion: the maximum number of bytes of text per byte of a compressed file.
-        include: patterns of the files in folders to read, such as "*.md" or "src/*.py"; empty for all. A pattern without a
-            slash matches the name of a file or of a folder above it, one with a slash the path from the given folder on.
+        include: patterns of the files in folders to read, such as "*.md" or "src/**/*.py"; empty for all. As in a .gitignore,
+            one without a slash matches the name of a file or of a folder above it, one with a slash a path below the folder.
         exclude: patterns of the files and folders in folders to leave out.
 
     Raises:

@@ -47,6 +47,7 @@ class FilesOfText:
     """The files at one or several paths.
 
     Attributes:
+        reading: how they are found and read.
         paths: the paths that were searched.
         notes: sentences for the user about files that are left out, or read in another way than their names suggest.
         matched: the patterns that matched a file or folder.
@@ -76,13 +77,15 @@ class FilesOfText:
         except OSError as error:
             raise file_error("read", error.filename or path, error) from None
         if not parts:
-            patterns = bool(self.reading.include or self.reading.exclude) and path.is_dir()
-            advice = ("change ", Argument("include"), " or ", Argument("exclude")) if patterns else ("give a text file or a ",)
-            left = " with these patterns" if patterns else ""
-            raise ArgumentError(
-                "data", f"is {path}, which holds no text{left}: ", *advice, "." if patterns else "folder of text files."
-            )
+            raise self._no_text(path)
         return parts
+
+    def _no_text(self, path: Path) -> ArgumentError:
+        left = f" ({' '.join(self.notes).rstrip('.')})" if self.notes else ""
+        if path.is_dir() and (self.reading.include or self.reading.exclude):
+            found = f"is {path}, which holds no text with these patterns{left}: change "
+            return ArgumentError("data", found, Argument("include"), " or ", Argument("exclude"), ".")
+        return ArgumentError("data", f"is {path}, which holds no text{left}: give a text file or a folder of text files.")
 
     def unused(self) -> list[str]:
         """A note for each pattern that matched nothing."""
@@ -114,12 +117,17 @@ class FilesOfText:
 
     def _readable(self, folder: Path, parts: list[FilePart]) -> list[FilePart]:
         """Leave out binary files, and take JSON without texts for plain text, unless the folder has nothing else."""
-        binary = {part.path for part in parts if _is_binary(part.file)}
-        parts = [part for part in parts if part.path not in binary]
-        if binary:
-            self.notes.append(f"Left out of {folder}, because binary: {_names(folder, binary)}.")
+        archives = {part.path for part in parts if is_tar(part.path)}
+        binary = {part.path for part in parts if part.path not in archives and _is_binary(part.file)}
+        for left_out, why in ((archives, "tar archives must be unpacked"), (binary, "binary")):
+            if left_out:
+                self.notes.append(f"Left out of {folder}, because {why}: {_names(folder, left_out)}.")
+        parts = [part for part in parts if part.path not in archives | binary]
         reasons = {part.path: reason for part in parts if (reason := why_no_records(part.file))}
-        if reasons and all(part.path in reasons or has_no_text(part.path.name) for part in parts):
+        others = [part for part in parts if part.path not in reasons and not has_no_text(part.path.name)]
+        if self.reading.column != TEXT_COLUMN:  # which some file must have
+            others = [part for part in others if not part.is_text]
+        if reasons and not others:
             raise next(iter(reasons.values()))
         if reasons:
             column = self.reading.column
@@ -130,14 +138,24 @@ class FilesOfText:
 
 
 def matches(relative: PurePath, pattern: str) -> bool:
-    """Whether a pattern matches a path below the given folder, or a folder above it.
+    """Whether a pattern matches a path below the given folder, or a folder above it, as in a .gitignore file.
 
-    A pattern without a slash matches names, and one with a slash matches paths from the given folder on, where * stands for
-    any characters, slashes included: "*.md", "notes", "src/*.py".
+    A pattern without a slash matches the name of a file or folder, and one with a slash a path from the given folder on, in
+    which `**` stands for any number of folders: "*.md", "notes", "src/*.py", "src/**/*.py".
     """
-    anchored = "/" in pattern.rstrip("/") and not pattern.startswith("**/")
-    whole = f"{'' if anchored else '*'}/{pattern.removeprefix('**/').removeprefix('./').strip('/')}"
-    return any(fnmatchcase(f"/{path.as_posix()}", whole) for path in (relative, *relative.parents) if path.parts)
+    names = PurePath(pattern.strip("/")).parts
+    if len(names) == 1 and not pattern.startswith("/") and not pattern.startswith("./"):
+        return any(fnmatchcase(part, names[0]) for part in relative.parts)
+    return any(_path_matches(path.parts, names) for path in (relative, *relative.parents) if path.parts)
+
+
+def _path_matches(parts: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether each part of a path matches its pattern, of which ** matches any number of parts."""
+    if not names:
+        return not parts
+    if names[0] == "**":
+        return any(_path_matches(parts[skipped:], names[1:]) for skipped in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], names[0]) and _path_matches(parts[1:], names[1:])
 
 
 def _names(folder: Path, paths: Sequence[Path] | set[Path] | dict[Path, LineartimeError]) -> str:
@@ -146,8 +164,6 @@ def _names(folder: Path, paths: Sequence[Path] | set[Path] | dict[Path, Linearti
 
 def _is_binary(file: SourceFile) -> bool:
     """Whether a file that is text by its name is binary. UTF-16 is not: the error for it says how to convert it."""
-    if is_tar(file.path):
-        return True
     if not is_named_text(file):
         return False
     with file.path.open("rb") as stream:

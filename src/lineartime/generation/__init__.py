@@ -62,7 +62,7 @@ def generate(
     return takewhile(lambda token: token != stop_token, drawn)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Start:
     """The beginning of a text: more tokens after a state, which may be None."""
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation.ids import Ids
 from lineartime.generation.prompts import PromptState, checked_prompt, read
 from lineartime.generation.sampling import Sampling, chosen, draw
 from lineartime.models.backbone import BackboneState, BackboneStreams
-from lineartime.models.language_model import CausalLM, LanguageModel, check_finite_logits, check_model
+from lineartime.models.language_model import CausalLM, LanguageModel, are_finite, check_model
 
 
 @dataclass
@@ -22,9 +22,9 @@ class _Text:
 
     Attributes:
         position: the number of tokens read.
-        state: what the model remembers, until the text joins the streams.
-        logits: [V], after the prompt, until the first token is drawn.
-        token: the token drawn last, which is not read yet.
+        state: what the model remembers; None while the text is one of the joined streams.
+        logits: [V], after the last token read; None if a drawn token is to be read first.
+        token: the token drawn last.
     """
 
     position: int
@@ -80,53 +80,59 @@ class TextBatch:
 
     def remove(self, number: int) -> None:
         """End a text. Raises ArgumentError unless it is in the batch."""
-        if number not in self._texts:
+        if not isinstance(number, int) or number not in self._texts:
             raise ArgumentError("number", f"is {number!r}, but must be that of a text in this batch, as `add` returned it.")
         del self._texts[number]
+        if not self._texts:  # their memory may be large
+            self._joined, self._streams = [], None
 
     def step(self) -> dict[int, int]:
         """Draw the next token of every text: tokens by the number of the text.
 
+        After an error about one text, the next step goes on with the others, if that one is removed.
+
         Raises:
             ArgumentError: if a text is as long as the model can read.
-            LineartimeError: if the logits are not finite.
+            LineartimeError: if the logits of a text are not finite.
         """
-        going = [number for number, text in self._texts.items() if text.logits is None]
-        new = [number for number in self._texts if number not in going]
         if not self._texts:
             return {}
         with torch.no_grad():
-            logits = self._read(going) if going else []
-            logits += [text.logits for text in self._texts.values() if text.logits is not None]  # of the new ones
-            drawn: list[int] = draw(torch.stack(logits), self._sampling, self._generator).tolist()
-        check_finite_logits(min(drawn) >= 0)
-        tokens = dict(zip([*going, *new], drawn, strict=True))
-        for number, token in tokens.items():
-            self._texts[number].token, self._texts[number].logits = token, None
-        return tokens
+            self._read([number for number, text in self._texts.items() if text.logits is None])
+            logits = torch.stack([text.logits for text in self._texts.values() if text.logits is not None])
+            for number, finite in zip(self._texts, are_finite(logits).tolist(), strict=True):
+                if not finite:
+                    raise LineartimeError(f"The logits of text {number} are not finite: remove it from the batch.")
+            tokens: list[int] = draw(logits, self._sampling, self._generator).tolist()
+        for text, token in zip(self._texts.values(), tokens, strict=True):
+            text.token, text.logits = token, None
+        return dict(zip(self._texts, tokens, strict=True))
 
-    def _read(self, numbers: list[int]) -> list[Tensor]:
-        """Read the last token of some texts: the logits after each."""
+    def _read(self, numbers: list[int]) -> None:
+        """Read the last token of some texts, and keep the logits after each."""
         longest = self._model.config.longest_sequence
         for number in numbers:
             if longest is not None and self._texts[number].position >= longest:
                 raise ArgumentError("number", f"{number} is a text of {longest} tokens, the most this model reads: remove it.")
+        if not numbers:
+            return
         self._join(numbers)
         assert self._streams is not None
         ids = torch.tensor([[self._texts[number].token] for number in numbers], device=next(self._model.parameters()).device)
-        logits = self._model.step(ids, self._streams)[:, 0]
-        for number in numbers:
-            self._texts[number].position += 1
-        return list(logits)
+        for number, logits in zip(numbers, self._model.step(ids, self._streams)[:, 0], strict=True):
+            text = self._texts[number]
+            text.position, text.logits = text.position + 1, logits
 
     def _join(self, numbers: list[int]) -> None:
         """Let the streams be those of some texts, in this order."""
         if numbers == self._joined:
             return
-        states: dict[int, BackboneState | None] = {number: self._texts[number].state for number in numbers}
         if self._streams is not None:
-            states |= dict(zip(self._joined, self._model.separate_streams(self._streams), strict=True))
-        self._streams = self._model.join_streams([state for number in numbers if (state := states[number]) is not None])
+            for number, state in zip(self._joined, self._model.separate_streams(self._streams), strict=True):
+                if number in self._texts:
+                    self._texts[number].state = state
+        states = [self._texts[number].state for number in numbers]
+        self._streams = self._model.join_streams([each for each in states if each is not None])
         self._joined = numbers
         for number in numbers:
             self._texts[number].state = None

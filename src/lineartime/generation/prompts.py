@@ -20,7 +20,7 @@ LAST = 16
 """The number of last tokens that a state remembers: the text of the next token can depend on them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PromptState:
     """What a model remembers of a text. Any number of continuations can begin with it; none modifies it.
 
@@ -60,9 +60,7 @@ def read_prompt(model: LanguageModel, prompt: Ids, state: PromptState | None = N
     return read(causal, ids, state)
 
 
-def checked_prompt(
-    model: CausalLM, argument: str, prompt: Ids, state: PromptState | None, new_tokens: int = 0
-) -> tuple[int, ...]:
+def checked_prompt(model: CausalLM, argument: str, prompt: Ids, state: PromptState | None, more: int = 0) -> tuple[int, ...]:
     """The ids of a prompt, which may be empty if there is a state.
 
     Args:
@@ -70,7 +68,7 @@ def checked_prompt(
         argument: the name of the prompt in messages.
         prompt: the ids.
         state: of the text before.
-        new_tokens: the number of tokens to read after the prompt.
+        more: the number of tokens to read after the prompt.
 
     Raises:
         ArgumentError: as `read_prompt`.
@@ -81,13 +79,13 @@ def checked_prompt(
     elif not ids:
         raise ArgumentError(argument, "is empty, but must hold at least one token, for instance the end of a document.")
     before = 0 if state is None else state.position
-    tokens, longest = before + len(ids) + new_tokens, model.config.longest_sequence
+    tokens, longest = before + len(ids) + more, model.config.longest_sequence
     if longest is not None and tokens > longest:
         others = f" after {before} others" if before else ""
         most = f"{tokens} tokens to read, but this model reads at most {longest}"
-        if not new_tokens:
+        if not more:
             raise ArgumentError(argument, f"has {len(ids)} tokens{others}, which makes {most}: shorten it.")
-        asked = f"is {new_tokens + 1} after a prompt of {len(ids)} tokens{others}"
+        asked = f"is {more + 1} after a prompt of {len(ids)} tokens{others}"
         raise ArgumentError("max_tokens", f"{asked}, which makes {most}: ask for fewer, or shorten the prompt.")
     return ids
 
@@ -99,6 +97,10 @@ def _check_state(model: CausalLM, state: object) -> None:
             "state", f"is of type {type(state).__name__}, but must be a PromptState, as read_prompt and load_state return it."
         )
     model.backbone.check_states("state", [state.state])
+    vocab_size = model.config.vocab_size
+    if tuple(state.logits.shape) != (vocab_size,):
+        found = f"has logits of shape {list(state.logits.shape)}, but the model has {vocab_size:,} tokens"
+        raise ArgumentError("state", f"{found}: give a state of this model.")
     device = next(model.parameters()).device
     if state.logits.device != device:
         raise ArgumentError("state", f"is on {state.logits.device}, but the model is on {device}: read the prompt there.")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
+from lineartime.fields import check_type
 from lineartime.files import new_file, utf8_path
 from lineartime.generation.ids import token_ids
 from lineartime.generation.prompts import LAST, PromptState
@@ -32,6 +33,7 @@ def save_state(model: LanguageModel, state: PromptState, path: str | Path) -> No
     """
     from safetensors.torch import save_file
 
+    check_type("path", path, str | Path)
     causal = _checked(model, state)
     tensors, numbers = {"logits": state.logits}, {}
     for name, value in _leaves(state.state):
@@ -41,7 +43,7 @@ def save_state(model: LanguageModel, state: PromptState, path: str | Path) -> No
             numbers[name] = value
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     known = {"numbers": numbers, "last": state.last}
-    facts = {**known, "model": _digest_of_model(causal), "contents": _digest(known, tensors)}
+    facts = {**known, "model": _digest_of_model(causal), "dtype": _dtype(causal), "contents": _digest(known, tensors)}
     with new_file("path", Path(path)) as partial, utf8_path(partial) as file:
         save_file(tensors, file, {"format": _FORMAT, "facts": json.dumps(facts)})
 
@@ -59,6 +61,7 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
     """
     from safetensors import SafetensorError, safe_open
 
+    check_type("path", path, str | Path)
     causal, file = check_model(model, CausalLM, "continue a text"), Path(path)
     device = next(causal.parameters()).device
     try:
@@ -73,11 +76,14 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
         raise LineartimeError(f"{file} is no file of a state: give one that save_state wrote.")
     try:
         facts = json.loads(metadata["facts"])
-        numbers, last, of_model, digest = (facts[name] for name in ("numbers", "last", "model", "contents"))
+        numbers, last, of_model, dtype, digest = (facts[name] for name in ("numbers", "last", "model", "dtype", "contents"))
     except (ValueError, TypeError, KeyError):
         raise _damaged(file, "its facts cannot be read") from None
     if _digest({"numbers": numbers, "last": last}, tensors) != digest:
         raise _damaged(file, "its contents differ from what was written")
+    if dtype != _dtype(causal):
+        found = f"is {file}, which a model with weights in {dtype} wrote, but these are in {_dtype(causal)}"
+        raise ArgumentError("state", f"{found}: use the same precision.")
     if of_model != _digest_of_model(causal):
         raise ArgumentError("state", f"is {file}, which a model with other weights wrote: load it with that model.")
     ids = token_ids("last", last, causal.config.vocab_size)[-LAST:]
@@ -151,6 +157,11 @@ def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 def _digest_of_model(model: CausalLM) -> str:
     """A digest of the config and the weights, without which a state means nothing."""
     return _digest(model.config.to_dict(), model.state_dict())
+
+
+def _dtype(model: CausalLM) -> str:
+    """The dtype of the weights: "float32"."""
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
 def _damaged(file: Path, why: str) -> LineartimeError:

@@ -6,6 +6,7 @@ from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.flash import FLASH
 from lineartime.layers.gated import set_backend
 from lineartime.layers.gau import GAU
+from lineartime.layers.mixer import Mixer
 from lineartime.layers.norms import RMSNorm, ScaleNorm
 from lineartime.layers.positions import BucketBias, LearnedPositions, RotaryBias, ScaledSin, TableBias
 
@@ -18,6 +19,7 @@ __all__ = [
     "BucketBias",
     "CrossGAU",
     "LearnedPositions",
+    "Mixer",
     "RMSNorm",
     "RotaryBias",
     "ScaleNorm",

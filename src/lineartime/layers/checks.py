@@ -19,13 +19,14 @@ def check_options(layer: Any, options: dict[str, Any]) -> None:
     """Raise ArgumentError, naming the argument, if the value of a constructor option does not have the annotated type.
 
     Only class types are checked. Other types, such as Literal, are left to the constructor, which may allow fewer choices than
-    its bases. An unknown option is a TypeError with the class and the options like it; the constructor would name its base.
+    its bases. An unknown option is a TypeError with the class and the options like it; the constructor would name its base. A
+    constructor that lists none of the options that it passes on may take any.
     """
     known = _options(layer)
     for name, value in options.items():
         if name in known and _is_of_classes(known[name].type):
             check_type(name, value, known[name].type)
-        if name not in known and name not in _parameters(layer):
+        if name not in known and name not in (accepted := _parameters(layer)) and _ANY not in accepted:
             like = did_you_mean(name, known)
             raise TypeError(f"{layer.__name__}() got an unexpected keyword argument {name!r}{like}")
 
@@ -33,11 +34,22 @@ def check_options(layer: Any, options: dict[str, Any]) -> None:
 _options = cache(constructor_options)
 
 
+_ANY = "**"
+
+
 @cache
 def _parameters(layer: Any) -> set[str]:
-    """The names of the parameters of a layer's constructor and those of its bases, of any kind."""
-    constructors = [vars(owner)["__init__"] for owner in layer.__mro__ if "__init__" in vars(owner)]
-    return {name for constructor in constructors for name in inspect.signature(constructor).parameters}
+    """The names of the parameters of a layer's constructor and those of its bases; `_ANY` if one lists no options."""
+    found: set[str] = set()
+    for owner in layer.__mro__:
+        if "__init__" in vars(owner):
+            for parameter in inspect.signature(vars(owner)["__init__"]).parameters.values():
+                lists_no_options = parameter.kind is parameter.VAR_KEYWORD and "Unpack" not in str(parameter.annotation)
+                named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+                found |= {parameter.name} if named else {_ANY} if lists_no_options else set()
+        if owner.__name__ == "ResidualLayer":  # above it, torch.nn.Module takes anything
+            break
+    return found
 
 
 def _is_of_classes(hint: Any) -> bool:

@@ -142,7 +142,16 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
             "task",
             f"is 'prefix-lm', but {preset_or_config} cannot read a prefix in both directions; these systems can: {others}.",
         )
-    return model_of(system, PRESETS[preset_or_config][1], task).override(**overrides)
+    size = PRESETS[preset_or_config][1]
+    if isinstance(overrides.get("mixer"), str):
+        overrides["mixer"] = _mixer_named(overrides["mixer"], size)
+    return model_of(system, size, task).override(**overrides)
+
+
+def _mixer_named(kind: str, size: Size) -> LayerConfig | str:
+    """The mixer of the first system with this kind, at a size; an unknown kind as it is, for `ModelConfig` to name."""
+    system = next((system for system in SYSTEMS.values() if system.mixer.name == kind), None)
+    return kind if system is None else LayerConfig(kind, **system.mixer_options(size))
 
 
 def values_of(config: ModelConfig) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Systems of your own: registered by name, in modules that the command line and other processes can import."""
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,7 +16,6 @@ from lineartime.errors import ArgumentError, LineartimeError, check_choice, type
 from lineartime.fields import check_names
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.options import constructor_options
-from lineartime.models.config import ModelConfig
 from lineartime.models.layer_config import KINDS, register_mixer
 from lineartime.models.presets import PRESETS, SIZES, TINY, model_of
 from lineartime.models.systems import SYSTEMS, Size, System
@@ -61,18 +62,25 @@ def register_system(
     _check_mixer(mixer)
     if feed_forward is not None:
         check_choice("feed_forward", feed_forward, get_args(FeedForward))
+    for argument, given in (("options", options), ("scaled", scaled), ("fields", fields)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ArgumentError(argument, f"is {given!r}, but must be a dictionary.")
+    for option, of_size in (scaled or {}).items():
+        if not callable(of_size):
+            raise ArgumentError("scaled", f"has {option} = {of_size!r}, but must have functions of the size of a model.")
     layer = None if feed_forward is None else KINDS["feed_forward"][feed_forward]
     system = System(mixer, layer, options or {}, scaled or {}, fields or {}, description=description)
-    known = constructor_options(mixer)
-    check_names({**system.options, **system.scaled}, known, mixer.__name__)
-    with shapes_only():
-        mixer(TINY.d_model, causal=mixer.why_not_causal is None, **system.mixer_options(TINY))
-    check_names(system.fields, ModelConfig.__dataclass_fields__, "a model")
+    check_names({**system.options, **system.scaled}, constructor_options(mixer), mixer.__name__)
+    model_of(SYSTEMS["flash"], TINY, "mlm").override(**system.fields)
+    try:
+        with shapes_only():
+            mixer(TINY.d_model, causal=mixer.why_not_causal is None, **system.mixer_options(TINY))
+    except TypeError as error:  # an option without a default, for instance
+        raise ArgumentError("mixer", f"is {mixer.__name__}, which cannot be built with these options: {error}.") from None
     register_mixer(mixer)
     _registered.add(name)
     SYSTEMS[name] = system
     PRESETS.update({f"{name}-{size}": (name, SIZES[size]) for size in ("tiny", "base")})
-    model_of(system, TINY, "mlm")
 
 
 def _check_mixer(mixer: object) -> None:
@@ -82,41 +90,61 @@ def _check_mixer(mixer: object) -> None:
     if inspect.isabstract(mixer):
         missing = ", ".join(sorted(mixer.__abstractmethods__))
         raise ArgumentError("mixer", f"is {mixer.__name__}, which is not complete: implement {missing}.")
-    other = KINDS["mixer"].get(mixer.name)
-    if other is not None and (other.__module__, other.__qualname__) != (mixer.__module__, mixer.__qualname__):
+    if not isinstance(getattr(mixer, "name", None), str):
+        raise ArgumentError("mixer", f"is {mixer.__name__}, which has no name: give the class an attribute `name`.")
+    other = next((kinds[mixer.name] for kinds in KINDS.values() if mixer.name in kinds), None)
+    if other is not None and _origin(other) != _origin(mixer):
         found = f"is {mixer.__name__}, whose name, {mixer.name!r}, is that of {other.__name__}"
         raise ArgumentError("mixer", f"{found}: give the class an attribute `name` of its own.")
 
 
+def _origin(layer: type[Any]) -> tuple[str, str]:
+    """Where a class was defined: the same for a class that is defined again, also in a file that is imported in another way."""
+    try:
+        place = inspect.getsourcefile(layer) or layer.__module__
+    except (TypeError, OSError):  # in a notebook or at a prompt
+        place = layer.__module__
+    return place, layer.__qualname__
+
+
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules, or the files ending in .py, that register systems; each once.
+    """Import modules, or the files ending in .py, that register systems; each once. A file can import what is beside it.
 
     Raises:
-        LineartimeError: naming the first one that cannot be imported.
+        LineartimeError: naming the first one that cannot be imported, and the line of the error.
     """
     for name in names:
         try:
             if name.endswith(".py"):
-                _import_file(Path(name))
+                _import_file(Path(name).resolve())
             else:
                 importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            beside = f": write {name}.py for the file" if error.name == name and Path(f"{name}.py").exists() else ""
+            raise LineartimeError(f"Cannot import {name} ({typed_first_line(error).rstrip('.')}){beside}.") from error
         except Exception as error:  # whatever the module does
-            raise LineartimeError(f"Cannot import {name}: {typed_first_line(error)}.") from error
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f", line {frame.lineno} of {frame.filename}" if frame.filename.endswith(".py") else ""
+            raise LineartimeError(f"Cannot import {name} ({typed_first_line(error).rstrip('.')}{where}).") from error
 
 
 def _import_file(file: Path) -> None:
-    name = f"lineartime_imported_{file.stem}"
-    if name in sys.modules:
+    """Import a file, unless it has been imported by this or another name."""
+    if any(getattr(module, "__file__", None) == str(file) for module in list(sys.modules.values())):
         return
+    name = f"lineartime_imported_{file.stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None  # the suffix is .py
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent))
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        sys.path.remove(str(file.parent))
 
 
 def imported_names() -> list[str]:

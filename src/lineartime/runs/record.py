@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from lineartime.checkpoint import list_checkpoints
 from lineartime.checkpoint.contents import check_options
 from lineartime.errors import LineartimeError, reporting_file_errors, spell, typed_first_line
-from lineartime.files import RECORD_FILE, write_file
+from lineartime.files import RECORD_FILE, is_there, write_file
 from lineartime.host import installed_version, processor_name
 from lineartime.json_files import DamagedFileError, read_file
 
@@ -113,7 +114,8 @@ def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> s
         try:
             record = read_record(run)
         except DamagedFileError as error:
-            aside = run / f"damaged-{RECORD_FILE}"
+            names = (f"damaged-{number}-{RECORD_FILE}" for number in count(1))
+            aside = next(path for name in names if not is_there(path := run / name))
             with reporting_file_errors("rename", run / RECORD_FILE):
                 (run / RECORD_FILE).replace(aside)
             note = f"{error.file} is damaged ({error.what}): it is now called {aside.name}, and a new record begins."

@@ -91,7 +91,7 @@ class TrainConfig:
     decay_steps: Steps | None = None
     """wsd: last steps, over which the learning rate falls to zero; the default is a fifth of all steps."""
     warmup_steps: Annotated[int, Between(0, 10**9)] | None = None
-    """Steps over which the learning rate rises from zero; the default is a tenth of all steps."""
+    """Steps over which the learning rate rises from zero; the default is a tenth of all, for constant and wsd at most 1,000."""
     beta1: Decay = 0.9
     """AdamW: decay of the running mean of gradients."""
     beta2: Decay = 0.99
@@ -193,10 +193,13 @@ class TrainConfig:
             raise ArgumentError(
                 "warmup_steps", f"is {self.warmup_steps}, but must be below ", Argument("steps", self.steps), "."
             )
-        if self.decay_steps is not None and self.schedule == "wsd" and self.decay_steps > self.steps:
-            raise ArgumentError(
-                "decay_steps", f"is {self.decay_steps}, but must be at most ", Argument("steps", self.steps), "."
-            )
+        if self.decay_steps is not None and self.schedule == "wsd":
+            from lineartime.training.schedule import warmup_steps
+
+            warmup = warmup_steps(self)
+            if warmup + self.decay_steps > self.steps:
+                together = f"is {self.decay_steps}, but must, with {warmup} steps of warm-up, be at most "
+                raise ArgumentError("decay_steps", together, Argument("steps", self.steps), ".")
         inherits = self.resume or self.like is not None or self.recipe is not None  # what was not given may be unused here
         if self.decay_steps is not None and self.schedule != "wsd" and not inherits:
             problem = f"is {self.decay_steps}, but {self.schedule} schedules have no decay: use "
@@ -280,9 +283,9 @@ class TrainConfig:
                 Argument("tokenizer"),
                 f", which has {vocab_size} tokens; choose another one, or vocab_size={vocab_size}.",
             )
-        config = resolve(self.preset, self.task)
+        resolve(self.preset, self.task)  # an error names the preset or the task
         with errors_in_override():
-            config = config.override(vocab_size=vocab_size, **values)
+            config = resolve(self.preset, self.task, vocab_size=vocab_size, **values)
             longest = config.longest_sequence
         if longest is not None and self.context_length > longest:
             field = "max_positions" if longest == config.max_positions else "max_length"

@@ -134,6 +134,10 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
             started = read_from(config.like, _repeated_config, None if is_checkpoint(config.like) else "last")
         defaults = dataclasses.replace(started.config, out=None, resume=False, recipe=None, like=config.like)
         config = _merging_override(defaults, reparse)
+        if config.data != defaults.data:  # the patterns belong to the text of that run
+            include = () if config.include == defaults.include else config.include
+            exclude = () if config.exclude == defaults.exclude else config.exclude
+            config = dataclasses.replace(config, include=include, exclude=exclude)
         sizes = ("batch_size", "context_length", "tokens_per_batch")
         changed = [name for name in sizes if getattr(config, name) != getattr(defaults, name)]
         if started.chose_step and changed and "tokens_per_batch" not in changed:

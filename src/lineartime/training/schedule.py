@@ -19,18 +19,28 @@ from lineartime.training.config import TrainConfig
 
 COSINE_FLOOR = 0.1
 """The final learning rate of a cosine schedule, as a share of the peak."""
+LONGEST_WARMUP = 1000
+"""The maximum default of the warm-up at a constant rate."""
 _COMPARED = 1000
 """At how many of the steps taken the rates of two schedules are compared."""
 
 
 def warmup_steps(config: TrainConfig) -> int:
-    """The number of steps over which the learning rate rises."""
-    return config.steps // 10 if config.warmup_steps is None else config.warmup_steps
+    """The number of steps over which the learning rate rises; by default, a tenth of all.
+
+    A run at a constant rate may end sooner or later than it was started for, so that its default is at most `LONGEST_WARMUP`.
+    """
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    tenth = config.steps // 10
+    return tenth if config.schedule in ("linear", "cosine") else min(tenth, LONGEST_WARMUP)
 
 
 def decay_steps(config: TrainConfig) -> int:
-    """The number of last steps over which the learning rate of "wsd" falls; at least one."""
-    return max(1, config.steps // 5) if config.decay_steps is None else config.decay_steps
+    """The number of last steps over which the learning rate of "wsd" falls: by default, a fifth of all after the warm-up."""
+    if config.decay_steps is not None:
+        return config.decay_steps
+    return max(1, min(config.steps // 5, config.steps - warmup_steps(config)))
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

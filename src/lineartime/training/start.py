@@ -47,7 +47,7 @@ def check_tokenizer(config: TrainConfig, tokenizer: Tokenizer, start: Path) -> N
 
 
 def start_notes(config: TrainConfig, tokenizer: Tokenizer) -> list[str]:
-    """Sentences about what the user of a new run may not expect: a smaller tokenizer, or weights of another context."""
+    """Sentences about what the user of a new run might not expect: a smaller tokenizer, or weights of another context."""
     notes = []
     wanted = None if config.tokenizer is None else size_to_train(config.tokenizer)
     if wanted is not None and tokenizer.vocab_size < wanted:
