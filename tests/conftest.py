@@ -180,7 +180,7 @@ def only_systems_of_the_library_afterwards(monkeypatch: pytest.MonkeyPatch) -> I
     tables: list[dict[str, Any]] = [SYSTEMS, PRESETS, layer_config.KINDS["mixer"], layer_config._LAYERS]
     before = [set(table) for table in tables]
     monkeypatch.setattr(registering, "_registered", set())
-    monkeypatch.delenv(registering.VARIABLE, raising=False)
+    monkeypatch.setenv(registering.VARIABLE, "")  # which restores it, too
     yield
     for table, names in zip(tables, before, strict=True):
         for name in set(table) - names:
