@@ -79,6 +79,11 @@ def changed(file: Path, what: str) -> None:
         facts["numbers"]["0.position"] += 1
     elif what == "facts":
         facts = [facts]
+    elif what == "huge position":
+        facts["numbers"]["0.position"] = 10**400
+    elif what == "nested facts":
+        save_file(tensors, file, {**metadata, "facts": "[" * 100_000})
+        return
     elif what == "format":
         metadata["format"] = "pt"
     save_file(tensors, file, {**metadata, "facts": json.dumps(facts)})
@@ -91,6 +96,8 @@ def changed(file: Path, what: str) -> None:
         ("missing tensor", "text.state is damaged .its contents differ"),
         ("position", "text.state is damaged .its contents differ"),
         ("facts", "text.state is damaged .its facts cannot be read"),
+        ("huge position", "text.state is damaged .its facts cannot be read"),
+        ("nested facts", "text.state is damaged .its facts cannot be read"),
         ("format", "text.state is no file of a state: give one that save_state wrote"),
     ],
 )

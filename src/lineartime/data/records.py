@@ -168,7 +168,7 @@ def _loaded(where: str, content: bytes, position: int) -> Any:
         raise not_utf8(where, content, error.start, position + error.start) from None
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise LineartimeError(f"{where} is not JSON ({reason}): correct it, or leave it out.") from None
+        raise LineartimeError(f"{where} is not JSON ({reason.removesuffix(' at')}): correct it, or leave it out.") from None
 
 
 def _text(where: str, record: Any, column: str, is_first: bool) -> str:

@@ -17,6 +17,8 @@ from lineartime.generation.prompts import LAST, PromptState
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
 
 _FORMAT = "lineartime prompt state 1"
+_MOST = 2**53
+"""More than the tokens of any text; positions are also computed in float64."""
 
 
 def save_state(model: LanguageModel, state: PromptState, path: str | Path) -> None:
@@ -77,7 +79,9 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
     try:
         facts = json.loads(metadata["facts"])
         numbers, last, of_model, dtype, digest = (facts[name] for name in ("numbers", "last", "model", "dtype", "contents"))
-    except (ValueError, TypeError, KeyError):
+        if not all(type(number) is int and 0 <= number < _MOST for number in numbers.values()):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise _damaged(file, "its facts cannot be read") from None
     if _digest({"numbers": numbers, "last": last}, tensors) != digest:
         raise _damaged(file, "its contents differ from what was written")
