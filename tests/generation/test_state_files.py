@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import lineartime
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import Sampling, generate, load_state, read_prompt, save_state
 from lineartime.layers.streams import tensors_of
@@ -120,3 +121,10 @@ def test_a_file_of_another_kind_is_an_error(content: bytes, awake: Build, tmp_pa
 def test_a_missing_file_is_an_error(awake: Build, tmp_path: Path) -> None:
     with pytest.raises(LineartimeError, match=r"Cannot read .*text.state"):
         load_state(awake("flash-tiny"), tmp_path / "text.state")
+
+
+def test_a_state_of_as_many_tokens_as_the_model_reads_is_loaded(tmp_path: Path) -> None:
+    model = lineartime.build("transformer-tiny", d_model=16, n_blocks=1, n_heads=2, vocab_size=40, max_positions=4).eval()
+    save_state(model, read_prompt(model, [1, 2, 3, 4]), tmp_path / "text.state")
+    state = load_state(model, tmp_path / "text.state")
+    assert len(list(generate(model, [], 1, GREEDY, state=state))) == 1

@@ -13,7 +13,8 @@ from lineartime.errors import ArgumentError, LineartimeError, first_line, report
 from lineartime.fields import check_type
 from lineartime.files import new_file, utf8_path
 from lineartime.generation.ids import token_ids
-from lineartime.generation.prompts import LAST, PromptState
+from lineartime.generation.prompts import LAST, PromptState, checked_prompt
+from lineartime.layers.streams import tensors_of
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
 
 _FORMAT = "lineartime prompt state 1"
@@ -98,7 +99,16 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
         state = PromptState(_filled(template, parts), logits, ids)
     except KeyError as error:
         raise _damaged(file, f"it has no {error.args[0]}") from None
-    _checked(causal, state)
+    try:
+        if any(len(tensor) != 1 for tensor in tensors_of(state.state)):
+            raise ValueError
+        checked_prompt(causal, "prompt", (), state)
+        longest = causal.config.longest_sequence
+        if longest is None or state.position < longest:
+            with torch.no_grad():  # sizes that grow must fit each other, too
+                causal.extend(torch.zeros(1, 1, dtype=torch.long, device=device), state.state)
+    except (ValueError, RuntimeError, IndexError, TypeError, OverflowError):
+        raise _damaged(file, "it is not the state of a text that this model can read") from None
     return state
 
 
