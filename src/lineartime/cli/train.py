@@ -50,9 +50,8 @@ def run(options: Options, arguments: Sequence[str]) -> None:
 
     def reparse(defaults: TrainConfig) -> TrainConfig:
         with_file = dataclasses.replace(defaults, **in_file)
-        usual = Options(
-            **{**vars(with_file), **dict.fromkeys((*_LISTS, "override"), ())}
-        )  # given texts replace the default ones
+        empty = dict.fromkeys((*_LISTS, "override"), ())  # values that are given replace the default ones
+        usual = Options(**{**vars(with_file), **empty})
         given = tyro.cli(Options, prog="lineartime train", args=arguments, default=usual)
         values = {field.name: getattr(given, field.name) for field in dataclasses.fields(TrainConfig)}
         of_file = with_file.override if "override" in in_file else ()

@@ -2,7 +2,7 @@
 
 import codecs
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
@@ -12,7 +12,7 @@ from lineartime.data.local_files import SourceFile, is_tar
 from lineartime.data.readers import FilePart
 from lineartime.data.records import is_named_text, why_no_records
 from lineartime.data.splits import has_no_text, listed
-from lineartime.errors import Argument, ArgumentError, LineartimeError, file_error, spell
+from lineartime.errors import Argument, ArgumentError, file_error, spell
 from lineartime.fields import check_type
 from lineartime.files import RECORD_FILE
 
@@ -158,7 +158,8 @@ def _path_matches(parts: Sequence[str], names: Sequence[str]) -> bool:
     return bool(parts) and fnmatchcase(parts[0], names[0]) and _path_matches(parts[1:], names[1:])
 
 
-def _names(folder: Path, paths: Sequence[Path] | set[Path] | dict[Path, LineartimeError]) -> str:
+def _names(folder: Path, paths: Iterable[Path]) -> str:
+    """The names of some files below a folder, in a few words."""
     return listed([path.relative_to(folder).as_posix() for path in sorted(paths)])
 
 

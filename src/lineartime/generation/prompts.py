@@ -75,7 +75,7 @@ def checked_prompt(model: CausalLM, argument: str, prompt: Ids, state: PromptSta
     """
     ids = token_ids(argument, prompt, model.config.vocab_size)
     if state is not None:
-        _check_state(model, state)
+        check_prompt_state(model, state)
     elif not ids:
         raise ArgumentError(argument, "is empty, but must hold at least one token, for instance the end of a document.")
     before = 0 if state is None else state.position
@@ -90,7 +90,7 @@ def checked_prompt(model: CausalLM, argument: str, prompt: Ids, state: PromptSta
     return ids
 
 
-def _check_state(model: CausalLM, state: object) -> None:
+def check_prompt_state(model: CausalLM, state: object) -> None:
     """Raise ArgumentError unless `state` is the `PromptState` of a model like this one."""
     if not isinstance(state, PromptState):
         raise ArgumentError(

@@ -13,7 +13,7 @@ from lineartime.errors import ArgumentError, LineartimeError, first_line, report
 from lineartime.fields import check_type
 from lineartime.files import new_file, utf8_path
 from lineartime.generation.ids import token_ids
-from lineartime.generation.prompts import LAST, PromptState, checked_prompt
+from lineartime.generation.prompts import LAST, PromptState, check_prompt_state, checked_prompt
 from lineartime.layers.streams import tensors_of
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
 
@@ -37,7 +37,8 @@ def save_state(model: LanguageModel, state: PromptState, path: str | Path) -> No
     from safetensors.torch import save_file
 
     check_type("path", path, str | Path)
-    causal = _checked(model, state)
+    causal = check_model(model, CausalLM, "continue a text")
+    check_prompt_state(causal, state)
     tensors, numbers = {"logits": state.logits}, {}
     for name, value in _leaves(state.state):
         if isinstance(value, Tensor):
@@ -91,15 +92,12 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
         raise ArgumentError("state", f"{found}: use the same precision.")
     if of_model != _digest_of_model(causal):
         raise ArgumentError("state", f"is {file}, which a model with other weights wrote: load it with that model.")
-    ids = token_ids("last", last, causal.config.vocab_size)[-LAST:]
     try:
+        ids = token_ids("last", last, causal.config.vocab_size)[-LAST:]
         logits = tensors.pop("logits").to(device)
         parts = {name: tensor.to(device) for name, tensor in tensors.items()} | numbers
         template = tuple(block.mixer.no_streams() for block in causal.backbone.blocks)
         state = PromptState(_filled(template, parts), logits, ids)
-    except KeyError as error:
-        raise _damaged(file, f"it has no {error.args[0]}") from None
-    try:
         if any(len(tensor) != 1 for tensor in tensors_of(state.state)):
             raise ValueError
         checked_prompt(causal, "prompt", (), state)
@@ -107,20 +105,9 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
         if longest is None or state.position < longest:
             with torch.no_grad():  # sizes that grow must fit each other, too
                 causal.extend(torch.zeros(1, 1, dtype=torch.long, device=device), state.state)
-    except (ValueError, RuntimeError, IndexError, TypeError, OverflowError):
+    except (KeyError, ValueError, RuntimeError, IndexError, TypeError, OverflowError):
         raise _damaged(file, "it is not the state of a text that this model can read") from None
     return state
-
-
-def _checked(model: object, state: object) -> CausalLM:
-    """The model, if it is causal and the state is of one like it. Raises ArgumentError otherwise."""
-    causal = check_model(model, CausalLM, "continue a text")
-    if not isinstance(state, PromptState):
-        raise ArgumentError(
-            "state", f"is of type {type(state).__name__}, but must be a PromptState, as read_prompt returns it."
-        )
-    causal.backbone.check_states("state", [state.state])
-    return causal
 
 
 def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
