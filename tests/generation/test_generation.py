@@ -410,7 +410,7 @@ def test_a_prefix_model_reads_its_prompt_in_both_directions(preset: str) -> None
     assert generate_batch(model, prompts, 8, GREEDY) == written
     logits, state = model.read_prefix(torch.tensor([prompts[1]]))
     torch.testing.assert_close(logits, model(torch.tensor([prompts[1]]), prefix_lengths=torch.tensor([11])))
-    assert state[0].position == 11
+    assert state.position == 11
 
 
 def test_every_text_of_a_batch_is_drawn_from_its_own_logits() -> None:

@@ -56,7 +56,7 @@ def test_a_prefix_of_embedded_tokens_is_read_in_both_directions() -> None:
     hidden, state = backbone.prefix_embedded(backbone.embedding(ids), inputs=inputs)
     torch.testing.assert_close(hidden, backbone(ids, prefix_lengths=torch.tensor([9, 9])), atol=1e-5, rtol=0)
     assert [x.shape for x in inputs] == [(2, 9, 16)] * 2
-    assert state[0].position == 9
+    assert state.position == 9
 
 
 def test_padding_on_the_right_needs_no_learned_positions() -> None:

@@ -8,7 +8,6 @@ import lineartime
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.models import CausalLM, MaskedLM, ModelConfig, build_model, presets
 from lineartime.models.config import Task
-from lineartime.models.grouped import GroupedStreams
 from lineartime.models.presets import PRESETS, resolve
 
 TINY = {"d_model": 16, "n_blocks": 2, "vocab_size": 50}
@@ -147,9 +146,9 @@ def test_joined_streams_know_their_positions_and_their_number(name: str) -> None
     model = causal(name)
     states = [model.extend(torch.zeros(count, 2 + count, dtype=torch.long), model.init_state(count))[1] for count in (2, 1)]
     streams: Any = model.join_streams(states)
-    assert (streams if isinstance(streams, GroupedStreams) else streams[0]).position.tolist() == [4, 4, 3]
+    assert streams.position.tolist() == [4, 4, 3]
     model.step(torch.zeros(3, 1, dtype=torch.long), streams)
-    assert (streams if isinstance(streams, GroupedStreams) else streams[0]).position.tolist() == [5, 5, 4]
+    assert streams.position.tolist() == [5, 5, 4]
     for shape in ((2, 1), (3, 2)):
         with pytest.raises(ArgumentError, match=r"ids has shape .*, but must be \[3, 1\], one token per stream"):
             model.step(torch.zeros(shape, dtype=torch.long), streams)
@@ -328,4 +327,4 @@ def test_without_a_state_streams_begin(name: str) -> None:
         expected, state = model.extend(ids, model.init_state(2))
         logits, begun = model.extend(ids, None)
     assert torch.equal(logits, expected)
-    assert begun[0].position == state[0].position == 11
+    assert begun.position == state.position == 11

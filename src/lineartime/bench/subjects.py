@@ -20,10 +20,10 @@ from lineartime.bench.peers import build_peer
 from lineartime.generation.decoding import continuing
 from lineartime.generation.prompts import prefill_batch
 from lineartime.machine import autocast
-from lineartime.models.backbone import BackboneState
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost, state_bytes
 from lineartime.models.language_model import CausalLM, LanguageModel, build_model
+from lineartime.models.streams import BackboneState
 from lineartime.shapes import shapes_only
 
 
@@ -147,7 +147,7 @@ class GrowingDecoding(Decoding, RewindingStep):
 
     def __init__(self, model: CausalLM, state: BackboneState, tokens: Tensor) -> None:
         super().__init__(model, state, tokens)
-        position, longest = state[0].position, model.config.longest_sequence
+        position, longest = state.position, model.config.longest_sequence
         self.burst = max(8, position // 32 - 1)
         if longest is not None:
             self.burst = min(self.burst, longest - position - 1)
@@ -182,7 +182,7 @@ def state_after(model: CausalLM, ids: Tensor) -> Any:
     state = model.init_state(batch)
     for at in range(min(2, tokens)):  # after two tokens, every part has its final dtype
         _, state = model.extend(ids[:, at : at + 1], state)
-    return tuple(_zeros(shape[0], block) for block in state)
+    return BackboneState(tuple(_zeros(shape.blocks[0], block) for block in state.blocks))
 
 
 def _zeros(shape: Any, like: Any) -> Any:

@@ -12,8 +12,9 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation.ids import Ids
 from lineartime.generation.prompts import PromptState, checked_prompt, read
 from lineartime.generation.sampling import Sampling, chosen, draw
-from lineartime.models.backbone import BackboneState, BackboneStreams
+from lineartime.models.backbone import BackboneStreams
 from lineartime.models.language_model import CausalLM, LanguageModel, are_finite, check_model
+from lineartime.models.streams import BackboneState
 
 
 @dataclass

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lineartime.generation.sampling import Sampling, draw, pick
 from lineartime.layers.streams import tensors_of
-from lineartime.models.backbone import BackboneState, BackboneStreams
-from lineartime.models.grouped import GroupedStreams
+from lineartime.models.backbone import BackboneStreams
 from lineartime.models.language_model import CausalLM
+from lineartime.models.streams import BackboneState, GroupedStreams
 
 Next = Callable[[Tensor], Tensor]
 """Reads one more token of each text, int64 [B], and returns the logits after them, [B, V]."""
@@ -51,7 +51,7 @@ def drawing(
         return lambda tokens: draw(read_next(tokens), sampling, generator)
     streams = model.join_streams(states)
     assert not isinstance(streams, GroupedStreams)
-    tokens = torch.zeros_like(streams[0].position)
+    tokens = torch.zeros_like(streams.position)
     inputs = tokens, torch.zeros(len(tokens), device=tokens.device)
     step = recorded(partial(step_and_pick, model, streams, sampling), inputs, list(tensors_of(streams)))
     return lambda tokens: step(tokens, torch.rand(len(tokens), generator=generator))
@@ -81,7 +81,7 @@ def _without_autocast_cache() -> Iterator[None]:
 def recorded_step(model: CausalLM, streams: BackboneStreams) -> Callable[[Tensor], Tensor]:
     """`model.step` in place as a CUDA graph."""
     assert not isinstance(streams, GroupedStreams)
-    ids = torch.zeros_like(streams[0].position[:, None])
+    ids = torch.zeros_like(streams.position[:, None])
     return recorded(partial(model.step, streams=streams), (ids,), list(tensors_of(streams)))
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.generation.ids import Ids, token_ids
-from lineartime.models.backbone import BackboneState
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
+from lineartime.models.streams import BackboneState
 
 PREFILL = {"cpu": 1024, "cuda": 16_384}
 """Tokens of a prompt that a causal model reads at a time, by device: memory does not grow with the prompt beyond that."""
@@ -37,7 +37,7 @@ class PromptState:
     @property
     def position(self) -> int:
         """The number of tokens that were read."""
-        position: int = self.state[0].position
+        position: int = self.state.position
         return position
 
 

@@ -16,6 +16,7 @@ from lineartime.generation.ids import token_ids
 from lineartime.generation.prompts import LAST, PromptState, check_prompt_state, checked_prompt
 from lineartime.layers.streams import tensors_of
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
+from lineartime.models.streams import BackboneState
 
 _FORMAT = "lineartime prompt state 1"
 _MOST = 2**53
@@ -40,7 +41,7 @@ def save_state(model: LanguageModel, state: PromptState, path: str | Path) -> No
     causal = check_model(model, CausalLM, "continue a text")
     check_prompt_state(causal, state)
     tensors, numbers = {"logits": state.logits}, {}
-    for name, value in _leaves(state.state):
+    for name, value in _leaves(state.state.blocks):
         if isinstance(value, Tensor):
             tensors[name] = value
         else:
@@ -97,7 +98,7 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
         logits = tensors.pop("logits").to(device)
         parts = {name: tensor.to(device) for name, tensor in tensors.items()} | numbers
         template = tuple(block.mixer.no_streams() for block in causal.backbone.blocks)
-        state = PromptState(_filled(template, parts), logits, ids)
+        state = PromptState(BackboneState(_filled(template, parts)), logits, ids)
         if any(len(tensor) != 1 for tensor in tensors_of(state.state)):
             raise ValueError
         checked_prompt(causal, "prompt", (), state)

@@ -12,9 +12,18 @@ from torch import Tensor
 from transformers import Cache
 
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.hf.streams import SteppedStreams, Streams, joined_streams, prefix_reader, reader, step_streams, width
-from lineartime.layers.streams import RaggedState, extend_ragged, group_streams, take_streams, tensors_of
+from lineartime.hf.streams import prefix_reader, reader, step_streams
+from lineartime.layers.streams import (
+    RaggedState,
+    count_streams,
+    extend_ragged,
+    group_streams,
+    single_streams,
+    take_streams,
+    tensors_of,
+)
 from lineartime.models.backbone import Backbone
+from lineartime.models.streams import BackboneState, GroupedStreams, is_joined
 from lineartime.ops.cache import normal_tensors
 
 
@@ -28,7 +37,7 @@ class Call(NamedTuple):
         prefix: whether the tokens were read as a prefix.
     """
 
-    before: "Streams | RaggedState | None"
+    before: BackboneState | RaggedState | None
     embedded: Tensor
     mask: Tensor
     prefix: bool
@@ -53,7 +62,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.state: Streams | RaggedState | SteppedStreams | None = None
+        self.state: BackboneState | RaggedState | None = None
         self._length = 0
         self._recording = False
         self._calls: list[Call] = []
@@ -103,7 +112,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         """A cache with the same state; continuing one of the two does not change the other."""
         copy = LineartimeCache()
         copy.state, copy._length, copy._pending = self.state, self._length, self._pending
-        if isinstance(self.state, SteppedStreams):  # all other states are never changed in place
+        if is_joined(self.state):  # all other states are never changed in place
             copy.batch_select_indices(torch.arange(self.batch_size, device=next(tensors_of(self.state)).device))
         return copy
 
@@ -113,26 +122,24 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         Autograd and `crop` need the state as it was before a call, so it is not updated in place for them.
         """
         in_place = new == 1 and backbone.steps_in_place and not self._recording and not torch.is_grad_enabled()
-        if isinstance(self.state, SteppedStreams):
+        if is_joined(self.state):
             if not in_place:
-                streams = [Streams(blocks) for blocks in backbone.separate_streams(self.state.blocks)]
-                self.state = group_streams(streams) if streams else Streams(backbone.init_state(0))
-        elif self.state is not None and in_place:
-            self.state = joined_streams(backbone, self.state)
+                streams = backbone.separate_streams(self.state)
+                self.state = group_streams(streams) if streams else backbone.init_state(0)
+        elif self.state is not None and in_place and self.batch_size:
+            joined = backbone.join_streams(single_streams(self.state))
+            assert not isinstance(joined, GroupedStreams)  # the backbone steps in place
+            self.state = joined
 
     def _read(self, backbone: Backbone, embedded: Tensor, mask: Tensor | None, prefix: bool, every: bool) -> Tensor:
         """[B, N, d] -> [B, N, d], or [B, N, (L + 1) d] with the inputs of all blocks in front."""
         state, first = self.state, self.state is None
         if state is None:
-            state = Streams(backbone.init_state(len(embedded)))
-        if isinstance(state, SteppedStreams):
+            state = backbone.init_state(len(embedded))
+        if is_joined(state):
             return step_streams(backbone, embedded, mask, state, every)
         read = prefix_reader(backbone, every) if first and prefix else reader(backbone, every)
-        if isinstance(state, Streams) and mask is None:
-            hidden, self.state = read(embedded, state)
-            return hidden
-        widened = embedded.repeat(1, 1, width(backbone, every))  # as wide as the output
-        hidden, self.state = extend_ragged(read, widened, state, mask)
+        hidden, self.state = extend_ragged(read, embedded, state, mask)
         return hidden
 
     def _check_batch(self, batch: int) -> None:
@@ -154,7 +161,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._recording, self._calls = False, []
 
     def _call(self, embedded: Tensor, mask: Tensor | None, prefix: bool) -> Call:
-        assert not isinstance(self.state, SteppedStreams)  # which the call would change in place
+        assert not is_joined(self.state)  # which the call would change in place
         batch, length = embedded.shape[:2]
         return Call(self.state, embedded.detach(), _as_mask(mask, batch, length, embedded.device), prefix)
 
@@ -239,11 +246,9 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
     @property
     def batch_size(self) -> int:
         """The number of streams; -1 before the first token."""
-        if isinstance(self.state, RaggedState):
-            return sum(map(len, self.state.rows))
         if self.state is None:
             return -1 if self._pending is None else len(self._pending.embedded)
-        return len(next(tensors_of(self.state)))
+        return count_streams(self.state)
 
     @property
     def memory_bytes(self) -> int:

@@ -98,8 +98,16 @@ class LineartimeModel(LineartimePreTrainedModel):
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config)
         self.backbone = Backbone(config.to_model_config())
-        self.gradient_checkpointing = False
         self.post_init()
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Whether the backward pass recomputes each block; transformers reads and sets this attribute."""
+        return self.backbone.recompute
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, enable: bool) -> None:
+        self.backbone.recompute = enable
 
     @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
@@ -151,7 +159,6 @@ class LineartimeModel(LineartimePreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         embedded: Tensor = self._embed(input_ids) if inputs_embeds is None else self._checked_embeddings(inputs_embeds)
         every: list[Tensor] | None = [] if output_hidden_states else None
-        self.backbone.recompute = self.gradient_checkpointing and self.training
         if past_key_values is None and not use_cache:
             mask = checked_mask(attention_mask, embedded)
             cu_seq_lens_q = packed_boundaries(cu_seq_lens_q, position_ids, seq_idx, mask, embedded)

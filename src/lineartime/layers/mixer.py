@@ -12,7 +12,15 @@ from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.residual import LayerOptions, ResidualLayer, zero_padding
-from lineartime.layers.streams import RaggedState, ShiftedState, StreamState, check_state, extend_ragged, structure_of
+from lineartime.layers.streams import (
+    RaggedState,
+    ShiftedState,
+    StreamState,
+    check_state,
+    count_streams,
+    extend_ragged,
+    structure_of,
+)
 from lineartime.ops.backends import define_operators
 from lineartime.ops.checks import as_mask
 from lineartime.ops.context import ContextGroup
@@ -206,8 +214,6 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         if state is None:
             state = self._init_state(x.shape[0])
         self._check_state(state, x)
-        if mask is None and not isinstance(state, RaggedState):
-            return self._extend_together(x, state)
         return extend_ragged(self._extend_together, x, state, mask)
 
     def prefix_layout(self, shape: tuple[int, ...], device: torch.device) -> Layout:
@@ -251,7 +257,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             check_state(part, self.no_streams(), type(self).__name__)
             if part[0].device != x.device:
                 raise ArgumentError("state", f"is on {part[0].device}, but must be on {x.device}, like x.")
-        own = len(state.position) if isinstance(state, RaggedState) else state[0].shape[0]
+        own = count_streams(state)
         if batch != own:
             raise ArgumentError(
                 "state", f"is of {own} streams, but there are tokens of {batch}: give the state of these streams."

@@ -37,5 +37,4 @@ class PrefixMixer(Mixer[State]):
         def begin(x: Tensor, state: State | ShiftedState) -> tuple[Tensor, State | ShiftedState]:
             return self._extend_with_layout(x, state, self.prefix_layout(x.shape, x.device))
 
-        state = self._init_state(x.shape[0])
-        return begin(x, state) if mask is None else extend_ragged(begin, x, state, mask)
+        return extend_ragged(begin, x, self._init_state(x.shape[0]), mask)

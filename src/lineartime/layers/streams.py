@@ -71,12 +71,17 @@ def extend_ragged(
         mask: bool [B, N], True for real tokens; None if all are real.
 
     Returns:
-        [B, N, d], with zeros at padding, and the state: a `RaggedState` unless all streams are at the same position.
+        What `extend` returns: outputs [B, N, ...], with zeros at padding, and the state, which is a `RaggedState` unless all
+        streams are at the same position.
     """
+    if mask is None and not isinstance(state, RaggedState):
+        return extend(x, state)
     batch, length = x.shape[:2]
+    if not batch:
+        return torch.zeros_like(x), state
     counts = [length] * batch if mask is None else mask.sum(1).tolist()
     groups = list(zip(*state, strict=True)) if isinstance(state, RaggedState) else [(tuple(range(batch)), state)]
-    out = torch.zeros_like(x)
+    out: Tensor | None = None
     after: dict[int, list[tuple[tuple[int, ...], Any]]] = {}
     for rows, group_state in groups:
         for count in sorted({counts[row] for row in rows}):
@@ -88,18 +93,23 @@ def extend_ragged(
                 real = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else mask
                 tokens = real[index].nonzero()[:, 1].view(len(chosen), count)
                 read, part = extend(x[index[:, None], tokens], part)
-                out = out.to(read.dtype).index_put((index[:, None], tokens), read)
+                out = read.new_zeros(batch, length, *read.shape[2:]) if out is None else out
+                out = out.index_put((index[:, None], tokens), read)
             after.setdefault(part.position, []).append((chosen, part))
-    if not batch:
-        return out, state
+    if out is None:  # all is padding
+        rows, group_state = groups[0]
+        nothing, _ = extend(x[list(rows), :0], group_state)
+        out = nothing.new_zeros(batch, length, *nothing.shape[2:])
     return out, _grouped(after, x.device)
 
 
 def group_streams(states: Sequence[Any]) -> Any:
-    """Join the states of single streams: a `RaggedState` unless all of them, at least one, are at the same position."""
+    """Join states of streams, each at one position: a `RaggedState` unless all of them, at least one, are at the same."""
     groups: dict[int, list[tuple[tuple[int, ...], Any]]] = {}
-    for row, state in enumerate(states):
-        groups.setdefault(state.position, []).append(((row,), state))
+    row = 0
+    for state in states:
+        rows = tuple(range(row, row := row + count_streams(state)))
+        groups.setdefault(state.position, []).append((rows, state))
     return _grouped(groups, next(tensors_of(states[0])).device)
 
 
@@ -131,11 +141,17 @@ def take_streams(state: Any, rows: Tensor) -> Any:
     return _map_tensors(lambda tensor: tensor[rows], state)
 
 
-def single_streams(state: RaggedState) -> list[Any]:
+def count_streams(state: Any) -> int:
+    """The number of streams, B."""
+    return sum(map(len, state.rows)) if isinstance(state, RaggedState) else len(next(tensors_of(state)))
+
+
+def single_streams(state: Any) -> list[Any]:
     """The states of the streams one by one, in order; the tensors are views."""
+    groups = zip(*state, strict=True) if isinstance(state, RaggedState) else [(range(count_streams(state)), state)]
     of_row = {
         row: _map_tensors(lambda tensor, place=place: tensor[place : place + 1], part)
-        for rows, part in zip(*state, strict=True)
+        for rows, part in groups
         for place, row in enumerate(rows)
     }
     return [of_row[row] for row in sorted(of_row)]

@@ -20,13 +20,11 @@ from lineartime.layers.stepping import SteppingMixer
 from lineartime.layers.streams import check_state
 from lineartime.models.block import Block
 from lineartime.models.config import ModelConfig
-from lineartime.models.grouped import GroupedStreams
+from lineartime.models.streams import BackboneState, GroupedStreams, is_joined
 from lineartime.ops.checks import check_whole, is_readable
 from lineartime.ops.context import ContextGroup, check_equal_slices
 from lineartime.ops.layout import Layout
 
-BackboneState = tuple[Any, ...]
-"""One mixer state for each block."""
 BackboneStreams = BackboneState | GroupedStreams
 """What `join_streams` returns."""
 
@@ -34,11 +32,9 @@ BackboneStreams = BackboneState | GroupedStreams
 class Backbone(nn.Module):
     """Maps token ids to hidden vectors."""
 
-    recompute = False
-    """Whether the backward pass recomputes each block: see `LanguageModel.recompute_blocks`."""
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.recompute = False  # see `LanguageModel.recompute_blocks`
         self.embedding = Embedding(config.vocab_size, config.d_model)
         self.position: ScaledSin | LearnedPositions | None = None
         if config.absolute_position == "scaled_sin":
@@ -125,7 +121,7 @@ class Backbone(nn.Module):
 
     def init_state(self, batch_size: int) -> BackboneState:
         """The state before the first token of `batch_size` streams. Raises ArgumentError unless the model is causal."""
-        return tuple(block.mixer.init_state(batch_size) for block in self.blocks)
+        return BackboneState(tuple(block.mixer.init_state(batch_size) for block in self.blocks))
 
     def extend(self, ids: Tensor, state: BackboneState | None) -> tuple[Tensor, BackboneState]:
         """Continue streams, or begin them without a state: ids [B, N] -> hidden vectors [B, N, d], and the state after them."""
@@ -139,7 +135,7 @@ class Backbone(nn.Module):
         if state is None:
             state = self.init_state(embedded.shape[0])
         self._check_states("state", state)
-        position, count = state[0].position, embedded.shape[1]
+        position, count = state.position, embedded.shape[1]
         return self._continue(embedded, state, lambda mixer: mixer.stream_layout(position, count, embedded.device), inputs)
 
     def read_prefix(self, ids: Tensor) -> tuple[Tensor, BackboneState]:
@@ -162,12 +158,12 @@ class Backbone(nn.Module):
         layouts = self._layouts(make)
         x = self._first_input(embedded, layouts[0].positions)
         states = []
-        for block, block_state, layout in zip(self.blocks, state, layouts, strict=True):
+        for block, block_state, layout in zip(self.blocks, state.blocks, layouts, strict=True):
             if inputs is not None:
                 inputs.append(x)
             x, block_state = block.extend(x, block_state, layout)
             states.append(block_state)
-        return self.norm(x), tuple(states)
+        return self.norm(x), BackboneState(tuple(states))
 
     @property
     def steps_in_place(self) -> bool:
@@ -184,35 +180,33 @@ class Backbone(nn.Module):
             raise ArgumentError("states", "is empty, but must hold the state of at least one stream.")
         for state in states:
             self._check_states("states", state)
-        at_one_position = len({state[0].position for state in states}) == 1
+        at_one_position = len({state.position for state in states}) == 1
         if not self._steps_together or (at_one_position and not self.steps_in_place):  # one group need not be copied
             self.check_states("states", states)
-            return GroupedStreams(states, self.embedding.weight.device)
-        return tuple(
-            block.stepping_mixer().join_streams(block_states)
-            for block, block_states in zip(self.blocks, zip(*states, strict=True), strict=True)
-        )
+            return GroupedStreams(states)
+        of_blocks = zip(self.blocks, zip(*(state.blocks for state in states), strict=True), strict=True)
+        return BackboneState(tuple(block.stepping_mixer().join_streams(of_block) for block, of_block in of_blocks))
 
     def check_states(self, name: str, states: Sequence[BackboneState]) -> None:
         """Raise ArgumentError, naming the argument, unless all blocks have the layers of these states."""
         for state in states:
             self._check_states(name, state)
-            for block, of_block in zip(self.blocks, state, strict=True):
+            for block, of_block in zip(self.blocks, state.blocks, strict=True):
                 check_state(of_block, block.mixer.no_streams(), type(block.mixer).__name__, name)
 
     def separate_streams(self, streams: BackboneStreams) -> list[BackboneState]:
         """The state of each joined stream, for `extend`: the inverse of `join_streams`."""
         if isinstance(streams, GroupedStreams):
-            states: list[BackboneState] = streams.separate()
+            states = streams.separate()
             self.check_states("streams", states)
             return states
         self._check_joined(streams)
-        positions: list[int] = streams[0].position.tolist()
+        positions: list[int] = streams.position.tolist()
         of_blocks = (
             block.stepping_mixer().separate_streams(of_block, positions)
-            for block, of_block in zip(self.blocks, streams, strict=True)
+            for block, of_block in zip(self.blocks, streams.blocks, strict=True)
         )
-        return list(zip(*of_blocks, strict=True))
+        return [BackboneState(of_stream) for of_stream in zip(*of_blocks, strict=True)]
 
     def check_step(self, ids: Tensor, streams: BackboneStreams) -> None:
         """Raise ArgumentError unless `ids` [B, 1] holds one token per stream, and this model joined the `streams`."""
@@ -221,12 +215,13 @@ class Backbone(nn.Module):
             _check_one_each(ids, len(streams))
         else:
             self._check_joined(streams)
-            _check_one_each(ids, streams[0].position.shape[0])
-            next(iter(self.blocks)).stepping_mixer().check_streams(streams[0])  # tells models apart; step_embedded checks each
+            _check_one_each(ids, streams.position.shape[0])
+            first = next(iter(self.blocks)).stepping_mixer()
+            first.check_streams(streams.blocks[0])  # tells models apart; step_embedded checks each
 
     def _check_joined(self, streams: BackboneState) -> None:
         self._check_states("streams", streams)
-        if not isinstance(streams[0].position, Tensor):
+        if not is_joined(streams):
             raise ArgumentError("streams", "is a state of streams at one position, but must be what join_streams returned.")
 
     def step(self, ids: Tensor, streams: BackboneStreams) -> Tensor:
@@ -240,13 +235,13 @@ class Backbone(nn.Module):
     def step_embedded(self, embedded: Tensor, streams: BackboneState, *, inputs: list[Tensor] | None = None) -> Tensor:
         """Like `step`, in place and for embedded tokens. The input of each block is appended to `inputs`."""
         self._check_joined(streams)
-        _check_one_each(embedded, streams[0].position.shape[0])
+        _check_one_each(embedded, streams.position.shape[0])
         at_once = self._step_at_once(embedded, streams) if inputs is None else None
         if at_once is not None:
             return at_once
-        layouts = self._layouts(lambda mixer: mixer.step_layout(streams[0].position))
+        layouts = self._layouts(lambda mixer: mixer.step_layout(streams.position))
         x = self._first_input(embedded, layouts[0].positions)
-        for block, block_streams, layout in zip(self.blocks, streams, layouts, strict=True):
+        for block, block_streams, layout in zip(self.blocks, streams.blocks, layouts, strict=True):
             if inputs is not None:
                 inputs.append(x)
             x = block.step(x, block_streams, layout)
@@ -259,8 +254,8 @@ class Backbone(nn.Module):
         stack = self._flash_stack(embedded.shape[0])
         if stack is None:
             return None
-        layout = stack.step_layout(streams[0].position)
-        read = stack.step(self._first_input(embedded, layout.positions), streams, layout)
+        layout = stack.step_layout(streams.position)
+        read = stack.step(self._first_input(embedded, layout.positions), streams.blocks, layout)
         return None if read is None else self.norm(read)
 
     @property
@@ -301,12 +296,12 @@ class Backbone(nn.Module):
     def _check_states(self, argument: str, given: object) -> None:
         """Raise ArgumentError unless `given` holds one state per block."""
         blocks = len(list(self.blocks))
-        if not isinstance(given, tuple) or not all(hasattr(state, "position") for state in given):
+        if not isinstance(given, BackboneState):
             raise ArgumentError(
                 argument, f"is of type {type(given).__name__}, but must be a state, as init_state and extend return it."
             )
-        if len(given) != blocks:
-            raise ArgumentError(argument, f"belongs to a model with {len(given)} blocks, but this model has {blocks}.")
+        if len(given.blocks) != blocks:
+            raise ArgumentError(argument, f"belongs to a model with {len(given.blocks)} blocks, but this model has {blocks}.")
 
     def check_ids(self, ids: Tensor, argument: str = "ids") -> None:
         """Raise ArgumentError unless `ids` are token ids [B, T] within the vocabulary and on the model's device."""

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from lineartime.ops.precision import acc_dtype, autocast_dtype
 
 if TYPE_CHECKING:
-    from lineartime.models.backbone import BackboneState
     from lineartime.models.language_model import CausalLM
+    from lineartime.models.streams import BackboneState
 
 CompiledStep = Callable[["CausalLM", Tensor, "BackboneState"], Tensor]
 _numbers = count()

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.layers.dense import Dense, is_untouched
-from lineartime.models.backbone import Backbone, BackboneState, BackboneStreams
+from lineartime.models.backbone import Backbone, BackboneStreams
 from lineartime.models.compiled_step import CompiledStep, compiled_step
 from lineartime.models.config import ModelConfig
-from lineartime.models.grouped import GroupedStreams
+from lineartime.models.streams import BackboneState, GroupedStreams
 from lineartime.ops.checks import check_whole
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
