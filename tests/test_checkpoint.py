@@ -98,7 +98,7 @@ def test_the_untrained_step_0_is_best_only_where_it_is_alone(tmp_path: Path) -> 
 def test_a_checkpoint_of_a_run_is_chosen_by_quality_or_step(tmp_path: Path) -> None:
     for step, loss in ((3, 1.0), (20, 2.0), (100, 3.0)):
         save(tmp_path, step, loss)
-    chosen: dict[checkpoints.Which | None, int] = {None: 3, "best": 3, "last": 100, 20: 20}
+    chosen: dict[checkpoints.CheckpointChoice | None, int] = {None: 3, "best": 3, "last": 100, 20: 20}
     for which, step in chosen.items():
         assert checkpoints.find_checkpoint(tmp_path, which) == checkpoints.checkpoint_path(tmp_path, step)
         expected = lineartime.load(checkpoints.checkpoint_path(tmp_path, step)).backbone.embedding.weight

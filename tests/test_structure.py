@@ -12,7 +12,7 @@ SOURCE = Path(lineartime.__file__).parent
 
 # From the ground up; a room may import from its own floor's rooms as listed, and from every floor below.
 FLOORS: list[set[str]] = [
-    {"errors", "choices", "markdown", "screen", "shapes"},
+    {"errors", "choices", "markdown", "screen", "shapes", "units"},
     {"fields"},
     {"host"},
     {"files", "machine", "native"},

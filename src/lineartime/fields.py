@@ -7,7 +7,7 @@ own because checkpoints must load with only torch and safetensors installed, and
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -69,6 +69,8 @@ class Matching:
 
 Count = Annotated[int, Between(0, 10**15)]
 """A count, for instance of steps, tokens or bytes."""
+AtLeastOne = Annotated[int, Between(1)]
+Positive = Annotated[float, Between(above=0)]
 _ANY_NUMBER = Between(-(2**63), 2**64 - 1)
 Digest = Annotated[str, Matching("[0-9a-f]{64}", "a SHA-256 in 64 hexadecimal digits")]
 
@@ -252,15 +254,13 @@ def _number(limit: float) -> str:
     return f"2^{whole.bit_length() - 1}" if whole > 10**12 and whole & (whole - 1) == 0 else f"{limit:,}"
 
 
-def _hints(cls: Any) -> dict[str, Any]:
-    """The types of the fields of a dataclass, with their ranges."""
-    return _read_hints(cls)
-
-
-@cache
 def _read_hints(cls: Any) -> dict[str, Any]:
+    """The types of the fields of a dataclass, with their ranges."""
     hints = get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+_hints: Callable[[Any], dict[str, Any]] = cache(_read_hints)  # to type checkers, a class is not hashable
 
 
 def _inside(name: str, field: str) -> str:

@@ -52,10 +52,9 @@ def fill_mask(model: MaskedLM, tokenizer: Tokenizer, text: str, top: int = 5) ->
     check_vocabulary(tokenizer, known.vocab_size)
     check_positive(top=top)
     ids = _masked_ids(tokenizer, text)
-    if known.longest_sequence is not None and len(ids) > known.longest_sequence:
-        raise ArgumentError(
-            "text", f"has {len(ids):,} tokens, but this model reads at most {known.longest_sequence:,}: shorten it."
-        )
+    longest = known.longest_sequence
+    if longest is not None and len(ids) > longest:
+        raise ArgumentError("text", f"has {len(ids):,} tokens, but this model reads at most {longest:,}: shorten it.")
     places = [place for place, token in enumerate(ids) if token == tokenizer.mask]
     device = next(model.parameters()).device
     with torch.no_grad():

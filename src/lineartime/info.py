@@ -15,6 +15,7 @@ from lineartime.host import cache_folder, processor_name, threads_in_words
 from lineartime.machine import choose_device, compiler_missing, faster_precision
 from lineartime.native import why_not_native
 from lineartime.ops.backends import choose_backend, why_not_tiled, why_not_triton
+from lineartime.units import size
 
 EXTRAS = {
     "matplotlib": "plot",
@@ -79,7 +80,7 @@ def _cache() -> Fact:
     except (LineartimeError, OSError) as error:  # without a home, or with a folder that may not be read
         return Fact("cache", "unknown", first_line(error))
     kept = f"encoded texts and compiled functions in {folder}, which may be deleted"
-    return Fact("cache", f"{sum(files) / 1e9:.1f} GB", kept)
+    return Fact("cache", size(sum(files)), kept)
 
 
 def _backends(device: torch.device) -> Iterator[Fact]:

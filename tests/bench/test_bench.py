@@ -350,7 +350,7 @@ def test_a_state_of_zeros_is_like_the_real_one(name: str, bf16: bool) -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         zeros, real = state_after(model, ids), prefill_batch(model, ids)[1]
         assert shapes(zeros) == shapes(real)
-        assert zeros[0].position == 260
+        assert zeros.position == 260
         model.extend(ids[:, :1], zeros)
 
 

@@ -50,7 +50,7 @@ def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     compile_step = CausalLM.compile_step
     monkeypatch.setattr(CausalLM, "compile_step", lambda model: (compiled.append(model), compile_step(model)))
     monkeypatch.setattr("lineartime.machine.why_not_compile", lambda device: "")
-    monkeypatch.setattr(Backbone, "steps_in_native", False)
+    monkeypatch.setattr(Backbone, "has_native_step", False)
     arguments = ["generate", str(folder / "run"), "--prompt", "the", "--max-tokens", "12", "--temperature", "0"]
     assert main(arguments) == 0
     plain = capsys.readouterr()
@@ -65,7 +65,7 @@ def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     without = capsys.readouterr()
     assert without.out == plain.out
     assert without.err.endswith("cpu, fp32, not compiled: there is no C++ compiler here\n")
-    monkeypatch.setattr(Backbone, "steps_in_native", True)
+    monkeypatch.setattr(Backbone, "has_native_step", True)
     assert main([*arguments, "--compile"]) == 0
     native = capsys.readouterr()
     assert native.out == plain.out
@@ -181,7 +181,7 @@ def test_a_saved_state_is_continued_as_the_whole_text_is(
     saved = capsys.readouterr()
     assert main([*generate, "--state", state, "--prompt", " of", *drawing]) == 0
     assert capsys.readouterr().out == whole.removeprefix("the square")
-    assert re.search(rf"{state}: the state after 10 tokens, \d+\.\d MB\n", saved.err)
+    assert re.search(rf"{state}: the state after 10 tokens, [\d.]+ kB\n", saved.err)
     assert main([*generate, "--prompt", "the square", *drawing]) == 0
     assert capsys.readouterr().out == saved.out
 

@@ -176,7 +176,7 @@ def removed_at_touch(number: int, checkpoint: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("which", ["best", 4])
-def test_a_checkpoint_may_be_removed_at_any_moment_of_its_reading(which: checkpoints.Which, config: Config) -> None:
+def test_a_checkpoint_may_be_removed_at_any_moment_of_its_reading(which: checkpoints.CheckpointChoice, config: Config) -> None:
     run = lineartime.train(config(steps=4)).run
     chosen = checkpoints.find_checkpoint(run, which)
     outcomes = []

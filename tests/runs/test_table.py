@@ -13,7 +13,6 @@ from rich.console import ConsoleDimensions
 
 from lineartime.cli import main, runs
 from lineartime.errors import LineartimeError
-from lineartime.runs.curve import counted
 from lineartime.runs.metrics import read_metrics
 from lineartime.runs.record import write_record
 from lineartime.runs.summary import RunSummary, find_runs, summarize
@@ -469,10 +468,3 @@ def test_a_plot_has_no_more_points_than_can_be_seen_and_keeps_the_last(tmp_path:
     lines = summarize(tmp_path, "run")[0].lines
     assert 1000 < len(lines) <= 2000
     assert lines[-1]["step"] == 5001
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0"), (12_000, "12,000"), (1_234_567, "1.23 M"), (2e6, "2 M"), (4.5e10, "45 G")]
-)
-def test_counts_are_short(number: float, text: str) -> None:
-    assert counted(number) == text

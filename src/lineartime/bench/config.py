@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal
 
 from lineartime.choices import MAX_CONTEXT_LENGTH, Device, Precision
 from lineartime.errors import Argument, ArgumentError
-from lineartime.fields import Between, check_fields, check_ranges, set_plain
+from lineartime.fields import AtLeastOne, Between, check_fields, check_ranges, set_plain
 from lineartime.host import Threads
 
 Measure = Literal["train", "forward", "prefill", "decode"]
 Dtype = Literal["fp32", "bf16"]
 Mode = Literal["eager", "compiled"]
 Peer = Literal["flash-pytorch", "fla"]
-Count = Annotated[int, Between(1)]
 Length = Annotated[int, Between(1, MAX_CONTEXT_LENGTH)]
 
 STREAMED: tuple[Measure, ...] = ("prefill", "decode")
@@ -32,7 +31,7 @@ class BenchConfig:
     """Presets to compare. Ratios are relative to the first one."""
     override: tuple[str, ...] = ()
     """Override fields of all models that have them, or of one model, for instance flash-tiny.n_blocks=12 dropout=0.1"""
-    vocab_size: Count | None = None
+    vocab_size: AtLeastOne | None = None
     """Vocabulary size; the default is each preset's own."""
     task: Literal["clm", "mlm"] = "clm"
     """clm: causal models; mlm: masked models, which are bidirectional and have no prefill or decode."""
@@ -42,9 +41,9 @@ class BenchConfig:
     """Context lengths, in tokens, for train, forward and prefill."""
     positions: tuple[Length, ...] = (1024, 8192)
     """Tokens that a model has read before decode is timed."""
-    tokens_per_batch: Count = 8192
+    tokens_per_batch: AtLeastOne = 8192
     """Tokens in a batch of train and forward, equal at all context lengths; a batch holds at least one sequence."""
-    decode_batch: Count = 1
+    decode_batch: AtLeastOne = 1
     """Number of streams that prefill and decode continue at once."""
     dtypes: tuple[Precision, ...] = ("auto",)
     """Precision of matrix products; auto: the faster one, as in training. bf16 means autocast, and bf16 weights for decode."""
@@ -52,7 +51,7 @@ class BenchConfig:
     """eager: not compiled; compiled: by torch.compile, for train, forward, and decode of models that step in place."""
     peers: tuple[Peer, ...] = ()
     """Other implementations to compare with, built at the sizes of the first preset that has d_qk and chunk_size."""
-    rounds: Count = 5
+    rounds: AtLeastOne = 5
     """Rounds in which all models are measured in turn, A B A B; medians are taken over the rounds."""
     min_seconds: Annotated[float, Between(0, 3600)] = 0.2
     """Minimum duration of a measurement in seconds; shorter steps are repeated."""

@@ -15,6 +15,7 @@ from lineartime.files import write_file
 from lineartime.host import threads_in_words
 from lineartime.markdown import markdown_table, three_digits
 from lineartime.screen import output_console
+from lineartime.units import size
 
 REPORT_FILE = "results.md"
 WHAT: dict[Measure, str] = {
@@ -68,8 +69,8 @@ def _row(results: Results, entry: Entry) -> dict[str, str]:
         "tokens/s": "" if entry.tokens_per_second is None else three_digits(entry.tokens_per_second),
         "x first": "" if ratio is None else f"{ratio:.2f}",
         "MFU": "" if use is None else f"{use:.1%}",
-        "peak": "" if memory is None else _size(memory.peak),
-        "state": "" if entry.state_bytes is None else _size(entry.state_bytes),
+        "peak": "" if memory is None else size(memory.peak),
+        "state": "" if entry.state_bytes is None else size(entry.state_bytes),
         "compile": "" if entry.compile_seconds is None else f"{entry.compile_seconds:.1f} s",
     }
 
@@ -118,7 +119,7 @@ def _models(results: Results) -> Section:
     weights = {entry.subject.name: entry.memory.weights for entry in results.finished if entry.memory is not None}
     configs = {entry.subject.name: entry.subject.config for entry in results.finished}
     rows: list[tuple[str, ...]] = [
-        (name, f"{config.n_blocks} x {config.d_model}", _size(weights[name]) if name in weights else "-")
+        (name, f"{config.n_blocks} x {config.d_model}", size(weights[name]) if name in weights else "-")
         for name, config in configs.items()
     ]
     return Section("models", ("model", "blocks x width", "weights"), rows)
@@ -144,14 +145,6 @@ def _markdown(section: Section) -> str:
 def _milliseconds(seconds: float) -> str:
     value = 1e3 * seconds
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 0.01 else f"{value:.1g}"
-
-
-def _size(n_bytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if n_bytes < 999.5:
-            return f"{n_bytes:.3g} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:,.3g} GB" if n_bytes < 999.5 else f"{n_bytes:,.0f} GB"
 
 
 def _operations(number: float) -> str:

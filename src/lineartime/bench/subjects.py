@@ -19,6 +19,7 @@ from lineartime.bench.measure import RewindingStep
 from lineartime.bench.peers import build_peer
 from lineartime.generation.decoding import continuing
 from lineartime.generation.prompts import prefill_batch
+from lineartime.layers.streams import map_tensors
 from lineartime.machine import autocast
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost, state_bytes
@@ -182,17 +183,11 @@ def state_after(model: CausalLM, ids: Tensor) -> Any:
     state = model.init_state(batch)
     for at in range(min(2, tokens)):  # after two tokens, every part has its final dtype
         _, state = model.extend(ids[:, at : at + 1], state)
-    return BackboneState(tuple(_zeros(shape.blocks[0], block) for block in state.blocks))
+    return BackboneState(tuple(map_tensors(_zeros_like, shape.blocks[0], block) for block in state.blocks))
 
 
-def _zeros(shape: Any, like: Any) -> Any:
-    """The nested tuples of `shape` with tensors replaced by zeros, in the dtypes and on the devices of those in `like`."""
-    if isinstance(shape, Tensor):
-        return torch.zeros(shape.shape, dtype=like.dtype, device=like.device)
-    if isinstance(shape, tuple):
-        parts = [_zeros(*pair) for pair in zip(shape, like, strict=True)]
-        return type(shape)(*parts) if hasattr(shape, "_fields") else tuple(parts)
-    return shape
+def _zeros_like(shape: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros(shape.shape, dtype=like.dtype, device=like.device)
 
 
 @lru_cache

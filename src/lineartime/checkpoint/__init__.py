@@ -48,12 +48,12 @@ if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     from lineartime.models.language_model import CausalLM, MaskedLM
 
 __all__ = [
+    "CheckpointChoice",
     "Loaded",
     "NoCheckpointError",
     "TextPosition",
     "TrainingState",
     "UnfitWeightsError",
-    "Which",
     "add_validation_loss",
     "best_checkpoint",
     "checkpoint_path",
@@ -80,7 +80,7 @@ __all__ = [
 ]
 
 
-Which = Literal["best", "last"] | int
+CheckpointChoice = Literal["best", "last"] | int
 """A checkpoint of a run: the best one, the last one, or that of a step."""
 Content = TypeVar("Content")
 _ATTEMPTS = 20
@@ -98,7 +98,9 @@ class NoCheckpointError(LineartimeError):
         self.args = (path,)  # used to copy the error to another process
 
 
-def load(path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: Which | None = None) -> "CausalLM | MaskedLM":
+def load(
+    path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: CheckpointChoice | None = None
+) -> "CausalLM | MaskedLM":
     """Load a model in evaluation mode, from the folder of a run or of one checkpoint.
 
     Args:
@@ -125,7 +127,9 @@ class Loaded:
     tokenizer: "Tokenizer"
 
 
-def load_with_tokenizer(path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: Which | None = None) -> Loaded:
+def load_with_tokenizer(
+    path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: CheckpointChoice | None = None
+) -> Loaded:
     """Load a model with its tokenizer; arguments and errors as for `load`.
 
     Use it instead of `find_checkpoint` and two reads: a run in training may remove the checkpoint between them.
@@ -139,7 +143,7 @@ def load_with_tokenizer(path: str | Path, device: "str | torch.device" = "cpu", 
     return loaded
 
 
-def read_from(path: str | Path, read: Callable[[Path], Content], which: Which | None = None) -> Content:
+def read_from(path: str | Path, read: Callable[[Path], Content], which: CheckpointChoice | None = None) -> Content:
     """Read from a checkpoint. If a run in training removes it meanwhile, read from another one.
 
     Args:
@@ -207,7 +211,7 @@ def _loss_unless_removed(checkpoint: Path) -> float | None:
         return None
 
 
-def find_checkpoint(path: str | Path, which: Which | None = None) -> Path:
+def find_checkpoint(path: str | Path, which: CheckpointChoice | None = None) -> Path:
     """Return the path itself if it is a checkpoint, otherwise a checkpoint of the run at the path: by default, the best one.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from lineartime.cli.checkpoint import WhichOption, which_checkpoint
+from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
 from lineartime.errors import Argument, ArgumentError
 from lineartime.files import check_new, is_folder, is_there
 
@@ -19,7 +19,7 @@ class Options:
     """Folder of a run, a checkpoint, a model of transformers or GAU-alpha; or a file of weights of FLASH-pytorch."""
     destination: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DESTINATION")]]
     """Folder to write, or the file for FLASH-pytorch."""
-    checkpoint: WhichOption = None
+    checkpoint: CheckpointOption = None
     """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
     to: Literal["auto", "flash-pytorch"] = "auto"
     """Format to write: auto is transformers for a model of lineartime, and lineartime for all others."""
@@ -56,7 +56,7 @@ def _convert(options: Options) -> str:
     from lineartime.hf.convert import convert
     from lineartime.hf.folder import CONFIG
 
-    folder = convert(options.source, options.destination, checkpoint=which_checkpoint(options.checkpoint))
+    folder = convert(options.source, options.destination, checkpoint=checkpoint_choice(options.checkpoint))
     if (folder / CONFIG).exists():
         return f"{folder}: a model of transformers, which its Auto classes load after `import lineartime.hf`"
     return _ours(folder)
@@ -92,7 +92,7 @@ def _write_flash_pytorch(options: Options) -> str:
 
     _refuse(options, "flash_pytorch", "tokenizer")
     check_new("destination", options.destination)  # before the slow part
-    arguments = write_flash_pytorch(load(options.source, checkpoint=which_checkpoint(options.checkpoint)), options.destination)
+    arguments = write_flash_pytorch(load(options.source, checkpoint=checkpoint_choice(options.checkpoint)), options.destination)
     shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f"{options.destination}: the state_dict of FLASHTransformer({shown})"
 

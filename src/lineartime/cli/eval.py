@@ -12,7 +12,7 @@ import tyro
 from rich.table import Column, Table
 
 from lineartime.choices import Context, Device, Precision, Split
-from lineartime.cli.checkpoint import WhichOption, which_checkpoint
+from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
 from lineartime.runs.curve import REPORT, draw_report
 from lineartime.runs.figures import check_picture
 from lineartime.screen import SCREEN, output_console
@@ -27,7 +27,7 @@ class Options:
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
-    checkpoint: WhichOption = None
+    checkpoint: CheckpointOption = None
     """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
     split: Split = "test"
     """Split of the text to measure on; all is the whole text."""
@@ -82,7 +82,7 @@ def run(options: Options) -> None:
         evaluation = evaluate(
             options.run,
             options.data or None,
-            checkpoint=which_checkpoint(options.checkpoint),
+            checkpoint=checkpoint_choice(options.checkpoint),
             text_column=options.text_column,
             max_expansion=options.max_expansion,
             include=options.include or None,

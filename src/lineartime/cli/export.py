@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from lineartime.cli.checkpoint import WhichOption, which_checkpoint
+from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
 from lineartime.errors import Argument, ArgumentError
 
 
@@ -22,7 +22,7 @@ class Options:
     """step: the next token of streams of a causal model, with the state as input and output; text: a whole text at once."""
     format: Literal["program", "package", "onnx"] = "program"
     """program: for torch.export.load; package: the step, compiled by AOTInductor for this kind of machine; onnx: ONNX."""
-    checkpoint: WhichOption = None
+    checkpoint: CheckpointOption = None
     """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
 
 
@@ -50,7 +50,7 @@ def _export(options: Options) -> str:
     from lineartime.export import export_step, export_text, write_onnx, write_package, write_program
     from lineartime.models.language_model import MaskedLM
 
-    model = load(options.run, checkpoint=which_checkpoint(options.checkpoint))
+    model = load(options.run, checkpoint=checkpoint_choice(options.checkpoint))
     if options.part == "text":
         program = export_text(model)
         inputs = "ids and mask [B, T]" if isinstance(model, MaskedLM) else "ids [B, T]"

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Column, Table
 
 from lineartime.choices import Device
-from lineartime.cli.checkpoint import WhichOption, which_checkpoint
+from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
 from lineartime.screen import output_console
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Options:
     """Text with one or more [MASK], each of which replaces one token (with bytes, one byte)."""
     top: int = 5
     """Number of candidates to show for each mask."""
-    checkpoint: WhichOption = None
+    checkpoint: CheckpointOption = None
     """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
     device: Device = "auto"
     """Device to compute on; auto takes a GPU if there is one."""
@@ -43,7 +43,7 @@ def run(options: Options) -> None:
     from lineartime.machine import choose_device
     from lineartime.models.language_model import MaskedLM, check_model
 
-    loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=which_checkpoint(options.checkpoint))
+    loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=checkpoint_choice(options.checkpoint))
     masks = fill_mask(check_model(loaded.model, MaskedLM, "fill masks"), loaded.tokenizer, options.text, options.top)
     if options.json:
         found = [[dataclasses.asdict(candidate) for candidate in candidates] for candidates in masks]

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from lineartime.choices import Device
-from lineartime.cli.checkpoint import WhichOption, which_checkpoint
+from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
 from lineartime.cli.texts import read_text
 from lineartime.files import check_new
 from lineartime.screen import SCREEN
+from lineartime.units import size
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ class Options:
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
-    checkpoint: WhichOption = None
+    checkpoint: CheckpointOption = None
     """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
     prompt: str = ""
     """Text to continue; an empty prompt begins a new document."""
@@ -91,7 +92,7 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
     from lineartime.text_generation import generate_samples, generate_text, prompt_ids
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed, options.min_p)
-    loaded = load_with_tokenizer(options.run, device, checkpoint=which_checkpoint(options.checkpoint))
+    loaded = load_with_tokenizer(options.run, device, checkpoint=checkpoint_choice(options.checkpoint))
     model, how = _prepared(loaded.model, options, device)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show every character
@@ -102,8 +103,9 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
     if options.save_state is not None:
         state, rest = read_prompt(model, prompt_ids(loaded.tokenizer, prompt, state), state), ""
         save_state(model, state, options.save_state)
-        size = options.save_state.stat().st_size / 1e6
-        notes.append(f"{options.save_state}: the state after {state.position:,} tokens, {size:,.1f} MB")
+        notes.append(
+            f"{options.save_state}: the state after {state.position:,} tokens, {size(options.save_state.stat().st_size)}"
+        )
     if options.max_tokens == 0:
         print("\n".join(notes), file=SCREEN, flush=True)
         return
@@ -145,7 +147,7 @@ def _prepared(model: "LanguageModel", options: Options, device: "torch.device") 
         return model, options.precision
     if not model.steps_in_place:
         why_not = "only the step of FLASH layers can be compiled"
-    elif model.steps_in_native:
+    elif model.has_native_step:
         why_not = "the step of this system is one function in C++, which is faster"
     else:
         why_not = why_not_compile(device)

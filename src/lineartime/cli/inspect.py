@@ -6,7 +6,7 @@ from pathlib import Path
 import tyro
 
 from lineartime.choices import Device
-from lineartime.cli.checkpoint import WhichOption, which_checkpoint
+from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
 from lineartime.cli.texts import read_text
 from lineartime.errors import Argument, ArgumentError
 from lineartime.files import check_new_folder
@@ -26,7 +26,7 @@ class Options:
     """New folder for index.html and the pictures."""
     max_tokens: int = 512
     """Maximum number of tokens to read, up to 2,048; the rest of the text is left out."""
-    checkpoint: WhichOption = None
+    checkpoint: CheckpointOption = None
     """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
     device: Device = "auto"
     """Device to compute on; auto takes a GPU if there is one."""
@@ -44,7 +44,7 @@ def run(options: Options) -> None:
         raise ArgumentError("text", "is missing or empty: give a text, or a file with one by ", Argument("text_file"), ".")
     if not text:
         raise ArgumentError("text_file", f"is {options.text_file}, which is empty: give a file with a text.")
-    loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=which_checkpoint(options.checkpoint))
+    loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=checkpoint_choice(options.checkpoint))
     inspection = inspect(loaded.model, loaded.tokenizer, text, options.max_tokens)
     page = write_inspection(inspection, str(loaded.checkpoint), options.out)
     left_out = f"; {inspection.left_out:,} more tokens were left out" if inspection.left_out else ""

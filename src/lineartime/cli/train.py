@@ -4,7 +4,6 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from lineartime.cli.config_file import read_options, to_toml
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.screen import SCREEN
 from lineartime.training.config import TrainConfig
+from lineartime.units import duration, size
 
 _ALIASES = {"model": "preset", "context": "context_length"}
 _LISTS = ("data", "include", "exclude")
@@ -48,7 +48,7 @@ def run(options: Options, arguments: Sequence[str]) -> None:
     from lineartime.training.overrides import merged_override
     from lineartime.training.resuming import complete
 
-    def reparse(defaults: TrainConfig) -> TrainConfig:
+    def apply_given(defaults: TrainConfig) -> TrainConfig:
         with_file = dataclasses.replace(defaults, **in_file)
         empty = dict.fromkeys((*_LISTS, "override"), ())  # values that are given replace the default ones
         usual = Options(**{**vars(with_file), **empty})
@@ -59,7 +59,7 @@ def run(options: Options, arguments: Sequence[str]) -> None:
         lists = {name: getattr(given, name) or getattr(with_file, name) for name in _LISTS}
         return TrainConfig(**{**values, **lists, "override": override})
 
-    config, defaults = complete(reparse(TrainConfig()), reparse)
+    config, defaults = complete(apply_given(TrainConfig()), apply_given)
     if options.print_config:
         expanded = {**config.to_dict(), "like": None, "recipe": None}  # which would replace options that are None
         print(to_toml(expanded), end="")
@@ -88,10 +88,9 @@ def _dry_run(config: TrainConfig) -> None:
     speed = found.step_tokens / found.step_seconds
     print(f"a step        {found.step_seconds:.3g} s, {speed:,.0f} tokens/s, the median of {STEPS}")
     print(f"an evaluation {found.evaluation_seconds:.3g} s")
-    print(f"the run       {timedelta(seconds=round(found.seconds))}, without checkpoints")
-    sizes = f"{(found.weights + found.moments) / 1e6:,.1f} MB, {found.weights / 1e6:,.1f} MB of it weights"
-    print(f"a checkpoint  {sizes}")
-    print(f"memory        {found.peak / 1e6:,.1f} MB at most")
+    print(f"the run       {duration(found.seconds)}, without checkpoints")
+    print(f"a checkpoint  {size(found.weights + found.moments)}, {size(found.weights)} of it weights")
+    print(f"memory        {size(found.peak)} at most")
     print("Nothing was saved.")
 
 

@@ -214,7 +214,7 @@ def hub_tokenizer(choice: str) -> "JsonTokenizer":
             f"is {choice}, which cannot be read from the Hugging Face hub ({typed_first_line(error)}): check the name and the "
             "network, or give the path of a tokenizer.json.",
         ) from None
-    return JsonTokenizer(_read(file), choice)
+    return JsonTokenizer(read_definition(file), choice)
 
 
 def named_tokenizer(choice: str) -> Tokenizer:
@@ -231,7 +231,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
         LineartimeError: if the file cannot be read or is not a tokenizer.
     """
     file = path / TOKENIZER_FILE if path.is_dir() else path
-    return tokenizer_from_json(_read(file), str(file))
+    return tokenizer_from_json(read_definition(file), str(file))
 
 
 def tokenizer_from_json(definition: str, source: str) -> Tokenizer:
@@ -245,7 +245,7 @@ def tokenizer_from_json(definition: str, source: str) -> Tokenizer:
     return JsonTokenizer(definition, source)
 
 
-def _read(file: Path) -> str:
+def read_definition(file: Path) -> str:
     """Read the text of a definition. Raises LineartimeError if the file cannot be read, is too large or is not UTF-8."""
     with reporting_file_errors("read", file), open_regular(file) as opened:
         content = opened.read(MAX_BYTES + 1)

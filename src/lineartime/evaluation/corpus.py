@@ -7,7 +7,14 @@ from typing import Any, get_args
 
 import torch
 
-from lineartime.checkpoint import Loaded, Which, has_training_state, load_with_tokenizer, read_from, read_training_state
+from lineartime.checkpoint import (
+    CheckpointChoice,
+    Loaded,
+    has_training_state,
+    load_with_tokenizer,
+    read_from,
+    read_training_state,
+)
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Precision, Split
 from lineartime.data import Corpus, Tokenizer, describe_splits, load_corpus, token_stream
 from lineartime.data.corpora import load_corpus_of_run
@@ -25,7 +32,7 @@ def evaluate(
     model: LanguageModel | str | Path,
     data: str | Path | Sequence[str | Path] | None = None,
     *,
-    checkpoint: Which | None = None,
+    checkpoint: CheckpointChoice | None = None,
     text_column: str | None = None,
     max_expansion: int | None = None,
     include: Sequence[str] | None = None,
@@ -143,7 +150,10 @@ class _Subject:
 
 
 def _subject(
-    model: LanguageModel | str | Path, tokenizer: Tokenizer | None, checkpoint: Which | None, device: str | torch.device
+    model: LanguageModel | str | Path,
+    tokenizer: Tokenizer | None,
+    checkpoint: CheckpointChoice | None,
+    device: str | torch.device,
 ) -> _Subject:
     """Load a model from its folder, or take one from memory."""
     measured: Path | None = None

@@ -7,7 +7,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
-from lineartime.choices import DEFAULT_TEXT
 from lineartime.experiments.definitions import Setting
 from lineartime.experiments.folder import plan_options
 from lineartime.experiments.models import TOLERANCE
@@ -31,7 +30,7 @@ from lineartime.experiments.report_data import (
 from lineartime.experiments.results import Point, Run, Tuning, best_tuning, read_run, read_speed, read_tuning, seconds_to
 from lineartime.files import RECORD_FILE
 from lineartime.host import threads_in_words
-from lineartime.runs.record import Machine, read_record
+from lineartime.runs.record import Machine, read_record, texts_of
 
 TEXTS = ("data", "code", "books", "wikipedia")
 
@@ -145,8 +144,7 @@ def _names(paths: Iterable[str]) -> list[str]:
 
 def _text(options: Mapping[str, Any]) -> str:
     """The file names of the texts of a run, because folders mean nothing on other machines."""
-    data = options.get("data") or []
-    return ", ".join(_names([data] if isinstance(data, str) else data)) or DEFAULT_TEXT
+    return ", ".join(_names(texts_of(options)))
 
 
 def _test(measured: Measurement) -> TestData:

@@ -2,17 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from lineartime.choices import Device, Precision, ScaleName, TextName
 from lineartime.errors import Argument, ArgumentError, did_you_mean
-from lineartime.fields import Between, check_fields, check_ranges, set_plain
+from lineartime.fields import AtLeastOne, Positive, check_fields, check_ranges, set_plain
 from lineartime.files import absolute_path
 from lineartime.host import Threads
 from lineartime.training.config import Rate
-
-Count = Annotated[int, Between(1)]
-Positive = Annotated[float, Between(above=0)]
 
 
 @dataclass(frozen=True)
@@ -39,11 +36,11 @@ class ReproduceConfig:
     """Text of Wikipedia."""
     systems: tuple[str, ...] = ()
     """Run only these models of the experiment now; another call can run the others."""
-    contexts: tuple[Count, ...] = ()
+    contexts: tuple[AtLeastOne, ...] = ()
     """Run only these contexts now."""
     texts: tuple[TextName, ...] = ()
     """Run only these kinds of text now."""
-    seeds: Count | None = None
+    seeds: AtLeastOne | None = None
     """Maximum number of seeds to run now; the default is that of the experiment."""
     optimizers: tuple[str, ...] = ()
     """Optimisers to tune; the default is all."""

@@ -12,6 +12,7 @@ from lineartime.experiments.plan import Entry, Job, Plan, make_plan
 from lineartime.experiments.results import read_run
 from lineartime.experiments.texts import text_notes
 from lineartime.machine import choose_device, choose_precision, using_threads
+from lineartime.units import duration
 
 SHARE_OF_PEAK = 0.3
 """The share of the peak of matrix products that a training step is assumed to reach."""
@@ -114,12 +115,3 @@ def _counted(jobs: list[tuple[Entry, Job]]) -> str:
     more = {"run": "runs", "tune": "trials", "speed": "measurements of speed", "latency": "measurements of latency"}
     counts = {kind: kinds.count(kind) for kind in one}
     return ", ".join(f"{count} {(more if count > 1 else one)[kind]}" for kind, count in counts.items() if count)
-
-
-def duration(seconds: float) -> str:
-    """A duration for people: 40 s, 12 min, 5.5 h, 3 days."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:,.0f} days"

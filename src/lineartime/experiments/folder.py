@@ -3,21 +3,19 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from lineartime.choices import Device, Precision
 from lineartime.errors import Argument, ArgumentError
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Plan, folder_of
-from lineartime.fields import Between
+from lineartime.fields import Positive
 from lineartime.files import write_file
 from lineartime.host import Threads
 from lineartime.json_files import read_file
 from lineartime.machine import choose_device, choose_precision
 
 PLAN_FILE = "plan.json"
-
-Seconds = Annotated[float, Between(above=0)]
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,8 @@ class PlanOptions:
     code: tuple[str, ...]
     books: tuple[str, ...]
     wikipedia: tuple[str, ...]
-    budget: Seconds | None
-    tuning: Seconds | None
+    budget: Positive | None
+    tuning: Positive | None
     optimizers: tuple[str, ...]
     compile: Literal["auto", "on", "off"] | None
     precision: Precision  # earlier versions wrote "auto"

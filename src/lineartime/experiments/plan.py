@@ -14,7 +14,7 @@ from lineartime.experiments.models import count_parameters_cached, match_paramet
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import resolve
 from lineartime.training.config import TrainConfig
-from lineartime.training.overrides import written
+from lineartime.training.overrides import merged_override, written
 from lineartime.training.recipes import recipe_config
 
 JobKind = Literal["speed", "tune", "run", "latency"]
@@ -141,13 +141,13 @@ class Plan:
         options = self._training(entry, optimizer, rates[len(rates) // 2], 0, steps) | {"eval_every": steps, "eval_windows": 1}
         return Job(entry.folder / f"{optimizer}-speed-{number}", "speed", options)
 
-    def tuning_job(self, entry: Entry, optimizer: str, rate: float, steps: int = 1) -> Job:
-        """The job that tries a learning rate."""
+    def tuning_job(self, entry: Entry, optimizer: str, rate: float, steps: int | None = None) -> Job:
+        """The job that tries a learning rate; incomplete without its steps, which the speed decides."""
         options = self._training(entry, optimizer, rate, 0, steps) | {"eval_every": steps}
         return Job(entry.folder / f"{optimizer}-tune-{rate:g}", "tune", options, seconds=self.tuning)
 
-    def final_job(self, entry: Entry, optimizer: str, seed: int, rate: float = 1.0, steps: int = 1) -> Job:
-        """The job of a whole run."""
+    def final_job(self, entry: Entry, optimizer: str, seed: int, rate: float | None = None, steps: int | None = None) -> Job:
+        """The job of a whole run; incomplete without the rate and the steps, which trials and the speed decide."""
         name = f"{optimizer}-seed-{seed}" if self.experiment.each_optimizer else f"seed-{seed}"
         folder = entry.folder / name
         if not self.tunes:
@@ -157,6 +157,10 @@ class Plan:
     def final_optimizers(self, chosen: str) -> tuple[str, ...]:
         """The optimisers to train in full: the `chosen` one, or all."""
         return self.optimizers if self.experiment.each_optimizer else (chosen,)
+
+    def tokens_per_step(self, entry: Entry) -> int:
+        """The tokens of a step of training, if rates are tuned."""
+        return max(self.scale.tokens_per_batch, entry.setting.context)
 
     def latency_job(self, setting: Setting) -> Job:
         """The job that measures all arms at a context."""
@@ -182,18 +186,18 @@ class Plan:
         """Whether models are compiled."""
         return self.config.compile or self.scale.compile
 
-    def _training(self, entry: Entry, optimizer: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
+    def _training(self, entry: Entry, optimizer: str, rate: float | None, seed: int, steps: int | None) -> dict[str, Any]:
         context, scale = entry.setting.context, self.scale
         return {
             **entry.options,
             **catalogue.OPTIMIZERS[optimizer].options,
             "context_length": context,
-            "tokens_per_batch": max(scale.tokens_per_batch, context),
+            "tokens_per_batch": self.tokens_per_step(entry),
             "batch_size": max(1, scale.tokens_at_once // context),
             "learning_rate": rate,
             "steps": steps,
             "seed": seed,
-            "eval_every": max(1, -(-steps // scale.evaluations)),
+            "eval_every": None if steps is None else max(1, -(-steps // scale.evaluations)),
             "eval_windows": max(1, scale.validation_tokens // context),
             "compile": self.compile,
         }
@@ -257,12 +261,9 @@ def _entries(
 def _of_paper(experiment: Experiment, arm: Arm, setting: Setting) -> tuple[dict[str, Any], ModelConfig]:
     """The recipe of the paper for an arm, and its model with the recipe's vocabulary."""
     recipe = recipe_config(experiment.recipe, paper_preset(arm, setting))
-    override = dict(item.split("=", 1) for item in recipe.override)
     usual = resolve(recipe.preset, experiment.task)
-    if usual.max_positions is not None:
-        override["max_positions"] = str(setting.context)
-    override |= _published(usual, setting) | dict(item.split("=", 1) for item in written(arm.override))
-    items = [f"{name}={value}" for name, value in override.items()]
+    context = {} if usual.max_positions is None else {"max_positions": setting.context}
+    items = list(merged_override(recipe.override, written(context | _published(usual, setting)), written(arm.override)))
     # Without the name of the recipe: `train` would apply its values again in place of options that equal the defaults.
     options = {**recipe.to_dict(), "recipe": None, "context_length": setting.context, "override": items}
     if recipe.clips_locally:
@@ -271,12 +272,12 @@ def _of_paper(experiment: Experiment, arm: Arm, setting: Setting) -> tuple[dict[
     return options, model
 
 
-def _published(model: ModelConfig, setting: Setting) -> dict[str, str]:
+def _published(model: ModelConfig, setting: Setting) -> dict[str, Any]:
     """Options that divide scores as published; the presets divide by the number of visible keys."""
     known = model.mixer.options
     if "normalization" not in known:
         return {}
-    published = {"normalization": "paper"}
+    published: dict[str, Any] = {"normalization": "paper"}
     if "max_length" in known:  # the constant n; up to 512 tokens, it also makes the relative bias a table
-        published["max_length"] = str(setting.context)
+        published["max_length"] = setting.context
     return published

@@ -131,12 +131,12 @@ class _Runner:
         speed = read_speed(plan, entry, optimizer)
         if speed is None:
             return
-        steps = _trial_steps(plan, speed, plan.tuning_job(entry, optimizer, 1.0))
+        tokens = plan.tokens_per_step(entry)
+        steps = _trial_steps(plan, speed, tokens)
         if steps < MIN_TRIAL_STEPS and plan.config.scale != "trial":
             self._say(f"  trials of {steps} steps may choose a rate or an optimiser by chance: more seconds for tuning help")
         for rate in plan.rates(optimizer):
-            job = plan.tuning_job(entry, optimizer, rate, steps)
-            self._do(replace(job, seconds=steps * job.options["tokens_per_batch"] / speed))
+            self._do(replace(plan.tuning_job(entry, optimizer, rate, steps), seconds=steps * tokens / speed))
 
     def _final(self, entry: Entry, seed: int) -> None:
         plan = self._plan
@@ -154,11 +154,12 @@ class _Runner:
             self._train(entry, tunings[optimizer], seed)
 
     def _train(self, entry: Entry, tuning: Tuning, seed: int) -> None:
-        speed, rate = read_speed(self._plan, entry, tuning.optimizer), tuning.best
+        plan = self._plan
+        speed, rate = read_speed(plan, entry, tuning.optimizer), tuning.best
         if speed is None or rate is None:
             return
-        job = self._plan.final_job(entry, tuning.optimizer, seed, rate)
-        self._do(self._plan.final_job(entry, tuning.optimizer, seed, rate, _steps(speed, job)))
+        steps = _steps(plan.budget, speed, plan.tokens_per_step(entry))
+        self._do(plan.final_job(entry, tuning.optimizer, seed, rate, steps))
 
     def _do(self, job: Job) -> Run:
         """Do a job unless it has ended, and read its results."""
@@ -196,15 +197,14 @@ class _Runner:
         }
 
 
-def _steps(tokens_per_second: float, job: Job) -> int:
-    """The steps that take the planned seconds of a job."""
-    tokens_per_batch: int = job.options["tokens_per_batch"]
-    return max(2, round((job.seconds or 0.0) * tokens_per_second / tokens_per_batch))
+def _steps(seconds: float | None, tokens_per_second: float, tokens_per_step: int) -> int:
+    """The steps that take the planned seconds."""
+    return max(2, round((seconds or 0.0) * tokens_per_second / tokens_per_step))
 
 
-def _trial_steps(plan: Plan, tokens_per_second: float, job: Job) -> int:
+def _trial_steps(plan: Plan, tokens_per_second: float, tokens_per_step: int) -> int:
     """The steps of a trial: those of its planned seconds, or the fewest, if these do not take many times as long."""
-    planned = _steps(tokens_per_second, job)
+    planned = _steps(plan.tuning, tokens_per_second, tokens_per_step)
     return planned if plan.config.scale == "trial" else max(planned, min(MIN_TRIAL_STEPS, MAX_TRIAL_RATIO * planned))
 
 

@@ -1,10 +1,10 @@
 """The texts of an experiment: which one stands behind the name of each kind, and whether those that are given exist."""
 
-from lineartime.choices import DEFAULT_TEXT
 from lineartime.data import load_corpus
 from lineartime.errors import ArgumentError
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Plan
+from lineartime.runs.record import texts_of
 
 
 def text_notes(plan: Plan) -> dict[str, str]:
@@ -14,11 +14,10 @@ def text_notes(plan: Plan) -> dict[str, str]:
     """
     notes: dict[str, str] = {}
     for entry in plan.entries if plan.experiment.kind != "latency" else ():
-        name, data = entry.setting.text, entry.options["data"]
+        name = entry.setting.text
         if plan.is_selected(entry):
-            read = data if isinstance(data, str) else ", ".join(data)
             other = "" if getattr(plan.config, name) else f"; the option {name} gives another"
-            notes[name] = f"text: {read or DEFAULT_TEXT}{other}"
+            notes[name] = f"text: {', '.join(texts_of(entry.options))}{other}"
     return notes
 
 

@@ -11,13 +11,14 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from lineartime.errors import LineartimeError, typed_first_line
 from lineartime.experiments.definitions import FinalTest
-from lineartime.experiments.outcome import OUTCOME_FILE
+from lineartime.experiments.outcome import OUTCOME_FILE, Measurement, StepTime
 from lineartime.files import write_atomically
 from lineartime.runs.metrics import METRICS_FILE, read_metrics
 from lineartime.screen import SCREEN
@@ -98,13 +99,13 @@ def _tested(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     from lineartime.checkpoint import list_checkpoints
 
     tests = [FinalTest(**test) for test in job["tests"]]
-    outcome = {"tests": _measured(folder, tests, job["test_tokens"])} if tests else {}
+    outcome = {"tests": [asdict(test) for test in _measured(folder, tests, job["test_tokens"])]} if tests else {}
     for checkpoint in list_checkpoints(folder)[: -1 if job["kind"] == "run" else None]:
         shutil.rmtree(checkpoint, ignore_errors=True)
     return outcome
 
 
-def _measured(run: Path, tests: list[FinalTest], most_tokens: int | None) -> list[dict[str, Any]]:
+def _measured(run: Path, tests: list[FinalTest], most_tokens: int | None) -> list[Measurement]:
     """Measure the last model of a run on the beginning of its test split."""
     from lineartime.checkpoint import last_checkpoint, load, load_tokenizer, read_training_state
     from lineartime.data import load_corpus, token_stream
@@ -140,16 +141,16 @@ def _measured(run: Path, tests: list[FinalTest], most_tokens: int | None) -> lis
                 max_tokens=tokens,
             )
             measured.append(
-                {
-                    "name": test.name,
-                    "context_length": length,
-                    "loss": result.loss,
-                    "bits_per_byte": result.bits_per_byte,
-                    "word_perplexity": result.word_perplexity,
-                    "tokens": result.tokens,
-                    "text": result.text,
-                    "by_position": [[each.first, each.last, each.loss] for each in result.by_position],
-                }
+                Measurement(
+                    name=test.name,
+                    context_length=length,
+                    loss=result.loss,
+                    bits_per_byte=result.bits_per_byte,
+                    word_perplexity=result.word_perplexity,
+                    tokens=result.tokens,
+                    text=result.text,
+                    by_position=tuple((each.first, each.last, each.loss) for each in result.by_position),
+                )
             )
     return measured
 
@@ -166,7 +167,7 @@ def _latency(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     }
     run_benchmark(BenchConfig(**options, out=out))
     results = json.loads((out / RESULTS_FILE).read_text(encoding="utf-8"))
-    names = ("subject", "length", "batch", "tokens", "median_seconds", "spread_seconds", "problem", "dtype", "mode")
+    names = [field.name for field in fields(StepTime)]
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {
         "time": now,

@@ -15,7 +15,7 @@ from lineartime.generation.batch import TextBatch
 from lineartime.generation.decoding import drawing
 from lineartime.generation.ids import Ids, token_ids
 from lineartime.generation.prompts import PromptState, checked_prompt, read, read_prompt
-from lineartime.generation.sampling import Sampling, chosen, draw
+from lineartime.generation.sampling import Sampling, checked_sampling, draw
 from lineartime.generation.state_files import load_state, save_state
 from lineartime.models.language_model import CausalLM, LanguageModel, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
@@ -25,7 +25,7 @@ __all__ = [
     "PromptState",
     "Sampling",
     "TextBatch",
-    "chosen",
+    "checked_sampling",
     "generate",
     "generate_batch",
     "load_state",
@@ -165,7 +165,7 @@ def _checked(
     """The model, the beginnings of the texts, and how to draw. Raises ArgumentError for wrong arguments; prompts have names."""
     causal = check_model(model, CausalLM, "generate")
     check_positive(max_tokens=max_tokens)
-    sampling = chosen(sampling)
+    sampling = checked_sampling(sampling)
     if stop_token is not None:
         token_ids("stop_token", [stop_token], causal.config.vocab_size)
     new = max_tokens - 1  # the model never reads the last one

@@ -11,7 +11,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation.ids import Ids
 from lineartime.generation.prompts import PromptState, checked_prompt, read
-from lineartime.generation.sampling import Sampling, chosen, draw
+from lineartime.generation.sampling import Sampling, checked_sampling, draw
 from lineartime.models.backbone import BackboneStreams
 from lineartime.models.language_model import CausalLM, LanguageModel, are_finite, check_model
 from lineartime.models.streams import BackboneState
@@ -50,7 +50,8 @@ class TextBatch:
 
     def __init__(self, model: LanguageModel, sampling: Sampling | None = None) -> None:
         self._model = check_model(model, CausalLM, "generate")
-        self._sampling = chosen(sampling)
+        self._longest = self._model.config.longest_sequence
+        self._sampling = checked_sampling(sampling)
         self._generator = self._sampling.generator()
         self._texts: dict[int, _Text] = {}
         self._added = 0
@@ -111,10 +112,11 @@ class TextBatch:
 
     def _read(self, numbers: list[int]) -> None:
         """Read the last token of some texts, and keep the logits after each."""
-        longest = self._model.config.longest_sequence
         for number in numbers:
-            if longest is not None and self._texts[number].position >= longest:
-                raise ArgumentError("number", f"{number} is a text of {longest} tokens, the most this model reads: remove it.")
+            if self._longest is not None and self._texts[number].position >= self._longest:
+                raise ArgumentError(
+                    "number", f"{number} is a text of {self._longest} tokens, the most this model reads: remove it."
+                )
         if not numbers:
             return
         self._join(numbers)

@@ -62,7 +62,7 @@ class Sampling:
         return generator
 
 
-def chosen(sampling: Sampling | None) -> Sampling:
+def checked_sampling(sampling: Sampling | None) -> Sampling:
     """The given sampling, or the default for None. Raises ArgumentError for anything else."""
     if sampling is not None and not isinstance(sampling, Sampling):
         raise ArgumentError("sampling", f"is {sampling!r}, but must be a Sampling, for instance Sampling(temperature=0.8).")

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lineartime.checkpoint import has_training_state, read_training_state, read_validation_loss
-from lineartime.choices import DEFAULT_TEXT, Task
+from lineartime.choices import Task
 from lineartime.errors import ArgumentError
 from lineartime.host import installed_version
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import nearest_preset, system_of
+from lineartime.runs.record import texts_of
 
 _KINDS: dict[Task, str] = {
     "clm": "A causal language model",
@@ -77,8 +78,7 @@ def training_facts(checkpoint: Path) -> dict[str, str]:
         return {}
     state, loss = read_training_state(checkpoint), read_validation_loss(checkpoint)
     options = state.config
-    given = options.get("data") or DEFAULT_TEXT
-    texts = ", ".join(Path(text).name for text in ([given] if isinstance(given, str) else given))
+    texts = ", ".join(Path(text).name for text in texts_of(options))
     facts = {"trained on": texts, "steps": f"{state.step:,}"}
     if step := options.get("tokens_per_batch"):
         facts["tokens per step"] = f"{step:,}"

@@ -13,20 +13,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import logging
 
-from lineartime.checkpoint import Which, is_checkpoint, list_checkpoints, load_with_tokenizer
+from lineartime.checkpoint import CheckpointChoice, is_checkpoint, list_checkpoints, load_with_tokenizer
 from lineartime.checkpoint.saving import check_finite, new_model_folder, write_model
-from lineartime.data.tokenizers import Tokenizer
-from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
+from lineartime.checkpoint.weights import FLOATS, Stored
+from lineartime.data.tokenizers import Tokenizer, read_definition
+from lineartime.errors import ArgumentError, LineartimeError, first_line
 from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, new_folder, utf8_path
 from lineartime.hf.card import model_card, training_facts
 from lineartime.hf.config import FIELDS, LineartimeConfig
-from lineartime.hf.folder import CONFIG, check_floating, check_not_adapter, read_shapes, weight_files
+from lineartime.hf.folder import CONFIG, check_not_adapter, read_folder_header, weight_files
 from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
 from lineartime.json_files import read_plain
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import LanguageModel, build_model
+from lineartime.models.memory import model_tensors
 from lineartime.shapes import shapes_only
 
 CARD = "README.md"
@@ -34,7 +36,7 @@ LOGITS, LOGITS_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "backbone.emb
 """The output layer, which is a second name of the token embedding if they are tied, and the token embedding."""
 
 
-def convert(source: str | Path, destination: str | Path, *, checkpoint: Which | None = None) -> Path:
+def convert(source: str | Path, destination: str | Path, *, checkpoint: CheckpointChoice | None = None) -> Path:
     """Convert a model: `to_transformers` for a run or checkpoint, `from_transformers` for a folder of transformers.
 
     Raises:
@@ -53,7 +55,7 @@ def convert(source: str | Path, destination: str | Path, *, checkpoint: Which | 
     return from_transformers(source, destination)
 
 
-def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: Which | None = None) -> Path:
+def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: CheckpointChoice | None = None) -> Path:
     """Save a model for transformers: weights, configuration, tokenizer, and a model card.
 
     Args:
@@ -140,8 +142,7 @@ def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
     check_not_adapter(source)
     config = _with_own_output(source, _read_config(source))
     files = _read_headers(source, config)
-    with reporting_file_errors("read", source / TOKENIZER_FILE):
-        definition = (source / TOKENIZER_FILE).read_text(encoding="utf-8", errors="replace")
+    definition = read_definition(source / TOKENIZER_FILE)
     tokenizer = plain_tokenizer(definition, str(source / TOKENIZER_FILE))
     if tokenizer.vocab_size != config.vocab_size:
         raise LineartimeError(
@@ -179,7 +180,7 @@ def _with_own_output(source: Path, config: ModelConfig) -> ModelConfig:
     """The configuration, untied if the files hold output weights that differ from the embedding, as an adapter can train."""
     found: dict[str, Tensor] = {}
     for file in weight_files(source):
-        stored = {name: name.removeprefix("model.") for name in read_shapes(file)}
+        stored = {name: name.removeprefix("model.") for name in read_folder_header(file)}
         with utf8_path(file) as path, safe_open(path, "pt") as opened:
             found |= {own: opened.get_tensor(name) for name, own in stored.items() if own in (LOGITS, EMBEDDING)}
     tied = len(found) < 2 or torch.equal(found[LOGITS], found[EMBEDDING])
@@ -210,32 +211,33 @@ def _check_end(source: Path, end: int, definition: str) -> None:
 def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str]]:
     """Map the tensor names in each weight file to names in the model; raises LineartimeError unless all fit the model."""
     names: dict[Path, dict[str, str]] = {}
-    shapes: dict[str, list[int]] = {}
+    tensors: dict[str, Stored] = {}
     for file in weight_files(source):
-        found = read_shapes(file)
+        found = read_folder_header(file)
         names[file] = {name: name.removeprefix("model.") for name in found if name != LOGITS or not config.tie_word_embeddings}
-        shapes |= {name: found[stored] for stored, name in names[file].items()}
-    blocks = {place[1] for name in shapes if (place := re.match(r"backbone\.blocks\.(\d+)\.", name))}
+        tensors |= {name: found[stored] for stored, name in names[file].items()}
+    blocks = {place[1] for name in tensors if (place := re.match(r"backbone\.blocks\.(\d+)\.", name))}
     if config.n_blocks != len(blocks):  # checked before building, which is slow for many blocks even on meta
         raise LineartimeError(
             f"{source} holds the weights of {len(blocks)} blocks, but its {CONFIG} specifies {config.n_blocks}."
         )
     try:
-        with shapes_only():
-            tensors = build_model(config).state_dict()
-    except (RuntimeError, OverflowError) as error:
-        raise LineartimeError(f"{source / CONFIG} describes no model that can be built: {first_line(error)}.") from None
-    wanted = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        wanted = dict(model_tensors(config).items())
+    except ArgumentError as error:
+        raise LineartimeError(f"{source / CONFIG} describes no model that can be built: {error}") from None
     # A head that an adapter trained and saved has no bias, because that of a model with tied embeddings has none.
-    problems = [f"lacks {name}" for name in wanted if name not in shapes and (name != LOGITS_BIAS or LOGITS not in shapes)]
-    problems += [f"holds {name}, which a language model does not have" for name in shapes if name not in wanted]
+    problems = [f"lacks {name}" for name in wanted if name not in tensors and (name != LOGITS_BIAS or LOGITS not in tensors)]
+    problems += [f"holds {name}, which a language model does not have" for name in tensors if name not in wanted]
     problems += [
-        f"holds {name} of shape {shapes[name]}, but its {CONFIG} specifies {shape}"
-        for name, shape in wanted.items()
-        if name in shapes and shapes[name] != shape
+        f"holds {name} of shape {tensors[name].shape}, but its {CONFIG} specifies {list(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if name in tensors and tensors[name].shape != list(tensor.shape)
     ]
     if problems:
         raise LineartimeError(f"{source} {problems[0]}: it holds another model than its {CONFIG} describes.")
     for file, stored in names.items():
-        check_floating(file, [name for name, own in stored.items() if tensors[own].is_floating_point()])
+        for name, own in stored.items():
+            if wanted[own].is_floating_point() and tensors[own].dtype not in FLOATS:
+                what = f"{name} as {tensors[own].dtype}, but weights must be {', '.join(FLOATS)}"
+                raise LineartimeError(f"{file} holds {what}: save the model unquantised.")
     return names

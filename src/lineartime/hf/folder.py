@@ -1,19 +1,16 @@
 """Read the contents of a transformers folder without running or allocating anything."""
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
+from lineartime.checkpoint.weights import Stored, read_header
 from lineartime.errors import LineartimeError
-from lineartime.files import utf8_path
 from lineartime.json_files import read_plain
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-FLOATING = ("F64", "F32", "F16", "BF16")
-"""The types of weights, as the header of a file names them."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -32,27 +29,14 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_shapes(file: Path) -> dict[str, list[int]]:
-    """The shape of each tensor in a file, by name, from the header alone; raises LineartimeError if the file is damaged."""
+def read_folder_header(file: Path) -> dict[str, Stored]:
+    """The tensors in a file by name, without their values; raises LineartimeError if the file is missing or damaged."""
     try:
-        with utf8_path(file) as path, safe_open(path, "pt") as opened:
-            names = list(opened.keys())
-            return {name: opened.get_slice(name).get_shape() for name in names}
+        return read_header(file)
     except FileNotFoundError:
         raise LineartimeError(f"{file} is missing: copy all files of the model into this folder.") from None
     except (SafetensorError, OSError) as error:
         raise LineartimeError(f"{file} is damaged ({error}): restore it from a copy.") from None
-
-
-def check_floating(file: Path, names: Iterable[str]) -> None:
-    """Raise LineartimeError unless these tensors of a file that `read_shapes` has read are floating-point numbers."""
-    with utf8_path(file) as path, safe_open(path, "pt") as opened:
-        for name in names:
-            dtype = opened.get_slice(name).get_dtype()
-            if dtype not in FLOATING:
-                raise LineartimeError(
-                    f"{file} holds {name} as {dtype}, but weights must be {', '.join(FLOATING)}: save the model unquantised."
-                )
 
 
 def check_not_adapter(folder: Path) -> None:
@@ -65,6 +49,6 @@ def check_not_adapter(folder: Path) -> None:
 
 def check_blocks(folder: Path, blocks: int) -> None:
     """Raise LineartimeError for a configuration with more blocks than there are tensors, before blocks are built."""
-    tensors = sum(len(read_shapes(file)) for file in weight_files(folder))
+    tensors = sum(len(read_folder_header(file)) for file in weight_files(folder))
     if blocks > tensors:
         raise LineartimeError(f"{folder} holds {tensors} tensors, but its {CONFIG} specifies {blocks} blocks: it is damaged.")

@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, C choices, K labels, d model width.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,17 +26,19 @@ from lineartime.ops.checks import require
 
 
 class TaskModel(LineartimePreTrainedModel):
-    """A base model, dropout, and a linear layer with `outputs` features."""
+    """A base model, dropout, and a linear layer."""
 
     head = "score"
     """The name of the linear layer, which PEFT looks up by task to train and save it."""
+    outputs: ClassVar[int | None] = None
+    """The features of the linear layer; None for one for each label."""
 
-    def __init__(self, config: LineartimeConfig, outputs: int) -> None:
+    def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = LineartimeModel(config)
         self.dropout = nn.Dropout(config.dropout)
-        setattr(self, self.head, nn.Linear(config.d_model, outputs))
+        setattr(self, self.head, nn.Linear(config.d_model, self.outputs or config.num_labels))
         self.post_init()
 
     def run_backbone(self, input_ids: Tensor | None, attention_mask: Tensor | None, **kwargs: Any) -> BaseModelOutputWithPast:
@@ -77,9 +79,6 @@ class LineartimeForSequenceClassification(TaskModel):
 
     accepts_loss_kwargs = False  # the losses of numbers and of several labels are means, as in multiple choice
 
-    def __init__(self, config: LineartimeConfig) -> None:
-        super().__init__(config, config.num_labels)
-
     @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
         self,
@@ -101,9 +100,6 @@ class LineartimeForSequenceClassification(TaskModel):
 class LineartimeForTokenClassification(TaskModel):
     """Predicts a label for each token."""
 
-    def __init__(self, config: LineartimeConfig) -> None:
-        super().__init__(config, config.num_labels)
-
     @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
         self,
@@ -124,9 +120,7 @@ class LineartimeForQuestionAnswering(TaskModel):
     """Predicts where the answer to a question begins and ends in a text."""
 
     head = "qa_outputs"
-
-    def __init__(self, config: LineartimeConfig) -> None:
-        super().__init__(config, 2)
+    outputs = 2
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *arguments: Any, **options: Any) -> Any:
@@ -157,9 +151,7 @@ class LineartimeForMultipleChoice(TaskModel):
     """Scores several texts, one of which is the right choice."""
 
     accepts_loss_kwargs = False  # the loss is a mean, so `Trainer` has to divide it by its accumulated steps
-
-    def __init__(self, config: LineartimeConfig) -> None:
-        super().__init__(config, 1)
+    outputs = 1
 
     @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(

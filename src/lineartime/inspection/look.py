@@ -124,11 +124,12 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
     if not ids:
         raise ArgumentError("text", "is empty, but must hold at least one token.")
     shown = ids[:max_tokens]
-    if config.longest_sequence is not None and len(shown) > config.longest_sequence:
+    longest = config.longest_sequence
+    if longest is not None and len(shown) > longest:
         raise ArgumentError(
             "text",
-            f"has {len(shown):,} tokens, but this model reads at most {config.longest_sequence:,}: shorten it, or use ",
-            Argument("max_tokens", config.longest_sequence),
+            f"has {len(shown):,} tokens, but this model reads at most {longest:,}: shorten it, or use ",
+            Argument("max_tokens", longest),
             ".",
         )
     end = tokenizer.end_of_document

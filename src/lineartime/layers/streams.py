@@ -131,14 +131,14 @@ def _join(parts: list[tuple[tuple[int, ...], Any]]) -> tuple[tuple[int, ...], An
 
 def join_groups(states: Sequence[Any]) -> Any:
     """Join several states at the same position into one state of all their streams."""
-    return _map_tensors(lambda *tensors: torch.cat(tensors), *states)
+    return map_tensors(lambda *tensors: torch.cat(tensors), *states)
 
 
 def take_streams(state: Any, rows: Tensor) -> Any:
     """Select the streams with the indices `rows`, int64, in this order."""
     if isinstance(state, RaggedState):
         return _take_ragged(state, rows)
-    return _map_tensors(lambda tensor: tensor[rows], state)
+    return map_tensors(lambda tensor: tensor[rows], state)
 
 
 def count_streams(state: Any) -> int:
@@ -150,7 +150,7 @@ def single_streams(state: Any) -> list[Any]:
     """The states of the streams one by one, in order; the tensors are views."""
     groups = zip(*state, strict=True) if isinstance(state, RaggedState) else [(range(count_streams(state)), state)]
     of_row = {
-        row: _map_tensors(lambda tensor, place=place: tensor[place : place + 1], part)
+        row: map_tensors(lambda tensor, place=place: tensor[place : place + 1], part)
         for rows, part in groups
         for place, row in enumerate(rows)
     }
@@ -177,13 +177,13 @@ def tensors_of(state: Any) -> Iterator[Tensor]:
             yield from tensors_of(part)
 
 
-def _map_tensors(function: Callable[..., Any], *states: Any) -> Any:
+def map_tensors(function: Callable[..., Any], *states: Any) -> Any:
     """Apply a function to the corresponding tensors of states of the same structure; keep the rest of the first state."""
     first = states[0]
     if isinstance(first, Tensor):
         return function(*states)
     if isinstance(first, tuple):
-        mapped = [_map_tensors(function, *parts) for parts in zip(*states, strict=True)]
+        mapped = [map_tensors(function, *parts) for parts in zip(*states, strict=True)]
         return type(first)(*mapped) if hasattr(first, "_fields") else tuple(mapped)
     return first
 
@@ -198,7 +198,7 @@ class TensorKind:
 
 def structure_of(state: Any) -> Any:
     """A state with a `TensorKind` in place of each tensor."""
-    return _map_tensors(lambda tensor: TensorKind(tuple(tensor.shape), tensor.dtype), state)
+    return map_tensors(lambda tensor: TensorKind(tuple(tensor.shape), tensor.dtype), state)
 
 
 def check_state(state: Any, template: Any, layer: str, name: str = "state") -> None:

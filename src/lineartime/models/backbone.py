@@ -259,7 +259,7 @@ class Backbone(nn.Module):
         return None if read is None else self.norm(read)
 
     @property
-    def steps_in_native(self) -> bool:
+    def has_native_step(self) -> bool:
         """Whether a single C++ function computes the step of all blocks, for a small number of streams."""
         with torch.no_grad():
             return self._flash_stack(1) is not None

@@ -200,9 +200,9 @@ class CausalLM(LanguageModel):
         return self.backbone.steps_in_place
 
     @property
-    def steps_in_native(self) -> bool:
+    def has_native_step(self) -> bool:
         """Whether a single C++ function computes the `step` of all blocks, for a small number of streams."""
-        return self.backbone.steps_in_native
+        return self.backbone.has_native_step
 
     def join_streams(self, states: Sequence[BackboneState]) -> BackboneStreams:
         """Join streams at different positions, to continue them token by token with `step`.
@@ -230,7 +230,7 @@ class CausalLM(LanguageModel):
         """Compile `step` with torch.compile, in place, if this model `steps_in_place`. The first step compiles it.
 
         Compilation takes as long as thousands of steps, or less if PyTorch finds the code in its cache on disk. A different
-        number of streams is compiled anew. A copy of the model is not compiled. If the model `steps_in_native`, the compiled
+        number of streams is compiled anew. A copy of the model is not compiled. If the model `has_native_step`, the compiled
         step is slower.
         """
         if self.steps_in_place:

@@ -1,6 +1,6 @@
 """The size of a model, computed on the meta device or by arithmetic before any memory is allocated."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import build_model
 from lineartime.models.presets import values_of
 from lineartime.shapes import shapes_only
+from lineartime.units import size
 
 _WEIGHT_BYTES = 4
 """Bytes per weight; weights are always fp32."""
@@ -49,6 +50,12 @@ class ModelTensors(NamedTuple):
     def features(self) -> int:
         """The number of features that the linear maps of a block compute for each token."""
         return sum(tensor.shape[0] for tensor in self.block.values() if tensor.dim() > 1)
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors on the meta device by their names in the model."""
+        yield from self.rest.items()
+        for number in range(self.n_blocks):
+            yield from ((f"{_BLOCKS}{number}.{name}", tensor) for name, tensor in self.block.items())
 
     def tensor(self, name: str) -> Tensor | None:
         """A tensor on the meta device by its name in the model; None if the model has no such tensor."""
@@ -103,16 +110,16 @@ def check_memory(
         number_bytes: bytes per activation value.
         step_tokens: the number of tokens of a whole step, of which only the ids are in memory: inputs and targets.
     """
-    size = model_tensors(config)
+    tensors = model_tensors(config)
     memory = memory_bytes(device or torch.device("cpu"))
     if memory is None:
         return
-    weights = size.n_elements * _WEIGHT_BYTES * copies // processes
+    weights = tensors.n_elements * _WEIGHT_BYTES * copies // processes
     if weights > memory:
-        needed = f"with which the model has {size.n_elements:,} parameters and needs at least {_gigabytes(weights)}"
-        in_blocks = 2 * _n_elements(size.rest) < size.n_elements
-        raise too_large(config, f"{needed}, but there are {_gigabytes(memory)} of memory", _EMBEDDED if in_blocks else ())
-    token = size.features * kept_blocks * number_bytes
+        needed = f"with which the model has {tensors.n_elements:,} parameters and needs at least {size(weights)}"
+        in_blocks = 2 * _n_elements(tensors.rest) < tensors.n_elements
+        raise too_large(config, f"{needed}, but there are {size(memory)} of memory", _EMBEDDED if in_blocks else ())
+    token = tensors.features * kept_blocks * number_bytes
     one, at_once = weights + tokens // sequences * token, weights + tokens * token
     for option, count, least in (
         ("context_length", tokens // sequences, one),
@@ -120,8 +127,8 @@ def check_memory(
         ("tokens_per_batch", step_tokens, at_once + step_tokens * _ID_BYTES),
     ):
         if least > memory:
-            what = f"puts {count:,} tokens in memory at once, for which the model needs at least {_gigabytes(least)}"
-            raise ArgumentError(option, f"{what}, but there are {_gigabytes(memory)} of memory: use a smaller one.")
+            what = f"puts {count:,} tokens in memory at once, for which the model needs at least {size(least)}"
+            raise ArgumentError(option, f"{what}, but there are {size(memory)} of memory: use a smaller one.")
 
 
 def too_large(config: ModelConfig, why: str, excluded: Collection[str] = ()) -> ArgumentError:
@@ -133,7 +140,3 @@ def too_large(config: ModelConfig, why: str, excluded: Collection[str] = ()) -> 
 
 def _n_elements(tensors: dict[str, Any]) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:,.1f} GB"

@@ -17,6 +17,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -43,30 +44,19 @@ def _tiled_mixed_chunk(arguments: dict[str, Any], times: int = 1) -> int:
     return of_output + _chunk_products(batch, n_chunks, chunk_size, of_pairs, 2 * times * n_summed, d_qk * d_value)
 
 
-def _tiled_mixed_chunk_backward(arguments: dict[str, Any]) -> int:
-    return _tiled_mixed_chunk(arguments, times=2)
-
-
-def _triton_mixed_chunk(arguments: dict[str, Any]) -> int:
-    (batch, n_chunks, chunk_size, d_qk), d_value = arguments["q_quad"], arguments["v"][-1]
-    return _chunk_products(batch, n_chunks, chunk_size, d_qk + d_value, 2 * n_chunks, d_qk * d_value)
-
-
-def _triton_mixed_chunk_backward(arguments: dict[str, Any]) -> int:
-    (batch, n_chunks, chunk_size, d_qk), d_value = arguments["q_quad"], arguments["v"][-1]
-    return _chunk_products(batch, n_chunks, chunk_size, 3 * d_qk + 2 * d_value, 4 * n_chunks, d_qk * d_value)
-
-
-def _gated_mixed_chunk(arguments: dict[str, Any], of_pairs: tuple[int, int] = (1, 1), n_sums: int = 2) -> int:
+def _triton_mixed_chunk(arguments: dict[str, Any], of_pairs: tuple[int, int] = (1, 1), n_sums: int = 2) -> int:
     """`of_pairs` products of the widths s and e for all pairs of tokens of a chunk."""
-    (batch, n_chunks, chunk_size, width), (_, d_qk) = arguments["tokens"], arguments["gamma"]
-    d_value = (width - d_qk) // 2
+    (batch, n_chunks, chunk_size, d_qk), d_value = arguments["q_quad"], arguments["v"][-1]
     pairs = of_pairs[0] * d_qk + of_pairs[1] * d_value
     return _chunk_products(batch, n_chunks, chunk_size, pairs, n_sums * n_chunks, d_qk * d_value)
 
 
-def _gated_mixed_chunk_backward(arguments: dict[str, Any]) -> int:
-    return _gated_mixed_chunk(arguments, of_pairs=(3, 2), n_sums=4)
+def _gated_mixed_chunk(arguments: dict[str, Any], of_pairs: tuple[int, int] = (1, 1), n_sums: int = 2) -> int:
+    """As `_triton_mixed_chunk`."""
+    (batch, n_chunks, chunk_size, width), (_, d_qk) = arguments["tokens"], arguments["gamma"]
+    d_value = (width - d_qk) // 2
+    pairs = of_pairs[0] * d_qk + of_pairs[1] * d_value
+    return _chunk_products(batch, n_chunks, chunk_size, pairs, n_sums * n_chunks, d_qk * d_value)
 
 
 def _exported_mixed_chunk(arguments: dict[str, Any]) -> int:
@@ -84,10 +74,6 @@ def _quadratic(arguments: dict[str, Any], of_keys: int = 1, of_values: int = 1) 
     return flops
 
 
-def _tiled_quadratic_backward(arguments: dict[str, Any]) -> int:
-    return _quadratic(arguments, of_keys=3, of_values=2)
-
-
 def _triton_quadratic_backward(arguments: dict[str, Any]) -> int:
     with_bias = int(arguments["bias"] is not None and arguments["with_d_bias"])
     return _quadratic(arguments, of_keys=5 + with_bias, of_values=3 + with_bias)
@@ -101,17 +87,17 @@ def _linear_cross_entropy(arguments: dict[str, Any]) -> int:
 
 FORMULAS: dict[str, Callable[[dict[str, Any]], int]] = {
     "tiled_mixed_chunk": _tiled_mixed_chunk,
-    "tiled_mixed_chunk_backward": _tiled_mixed_chunk_backward,
+    "tiled_mixed_chunk_backward": partial(_tiled_mixed_chunk, times=2),
     "tiled_quadratic": _quadratic,
-    "tiled_quadratic_backward": _tiled_quadratic_backward,
+    "tiled_quadratic_backward": partial(_quadratic, of_keys=3, of_values=2),
     "exported_mixed_chunk": _exported_mixed_chunk,
     "exported_quadratic": _quadratic,
     "linear_cross_entropy": _linear_cross_entropy,
     "triton_mixed_chunk": _triton_mixed_chunk,
-    "triton_mixed_chunk_backward": _triton_mixed_chunk_backward,
+    "triton_mixed_chunk_backward": partial(_triton_mixed_chunk, of_pairs=(3, 2), n_sums=4),
     "triton_gated_mixed_chunk": _gated_mixed_chunk,
     "triton_gated_mixed_chunk_extend": _gated_mixed_chunk,
-    "triton_gated_mixed_chunk_backward": _gated_mixed_chunk_backward,
+    "triton_gated_mixed_chunk_backward": partial(_gated_mixed_chunk, of_pairs=(3, 2), n_sums=4),
     "triton_quadratic": _quadratic,
     "triton_quadratic_backward": _triton_quadratic_backward,
 }

@@ -6,11 +6,10 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lineartime.choices import DEFAULT_TEXT
 from lineartime.errors import LineartimeError
 from lineartime.runs.figures import drawable, new_figure, save_figure
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, losses, read_metrics
-from lineartime.runs.record import read_record
+from lineartime.runs.record import read_record, texts_of
 from lineartime.runs.ticks import label_axes
 
 if TYPE_CHECKING:  # needs PyTorch, without which the command line shows its help
@@ -166,18 +165,8 @@ def _title(run: Path) -> str:
         options = read_record(run).options
     except LineartimeError:
         return run.name
-    data = options.get("data") or []
-    texts = [Path(text).name for text in ([data] if isinstance(data, str) else data)]
-    text = ", ".join(texts) or DEFAULT_TEXT
+    text = ", ".join(Path(text).name for text in texts_of(options))
     return f"{options.get('preset')} on {text}"
-
-
-def counted(number: float) -> str:
-    """A count in short form: 600, 12,000, 1.23 M, 45 G."""
-    for limit, unit in ((1e9, " G"), (1e6, " M")):
-        if abs(number) >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return f"{number:,.0f}"
 
 
 def _trailing_means(losses: Sequence[float]) -> list[float]:

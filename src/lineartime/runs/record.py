@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -18,6 +18,7 @@ from typing import Any
 
 from lineartime.checkpoint import list_checkpoints
 from lineartime.checkpoint.contents import check_options
+from lineartime.choices import DEFAULT_TEXT
 from lineartime.errors import LineartimeError, reporting_file_errors, spell, typed_first_line
 from lineartime.files import RECORD_FILE, is_there, write_file
 from lineartime.host import installed_version, processor_name
@@ -175,6 +176,12 @@ class RunRecord:
 def last_error(record: Record) -> str | None:
     """The message of the error that ended the last process of a run; None without one, or if the run was resumed since."""
     return record.processes[-1].error if record.processes else None
+
+
+def texts_of(options: Mapping[str, Any]) -> list[str]:
+    """The texts that a run with these options reads, by path or name."""
+    data = options.get("data") or DEFAULT_TEXT
+    return [data] if isinstance(data, str) else [str(text) for text in data]
 
 
 def read_record(run: str | Path) -> Record:

@@ -8,10 +8,11 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from lineartime.choices import DEFAULT_TEXT, TEXT_COLUMN
+from lineartime.choices import TEXT_COLUMN
 from lineartime.files import is_there
-from lineartime.runs.curve import counted
+from lineartime.runs.record import texts_of
 from lineartime.runs.summary import RunSummary, find_runs
+from lineartime.units import counted, duration
 
 _MAX_OPTIONS = 4
 """The maximum number of columns for options that differ."""
@@ -121,11 +122,10 @@ def _compared_by(run: RunSummary, tokenizers: Mapping[str, str]) -> tuple[tuple[
     if not run.options:
         return ()
     given = run.options.get
-    data, column = given("data") or DEFAULT_TEXT, given("text_column")
-    texts = [data] if isinstance(data, str) else data
+    column = given("text_column")
     in_column = () if column in (None, TEXT_COLUMN) else (f"(column {column})",)
     tokenizer = tokenizers.get(run.tokenizer, str(given("tokenizer") or "bytes"))
-    return (*map(str, texts), *in_column), (tokenizer,), (str(given("task") or "clm"),)
+    return (*texts_of(run.options), *in_column), (tokenizer,), (str(given("task") or "clm"),)
 
 
 def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
@@ -198,18 +198,6 @@ def _steps(run: RunSummary) -> str:
     return f"{run.step:,}" + (f"/{steps:,}" if isinstance(steps, int) else "")
 
 
-def _duration(seconds: float) -> str:
-    """A time in its two largest units."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-
-
 def _number(format_spec: str, value: float | None) -> str:
     return "-" if value is None else format(value, format_spec)
 
@@ -224,10 +212,10 @@ _CELLS: dict[str, Callable[[RunSummary], str]] = {
     "validation": lambda run: _number(".3f", run.validation_loss),
     "bits/byte": lambda run: _number(".3f", run.bits_per_byte),
     "tokens/s": lambda run: _number(",.0f", run.tokens_per_second),
-    "time": lambda run: "-" if run.seconds is None else _duration(run.seconds),
+    "time": lambda run: "-" if run.seconds is None else duration(run.seconds),
     "waiting": lambda run: _number(".1%", run.waiting),
     "skipped": lambda run: f"{run.skipped:,}" if run.skipped else "-",
-    "state": lambda run: f"silent {_duration(run.silent_seconds)}" if run.state == "silent" else run.state,
+    "state": lambda run: f"silent {duration(run.silent_seconds)}" if run.state == "silent" else run.state,
 }
 _ALWAYS = ("run", "step", "validation", "state")
 # The order in which columns are left out on a narrow screen; options that differ come in between.

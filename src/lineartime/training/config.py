@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Device, Precision, Task
 from lineartime.errors import Argument, ArgumentError
-from lineartime.fields import Between, check_fields, check_ranges, decode, set_plain
+from lineartime.fields import Between, Positive, check_fields, check_ranges, decode, set_plain
 from lineartime.files import absolute_path
 from lineartime.host import Threads
 from lineartime.training.overrides import errors_in_override, read_override, written
@@ -26,7 +26,6 @@ Size = Annotated[int, Between(1, 2**30)]
 Expansion = Annotated[int, Between(1, 10**9)]
 Lanes = Annotated[int, Between(1, 10**5)]
 Shuffle = Annotated[int, Between(0, 10**7)]
-Positive = Annotated[float, Between(above=0)]
 Rate = Annotated[float, Between(above=0, most=1e35)]
 Ratio = Annotated[float, Between(above=0, most=1e5)]
 """A factor of a learning rate: metrics.jsonl holds the product, and no number above 1e40."""

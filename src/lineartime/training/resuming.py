@@ -53,7 +53,7 @@ _MAY_CHANGE = (
 _LENGTHS = ("steps", "decay_steps")
 """Options that may differ as long as the steps taken would have had the same learning rates."""
 
-Reparse = Callable[[TrainConfig], TrainConfig]
+ApplyGiven = Callable[[TrainConfig], TrainConfig]
 """Applies the options that the user gave to other defaults."""
 
 
@@ -105,12 +105,12 @@ def precision_note(started: Precision, precision: Precision, device: torch.devic
     return f"Computing in {precision}, as before; a new run would compute in {faster} here, because {reason}."
 
 
-def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainConfig]:
+def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
     """Complete the given options by the defaults that `resume`, `like` or `recipe` select; also return these defaults.
 
     Args:
         config: the given options, on top of the usual defaults.
-        reparse: applies the given options to other defaults.
+        apply_given: applies the given options to other defaults.
 
     Raises:
         LineartimeError: if they contradict each other, or the run they name cannot be read.
@@ -128,12 +128,12 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
         last, _ = last_whole_checkpoint(config.run_directory)
         defaults = dataclasses.replace(saved_config(last), out=config.run_directory, resume=True)
         # The folder may depend on other options, which need not be given again.
-        config = dataclasses.replace(reparse(defaults), out=config.run_directory)
+        config = dataclasses.replace(apply_given(defaults), out=config.run_directory)
     elif config.like is not None:
         with _naming("like", config.like):
             started = read_from(config.like, _repeated_config, None if is_checkpoint(config.like) else "last")
         defaults = dataclasses.replace(started.config, out=None, resume=False, recipe=None, like=config.like)
-        config = _merging_override(defaults, reparse)
+        config = _merging_override(defaults, apply_given)
         if config.data != defaults.data:  # the patterns belong to the text of that run
             include = () if config.include == defaults.include else config.include
             exclude = () if config.exclude == defaults.exclude else config.exclude
@@ -143,14 +143,14 @@ def complete(config: TrainConfig, reparse: Reparse) -> tuple[TrainConfig, TrainC
         if started.chose_step and changed and "tokens_per_batch" not in changed:
             config = dataclasses.replace(config, tokens_per_batch=None)
     elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
-        preset = reparse(dataclasses.replace(defaults, preset=recipe_preset(config.recipe))).preset
+        preset = apply_given(dataclasses.replace(defaults, preset=recipe_preset(config.recipe))).preset
         defaults = recipe_config(config.recipe, preset)
-        config = _merging_override(defaults, reparse)
+        config = _merging_override(defaults, apply_given)
     if config.init_from is not None and config.init_from != defaults.init_from:  # given, not inherited from another run
         usual = defaults
         with _naming("init_from", config.init_from):
             defaults = read_from(config.init_from, lambda checkpoint: _with_model_of(checkpoint, usual))
-        config = _merging_override(defaults, reparse)
+        config = _merging_override(defaults, apply_given)
         config = dataclasses.replace(config, init_from=defaults.init_from)
     return config, defaults
 
@@ -199,12 +199,12 @@ def _options_of_model(model: ModelConfig) -> dict[str, Any]:
     return options
 
 
-def _merging_override(defaults: TrainConfig, reparse: Reparse) -> TrainConfig:
+def _merging_override(defaults: TrainConfig, apply_given: ApplyGiven) -> TrainConfig:
     """Apply the given options to the defaults, and merge `override` field by field.
 
     If another preset is given, default overrides of fields that its model does not have are dropped.
     """
-    asked = reparse(dataclasses.replace(defaults, override=()))
+    asked = apply_given(dataclasses.replace(defaults, override=()))
     inherited = defaults.override
     if asked.preset != defaults.preset and asked.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
         fields = resolve(asked.preset, asked.task).override_names

@@ -180,7 +180,7 @@ def _of_chunks(bias: Tensor | None, layout: Layout) -> Tensor | None:
 def attend_heads(
     heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChunkOptions, backend: Backend = "auto"
 ) -> Tensor:
-    """`mixed_chunk_attention` inside a model; ValueError for a backend that is unknown or cannot run here."""
+    """`mixed_chunk_attention` inside a model; ArgumentError for a backend that is unknown or cannot run here."""
     form = choose_backend(backend, ("torch", "triton", "oracle"), heads.v, matmul_dtype(*heads), options.activation)
     return _FORMS[form](heads, bias, layout, options)
 
