@@ -15,9 +15,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import lineartime
+from lineartime.layers import check_mixer
 from lineartime.layers.options import constructor_options
+from lineartime.models.matrices import hidden_maps
 from lineartime.models.systems import SYSTEMS
 
 pytest.importorskip("mkdocs", reason="the extra docs is not installed")
@@ -126,6 +129,18 @@ def test_a_mechanism_in_a_file_of_its_own_is_registered_as_its_page_says(tmp_pat
     command = [sys.executable, "-m", "lineartime", "presets", "linear-relu2", "--import", "linear_relu2.py"]
     listed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "linear-relu2-tiny" in listed.stdout
+
+
+def test_the_whole_mixer_of_its_page_keeps_its_promises(only_systems_of_the_library_afterwards: None) -> None:
+    page, session = "adding-a-mechanism.md", {"__name__": "gated_convolution"}
+    for title in ("gated_convolution.py", "check"):
+        (code,) = blocks(page, title)
+        exec(code, session)
+    kind: Any = session["GatedConvolution"]
+    check_mixer(kind(16, causal=False))
+    half = kind(16, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    assert len(hidden_maps(lineartime.build("gated-convolution-tiny", n_blocks=1))) == 5
 
 
 def test_a_client_of_the_service_that_leaves_stops_its_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lineartime.models.layer_config import KINDS
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.models.registering import VARIABLE, import_modules, register_system
 from lineartime.models.systems import SYSTEMS
+from lineartime.training.config import TrainConfig
 
 FILE = """
 from torch import Tensor
@@ -273,3 +275,39 @@ def test_an_unknown_mixer_is_named_with_those_like_it() -> None:
         resolve("flash-tiny", mixer="flash-locl")
     with pytest.raises(LineartimeError, match=r"^mixer is 5, but must be a LayerConfig, or the name, of one of these kinds"):
         resolve("flash-tiny", mixer=5)
+
+
+SMALL = ("d_model=16", "n_blocks=1", "n_heads=2")
+
+
+class Leaky(Squared):
+    """Reads the token after each token."""
+
+    name = "leaky"
+
+    def mix(self, normed: Tensor, layout: Any) -> Tensor:
+        return super().mix(normed.roll(-1, 1), layout)
+
+
+class Unstreamed(Squared):
+    """Cannot stream yet."""
+
+    name = "unstreamed"
+
+    def mix_next(self, *_: Any) -> Any:
+        raise NotImplementedError("later")
+
+
+def test_a_mixer_that_reads_later_tokens_is_not_trained(config: Callable[..., TrainConfig]) -> None:
+    register_system("leaky", Leaky, "mlp")
+    with pytest.raises(LineartimeError, match=r"^Leaky breaks a promise of every mixer: outputs do not depend on later tokens"):
+        lineartime.train(config(preset="leaky-tiny", override=SMALL))
+
+
+def test_another_broken_promise_is_a_note_of_training(
+    config: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    register_system("unstreamed", Unstreamed, "mlp")
+    lineartime.train(config(preset="unstreamed-tiny", override=SMALL))
+    note = "Unstreamed breaks a promise of every mixer: streams continue in any pieces as the whole text is read. But it fails"
+    assert note in " ".join(capsys.readouterr().err.split())

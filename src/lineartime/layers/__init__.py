@@ -1,6 +1,7 @@
 """Layers to drop into any network: [B, T, d] -> [B, T, d], with norm and residual inside."""
 
 from lineartime.layers.attention import Attention
+from lineartime.layers.contract import check_mixer
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.flash import FLASH
@@ -25,5 +26,6 @@ __all__ = [
     "ScaleNorm",
     "ScaledSin",
     "TableBias",
+    "check_mixer",
     "set_backend",
 ]

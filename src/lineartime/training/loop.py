@@ -149,7 +149,8 @@ class Trainer:
             if start is not None:
                 self._restore(start)
         if start is None:
-            notes = [*notes, *start_notes(config, setup.tokenizer)]
+            with world.raise_on_all_ranks():
+                notes = [*notes, *start_notes(config, setup.tokenizer, self.model.config)]
         self.notes = [*notes, *self.text.splits, setup.summary(world), self.optimizer.summary(config)]
         if start is not None:
             with world.raise_on_all_ranks():

@@ -3,10 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lineartime import checkpoint as checkpoints
 from lineartime.data import Tokenizer, fingerprint, read_tokenizer, ready_tokenizer, size_to_train
 from lineartime.errors import Argument, ArgumentError, spell
 from lineartime.files import is_folder
+from lineartime.layers.contract import NO_FUTURE, BrokenPromiseError, check_mixer
+from lineartime.models.block import Block
 from lineartime.models.config import ModelConfig
 from lineartime.models.memory import model_tensors
 from lineartime.models.presets import nearest_preset, values_of
@@ -46,9 +50,13 @@ def check_tokenizer(config: TrainConfig, tokenizer: Tokenizer, start: Path) -> N
         raise _unfit("tokenizer", f"is {config.tokenizer or 'bytes'}", "has learnt the tokens of another one")
 
 
-def start_notes(config: TrainConfig, tokenizer: Tokenizer) -> list[str]:
-    """Sentences about what the user of a new run might not expect: a smaller tokenizer, or weights of another context."""
-    notes = []
+def start_notes(config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig) -> list[str]:
+    """Sentences about what the user of a new run might not expect, for instance a tokenizer that is smaller than its name says.
+
+    Raises:
+        BrokenPromiseError: for a mixer of the user's own that reads later tokens: its losses would mean nothing.
+    """
+    notes = _check_own_mixer(model)
     wanted = None if config.tokenizer is None else size_to_train(config.tokenizer)
     if wanted is not None and tokenizer.vocab_size < wanted:
         smaller = f"The tokenizer has {tokenizer.vocab_size:,} tokens instead of {wanted:,}"
@@ -59,6 +67,21 @@ def start_notes(config: TrainConfig, tokenizer: Tokenizer) -> list[str]:
             now = f"{spell(Argument('context_length'))} is {config.context_length:,}"
             notes.append(f"The weights were trained on {before:,} tokens at a time; now, {now}.")
     return notes
+
+
+def _check_own_mixer(model: ModelConfig) -> list[str]:
+    """Check a mixer that is not of the library. A broken promise that does not concern training is a note."""
+    if model.mixer.layer.__module__.partition(".")[0] == "lineartime":
+        return []
+    with torch.random.fork_rng(devices=[]):
+        mixer = Block(model).mixer
+    try:
+        check_mixer(mixer)
+    except BrokenPromiseError as error:
+        if error.promise == NO_FUTURE:
+            raise
+        return [str(error)]
+    return []
 
 
 def _unfit(option: str, given: str, there: str) -> ArgumentError:

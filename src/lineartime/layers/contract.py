@@ -1,0 +1,220 @@
+"""What every mixer promises, checked on random tokens: for mixers of your own.
+
+Shapes: B batch, T tokens, C tokens of a chunk, d model width.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.errors import ArgumentError, LineartimeError, typed_first_line
+from lineartime.layers.mixer import Mixer
+from lineartime.layers.prefix import PrefixMixer
+from lineartime.layers.stepping import SteppingMixer
+
+ROWS = 3
+MOST_TOKENS = 600
+"""The most tokens in a row, so that a check takes about a second."""
+
+
+NO_FUTURE = "outputs do not depend on later tokens"
+
+
+class BrokenPromiseError(LineartimeError):
+    """A mixer does not do what every mixer promises; `promise` says what, in words."""
+
+    def __init__(self, mixer: Mixer[Any], promise: str, found: str) -> None:
+        super().__init__(f"{type(mixer).__name__} breaks a promise of every mixer: {promise}. But {found}.")
+        self.promise = promise
+
+
+def check_mixer(mixer: Mixer[Any]) -> tuple[str, ...]:
+    """Check on random tokens that a mixer does what every mixer promises, in both directions of time.
+
+    A copy of the mixer is checked, on the CPU, in evaluation mode, with weights far from their small initial values.
+
+    Args:
+        mixer: a layer of a class of your own, or of the library. It is not changed.
+
+    Returns:
+        The promises that were checked, in words: "rows are independent", ...
+
+    Raises:
+        BrokenPromiseError: naming the first promise that is broken, and by how much.
+        ArgumentError: if this is not a mixer.
+    """
+    if not isinstance(mixer, Mixer):
+        raise ArgumentError("mixer", f"is of type {type(mixer).__name__}, but must be a Mixer of lineartime.layers.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        probe = _Probe(mixer)
+        for promise, check in probe.checks().items():
+            try:
+                check()
+            except _DifferenceError as found:
+                raise BrokenPromiseError(mixer, promise, str(found)) from None
+            except Exception as error:  # whatever a mixer does with input that it did not expect
+                raise BrokenPromiseError(mixer, promise, f"it fails ({typed_first_line(error).rstrip('.')})") from error
+    return tuple(probe.checks())
+
+
+class _DifferenceError(Exception):
+    """Two results differ that must be equal. The message says where, and how much."""
+
+
+class _Probe:
+    """A mixer to check, and the tokens [B, T, d] that it reads."""
+
+    def __init__(self, mixer: Mixer[Any]) -> None:
+        self.mixer = _awake(mixer).double()
+        chunk_size = self.mixer.plan().chunk_size or 16
+        self.length = min(2 * chunk_size + 5, MOST_TOKENS, self.mixer.longest_sequence or MOST_TOKENS)
+        self.x = torch.randn(ROWS, self.length, self.mixer.d_model, dtype=torch.float64)
+        self._whole: Tensor | None = None
+        self._tolerance = 1e-6  # a part of the mixer may compute in float32
+        try:
+            self._read(self.x[:1])
+        except RuntimeError:  # all of it does
+            self.mixer, self.x, self._tolerance = self.mixer.float(), self.x.float(), 1e-4
+
+    def checks(self) -> Mapping[str, Callable[[], None]]:
+        """The checks of all promises, by the promise in words."""
+        checks = {
+            "it maps [B, T, d] to finite [B, T, d]": self._shape,
+            **({NO_FUTURE: self._causal} if self.mixer.causal else {}),
+            "rows of a batch are independent": self._rows,
+            "padding changes nothing, and its outputs are zero": self._padding,
+            "the documents of a pack are independent": self._pack,
+            "all gradients are finite": self._gradients,
+        }
+        if self.mixer.causal:
+            checks["streams continue in any pieces as the whole text is read"] = self._streams
+        if self.mixer.causal and isinstance(self.mixer, SteppingMixer):
+            checks["streams that are joined step as each does alone"] = self._steps
+        if self.mixer.causal and isinstance(self.mixer, PrefixMixer):
+            checks["streams can begin with a prefix"] = self._prefix
+        return checks
+
+    @torch.no_grad()
+    def _read(self, x: Tensor, **options: Any) -> Tensor:
+        read: Tensor = self.mixer(x, **options)
+        return read
+
+    def _forward(self) -> Tensor:
+        self._whole = self._read(self.x) if self._whole is None else self._whole
+        return self._whole
+
+    def _equal(self, found: Tensor, expected: Tensor, what: str) -> None:
+        """Raise _DifferenceError, naming the first token, unless two outputs [..., T, d] are equal up to rounding."""
+        size = (self._forward() - self.x).abs().amax().item()
+        difference = (found - expected).abs().amax(-1)
+        wrong = (~(difference <= self._tolerance * max(size, 1e-3))).nonzero()
+        if len(wrong):
+            place = int(wrong[:, -1].min())
+            largest = difference.nan_to_num(float("inf")).max().item()
+            raise _DifferenceError(
+                f"{what}: token {place} and others differ by up to {largest:.2g}, where outputs are up to {size:.2g}"
+            )
+
+    def _shape(self) -> None:
+        found = self._forward()
+        if found.shape != self.x.shape:
+            raise _DifferenceError(f"it maps {list(self.x.shape)} to {list(found.shape)}")
+        if not bool(found.isfinite().all()):
+            raise _DifferenceError("some outputs of random tokens are not finite")
+
+    def _rows(self) -> None:
+        alone = torch.cat([self._read(row) for row in self.x.split(1)])
+        self._equal(alone, self._forward(), "a row alone has other outputs than in a batch")
+
+    def _padding(self) -> None:
+        lengths = torch.tensor([self.length, max(1, self.length // 2), 1])
+        after = torch.arange(self.length) < lengths[:, None]
+        between = torch.rand(ROWS, self.length) < 0.7
+        for where, mask in (("after", after), ("before", after.flip(1)), ("within", between)):
+            found = self._read(self.x, mask=mask)
+            if bool(found[~mask].ne(0).any()):
+                raise _DifferenceError(f"padding {where} a text has outputs other than zero")
+            for row, real in enumerate(mask):
+                alone = self._read(self.x[row, real][None])
+                self._equal(found[row, real], alone[0], f"with padding {where} it, a row has other outputs than alone")
+
+    def _pack(self) -> None:
+        lengths = [self.length // 2, 1, 3, 0, self.length - self.length // 2]
+        pack = torch.cat([self.x[0], self.x[1]])[None, : sum(lengths)]
+        ends = list(accumulate(lengths, initial=0))
+        found = self._read(pack, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
+        alone = torch.cat([self._read(pack[:, start:stop]) for start, stop in pairwise(ends) if stop > start], 1)
+        self._equal(found, alone, f"documents of {lengths} tokens in a pack have other outputs than alone")
+
+    def _gradients(self) -> None:
+        x = self.x.clone().requires_grad_()
+        self.mixer.zero_grad()
+        self.mixer(x).square().sum().backward()
+        for name, tensor in [("the tokens", x), *self.mixer.named_parameters()]:
+            if tensor.grad is not None and not bool(tensor.grad.isfinite().all()):
+                raise _DifferenceError(f"the gradient of {name} is not")
+
+    def _causal(self) -> None:
+        for cut in sorted({1, self.length // 3, self.length // 2, self.length - 1} - {0}):
+            changed = torch.cat([self.x[:, :cut], torch.randn_like(self.x[:, cut:])], 1)
+            what = f"if the tokens from {cut} on change, earlier outputs do, too"
+            self._equal(self._read(changed)[:, :cut], self._forward()[:, :cut], what)
+
+    @torch.no_grad()
+    def _streams(self) -> None:
+        for counts in self._cuts():
+            outputs, before, state = [], None, None
+            for piece in self.x.split(counts, dim=1):
+                out, after = self.mixer.extend(piece, state)
+                if before is not None:
+                    again, _ = self.mixer.extend(piece, state)
+                    self._equal(again, out, f"with pieces of {counts} tokens, reading a piece changed the state before it")
+                outputs.append(out)
+                before, state = state, after
+            self._equal(torch.cat(outputs, 1), self._forward(), f"read in pieces of {counts} tokens, outputs differ")
+
+    def _cuts(self) -> Iterator[list[int]]:
+        """How many tokens to read at a time."""
+        first = min(3, self.length)
+        yield [first] + [1] * min(4, self.length - first) + [max(0, self.length - first - 4)]
+        yield [self.length // 2, self.length - self.length // 2]
+
+    @torch.no_grad()
+    def _steps(self) -> None:
+        assert isinstance(self.mixer, SteppingMixer)
+        starts = [max(0, self.length - 4), max(0, self.length // 2 - 1)]
+        rows = [self.x[:1], self.x[1:2]]
+        states = [self.mixer.extend(row[:, :start], None)[1] for row, start in zip(rows, starts, strict=True)]
+        streams = self.mixer.join_streams(states)
+        for ahead in range(min(4, self.length - starts[0])):
+            places = [start + ahead for start in starts]
+            tokens = torch.cat([row[:, place, None] for row, place in zip(rows, places, strict=True)])
+            expected = torch.stack([self._forward()[row, place] for row, place in enumerate(places)])[:, None]
+            self._equal(self.mixer.step(tokens, streams), expected, f"stepping streams at {places} gives other outputs")
+
+    @torch.no_grad()
+    def _prefix(self) -> None:
+        assert isinstance(self.mixer, PrefixMixer)
+        count = max(1, self.length // 2)
+        whole = self._read(self.x, prefix_lengths=torch.full((ROWS,), count))
+        begun, state = self.mixer.read_prefix(self.x[:, :count])
+        rest, _ = self.mixer.extend(self.x[:, count:], state)
+        changed = torch.cat([self.x[:, : count - 1], torch.randn_like(self.x[:, count - 1 :])], 1)
+        if count > 1 and torch.equal(self.mixer.read_prefix(changed[:, :count])[0][:, :-1], begun[:, :-1]):
+            raise _DifferenceError("no token of a prefix reads a later one")
+        self._equal(torch.cat([begun, rest], 1), whole, f"with a prefix of {count} tokens, a stream has other outputs")
+
+
+def _awake(mixer: Mixer[Any]) -> Mixer[Any]:
+    """A copy in evaluation mode, on the CPU, whose weights let everything in it have a say."""
+    awake = copy.deepcopy(mixer).cpu().eval().requires_grad_()
+    with torch.no_grad():
+        for parameter in awake.parameters():
+            deviation = max(1, parameter.shape[-1]) ** -0.5 if parameter.dim() > 1 else 0.3
+            parameter.add_(deviation * torch.randn_like(parameter))
+    return awake

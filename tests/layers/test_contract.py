@@ -1,0 +1,172 @@
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.layers.test_mixer_contract import DIRECTIONS, ONE_OF_EACH, fresh
+from torch import Tensor, nn
+
+from lineartime.errors import ArgumentError
+from lineartime.layers import FLASH, GAU, MLP, check_mixer
+from lineartime.layers.contract import BrokenPromiseError
+from lineartime.layers.mixer import Mixer
+from lineartime.ops.linear import LinearState
+
+
+class Average(Mixer[LinearState]):
+    """Adds the mean of all tokens of the row, or of those so far, through a linear map."""
+
+    name = "average"
+
+    def __init__(self, d_model: int, **options: Any) -> None:
+        super().__init__(d_model, **options)
+        self.map = nn.Linear(d_model, d_model)
+
+    def mix(self, normed: Tensor, layout: Any) -> Tensor:
+        mixed: Tensor = self.map(layout.by_row(self.of_rows, normed))
+        return mixed
+
+    def of_rows(self, rows: Tensor, real: Tensor | None) -> Tensor:
+        shown = torch.ones_like(rows[..., :1]) if real is None else real[..., None].to(rows.dtype)
+        sums, counts = (rows * shown).cumsum(1), shown.cumsum(1)
+        return sums / counts.clamp(min=1) if self.causal else (sums[:, -1:] / counts[:, -1:].clamp(min=1)).expand_as(rows)
+
+    def init_own_state(self, batch_size: int) -> LinearState:
+        return LinearState(self.map.weight.new_zeros(batch_size, self.d_model), 0)
+
+    def mix_next(self, normed: Tensor, state: LinearState, layout: Any) -> tuple[Tensor, LinearState]:
+        sums = state[0][:, None] + normed.cumsum(1)
+        counts = torch.arange(1, normed.shape[1] + 1)[:, None] + state.position
+        last = sums[:, -1] if normed.shape[1] else state[0]
+        return self.map(sums / counts), LinearState(last, state.position + normed.shape[1])
+
+
+class LooksAhead(Average):
+    def of_rows(self, rows: Tensor, real: Tensor | None) -> Tensor:
+        return super().of_rows(rows, real).roll(-1, 1)
+
+
+class MixesRows(Average):
+    def mix(self, normed: Tensor, layout: Any) -> Tensor:
+        return super().mix(normed - normed.mean(0), layout)
+
+
+class CountsPadding(Average):
+    def of_rows(self, rows: Tensor, real: Tensor | None) -> Tensor:
+        return super().of_rows(rows, None)
+
+
+class CrossesDocuments(Average):
+    def mix(self, normed: Tensor, layout: Any) -> Tensor:
+        mixed: Tensor = self.map(self.of_rows(normed, layout.mask))
+        return mixed
+
+
+class ForgetsItsState(Average):
+    def mix_next(self, normed: Tensor, state: LinearState, layout: Any) -> tuple[Tensor, LinearState]:
+        out, after = super().mix_next(normed, self.init_own_state(len(normed)), layout)
+        return out, after._replace(position=state.position + normed.shape[1])
+
+
+class ChangesItsState(Average):
+    def mix_next(self, normed: Tensor, state: LinearState, layout: Any) -> tuple[Tensor, LinearState]:
+        out, after = super().mix_next(normed, state, layout)
+        state[0].add_(1)
+        return out, after
+
+
+class CannotStream(Average):
+    def mix_next(self, normed: Tensor, state: LinearState, layout: Any) -> tuple[Tensor, LinearState]:
+        raise NotImplementedError("this comes later")
+
+
+class HasNoGradient(Average):
+    def of_rows(self, rows: Tensor, real: Tensor | None) -> Tensor:
+        return super().of_rows(rows, real) + (0 * rows).sqrt()
+
+
+class IsInfinite(Average):
+    def of_rows(self, rows: Tensor, real: Tensor | None) -> Tensor:
+        return super().of_rows(rows, real) / 0
+
+
+class StepsWrongly(FLASH):
+    def attend_step(self, maps: Tensor, v: Tensor, streams: Any, layout: Any) -> Tensor:
+        return 0.9 * super().attend_step(maps, v, streams, layout)
+
+
+class HasCausalPrefixes(GAU):
+    def attend_bidirectional(self, maps: Tensor, v: Tensor, layout: Any) -> Tensor:
+        return layout.by_row(lambda *rows: self.attend_rows(*rows, layout=layout, causal=True), *maps.unbind(1), v)
+
+
+class BeginsWrongly(GAU):
+    def read_prefix(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Any]:
+        out, state = super().read_prefix(x, mask)
+        return 0.9 * out, state
+
+
+class InSingle(Average):
+    """Computes in float32, whatever its input is, as code with `dtype=torch.float32` does."""
+
+    def of_rows(self, rows: Tensor, real: Tensor | None) -> Tensor:
+        return super().of_rows(rows, real).float()
+
+
+BROKEN: list[tuple[type[Mixer[Any]], bool, str]] = [
+    (
+        LooksAhead,
+        True,
+        "outputs do not depend on later tokens. But if the tokens from 1 on .*: token 0 and others differ",
+    ),
+    (MixesRows, False, "rows of a batch are independent. But a row alone has other outputs"),
+    (MixesRows, True, "rows of a batch are independent. But a row alone has other outputs"),
+    (CountsPadding, False, "padding changes nothing, and its outputs are zero. But with padding after it, a row"),
+    (CrossesDocuments, True, r"the documents of a pack are independent. But documents of \[\d+, 1, 3, 0, \d+\] tokens"),
+    (ForgetsItsState, True, r"streams continue in any pieces as the whole text is read. But read in pieces of \[3, "),
+    (ChangesItsState, True, r"streams continue .* But .*, reading a piece changed the state before it"),
+    (CannotStream, True, r"streams continue .* But it fails \(NotImplementedError: this comes later\)"),
+    (HasNoGradient, False, "all gradients are finite. But the gradient of the tokens is not"),
+    (IsInfinite, False, "it maps .* to finite .* But some outputs of random tokens are not finite"),
+    (StepsWrongly, True, r"streams that are joined step as each does alone. But stepping streams at \["),
+    (HasCausalPrefixes, True, "streams can begin with a prefix. But no token of a prefix reads a later one"),
+    (BeginsWrongly, True, r"streams can begin with a prefix. But with a prefix of \d+ tokens, a stream has other outputs"),
+]
+
+
+@pytest.mark.parametrize(("kind", "causal", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
+def test_a_broken_promise_is_named(kind: type[Mixer[Any]], causal: bool, message: str) -> None:
+    with pytest.raises(BrokenPromiseError, match=f"^{kind.__name__} breaks a promise of every mixer: {message}"):
+        check_mixer(kind(8, causal=causal))
+
+
+@pytest.mark.parametrize(("name", "causal"), [each for each in DIRECTIONS if each[0] in ONE_OF_EACH])
+def test_every_mixer_of_the_library_keeps_its_promises(name: str, causal: bool) -> None:
+    kept = check_mixer(fresh(name, causal))
+    assert ("outputs do not depend on later tokens" in kept) is causal
+
+
+def test_which_promises_there_are_depends_on_the_mixer() -> None:
+    assert len(check_mixer(Average(8))) == 5
+    assert len(check_mixer(Average(8, causal=True))) == 7
+    assert len(check_mixer(FLASH(8, d_qk=4, chunk_size=8, causal=True))) == 9
+
+
+def test_a_mixer_that_computes_in_float32_is_checked_in_float32() -> None:
+    check_mixer(InSingle(8, causal=True))
+    with pytest.raises(BrokenPromiseError, match="later tokens"):
+        check_mixer(type("Both", (LooksAhead, InSingle), {})(8, causal=True))
+
+
+def test_the_mixer_and_the_random_numbers_stay_as_they_are() -> None:
+    mixer = Average(8, causal=True).bfloat16().train().requires_grad_(False)
+    before, state = copy.deepcopy(mixer.state_dict()), torch.get_rng_state()
+    check_mixer(mixer)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert mixer.training
+    assert all(torch.equal(value, before[name]) and value.grad is None for name, value in mixer.state_dict().items())
+
+
+def test_only_mixers_can_be_checked() -> None:
+    with pytest.raises(ArgumentError, match=r"^mixer is of type MLP, but must be a Mixer"):
+        check_mixer(MLP(8))  # type: ignore[arg-type]
