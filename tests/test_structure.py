@@ -108,7 +108,7 @@ def test_a_module_of_the_public_surface_is_reached_by_its_own_name() -> None:
 FLAGS: dict[str, set[str]] = {
     "errors.py": {"--resume"},  # an example of what the command line makes of an argument
     "experiments/__main__.py": {"--{"},  # the one other command line, for machines without tyro
-    "experiments/report.py": {"--scale", "--{"},  # the command that was given
+    "experiments/report.py": {"--scale", "--import", "--{"},  # the command that was given
     "runs/record.py": {"--porcelain", "--branch", "--untracked-files"},  # git's
 }
 
@@ -177,6 +177,7 @@ READS_VALUES = {
     "ops/checks.py": "the boundaries of packed documents, once for all layers",
     "ops/prefix.py": "shows lengths that do not fit, on a CPU alone",
     "ops/context.py": "compares the shapes of slices, once a forward pass",
+    "layers/contract.py": "compares results on the CPU, in a check of random tokens",
     "layers/streams.py": "groups streams that stand at different positions, once a call of extend with a mask",
     "layers/stepping.py": "separates streams by their positions, once a call",
     "ops/triton/interpreter.py": "kernels that run as Python on the CPU",

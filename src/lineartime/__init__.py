@@ -1,5 +1,7 @@
 """Transformer quality in linear time: GAU, FLASH-Quad and FLASH for PyTorch."""
 
+import os
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -127,3 +129,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, *_SUBMODULES]
+
+
+if "LINEARTIME_IMPORT" in os.environ:  # before any module of the library, so that yours can import all of them
+    from lineartime.errors import LineartimeError
+
+    with suppress(LineartimeError):  # raised again by the first use of models, where the command line shows it
+        import_module("lineartime.models")

@@ -17,6 +17,7 @@ from lineartime.cli import main
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.flash import FLASH
 from lineartime.layers.mixer import Mixer
+from lineartime.models import registering
 from lineartime.models.layer_config import KINDS
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.models.registering import VARIABLE, import_modules, register_system
@@ -275,6 +276,74 @@ def test_an_unknown_mixer_is_named_with_those_like_it() -> None:
         resolve("flash-tiny", mixer="flash-locl")
     with pytest.raises(LineartimeError, match=r"^mixer is 5, but must be a LayerConfig, or the name, of one of these kinds"):
         resolve("flash-tiny", mixer=5)
+
+
+class Powers(KernelAttention):
+    """Linear attention with several powers of relu(x)."""
+
+    name = "powers"
+
+    def __init__(self, d_model: int, *, powers: tuple[int, ...] = (1, 2), label: str | None = None, **options: Any) -> None:
+        super().__init__(d_model, **options)
+        self.powers, self.label = powers, label
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.stack([x.relu() ** power for power in self.powers]).sum(0) + 0.001
+
+
+def test_a_tuple_of_options_is_recorded_and_read_back(config: Callable[..., TrainConfig]) -> None:
+    register_system("powers", Powers, "mlp")
+    result = lineartime.train(config(preset="powers-tiny", override=(*SMALL, "powers=1,3", "label=a")))
+    options = lineartime.load(result.run).config.mixer.options
+    assert (options["powers"], options["label"]) == ((1, 3), "a")
+    assert lineartime.build("powers-tiny", powers=[2], n_blocks=1).config.mixer.options["powers"] == (2,)
+    with pytest.raises(ArgumentError, match=r"powers is \('a',\), but must be a list, each item of which is an integer"):
+        lineartime.build("powers-tiny", powers=["a"])
+
+
+def with_option(hint: Any, default: Any) -> type[Mixer[Any]]:
+    """A mixer with an option `extra` of a type."""
+
+    class Own(Squared):
+        name = "own"
+
+        def __init__(self, d_model: int, *, extra: Any = default, **options: Any) -> None:
+            super().__init__(d_model, **options)
+
+    Own.__init__.__annotations__["extra"] = hint
+    return Own
+
+
+@pytest.mark.parametrize(
+    ("hint", "default", "message"),
+    [
+        (list[int], None, r"whose option extra is of type list\[int\], but a checkpoint can only record bool, int"),
+        (tuple[int, float], (1, 2.0), r"is of type tuple\[int, float\], but"),
+        (torch.dtype, torch.float32, r"is of type torch.dtype, but"),
+        (Any, torch.float32, r"is torch.float32 by default, which no checkpoint can record"),
+        (float, float("inf"), r"is inf by default, which no checkpoint can record"),
+    ],
+)
+def test_an_option_that_no_checkpoint_can_record_is_named(hint: Any, default: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^mixer is Own, .*{message}"):
+        register_system("own", with_option(hint, default), "mlp")
+
+
+@pytest.mark.parametrize("kind", KINDS["mixer"].values())
+def test_the_options_of_the_library_can_all_be_recorded(kind: type[Mixer[Any]]) -> None:
+    registering._check_options(kind)
+
+
+def test_a_module_of_the_environment_can_use_all_of_the_library(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        f"from lineartime.training.loop import train{FILE}used = lineartime.train, lineartime.evaluate\n"
+    )
+    (tmp_path / "script.py").write_text(
+        "from lineartime.training.loop import train\nimport lineartime\nprint('cubed-tiny' in lineartime.presets())\n"
+    )
+    environment = {**os.environ, VARIABLE: str(tmp_path / "own.py")}
+    run = subprocess.run([sys.executable, tmp_path / "script.py"], env=environment, capture_output=True, text=True)
+    assert (run.stdout, run.stderr) == ("True\n", "")
 
 
 SMALL = ("d_model=16", "n_blocks=1", "n_heads=2")

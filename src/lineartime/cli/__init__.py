@@ -14,13 +14,13 @@ from dataclasses import make_dataclass
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from rich.console import Console
 from rich.text import Text
 
+from lineartime.cli.imports import split_imports
 from lineartime.errors import Argument, Call, LineartimeError, ReportedError, did_you_mean, file_error, spelled
 from lineartime.host import installed_version
 from lineartime.screen import SCREEN, discard, open_standard_streams
@@ -94,29 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def split_imports(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The modules that --import names, anywhere, and the other arguments."""
-    modules, rest = [], []
-    values = iter(arguments)
-    for argument in values:
-        flag, is_one, value = argument.partition("=")
-        if flag != "--import":
-            rest.append(argument)
-            continue
-        value = value if is_one else next(values, "")
-        if not value or value.startswith("-"):
-            raise LineartimeError("--import needs a value: give a module, or a file ending in .py, that registers systems.")
-        modules.append(str(Path(value).absolute()) if value.endswith(".py") else value)
-    return modules, rest
-
-
 def _import(modules: Sequence[str]) -> None:
-    """Import modules here and in all processes that this one starts. Raises LineartimeError if one cannot be imported."""
     if modules:
-        from lineartime.models.registering import VARIABLE, import_modules, imported_names
+        from lineartime.models.registering import import_everywhere
 
-        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*imported_names(), *modules]))
-        import_modules(modules)
+        import_everywhere(modules)
 
 
 def parse(arguments: Sequence[str]) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import tyro
 
+from lineartime.cli.imports import import_options
 from lineartime.errors import LineartimeError
 from lineartime.experiments.config import ReproduceConfig
 
@@ -30,6 +31,6 @@ def run(options: Options, arguments: Sequence[str]) -> None:
 
     result = reproduce(ReproduceConfig(**vars(options)))
     if result.interrupted:
-        raise KeyboardInterrupt(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}")
+        raise KeyboardInterrupt(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}{import_options()}")
     if result.problems:
         raise LineartimeError(FAILED)

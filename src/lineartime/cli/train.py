@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from lineartime.cli.config_file import read_options, to_toml
+from lineartime.cli.imports import import_options
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.screen import SCREEN
 from lineartime.training.config import TrainConfig
@@ -105,11 +106,9 @@ def _in_file(file: Path) -> dict[str, Any]:
 
 
 def _resume_command(run: Path) -> str:
-    from lineartime.models.registering import imported_names
     from lineartime.training.environment import read_environment
 
     start, environment = "lineartime", read_environment()
     if environment.world_size > 1:
         start = f"torchrun --nproc-per-node {environment.local_world_size} -m lineartime"
-    imports = "".join(f" --import {shlex.quote(name)}" for name in imported_names())
-    return f"{start} train --resume --out {shlex.quote(str(run))}{imports}"
+    return f"{start} train --resume --out {shlex.quote(str(run))}{import_options()}"

@@ -24,11 +24,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for field in fields(ReproduceConfig):
         assert field.default is not MISSING
         _add(parser, field.name, hints[field.name], field.default, described[field.name])
+    _add(parser, "import", tuple[str, ...], (), "Modules, or files ending in .py, that register systems.")
     options = vars(parser.parse_args(arguments))
+    modules = [str(Path(name).absolute()) if name.endswith(".py") else name for name in options.pop("import")]
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     try:
         from lineartime.experiments.command import FAILED, reproduce
+        from lineartime.models.registering import import_everywhere
 
+        if modules:
+            import_everywhere(modules)
         result = reproduce(ReproduceConfig(**options))
         sys.stdout.flush()  # so that an output nobody reads fails here
     except LineartimeError as error:

@@ -36,6 +36,8 @@ class ReproduceConfig:
     """Text of Wikipedia."""
     systems: tuple[str, ...] = ()
     """Run only these models of the experiment now; another call can run the others."""
+    add: tuple[str, ...] = ()
+    """Further systems to compare, also your own: a name from presets without its size, or NAME:OPTION=VALUE."""
     contexts: tuple[AtLeastOne, ...] = ()
     """Run only these contexts now."""
     texts: tuple[TextName, ...] = ()

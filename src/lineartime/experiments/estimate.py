@@ -27,7 +27,7 @@ def describe_all(config: ReproduceConfig) -> Iterator[str]:
         if config.scale != "trial" and not experiment.settings[config.scale]:
             yield f"{name:20} {experiment.title}: not in the paper"
             continue
-        plan = make_plan(replace(config, name=name, systems=(), contexts=(), texts=()))
+        plan = make_plan(replace(config, name=name, systems=(), add=(), contexts=(), texts=()))
         jobs = list(all_jobs(plan))
         seconds = sum(estimated_seconds(plan, *job) for job in jobs)
         yield f"{name:20} {experiment.title}: {_counted(jobs)}, about {duration(seconds)}"

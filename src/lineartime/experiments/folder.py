@@ -34,6 +34,7 @@ class PlanOptions:
     threads: Threads | None
     rates: tuple[float, ...] = ()  # earlier versions had those of the scale alone
     device: Device = "auto"  # earlier versions did not write it
+    add: tuple[str, ...] = ()
 
 
 def with_saved_options(config: ReproduceConfig) -> ReproduceConfig:
@@ -43,7 +44,9 @@ def with_saved_options(config: ReproduceConfig) -> ReproduceConfig:
         return config
     usual, values = ReproduceConfig(), dict(vars(config))
     for name, found in _read(file).items():
-        if values[name] == getattr(usual, name):
+        if name == "add":  # others can join the comparison later
+            values[name] = tuple(dict.fromkeys([*found, *values[name]]))
+        elif values[name] == getattr(usual, name):
             values[name] = found
         elif values[name] != found:
             raise _differs(name, values[name], found, file.parent)
@@ -65,7 +68,8 @@ def write_plan(plan: Plan) -> None:
     file = plan.folder / PLAN_FILE
     if file.exists():
         check_options(plan)
-        return
+        if _read(file)["add"] == plan.config.add:
+            return
     write_file(file, json.dumps(plan_options(plan), indent=1) + "\n")
 
 
@@ -73,7 +77,7 @@ def check_options(plan: Plan) -> None:
     """Raise ArgumentError if the folder holds runs of other options."""
     wanted = plan_options(plan)
     for name, found in _read(plan.folder / PLAN_FILE).items():
-        if wanted[name] != found and not _is_unknown(name, found):
+        if name != "add" and wanted[name] != found and not _is_unknown(name, found):
             raise _differs(name, wanted[name], found, plan.folder)
 
 

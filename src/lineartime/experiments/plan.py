@@ -1,20 +1,23 @@
 """The runs of an experiment: which models in which settings, and the options of training of each run."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from lineartime.errors import ArgumentError
+from lineartime.choices import Task
+from lineartime.errors import ArgumentError, Call, did_you_mean
 from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig, check_among
 from lineartime.experiments.definitions import Arm, Experiment, FinalTest, Scale, Setting
 from lineartime.experiments.models import count_parameters_cached, match_parameters, model_at, paper_preset, training_options
 from lineartime.models.config import ModelConfig
-from lineartime.models.presets import resolve
+from lineartime.models.presets import PRESETS, TINY, model_of, resolve
+from lineartime.models.systems import SYSTEMS
 from lineartime.training.config import TrainConfig
-from lineartime.training.overrides import merged_override, written
+from lineartime.training.overrides import merged_override, read_override, written
 from lineartime.training.recipes import recipe_config
 
 JobKind = Literal["speed", "tune", "run", "latency"]
@@ -220,6 +223,10 @@ def make_plan(config: ReproduceConfig) -> Plan:
             "name", f"is {config.name}, which the paper does not contain: use another scale than {config.scale}."
         )
     arms = [arm for arm in experiment.arms if config.scale in arm.scales]
+    if config.add and experiment.kind == "latency":
+        raise ArgumentError("add", "is given, but this experiment measures all its models together: use ", Call("bench"), ".")
+    seeds = max(arm.seeds for arm in arms)
+    arms += [_added_arm(item, experiment.task, seeds) for item in config.add if item not in {arm.name for arm in arms}]
     check_among("systems", config.systems, tuple(arm.name for arm in arms), "model of this experiment")
     if config.systems and experiment.kind == "latency":
         given = " ".join(config.systems)
@@ -234,6 +241,21 @@ def make_plan(config: ReproduceConfig) -> Plan:
     return Plan(config, experiment, scale, entries)
 
 
+def _added_arm(item: str, task: Task, seeds: int) -> Arm:
+    """The arm of NAME or NAME:OPTION=VALUE, where there may be several options."""
+    system, *override = item.split(":")
+    if f"{system}-tiny" not in PRESETS:
+        like = did_you_mean(system, SYSTEMS)
+        problem = f"has {item!r}, but {system!r} is no system{like}"
+        raise ArgumentError("add", f"{problem}: use one of ", Call("presets"), ", or import the module that registers it.")
+    try:
+        arm = Arm(item, system, dict(map(read_override, override)), seeds)
+        model_of(SYSTEMS[system], TINY, task).override(**arm.override)
+    except ArgumentError as error:
+        raise ArgumentError("add", f"has {item!r}, but {error}") from None
+    return arm
+
+
 def _entries(
     config: ReproduceConfig, experiment: Experiment, scale: Scale, arms: list[Arm], settings: tuple[Setting, ...]
 ) -> Iterator[Entry]:
@@ -245,7 +267,7 @@ def _entries(
         data = {"data": list(getattr(config, setting.text) or config.data)}
         target: int | None = None
         for arm in arms:
-            folder = folder_of(config) / setting.label / arm.name.replace(" ", "-").replace("/", "-over-")
+            folder = folder_of(config) / setting.label / re.sub(r"[ :]", "-", arm.name).replace("/", "-over-")
             if config.scale == "paper":
                 options, model = _of_paper(experiment, arm, setting)
                 yield Entry(arm, setting, model, {**options, **running, **(data if data["data"] else {})}, folder)

@@ -21,6 +21,7 @@ from lineartime.experiments.tables import NOT_THERE, settings_with_results, tabl
 from lineartime.experiments.treatment import equal_treatment, parameters_apart
 from lineartime.files import write_file
 from lineartime.markdown import three_digits
+from lineartime.models.registering import imported_names
 
 JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
 
@@ -107,7 +108,7 @@ def _command(plan: Plan, options: dict[str, Any]) -> str:
         if value is not None and json.dumps(value) != json.dumps(usual[name]):
             values = value if isinstance(value, (list, tuple)) else [value]
             words += [f"--{name}", *(f"{each:g}" if isinstance(each, float) else str(each) for each in values)]
-    return shlex.join(words)
+    return shlex.join([*words, *(word for name in imported_names() for word in ("--import", Path(name).name))])
 
 
 def _incomplete(report: Report) -> str:

@@ -1,6 +1,7 @@
 """The section of a report that says how all systems were treated alike, with every trial of a learning rate."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from lineartime.experiments import catalogue
 from lineartime.experiments.collect import within_tolerance
@@ -117,11 +118,16 @@ def _trial_steps(plan: Plan, row: SystemRow, optimizer: str) -> int | None:
     return steps
 
 
+def _has_run(row: Any) -> bool:
+    """Whether a row has a run. Rows of latency have none, and are measured together."""
+    return "runs" not in row or any(run["state"] != "missing" for run in row["runs"])
+
+
 def parameters_apart(report: Report) -> str:
     """A sentence about how far the numbers of parameters are apart."""
-    of_settings: list[list[AnyRow]] = [[*setting["rows"]] for setting in report["settings"]]
+    of_settings: list[list[AnyRow]] = [[row for row in setting["rows"] if _has_run(row)] for setting in report["settings"]]
     rows = [row for of_setting in of_settings for row in of_setting]
-    far = sorted({f"{row['name']} ({row['parameters_over_first']:+.1%})" for row in rows if not within_tolerance(row)})
+    far = sorted({f"{row['name']} ({row['parameters_over_first']:+.2%})" for row in rows if not within_tolerance(row)})
     if not far:
         largest = max((abs(row["parameters_over_first"]) for row in rows), default=0.0)
         counts = [[row["parameters"] for row in of_setting] for of_setting in of_settings]
@@ -130,5 +136,5 @@ def parameters_apart(report: Report) -> str:
             f"Checked: all are within 3 % of the first system's (the largest difference is {largest:.1%}). "
             f"Any two of a setting differ by at most {apart:.1%}."
         )
-    why = "as published" if report["scale"] == "paper" else "because the width must be a multiple of the heads"
+    why = "as published" if report["scale"] == "paper" else "because a width is a whole number of features for each head"
     return f"**Not within 3 %** of the first system's, {why}: {', '.join(far)}."

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, get_origin
 
 from lineartime.errors import Argument, ArgumentError, check_choice, did_you_mean, spell
 from lineartime.fields import Between, check_fields, check_limits, check_names, check_ranges, check_type, shown
@@ -46,6 +46,8 @@ class LayerConfig:
         allowed = _own_options(kind)
         check_names(options, allowed, kind)
         for name, value in options.items():
+            if isinstance(value, list) and get_origin(allowed[name].type) is tuple:  # as JSON has it
+                options[name] = value = tuple(value)
             check_type(name, value, allowed[name].type)
             if type(value) in (int, float):
                 check_limits(name, value, [Between(-(2**31), 2**31 - 1)])

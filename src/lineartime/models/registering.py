@@ -4,16 +4,19 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from lineartime.errors import ArgumentError, LineartimeError, check_choice, typed_first_line
 from lineartime.fields import check_names
+from lineartime.layers.dense import FactoryOptions
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.options import constructor_options
 from lineartime.models.layer_config import KINDS, register_mixer
@@ -71,6 +74,7 @@ def register_system(
     layer = None if feed_forward is None else KINDS["feed_forward"][feed_forward]
     system = System(mixer, layer, options or {}, scaled or {}, fields or {}, description=description)
     check_names({**system.options, **system.scaled}, constructor_options(mixer), mixer.__name__)
+    _check_options(mixer)
     model_of(SYSTEMS["flash"], TINY, "mlm").override(**system.fields)
     try:
         with shapes_only():
@@ -96,6 +100,39 @@ def _check_mixer(mixer: object) -> None:
     if other is not None and _origin(other) != _origin(mixer):
         found = f"is {mixer.__name__}, whose name, {mixer.name!r}, is that of {other.__name__}"
         raise ArgumentError("mixer", f"{found}: give the class an attribute `name` of its own.")
+
+
+def _check_options(mixer: type[Mixer[Any]]) -> None:
+    """Raise ArgumentError for an option of a mixer that no checkpoint can record, as JSON, and read back."""
+    for name, option in constructor_options(mixer).items():
+        if name in FactoryOptions.__annotations__:
+            continue
+        wanted = f"is {mixer.__name__}, whose option {name}"
+        if not _is_plain_type(option.type):
+            allowed = "bool, int, float, str, Literal, None and tuple[..., ...] of these"
+            found = f"{wanted} is of type {inspect.formatannotation(option.type)}"
+            raise ArgumentError("mixer", f"{found}, but a checkpoint can only record {allowed}.")
+        if option.default is not inspect.Parameter.empty and not _is_plain(option.default):
+            raise ArgumentError(
+                "mixer", f"{wanted} is {option.default!r} by default, which no checkpoint can record: use None."
+            )
+
+
+def _is_plain_type(hint: Any) -> bool:
+    if get_origin(hint) in (Union, UnionType):
+        return all(map(_is_plain_type, get_args(hint)))
+    if get_origin(hint) is Annotated:
+        return _is_plain_type(get_args(hint)[0])
+    if get_origin(hint) is tuple:
+        items = get_args(hint)
+        return len(items) == 2 and items[1] is ... and _is_plain_type(items[0])
+    return hint in (bool, int, float, str, NoneType, Any) or get_origin(hint) is Literal
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
 
 
 def _origin(layer: type[Any]) -> tuple[str, str]:
@@ -145,6 +182,12 @@ def _import_file(file: Path) -> None:
         raise
     finally:
         sys.path.remove(str(file.parent))
+
+
+def import_everywhere(names: Sequence[str]) -> None:
+    """Import modules here and in all processes that this one starts. Raises as `import_modules`."""
+    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*imported_names(), *names]))
+    import_modules(names)
 
 
 def imported_names() -> list[str]:

@@ -20,19 +20,25 @@ def errors_in_override(*own: str) -> Iterator[None]:
 
 
 def read_override(item: str) -> tuple[str, Any]:
-    """The name and the value in NAME=VALUE: a number, true, false, none, or a text."""
+    """The name and the value in NAME=VALUE: a number, true, false, none, a text, or several with commas."""
     name, equals, text = item.partition("=")
     if not equals:
         raise ArgumentError("override", f"contains {item!r}, which is not of the form NAME=VALUE, for instance chunk_size=64.")
     if text == "none" and name in ("absolute_position", "final_norm"):  # "none" is one of their values
         return name, text
+    if "," in text:
+        return name, tuple(_read_value(part) for part in text.removesuffix(",").split(",") if text != ",")
+    return name, _read_value(text)
+
+
+def _read_value(text: str) -> Any:
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
-        return name, words[text.lower()]
+        return words[text.lower()]
     for convert in (int, float):
         with suppress(ValueError):
-            return name, convert(text)
-    return name, text
+            return convert(text)
+    return text
 
 
 def written(values: Mapping[str, Any]) -> list[str]:
@@ -42,6 +48,8 @@ def written(values: Mapping[str, Any]) -> list[str]:
 
 def _value(value: object) -> str:
     """A value as `read_override` reads it back."""
+    if isinstance(value, tuple):
+        return ",".join(map(_value, value)) + "," * (len(value) < 2)
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
