@@ -182,9 +182,9 @@ def test_options_are_shown_where_they_differ(tmp_path: Path, capsys: pytest.Capt
     make_run(tmp_path / "b", best=3.0, learning_rate=0.01, override=(), **{**same, "out": "y"})
     shown(tmp_path)
     header, first, second = rows(capsys.readouterr().out)
-    assert header[-3:] == ["state", "learning_rate", "override"]
-    assert first[-3:] == ["0.003", "d_model=16", "n_blocks=2"]
-    assert second[-2:] == ["0.01", "-"]
+    assert header[-3:] == ["learning_rate", "d_model", "n_blocks"]
+    assert first[-3:] == ["0.003", "16", "2"]
+    assert second[-3:] == ["0.01", "-", "-"]
 
 
 def test_only_some_of_many_options_are_shown_and_the_others_are_named(

@@ -17,6 +17,7 @@ from rich.table import Table
 from lineartime.errors import LineartimeError
 from lineartime.runs.curve import COMPARISON, draw_comparison
 from lineartime.runs.figures import check_picture
+from lineartime.runs.seeds import merge_seeds
 from lineartime.runs.summary import RunSummary, summarize
 from lineartime.runs.table import Group, column_widths, compare, full_width, group_runs, name_runs
 from lineartime.screen import SCREEN, output_console
@@ -32,6 +33,8 @@ class Options:
 
     folders: tyro.conf.Positional[tuple[Path, ...]] = (Path("runs"),)
     """Runs, or folders with runs in them, up to three levels down."""
+    seeds: bool = False
+    """Show runs that differ only in the seed as one row, with means and standard deviations."""
     plot: Path | None = None
     """Plot to write; the default is runs.png in the first folder, or no plot with --json."""
     json: bool = False
@@ -52,6 +55,8 @@ def run(options: Options) -> None:
         summary, damaged = summarize(path, name)
         runs.append(summary)
         problems += damaged
+    if options.seeds:
+        runs = merge_seeds(runs)
     if runs:
         groups = group_runs(runs)
         picture = _draw(options, groups, problems)

@@ -44,6 +44,9 @@ class RunSummary:
         error: the message of the error that ended a failed run.
         silent_seconds: the time since its last write.
         lines: its losses, thinned for the plot.
+        seeds: of several runs that `merge_seeds` has merged, their seeds; empty for one run.
+        validation_deviation, bits_deviation: the standard deviations of their losses.
+        paths: their folders.
     """
 
     name: str
@@ -63,10 +66,15 @@ class RunSummary:
     error: str | None
     silent_seconds: float
     lines: list[Line] = field(repr=False)
+    seeds: tuple[int, ...] = ()
+    validation_deviation: float | None = None
+    bits_deviation: float | None = None
+    paths: tuple[Path, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dictionary for JSON, without the losses of each step."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items() if name != "lines"}
+        values = {name: value for name, value in vars(self).items() if name != "lines"}
+        return {**values, "path": str(self.path), "paths": [str(path) for path in self.paths]}
 
 
 def find_runs(folder: Path, unreadable: list[str], depth: int = DEPTH) -> Iterator[Path]:

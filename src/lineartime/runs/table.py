@@ -145,11 +145,12 @@ def compare(groups: Sequence[Group], width: int | None = None) -> Comparison:
     If it does not fit on a screen of `width` characters, the least important columns are left out.
     """
     runs = [run for group in groups for run in group.runs]
-    options = [name for name in differing_options(runs) if name not in _GROUPED_BY]
+    in_titles = (*_GROUPED_BY, "seed") if any(run.seeds for run in runs) else tuple(_GROUPED_BY)
+    options = [name for name in differing_options(runs) if name not in in_titles]
     most = len(options) if width is None else _MAX_OPTIONS
     shown, more = options[:most], options[most:]
     columns = {name: [cell(run) for run in runs] for name, cell in _CELLS.items()}
-    columns |= {name: _cells([run.options.get(name) for run in runs]) for name in ("data", *shown)}
+    columns |= {name: _cells([_options_of(run).get(name) for run in runs]) for name in ("data", *shown)}
     if len(set(columns["data"])) > 1:  # the titles of the groups name the text
         del columns["data"]
     columns = {name: cells for name, cells in columns.items() if name in _ALWAYS or set(cells) != {"-"}}
@@ -164,9 +165,16 @@ def compare(groups: Sequence[Group], width: int | None = None) -> Comparison:
 
 def differing_options(runs: Sequence[RunSummary]) -> list[str]:
     """The options that differ between the runs whose options are known, in their usual order."""
-    known = [run.options for run in runs if run.options]
+    known = [_options_of(run) for run in runs if run.options]
     names = dict.fromkeys(name for options in known for name in options if name not in _NOT_COMPARED)
     return [name for name in names if len({json.dumps(options.get(name)) for options in known}) > 1]
+
+
+def _options_of(run: RunSummary) -> dict[str, Any]:
+    """The options of a run, in which each NAME=VALUE of `override` is an option of its own."""
+    options = dict(run.options)
+    items = (item.partition("=") for item in options.pop("override", None) or ())
+    return options | {name if name not in options else f"override {name}": value for name, _, value in items}
 
 
 def _cells(values: Sequence[Any]) -> list[str]:
@@ -198,19 +206,21 @@ def _steps(run: RunSummary) -> str:
     return f"{run.step:,}" + (f"/{steps:,}" if isinstance(steps, int) else "")
 
 
-def _number(format_spec: str, value: float | None) -> str:
-    return "-" if value is None else format(value, format_spec)
+def _number(format_spec: str, value: float | None, deviation: float | None = None) -> str:
+    spread = "" if deviation is None else f" ± {deviation:{format_spec}}"
+    return "-" if value is None else f"{value:{format_spec}}{spread}"
 
 
 _CELLS: dict[str, Callable[[RunSummary], str]] = {
     "run": lambda run: run.name,
     "model": lambda run: _value(run.options.get("preset")),
     "data": lambda run: "-",  # filled in by `compare`, as are the options that differ
+    "seeds": lambda run: f"{len(run.seeds)}" if run.seeds else "-",
     "step": _steps,
     "tokens": lambda run: "-" if run.tokens is None else counted(run.tokens),
     "training": lambda run: _number(".3f", run.training_loss),
-    "validation": lambda run: _number(".3f", run.validation_loss),
-    "bits/byte": lambda run: _number(".3f", run.bits_per_byte),
+    "validation": lambda run: _number(".3f", run.validation_loss, run.validation_deviation),
+    "bits/byte": lambda run: _number(".3f", run.bits_per_byte, run.bits_deviation),
     "tokens/s": lambda run: _number(",.0f", run.tokens_per_second),
     "time": lambda run: "-" if run.seconds is None else duration(run.seconds),
     "waiting": lambda run: _number(".1%", run.waiting),

@@ -1,0 +1,86 @@
+"""Runs that differ only in the seed, as one row: means, and how far the seeds are apart."""
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lineartime.runs.metrics import Line
+from lineartime.runs.summary import RunSummary
+
+_OF_A_RUN = ("seed", "out", "resume", "like", "cache", "track")
+"""Options that may differ between the seeds of one setting."""
+
+
+def merge_seeds(runs: Sequence[RunSummary]) -> list[RunSummary]:
+    """Merge runs that differ only in the seed, at least two of them with an evaluation; the others stay as they are.
+
+    A merged run has the means of its runs, the standard deviation of their losses, and the name of the first.
+    """
+    settings: dict[str, list[RunSummary]] = {}
+    for place, run in enumerate(runs):
+        options = {name: value for name, value in run.options.items() if name not in _OF_A_RUN}
+        measured = options and run.validation_loss is not None
+        key = json.dumps([sorted(options.items()), run.tokenizer] if measured else place)
+        settings.setdefault(key, []).append(run)
+    return [_merged(of_setting) if len(of_setting) > 1 else of_setting[0] for of_setting in settings.values()]
+
+
+def _merged(runs: Sequence[RunSummary]) -> RunSummary:
+    runs = sorted(runs, key=lambda run: (run.options.get("seed") or 0, run.name))
+    states = {run.state: 0 for run in runs}
+    for run in runs:
+        states[run.state] += 1
+    state = next(iter(states)) if len(states) == 1 else ", ".join(f"{count} {state}" for state, count in states.items())
+    first = runs[0]
+    return replace(
+        first,
+        options={name: value for name, value in first.options.items() if name not in _OF_A_RUN},
+        training_loss=_mean(runs, lambda run: run.training_loss),
+        validation_loss=_mean(runs, lambda run: run.validation_loss),
+        bits_per_byte=_mean(runs, lambda run: run.bits_per_byte),
+        tokens_per_second=_mean(runs, lambda run: run.tokens_per_second),
+        seconds=_mean(runs, lambda run: run.seconds),
+        waiting=_mean(runs, lambda run: run.waiting),
+        step=min(run.step for run in runs),
+        tokens=None if any(run.tokens is None for run in runs) else min(run.tokens or 0 for run in runs),
+        skipped=sum(run.skipped for run in runs),
+        state=state,
+        error=next((run.error for run in runs if run.error), None),
+        silent_seconds=min(run.silent_seconds for run in runs),
+        lines=_mean_lines([run.lines for run in runs]),
+        seeds=tuple(int(run.options.get("seed") or 0) for run in runs),
+        validation_deviation=_deviation(runs, lambda run: run.validation_loss),
+        bits_deviation=_deviation(runs, lambda run: run.bits_per_byte),
+        paths=tuple(Path(run.path) for run in runs),
+    )
+
+
+Number = Callable[[RunSummary], float | None]
+
+
+def _values(runs: Sequence[RunSummary], number: Number) -> list[float]:
+    return [value for value in map(number, runs) if value is not None]
+
+
+def _mean(runs: Sequence[RunSummary], number: Number) -> float | None:
+    values = _values(runs, number)
+    return statistics.fmean(values) if len(values) == len(runs) else None
+
+
+def _deviation(runs: Sequence[RunSummary], number: Number) -> float | None:
+    values = _values(runs, number)
+    return statistics.stdev(values) if len(values) == len(runs) else None
+
+
+def _mean_lines(of_runs: Sequence[Sequence[Line]]) -> list[Line]:
+    """The mean of each number at the steps and evaluations that all runs have."""
+    by_step = [{("validation_loss" in line, line["step"]): line for line in lines} for lines in of_runs]
+    common = [key for key in by_step[0] if all(key in lines for lines in by_step)]
+    merged: list[Line] = []
+    for key in common:
+        lines = [lines[key] for lines in by_step]
+        names = [name for name in lines[0] if all(name in line for line in lines)]
+        merged.append({name: statistics.fmean(line[name] for line in lines) for name in names})
+    return merged

@@ -1,0 +1,70 @@
+"""Runs that differ only in the seed, merged into one row."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runs.test_table import make_run, rows
+
+from lineartime.cli import main
+from lineartime.runs.seeds import merge_seeds
+from lineartime.runs.summary import RunSummary, summarize
+
+
+def made(folder: Path, **runs: dict[str, Any]) -> list[RunSummary]:
+    return [summarize(make_run(folder / name, **options), name)[0] for name, options in runs.items()]
+
+
+def test_seeds_of_one_setting_are_one_row_with_mean_and_deviation(tmp_path: Path) -> None:
+    found = merge_seeds(
+        made(
+            tmp_path,
+            b={"best": 2.2, "seed": 1, "out": "b", "override": ["chunk_size=8"]},
+            a={"best": 2.0, "seed": 0, "out": "a", "override": ["chunk_size=8"]},
+            c={"best": 1.9, "seed": 0, "override": ["chunk_size=16"]},
+        )
+    )
+    merged, alone = found
+    assert (merged.name, merged.seeds, merged.options["override"]) == ("a", (0, 1), ["chunk_size=8"])
+    assert merged.validation_loss == pytest.approx(2.1)
+    assert merged.validation_deviation == pytest.approx(statistics.stdev([2.0, 2.2]))
+    assert (merged.bits_per_byte, merged.bits_deviation) == (pytest.approx(1.05), pytest.approx(statistics.stdev([1.0, 1.1])))
+    assert [path.name for path in merged.paths] == ["a", "b"]
+    losses = [line["validation_loss"] for line in merged.lines if "validation_loss" in line]
+    assert losses == pytest.approx([4.1, 3.1, 2.1, 3.1])
+    assert (alone.name, alone.seeds, alone.validation_deviation) == ("c", (), None)
+
+
+def test_runs_of_other_options_or_without_an_evaluation_are_not_merged(tmp_path: Path) -> None:
+    runs = made(
+        tmp_path, a={"seed": 0}, b={"seed": 1, "learning_rate": 0.1}, c={"seed": 2, "taken": 3}, d={"seed": 3, "taken": 3}
+    )
+    assert [run.name for run in merge_seeds(runs)] == ["a", "b", "c", "d"]
+
+
+def test_states_of_seeds_are_counted(tmp_path: Path) -> None:
+    [merged] = merge_seeds(made(tmp_path, a={"seed": 0}, b={"seed": 1, "taken": 30}, c={"seed": 2}))
+    assert merged.state == "2 finished, 1 running"
+    assert merged.step == 30
+
+
+def test_the_command_shows_mean_and_deviation_and_overrides_as_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(
+        tmp_path,
+        a={"best": 2.0, "seed": 0, "override": ["chunk_size=8", "token_shift=true"]},
+        b={"best": 2.2, "seed": 1, "override": ["chunk_size=8", "token_shift=true"]},
+        c={"best": 1.9, "seed": 0, "override": ["chunk_size=16"]},
+    )
+    assert main(["runs", str(tmp_path), "--seeds"]) == 0
+    header, best, other = rows(capsys.readouterr().out)
+    assert {"chunk_size", "token_shift", "seeds"} <= set(header)
+    assert "seed" not in header
+    assert (best[0], other[0]) == ("c", "a")
+    assert "2.100 ± 0.141" in " ".join(other)
+    assert main(["runs", str(tmp_path), "--seeds", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["runs"]
+    assert [(run["seeds"], len(run["paths"])) for run in shown] == [([], 0), ([0, 1], 2)]
