@@ -89,7 +89,7 @@ def test_the_logits_of_all_tokens_are_never_held_at_once(model: CausalLM, monkey
 
 def test_positions_are_powers_of_two_and_cover_the_window(model: CausalLM) -> None:
     result = measure(model, stream(64), 16, 16)
-    expected = [(1, 1, 4), (2, 3, 8), (4, 7, 16), (8, 15, 32), (16, 16, 4)]
+    expected = [(1, 1, 4), (2, 3, 8), (4, 7, 16), (8, 16, 36)]  # 16 alone would be noise
     assert [(p.first, p.last, p.count) for p in result.by_position] == expected
 
 

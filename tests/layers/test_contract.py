@@ -6,7 +6,7 @@ import torch
 from tests.layers.test_mixer_contract import DIRECTIONS, ONE_OF_EACH, fresh
 from torch import Tensor, nn
 
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers import FLASH, GAU, MLP, check_mixer
 from lineartime.layers.contract import BrokenPromiseError
 from lineartime.layers.mixer import Mixer
@@ -170,3 +170,12 @@ def test_the_mixer_and_the_random_numbers_stay_as_they_are() -> None:
 def test_only_mixers_can_be_checked() -> None:
     with pytest.raises(ArgumentError, match=r"^mixer is of type MLP, but must be a Mixer"):
         check_mixer(MLP(8))  # type: ignore[arg-type]
+
+
+def test_a_state_of_the_wrong_kind_is_named() -> None:
+    class HasADictionary(Average):
+        def init_own_state(self, batch_size: int) -> Any:
+            return {"sums": torch.zeros(batch_size, self.d_model)}
+
+    with pytest.raises(LineartimeError, match=r"^HasADictionary.init_own_state returned a dict, but must return a NamedTuple"):
+        HasADictionary(8, causal=True).init_state(2)

@@ -262,3 +262,9 @@ def test_streams_at_positions_of_their_own_are_taken_in_any_order() -> None:
     assert not isinstance(one, RaggedState)  # they are at one position
     torch.testing.assert_close(layer.extend(new[[2, 2]], one)[0], expected[[2, 2]])
     assert layer.extend(new[:0], take_streams(state, rows[:0]))[0].shape == (0, 2, 8)
+
+
+def test_one_state_instead_of_a_list_is_named() -> None:
+    layer = build(False)
+    with pytest.raises(ArgumentError, match=r"^states is a \w+, but must be a list of states, .*: write \[state\] for one"):
+        layer.join_streams(layer.init_state(1))

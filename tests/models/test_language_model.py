@@ -328,3 +328,9 @@ def test_without_a_state_streams_begin(name: str) -> None:
         logits, begun = model.extend(ids, None)
     assert torch.equal(logits, expected)
     assert begun.position == state.position == 11
+
+
+def test_one_state_instead_of_a_list_is_named() -> None:
+    model = causal("flash-tiny")
+    with pytest.raises(ArgumentError, match=r"^states is one state, but must be a list of states: write \[state\]"):
+        model.join_streams(model.init_state(1))  # type: ignore[arg-type]

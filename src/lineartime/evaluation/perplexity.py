@@ -55,8 +55,9 @@ class Evaluation:
             on the tokenizer; None for masked tokens, and for text with too few words.
         prose: whether the text is prose, judged from samples. Otherwise, the word perplexity means little: in source code, a
             line without spaces is a word.
-        by_position: the loss by the number of preceding tokens, in powers of two. The first of these is the token before the
-            window, or an end of document. A masked model is bidirectional: for it, this is the loss by position in the window.
+        by_position: the loss by the number of preceding tokens, from each power of two to the next. The first of these is the
+            token before the window, or an end of document. A masked model is bidirectional: for it, this is the loss by
+            position in the window.
         checkpoint: the checkpoint of the model; None for a model in memory. It is ignored when results are compared.
     """
 
@@ -259,11 +260,16 @@ class _Positions:
                 ".",
             )
         loss = float(self._sums.sum()) / count
-        by_position = []
-        for power, n in enumerate(self._counts.tolist()):
-            if n:
-                last = min((2 << power) - 1, self._longest)
-                by_position.append(PositionLoss(1 << power, last, float(self._sums[power] / n), int(n)))
+        sums, counts = self._sums.tolist(), self._counts.tolist()
+        top = self._longest.bit_length() - 1
+        if top > 0 and self._longest == 1 << top:  # a single place, whose few tokens would be noise, joins the one before
+            sums[top - 1], counts[top - 1] = sums[top - 1] + sums[top], counts[top - 1] + counts[top]
+            counts[top], top = 0.0, top - 1
+        by_position = [
+            PositionLoss(1 << power, self._longest if power == top else (2 << power) - 1, sums[power] / n, int(n))
+            for power, n in enumerate(counts)
+            if n
+        ]
         # The measured part of the stream is assumed to have a proportional share of its bytes and words.
         n_bytes, n_words = (round(number * count / len(stream)) for number in (stream.n_bytes, stream.n_words))
         bits = None if masked else bits_per_byte(loss, count, n_bytes)

@@ -171,16 +171,19 @@ def _positions_table(report: QualityReport) -> Iterator[str]:
         found = {name: losses for name, losses in measured.items() if losses}
         if found:
             columns = {"system": list(found)}
-            for place in next(iter(found.values())):
-                columns[place] = [f"{losses[place]:.3f}" for losses in found.values()]
+            for first, (last, _) in next(iter(found.values())).items():
+                columns[f"{first:,.0f} to {last:,.0f}"] = [f"{losses[first][1]:.3f}" for losses in found.values()]
             yield f"Test loss by the place of a token in its context: {setting['name']} (nats, first seed)"
             yield table(columns)
 
 
-def _by_position(row: SystemRow) -> dict[str, float]:
-    """The loss by position at the context of training, from the fourth token on; empty if the first run is not finished."""
+def _by_position(row: SystemRow) -> dict[float, tuple[float, float]]:
+    """The last place and the loss by the first place of each part of the context, from the fourth token on.
+
+    Empty if the first run is not finished. Earlier versions ended the last part one token earlier.
+    """
     parts: list[list[float]] = next((test["by_position"] for test in row["runs"][0]["tests"] if test["name"] == ""), [])
-    return {f"{first:,.0f} to {last:,.0f}": loss for first, last, loss in parts if 4 <= first < last}
+    return {first: (last, loss) for first, last, loss in parts if 4 <= first < last}
 
 
 def _tests_table(report: QualityReport, metric: TestMetric) -> Iterator[str]:

@@ -184,6 +184,9 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 0:
             raise ArgumentError("batch_size", f"is {batch_size!r}, but must be a non-negative integer.")
         own = self.init_own_state(batch_size)
+        if not isinstance(own, tuple) or not hasattr(own, "position"):
+            found = f"{type(self).__name__}.init_own_state returned a {type(own).__name__}"
+            raise LineartimeError(f"{found}, but must return a NamedTuple of a tensor [B, ...] first, and a position.")
         if not self.token_shift:
             return own
         like = self.any_parameter

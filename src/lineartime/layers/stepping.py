@@ -70,6 +70,9 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
             ArgumentError: if the mixer is not causal, there is no state, or a state belongs to another layer.
         """
         self.check_causal()
+        if not isinstance(states, (list, tuple)) or hasattr(states, "_fields"):
+            found = f"is a {type(states).__name__}, but must be a list of states"
+            raise ArgumentError("states", f"{found}, each as extend returns it: write [state] for one.")
         groups = [group for state in states for group in (single_streams(state) if isinstance(state, RaggedState) else [state])]
         if not groups:
             raise ArgumentError("states", "is empty, but must hold the state of at least one group of streams.")

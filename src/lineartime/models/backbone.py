@@ -176,6 +176,8 @@ class Backbone(nn.Module):
 
     def join_streams(self, states: Sequence[BackboneState]) -> BackboneStreams:
         """Join streams at different positions, for `step`. Raises ArgumentError unless they are states of this model."""
+        if isinstance(states, BackboneState):
+            raise ArgumentError("states", "is one state, but must be a list of states: write [state].")
         if not states:
             raise ArgumentError("states", "is empty, but must hold the state of at least one stream.")
         for state in states:

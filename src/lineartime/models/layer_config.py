@@ -127,8 +127,8 @@ def _layer(part: str, data: dict[str, Any] | str) -> LayerConfig:
     kind = options.pop("kind", None)
     if kind not in KINDS[part]:
         like, own = did_you_mean(str(kind), KINDS[part]), spell(Argument("import"))
-        allowed = f"one of {', '.join(KINDS[part])}, or a kind of your own that is registered first, by {own}"
-        raise ArgumentError(f"{part}.kind", f"is {shown(kind)}{like}, but must be {allowed}.")
+        advice = f"import the module that registers it, by {own}, or use one of {', '.join(KINDS[part])}"
+        raise ArgumentError(f"{part}.kind", f"is {shown(kind)}{like}, which is not known here: {advice}.")
     try:
         return LayerConfig(kind, **options)
     except ArgumentError as error:

@@ -38,6 +38,15 @@ from lineartime.training.start import start_notes
 from lineartime.training.step import compute_gradient, count_targets
 from lineartime.training.validation import Validation
 
+_OTHER_NAMES = {
+    "model": "preset",
+    "context": "context_length",
+    "lr": "learning_rate",
+    "max_steps": "steps",
+    "output_dir": "out",
+}
+"""What options are called on the command line and elsewhere, and their names here."""
+
 
 def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResult:
     """Train a model, or resume a run from its last checkpoint: `train(preset="flash-tiny", data="books/", steps=1000)`.
@@ -70,8 +79,9 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     for name in options:
         if name not in names:
-            meant = ": use preset" if name == "model" else did_you_mean(name, names)  # the flag's name
-            raise TypeError(f"train has no option {name!r}{meant}.")
+            meant = _OTHER_NAMES.get(name)
+            like = did_you_mean(name, names) if meant is None else f": use {meant}"
+            raise TypeError(f"train has no option {name!r}{like}.")
     asked = TrainConfig(**options)
     if not isinstance(options.get("preset", ""), str):  # a `ModelConfig` sets several options
         options |= {name: getattr(asked, name) for name in ("preset", "task", "override")}
