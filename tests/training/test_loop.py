@@ -252,6 +252,32 @@ def test_a_second_run_never_overwrites_the_first(config: MakeConfig) -> None:
         trained(config(steps=1))
 
 
+def test_auto_resume_starts_a_run_resumes_it_and_leaves_a_finished_one(
+    config: MakeConfig, interrupt_after: InterruptAfter, tmp_path: Path
+) -> None:
+    whole, parts = (config(auto_resume=True, steps=8, out=tmp_path / name) for name in ("whole", "parts"))
+    for _ in range(2):
+        assert train(whole).finished
+    with interrupt_after(3):
+        assert not train(parts).finished
+    assert train(parts).finished
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert [step for step, _ in losses(tmp_path / "whole")] == list(range(1, 9))
+    with pytest.raises(ArgumentError, match=r"^seed is 5, but the run in .* was started with 0"):
+        train(replace(parts, seed=5))
+
+
+@pytest.mark.parametrize("option", ["like", "init_from"])
+def test_auto_resume_takes_what_a_run_began_with_again(
+    option: str, config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(config(out=tmp_path / "first"))
+    monkeypatch.chdir(tmp_path)
+    given: dict[str, Any] = {option: Path("first"), "data": config().data, "cache": config().cache}
+    for _ in range(2):
+        assert lineartime.train(**given, steps=4, eval_every=2, out="second", auto_resume=True).finished
+
+
 def test_there_is_nothing_to_resume_in_an_empty_folder(config: MakeConfig) -> None:
     with pytest.raises(LineartimeError, match="does not exist: give the folder of a run"):
         trained(config(resume=True))

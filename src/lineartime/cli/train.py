@@ -42,8 +42,9 @@ def run(options: Options, arguments: Sequence[str]) -> None:
 
     The arguments are parsed again with the defaults of a file, a recipe or a run.
     """
-    if options.dry_run and options.resume:
-        raise ArgumentError("dry_run", "tries a new run, and cannot be combined with ", Argument("resume", True), ".")
+    for name in ("resume", "auto_resume"):
+        if options.dry_run and getattr(options, name):
+            raise ArgumentError("dry_run", "tries a new run, and cannot be combined with ", Argument(name, True), ".")
     in_file = {} if options.config is None else _in_file(options.config)
 
     from lineartime.training.overrides import merged_override

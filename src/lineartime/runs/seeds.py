@@ -9,7 +9,7 @@ from pathlib import Path
 from lineartime.runs.metrics import Line
 from lineartime.runs.summary import RunSummary
 
-_OF_A_RUN = ("seed", "out", "resume", "like", "cache", "track")
+_OF_A_RUN = ("seed", "out", "resume", "auto_resume", "like", "cache", "track")
 """Options that may differ between the seeds of one setting."""
 
 

@@ -26,6 +26,7 @@ _NOT_COMPARED = (
     "steps",
     "out",
     "resume",
+    "auto_resume",
     "like",
     "cache",
     "track",

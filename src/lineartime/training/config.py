@@ -141,6 +141,8 @@ class TrainConfig:
     """Folder of the run; the default is runs/PRESET."""
     resume: bool = False
     """Resume the run in its folder from the last checkpoint, with the options it was started with."""
+    auto_resume: bool = False
+    """Resume if the folder holds a checkpoint, otherwise start: for jobs that are queued again, and for loops over runs."""
 
     def __post_init__(self) -> None:
         from lineartime.data import is_corpus_name, is_tokenizer_name

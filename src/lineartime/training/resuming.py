@@ -12,6 +12,7 @@ from lineartime.checkpoint import (
     NoCheckpointError,
     is_checkpoint,
     last_whole_checkpoint,
+    list_checkpoints,
     read_from,
     read_model_config,
     read_training_state,
@@ -84,7 +85,9 @@ def resumed_config(asked: TrainConfig, started: TrainConfig, defaults: TrainConf
         defaults = dataclasses.replace(defaults, **{name: getattr(asked, name) for name in _LENGTHS})
     for field in dataclasses.fields(TrainConfig):
         new, old = getattr(asked, field.name), getattr(started, field.name)
-        if field.name in ("out", "resume") or (new != getattr(defaults, field.name) and field.name in _MAY_CHANGE):
+        if field.name in ("out", "resume", "auto_resume") or (
+            new != getattr(defaults, field.name) and field.name in _MAY_CHANGE
+        ):
             values[field.name] = new
         elif new not in (old, getattr(defaults, field.name)):
             raise ArgumentError(
@@ -115,6 +118,11 @@ def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig,
     Raises:
         LineartimeError: if they contradict each other, or the run they name cannot be read.
     """
+    if config.auto_resume and not config.resume and list_checkpoints(config.run_directory):
+        last, _ = last_whole_checkpoint(config.run_directory)
+        defaults = dataclasses.replace(saved_config(last), out=config.out, resume=True)
+        began_with = {name: getattr(defaults, name) for name in ("like", "recipe", "init_from")}  # which may be given again
+        return dataclasses.replace(apply_given(defaults), **began_with), defaults
     chosen = [name for name in ("resume", "like", "recipe") if getattr(config, name)]
     if config.resume and config.init_from is not None:
         raise ArgumentError(
