@@ -1,6 +1,6 @@
 """Evaluate a model, or the model of a run, on a split of a text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +17,7 @@ from lineartime.checkpoint import (
 )
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Precision, Split
 from lineartime.data import Corpus, Tokenizer, describe_splits, load_corpus, token_stream
-from lineartime.data.corpora import load_corpus_of_run
+from lineartime.data.corpora import Data, load_corpus_of_run
 from lineartime.data.tokenizers import check_vocabulary
 from lineartime.errors import Argument, ArgumentError, check_choice
 from lineartime.evaluation.perplexity import Evaluation, evaluate_carried, evaluate_windowed
@@ -26,6 +26,11 @@ from lineartime.host import cache_folder
 from lineartime.machine import choose_precision, find_device
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
 from lineartime.ops.checks import check_positive
+
+_CHANGED = (
+    "The held-out text has changed since the model was trained. If the text is split by file, it may have been trained on what "
+    "is measured here."
+)
 
 
 def evaluate(
@@ -99,14 +104,8 @@ def evaluate(
         _causal(model)
         _check_no_windows(stride, packed)
 
-    of_run = trained if data is None else {}
-    reading: dict[str, Any] = {
-        "text_column": text_column or of_run.get("text_column", TEXT_COLUMN),
-        "max_expansion": trained.get("max_expansion", MAX_EXPANSION) if max_expansion is None else max_expansion,
-        "include": of_run.get("include", ()) if include is None else include,
-        "exclude": of_run.get("exclude", ()) if exclude is None else exclude,
-    }
-    corpus = load_corpus_of_run(trained["data"], **reading) if data is None else load_corpus(data, **reading)
+    reading = {"text_column": text_column, "max_expansion": max_expansion, "include": include, "exclude": exclude}
+    corpus = _corpus(trained, data, reading)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     cache = cache_folder() if cache is None else Path(cache)
     stream = token_stream(corpus, split, tokenizer, cache, max_tokens)
@@ -114,10 +113,7 @@ def evaluate(
         for line in describe_splits(corpus, {split: stream}):
             say(line)
         if data is None and _has_changed(corpus, tokenizer, cache, subject):
-            say(
-                "The held-out text has changed since the model was trained. If the text is split by file, it may have been "
-                "trained on what is measured here."
-            )
+            say(_CHANGED)
     length: int = trained["context_length"] if context_length is None else context_length
     bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"
     if context == "carried":
@@ -178,6 +174,14 @@ def _read(checkpoint: Path) -> tuple[Loaded, dict[str, Any], str]:
     state = read_training_state(checkpoint) if has_training_state(checkpoint) else None
     known = ({}, "") if state is None else (state.config, state.held_out)
     return load_with_tokenizer(checkpoint), *known
+
+
+def _corpus(trained: Mapping[str, Any], data: Data, given: Mapping[str, Any]) -> Corpus:
+    """A text, or that of a run, `trained`, if `data` is None; read as `given`, or where this is None, as in training."""
+    usual = {"text_column": TEXT_COLUMN, "max_expansion": MAX_EXPANSION, "include": (), "exclude": ()}
+    kept = trained if data is None else {name: trained[name] for name in ("max_expansion",) if name in trained}
+    reading = {name: kept.get(name, usual[name]) if value is None else value for name, value in given.items()}
+    return load_corpus_of_run(trained["data"], **reading) if data is None else load_corpus(data, **reading)
 
 
 def _has_changed(corpus: Corpus, tokenizer: Tokenizer, cache: Path, subject: _Subject) -> bool:
