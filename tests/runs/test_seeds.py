@@ -34,6 +34,8 @@ def test_seeds_of_one_setting_are_one_row_with_mean_and_deviation(tmp_path: Path
     assert [path.name for path in merged.paths] == ["a", "b"]
     losses = [line["validation_loss"] for line in merged.lines if "validation_loss" in line]
     assert losses == pytest.approx([4.1, 3.1, 2.1, 3.1])
+    deviations = [line["validation_deviation"] for line in merged.lines if "validation_loss" in line]
+    assert deviations == pytest.approx([statistics.stdev([2.0, 2.2])] * 4)
     assert (alone.name, alone.seeds, alone.validation_deviation) == ("c", (), None)
 
 

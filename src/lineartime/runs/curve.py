@@ -102,6 +102,8 @@ def thinned(lines: Sequence[Line]) -> list[Line]:
     return [*means[::-every][::-1], *(line for line in lines if "validation_loss" in line)]
 
 
+DEVIATION = "validation_deviation"
+"""In the lines of merged seeds: the standard deviation of their validation losses, which is drawn as a band."""
 Runs = Mapping[str, Sequence[Line]]
 """The lines of several runs as returned by `thinned`, by the names of the runs."""
 
@@ -114,7 +116,8 @@ def draw_comparison(groups: Mapping[str, Runs], file: Path) -> Path:
     """
     columns, count = 3, sum(map(len, groups.values()))
     figure = new_figure(COMPARISON, 13, 4.2 * len(groups) + 0.25 * -(-count // columns))
-    styles = cycle((f"C{colour}", style) for style in ("-", "--", ":", "-.") for colour in range(10))
+    lines_and_markers = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))
+    styles = cycle((f"C{colour}", *style) for style in lines_and_markers for colour in range(10))
     look = {name: next(styles) for runs in groups.values() for name in runs}
     entries: dict[str, Any] = {}
     grid = figure.subplots(len(groups), columns, sharey="row", squeeze=False)
@@ -129,7 +132,7 @@ def draw_comparison(groups: Mapping[str, Runs], file: Path) -> Path:
     return save_figure(figure, file)
 
 
-def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, tuple[str, str, str]]) -> dict[str, Any]:
     """Plot runs in the panels for steps, tokens and time, and return their legend entries."""
     longest = max((line.get("seconds", 0.0) for lines in runs.values() for line in lines), default=0.0)
     unit, seconds = next((unit for unit in (("hours", 3600), ("minutes", 60)) if longest > 2 * unit[1]), ("seconds", 1))
@@ -137,7 +140,7 @@ def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, tuple[str, st
     entries: dict[str, Any] = {}
     for axes, (name, label, scale) in zip(row, panels, strict=True):
         for run, lines in runs.items():
-            colour, style = look[run]
+            colour, style, marker = look[run]
             training = [(line[name] / scale, line["loss"]) for line in lines if {name, "loss"} <= line.keys()]
             evaluated = [line for line in lines if {name, "validation_loss"} <= line.keys()]
             if training:
@@ -145,7 +148,12 @@ def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, tuple[str, st
                 entries.setdefault(run, faint)
             if evaluated:
                 points = [(line[name] / scale, line["validation_loss"]) for line in evaluated]
-                (entries[run],) = axes.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=3)
+                (entries[run],) = axes.plot(*zip(*points, strict=True), style, color=colour, marker=marker, markersize=3)
+                apart = [line.get(DEVIATION, 0.0) for line in evaluated]
+                if any(apart):
+                    places, means = zip(*points, strict=True)
+                    below, above = ([mean + sign * part for mean, part in zip(means, apart, strict=True)] for sign in (-1, 1))
+                    axes.fill_between(places, below, above, color=colour, alpha=0.15, linewidth=0)
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
         axes.yaxis.set_tick_params(labelleft=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lineartime.runs.curve import DEVIATION
 from lineartime.runs.metrics import Line
 from lineartime.runs.summary import RunSummary
 
@@ -82,5 +83,7 @@ def _mean_lines(of_runs: Sequence[Sequence[Line]]) -> list[Line]:
     for key in common:
         lines = [lines[key] for lines in by_step]
         names = [name for name in lines[0] if all(name in line for line in lines)]
-        merged.append({name: statistics.fmean(line[name] for line in lines) for name in names})
+        means = {name: statistics.fmean(line[name] for line in lines) for name in names}
+        losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
+        merged.append({**means, DEVIATION: statistics.stdev(losses)} if losses else means)
     return merged
