@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lineartime
 from lineartime import generation
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.generation import Sampling, decoding, generate, generate_batch, prompts
+from lineartime.generation import Sampling, TextBatch, decoding, generate, generate_batch, prompts
 from lineartime.generation import sampling as sampling_module
 from lineartime.generation.sampling import draw, pick
 from lineartime.layers.streams import tensors_of
@@ -191,8 +191,37 @@ def test_ranking_a_few_tokens_of_a_large_vocabulary_draws_as_ranking_all(
     assert [tokens.tolist() for tokens in found] == [expected] * 3
 
 
+@torch.no_grad()
+def penalized_text(model: CausalLM, prompt: list[int], count: int, penalty: float) -> list[int]:
+    """The likeliest tokens, one after another, each from a whole forward pass."""
+    ids = list(prompt)
+    for _ in range(count):
+        logits = model(torch.tensor([ids]))[0, -1]
+        for token in set(ids):
+            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+        ids.append(int(logits.argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("penalty", [1.3, 5.0, 0.5])
+def test_tokens_of_the_prompt_and_of_the_text_are_penalised(model: CausalLM, penalty: float) -> None:
+    sampling, given = Sampling(0.0, repetition_penalty=penalty), [[1, 2, 3, 2], [5], list(range(4, 30))]
+    expected = [penalized_text(model, prompt, 12, penalty) for prompt in given]
+    assert [list(generate(model, prompt, 12, sampling)) for prompt in given] == expected
+    assert generate_batch(model, given, 12, sampling) == expected
+    batch = TextBatch(model, sampling)
+    texts: dict[int, list[int]] = {batch.add(prompt): [] for prompt in given}
+    for _ in range(12):
+        for number, token in batch.step().items():
+            texts[number].append(token)
+    assert list(texts.values()) == expected
+    assert expected != [list(generate(model, prompt, 12, GREEDY)) for prompt in given]
+
+
 @pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 7, 0.9), Sampling(1.0, min_p=0.3)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(1.0, 7, 0.9), Sampling(1.0, min_p=0.3), Sampling(1.0, repetition_penalty=2.0)]
+)
 @torch.no_grad()
 def test_a_step_compiled_with_the_drawing_inside_is_one_graph_and_draws_the_same_tokens(
     model: CausalLM, sampling: Sampling
@@ -202,9 +231,9 @@ def test_a_step_compiled_with_the_drawing_inside_is_one_graph_and_draws_the_same
     texts = []
     for step in (decoding.step_and_pick, compiled):
         joined, tokens, generator = model.join_streams(states), torch.tensor([7, 8]), torch.Generator().manual_seed(0)
-        text = []
+        text, seen = [], sampling_module.seen_in([[1, 2], [5]], model.config.vocab_size, sampling)
         for _ in range(12):
-            tokens = step(model, joined, sampling, tokens, torch.rand(2, generator=generator))
+            tokens = step(model, joined, sampling, tokens, torch.rand(2, generator=generator), seen)
             text.append(tokens.tolist())
         texts.append(text)
     assert texts[0] == texts[1]
@@ -293,6 +322,8 @@ def test_a_recorded_step_keeps_the_memory_of_its_graph(model: CausalLM, monkeypa
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"min_p": -0.1}, "min_p is -0.1, but must be from 0 to 1"),
         ({"min_p": float("nan")}, "min_p is nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, but must be above 0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty is nan"),
     ],
 )
 def test_sampling_options_out_of_range_are_named(options: dict[str, Any], message: str) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import io
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -53,6 +53,8 @@ class Options:
     """Sample only from the most likely tokens that together reach this probability; 1 for all."""
     min_p: float = 0.0
     """Sample only from tokens with at least this share of the probability of the most likely one; 0 for all."""
+    repetition_penalty: float = 1.0
+    """Make tokens of the prompt and the text so far less likely, by dividing positive logits by this; 1 for no penalty."""
     seed: int | None = None
     """Random seed; by default, every run generates a different text."""
     device: Device = "auto"
@@ -91,7 +93,8 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
     from lineartime.generation import Sampling, load_state, read_prompt, save_state
     from lineartime.text_generation import generate_samples, generate_text, prompt_ids
 
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed, options.min_p)
+    names = [field.name for field in fields(Sampling)]
+    sampling = Sampling(**{name: getattr(options, name) for name in names})
     loaded = load_with_tokenizer(options.run, device, checkpoint=checkpoint_choice(options.checkpoint))
     model, how = _prepared(loaded.model, options, device)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -15,7 +15,7 @@ from lineartime.generation.batch import TextBatch
 from lineartime.generation.decoding import drawing
 from lineartime.generation.ids import Ids, token_ids
 from lineartime.generation.prompts import PromptState, checked_prompt, read, read_prompt
-from lineartime.generation.sampling import Sampling, checked_sampling, draw
+from lineartime.generation.sampling import Sampling, checked_sampling, draw, seen_in
 from lineartime.generation.state_files import load_state, save_state
 from lineartime.models.language_model import CausalLM, LanguageModel, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
@@ -78,14 +78,15 @@ class _Start:
 def _drawn(model: CausalLM, starts: Sequence[_Start], max_tokens: int, sampling: Sampling) -> Iterator[list[int]]:
     """Yield the next token of every text, `max_tokens` times. Texts that have ended are continued, too."""
     generator = sampling.generator()
+    seen = seen_in([start.ids for start in starts], model.config.vocab_size, sampling)
     once = {start.key: read(model, start.ids, start.state) for start in {start.key: start for start in starts}.values()}
     with torch.no_grad():
-        tokens = draw(torch.stack([once[start.key].logits for start in starts]), sampling, generator)
+        tokens = draw(torch.stack([once[start.key].logits for start in starts]), sampling, generator, seen)
     yield _on_host(tokens)
     if max_tokens == 1:  # there may be no position for another one
         return
     with torch.no_grad():
-        draw_next = drawing(model, [once[start.key].state for start in starts], sampling, generator)
+        draw_next = drawing(model, [once[start.key].state for start in starts], sampling, generator, seen)
     del once  # the state of a long prompt may be large
     for _ in range(1, max_tokens):
         with torch.no_grad():

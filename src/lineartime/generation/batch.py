@@ -11,7 +11,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation.ids import Ids
 from lineartime.generation.prompts import PromptState, checked_prompt, read
-from lineartime.generation.sampling import Sampling, checked_sampling, draw
+from lineartime.generation.sampling import Sampling, Seen, checked_sampling, draw, seen_in
 from lineartime.models.backbone import BackboneStreams
 from lineartime.models.language_model import CausalLM, LanguageModel, are_finite, check_model
 from lineartime.models.streams import BackboneState
@@ -25,12 +25,14 @@ class _Text:
         position: the number of tokens read.
         state: what the model remembers; None while the text is one of the joined streams.
         logits: [V], after the last token read; None if a drawn token is to be read first.
+        seen: its tokens, if repetitions are penalised.
         token: the token drawn last.
     """
 
     position: int
     state: BackboneState | None
     logits: Tensor | None
+    seen: Seen | None
     token: int = -1
 
 
@@ -75,9 +77,11 @@ class TextBatch:
         Raises:
             ArgumentError: as `read_prompt`.
         """
-        read_so_far = read(self._model, checked_prompt(self._model, "prompt", prompt, state), state)
+        ids = checked_prompt(self._model, "prompt", prompt, state)
+        read_so_far = read(self._model, ids, state)
         number, self._added = self._added, self._added + 1
-        self._texts[number] = _Text(read_so_far.position, read_so_far.state, read_so_far.logits)
+        seen = seen_in([ids], self._model.config.vocab_size, self._sampling)
+        self._texts[number] = _Text(read_so_far.position, read_so_far.state, read_so_far.logits, seen)
         return number
 
     def remove(self, number: int) -> None:
@@ -105,10 +109,14 @@ class TextBatch:
             for number, finite in zip(self._texts, are_finite(logits).tolist(), strict=True):
                 if not finite:
                     raise LineartimeError(f"The logits of text {number} are not finite: remove it from the batch.")
-            tokens: list[int] = draw(logits, self._sampling, self._generator).tolist()
-        for text, token in zip(self._texts.values(), tokens, strict=True):
-            text.token, text.logits = token, None
-        return dict(zip(self._texts, tokens, strict=True))
+            of_texts = [text.seen for text in self._texts.values() if text.seen is not None]
+            seen = Seen(torch.cat([each.mask for each in of_texts])) if of_texts else None
+            drawn = draw(logits, self._sampling, self._generator, seen)
+        for text, token in zip(self._texts.values(), drawn.split(1), strict=True):
+            text.token, text.logits = int(token), None
+            if text.seen is not None:
+                text.seen.add(token)
+        return {number: text.token for number, text in self._texts.items()}
 
     def _read(self, numbers: list[int]) -> None:
         """Read the last token of some texts, and keep the logits after each."""

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lineartime.generation.sampling import Sampling, draw, pick
+from lineartime.generation.sampling import Sampling, Seen, draw, pick
 from lineartime.layers.streams import tensors_of
 from lineartime.models.backbone import BackboneStreams
 from lineartime.models.language_model import CausalLM
@@ -35,7 +35,11 @@ def continuing(model: CausalLM, states: Sequence[BackboneState]) -> Next:
 
 
 def drawing(
-    model: CausalLM, states: Sequence[BackboneState], sampling: Sampling, generator: torch.Generator
+    model: CausalLM,
+    states: Sequence[BackboneState],
+    sampling: Sampling,
+    generator: torch.Generator,
+    seen: Seen | None = None,
 ) -> Callable[[Tensor], Tensor]:
     """Continue texts by the tokens that were drawn last, int64 [B], and draw the next ones.
 
@@ -45,21 +49,27 @@ def drawing(
         model, states: as for `continuing`.
         sampling: how to draw.
         generator: on the CPU.
+        seen: the tokens of the texts, on the CPU, for a penalty of repetitions.
     """
     if not _can_record(model):
         read_next = continuing(model, states)
-        return lambda tokens: draw(read_next(tokens), sampling, generator)
+        return lambda tokens: draw(read_next(tokens), sampling, generator, seen)
     streams = model.join_streams(states)
     assert not isinstance(streams, GroupedStreams)
     tokens = torch.zeros_like(streams.position)
-    inputs = tokens, torch.zeros(len(tokens), device=tokens.device)
-    step = recorded(partial(step_and_pick, model, streams, sampling), inputs, list(tensors_of(streams)))
+    inputs, changed = (tokens, torch.zeros(len(tokens), device=tokens.device)), list(tensors_of(streams))
+    if seen is not None:
+        seen.mask = seen.mask.to(tokens.device)
+        changed.append(seen.mask)
+    step = recorded(partial(step_and_pick, model, streams, sampling, seen=seen), inputs, changed)
     return lambda tokens: step(tokens, torch.rand(len(tokens), generator=generator))
 
 
-def step_and_pick(model: CausalLM, streams: BackboneStreams, sampling: Sampling, tokens: Tensor, uniform: Tensor) -> Tensor:
+def step_and_pick(
+    model: CausalLM, streams: BackboneStreams, sampling: Sampling, tokens: Tensor, uniform: Tensor, seen: Seen | None = None
+) -> Tensor:
     """Continue joined streams by a token each, int64 [B], and pick the next ones by numbers in [0, 1), [B] -> int64 [B]."""
-    return pick(model.step(tokens[:, None], streams)[:, 0], sampling, uniform)
+    return pick(model.step(tokens[:, None], streams)[:, 0], sampling, uniform, seen)
 
 
 def _can_record(model: CausalLM) -> bool:

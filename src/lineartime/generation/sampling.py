@@ -3,6 +3,8 @@
 Shapes: B texts, V vocabulary.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +30,8 @@ class Sampling:
         seed: the seed of the random draws; None for a different one each time.
         min_p: draw only from tokens with at least this share of the probability of the likeliest one; 0 for all tokens
             (arXiv 2407.01082).
+        repetition_penalty: of tokens in the prompt and of those drawn so far, positive logits are divided by it and negative
+            ones multiplied (arXiv 1909.05858); 1 for no penalty. What a `state` has read before the prompt does not count.
 
     Raises:
         ArgumentError: for a value of the wrong type or out of range.
@@ -38,6 +42,7 @@ class Sampling:
     top_p: float = 0.95
     seed: int | None = None
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -51,6 +56,8 @@ class Sampling:
             raise ArgumentError("top_p", f"is {self.top_p}, but must be above 0 and at most 1.")
         if not 0 <= self.min_p <= 1:
             raise ArgumentError("min_p", f"is {self.min_p}, but must be from 0 to 1.")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ArgumentError("repetition_penalty", f"is {self.repetition_penalty}, but must be above 0; 1 for no penalty.")
 
     def generator(self) -> torch.Generator:
         """A random number generator with this seed."""
@@ -69,18 +76,51 @@ def checked_sampling(sampling: Sampling | None) -> Sampling:
     return Sampling() if sampling is None else sampling
 
 
-def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """Draw a token for each text: logits [B, V] -> int64 [B], on the CPU; -1 if the logits are not finite."""
+@dataclass(eq=False)
+class Seen:
+    """Which tokens each text has, bool [B, V], for the penalty of repetitions."""
+
+    mask: Tensor
+
+    def add(self, tokens: Tensor) -> None:
+        """Add one token to each text, int64 [B]; -1 stands for none."""
+        self.mask.scatter_(1, tokens[:, None].clamp(min=0), True)
+
+    def penalize(self, logits: Tensor, penalty: float) -> Tensor:
+        """Make tokens of the texts less likely, [B, V] -> [B, V]."""
+        return torch.where(self.mask, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def seen_in(texts: Sequence[Sequence[int]], vocab_size: int, sampling: Sampling) -> Seen | None:
+    """The tokens of texts, on the CPU; None if repetitions are not penalised."""
+    if sampling.repetition_penalty == 1:
+        return None
+    seen = Seen(torch.zeros(len(texts), vocab_size, dtype=torch.bool))
+    for row, text in zip(seen.mask, texts, strict=True):
+        row[torch.tensor(list(text), dtype=torch.long)] = True
+    return seen
+
+
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: Seen | None = None) -> Tensor:
+    """Draw a token for each text: logits [B, V] -> int64 [B], on the CPU; -1 if the logits are not finite.
+
+    The drawn tokens are added to `seen`, which is needed for a penalty of repetitions alone.
+    """
     logits = logits.float().cpu()
-    return pick(logits, sampling, torch.rand(len(logits), dtype=torch.float64, generator=generator))
+    return pick(logits, sampling, torch.rand(len(logits), dtype=torch.float64, generator=generator), seen)
 
 
-def pick(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+def pick(logits: Tensor, sampling: Sampling, uniform: Tensor, seen: Seen | None = None) -> Tensor:
     """Like `draw`, but by a given number in [0, 1) for each text: [B, V] and [B] -> int64 [B], on the logits' device.
 
     On a GPU, it copies nothing to the host, so it can be part of a CUDA graph.
     """
-    return torch.where(are_finite(logits), _picked(logits, sampling, uniform), -1)
+    if seen is not None:
+        logits = seen.penalize(logits, sampling.repetition_penalty)
+    tokens = torch.where(are_finite(logits), _picked(logits, sampling, uniform), -1)
+    if seen is not None:
+        seen.add(tokens)
+    return tokens
 
 
 def _picked(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
