@@ -13,6 +13,7 @@ from rich.console import ConsoleDimensions
 
 from lineartime.cli import main, runs
 from lineartime.errors import LineartimeError
+from lineartime.runs.lock import LOCK_FILE, lock_run
 from lineartime.runs.metrics import read_metrics
 from lineartime.runs.record import write_record
 from lineartime.runs.summary import RunSummary, find_runs, summarize
@@ -98,6 +99,15 @@ def test_the_state_claims_no_more_than_the_files_tell(tmp_path: Path) -> None:
     text = (run / "metrics.jsonl").read_text().replace('"seconds": 10.0', '"seconds": 10000.0')  # 500 seconds a step
     (run / "metrics.jsonl").write_text(text)
     silence(run, 3600)
+    assert summarize(run, "")[0].state == "running"
+
+
+def test_a_run_whose_process_of_this_machine_was_killed_is_not_running(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", taken=20)
+    with lock_run(run):
+        assert summarize(run, "")[0].state == "running"
+    assert summarize(run, "")[0].state == "silent"  # the system has released the lock
+    (run / LOCK_FILE).write_text("another machine")
     assert summarize(run, "")[0].state == "running"
 
 

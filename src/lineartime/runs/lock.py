@@ -1,7 +1,9 @@
 """The lock in a run's folder, which admits one training run at a time."""
 
 import os
+import platform
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -12,31 +14,32 @@ _PAUSES = (0.05, 0.1, 0.2, 0.0)
 """Seconds after each attempt to lock: `is_locked` may hold the lock for a moment."""
 
 
-def is_locked(run: Path) -> bool:
-    """Whether a process of this machine is training in a folder now."""
+def is_locked(run: Path) -> bool | None:
+    """Whether a process is training in a folder now; None if it may be on another machine."""
     try:
         import fcntl
     except ImportError:  # not a POSIX system: no lock
-        return False
+        return None
     try:
-        with (run / LOCK_FILE).open(encoding="utf-8") as file:
+        with (run / LOCK_FILE).open(encoding="utf-8", errors="replace") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
+            machine = file.read(1000)
     except BlockingIOError:
         return True
     except OSError:  # no lock, one that may not be read, or a file system without locks
-        return False
-    return False
+        return None
+    return False if machine == platform.node() != "" else None
 
 
 def lock_run(run: Path) -> IO[str]:
-    """Lock a run's folder, created if missing, until the returned file is closed.
+    """Lock a run's folder, created if missing, until the returned file is closed. The lock names the machine.
 
     Raises LineartimeError if another run is using the folder, or if the folder cannot be written.
     """
     for seconds in _PAUSES:
         with reporting_file_errors("write", run):
             run.mkdir(parents=True, exist_ok=True)
-            file = (run / LOCK_FILE).open("w", encoding="utf-8")
+            file = (run / LOCK_FILE).open("a", encoding="utf-8")
         try:
             import fcntl
 
@@ -48,6 +51,9 @@ def lock_run(run: Path) -> IO[str]:
         except (ImportError, OSError):  # not a POSIX system, or a file system without locks
             return file
         if _is_current(file, run):
+            with suppress(OSError):  # a full disk is reported by what has to be saved
+                file.truncate(0)
+                os.write(file.fileno(), os.fsencode(platform.node()))
             return file
         file.close()  # a run that failed has deleted it since it was opened
     raise ArgumentError("out", f"is {run}, which another run is using: wait for its end, or use another folder.")

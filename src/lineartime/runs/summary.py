@@ -188,10 +188,13 @@ def _state(path: Path, steps: object, error: str | None, step: float | None, sec
         saved = not checkpoints or checkpoints[-1] == checkpoint_path(path, steps)
         if saved:  # or copied without checkpoints; a run that was killed in its last evaluation has only earlier ones
             return "finished"
-    if is_locked(path):
+    locked = is_locked(path)
+    if locked:
         return "running"
     if checkpoints and checkpoints[-1] == checkpoint_path(path, int(step or 0)):
         return "stopped"
+    if locked is False:  # its process was killed
+        return "silent"
     # The run may be on another machine: allow a minute, or ten of its steps if they are long.
     moment = max(60.0, 10 * seconds / step) if seconds and step else 60.0
     return "running" if silent < moment else "silent"
