@@ -138,6 +138,10 @@ def test_the_whole_mixer_of_its_page_keeps_its_promises(only_systems_of_the_libr
         exec(code, session)
     kind: Any = session["GatedConvolution"]
     check_mixer(kind(16, causal=False))
+    nothing, _ = kind(16, causal=True).extend(
+        torch.randn(2, 5, 16), None, torch.zeros(2, 5, dtype=torch.bool)
+    )  # all is padding
+    assert not nothing.any()
     half = kind(16, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     assert len(hidden_maps(lineartime.build("gated-convolution-tiny", n_blocks=1))) == 5

@@ -1,6 +1,7 @@
 """The host: what is kept of its memory."""
 
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lineartime.errors import LineartimeError
-from lineartime.host import cache_folder
+from lineartime.host import cache_folder, let_threads_sleep
 
 FAULTS = """
 import ctypes, resource
@@ -64,3 +65,32 @@ def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.Monke
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(LineartimeError, match=r"no cache folder \(Could not .*\): set XDG_CACHE_HOME to a folder"):
         cache_folder()
+
+
+def test_threads_sleep_soon_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # restores it afterwards
+        monkeypatch.delenv(name)
+    let_threads_sleep()
+    assert os.environ["GOMP_SPINCOUNT"] == "5000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    let_threads_sleep()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    let_threads_sleep()
+    assert "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_the_command_line_says_how_threads_wait_before_pytorch_is_loaded() -> None:
+    script = """
+import os, sys
+from lineartime import __main__ as program
+import lineartime.cli
+assert "torch" not in sys.modules
+lineartime.cli.main = lambda: print(os.environ["GOMP_SPINCOUNT"], "torch" in sys.modules) or 0
+program.main()
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["5000", "False"]

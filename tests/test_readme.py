@@ -102,6 +102,7 @@ def test_the_home_page_says_of_the_picture_of_quality_what_the_readme_says() -> 
         ("experiments", "initial_values"),
         ("data", "data"),
         ("context-parallel", "context"),
+        ("commands", "waiting"),
     ],
 )
 def test_tables_in_the_documents_are_those_of_the_benchmarks(document: str, result: str) -> None:

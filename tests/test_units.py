@@ -12,7 +12,16 @@ def test_durations_have_two_units(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(0, "0"), (12_000, "12,000"), (1_234_567, "1.23 M"), (2e6, "2 M"), (4.5e10, "45 G")]
+    ("number", "text"),
+    [
+        (0, "0"),
+        (12_000, "12,000"),
+        (1_234_567, "1.23 M"),
+        (2e6, "2 M"),
+        (4.5e10, "45 G"),
+        (999_600_000, "1 G"),
+        (1e12, "1,000 G"),
+    ],
 )
 def test_counts_are_short(number: float, text: str) -> None:
     assert counted(number) == text

@@ -131,8 +131,8 @@ def __dir__() -> list[str]:
     return [*__all__, *_SUBMODULES]
 
 
-if "LINEARTIME_IMPORT" in os.environ:  # before any module of the library, so that yours can import all of them
+if os.environ.get("LINEARTIME_IMPORT"):  # before any module of the library, so that yours can import all of them
     from lineartime.errors import LineartimeError
 
-    with suppress(LineartimeError):  # raised again by the first use of models, where the command line shows it
+    with suppress(LineartimeError, ImportError):  # raised again by the first use of models, where the command line shows it
         import_module("lineartime.models")

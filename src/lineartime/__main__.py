@@ -4,6 +4,7 @@ import signal
 import sys
 import warnings
 
+from lineartime.host import let_threads_sleep
 from lineartime.screen import SCREEN
 
 
@@ -13,6 +14,7 @@ def main() -> int:
     An interrupt ends it with one line, even while PyTorch is being imported, where it may surface as another error.
     """
     interrupted = False
+    let_threads_sleep()
     warnings.formatwarning = _one_line
 
     def interrupt(number: int, frame: object) -> None:

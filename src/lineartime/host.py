@@ -21,6 +21,8 @@ STAT = Path("/proc/stat")
 MAX_THREADS = 4096
 """The maximum number of CPU threads in a process: more than any machine has cores."""
 Threads = Annotated[int, Between(1, MAX_THREADS)]
+SPINS = 5000
+"""How often a thread looks whether the others are done before it sleeps: see `benchmarks/waiting.py`."""
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Where Linux states how much memory the processes of a container may use."""
 
@@ -155,3 +157,13 @@ def freed_memory_kept() -> Iterator[None]:
     finally:
         library.mallopt(_TRIM_THRESHOLD, 2 * MAX_HEAP_BLOCK)
         library.malloc_trim(0)
+
+
+def let_threads_sleep() -> None:
+    """Let threads that wait for each other sleep soon, in this process and those that it starts; call it before PyTorch loads.
+
+    PyTorch's threads wait for the slowest at the end of each operation. By default, they spin for milliseconds, and so keep the
+    core that the slowest could move to if another program has taken its own. Nothing is changed that the user has set.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))

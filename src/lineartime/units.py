@@ -16,8 +16,8 @@ def duration(seconds: float) -> str:
 def counted(number: float) -> str:
     """A count: 600, 12,000, 1.23 M, 45 G."""
     for limit, unit in ((1e9, " G"), (1e6, " M")):
-        if abs(number) >= limit:
-            return f"{number / limit:.3g}{unit}"
+        if abs(number) >= 0.9995 * limit:
+            return f"{number / limit:,.0f}{unit}" if abs(number) >= 999.5 * limit else f"{number / limit:.3g}{unit}"
     return f"{number:,.0f}"
 
 

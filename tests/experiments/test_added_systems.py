@@ -85,12 +85,35 @@ def test_an_added_system_may_have_other_options(options: Options) -> None:
             "^add has 'flash:chunk_size', but override contains 'chunk_size', which is not of the form NAME=VALUE",
         ),
         ("lm", "flash:chunks=8", "^add has 'flash:chunks=8', but chunks is not an option"),
+        ("lm", "flash:d_model=64", "^add has 'flash:d_model=64', but d_model is the same, or follows from the parameters"),
+        ("lm", "flash:task=mlm", "^add has 'flash:task=mlm', but task is the same"),
+        ("lm", "linformer", "^add has 'linformer', but system is linformer, which cannot be causal"),
         ("latency", "combiner", "^add is given, but this experiment measures all its models together"),
     ],
 )
 def test_what_cannot_be_added_is_named(name: str, item: str, message: str, options: Options) -> None:
     with pytest.raises(ArgumentError, match=message):
         make_plan(options(name, add=(item,)))
+
+
+class Labelled(Relu):
+    """With a text that may hold anything."""
+
+    name = "labelled"
+
+    def __init__(self, d_model: int, *, label: str = "", **options: Any) -> None:
+        super().__init__(d_model, **options)
+        self.label = label
+
+
+@pytest.mark.usefixtures("only_systems_of_the_library_afterwards")
+def test_systems_are_added_once_and_never_share_a_folder(options: Options) -> None:
+    assert len(make_plan(options(add=("flash-global", "flash-global"))).entries) == 3
+    register_system("labelled", Labelled, "mlp")
+    with pytest.raises(
+        ArgumentError, match=r"^add has 'labelled:label=a-b', whose folder would be that of 'labelled:label=a b'"
+    ):
+        make_plan(options(add=("labelled:label=a b", "labelled:label=a-b")))
 
 
 @pytest.mark.usefixtures("only_systems_of_the_library_afterwards", "tiny")

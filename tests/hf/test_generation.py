@@ -122,6 +122,16 @@ def test_a_model_that_steps_in_place_copies_no_state_at_a_token(
 
 
 @torch.no_grad()
+def test_a_cache_reads_a_batch_of_padding_alone(causal: LineartimeForCausalLM) -> None:
+    ids, nothing = ids_of(2, 7), torch.zeros(2, 7, dtype=torch.long)
+    begun = causal(ids, attention_mask=nothing, use_cache=True, output_hidden_states=True)
+    assert {tuple(hidden.shape) for hidden in begun.hidden_states} == {(2, 7, causal.config.d_model)}
+    assert not any(hidden.any() for hidden in begun.hidden_states)
+    found = causal(ids, past_key_values=begun.past_key_values).logits
+    torch.testing.assert_close(found, causal(ids).logits, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
 def test_many_tokens_after_steps_in_place_are_read_at_once(causal: LineartimeForCausalLM) -> None:
     ids = ids_of(2, 60)
     expected = causal(ids).logits

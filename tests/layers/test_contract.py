@@ -113,12 +113,45 @@ class InSingle(Average):
         return super().of_rows(rows, real).float()
 
 
+class LeaksBesideADecay(Average):
+    """A recurrence whose outputs grow if its decay is changed, and hide a leak."""
+
+    def __init__(self, d_model: int, **options: Any) -> None:
+        super().__init__(d_model, **options)
+        self.decay = nn.Parameter(torch.full((d_model,), 0.95))
+
+    def of_rows(self, rows: Tensor, real: Tensor | None) -> Tensor:
+        sums, read = torch.zeros_like(rows[:, 0]), []
+        for token in rows.unbind(1):
+            sums = self.decay * sums + token
+            read.append(sums)
+        return torch.stack(read, 1) + 0.5 * rows.roll(-1, 1)
+
+
+class LooksFarAhead(Average):
+    def of_rows(self, rows: Tensor, real: Tensor | None) -> Tensor:
+        return super().of_rows(rows, real) + torch.cat([rows[:, 64:], torch.zeros_like(rows[:, :64])], 1)[:, : rows.shape[1]]
+
+
+class CannotReadOnTheCPU(Average):
+    def of_rows(self, rows: Tensor, real: Tensor | None) -> Tensor:
+        raise ValueError("needs a GPU")
+
+
+class OfShortRows(Average):
+    @property
+    def longest_sequence(self) -> int:
+        return 2
+
+
 BROKEN: list[tuple[type[Mixer[Any]], bool, str]] = [
     (
         LooksAhead,
         True,
-        "outputs do not depend on later tokens. But if the tokens from 1 on .*: token 0 and others differ",
+        "outputs do not depend on later tokens. But if the tokens from 1 on .*: token 0 by ",
     ),
+    (LeaksBesideADecay, True, "outputs do not depend on later tokens"),
+    (LooksFarAhead, True, "outputs do not depend on later tokens"),
     (MixesRows, False, "rows of a batch are independent. But a row alone has other outputs"),
     (MixesRows, True, "rows of a batch are independent. But a row alone has other outputs"),
     (CountsPadding, False, "padding changes nothing, and its outputs are zero. But with padding after it, a row"),
@@ -156,6 +189,19 @@ def test_a_mixer_that_computes_in_float32_is_checked_in_float32() -> None:
     check_mixer(InSingle(8, causal=True))
     with pytest.raises(BrokenPromiseError, match="later tokens"):
         check_mixer(type("Both", (LooksAhead, InSingle), {})(8, causal=True))
+
+
+def test_a_mixer_that_does_not_compute_here_is_not_called_broken() -> None:
+    with pytest.raises(LineartimeError, match=r"^CannotReadOnTheCPU cannot be checked, on the CPU: ValueError: needs a GPU\.$"):
+        check_mixer(CannotReadOnTheCPU(8, causal=True))
+
+
+def test_short_rows_and_a_caller_without_gradients_are_no_fault_of_a_mixer() -> None:
+    check_mixer(OfShortRows(8, causal=True))
+    with torch.no_grad():
+        check_mixer(Average(8, causal=True))
+    with torch.inference_mode():
+        check_mixer(Average(8))
 
 
 def test_the_mixer_and_the_random_numbers_stay_as_they_are() -> None:

@@ -334,3 +334,6 @@ def test_one_state_instead_of_a_list_is_named() -> None:
     model = causal("flash-tiny")
     with pytest.raises(ArgumentError, match=r"^states is one state, but must be a list of states: write \[state\]"):
         model.join_streams(model.init_state(1))  # type: ignore[arg-type]
+    joined: Any = model.join_streams(state for state in [model.init_state(1)])  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^state is of joined streams, which step continues"):
+        model.extend(torch.zeros(1, 1, dtype=torch.long), joined)

@@ -280,9 +280,17 @@ class Powers(KernelAttention):
 
     name = "powers"
 
-    def __init__(self, d_model: int, *, powers: tuple[int, ...] = (1, 2), label: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        powers: tuple[int, ...] = (1, 2),
+        label: str | None = None,
+        several: tuple[tuple[str, ...], ...] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(d_model, **options)
-        self.powers, self.label = powers, label
+        self.powers, self.label, self.several = powers, label, several
 
     def features(self, x: Tensor) -> Tensor:
         return torch.stack([x.relu() ** power for power in self.powers]).sum(0) + 0.001
@@ -293,6 +301,12 @@ def test_a_tuple_of_options_is_recorded_and_read_back(config: Callable[..., Trai
     result = lineartime.train(config(preset="powers-tiny", override=(*SMALL, "powers=1,3", "label=a")))
     options = lineartime.load(result.run).config.mixer.options
     assert (options["powers"], options["label"]) == ((1, 3), "a")
+    for text, expected in (("2", (2,)), ("1,2,", (1, 2))):
+        other = config(preset="powers-tiny", override=(*SMALL, f"powers={text}", "label=a,b"), out=result.run / text)
+        options = lineartime.load(lineartime.train(other).run).config.mixer.options
+        assert (options["powers"], options["label"], options["several"]) == (expected, "a,b", None)
+    several = lineartime.build("powers-tiny", several=[["a", "b"], ["c"]], n_blocks=1).config
+    assert type(several).from_dict(several.to_dict()) == several
     assert lineartime.build("powers-tiny", powers=[2], n_blocks=1).config.mixer.options["powers"] == (2,)
     with pytest.raises(ArgumentError, match=r"powers is \('a',\), but must be a list, each item of which is an integer"):
         lineartime.build("powers-tiny", powers=["a"])

@@ -46,10 +46,16 @@ def test_runs_of_other_options_or_without_an_evaluation_are_not_merged(tmp_path:
     assert [run.name for run in merge_seeds(runs)] == ["a", "b", "c", "d"]
 
 
-def test_states_of_seeds_are_counted(tmp_path: Path) -> None:
-    [merged] = merge_seeds(made(tmp_path, a={"seed": 0}, b={"seed": 1, "taken": 30}, c={"seed": 2}))
-    assert merged.state == "2 finished, 1 running"
-    assert merged.step == 30
+def test_only_runs_of_as_many_steps_and_one_of_each_seed_are_merged(tmp_path: Path) -> None:
+    runs = made(
+        tmp_path,
+        a={"seed": 0, "override": ["x=1", "y=2"]},
+        b={"seed": 1, "taken": 30, "override": ["x=1", "y=2"]},
+        c={"seed": 2, "override": ["y=2", "x=1"]},
+        d={"seed": 2, "override": ["x=1", "y=2"]},
+        e={"seed": None, "override": ["x=1", "y=2"]},
+    )
+    assert [(run.name, run.seeds) for run in merge_seeds(runs)] == [("a", (0, 2)), ("b", ()), ("d", ()), ("e", ())]
 
 
 def test_the_command_shows_mean_and_deviation_and_overrides_as_columns(

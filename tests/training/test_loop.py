@@ -276,6 +276,11 @@ def test_auto_resume_takes_what_a_run_began_with_again(
     given: dict[str, Any] = {option: Path("first"), "data": config().data, "cache": config().cache}
     for _ in range(2):
         assert lineartime.train(**given, steps=4, eval_every=2, out="second", auto_resume=True).finished
+    train(config(out=tmp_path / "other", seed=3))
+    with pytest.raises(ArgumentError, match=f"^{option} is other, but the run in second began with .*first"):
+        lineartime.train(**{**given, option: Path("other")}, steps=4, eval_every=2, out="second", auto_resume=True)
+    with pytest.raises(ArgumentError, match=r"^auto_resume needs the folder of the run"):
+        lineartime.train(**given, steps=4, eval_every=2, auto_resume=True)
 
 
 def test_there_is_nothing_to_resume_in_an_empty_folder(config: MakeConfig) -> None:

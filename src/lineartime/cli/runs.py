@@ -108,7 +108,7 @@ def _print(groups: Sequence[Group]) -> None:
         if group.title:
             console.print(group.title, soft_wrap=True)
         console.print(table)
-    notes = [f"{run.name} failed: {run.error}" for group in groups for run in group.runs if run.error and run.state == "failed"]
+    notes = [f"{run.name} failed: {run.error}" for group in groups for run in group.runs if run.error and "failed" in run.state]
     if comparison.left_out:
         notes.append(f"The screen is too narrow for {', '.join(comparison.left_out)} (--json has everything).")
     if comparison.more_options:

@@ -63,7 +63,8 @@ def run(options: Options, arguments: Sequence[str]) -> None:
 
     config, defaults = complete(apply_given(TrainConfig()), apply_given)
     if options.print_config:
-        expanded = {**config.to_dict(), "like": None, "recipe": None}  # which would replace options that are None
+        # Not what would replace options that are None, or resume.
+        expanded = {**config.to_dict(), "like": None, "recipe": None, "resume": options.resume}
         print(to_toml(expanded), end="")
     elif options.dry_run:
         _dry_run(config)

@@ -13,11 +13,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lineartime.errors import LineartimeError
 from lineartime.experiments.config import ReproduceConfig
+from lineartime.host import let_threads_sleep
 from lineartime.screen import SCREEN, discard
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the options, which are the fields of `ReproduceConfig`, and return the exit status."""
+    let_threads_sleep()
     parser = argparse.ArgumentParser(prog="python -m lineartime.experiments", description=ReproduceConfig.__doc__)
     hints = get_type_hints(ReproduceConfig)
     described = _field_docstrings(ReproduceConfig)

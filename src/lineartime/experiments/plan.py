@@ -226,7 +226,9 @@ def make_plan(config: ReproduceConfig) -> Plan:
     if config.add and experiment.kind == "latency":
         raise ArgumentError("add", "is given, but this experiment measures all its models together: use ", Call("bench"), ".")
     seeds = max(arm.seeds for arm in arms)
-    arms += [_added_arm(item, experiment.task, seeds) for item in config.add if item not in {arm.name for arm in arms}]
+    arms += [
+        _added_arm(item, experiment.task, seeds) for item in dict.fromkeys(config.add) if item not in {arm.name for arm in arms}
+    ]
     check_among("systems", config.systems, tuple(arm.name for arm in arms), "model of this experiment")
     if config.systems and experiment.kind == "latency":
         given = " ".join(config.systems)
@@ -238,6 +240,13 @@ def make_plan(config: ReproduceConfig) -> Plan:
     )
     check_among("texts", config.texts, tuple(dict.fromkeys(each.text for each in settings)), "text of this experiment")
     entries = tuple(_entries(config, experiment, scale, arms, settings))
+    names: dict[Path, str] = {}
+    for entry in entries:
+        other = names.setdefault(entry.folder, entry.arm.name)
+        if other != entry.arm.name:
+            raise ArgumentError(
+                "add", f"has {entry.arm.name!r}, whose folder would be that of {other!r}: write one of them otherwise."
+            )
     return Plan(config, experiment, scale, entries)
 
 
@@ -250,6 +259,11 @@ def _added_arm(item: str, task: Task, seeds: int) -> Arm:
         raise ArgumentError("add", f"{problem}: use one of ", Call("presets"), ", or import the module that registers it.")
     try:
         arm = Arm(item, system, dict(map(read_override, override)), seeds)
+        reason = SYSTEMS[system].mixer.why_not_causal
+        if task != "mlm" and reason is not None:
+            raise ArgumentError("system", f"is {system}, which cannot be causal: {reason}.")
+        for name in {"task", "vocab_size", "d_model", "max_positions"} & set(arm.override):
+            raise ArgumentError(name, "is the same, or follows from the parameters, for all systems: leave it out.")
         model_of(SYSTEMS[system], TINY, task).override(**arm.override)
     except ArgumentError as error:
         raise ArgumentError("add", f"has {item!r}, but {error}") from None

@@ -8,11 +8,12 @@ Shapes: B streams, N new tokens, d model width.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.hf.streams import prefix_reader, reader, step_streams
+from lineartime.hf.streams import prefix_reader, reader, step_streams, width
 from lineartime.layers.streams import (
     RaggedState,
     count_streams,
@@ -140,7 +141,8 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
             return step_streams(backbone, embedded, mask, state, every)
         read = prefix_reader(backbone, every) if first and prefix else reader(backbone, every)
         hidden, self.state = extend_ragged(read, embedded, state, mask)
-        return hidden
+        missing = width(backbone, every) - hidden.shape[-1]  # if all is padding, nothing has read the blocks
+        return F.pad(hidden, (0, missing)) if missing else hidden
 
     def _check_batch(self, batch: int) -> None:
         known = self.batch_size

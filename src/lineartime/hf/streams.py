@@ -17,6 +17,12 @@ from lineartime.models.streams import BackboneState
 Read = Callable[[Tensor, Any], tuple[Tensor, BackboneState]]
 
 
+def width(backbone: Backbone, every: bool) -> int:
+    """The number of features of a token in an output, which also holds the inputs of all blocks if `every` is True."""
+    d_model: int = backbone.embedding.weight.shape[1]
+    return d_model * (len(list(backbone.blocks)) + 1 if every else 1)
+
+
 def reader(backbone: Backbone, every: bool) -> Read:
     """Make a function that continues streams at one position, [B, N, d], piece by piece.
 

@@ -72,7 +72,7 @@ def extend_ragged(
 
     Returns:
         What `extend` returns: outputs [B, N, ...], with zeros at padding, and the state, which is a `RaggedState` unless all
-        streams are at the same position.
+        streams are at the same position. If all is padding, zeros of the shape of x.
     """
     if mask is None and not isinstance(state, RaggedState):
         return extend(x, state)
@@ -96,11 +96,7 @@ def extend_ragged(
                 out = read.new_zeros(batch, length, *read.shape[2:]) if out is None else out
                 out = out.index_put((index[:, None], tokens), read)
             after.setdefault(part.position, []).append((chosen, part))
-    if out is None:  # all is padding
-        rows, group_state = groups[0]
-        nothing, _ = extend(x[list(rows), :0], group_state)
-        out = nothing.new_zeros(batch, length, *nothing.shape[2:])
-    return out, _grouped(after, x.device)
+    return torch.zeros_like(x) if out is None else out, _grouped(after, x.device)
 
 
 def group_streams(states: Sequence[Any]) -> Any:

@@ -32,9 +32,11 @@ BackboneStreams = BackboneState | GroupedStreams
 class Backbone(nn.Module):
     """Maps token ids to hidden vectors."""
 
+    recompute = False
+    """Whether, in training, the backward pass recomputes each block: see `LanguageModel.recompute_blocks`."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.recompute = False  # see `LanguageModel.recompute_blocks`
         self.embedding = Embedding(config.vocab_size, config.d_model)
         self.position: ScaledSin | LearnedPositions | None = None
         if config.absolute_position == "scaled_sin":
@@ -100,7 +102,7 @@ class Backbone(nn.Module):
         for block, layout in zip(self.blocks, layouts, strict=True):
             if inputs is not None:
                 inputs.append(x)
-            x = block(x, layout, self.recompute)
+            x = block(x, layout, self.recompute and self.training)
         out: Tensor = self.norm(x)
         return out
 
@@ -135,6 +137,8 @@ class Backbone(nn.Module):
         if state is None:
             state = self.init_state(embedded.shape[0])
         self._check_states("state", state)
+        if is_joined(state):
+            raise ArgumentError("state", "is of joined streams, which step continues: separate them first by separate_streams.")
         position, count = state.position, embedded.shape[1]
         return self._continue(embedded, state, lambda mixer: mixer.stream_layout(position, count, embedded.device), inputs)
 
@@ -178,6 +182,7 @@ class Backbone(nn.Module):
         """Join streams at different positions, for `step`. Raises ArgumentError unless they are states of this model."""
         if isinstance(states, BackboneState):
             raise ArgumentError("states", "is one state, but must be a list of states: write [state].")
+        states = list(states)
         if not states:
             raise ArgumentError("states", "is empty, but must hold the state of at least one stream.")
         for state in states:

@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_origin
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from lineartime.errors import Argument, ArgumentError, check_choice, did_you_mean, spell
 from lineartime.fields import Between, check_fields, check_limits, check_names, check_ranges, check_type, shown
@@ -46,8 +48,7 @@ class LayerConfig:
         allowed = _own_options(kind)
         check_names(options, allowed, kind)
         for name, value in options.items():
-            if isinstance(value, list) and get_origin(allowed[name].type) is tuple:  # as JSON has it
-                options[name] = value = tuple(value)
+            options[name] = value = _as_tuple(value, allowed[name].type)
             check_type(name, value, allowed[name].type)
             if type(value) in (int, float):
                 check_limits(name, value, [Between(-(2**31), 2**31 - 1)])
@@ -80,6 +81,26 @@ class LayerConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dictionary for JSON: {"kind": "flash", "d_qk": 128, ...}."""
         return {"kind": self.kind, **self.options}
+
+
+def _as_tuple(value: Any, hint: Any) -> Any:
+    """A value with tuples in place of the lists of JSON and, for an option of several values, of texts with commas."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_as_tuple(item, None) for item in value)
+    hints = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    of_items = next((get_args(each)[0] for each in hints if get_origin(each) is tuple), None)
+    if of_items is None or value is None or (isinstance(value, str) and str in hints):
+        return value
+    if not isinstance(value, str):
+        return (value,)
+    return tuple(item if of_items is str else _number(item) for item in value.split(",") if item)
+
+
+def _number(text: str) -> int | float | str:
+    for convert in (int, float):
+        with suppress(ValueError):
+            return convert(text)
+    return text
 
 
 @cache

@@ -75,6 +75,9 @@ def register_system(
     system = System(mixer, layer, options or {}, scaled or {}, fields or {}, description=description)
     check_names({**system.options, **system.scaled}, constructor_options(mixer), mixer.__name__)
     _check_options(mixer)
+    for option, value in system.options.items():
+        if not _is_plain(value):
+            raise ArgumentError("options", f"has {option} = {value!r}, which no checkpoint can record: use a number or a text.")
     model_of(SYSTEMS["flash"], TINY, "mlm").override(**system.fields)
     try:
         with shapes_only():
@@ -126,11 +129,13 @@ def _is_plain_type(hint: Any) -> bool:
     if get_origin(hint) is tuple:
         items = get_args(hint)
         return len(items) == 2 and items[1] is ... and _is_plain_type(items[0])
-    return hint in (bool, int, float, str, NoneType, Any) or get_origin(hint) is Literal
+    if get_origin(hint) is Literal:
+        return all(map(_is_plain, get_args(hint)))
+    return hint in (bool, int, float, str, NoneType, Any)
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
+    if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
 

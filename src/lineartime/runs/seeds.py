@@ -15,21 +15,27 @@ _OF_A_RUN = ("seed", "out", "resume", "auto_resume", "like", "cache", "track")
 
 
 def merge_seeds(runs: Sequence[RunSummary]) -> list[RunSummary]:
-    """Merge runs that differ only in the seed, at least two of them with an evaluation; the others stay as they are.
+    """Merge runs that differ only in the seed and have taken as many steps; the others stay as they are.
 
-    A merged run has the means of its runs, the standard deviation of their losses, and the name of the first.
+    Only runs with an evaluation are merged, and only one of each seed. A merged run has the means of its runs, the standard
+    deviation of their losses, and the name of the first.
     """
     settings: dict[str, list[RunSummary]] = {}
+    seen: set[str] = set()
     for place, run in enumerate(runs):
         options = {name: value for name, value in run.options.items() if name not in _OF_A_RUN}
-        measured = options and run.validation_loss is not None
-        key = json.dumps([sorted(options.items()), run.tokenizer] if measured else place)
+        options["override"] = sorted(map(str, options.get("override") or ()))
+        key = json.dumps([sorted(options.items()), run.tokenizer, run.step])
+        with_seed = f"{key} {run.options.get('seed')}"
+        if not run.options or run.validation_loss is None or run.options.get("seed") is None or with_seed in seen:
+            key = str(place)
+        seen.add(with_seed)
         settings.setdefault(key, []).append(run)
     return [_merged(of_setting) if len(of_setting) > 1 else of_setting[0] for of_setting in settings.values()]
 
 
 def _merged(runs: Sequence[RunSummary]) -> RunSummary:
-    runs = sorted(runs, key=lambda run: (run.options.get("seed") or 0, run.name))
+    runs = sorted(runs, key=lambda run: (run.options["seed"], run.name))
     states = {run.state: 0 for run in runs}
     for run in runs:
         states[run.state] += 1
@@ -44,14 +50,12 @@ def _merged(runs: Sequence[RunSummary]) -> RunSummary:
         tokens_per_second=_mean(runs, lambda run: run.tokens_per_second),
         seconds=_mean(runs, lambda run: run.seconds),
         waiting=_mean(runs, lambda run: run.waiting),
-        step=min(run.step for run in runs),
-        tokens=None if any(run.tokens is None for run in runs) else min(run.tokens or 0 for run in runs),
         skipped=sum(run.skipped for run in runs),
         state=state,
         error=next((run.error for run in runs if run.error), None),
         silent_seconds=min(run.silent_seconds for run in runs),
         lines=_mean_lines([run.lines for run in runs]),
-        seeds=tuple(int(run.options.get("seed") or 0) for run in runs),
+        seeds=tuple(run.options["seed"] for run in runs),
         validation_deviation=_deviation(runs, lambda run: run.validation_loss),
         bits_deviation=_deviation(runs, lambda run: run.bits_per_byte),
         paths=tuple(Path(run.path) for run in runs),

@@ -20,25 +20,19 @@ def errors_in_override(*own: str) -> Iterator[None]:
 
 
 def read_override(item: str) -> tuple[str, Any]:
-    """The name and the value in NAME=VALUE: a number, true, false, none, a text, or several with commas."""
+    """The name and the value in NAME=VALUE: a number, true, false, none, or a text."""
     name, equals, text = item.partition("=")
     if not equals:
         raise ArgumentError("override", f"contains {item!r}, which is not of the form NAME=VALUE, for instance chunk_size=64.")
     if text == "none" and name in ("absolute_position", "final_norm"):  # "none" is one of their values
         return name, text
-    if "," in text:
-        return name, tuple(_read_value(part) for part in text.removesuffix(",").split(",") if text != ",")
-    return name, _read_value(text)
-
-
-def _read_value(text: str) -> Any:
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
-        return words[text.lower()]
+        return name, words[text.lower()]
     for convert in (int, float):
         with suppress(ValueError):
-            return convert(text)
-    return text
+            return name, convert(text)
+    return name, text
 
 
 def written(values: Mapping[str, Any]) -> list[str]:
@@ -48,8 +42,8 @@ def written(values: Mapping[str, Any]) -> list[str]:
 
 def _value(value: object) -> str:
     """A value as `read_override` reads it back."""
-    if isinstance(value, tuple):
-        return ",".join(map(_value, value)) + "," * (len(value) < 2)
+    if isinstance(value, tuple):  # an option of this type reads the text
+        return ",".join(map(_value, value)) or ","
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 

@@ -54,6 +54,8 @@ _MAY_CHANGE = (
 _LENGTHS = ("steps", "decay_steps")
 """Options that may differ as long as the steps taken would have had the same learning rates."""
 
+_OWN: dict[str, Any] = {"out": None, "resume": False, "auto_resume": False, "recipe": None}
+"""What is not repeated of a run."""
 ApplyGiven = Callable[[TrainConfig], TrainConfig]
 """Applies the options that the user gave to other defaults."""
 
@@ -118,11 +120,11 @@ def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig,
     Raises:
         LineartimeError: if they contradict each other, or the run they name cannot be read.
     """
-    if config.auto_resume and not config.resume and list_checkpoints(config.run_directory):
-        last, _ = last_whole_checkpoint(config.run_directory)
-        defaults = dataclasses.replace(saved_config(last), out=config.out, resume=True)
-        began_with = {name: getattr(defaults, name) for name in ("like", "recipe", "init_from")}  # which may be given again
-        return dataclasses.replace(apply_given(defaults), **began_with), defaults
+    if config.auto_resume and not config.resume:
+        if config.out is None:
+            raise ArgumentError("auto_resume", "needs the folder of the run: give ", Argument("out"), ".")
+        if list_checkpoints(config.out):
+            return _resumed_again(config, apply_given)
     chosen = [name for name in ("resume", "like", "recipe") if getattr(config, name)]
     if config.resume and config.init_from is not None:
         raise ArgumentError(
@@ -140,7 +142,7 @@ def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig,
     elif config.like is not None:
         with _naming("like", config.like):
             started = read_from(config.like, _repeated_config, None if is_checkpoint(config.like) else "last")
-        defaults = dataclasses.replace(started.config, out=None, resume=False, recipe=None, like=config.like)
+        defaults = dataclasses.replace(started.config, **_OWN, like=config.like)
         config = _merging_override(defaults, apply_given)
         if config.data != defaults.data:  # the patterns belong to the text of that run
             include = () if config.include == defaults.include else config.include
@@ -161,6 +163,20 @@ def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig,
         config = _merging_override(defaults, apply_given)
         config = dataclasses.replace(config, init_from=defaults.init_from)
     return config, defaults
+
+
+def _resumed_again(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
+    """`complete` for a run that has begun, and whose command is given again, with what the run began with."""
+    last, _ = last_whole_checkpoint(config.run_directory)
+    defaults = dataclasses.replace(saved_config(last), out=config.out, resume=True)
+    began_with = {name: getattr(defaults, name) for name in ("like", "recipe", "init_from")}
+    for name, before in began_with.items():
+        given = getattr(config, name)
+        # The weights of a run are recorded with the checkpoint that they were taken from.
+        if given is not None and (before is None or not Path(before).absolute().is_relative_to(Path(given).absolute())):
+            what = f"is {given}, but the run in {config.out} began with {_shown(before)}: use that, or give another "
+            raise ArgumentError(name, what, Argument("out"), ".")
+    return dataclasses.replace(_merging_override(defaults, apply_given), **began_with), defaults
 
 
 @contextmanager

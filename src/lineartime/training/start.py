@@ -7,7 +7,7 @@ import torch
 
 from lineartime import checkpoint as checkpoints
 from lineartime.data import Tokenizer, fingerprint, read_tokenizer, ready_tokenizer, size_to_train
-from lineartime.errors import Argument, ArgumentError, spell
+from lineartime.errors import Argument, ArgumentError, LineartimeError, spell
 from lineartime.files import is_folder
 from lineartime.layers.contract import NO_FUTURE, BrokenPromiseError, check_mixer
 from lineartime.models.block import Block
@@ -77,8 +77,8 @@ def _check_own_mixer(model: ModelConfig) -> list[str]:
         mixer = Block(model).mixer
     try:
         check_mixer(mixer)
-    except BrokenPromiseError as error:
-        if error.promise == NO_FUTURE:
+    except LineartimeError as error:
+        if isinstance(error, BrokenPromiseError) and error.promise == NO_FUTURE:
             raise
         return [str(error)]
     return []
