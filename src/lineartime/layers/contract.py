@@ -19,8 +19,6 @@ from lineartime.layers.stepping import SteppingMixer
 ROWS = 3
 MOST_TOKENS = 600
 """The most tokens in a row, so that a check takes seconds, also of wide layers."""
-
-
 NO_FUTURE = "outputs do not depend on later tokens"
 """The promise without which losses in training mean nothing."""
 
@@ -34,15 +32,13 @@ class BrokenPromiseError(LineartimeError):
 
 
 def check_mixer(mixer: Mixer[Any]) -> tuple[str, ...]:
-    """Check on random tokens that a mixer does what every mixer promises, in both directions of time.
+    """Check on random tokens that a mixer does what every mixer promises.
 
-    A copy of the mixer is checked, on the CPU, in evaluation mode, with weights far from their small initial values.
+    A copy of the mixer is checked, on the CPU, in evaluation mode, with weights far from their small initial values. It reads
+    two chunks and a few more tokens, or 133 if it has no chunks, but at most 600: what only happens further away is not seen.
 
     Args:
         mixer: a layer of a class of your own, or of the library. It is not changed.
-
-    The tokens are two chunks and a few more, or 133 for a mixer without chunks, but at most 600: what only happens further
-    away is not seen.
 
     Returns:
         The promises that were checked, in words: "rows are independent", ...
