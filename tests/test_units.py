@@ -1,6 +1,6 @@
 import pytest
 
-from lineartime.units import counted, duration, size
+from lineartime.units import counted, duration, number_or_text, size
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,9 @@ def test_counts_are_short(number: float, text: str) -> None:
 )
 def test_sizes_have_three_digits(n_bytes: float, text: str) -> None:
     assert size(n_bytes) == text
+
+
+@pytest.mark.parametrize(("text", "value"), [("3", 3), ("3.5", 3.5), ("1e-3", 0.001), ("three", "three"), ("", "")])
+def test_texts_that_write_numbers_are_numbers(text: str, value: object) -> None:
+    found = number_or_text(text)
+    assert (found, type(found)) == (value, type(value))

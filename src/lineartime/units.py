@@ -1,4 +1,6 @@
-"""Durations, counts and sizes in short form, for people."""
+"""Durations, counts and sizes in short form, for people; and numbers that people write."""
+
+from contextlib import suppress
 
 
 def duration(seconds: float) -> str:
@@ -28,3 +30,11 @@ def size(n_bytes: float) -> str:
             return f"{n_bytes:.3g} {unit}"
         n_bytes /= 1000
     return f"{n_bytes:,.3g} GB" if n_bytes < 999.5 else f"{n_bytes:,.0f} GB"
+
+
+def number_or_text(text: str) -> int | float | str:
+    """A text as the number that it writes, if it does."""
+    for convert in (int, float):
+        with suppress(ValueError):
+            return convert(text)
+    return text

@@ -226,9 +226,8 @@ def make_plan(config: ReproduceConfig) -> Plan:
     if config.add and experiment.kind == "latency":
         raise ArgumentError("add", "is given, but this experiment measures all its models together: use ", Call("bench"), ".")
     seeds = max(arm.seeds for arm in arms)
-    arms += [
-        _added_arm(item, experiment.task, seeds) for item in dict.fromkeys(config.add) if item not in {arm.name for arm in arms}
-    ]
+    known = {arm.name for arm in arms}
+    arms += [_added_arm(item, experiment.task, seeds) for item in dict.fromkeys(config.add) if item not in known]
     check_among("systems", config.systems, tuple(arm.name for arm in arms), "model of this experiment")
     if config.systems and experiment.kind == "latency":
         given = " ".join(config.systems)
@@ -262,7 +261,7 @@ def _added_arm(item: str, task: Task, seeds: int) -> Arm:
         reason = SYSTEMS[system].mixer.why_not_causal
         if task != "mlm" and reason is not None:
             raise ArgumentError("system", f"is {system}, which cannot be causal: {reason}.")
-        for name in {"task", "vocab_size", "d_model", "max_positions"} & set(arm.override):
+        for name in [name for name in ("task", "vocab_size", "d_model", "max_positions") if name in arm.override]:
             raise ArgumentError(name, "is the same, or follows from the parameters, for all systems: leave it out.")
         model_of(SYSTEMS[system], TINY, task).override(**arm.override)
     except ArgumentError as error:

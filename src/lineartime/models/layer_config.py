@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
@@ -15,6 +14,7 @@ from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.options import Option, constructor_options
 from lineartime.layers.residual import LayerOptions
 from lineartime.models.systems import SYSTEMS
+from lineartime.units import number_or_text
 
 KINDS: dict[str, dict[str, type[Any]]] = {
     "mixer": {system.mixer.name: system.mixer for system in SYSTEMS.values()},
@@ -93,14 +93,7 @@ def _as_tuple(value: Any, hint: Any) -> Any:
         return value
     if not isinstance(value, str):
         return (value,)
-    return tuple(item if of_items is str else _number(item) for item in value.split(",") if item)
-
-
-def _number(text: str) -> int | float | str:
-    for convert in (int, float):
-        with suppress(ValueError):
-            return convert(text)
-    return text
+    return tuple(item if of_items is str else number_or_text(item) for item in value.split(",") if item)
 
 
 @cache

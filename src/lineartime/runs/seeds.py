@@ -2,9 +2,9 @@
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from lineartime.runs.curve import DEVIATION
 from lineartime.runs.metrics import Line
@@ -36,11 +36,8 @@ def merge_seeds(runs: Sequence[RunSummary]) -> list[RunSummary]:
 
 def _merged(runs: Sequence[RunSummary]) -> RunSummary:
     runs = sorted(runs, key=lambda run: (run.options["seed"], run.name))
-    states = {run.state: 0 for run in runs}
-    for run in runs:
-        states[run.state] += 1
-    state = next(iter(states)) if len(states) == 1 else ", ".join(f"{count} {state}" for state, count in states.items())
-    first = runs[0]
+    first, states = runs[0], Counter(run.state for run in runs)
+    state = first.state if len(states) == 1 else ", ".join(f"{count} {state}" for state, count in states.items())
     return replace(
         first,
         options={name: value for name, value in first.options.items() if name not in _OF_A_RUN},
@@ -58,7 +55,7 @@ def _merged(runs: Sequence[RunSummary]) -> RunSummary:
         seeds=tuple(run.options["seed"] for run in runs),
         validation_deviation=_deviation(runs, lambda run: run.validation_loss),
         bits_deviation=_deviation(runs, lambda run: run.bits_per_byte),
-        paths=tuple(Path(run.path) for run in runs),
+        paths=tuple(run.path for run in runs),
     )
 
 

@@ -1,11 +1,12 @@
 """The texts NAME=VALUE by which the command line sets fields of a model and options of its layers."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 from lineartime.errors import ArgumentError
+from lineartime.units import number_or_text
 
 
 @contextmanager
@@ -29,10 +30,7 @@ def read_override(item: str) -> tuple[str, Any]:
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return name, words[text.lower()]
-    for convert in (int, float):
-        with suppress(ValueError):
-            return name, convert(text)
-    return name, text
+    return name, number_or_text(text)
 
 
 def written(values: Mapping[str, Any]) -> list[str]:
