@@ -182,3 +182,10 @@ def test_the_command_says_when_there_was_too_little_text(
     )
     assert main(["tokenize", "--data", str(text), "--out", str(tmp_path / "u.json"), "--max-bytes", "0"]) == 1
     assert "--max-bytes is 0" in capsys.readouterr().err
+
+
+def test_the_command_refuses_a_tiny_vocabulary_before_it_reads_the_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tokenize", "--data", str(tmp_path / "missing"), "--out", str(tmp_path / "t.json"), "--vocab-size", "9"]) == 1
+    assert "--vocab-size is 9, but must be at least 258" in capsys.readouterr().err
