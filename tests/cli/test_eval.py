@@ -22,6 +22,7 @@ def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[st
         for word in (
             "the test split of",
             "computed on cpu, ",
+            " ± ",
             "nats per token",
             "bits per byte",
             "perplexity",
@@ -31,7 +32,7 @@ def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[st
         ):
             assert word in shown
     assert "24 tokens read at a time" in shown  # of the carried context
-    assert re.search(r"│ +16 to 31 │ +\d\.\d{4} │ +\d+ │", shown)
+    assert re.search(r"│ +16 to 31 │ +\d\.\d{4} │ +(-|\d\.\d{4}) │ +\d+ │", shown)
 
 
 def test_eval_prints_json_for_other_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,17 +118,19 @@ def _print(evaluation: "Evaluation", where: str, words: bool) -> None:
     what = f"{evaluation.checkpoint} on {evaluation.text}, {evaluation.tokens:,} tokens"
     console.print(f"{what}; computed on {where}", soft_wrap=True)
     console.print(f"context         {evaluation.context}", soft_wrap=True)
-    console.print(f"loss            {evaluation.loss:.4f} nats per token")
+    error = "" if evaluation.loss_error is None else f" ± {evaluation.loss_error:.4f}"
+    console.print(f"loss            {evaluation.loss:.4f}{error} nats per token")
     console.print(f"perplexity      {evaluation.perplexity:.3f} per {'masked token' if evaluation.masked else 'token'}")
     if words and evaluation.word_perplexity is not None:
         per_word = f"{evaluation.word_perplexity:{'.3f' if evaluation.word_perplexity < 1e6 else '.3g'}}"
         console.print(f"                {per_word} per word")
     if evaluation.bits_per_byte is not None:
         console.print(f"bits per byte   {evaluation.bits_per_byte:.4f}")
-    headers = ("position" if evaluation.masked else "tokens read", "loss (nats)", "tokens")
+    headers = ("position" if evaluation.masked else "tokens read", "loss (nats)", "± error", "tokens")
     columns = (Column(header, justify="right") for header in headers)
     table = Table(*columns, title="loss by position in the context", title_justify="left")
     for position in evaluation.by_position:
         reach = f"{position.first:,}" if position.first == position.last else f"{position.first:,} to {position.last:,}"
-        table.add_row(reach, f"{position.loss:.4f}", f"{position.count:,}")
+        error = "-" if position.error is None else f"{position.error:.4f}"
+        table.add_row(reach, f"{position.loss:.4f}", error, f"{position.count:,}")
     console.print(table)

@@ -19,6 +19,7 @@ from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import Argument, ArgumentError, LineartimeError
+from lineartime.evaluation.positions import PositionLoss, PositionSums
 from lineartime.evaluation.prose import is_prose
 from lineartime.machine import autocast
 from lineartime.models.language_model import CausalLM, LanguageModel
@@ -28,16 +29,6 @@ _SAMPLES, _SAMPLE = 16, 2048
 """The number of samples that decide whether a stream is prose, and the tokens in each."""
 _LOGITS = 1 << 24
 """The number of logits in memory at once."""
-
-
-@dataclass(frozen=True)
-class PositionLoss:
-    """The mean loss, in nats, of the `count` tokens that have from `first` to `last` tokens before them."""
-
-    first: int
-    last: int
-    loss: float
-    count: int
 
 
 @dataclass(frozen=True)
@@ -58,6 +49,9 @@ class Evaluation:
         by_position: the loss by the number of preceding tokens, from each power of two to the next. The first of these is the
             token before the window, or an end of document. A masked model is bidirectional: for it, this is the loss by
             position in the window.
+        loss_error: the standard error of the loss, in nats, with windows, or pieces of the carried context, as samples: how far
+            the loss of other text of this kind may be. None for a single window. The difference of two models on the same
+            windows is known far more precisely.
         checkpoint: the checkpoint of the model; None for a model in memory. It is ignored when results are compared.
     """
 
@@ -70,6 +64,7 @@ class Evaluation:
     word_perplexity: float | None
     prose: bool
     by_position: list[PositionLoss]
+    loss_error: float | None = None
     checkpoint: Path | None = field(default=None, compare=False)
 
     @property
@@ -137,7 +132,7 @@ def evaluate_windowed(
     longest = model.config.longest_sequence
     if longest is not None and min(context_length, tokens) > longest:
         raise ArgumentError("context_length", f"is {context_length}, but this model reads at most {longest} tokens.")
-    positions, task = _Positions(), model.config.task
+    sums, task = PositionSums(), model.config.task
     device = next(model.parameters()).device
     with Progress(f"measuring {stream.name}", total=tokens) as progress:
         for windows, skip, starts in _windows(stream, tokenizer, tokens, context_length, stride, batch_size):
@@ -148,7 +143,7 @@ def evaluate_windowed(
                 losses = token_losses(model, hidden, batch.targets.to(device)).view(len(windows), -1).cpu()
             counted = batch.targets.view(len(windows), -1) != IGNORED
             before = _tokens_before(batch).view(len(windows), -1)
-            positions.add(losses[:, skip:], counted[:, skip:], before[:, skip:])
+            sums.add(losses[:, skip:], counted[:, skip:], before[:, skip:])
             progress.advance(losses[:, skip:].numel())
     overlap = "not overlapping" if stride == context_length else f"one every {stride}, the last {stride} tokens of each counted"
     context = f"windows of {context_length} tokens, {overlap}"
@@ -157,7 +152,7 @@ def evaluate_windowed(
         context += f"; the first half of each {part} is its prefix, read in both directions, and not counted"
     if packed:
         context += "; no document reads another"
-    return positions.evaluation(context, stream, _is_prose(stream, tokenizer), masked=task == "mlm")
+    return _evaluation(sums, context, stream, tokenizer, masked=task == "mlm")
 
 
 @torch.no_grad()
@@ -178,7 +173,7 @@ def evaluate_carried(
             f"There are {tokens} tokens in {stream.name}, but this model reads at most {longest} in one sequence: evaluate in "
             "windows."
         )
-    positions = _Positions()
+    sums = PositionSums()
     device = next(model.parameters()).device
     state = model.init_state(1)
     with Progress(f"measuring {stream.name}", total=tokens) as progress:
@@ -188,10 +183,10 @@ def evaluate_carried(
                 hidden, state = model.backbone.extend(batch.inputs.to(device), state)
                 losses = token_losses(model, hidden, batch.targets.to(device)).cpu()
             before = torch.arange(start + 1, start + 1 + losses.shape[1])[None]
-            positions.add(losses, torch.ones_like(losses, dtype=torch.bool), before)
+            sums.add(losses, torch.ones_like(losses, dtype=torch.bool), before)
             progress.advance(losses.numel())
     context = f"carried from the first token of the split to the last, {segment} tokens read at a time"
-    return positions.evaluation(context, stream, _is_prose(stream, tokenizer), masked=False)
+    return _evaluation(sums, context, stream, tokenizer)
 
 
 def _length(stream: TokenStream, max_tokens: int | None) -> int:
@@ -236,42 +231,23 @@ def _windows(
             yield torch.stack([_read(stream, tokenizer, start, length) for start in starts]), skip, starts
 
 
-class _Positions:
-    """Sums of losses by the number of preceding tokens: 1, 2-3, 4-7, ..."""
-
-    def __init__(self) -> None:
-        self._sums = torch.zeros(64, dtype=torch.float64)
-        self._counts = torch.zeros(64, dtype=torch.float64)
-        self._longest = 0
-
-    def add(self, losses: Tensor, counted: Tensor, before: Tensor) -> None:
-        """Add losses [B, T] of tokens with so many preceding tokens, [B, T]; `counted` marks those with a target."""
-        bucket = before.double().log2().floor().long().flatten()
-        self._longest = max(self._longest, int(before.max()))
-        self._sums.index_add_(0, bucket, losses.double().flatten())
-        self._counts.index_add_(0, bucket, counted.double().flatten())
-
-    def evaluation(self, context: str, stream: TokenStream, prose: bool, masked: bool) -> Evaluation:
-        count = int(self._counts.sum())
-        if count == 0:
-            raise LineartimeError(
-                f"The model predicts no token of {stream.name}, so there is no loss: give more text, or more ",
-                Argument("max_tokens"),
-                ".",
-            )
-        loss = float(self._sums.sum()) / count
-        sums, counts = self._sums.tolist(), self._counts.tolist()
-        top = self._longest.bit_length() - 1
-        if top > 0 and self._longest == 1 << top:  # a single place, whose few tokens would be noise, joins the one before
-            sums[top - 1], counts[top - 1] = sums[top - 1] + sums[top], counts[top - 1] + counts[top]
-            counts[top], top = 0.0, top - 1
-        by_position = [
-            PositionLoss(1 << power, self._longest if power == top else (2 << power) - 1, sums[power] / n, int(n))
-            for power, n in enumerate(counts)
-            if n
-        ]
-        # The measured part of the stream is assumed to have a proportional share of its bytes and words.
-        n_bytes, n_words = (round(number * count / len(stream)) for number in (stream.n_bytes, stream.n_words))
-        bits = None if masked else bits_per_byte(loss, count, n_bytes)
-        per_word = None if masked else word_perplexity(loss, count, n_words)
-        return Evaluation(stream.name, context, loss, count, masked, bits, per_word, prose, by_position)
+def _evaluation(
+    sums: PositionSums, context: str, stream: TokenStream, tokenizer: Tokenizer, masked: bool = False
+) -> Evaluation:
+    """The result, from the sums of the losses. Raises LineartimeError if the model has predicted no token."""
+    mean = sums.mean()
+    if mean is None:
+        raise LineartimeError(
+            f"The model predicts no token of {stream.name}, so there is no loss: give more text, or more ",
+            Argument("max_tokens"),
+            ".",
+        )
+    loss, error, count = mean
+    # The measured part of the stream is assumed to have a proportional share of its bytes and words.
+    n_bytes, n_words = (round(number * count / len(stream)) for number in (stream.n_bytes, stream.n_words))
+    bits = None if masked else bits_per_byte(loss, count, n_bytes)
+    per_word = None if masked else word_perplexity(loss, count, n_words)
+    prose = _is_prose(stream, tokenizer)
+    return Evaluation(
+        stream.name, context, loss, count, masked, bits, per_word, prose, list(sums.by_position()), loss_error=error
+    )

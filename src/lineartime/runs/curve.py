@@ -79,7 +79,10 @@ def _draw_positions(axes: Any, evaluation: "Evaluation") -> None:
     """Plot the loss by the number of tokens read, one level for each power of two, and the overall mean as a line."""
     positions = evaluation.by_position
     edges = [*(position.first for position in positions), positions[-1].last + 1]
-    axes.stairs([position.loss for position in positions], edges, baseline=None, color="tab:green", linewidth=2)
+    values, errors = [position.loss for position in positions], [position.error or 0.0 for position in positions]
+    axes.stairs(values, edges, baseline=None, color="tab:green", linewidth=2)
+    low, high = ([value + sign * error for value, error in zip(values, errors, strict=True)] for sign in (-1, 1))
+    axes.stairs(high, edges, baseline=low, fill=True, color="tab:green", alpha=0.2, label="± standard error")
     axes.axhline(evaluation.loss, color="black", linestyle=":", linewidth=1, label=f"mean, {evaluation.loss:.3f}")
     axes.set_xscale("log", base=2)
     what = "place in the window" if evaluation.masked else "tokens read before"

@@ -1,0 +1,91 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lineartime.evaluation.positions import PositionSums, standard_error
+
+
+def add(sums: PositionSums, losses: torch.Tensor, counted: torch.Tensor | None = None, first: int = 1) -> None:
+    before = torch.arange(first, first + losses.shape[1]).expand_as(losses)
+    sums.add(losses, torch.ones_like(losses, dtype=torch.bool) if counted is None else counted, before)
+
+
+def error_by_hand(losses: list[list[float]]) -> float:
+    """Cochran's formula, row by row."""
+    mean = sum(map(sum, losses)) / sum(map(len, losses))
+    squares = sum((sum(row) - mean * len(row)) ** 2 for row in losses)
+    return math.sqrt(squares * len(losses) / (len(losses) - 1)) / sum(map(len, losses))
+
+
+def test_means_and_errors_are_those_of_the_counted_tokens() -> None:
+    losses = torch.rand(5, 6, generator=torch.Generator().manual_seed(0))
+    counted = torch.ones(5, 6, dtype=torch.bool)
+    counted[0, 1:4] = counted[3] = False
+    sums = PositionSums()
+    add(sums, losses[:2], counted[:2])
+    add(sums, losses[2:], counted[2:])
+    mean = sums.mean()
+    assert mean is not None
+    rows = [losses[i][counted[i]].tolist() for i in (0, 1, 2, 4)]
+    assert mean.tokens == sum(map(len, rows)) == 21
+    assert mean.loss == pytest.approx(sum(map(sum, rows)) / 21, rel=1e-6)
+    assert mean.error == pytest.approx(error_by_hand(rows), rel=1e-6)
+    found = {(each.first, each.last): each for each in sums.by_position()}
+    assert set(found) == {(1, 1), (2, 3), (4, 6)}
+    middle = [losses[i, 1:3].tolist() for i in (1, 2, 4)]
+    assert found[2, 3].count == 6
+    assert found[2, 3].loss == pytest.approx(sum(map(sum, middle)) / 6, rel=1e-6)
+    assert found[2, 3].error == pytest.approx(error_by_hand(middle), rel=1e-6)
+
+
+def test_the_error_is_that_of_rows_whose_tokens_share_a_topic() -> None:
+    random = np.random.default_rng(0)
+
+    def measured() -> tuple[float, float]:
+        topic = random.normal(size=(40, 1))  # a deviation that all tokens of a row share
+        sums = PositionSums()
+        add(sums, torch.from_numpy(3 + topic + random.normal(size=(40, 30))))
+        mean = sums.mean()
+        assert mean is not None
+        assert mean.error is not None
+        return mean.loss, mean.error
+
+    means, errors = zip(*(measured() for _ in range(400)), strict=True)
+    actual = float(np.std(means))
+    assert np.mean(errors) == pytest.approx(actual, rel=0.1)
+    assert actual > 3 * math.sqrt(2 / (40 * 30))  # what tokens as independent samples would claim
+
+
+def test_one_row_has_no_error() -> None:
+    assert standard_error(3.0, 2.0, 9.0, 6.0, 4.0, rows=1) is None
+    sums = PositionSums()
+    add(sums, torch.ones(1, 3))
+    mean = sums.mean()
+    assert mean is not None
+    assert mean.error is None
+    assert [each.error for each in sums.by_position()] == [None, None]
+
+
+def test_equal_losses_have_no_error_rather_than_the_root_of_a_rounding_error() -> None:
+    sums = PositionSums()
+    add(sums, torch.full((7, 5), 0.1))
+    mean = sums.mean()
+    assert mean is not None
+    assert mean.error == pytest.approx(0, abs=1e-8)
+
+
+def test_nothing_counted_gives_no_mean() -> None:
+    sums = PositionSums()
+    add(sums, torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool))
+    assert sums.mean() is None
+    assert list(sums.by_position()) == []
+
+
+def test_a_last_place_alone_joins_the_places_before_it() -> None:
+    sums = PositionSums()
+    add(sums, torch.arange(16.0).reshape(2, 8))
+    last = list(sums.by_position())[-1]
+    assert (last.first, last.last, last.count) == (4, 8, 10)
+    assert last.loss == pytest.approx((3 + 4 + 5 + 6 + 7 + 11 + 12 + 13 + 14 + 15) / 10)
