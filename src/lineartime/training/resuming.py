@@ -125,44 +125,63 @@ def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig,
             raise ArgumentError("auto_resume", "needs the folder of the run: give ", Argument("out"), ".")
         if list_checkpoints(config.out):
             return _resumed_again(config, apply_given)
-    chosen = [name for name in ("resume", "like", "recipe") if getattr(config, name)]
-    if config.resume and config.init_from is not None:
-        raise ArgumentError(
-            "init_from", "starts a new run, and cannot be combined with ", Argument("resume"), ": use one of them."
-        )
-    if len(chosen) > 1:
-        other = Argument(chosen[1])
-        raise ArgumentError(chosen[0], "cannot be combined with ", other, ": each sets all other options; use one of them.")
-    defaults = TrainConfig()
+    _check_combination(config)
     if config.resume and not is_checkpoint(config.run_directory):
-        last, _ = last_whole_checkpoint(config.run_directory)
-        defaults = dataclasses.replace(saved_config(last), out=config.run_directory, resume=True)
-        # The folder may depend on other options, which need not be given again.
-        config = dataclasses.replace(apply_given(defaults), out=config.run_directory)
-    elif config.like is not None:
-        with _naming("like", config.like):
-            started = read_from(config.like, _repeated_config, None if is_checkpoint(config.like) else "last")
-        defaults = dataclasses.replace(started.config, **_OWN, like=config.like)
-        config = _merging_override(defaults, apply_given)
-        if config.data != defaults.data:  # the patterns belong to the text of that run
-            include = () if config.include == defaults.include else config.include
-            exclude = () if config.exclude == defaults.exclude else config.exclude
-            config = dataclasses.replace(config, include=include, exclude=exclude)
-        sizes = ("batch_size", "context_length", "tokens_per_batch")
-        changed = [name for name in sizes if getattr(config, name) != getattr(defaults, name)]
-        if started.chose_step and changed and "tokens_per_batch" not in changed:
-            config = dataclasses.replace(config, tokens_per_batch=None)
+        return _resumed(config, apply_given)
+    defaults = TrainConfig()
+    if config.like is not None:
+        config, defaults = _repeated(config.like, apply_given)
     elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
         preset = apply_given(dataclasses.replace(defaults, preset=recipe_preset(config.recipe))).preset
         defaults = recipe_config(config.recipe, preset)
         config = _merging_override(defaults, apply_given)
     if config.init_from is not None and config.init_from != defaults.init_from:  # given, not inherited from another run
-        usual = defaults
-        with _naming("init_from", config.init_from):
-            defaults = read_from(config.init_from, lambda checkpoint: _with_model_of(checkpoint, usual))
-        config = _merging_override(defaults, apply_given)
-        config = dataclasses.replace(config, init_from=defaults.init_from)
+        config, defaults = _beginning_with(config.init_from, defaults, apply_given)
     return config, defaults
+
+
+def _check_combination(config: TrainConfig) -> None:
+    """Raise ArgumentError if two options choose where the others come from."""
+    if config.resume and config.init_from is not None:
+        raise ArgumentError(
+            "init_from", "starts a new run, and cannot be combined with ", Argument("resume"), ": use one of them."
+        )
+    chosen = [name for name in ("resume", "like", "recipe") if getattr(config, name)]
+    if len(chosen) > 1:
+        other = Argument(chosen[1])
+        raise ArgumentError(chosen[0], "cannot be combined with ", other, ": each sets all other options; use one of them.")
+
+
+def _resumed(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
+    """`complete` with `resume`."""
+    last, _ = last_whole_checkpoint(config.run_directory)
+    defaults = dataclasses.replace(saved_config(last), out=config.run_directory, resume=True)
+    # The folder may depend on other options, which need not be given again.
+    return dataclasses.replace(apply_given(defaults), out=config.run_directory), defaults
+
+
+def _repeated(like: Path, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
+    """`complete` with `like`."""
+    with _naming("like", like):
+        started = read_from(like, _repeated_config, None if is_checkpoint(like) else "last")
+    defaults = dataclasses.replace(started.config, **_OWN, like=like)
+    config = _merging_override(defaults, apply_given)
+    if config.data != defaults.data:  # the patterns belong to the text of that run
+        include = () if config.include == defaults.include else config.include
+        exclude = () if config.exclude == defaults.exclude else config.exclude
+        config = dataclasses.replace(config, include=include, exclude=exclude)
+    sizes = ("batch_size", "context_length", "tokens_per_batch")
+    changed = [name for name in sizes if getattr(config, name) != getattr(defaults, name)]
+    if started.chose_step and changed and "tokens_per_batch" not in changed:
+        config = dataclasses.replace(config, tokens_per_batch=None)
+    return config, defaults
+
+
+def _beginning_with(init_from: Path, defaults: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
+    """`complete` with `init_from`, on top of other defaults."""
+    with _naming("init_from", init_from):
+        defaults = read_from(init_from, lambda checkpoint: _with_model_of(checkpoint, defaults))
+    return dataclasses.replace(_merging_override(defaults, apply_given), init_from=defaults.init_from), defaults
 
 
 def _resumed_again(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
