@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from lineartime.experiments import __main__, catalogue, command, runner, worker
 from lineartime.experiments.collect import collect
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import Optimizer
+from lineartime.experiments.estimate import all_jobs
 from lineartime.experiments.folder import with_device, with_saved_options, write_plan
 from lineartime.experiments.plan import Job, make_plan
 from lineartime.experiments.report import write_report
@@ -470,3 +472,19 @@ def test_an_optimiser_joins_by_one_entry(options: Options, here: Do, done: list[
     # Runs of one optimiser are continued as such, whatever joins later.
     monkeypatch.setitem(catalogue.OPTIMIZERS, "third", second)
     assert make_plan(with_saved_options(options(systems=("transformer++",)))).optimizers == ("adamw", "second")
+
+
+def test_more_seeds_than_the_experiment_has_join_the_report(
+    options: Options, here: Do, done: list[str], finished: None
+) -> None:
+    plan = make_plan(options(seeds=4, systems=("transformer++",)))
+    assert [job.kind for _, job in all_jobs(plan)].count("run") == 4
+    assert run_all(plan, ignore, here).problems == ()
+    assert done == ["run"] * 3  # the first one had ended
+    file, report, _ = write_report(make_plan(options()))
+    row = report["settings"][0]["rows"][1]
+    assert [run["state"] for run in row["runs"]] == ["finished"] * 4
+    losses = [run["bits_per_byte"] for run in row["runs"]]
+    line = next(line for line in file.read_text().splitlines() if line.startswith("| transformer++ "))
+    assert f"{statistics.fmean(losses):.4f} ± {statistics.stdev(losses):.4f} (4)" in line
+    assert "| 1.00 |" in line  # the speed-up against itself

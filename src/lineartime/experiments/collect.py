@@ -1,8 +1,9 @@
 """The results of an experiment as plain data: what report.json holds, and what the tables and pictures show."""
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import count
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
@@ -152,10 +153,19 @@ def _test(measured: Measurement) -> TestData:
     return cast("TestData", {name: value for name, value in asdict(measured).items() if name != "text"})
 
 
+def _runs(plan: Plan, entry: Entry, optimizer: str) -> Iterator[Run]:
+    """The run of each seed of the experiment, and of further ones, which `seeds` has asked for, that have begun."""
+    for seed in count():
+        job = plan.final_job(entry, optimizer, seed)
+        if seed >= plan.seeds(entry.arm) and not job.folder.exists():
+            return
+        yield read_run(job)
+
+
 def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None, state: _State) -> SystemRow:
     """An arm in a setting: its grid, its choice and its runs."""
     optimizer = "adamw" if chosen is None else chosen.optimizer
-    runs = [read_run(plan.final_job(entry, optimizer, seed)) for seed in range(plan.seeds(entry.arm))]
+    runs = list(_runs(plan, entry, optimizer))
     for run in runs:
         state.note(plan, run)
     target = plan.entries_of(entry.setting)[0].parameters

@@ -43,7 +43,7 @@ class ReproduceConfig:
     texts: tuple[TextName, ...] = ()
     """Run only these kinds of text now."""
     seeds: AtLeastOne | None = None
-    """Maximum number of seeds to run now; the default is that of the experiment."""
+    """Number of seeds to train of each model now, more or fewer than the one or two of the experiment."""
     optimizers: tuple[str, ...] = ()
     """Optimisers to tune; the default is all."""
     rates: tuple[Rate, ...] = ()

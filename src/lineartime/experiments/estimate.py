@@ -75,7 +75,7 @@ def all_jobs(plan: Plan) -> Iterator[tuple[Entry, Job]]:
                 for rate in plan.rates(optimizer):
                     yield entry, plan.tuning_job(entry, optimizer, rate)
             for optimizer in plan.final_optimizers(plan.optimizers[0]):
-                for seed in range(min(plan.seeds(entry.arm), plan.config.seeds or plan.seeds(entry.arm))):
+                for seed in range(plan.seeds_now(entry.arm)):
                     yield entry, plan.final_job(entry, optimizer, seed)
 
 

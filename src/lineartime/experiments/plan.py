@@ -124,6 +124,10 @@ class Plan:
         """How many seeds of an arm belong to the experiment."""
         return arm.seeds if self.tunes else 1
 
+    def seeds_now(self, arm: Arm) -> int:
+        """How many seeds of an arm to train now."""
+        return self.config.seeds or self.seeds(arm)
+
     def is_selected(self, entry: Entry) -> bool:
         """Whether the options ask to run an arm in a setting now."""
         chosen = self.config

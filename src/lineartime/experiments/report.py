@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -219,7 +220,7 @@ def _pairs_table(plan: Plan, report: QualityReport, metric: TestMetric) -> Itera
             columns["context"].append(setting["name"])
             columns["from -> to"].append(name)
             columns[unit].append(_values([found - wanted for wanted, found in seeds], "+.4f"))
-            columns["loss"].append(" / ".join(_percent(found / wanted - 1) for wanted, found in seeds))
+            columns["loss"].append(_values([100 * (found / wanted - 1) for wanted, found in seeds], "+.2f", " %"))
             columns["paper: perplexity"].append(NOT_THERE if cost is None else f"{cost:+.2f}")
     if columns["context"]:
         yield "## What the approximation costs"
@@ -257,9 +258,13 @@ def _latency_tables(report: LatencyReport) -> Iterator[str]:
 # Cells ----------------------------------------------------------------------------------------------------------------
 
 
-def _values(values: Sequence[float], form: str = ".4f") -> str:
-    """The values of all seeds."""
-    return " / ".join(format(value, form) for value in values) or NOT_THERE
+def _values(values: Sequence[float], form: str = ".4f", unit: str = "") -> str:
+    """The values of all seeds, or of more than three, their mean and standard deviation."""
+    if len(values) > 3 and len(set(values)) > 1:
+        mean, deviation = format(statistics.fmean(values), form), format(statistics.stdev(values), form.replace("+", ""))
+        return f"{mean} ± {deviation}{unit} ({len(values)})"
+    shown = values if len(values) <= 3 else values[:1]
+    return " / ".join(f"{value:{form}}{unit}" for value in shown) or NOT_THERE
 
 
 def _each(row: SystemRow, metric: Callable[[RunData], float | None], form: str) -> str:
@@ -293,8 +298,9 @@ def _final_losses(rows: Sequence[SystemRow], baseline: str | None) -> list[float
 
 
 def _speedups(row: SystemRow, reached: Sequence[float | None]) -> str:
-    cells = []
-    for run, speedup, loss in zip(row["runs"], row["speedups"], reached, strict=False):
-        if run["loss"] is not None and loss is not None:
-            cells.append("not reached" if speedup is None else f"{speedup:.2f}")
-    return " / ".join(cells) or NOT_THERE
+    both = zip(row["runs"], row["speedups"], reached, strict=False)
+    speedups = [speedup for run, speedup, loss in both if run["loss"] is not None and loss is not None]
+    known = [speedup for speedup in speedups if speedup is not None]
+    if len(known) == len(speedups):
+        return _values(known, ".2f")
+    return " / ".join("not reached" if speedup is None else f"{speedup:.2f}" for speedup in speedups)

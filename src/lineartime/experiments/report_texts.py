@@ -26,7 +26,7 @@ def legend(plan: Plan) -> str:
     per = "masked token" if plan.experiment.task == "mlm" else "byte"
     return "\n".join(
         [
-            "- Of several seeds, all values are shown.",
+            "- Of two or three seeds, all values are shown; of more, the mean ± the standard deviation, and their number.",
             f"- Losses per {per} are on text that was not trained on: *held-out* text, on which the curves and the tuned rates "
             "are measured, and the *test* split, measured once at the end.",
             f"- *loss against the baseline*: the held-out loss over that of {base}, less one; for the paper, the same of the "

@@ -113,10 +113,9 @@ class _Runner:
             for entry in entries:
                 for optimizer in plan.optimizers:
                     self._tune(entry, optimizer)
-        seeds = max((plan.seeds(entry.arm) for entry in entries), default=0)
-        for seed in range(min(seeds, plan.config.seeds or seeds)):
+        for seed in range(max((plan.seeds_now(entry.arm) for entry in entries), default=0)):
             for entry in entries:
-                if seed < plan.seeds(entry.arm):
+                if seed < plan.seeds_now(entry.arm):
                     self._final(entry, seed)
 
     def _measure_speeds(self, entries: list[Entry]) -> None:
