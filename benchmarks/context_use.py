@@ -16,8 +16,8 @@ from lineartime.evaluation import evaluate
 from lineartime.host import cache_folder
 from lineartime.markdown import markdown_table
 
-SHORTEST = (4, 8, 16, 32, 64, 128, 256)
-"""The number of tokens that are at least before each measured token."""
+HALVES = (2, 4, 8, 16, 32, 64, 128, 256)
+"""The lengths n of half a window."""
 AT_ONCE = 8192
 """Tokens of windows computed at once."""
 
@@ -25,11 +25,11 @@ AT_ONCE = 8192
 def losses(run: Path) -> list[float]:
     """The bits per byte of a run's model with each context."""
     found = []
-    for n in SHORTEST:
+    for n in HALVES:
         measured = evaluate(run, context_length=2 * n, stride=n, batch_size=AT_ONCE // (2 * n), precision="fp32")
         assert measured.bits_per_byte is not None
         found.append(measured.bits_per_byte)
-        print(f"{run}: {n} to {2 * n - 1} tokens before: {found[-1]:.4f} bits per byte", flush=True)
+        print(f"{run}: {n + 1} to {2 * n} tokens before: {found[-1]:.4f} bits per byte", flush=True)
     return found
 
 
@@ -41,11 +41,11 @@ def main() -> None:
     stream = token_stream(load_corpus(()), "test", load_with_tokenizer(runs[0]).tokenizer, cache_folder())
     size = stream.n_bytes / len(stream)
     lines = [
-        (f"{n} to {2 * n - 1}", f"{n * size:.0f} to {(2 * n - 1) * size:.0f}", *(f"{each:.3f}" for each in measured))
-        for n, *measured in zip(SHORTEST, *found, strict=True)
+        (f"{n + 1} to {2 * n}", f"{(n + 1) * size:.0f} to {2 * n * size:.0f}", *(f"{each:.3f}" for each in measured))
+        for n, *measured in zip(HALVES, *found, strict=True)
     ]
     header = ("tokens before", "bytes before", *(f"`{run.name}`: bits per byte" for run in runs))
-    rows = [{"run": run.name, "shortest": SHORTEST, "bits_per_byte": each} for run, each in zip(runs, found, strict=True)]
+    rows = [{"run": run.name, "halves": HALVES, "bits_per_byte": each} for run, each in zip(runs, found, strict=True)]
     save("context_use", rows, markdown_table(header, lines, left=2))
 
 

@@ -204,3 +204,37 @@ def test_the_picture_shows_the_curve_beside_the_loss_by_position(
     for place in ("report.png/a.png", "new/b.png"):
         (tmp_path / "new" / "b.png").mkdir(exist_ok=True)
         fails(["eval", "nothing", "--plot", str(tmp_path / place)], f"Cannot write .*/{place}: ")  # at once
+
+
+def test_several_runs_are_compared_window_by_window(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, last = str(folder / "run"), str(folder / "run" / "step-00000002")
+    arguments = ["eval", first, last, "--cache", str(folder / "cache")]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("the test split of") == 1  # the same text and windows
+    values = re.findall(r"│ +(\d\.\d{4}) ± \d\.\d{4} │ +(\d\.\d{4}) │ +(-|\+\d\.\d{4} ± \d\.\d{4}) │", shown)
+    assert [apart == "-" for *_, apart in values] == [True, False]
+    (_, trained, _), (_, untrained, apart) = values
+    assert float(apart.split(" ")[0]) == pytest.approx(float(untrained) - float(trained), abs=2e-4)
+    assert main([*arguments, "--json"]) == 0
+    results = list(map(json.loads, capsys.readouterr().out.splitlines()))
+    assert "difference_from_first" not in results[0]
+    assert results[1]["difference_from_first"]["loss"] == pytest.approx(results[1]["loss"] - results[0]["loss"])
+    assert main([*arguments, "--plot", str(folder / "both.png")]) == 1
+    assert "--plot shows one run: give one, or draw the curves of several by `lineartime runs`" in capsys.readouterr().err
+
+
+def test_runs_of_other_texts_are_shown_but_not_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, other = folder / "other.txt", folder / "other"
+    text.write_text("Some other words.\n" * 300)
+    small = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--context-length", "24", "--batch-size", "2"]
+    cache = ["--cache", str(folder / "cache")]
+    assert main(["train", *small, "--data", str(text), "--steps", "1", "--out", str(other), *cache]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(folder / "run"), str(other), *cache]) == 0
+    assert "is an evaluation with another text: the two must read the same tokens" in capsys.readouterr().out
+
+
+def test_eval_asks_for_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval"]) == 1
+    assert "runs is empty: give the folder of a run, or of one checkpoint" in capsys.readouterr().err

@@ -23,7 +23,7 @@ def test_means_and_errors_are_those_of_the_counted_tokens() -> None:
     losses = torch.rand(5, 6, generator=torch.Generator().manual_seed(0))
     counted = torch.ones(5, 6, dtype=torch.bool)
     counted[0, 1:4] = counted[3] = False
-    sums = PositionSums()
+    sums = PositionSums(6)
     add(sums, losses[:2], counted[:2])
     add(sums, losses[2:], counted[2:])
     mean = sums.mean()
@@ -45,7 +45,7 @@ def test_the_error_is_that_of_rows_whose_tokens_share_a_topic() -> None:
 
     def measured() -> tuple[float, float]:
         topic = random.normal(size=(40, 1))  # a deviation that all tokens of a row share
-        sums = PositionSums()
+        sums = PositionSums(30)
         add(sums, torch.from_numpy(3 + topic + random.normal(size=(40, 30))))
         mean = sums.mean()
         assert mean is not None
@@ -60,7 +60,7 @@ def test_the_error_is_that_of_rows_whose_tokens_share_a_topic() -> None:
 
 def test_one_row_has_no_error() -> None:
     assert standard_error(3.0, 2.0, 9.0, 6.0, 4.0, rows=1) is None
-    sums = PositionSums()
+    sums = PositionSums(3)
     add(sums, torch.ones(1, 3))
     mean = sums.mean()
     assert mean is not None
@@ -69,7 +69,7 @@ def test_one_row_has_no_error() -> None:
 
 
 def test_equal_losses_have_no_error_rather_than_the_root_of_a_rounding_error() -> None:
-    sums = PositionSums()
+    sums = PositionSums(5)
     add(sums, torch.full((7, 5), 0.1))
     mean = sums.mean()
     assert mean is not None
@@ -77,14 +77,14 @@ def test_equal_losses_have_no_error_rather_than_the_root_of_a_rounding_error() -
 
 
 def test_nothing_counted_gives_no_mean() -> None:
-    sums = PositionSums()
+    sums = PositionSums(3)
     add(sums, torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool))
     assert sums.mean() is None
     assert list(sums.by_position()) == []
 
 
 def test_a_last_place_alone_joins_the_places_before_it() -> None:
-    sums = PositionSums()
+    sums = PositionSums(8)
     add(sums, torch.arange(16.0).reshape(2, 8))
     last = list(sums.by_position())[-1]
     assert (last.first, last.last, last.count) == (4, 8, 10)

@@ -4,29 +4,31 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 from rich.table import Column, Table
 
 from lineartime.choices import Context, Device, Precision, Split
 from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
+from lineartime.errors import ArgumentError, Call
 from lineartime.runs.curve import REPORT, draw_report
 from lineartime.runs.figures import check_picture
 from lineartime.screen import SCREEN, output_console
 
 if TYPE_CHECKING:
-    from lineartime.evaluation import Evaluation
+    from lineartime.evaluation import Difference, Evaluation
 
 
 @dataclass(frozen=True)
 class Options:
-    """Measure a trained model on a whole split: nats, bits per byte, perplexity per token and word, and loss by position."""
+    """Measure trained models on a whole split: nats, bits per byte, perplexity per token and word, and loss by position."""
 
-    run: tyro.conf.Positional[Path]
-    """Folder of a run, or of one checkpoint."""
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folder of a run, or of one checkpoint; several are compared with the first one, window by window."""
     checkpoint: CheckpointOption = None
     """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
     split: Split = "test"
@@ -70,47 +72,113 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Evaluate the checkpoint and print the result."""
-    from lineartime.evaluation import evaluate
+    """Evaluate one checkpoint or several, and print the results."""
     from lineartime.machine import choose_device, choose_precision, using_threads
 
+    if not options.runs:
+        raise ArgumentError("runs", "is empty: give the folder of a run, or of one checkpoint.")
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
     if options.plot is not None:
+        if len(options.runs) > 1:
+            raise ArgumentError("plot", "shows one run: give one, or draw the curves of several by ", Call("runs"), ".")
         check_picture(REPORT, options.plot)  # before the slow part
     with using_threads(options.threads):
-        evaluation = evaluate(
-            options.run,
-            options.data or None,
-            checkpoint=checkpoint_choice(options.checkpoint),
-            text_column=options.text_column,
-            max_expansion=options.max_expansion,
-            include=options.include or None,
-            exclude=options.exclude or None,
-            split=options.split,
-            context=options.context,
-            context_length=options.context_length,
-            stride=options.stride,
-            max_tokens=options.max_tokens,
-            batch_size=options.batch_size,
-            packed=None if options.packed == "auto" else options.packed == "on",
-            device=options.device,
-            precision=precision,
-            cache=options.cache,
-            say=lambda line: print(line, file=SCREEN),
-        )
-    assert evaluation.checkpoint is not None
+        evaluations = [_evaluated(each, options, precision) for each in options.runs]
+    first = evaluations[0]
     if options.json:
-        perplexity = "masked_perplexity" if evaluation.masked else "perplexity"
-        finite = evaluation.perplexity if math.isfinite(evaluation.perplexity) else None  # JSON has no infinity
-        facts = {"checkpoint": str(evaluation.checkpoint), "precision": precision, perplexity: finite}
-        print(json.dumps({**dataclasses.asdict(evaluation), **facts}))
+        for evaluation in evaluations:
+            print(json.dumps(_plain(evaluation, precision, None if evaluation is first else first)))
+    elif len(evaluations) == 1:
+        words = first.prose if options.words == "auto" else options.words == "on"
+        _print(first, f"{device.type}, {precision}", words)
     else:
-        words = evaluation.prose if options.words == "auto" else options.words == "on"
-        _print(evaluation, f"{device.type}, {precision}", words)
+        _print_comparison(evaluations, f"{device.type}, {precision}")
     if options.plot is not None:
-        picture = draw_report(evaluation.checkpoint.parent, evaluation, options.plot)
+        assert first.checkpoint is not None
+        picture = draw_report(first.checkpoint.parent, first, options.plot)
         print(f"picture: {picture}", file=SCREEN if options.json else sys.stdout)
+
+
+def _evaluated(run: Path, options: Options, precision: Precision) -> "Evaluation":
+    from lineartime.evaluation import evaluate
+
+    return evaluate(
+        run,
+        options.data or None,
+        checkpoint=checkpoint_choice(options.checkpoint),
+        text_column=options.text_column,
+        max_expansion=options.max_expansion,
+        include=options.include or None,
+        exclude=options.exclude or None,
+        split=options.split,
+        context=options.context,
+        context_length=options.context_length,
+        stride=options.stride,
+        max_tokens=options.max_tokens,
+        batch_size=options.batch_size,
+        packed=None if options.packed == "auto" else options.packed == "on",
+        device=options.device,
+        precision=precision,
+        cache=options.cache,
+        say=lambda line: print(line, file=SCREEN),
+    )
+
+
+def _plain(evaluation: "Evaluation", precision: str, first: "Evaluation | None") -> dict[str, Any]:
+    """A result as JSON values, with its difference from that of the first run; None if they cannot be compared."""
+    perplexity = "masked_perplexity" if evaluation.masked else "perplexity"
+    finite = evaluation.perplexity if math.isfinite(evaluation.perplexity) else None  # JSON has no infinity
+    plain = {**evaluation.to_dict(), "precision": precision, perplexity: finite}
+    if first is not None:
+        found, _ = _difference(first, evaluation)
+        plain["difference_from_first"] = None if found is None else dataclasses.asdict(found)
+    return plain
+
+
+def _difference(first: "Evaluation", other: "Evaluation") -> tuple["Difference | None", str]:
+    """The difference of two evaluations, or why they cannot be compared."""
+    from lineartime.evaluation import difference
+
+    try:
+        return difference(first, other), ""
+    except ArgumentError as error:
+        return None, "".join(map(str, error.predicate))
+
+
+def _print_comparison(evaluations: Sequence["Evaluation"], where: str) -> None:
+    """Print the losses of several runs, and how far each is above that of the first one, on the same tokens."""
+    console, first = output_console(markup=False), evaluations[0]
+    for what in dict.fromkeys(f"{each.text}, {each.tokens:,} tokens; {each.context}" for each in evaluations):
+        console.print(f"{what}; computed on {where}", soft_wrap=True)
+    headers = ("loss (nats)", "bits per byte", "difference")
+    table = Table(Column("run", overflow="fold"), *(Column(header, justify="right", no_wrap=True) for header in headers))
+    notes = {}
+    for evaluation in evaluations:
+        found, problem = (None, "") if evaluation is first else _difference(first, evaluation)
+        if problem:
+            notes[str(evaluation.checkpoint)] = problem
+        table.add_row(str(evaluation.checkpoint), *_cells(evaluation, found))
+    console.print(table)
+    unit = "nats per masked token" if first.masked else "bits per byte"
+    console.print(f"difference: {unit} above the first run, window by window", soft_wrap=True)
+    for run, problem in notes.items():
+        console.print(f"{run} {problem}", soft_wrap=True)
+
+
+def _cells(evaluation: "Evaluation", found: "Difference | None") -> tuple[str, str, str]:
+    """The loss in nats, the bits per byte, and the difference from the first run; the first and the last with their errors."""
+    apart, error = None, None
+    if found is not None:
+        masked = evaluation.masked
+        apart, error = (found.loss, found.loss_error) if masked else (found.bits_per_byte, found.bits_per_byte_error)
+    bits = "-" if evaluation.bits_per_byte is None else f"{evaluation.bits_per_byte:.4f}"
+    loss = f"{evaluation.loss:.4f}{_plus_minus(evaluation.loss_error)}"
+    return loss, bits, "-" if apart is None else f"{apart:+.4f}{_plus_minus(error)}"
+
+
+def _plus_minus(error: float | None) -> str:
+    return "" if error is None else f" ± {error:.4f}"
 
 
 def _print(evaluation: "Evaluation", where: str, words: bool) -> None:
@@ -118,8 +186,7 @@ def _print(evaluation: "Evaluation", where: str, words: bool) -> None:
     what = f"{evaluation.checkpoint} on {evaluation.text}, {evaluation.tokens:,} tokens"
     console.print(f"{what}; computed on {where}", soft_wrap=True)
     console.print(f"context         {evaluation.context}", soft_wrap=True)
-    error = "" if evaluation.loss_error is None else f" ± {evaluation.loss_error:.4f}"
-    console.print(f"loss            {evaluation.loss:.4f}{error} nats per token")
+    console.print(f"loss            {evaluation.loss:.4f}{_plus_minus(evaluation.loss_error)} nats per token")
     console.print(f"perplexity      {evaluation.perplexity:.3f} per {'masked token' if evaluation.masked else 'token'}")
     if words and evaluation.word_perplexity is not None:
         per_word = f"{evaluation.word_perplexity:{'.3f' if evaluation.word_perplexity < 1e6 else '.3g'}}"

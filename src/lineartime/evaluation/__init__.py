@@ -1,7 +1,8 @@
 """How well a model predicts text."""
 
 from lineartime.evaluation.corpus import evaluate
+from lineartime.evaluation.difference import Difference, difference
 from lineartime.evaluation.perplexity import Evaluation, evaluate_carried, evaluate_windowed
 from lineartime.evaluation.positions import PositionLoss
 
-__all__ = ["Evaluation", "PositionLoss", "evaluate", "evaluate_carried", "evaluate_windowed"]
+__all__ = ["Difference", "Evaluation", "PositionLoss", "difference", "evaluate", "evaluate_carried", "evaluate_windowed"]

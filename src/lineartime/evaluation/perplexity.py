@@ -5,9 +5,10 @@ Shapes: B batch, T tokens, V vocabulary.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,9 @@ class Evaluation:
             position in the window.
         loss_error: the standard error of the loss, in nats, with windows, or pieces of the carried context, as samples: how far
             the loss of other text of this kind may be. None for a single window. The difference of two models on the same
-            windows is known far more precisely.
+            windows is known far more precisely: see `lineartime.evaluation.difference`.
+        samples: float64 [windows, 2], the sum of the losses of each window, or piece of the carried context, and its tokens.
+        digest: a string that differs between streams of different tokens; empty for a stream in memory.
         checkpoint: the checkpoint of the model; None for a model in memory. It is ignored when results are compared.
     """
 
@@ -65,6 +68,8 @@ class Evaluation:
     prose: bool
     by_position: list[PositionLoss]
     loss_error: float | None = None
+    samples: Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.float64), repr=False, compare=False)
+    digest: str = field(default="", repr=False, compare=False)
     checkpoint: Path | None = field(default=None, compare=False)
 
     @property
@@ -74,6 +79,12 @@ class Evaluation:
             return math.exp(self.loss)
         except OverflowError:
             return math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values, without `samples`."""
+        plain = asdict(replace(self, samples=torch.zeros(0, 2)))
+        del plain["samples"]
+        return {**plain, "checkpoint": None if self.checkpoint is None else str(self.checkpoint)}
 
 
 def token_losses(model: LanguageModel, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -132,7 +143,7 @@ def evaluate_windowed(
     longest = model.config.longest_sequence
     if longest is not None and min(context_length, tokens) > longest:
         raise ArgumentError("context_length", f"is {context_length}, but this model reads at most {longest} tokens.")
-    sums, task = PositionSums(), model.config.task
+    sums, task = PositionSums(min(context_length, tokens)), model.config.task
     device = next(model.parameters()).device
     with Progress(f"measuring {stream.name}", total=tokens) as progress:
         for windows, skip, starts in _windows(stream, tokenizer, tokens, context_length, stride, batch_size):
@@ -173,7 +184,7 @@ def evaluate_carried(
             f"There are {tokens} tokens in {stream.name}, but this model reads at most {longest} in one sequence: evaluate in "
             "windows."
         )
-    sums = PositionSums()
+    sums = PositionSums(tokens)
     device = next(model.parameters()).device
     state = model.init_state(1)
     with Progress(f"measuring {stream.name}", total=tokens) as progress:
@@ -249,5 +260,16 @@ def _evaluation(
     per_word = None if masked else word_perplexity(loss, count, n_words)
     prose = _is_prose(stream, tokenizer)
     return Evaluation(
-        stream.name, context, loss, count, masked, bits, per_word, prose, list(sums.by_position()), loss_error=error
+        stream.name,
+        context,
+        loss,
+        count,
+        masked,
+        bits,
+        per_word,
+        prose,
+        list(sums.by_position()),
+        loss_error=error,
+        samples=sums.samples(),
+        digest=stream.digest,
     )

@@ -11,9 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ALL = 64
-"""The column of the sums over all positions, after one for each power of two."""
-
 
 @dataclass(frozen=True)
 class PositionLoss:
@@ -37,46 +34,61 @@ class Mean(NamedTuple):
     tokens: int
 
 
-class PositionSums:
-    """Sums of losses by the number of preceding tokens: 1, 2-3, 4-7, ...; and, for their standard errors, sums over rows."""
+class RowSums:
+    """Sums over rows, in several columns, from which means and standard errors follow."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int) -> None:
         # By column: the sums over rows of s, n, s^2, s n, n^2 and 1, of rows with n tokens whose losses sum to s.
-        self._sums = torch.zeros(6, _ALL + 1, dtype=torch.float64)
+        self._sums = torch.zeros(6, columns, dtype=torch.float64)
+
+    def add(self, s: Tensor, n: Tensor) -> None:
+        """Add rows: the sums of their losses and their tokens, float64 [B, columns]."""
+        self._sums += torch.stack([s, n, s * s, s * n, n * n, (n > 0).double()]).sum(1)
+
+    def mean(self, column: int) -> Mean | None:
+        """The mean over the tokens of a column; None without any."""
+        s, n, ss, sn, nn, rows = self._sums[:, column].tolist()
+        return Mean(s / n, standard_error(s, n, ss, sn, nn, rows), int(n)) if n else None
+
+
+class PositionSums:
+    """Sums of losses by the number of preceding tokens: 1, 2-3, 4-7, ...; at most `longest`.
+
+    If `longest` is a power of two, it belongs to the part before it: alone, its few tokens would be noise.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._parts = max(1, (longest - 1).bit_length())
+        self._sums = RowSums(self._parts + 1)  # the last column is for all positions
+        self._samples: list[Tensor] = []
         self._longest = 0
 
     def add(self, losses: Tensor, counted: Tensor, before: Tensor) -> None:
         """Add losses [B, T] of tokens with so many preceding tokens, [B, T]; `counted` marks those with a target."""
         self._longest = max(self._longest, int(before.max()))
-        column = before.double().log2().floor().long()
-        s, n = (torch.zeros(len(losses), _ALL + 1, dtype=torch.float64) for _ in range(2))
+        column = before.double().log2().floor().long().clamp(max=self._parts - 1)
+        s, n = (torch.zeros(len(losses), self._parts + 1, dtype=torch.float64) for _ in range(2))
         s.scatter_add_(1, column, losses.double() * counted)
         n.scatter_add_(1, column, counted.double())
-        s[:, _ALL], n[:, _ALL] = s.sum(1), n.sum(1)
-        self._sums += torch.stack([s, n, s * s, s * n, n * n, (n > 0).double()]).sum(1)
+        s[:, -1], n[:, -1] = s.sum(1), n.sum(1)
+        self._sums.add(s, n)
+        self._samples.append(torch.stack([s[:, -1], n[:, -1]], 1))
 
     def mean(self) -> Mean | None:
         """The mean over all tokens; None without any."""
-        return _mean(self._sums[:, _ALL])
+        return self._sums.mean(self._parts)
+
+    def samples(self) -> Tensor:
+        """The sum of the losses and the number of tokens of each row, in the order of `add`: float64 [rows, 2]."""
+        return torch.cat(self._samples)
 
     def by_position(self) -> Iterator[PositionLoss]:
         """The mean loss from each power of two to the next."""
-        sums = self._sums[:, :_ALL].clone()
-        top = self._longest.bit_length() - 1
-        if top > 0 and self._longest == 1 << top:  # a single place, whose few tokens would be noise, joins the one before
-            sums[:, top - 1] += sums[:, top]
-            sums[:, top] = 0
-            top -= 1
-        for power in range(top + 1):
-            mean = _mean(sums[:, power])
+        for part in range(self._parts):
+            mean = self._sums.mean(part)
             if mean is not None:
-                last = self._longest if power == top else (2 << power) - 1
-                yield PositionLoss(1 << power, last, mean.loss, mean.tokens, mean.error)
-
-
-def _mean(sums: Tensor) -> Mean | None:
-    s, n, ss, sn, nn, rows = sums.tolist()
-    return Mean(s / n, standard_error(s, n, ss, sn, nn, rows), int(n)) if n else None
+                last = self._longest if part == self._parts - 1 else min(self._longest, (2 << part) - 1)
+                yield PositionLoss(1 << part, last, mean.loss, mean.tokens, mean.error)
 
 
 def standard_error(s: float, n: float, ss: float, sn: float, nn: float, rows: float) -> float | None:
