@@ -17,8 +17,8 @@ from lineartime.data.hub import (
     newest_revision,
     reporting_read_errors,
 )
+from lineartime.data.local_files import missing_column
 from lineartime.data.readers import SPLITS, pieces, split_of
-from lineartime.data.records import missing_column
 from lineartime.data.splits import missing_split, named_split
 from lineartime.errors import ArgumentError, LineartimeError
 

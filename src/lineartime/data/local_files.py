@@ -5,7 +5,7 @@ import io
 import lzma
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +18,8 @@ from lineartime.errors import Argument, ArgumentError, LineartimeError, MessageP
 _SMALL = 1 << 26
 """The bytes to which any compressed file may expand, however small it is."""
 COMPRESSED = (".gz", ".xz", ".zst", ".zip")
-_RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")
+CSV = (".csv", ".tsv")
+RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *CSV)
 _TAR = (".tar", ".tgz", ".tbz2", ".txz")
 _BUFFER = 1 << 18
 
@@ -73,7 +74,7 @@ class SourceFile:
         if is_tar(self.path):
             raise LineartimeError(f"{self.path} is a tar archive, which is not read: unpack it and give the folder.")
         member = _member_suffix(self.path, self.version) if self.path.suffix.lower() == ".zip" else ""
-        return member if member in _RECORDS else named
+        return member if member in RECORDS else named
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
@@ -88,6 +89,13 @@ class SourceFile:
             if self.path.suffix.lower() in COMPRESSED:
                 stream = cast("IO[bytes]", io.BufferedReader(_Bounded(stream, Expansion(self)), _BUFFER))
             yield stream
+
+
+def missing_column(column: str, where: str, columns: Iterable[str]) -> ArgumentError:
+    """The error for records of which the first lacks the column of the text, so that none is expected to have it."""
+    names = ", ".join(columns)
+    found = f"is {column}, but {where} has the columns {names}"
+    return ArgumentError("text_column", f"{found}: name the one that holds the text, or ", *LEAVE_OUT)
 
 
 def is_tar(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Local files as documents: text, JSON lines, JSON and Parquet, plain or compressed."""
+"""Local files as documents: text, JSON lines, JSON, CSV and Parquet, plain or compressed."""
 
 from codecs import getincrementaldecoder
 from collections import deque
@@ -52,7 +52,7 @@ class FilePart:
         """A string that changes when the file does, or when it is read in another way."""
         kind, column = file_format(self.file), self.file.column
         # Files that earlier versions read in the same way keep their identity.
-        marks = [":json"] if kind == "json" else []
+        marks = [f":{kind}"] if kind in ("json", "csv") else []
         marks += [f":{self.file.format_suffix}"] if self.file.format_suffix != self.file.named_suffix else []
         marks += [f":{column}"] if kind != "text" and column != TEXT_COLUMN else []
         marks += [f":from {self.first_number}"] if kind != "text" and self.first_number else []

@@ -1,15 +1,16 @@
-"""Files of records, each with a document in one of its columns: JSON lines, JSON and Parquet."""
+"""Files of records, each with a document in one of its columns: JSON lines, JSON, CSV and Parquet."""
 
 import codecs
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Literal
 
-from lineartime.data.local_files import COMPRESSED, LEAVE_OUT, Expansion, SourceFile, damaged, not_utf8
-from lineartime.errors import ArgumentError, LineartimeError, file_error, missing_extra
+from lineartime.data.csv_records import csv_records, csv_without_column
+from lineartime.data.local_files import COMPRESSED, CSV, RECORDS, Expansion, SourceFile, damaged, missing_column, not_utf8
+from lineartime.errors import LineartimeError, file_error, missing_extra
 
-Format = Literal["text", "json lines", "json", "parquet"]
+Format = Literal["text", "json lines", "json", "csv", "parquet"]
 
 _PEEK = 1 << 16  # bytes that tell an array from JSON lines
 
@@ -32,6 +33,8 @@ def file_format(file: SourceFile) -> Format:
             return "parquet"
         case ".jsonl" | ".ndjson":
             return "json lines"
+        case ".csv" | ".tsv":
+            return "csv"
         case ".json":
             found = _json_format(file, file.version)
             if isinstance(found, LineartimeError):
@@ -42,11 +45,13 @@ def file_format(file: SourceFile) -> Format:
 
 def is_named_text(file: SourceFile) -> bool:
     """Whether a file is plain, uncompressed text by its name."""
-    return file.path.suffix.lower() not in (*COMPRESSED, ".parquet", ".jsonl", ".ndjson", ".json")
+    return file.path.suffix.lower() not in (*COMPRESSED, *RECORDS)
 
 
 def why_no_records(file: SourceFile) -> LineartimeError | None:
-    """The error for a .json file in which no record has the column; None for one with records or of plain JSON."""
+    """The error for a .json or .csv file in which no record has the column; None for one with records or of plain JSON."""
+    if file.format_suffix in CSV:
+        return csv_without_column(file, file.version)
     if file.format_suffix != ".json":
         return None
     found = _json_format(file, file.version)
@@ -112,13 +117,6 @@ def _parsed(content: bytes) -> Any:
         return None
 
 
-def missing_column(column: str, where: str, columns: Iterable[str]) -> ArgumentError:
-    """The error for records of which the first lacks the column of the text, so that none is expected to have it."""
-    names = ", ".join(columns)
-    found = f"is {column}, but {where} has the columns {names}"
-    return ArgumentError("text_column", f"{found}: name the one that holds the text, or ", *LEAVE_OUT)
-
-
 def read_records(file: SourceFile) -> Iterator[str]:
     """Yield the texts of a file of records. Raises LineartimeError, naming file and place, on unreadable text."""
     match file_format(file):
@@ -126,6 +124,8 @@ def read_records(file: SourceFile) -> Iterator[str]:
             return _json_lines(file)
         case "json":
             return _json(file)
+        case "csv":
+            return csv_records(file)
         case "parquet":
             return _parquet(file)
     raise ValueError(f"{file.path} has no records.")

@@ -1,0 +1,68 @@
+"""CSV and TSV files of records, whose first line names the columns."""
+
+import csv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import chain
+from typing import IO, Any
+
+from lineartime.data.local_files import SourceFile, missing_column, not_utf8
+from lineartime.errors import LineartimeError
+
+_DELIMITERS = ",;\t|"
+csv.field_size_limit(1 << 30)  # a field may be a book; the default is 128 KiB
+
+
+def csv_records(file: SourceFile) -> Iterator[str]:
+    """Yield the texts of a file. Raises LineartimeError, naming file and line, if it cannot be read or lacks the column."""
+    with _reader(file) as (rows, columns):
+        if file.column not in columns:
+            raise missing_column(file.column, f"{file.path}, line 1,", columns)
+        place = columns.index(file.column)
+        for row in rows:
+            if row and len(row) <= place:  # an empty line is no record
+                where = f"{file.path}, line {rows.line_num:,},"
+                raise LineartimeError(f'{where} has no "{file.column}": correct it, or leave it out.')
+            if row:
+                yield row[place]
+
+
+@lru_cache(maxsize=4096)
+def csv_without_column(file: SourceFile, version: tuple[int, int]) -> LineartimeError | None:
+    """The error for a file without the column; None for one that has it. `version` tells files from changed ones."""
+    try:
+        with _reader(file) as (_, columns):
+            return None if file.column in columns else missing_column(file.column, f"{file.path}, line 1,", columns)
+    except LineartimeError as error:
+        return error
+
+
+@contextmanager
+def _reader(file: SourceFile) -> Iterator[tuple[Any, list[str]]]:
+    """The rows after the first one, which names the columns. Raises LineartimeError for what is not CSV or not UTF-8."""
+    with file.open() as stream:
+        lines = _lines(file, stream)
+        header = next(lines, "").removeprefix("\ufeff")
+        rows = csv.reader(chain([header], lines), delimiter=_delimiter(file, header), strict=True)
+        try:
+            yield rows, next(rows, [])
+        except csv.Error as error:
+            where = f"{file.path}, line {rows.line_num:,},"
+            raise LineartimeError(f"{where} is not CSV ({error}): correct it, or leave it out.") from None
+
+
+def _lines(file: SourceFile, stream: IO[bytes]) -> Iterator[str]:
+    position = 0
+    for number, line in enumerate(stream, 1):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            where = f"{file.path}, line {number:,},"
+            raise not_utf8(where, line, error.start, position + error.start) from None
+        position += len(line)
+
+
+def _delimiter(file: SourceFile, header: str) -> str:
+    """A tab in a .tsv file; otherwise the most frequent delimiter of the first line."""
+    return "\t" if file.format_suffix == ".tsv" else max(_DELIMITERS, key=header.count)
