@@ -98,6 +98,21 @@ def test_only_the_beginning_is_learned_from(tmp_path: Path) -> None:
     assert len(few.encode("zzzz")) == 4
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_without_spaces_gives_a_tokenizer_that_knows_them(tmp_path: Path, kind: TokenizerKind) -> None:
+    file = tmp_path / "zh.txt"
+    file.write_text("天地玄黄宇宙洪荒日月盈昃辰宿列张\n" * 200)
+    tokenizer = train_tokenizer(load_corpus(file), kind, 560)
+    ids = tokenizer.encode("a  b 天").tolist()
+    assert tokenizer.decode(ids) == stream_decoded(tokenizer, ids) == "a  b 天"
+    assert len(tokenizer.encode(" ")) == 1
+
+
+def test_max_bytes_cuts_a_block_of_text(text: Path) -> None:
+    corpus = load_corpus(text)
+    assert train_tokenizer(corpus, "bpe", 300, max_bytes=10).vocab_size < train_tokenizer(corpus, "bpe", 300).vocab_size
+
+
 @pytest.mark.parametrize(("kind", "smallest"), [("bpe", 258), ("unigram", 515)])
 def test_a_vocabulary_without_room_for_all_bytes_is_an_error(text: Path, kind: TokenizerKind, smallest: int) -> None:
     with pytest.raises(LineartimeError, match=f"^vocab_size is 100, but must be at least {smallest}"):

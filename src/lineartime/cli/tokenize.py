@@ -29,8 +29,8 @@ class Options:
     vocab_size: int = VOCAB_SIZE
     """Vocabulary size, including the end-of-document and mask tokens."""
     max_bytes: int | None = None
-    """Bytes of text to train on, rounded up to a block of lines of up to 256 KiB; the default is 2^30 for bpe, and 2^26 for
-    unigram, which needs much memory."""
+    """Bytes of text to train on, from its beginning; the default is 2^30 for bpe, and 2^26 for unigram, which needs much
+    memory."""
     out: Path = Path("tokenizer.json")
     """File to write."""
 

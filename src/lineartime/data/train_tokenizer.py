@@ -24,7 +24,7 @@ from lineartime.errors import ArgumentError, missing_extra
 from lineartime.fields import Between, check_limits, check_type
 from lineartime.files import is_there, write_file
 
-_FORMAT = 1  # part of every cached file's name: increase it when the same text would give another tokenizer
+_FORMAT = 2  # part of every cached file's name: increase it when the same text would give another tokenizer
 _SPECIAL = ["<|endoftext|>", "[MASK]"]
 _UNKNOWN = "<unk>"  # Unigram requires one, but byte fallback never uses it
 # Unigram would encode text that looks like the name of a special token or of a byte as that token; splitting it prevents this.
@@ -81,10 +81,10 @@ def check_tokenizer_options(kind: TokenizerKind, vocab_size: int, max_bytes: int
 
 
 def _texts(corpus: Corpus, limit: int, progress: Progress) -> Iterator[str]:
-    """The training split in blocks of whole lines, up to about `limit` bytes."""
+    """The training split in blocks of whole lines, up to `limit` bytes."""
     for text in chain.from_iterable(map(whole_lines, corpus.documents("train"))):
-        yield text
         size = len(text.encode())
+        yield text if size <= limit else text.encode()[:limit].decode(errors="ignore")
         progress.advance(size)
         limit -= size
         if limit <= 0:
@@ -110,9 +110,14 @@ def _train_unigram(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> st
     lines = split.Split("\n", "isolated")
     tokenizer.pre_tokenizer = split.Sequence([names, lines, split.Metaspace(prepend_scheme="never")])
     decoders = tokenizers.decoders
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    # Spaces last: where no piece has one, they are made of bytes, too.
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("\u2581", " ")])
     trainer = tokenizers.trainers.UnigramTrainer(
-        vocab_size=vocab_size - 256, special_tokens=[*_SPECIAL, _UNKNOWN], unk_token=_UNKNOWN, show_progress=False
+        vocab_size=vocab_size - 256,
+        special_tokens=[*_SPECIAL, _UNKNOWN],
+        initial_alphabet=["\u2581"],  # also for text without a space
+        unk_token=_UNKNOWN,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     definition = json.loads(tokenizer.to_str())
