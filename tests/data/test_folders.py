@@ -1,6 +1,7 @@
 """The files of a folder that hold text: patterns, binary files, and JSON that is no text."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
@@ -176,3 +177,14 @@ def test_the_first_record_of_a_long_array_is_found_beyond_the_beginning(tmp_path
     (tmp_path / "books.json").write_text(json.dumps([{"text": text}, {"text": "short"}]))
     corpus = load_corpus(tmp_path)
     assert ["".join(document) for document in corpus.documents("all")] == [text, "short"]
+
+
+def test_a_pipe_is_named_and_not_called_empty(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ArgumentError, match=r"pipe, a pipe or a device, which is read only once: write it to a file"):
+        load_corpus(tmp_path / "pipe")
+
+
+def test_a_pdf_is_binary_also_without_a_zero_at_its_beginning(folder: Path) -> None:
+    (folder / "paper.pdf").write_bytes(b"%PDF-1.7\n" + b"text " * 4000 + b"\xe9")
+    assert notes_of(folder) == [f"Left out of {folder}, because binary: paper.pdf."]

@@ -69,6 +69,8 @@ class FilesOfText:
         self.paths.append(path)
         source = SourceFile(path, self.reading.column, self.reading.max_expansion)
         try:
+            if not path.is_dir() and not path.is_file():
+                raise ArgumentError("data", f"is {path}, a pipe or a device, which is read only once: write it to a file.")
             if not path.is_dir():
                 parts = [FilePart(source)] if path.stat().st_size else []
             else:
@@ -169,7 +171,7 @@ def _is_binary(file: SourceFile) -> bool:
         return False
     with file.path.open("rb") as stream:
         head = stream.read(_HEAD)
-    return b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return head.startswith(b"%PDF-") or (b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)))
 
 
 def _is_run(folder: Path) -> bool:
