@@ -423,3 +423,11 @@ def test_weights_that_do_not_fit_the_model_that_is_asked_for_are_named(run: Path
         with pytest.raises(ArgumentError, match=f"^{option} is .*missing, which does not exist: give the folder of a run"):
             train(**{option: tmp_path / "missing"}, **options)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_preset_of_another_size_than_the_weights_is_refused_whatever_overrides_make_of_it(
+    run: Path, text: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"data": str(text), "cache": tmp_path / "c", "context_length": 16, "steps": 1, "track": ()}
+    with pytest.raises(ArgumentError, match=r"^preset is flash-base, but the model of init_from is flash-tiny: leave it out"):
+        train(init_from=run, preset="flash-base", out=tmp_path / "base", **options)

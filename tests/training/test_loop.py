@@ -439,6 +439,13 @@ def test_an_option_that_must_stay_is_refused_and_one_that_may_change_is_taken(co
         trained(config(out=last_checkpoint(run)))
 
 
+def test_bytes_are_the_tokenizer_of_a_run_that_names_none(config: MakeConfig) -> None:
+    trained(config(steps=1))
+    assert trained(config(steps=1, tokenizer="bytes", resume=True)) == config().run_directory
+    with pytest.raises(ArgumentError, match=r"^tokenizer is bpe-300, but the run in .* was started with bytes"):
+        trained(config(steps=1, tokenizer="bpe-300", resume=True))
+
+
 @pytest.mark.parametrize("kinds", [("adamw", "muon"), ("muon", "adamw")])
 def test_a_run_is_not_resumed_with_another_optimizer(config: MakeConfig, kinds: tuple[str, str]) -> None:
     started, asked = kinds

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import lineartime
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.runs.record import read_record
 
 SMALL: dict[str, Any] = {
@@ -45,3 +45,11 @@ def test_a_run_like_another_on_other_text_does_not_take_its_patterns(folders: Pa
     assert [read_record(result.run).options["include"] for result in (again, other)] == [["*.py"], []]
     with pytest.raises(ArgumentError, match=r"holds no text with these patterns"):
         lineartime.train(like=folders / "run", data=folders / "two", include=["*.rs"], out=folders / "none")
+
+
+def test_a_test_split_that_cannot_be_read_is_told_before_training(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"a line of text\n" * 400 + b"caf\xe9 au lait\n")
+    with pytest.raises(LineartimeError, match=r"text.txt is not UTF-8 text \(byte 0xe9 at offset 6003\)"):
+        lineartime.train(**SMALL, data=text, cache=tmp_path / "cache", out=tmp_path / "run")
+    assert not list((tmp_path / "run").glob("step-*"))

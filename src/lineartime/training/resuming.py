@@ -91,7 +91,11 @@ def resumed_config(asked: TrainConfig, started: TrainConfig, defaults: TrainConf
             new != getattr(defaults, field.name) and field.name in _MAY_CHANGE
         ):
             values[field.name] = new
-        elif new not in (old, getattr(defaults, field.name)):
+        elif new != getattr(defaults, field.name):
+            if field.name == "tokenizer":  # None means this
+                old = old or "bytes"
+            if new == old:
+                continue
             raise ArgumentError(
                 field.name,
                 f"is {_shown(new)}, but the run in {asked.run_directory} was started with {_shown(old)}: leave the option out "

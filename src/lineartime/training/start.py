@@ -31,7 +31,7 @@ def check_start(config: TrainConfig, start: Path) -> None:
     ours = config.model_config(size)
     with errors_in_override():
         fits = _shapes(ours) == _shapes(theirs)
-    if fits:
+    if fits and config.preset == nearest_preset(ours):  # else, overrides turn another preset into the model of the weights
         return
     if config.preset != nearest_preset(theirs):
         raise _unfit("preset", f"is {config.preset}", f"is {nearest_preset(theirs)}")

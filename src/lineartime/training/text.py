@@ -4,11 +4,13 @@ import hashlib
 from pathlib import Path
 
 from lineartime.checkpoint.contents import HELD_OUT
+from lineartime.choices import Split
 from lineartime.data import (
     BatchMaker,
     CachedLoader,
     Corpus,
     Loader,
+    LocalCorpus,
     PrefetchedLoader,
     Rows,
     StreamingLoader,
@@ -64,7 +66,11 @@ class Text:
             stream = token_stream(corpus, "train", tokenizer, cache)
             loader = CachedLoader(stream, make, config.context_length, rows)
             self.name = f"{len(stream):,} tokens of {corpus.name}"
-            self.splits = describe_splits(corpus, {"train": stream, "validation": self.validation})
+            streams: dict[Split, TokenStream] = {"train": stream, "validation": self.validation}
+            if all(isinstance(source, LocalCorpus) for source in corpus.sources) and corpus.describe("test"):
+                # What cannot be read should show now, and not after days of training. `eval` finds the tokens in the cache.
+                streams["test"] = token_stream(corpus, "test", tokenizer, cache)
+            self.splits = describe_splits(corpus, streams)
             training = f"{len(stream):,} tokens, digest {stream.digest}"
             self.earlier_identities = (training,)
         self.identity = f"{training}{HELD_OUT}{self.validation.digest}"
