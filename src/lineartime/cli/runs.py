@@ -23,6 +23,8 @@ from lineartime.runs.table import Group, column_widths, compare, full_width, gro
 from lineartime.screen import SCREEN, output_console
 
 _PICTURE = "runs.png"
+_MOST_DRAWN = 8
+"""The maximum number of groups in the plot: a row of panels each."""
 _UNLIMITED = 100_000
 """The width, in columns, of output that is not a terminal."""
 
@@ -80,8 +82,12 @@ def _draw(options: Options, groups: Sequence[Group], problems: list[str]) -> Pat
     if options.plot is not None:
         check_picture(COMPARISON, options.plot)
     file = options.plot or next(folder for folder in options.folders if folder.is_dir()) / _PICTURE
+    largest = sorted(groups, key=lambda group: -len(group.runs))[:_MOST_DRAWN]
+    drawn = [group for group in groups if group in largest]
+    if len(drawn) < len(groups):
+        problems.append(f"The plot shows the {len(drawn)} largest of {len(groups)} groups: give the folders of other runs.")
     try:
-        return draw_comparison({group.title: {run.name: run.lines for run in group.runs} for group in groups}, file)
+        return draw_comparison({group.title: {run.name: run.lines for run in group.runs} for group in drawn}, file)
     except LineartimeError as error:
         if options.plot is not None:
             raise

@@ -141,13 +141,14 @@ def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
 
 
 def compare(groups: Sequence[Group], width: int | None = None) -> Comparison:
-    """Make a table of all runs, group by group.
+    """Make a table of all runs, group by group, with the options that differ between runs of the same group.
 
     If it does not fit on a screen of `width` characters, the least important columns are left out.
     """
     runs = [run for group in groups for run in group.runs]
     in_titles = (*_GROUPED_BY, "seed") if any(run.seeds for run in runs) else tuple(_GROUPED_BY)
-    options = [name for name in differing_options(runs) if name not in in_titles]
+    differing = dict.fromkeys(name for group in groups for name in differing_options(group.runs))
+    options = [name for name in differing if name not in in_titles]
     most = len(options) if width is None else _MAX_OPTIONS
     shown, more = options[:most], options[most:]
     columns = {name: [cell(run) for run in runs] for name, cell in _CELLS.items()}
