@@ -73,6 +73,31 @@ def test_a_seed_repeats_the_texts(awake: Build) -> None:
     assert found[0] == found[1]
 
 
+def test_a_text_with_a_sampling_of_its_own_is_that_of_generate_whatever_else_is_drawn(awake: Build) -> None:
+    model = awake("flash-tiny")
+    own = [Sampling(1.0, seed=5), Sampling(1.3, top_k=7, seed=6, repetition_penalty=1.4), GREEDY, Sampling(1.0, seed=8)]
+    batch = TextBatch(model, Sampling(0.9, seed=1))
+    shared = batch.add([9, 9])
+    numbers = [batch.add([place, 4], sampling=sampling) for place, sampling in enumerate(own)]
+    steps = [batch.step()]
+    batch.remove(shared)
+    steps += [batch.step() for _ in range(9)]
+    for place, (number, sampling) in enumerate(zip(numbers, own, strict=True)):
+        assert [tokens[number] for tokens in steps] == list(generate(model, [place, 4], 10, sampling))
+    with pytest.raises(ArgumentError, match=r"^sampling is 0.8"):
+        batch.add([1], sampling=0.8)  # type: ignore[arg-type]
+
+
+def test_texts_of_the_batch_draw_alike_whether_others_have_a_sampling_of_their_own(awake: Build) -> None:
+    model, found = awake("flash-tiny"), []
+    for others in (0, 2):
+        batch = TextBatch(model, Sampling(1.0, seed=3))
+        numbers = [batch.add([1]), *(batch.add([7], sampling=GREEDY) for _ in range(others)), batch.add([2])]
+        steps = [batch.step() for _ in range(10)]
+        found.append([[tokens[number] for tokens in steps] for number in (numbers[0], numbers[-1])])
+    assert found[0] == found[1]
+
+
 def test_an_empty_batch_draws_nothing(awake: Build) -> None:
     assert TextBatch(awake("flash-tiny")).step() == {}
 

@@ -3,7 +3,7 @@
 Shapes: B texts, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation.ids import Ids
 from lineartime.generation.prompts import PromptState, checked_prompt, read
-from lineartime.generation.sampling import Sampling, Seen, checked_sampling, draw, seen_in
+from lineartime.generation.sampling import Sampling, Seen, checked_sampling, pick, seen_in
 from lineartime.models.backbone import BackboneStreams
 from lineartime.models.language_model import CausalLM, LanguageModel, are_finite, check_model
 from lineartime.models.streams import BackboneState
@@ -25,6 +25,8 @@ class _Text:
         position: the number of tokens read.
         state: what the model remembers; None while the text is one of the joined streams.
         logits: [V], after the last token read; None if a drawn token is to be read first.
+        sampling: how to draw, without the seed.
+        generator: its random numbers; None for those that texts share.
         seen: its tokens, if repetitions are penalised.
         token: the token drawn last.
     """
@@ -32,6 +34,8 @@ class _Text:
     position: int
     state: BackboneState | None
     logits: Tensor | None
+    sampling: Sampling
+    generator: torch.Generator | None
     seen: Seen | None
     token: int = -1
 
@@ -44,7 +48,8 @@ class TextBatch:
 
     Args:
         model: a causal language model, in evaluation mode.
-        sampling: how to draw; one generator draws for all texts, so that what is drawn for one depends on the others.
+        sampling: how to draw for texts that are added without a sampling of their own. One generator draws for all of them, so
+            that what is drawn for one depends on the others.
 
     Raises:
         ArgumentError: for an argument of the wrong type.
@@ -64,12 +69,14 @@ class TextBatch:
         """The number of texts, B."""
         return len(self._texts)
 
-    def add(self, prompt: Ids, state: PromptState | None = None) -> int:
+    def add(self, prompt: Ids, state: PromptState | None = None, sampling: Sampling | None = None) -> int:
         """Read a prompt, and continue it from the next step on.
 
         Args:
             prompt: token ids; at least one without a `state`.
             state: of a text before the prompt, as `read_prompt` returns it; it is not modified.
+            sampling: how to draw for this text, by a generator of its own: with a seed, the text is that of `generate`,
+                whatever else is in the batch. The default is the sampling of the batch.
 
         Returns:
             The number of the text; no two texts of a batch have the same.
@@ -77,11 +84,14 @@ class TextBatch:
         Raises:
             ArgumentError: as `read_prompt`.
         """
+        own = None if sampling is None else checked_sampling(sampling)
         ids = checked_prompt(self._model, "prompt", prompt, state)
         read_so_far = read(self._model, ids, state)
         number, self._added = self._added, self._added + 1
-        seen = seen_in([ids], self._model.config.vocab_size, self._sampling)
-        self._texts[number] = _Text(read_so_far.position, read_so_far.state, read_so_far.logits, seen)
+        seen = seen_in([ids], self._model.config.vocab_size, own or self._sampling)
+        generator = None if own is None else own.generator()
+        kind = replace(own or self._sampling, seed=None)
+        self._texts[number] = _Text(read_so_far.position, read_so_far.state, read_so_far.logits, kind, generator, seen)
         return number
 
     def remove(self, number: int) -> None:
@@ -109,14 +119,29 @@ class TextBatch:
             for number, finite in zip(self._texts, are_finite(logits).tolist(), strict=True):
                 if not finite:
                     raise LineartimeError(f"The logits of text {number} are not finite: remove it from the batch.")
-            of_texts = [text.seen for text in self._texts.values() if text.seen is not None]
-            seen = Seen(torch.cat([each.mask for each in of_texts])) if of_texts else None
-            drawn = draw(logits, self._sampling, self._generator, seen)
-        for text, token in zip(self._texts.values(), drawn.split(1), strict=True):
-            text.token, text.logits = int(token), None
-            if text.seen is not None:
-                text.seen.add(token)
+            self._draw(logits.float().cpu())
         return {number: text.token for number, text in self._texts.items()}
+
+    def _draw(self, logits: Tensor) -> None:
+        """Draw a token of every text, by logits [B, V], in one operation for all texts with the same sampling."""
+        texts = list(self._texts.values())
+        uniform = torch.empty(len(texts), dtype=torch.float64)
+        shared = [place for place, text in enumerate(texts) if text.generator is None]
+        uniform[shared] = torch.rand(len(shared), dtype=torch.float64, generator=self._generator)
+        kinds: dict[Sampling, list[int]] = {}
+        for place, text in enumerate(texts):
+            kinds.setdefault(text.sampling, []).append(place)
+            if text.generator is not None:
+                uniform[place] = torch.rand(1, dtype=torch.float64, generator=text.generator)
+        for sampling, places in kinds.items():
+            masks = [seen.mask for place in places if (seen := texts[place].seen) is not None]
+            of_kind = logits if len(kinds) == 1 else logits[places]
+            drawn = pick(of_kind, sampling, uniform[places], Seen(torch.cat(masks)) if masks else None)
+            for place, token in zip(places, drawn.split(1), strict=True):
+                text = texts[place]
+                text.token, text.logits = int(token), None
+                if text.seen is not None:
+                    text.seen.add(token)
 
     def _read(self, numbers: list[int]) -> None:
         """Read the last token of some texts, and keep the logits after each."""
