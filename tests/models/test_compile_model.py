@@ -72,6 +72,20 @@ def test_a_compiled_layer_reads_other_masks_without_compiling_again(name: str) -
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_compiled_flash_reads_other_lengths_without_compiling_again(causal: bool) -> None:
+    torch._dynamo.reset()
+    layer = FLASH(16, d_qk=8, chunk_size=16, causal=causal)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for index, (batch, length) in enumerate([(2, 40), (3, 48), (4, 33), (5, 64)]):  # whole chunks, and others; two, and more
+        x = torch.randn(batch, length, 16)
+        with torch._dynamo.config.patch(error_on_recompile=index > 0):
+            fast = read(compiled, x, vary={0: [0, 1]})
+        for one, other in zip(fast, read(layer, x), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+    torch._dynamo.reset()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
 def test_a_model_compiled_as_a_whole_reads_packs(preset: str) -> None:

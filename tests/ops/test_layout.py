@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lineartime import FLASH
+from lineartime.errors import LineartimeError
 from lineartime.ops.chunks import Chunks, Reach, Slots, shift_chunks, sum_chunks
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.make_layout import make_layout
@@ -119,3 +121,10 @@ def test_rotations_are_made_for_tokens_chunks_and_places(mask: Any, cu_seqlens: 
     cos = layout.rotations[0].expand(1, 6, 2)
     assert torch.equal(layout.require_chunks().join(layout.chunk_rotations[0]), cos)
     torch.testing.assert_close(cos[0, :, 0], layout.positions.flatten().double().cos())
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
+def test_a_layer_that_is_recorded_for_one_length_says_what_to_use() -> None:
+    with pytest.raises(LineartimeError, match=r"^A layer cannot be recorded by torch.jit.trace, .*: use torch.export"):
+        torch.jit.trace(FLASH(16, d_qk=8), (torch.randn(1, 5, 16),))

@@ -10,7 +10,7 @@ from torch import Tensor
 from lineartime.ops.checks import require
 from lineartime.ops.chunks import Chunks, Slots
 from lineartime.ops.layout import Layout
-from lineartime.ops.tracing import under_transform
+from lineartime.ops.tracing import is_known, under_transform
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -60,7 +60,7 @@ def cut_documents(batch: int, chunk_size: int, lengths: list[int] | None, layout
             slots = _slots(batch, torch.zeros_like(layout.positions), layout, n_chunks, chunk_size)
             return Chunks(length, chunk_size, n_chunks, longest, slots, slots.real, document_starts, None)
         real = None
-        if torch.compiler.is_exporting() or n_chunks * chunk_size != length:  # an exported program accepts any length
+        if not is_known(n_chunks * chunk_size == length):
             in_use = torch.arange(n_chunks * chunk_size, device=device) < length
             real = in_use.expand(batch, -1).unflatten(1, (-1, chunk_size))
         return Chunks(length, chunk_size, n_chunks, longest, None, real, document_starts, None)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineartime.ops.tracing import is_known
+
 Reach = Literal["before", "others", "all"]
 """The chunks of its document that a chunk attends to: those strictly before it, all but itself, or all of them."""
 
@@ -67,13 +69,36 @@ class Chunks(NamedTuple):
         if self.slots is not None:
             return self.slots.arrange(x)
         if self.real is not None:
-            x = F.pad(x, (0, 0, 0, self.n_chunks * self.chunk_size - self.length))
+            x = self._padded(x)
         cut: Tensor = x.unflatten(1, (-1, self.chunk_size))
         return cut
 
     def join(self, y: Tensor) -> Tensor:
         """[B, G, C, f] -> [B, T, f], with zeros at padding: the inverse of `cut`."""
-        return self.slots.restore(y) if self.slots is not None else y.flatten(1, 2)[:, : self.length]
+        if self.slots is not None:
+            return self.slots.restore(y)
+        y = y.flatten(1, 2)
+        return y.index_select(1, self._tokens(y)) if self._is_of_any_length() else y[:, : self.length]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """[B, T, f] -> [B, G * C, f], with zeros after the tokens."""
+        slots = self.n_chunks * self.chunk_size
+        if not self._is_of_any_length():
+            return F.pad(x, (0, 0, 0, slots - self.length))
+        return x.new_zeros(x.shape[0], slots, x.shape[2]).index_copy(1, self._tokens(x), x)
+
+    def _is_of_any_length(self) -> bool:
+        """Whether the code is compiled both for whole chunks and for others.
+
+        What reads a slice asks whether it is contiguous, and would be compiled again for whole chunks. A selection is.
+        """
+        if torch.compiler.is_exporting():
+            return False
+        slots = self.n_chunks * self.chunk_size
+        return not is_known(slots == self.length) and not is_known(slots != self.length)
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        return torch.arange(self.length, device=x.device)
 
     def holds_token(self, device: torch.device) -> Tensor:
         """Which slots hold a token, bool [B or 1, G, C]: `real`, or all True."""
@@ -181,9 +206,10 @@ def join_documents(x: Tensor, chunks: Chunks) -> Tensor:
 
 def exclusive_cumsum(x: Tensor, dim: int = 1) -> Tensor:
     """The cumulative sum along `dim` that excludes the current element."""
-    front = (slice(None),) * (dim % x.dim())
-    before = x[(*front, slice(-1))].cumsum(dim)
-    return torch.cat([torch.zeros_like(x[(*front, slice(1))]), before], dim)
+    shape = list(x.shape)
+    shape[dim] = 1
+    # Sizes of n - 1 would be compiled once for n = 2, and again for other n.
+    return torch.cat([x.new_zeros(shape), x], dim).narrow(dim, 0, x.shape[dim]).cumsum(dim)
 
 
 def open_chunk_pieces(position: int, new: int, chunk_size: int) -> Iterator[tuple[slice, int, int]]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.ops.arrange import count_positions, cut_documents, document_rows, longest_row, to_device
 from lineartime.ops.checks import as_mask, check_documents
 from lineartime.ops.chunks import Chunks
@@ -64,6 +64,8 @@ def make_layout(
                 "is given, but sequences that are split over processes can have neither padding, document boundaries nor "
                 f"prefixes: pass slices of whole sequences to every process, without {name}.",
             )
+    if torch.jit.is_tracing():
+        raise LineartimeError("A layer cannot be recorded by torch.jit.trace, whose records have one length: use torch.export.")
     document: Tensor | None = None
     starts = torch.zeros(1, dtype=torch.long, device=device)
     if cu_seqlens is not None:
