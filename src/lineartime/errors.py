@@ -25,12 +25,13 @@ class Argument:
 
 @dataclass(frozen=True)
 class Call:
-    """A function in a message that is also a command: "presets()"."""
+    """A function in a message that is also a command: "presets()", or "lineartime.hf.convert()" with its `module`."""
 
     name: str
+    module: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}()"
+        return f"{self.module}.{self.name}()".lstrip(".")
 
 
 MessagePart = str | Argument | Call

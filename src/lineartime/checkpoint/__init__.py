@@ -220,7 +220,9 @@ def find_checkpoint(path: str | Path, which: CheckpointChoice | None = None) -> 
     """
     path = Path(path)
     if is_there(path / "config.json") and not is_there(path / "model.json") and not list_checkpoints(path):
-        raise LineartimeError(f"{path} holds a transformers model: convert it to lineartime with ", Call("convert"), ".")
+        raise LineartimeError(
+            f"{path} holds a transformers model: convert it to lineartime with ", Call("convert", "lineartime.hf"), "."
+        )
     if is_checkpoint(path):
         if which is not None:
             raise ArgumentError(
