@@ -235,6 +235,13 @@ def test_runs_of_other_texts_are_shown_but_not_compared(folder: Path, capsys: py
     assert "is an evaluation with another text: the two must read the same tokens" in capsys.readouterr().out
 
 
+def test_a_missing_run_is_told_before_others_are_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(folder / "run"), str(folder / "missing"), "--cache", str(folder / "cache")]) == 1
+    shown = capsys.readouterr().err
+    assert "missing does not exist" in shown
+    assert "test:" not in shown
+
+
 def test_eval_asks_for_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval"]) == 1
     assert "runs is empty: give the folder of a run, or of one checkpoint" in capsys.readouterr().err

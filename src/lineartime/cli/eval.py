@@ -73,6 +73,7 @@ class Options:
 
 def run(options: Options) -> None:
     """Evaluate one checkpoint or several, and print the results."""
+    from lineartime.checkpoint import find_checkpoint
     from lineartime.machine import choose_device, choose_precision, using_threads
 
     if not options.runs:
@@ -83,6 +84,8 @@ def run(options: Options) -> None:
         if len(options.runs) > 1:
             raise ArgumentError("plot", "shows one run: give one, or draw the curves of several by ", Call("runs"), ".")
         check_picture(REPORT, options.plot)  # before the slow part
+    for each in options.runs[1:]:  # a wrong path should not be told after the first run was measured
+        find_checkpoint(each, checkpoint_choice(options.checkpoint))
     with using_threads(options.threads):
         evaluations = [_evaluated(each, options, precision) for each in options.runs]
     first = evaluations[0]

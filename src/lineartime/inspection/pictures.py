@@ -91,6 +91,8 @@ def _draw_map(axes: Any, weights: Tensor, title: str, figure: Any) -> None:
         interpolation="nearest" if len(weights) <= 600 else "antialiased",
     )
     axes.set(title=f"{title}: weights", xlabel="position that is read", ylabel="position that reads")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=axes, shrink=0.8)
 
 

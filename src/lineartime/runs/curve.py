@@ -66,7 +66,9 @@ def _draw_losses(axes: Any, run: Path) -> None:
         if means := _trailing_means(values):
             axes.plot(steps[-len(means) :], means, color="tab:blue", label=f"training, mean of the last {AVERAGED} steps")
     if validation:
-        label = f"validation, {list(validation.values())[-1]:.3f} at the end"
+        last, least = list(validation.values())[-1], min(validation, key=lambda step: validation[step])
+        lowest = "" if validation[least] == last else f", {validation[least]:.3f} at step {least:,}"
+        label = f"validation, {last:.3f} at the end{lowest}"
         axes.plot(list(validation), list(validation.values()), "o-", color="tab:orange", label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
@@ -82,7 +84,8 @@ def _draw_positions(axes: Any, evaluation: "Evaluation") -> None:
     values, errors = [position.loss for position in positions], [position.error or 0.0 for position in positions]
     axes.stairs(values, edges, baseline=None, color="tab:green", linewidth=2)
     low, high = ([value + sign * error for value, error in zip(values, errors, strict=True)] for sign in (-1, 1))
-    axes.stairs(high, edges, baseline=low, fill=True, color="tab:green", alpha=0.2, label="± standard error")
+    band = ([*low, low[-1]], [*high, high[-1]])  # a filled `stairs` would be cut at the edge of the panel
+    axes.fill_between(edges, *band, step="post", color="tab:green", alpha=0.2, linewidth=0, label="± standard error")
     axes.axhline(evaluation.loss, color="black", linestyle=":", linewidth=1, label=f"mean, {evaluation.loss:.3f}")
     axes.set_xscale("log", base=2)
     what = "place in the window" if evaluation.masked else "tokens read before"
