@@ -1,5 +1,6 @@
 """Options of `lineartime train` in a file."""
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -60,10 +61,17 @@ def test_a_file_that_holds_no_options_is_named(tmp_path: Path, name: str, conten
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The options that a command would train with."""
+    """The options that a command would train with; None for those that are comments."""
     assert main(["train", *arguments, "--print-config"]) == 0
-    lines = [line.split(" = ", 1) for line in capsys.readouterr().out.splitlines()]
-    return {name: json.loads(value) for name, value in lines}
+    lines = [line.partition(" =") for line in capsys.readouterr().out.splitlines()]
+    return {name.removeprefix("# "): json.loads(value) if value else None for name, _, value in lines}
+
+
+def test_the_printed_options_are_all_options_and_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {field.name for field in dataclasses.fields(TrainConfig)} - {"like", "recipe"}
+    assert set(printed(capsys, "--recipe", "quick")) == names
+    assert main(["train", "--steps", "0", "--print-config"]) == 1
+    assert "--steps is 0" in capsys.readouterr().err
 
 
 def test_the_command_line_wins_over_a_file_and_a_file_over_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

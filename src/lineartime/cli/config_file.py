@@ -81,7 +81,8 @@ def _parse(file: Path, text: str) -> Any:
 
 
 def to_toml(options: Mapping[str, Any]) -> str:
-    """Format plain options as TOML, one per line, without those that are None, which TOML cannot express."""
+    """Format plain options as TOML, one per line. Those that are None, which TOML cannot express, are comments."""
     return "".join(
-        f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in options.items() if value is not None
+        f"# {name} =\n" if value is None else f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
+        for name, value in options.items()
     )

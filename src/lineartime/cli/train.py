@@ -63,8 +63,10 @@ def run(options: Options, arguments: Sequence[str]) -> None:
 
     config, defaults = complete(apply_given(TrainConfig()), apply_given)
     if options.print_config:
-        # Not what would replace options that are None, or resume.
-        expanded = {**config.to_dict(), "like": None, "recipe": None, "resume": options.resume}
+        config.check()
+        expanded = {**config.to_dict(), "resume": options.resume}
+        for name in ("like", "recipe"):  # they would replace options that are None
+            del expanded[name]
         print(to_toml(expanded), end="")
     elif options.dry_run:
         _dry_run(config)
