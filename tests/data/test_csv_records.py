@@ -13,7 +13,7 @@ from lineartime.data.local_files import SourceFile
 from lineartime.data.readers import FilePart
 from lineartime.errors import ArgumentError, LineartimeError
 
-NAMES = [("a.csv", ","), ("a.csv", ";"), ("a.csv", "|"), ("a.tsv", "\t"), ("A.CSV", "\t")]
+NAMES = [("a.csv", ","), ("a.csv", ";"), ("a.csv", "|"), ("A.CSV", "\t")]
 TEXTS = ["one, two", 'three "four"', "", "five\nsix\r\nseven", "日本 é 🚀", "x" * 200_000]
 
 
@@ -30,14 +30,38 @@ def read(file: Path, column: str = "text") -> list[str]:
     return ["".join(blocks) for blocks in FilePart(SourceFile(file, column)).documents()]
 
 
-@pytest.mark.parametrize(
-    ("name", "delimiter"), [("a.csv", ","), ("a.csv", ";"), ("a.csv", "|"), ("a.tsv", "\t"), ("A.CSV", "\t")]
-)
+@pytest.mark.parametrize(("name", "delimiter"), NAMES)
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_each_row_is_a_document(tmp_path: Path, name: str, delimiter: str, mark: str) -> None:
     file = write(tmp_path / name, delimiter, mark)
     assert read(file) == TEXTS
     assert read(file, "id") == [str(number) for number in range(len(TEXTS))]  # the mark is not part of its name
+
+
+def test_a_tsv_file_knows_no_quotes(tmp_path: Path) -> None:
+    file = tmp_path / "a.tsv"
+    file.write_text('id\ttext\n1\t"Yes" he said\n2\t"no, he did not\n')
+    assert read(file) == ['"Yes" he said', '"no, he did not']
+
+
+@pytest.mark.parametrize("header", ['"a;b;c",text', 'text,"size (w;h;d)"', "id, text"])
+def test_names_of_columns_may_hold_other_separators_or_begin_with_a_space(tmp_path: Path, header: str) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text(f"{header}\nx,x\n")
+    assert read(file) == ["x"]
+
+
+def test_a_binary_file_is_left_out_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.csv").write_bytes(b"PK\x03\x04\0\0" * 99)
+    assert ["".join(document) for document in load_corpus(tmp_path).documents("all")] == ["text"]
+
+
+def test_rows_are_told_from_the_plain_text_that_a_file_was_before(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.csv")
+    rows, text = (FilePart(SourceFile(file, as_text=as_text)) for as_text in (False, True))
+    assert rows.identity() != text.identity()
+    assert rows.portable_identity() != text.portable_identity()
 
 
 def test_compressed_files_are_read(tmp_path: Path) -> None:
@@ -68,7 +92,8 @@ def test_numbers_beside_other_text_are_plain_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"id,text\n1,a\n2\n", r'a.csv, line 3, has no "text"'),
+        (b"id,text\n1,a\n2\n", r"a.csv, line 3, has 1 fields, but line 1 names 2: quote fields"),
+        (b"id,text\n1,Hello, world\n", r"a.csv, line 2, has 3 fields, but line 1 names 2: quote fields"),
         (b'id,text\n1,"a\n2,b\n', r"a.csv, line 3, is not CSV \(unexpected end of data\)"),
         (b"id,text\n1,a\n2,caf\xe9\n", r"a.csv, line 3, is not UTF-8 text \(byte 0xe9 at offset 17\)"),
     ],

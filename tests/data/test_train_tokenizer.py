@@ -108,6 +108,12 @@ def test_text_without_spaces_gives_a_tokenizer_that_knows_them(tmp_path: Path, k
     assert len(tokenizer.encode(" ")) == 1
 
 
+def test_max_bytes_within_the_first_character_read_that_one(tmp_path: Path) -> None:
+    file = tmp_path / "zh.txt"
+    file.write_text("天地玄黄\n" * 200)
+    assert train_tokenizer(load_corpus(file), "unigram", 560, max_bytes=1).decode([]) == ""
+
+
 def test_max_bytes_cuts_a_block_of_text(text: Path) -> None:
     corpus = load_corpus(text)
     assert train_tokenizer(corpus, "bpe", 300, max_bytes=10).vocab_size < train_tokenizer(corpus, "bpe", 300).vocab_size

@@ -36,7 +36,7 @@ class Options:
     data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Corpus name, file or folder, split as for training; the default is what the model was trained on."""
     text_column: str | None = None
-    """Column of JSON, Parquet and data sets of the hub that holds the text; for the training text, the default is its own."""
+    """Column of JSON, CSV, Parquet and data sets of the hub that holds the text; for the training text, its own by default."""
     max_expansion: int | None = None
     """Maximum bytes of text per byte of a compressed file; the default is as in training."""
     include: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -87,16 +87,18 @@ def run(options: Options) -> None:
     for each in options.runs[1:]:  # a wrong path should not be told after the first run was measured
         find_checkpoint(each, checkpoint_choice(options.checkpoint))
     with using_threads(options.threads):
-        evaluations = [_evaluated(each, options, precision) for each in options.runs]
+        evaluations: list[Evaluation] = []
+        for each in options.runs:
+            evaluations.append(_evaluated(each, options, precision))
+            if options.json:
+                before = evaluations[0] if len(evaluations) > 1 else None
+                print(json.dumps(_plain(evaluations[-1], precision, before)), flush=True)
     first = evaluations[0]
-    if options.json:
-        for evaluation in evaluations:
-            print(json.dumps(_plain(evaluation, precision, None if evaluation is first else first)))
-    elif len(evaluations) == 1:
+    if len(evaluations) > 1 and not options.json:
+        _print_comparison(evaluations, f"{device.type}, {precision}")
+    elif not options.json:
         words = first.prose if options.words == "auto" else options.words == "on"
         _print(first, f"{device.type}, {precision}", words)
-    else:
-        _print_comparison(evaluations, f"{device.type}, {precision}")
     if options.plot is not None:
         assert first.checkpoint is not None
         picture = draw_report(first.checkpoint.parent, first, options.plot)

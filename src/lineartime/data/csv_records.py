@@ -1,13 +1,14 @@
 """CSV and TSV files of records, whose first line names the columns."""
 
 import csv
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
 from typing import IO, Any
 
-from lineartime.data.local_files import SourceFile, missing_column, not_utf8
+from lineartime.data.local_files import LEAVE_OUT, SourceFile, missing_column, not_utf8
 from lineartime.errors import LineartimeError
 
 _DELIMITERS = ",;\t|"
@@ -21,9 +22,9 @@ def csv_records(file: SourceFile) -> Iterator[str]:
             raise missing_column(file.column, f"{file.path}, line 1,", columns)
         place = columns.index(file.column)
         for row in rows:
-            if row and len(row) <= place:  # an empty line is no record
-                where = f"{file.path}, line {rows.line_num:,},"
-                raise LineartimeError(f'{where} has no "{file.column}": correct it, or leave it out.')
+            if row and len(row) != len(columns):  # an empty line is no record
+                found = f"{file.path}, line {rows.line_num:,}, has {len(row)} fields, but line 1 names {len(columns)}"
+                raise LineartimeError(f"{found}: quote fields that have separators in them, or ", *LEAVE_OUT)
             if row:
                 yield row[place]
 
@@ -44,9 +45,12 @@ def _reader(file: SourceFile) -> Iterator[tuple[Any, list[str]]]:
     with file.open() as stream:
         lines = _lines(file, stream)
         header = next(lines, "").removeprefix("\ufeff")
-        rows = csv.reader(chain([header], lines), delimiter=_delimiter(file, header), strict=True)
+        if file.format_suffix == ".tsv":  # by its standard, without quotes
+            rows = csv.reader(chain([header], lines), delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
+        else:
+            rows = csv.reader(chain([header], lines), delimiter=_delimiter(header), strict=True)
         try:
-            yield rows, next(rows, [])
+            yield rows, [name.strip() for name in next(rows, [])]
         except csv.Error as error:
             where = f"{file.path}, line {rows.line_num:,},"
             raise LineartimeError(f"{where} is not CSV ({error}): correct it, or leave it out.") from None
@@ -63,6 +67,6 @@ def _lines(file: SourceFile, stream: IO[bytes]) -> Iterator[str]:
         position += len(line)
 
 
-def _delimiter(file: SourceFile, header: str) -> str:
-    """A tab in a .tsv file; otherwise the most frequent delimiter of the first line."""
-    return "\t" if file.format_suffix == ".tsv" else max(_DELIMITERS, key=header.count)
+def _delimiter(header: str) -> str:
+    """The most frequent separator of the first line, outside of quotes."""
+    return max(_DELIMITERS, key=re.sub(r'"[^"]*"', "", header).count)

@@ -61,7 +61,8 @@ class FilePart:
 
     def portable_identity(self) -> str:
         """Like `identity`, but the same for a copy of the file elsewhere: by its name and size."""
-        return f"{self.path.name}:{'+'.join(self.splits)}:{self.first_number}:{self.file.column}:{self.file.version[0]}"
+        kind = ":csv" if file_format(self.file) == "csv" else ""  # which earlier versions read as text
+        return f"{self.path.name}:{'+'.join(self.splits)}:{self.first_number}:{self.file.column}:{self.file.version[0]}{kind}"
 
     def documents(self) -> Iterator[Iterator[str]]:
         """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""

@@ -44,8 +44,9 @@ def file_format(file: SourceFile) -> Format:
 
 
 def is_named_text(file: SourceFile) -> bool:
-    """Whether a file is plain, uncompressed text by its name."""
-    return file.path.suffix.lower() not in (*COMPRESSED, *RECORDS)
+    """Whether a file is plain, uncompressed text by its name; CSV is."""
+    suffix = file.path.suffix.lower()
+    return suffix in CSV or suffix not in (*COMPRESSED, *RECORDS)
 
 
 def why_no_records(file: SourceFile) -> LineartimeError | None:

@@ -84,7 +84,7 @@ def _texts(corpus: Corpus, limit: int, progress: Progress) -> Iterator[str]:
     """The training split in blocks of whole lines, up to `limit` bytes."""
     for text in chain.from_iterable(map(whole_lines, corpus.documents("train"))):
         size = len(text.encode())
-        yield text if size <= limit else text.encode()[:limit].decode(errors="ignore")
+        yield text if size <= limit else text.encode()[:limit].decode(errors="ignore") or text[:1]
         progress.advance(size)
         limit -= size
         if limit <= 0:
