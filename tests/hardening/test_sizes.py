@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import sha256
 from lineartime.models import memory
 from lineartime.models.presets import presets, resolve
+from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
+from lineartime.training.start import check_start
 
 SMALL = {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}
 OPTIONS: dict[str, Any] = {
@@ -431,3 +434,13 @@ def test_a_preset_of_another_size_than_the_weights_is_refused_whatever_overrides
     options: dict[str, Any] = {"data": str(text), "cache": tmp_path / "c", "context_length": 16, "steps": 1, "track": ()}
     with pytest.raises(ArgumentError, match=r"^preset is flash-base, but the model of init_from is flash-tiny: leave it out"):
         train(init_from=run, preset="flash-base", out=tmp_path / "base", **options)
+    # An override that changes no shapes is one of the new run, also where it makes the model that of another preset.
+    other = {"normalization": "paper", "initial_scores": "unit"}
+    assert train(init_from=run, override=other, out=tmp_path / "next", **options).finished
+
+
+def test_weights_fit_the_preset_that_another_one_equals() -> None:
+    for preset in ("transformer++-scaling-768", "gau-scaling-768"):
+        config = TrainConfig(preset=preset, tokenizer="bytes")
+        with mock.patch("lineartime.checkpoint.read_model_config", lambda _, c=config: c.model_config(258)):
+            check_start(config, Path("run"))

@@ -13,7 +13,7 @@ from lineartime.layers.contract import NO_FUTURE, BrokenPromiseError, check_mixe
 from lineartime.models.block import Block
 from lineartime.models.config import ModelConfig
 from lineartime.models.memory import model_tensors
-from lineartime.models.presets import nearest_preset, values_of
+from lineartime.models.presets import nearest_preset, resolve, values_of
 from lineartime.training.config import TrainConfig
 from lineartime.training.overrides import errors_in_override
 
@@ -31,7 +31,8 @@ def check_start(config: TrainConfig, start: Path) -> None:
     ours = config.model_config(size)
     with errors_in_override():
         fits = _shapes(ours) == _shapes(theirs)
-    if fits and config.preset == nearest_preset(ours):  # else, overrides turn another preset into the model of the weights
+    if fits:
+        _check_size(config, theirs)
         return
     if config.preset != nearest_preset(theirs):
         raise _unfit("preset", f"is {config.preset}", f"is {nearest_preset(theirs)}")
@@ -42,6 +43,14 @@ def check_start(config: TrainConfig, start: Path) -> None:
         if _changes_shapes(theirs, name, value):
             raise _unfit("override", f"sets {name} to {value}", f"has {there.get(name)}")
     raise _unfit("task", f"is {config.task}", f"has other weights, for {theirs.task}")
+
+
+def _check_size(config: TrainConfig, theirs: ModelConfig) -> None:
+    """Raise ArgumentError for a preset of another size than the weights, which overrides of their run would make fit."""
+    nearest = nearest_preset(theirs)
+    given, found = (resolve(name, config.task) for name in (config.preset, nearest))
+    if (given.d_model, given.n_blocks) != (found.d_model, found.n_blocks):
+        raise _unfit("preset", f"is {config.preset}", f"is {nearest}")
 
 
 def check_tokenizer(config: TrainConfig, tokenizer: Tokenizer, start: Path) -> None:

@@ -67,9 +67,11 @@ class Text:
             loader = CachedLoader(stream, make, config.context_length, rows)
             self.name = f"{len(stream):,} tokens of {corpus.name}"
             streams: dict[Split, TokenStream] = {"train": stream, "validation": self.validation}
-            if all(isinstance(source, LocalCorpus) for source in corpus.sources) and corpus.describe("test"):
-                # What cannot be read should show now, and not after days of training. `eval` finds the tokens in the cache.
-                streams["test"] = token_stream(corpus, "test", tokenizer, cache)
+            # What cannot be read should show now, and not after days of training. `eval` finds the tokens in the cache.
+            testing = [source for source in corpus.sources if source.describe("test")]
+            local = [token_stream(each, "test", tokenizer, cache) for each in testing if isinstance(each, LocalCorpus)]
+            if local and len(local) == len(testing):
+                streams["test"] = joined(corpus, "test", local)
             self.splits = describe_splits(corpus, streams)
             training = f"{len(stream):,} tokens, digest {stream.digest}"
             self.earlier_identities = (training,)
