@@ -46,6 +46,7 @@ def test_masked_models_differ_in_nats_alone() -> None:
     [
         ({"text": "other"}, "^second is an evaluation with another text: "),
         ({"digest": "abc"}, "^second is an evaluation with another text or tokenizer: "),
+        ({"digest": "abc", "text": "other"}, "^second is an evaluation with another text: "),
         ({"masked": True}, "^second is an evaluation with another task: "),
         ({"context": "carried"}, "^second is an evaluation with another context: "),
         ({"samples": torch.ones(2, 2, dtype=torch.float64)}, "^second predicts other tokens than the first: "),
@@ -55,3 +56,10 @@ def test_other_tokens_are_not_compared(changes: dict[str, object], message: str)
     first = evaluation([1.0, 2.0, 3.0, 4.0])
     with pytest.raises(ArgumentError, match=message):
         difference(first, replace(first, **changes))  # type: ignore[arg-type]
+
+
+def test_the_same_tokens_may_have_two_paths() -> None:
+    first = replace(evaluation([1.0, 2.0, 3.0, 4.0]), digest="abc")
+    assert difference(first, replace(first, text="the same text by another path")).loss == 0
+    with pytest.raises(ArgumentError, match=r"^second is an evaluation with another text or tokenizer: "):
+        difference(first, replace(first, digest="def"))

@@ -23,7 +23,7 @@ def test_means_and_errors_are_those_of_the_counted_tokens() -> None:
     losses = torch.rand(5, 6, generator=torch.Generator().manual_seed(0))
     counted = torch.ones(5, 6, dtype=torch.bool)
     counted[0, 1:4] = counted[3] = False
-    sums = PositionSums(6)
+    sums = PositionSums()
     add(sums, losses[:2], counted[:2])
     add(sums, losses[2:], counted[2:])
     mean = sums.mean()
@@ -45,7 +45,7 @@ def test_the_error_is_that_of_rows_whose_tokens_share_a_topic() -> None:
 
     def measured() -> tuple[float, float]:
         topic = random.normal(size=(40, 1))  # a deviation that all tokens of a row share
-        sums = PositionSums(30)
+        sums = PositionSums()
         add(sums, torch.from_numpy(3 + topic + random.normal(size=(40, 30))))
         mean = sums.mean()
         assert mean is not None
@@ -60,7 +60,7 @@ def test_the_error_is_that_of_rows_whose_tokens_share_a_topic() -> None:
 
 def test_one_row_has_no_error() -> None:
     assert standard_error(3.0, 2.0, 9.0, 6.0, 4.0, rows=1) is None
-    sums = PositionSums(3)
+    sums = PositionSums()
     add(sums, torch.ones(1, 3))
     mean = sums.mean()
     assert mean is not None
@@ -69,22 +69,34 @@ def test_one_row_has_no_error() -> None:
 
 
 def test_equal_losses_have_no_error_rather_than_the_root_of_a_rounding_error() -> None:
-    sums = PositionSums(5)
+    sums = PositionSums()
     add(sums, torch.full((7, 5), 0.1))
     mean = sums.mean()
     assert mean is not None
     assert mean.error == pytest.approx(0, abs=1e-8)
 
 
+def test_a_longest_row_of_a_power_of_two_joins_its_last_place_whatever_the_window() -> None:
+    losses = torch.rand(3, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sums = PositionSums()
+    add(sums, losses)
+    last = list(sums.by_position())[-1]
+    rows = losses[:, 7:].tolist()
+    assert (last.first, last.last, last.count) == (8, 16, 27)
+    assert last.error == pytest.approx(error_by_hand(rows), rel=1e-9)
+    add(sums, losses[:, :1], first=17)  # a longer one: the place belongs to the next part again
+    assert [(each.first, each.last) for each in sums.by_position()][-2:] == [(8, 15), (16, 17)]
+
+
 def test_nothing_counted_gives_no_mean() -> None:
-    sums = PositionSums(3)
+    sums = PositionSums()
     add(sums, torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool))
     assert sums.mean() is None
     assert list(sums.by_position()) == []
 
 
 def test_a_last_place_alone_joins_the_places_before_it() -> None:
-    sums = PositionSums(8)
+    sums = PositionSums()
     add(sums, torch.arange(16.0).reshape(2, 8))
     last = list(sums.by_position())[-1]
     assert (last.first, last.last, last.count) == (4, 8, 10)

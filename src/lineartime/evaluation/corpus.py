@@ -62,8 +62,8 @@ def evaluate(
         data: name of a corpus, or a file or folder, which is split as for training, or several of these; the default is the
             text that a run was trained on.
         checkpoint: which checkpoint of a run: "best" (the default), with the lowest validation loss; "last"; or a step.
-        text_column: the column that holds the text in JSON, Parquet and hub data sets; the default is "text", or, for the text
-            of a run, the column used in training.
+        text_column: the column that holds the text in JSON, CSV, Parquet and hub data sets; the default is "text", or, for the
+            text of a run, the column used in training.
         max_expansion: the maximum number of bytes of text per byte of a compressed file; the default is as in training.
         include: patterns of the files of folders to read, as of `lineartime.data.load_corpus`; the default is all of them, or,
             for the text of a run, as in training.

@@ -143,7 +143,7 @@ def evaluate_windowed(
     longest = model.config.longest_sequence
     if longest is not None and min(context_length, tokens) > longest:
         raise ArgumentError("context_length", f"is {context_length}, but this model reads at most {longest} tokens.")
-    sums, task = PositionSums(min(context_length, tokens)), model.config.task
+    sums, task = PositionSums(), model.config.task
     device = next(model.parameters()).device
     with Progress(f"measuring {stream.name}", total=tokens) as progress:
         for windows, skip, starts in _windows(stream, tokenizer, tokens, context_length, stride, batch_size):
@@ -184,7 +184,7 @@ def evaluate_carried(
             f"There are {tokens} tokens in {stream.name}, but this model reads at most {longest} in one sequence: evaluate in "
             "windows."
         )
-    sums = PositionSums(tokens)
+    sums = PositionSums()
     device = next(model.parameters()).device
     state = model.init_state(1)
     with Progress(f"measuring {stream.name}", total=tokens) as progress:

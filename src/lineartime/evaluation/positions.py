@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_PARTS = 64
+
 
 @dataclass(frozen=True)
 class PositionLoss:
@@ -52,31 +54,35 @@ class RowSums:
 
 
 class PositionSums:
-    """Sums of losses by the number of preceding tokens: 1, 2-3, 4-7, ...; at most `longest`.
+    """Sums of losses by the number of preceding tokens: 1, 2-3, 4-7, ...
 
-    If `longest` is a power of two, it belongs to the part before it: alone, its few tokens would be noise.
+    If the largest number is a power of two, it belongs to the part before it: alone, its few tokens would be noise.
     """
 
-    def __init__(self, longest: int) -> None:
-        self._parts = max(1, (longest - 1).bit_length())
-        self._sums = RowSums(self._parts + 1)  # the last column is for all positions
+    def __init__(self) -> None:
+        self._sums, self._up_to_next = RowSums(_PARTS), RowSums(_PARTS)  # the second: with the first place of the next part
+        self._total = RowSums(1)
         self._samples: list[Tensor] = []
         self._longest = 0
 
     def add(self, losses: Tensor, counted: Tensor, before: Tensor) -> None:
         """Add losses [B, T] of tokens with so many preceding tokens, [B, T]; `counted` marks those with a target."""
         self._longest = max(self._longest, int(before.max()))
-        column = before.double().log2().floor().long().clamp(max=self._parts - 1)
-        s, n = (torch.zeros(len(losses), self._parts + 1, dtype=torch.float64) for _ in range(2))
-        s.scatter_add_(1, column, losses.double() * counted)
-        n.scatter_add_(1, column, counted.double())
-        s[:, -1], n[:, -1] = s.sum(1), n.sum(1)
+        part, losses = before.double().log2().floor().long(), losses.double() * counted
+        s, n = (torch.zeros(len(losses), _PARTS, dtype=torch.float64) for _ in range(2))
+        s.scatter_add_(1, part, losses)
+        n.scatter_add_(1, part, counted.double())
         self._sums.add(s, n)
-        self._samples.append(torch.stack([s[:, -1], n[:, -1]], 1))
+        self._total.add(s.sum(1, keepdim=True), n.sum(1, keepdim=True))
+        self._samples.append(torch.stack([s.sum(1), n.sum(1)], 1))
+        is_first = (before == 1 << part) & (part > 0)
+        s.scatter_add_(1, (part - 1).clamp(min=0), losses * is_first)
+        n.scatter_add_(1, (part - 1).clamp(min=0), (counted & is_first).double())
+        self._up_to_next.add(s, n)
 
     def mean(self) -> Mean | None:
         """The mean over all tokens; None without any."""
-        return self._sums.mean(self._parts)
+        return self._total.mean(0)
 
     def samples(self) -> Tensor:
         """The sum of the losses and the number of tokens of each row, in the order of `add`: float64 [rows, 2]."""
@@ -84,11 +90,13 @@ class PositionSums:
 
     def by_position(self) -> Iterator[PositionLoss]:
         """The mean loss from each power of two to the next."""
-        for part in range(self._parts):
-            mean = self._sums.mean(part)
+        last = max(0, (self._longest - 1).bit_length() - 1)
+        for part in range(last + 1):
+            mean = (self._up_to_next if self._longest == 2 << part else self._sums).mean(part)
             if mean is not None:
-                last = self._longest if part == self._parts - 1 else min(self._longest, (2 << part) - 1)
-                yield PositionLoss(1 << part, last, mean.loss, mean.tokens, mean.error)
+                yield PositionLoss(
+                    1 << part, min(self._longest, (2 << part) - (part < last)), mean.loss, mean.tokens, mean.error
+                )
 
 
 def standard_error(s: float, n: float, ss: float, sn: float, nn: float, rows: float) -> float | None:
