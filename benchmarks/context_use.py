@@ -2,7 +2,7 @@
 
 The loss by position of one evaluation compares different tokens, and few are near the start of a window. Here, every context
 is measured on the same tokens, those of the test split: windows of 2n tokens start at every n-th token, and the last n tokens
-of each count. So each of these tokens has from n to 2n - 1 tokens before it.
+of each count. So each of these tokens has from n + 1 to 2n tokens before it.
 """
 
 import argparse
