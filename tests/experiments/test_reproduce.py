@@ -487,4 +487,4 @@ def test_more_seeds_than_the_experiment_has_join_the_report(
     losses = [run["bits_per_byte"] for run in row["runs"]]
     line = next(line for line in file.read_text().splitlines() if line.startswith("| transformer++ "))
     assert f"{statistics.fmean(losses):.4f} ± {statistics.stdev(losses):.4f} (4)" in line
-    assert "| 1.00 |" in line  # the speed-up against itself
+    assert "| 1.00 (4) |" in line  # the speed-up against itself

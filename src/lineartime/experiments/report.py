@@ -260,11 +260,11 @@ def _latency_tables(report: LatencyReport) -> Iterator[str]:
 
 def _values(values: Sequence[float], form: str = ".4f", unit: str = "") -> str:
     """The values of all seeds, or of more than three, their mean and standard deviation."""
-    if len(values) > 3 and len(set(values)) > 1:
+    if len(values) > 3:
         mean, deviation = format(statistics.fmean(values), form), format(statistics.stdev(values), form.replace("+", ""))
-        return f"{mean} ± {deviation}{unit} ({len(values)})"
-    shown = values if len(values) <= 3 else values[:1]
-    return " / ".join(f"{value:{form}}{unit}" for value in shown) or NOT_THERE
+        spread = f" ± {deviation}" if len(set(values)) > 1 else ""
+        return f"{mean}{spread}{unit} ({len(values)})"
+    return " / ".join(f"{value:{form}}{unit}" for value in values) or NOT_THERE
 
 
 def _each(row: SystemRow, metric: Callable[[RunData], float | None], form: str) -> str:

@@ -30,7 +30,8 @@ def legend(plan: Plan) -> str:
             f"- Losses per {per} are on text that was not trained on: *held-out* text, on which the curves and the tuned rates "
             "are measured, and the *test* split, measured once at the end.",
             f"- *loss against the baseline*: the held-out loss over that of {base}, less one; for the paper, the same of the "
-            "logarithms of its perplexities. It compares across tokenizers and sizes better than losses do.",
+            "logarithms of its perplexities. It compares across tokenizers and sizes better than losses do. "
+            "Like the speed-up, it is over the seeds that both have.",
             f"- *speed-up*, as the paper defines it: the time in which {base} reaches its final quality, over the time in "
             "which this system reaches it; of the same seed, and of training alone. A learning rate is scheduled for the whole "
             "run, so a shorter run could reach that quality sooner.",

@@ -76,7 +76,7 @@ class TextBatch:
             prompt: token ids; at least one without a `state`.
             state: of a text before the prompt, as `read_prompt` returns it; it is not modified.
             sampling: how to draw for this text, by a generator of its own: with a seed, the text is that of `generate`,
-                whatever else is in the batch. The default is the sampling of the batch.
+                whatever else is in the batch, up to the rounding of logits. The default is the sampling of the batch.
 
         Returns:
             The number of the text; no two texts of a batch have the same.

@@ -90,7 +90,7 @@ class Chunks(NamedTuple):
     def _is_of_any_length(self) -> bool:
         """Whether the code is compiled both for whole chunks and for others.
 
-        What reads a slice asks whether it is contiguous, and would be compiled again for whole chunks. A selection is.
+        Whether a slice of its slots is contiguous depends on that, and operations on it ask. `index_select` gives new memory.
         """
         if torch.compiler.is_exporting():
             return False

@@ -54,6 +54,8 @@ def make_layout(
     Raises:
         ArgumentError: if `mask`, `cu_seqlens` or `prefix_lengths` do not match the tokens, or are given with a `context`.
     """
+    if torch.jit.is_tracing():
+        raise LineartimeError("A layer cannot be recorded by torch.jit.trace, whose records have one length: use torch.export.")
     batch, length = shape[:2]
     mask = as_mask("mask", mask, batch, length, device)
     lengths = check_documents(shape, cu_seqlens)
@@ -64,8 +66,6 @@ def make_layout(
                 "is given, but sequences that are split over processes can have neither padding, document boundaries nor "
                 f"prefixes: pass slices of whole sequences to every process, without {name}.",
             )
-    if torch.jit.is_tracing():
-        raise LineartimeError("A layer cannot be recorded by torch.jit.trace, whose records have one length: use torch.export.")
     document: Tensor | None = None
     starts = torch.zeros(1, dtype=torch.long, device=device)
     if cu_seqlens is not None:
