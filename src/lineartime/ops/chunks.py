@@ -69,7 +69,7 @@ class Chunks(NamedTuple):
         if self.slots is not None:
             return self.slots.arrange(x)
         if self.real is not None:
-            x = self._padded(x)
+            x = F.pad(x, (0, 0, 0, self.n_chunks * self.chunk_size - self.length))
         cut: Tensor = x.unflatten(1, (-1, self.chunk_size))
         return cut
 
@@ -78,27 +78,17 @@ class Chunks(NamedTuple):
         if self.slots is not None:
             return self.slots.restore(y)
         y = y.flatten(1, 2)
-        return y.index_select(1, self._tokens(y)) if self._is_of_any_length() else y[:, : self.length]
-
-    def _padded(self, x: Tensor) -> Tensor:
-        """[B, T, f] -> [B, G * C, f], with zeros after the tokens."""
-        slots = self.n_chunks * self.chunk_size
-        if not self._is_of_any_length():
-            return F.pad(x, (0, 0, 0, slots - self.length))
-        return x.new_zeros(x.shape[0], slots, x.shape[2]).index_copy(1, self._tokens(x), x)
+        if torch.is_grad_enabled() or not self._is_of_any_length():
+            return y[:, : self.length]
+        # Operations on a slice would ask whether it is contiguous, and be compiled again for whole chunks. With gradients, they
+        # are: that of a selection is a sum in no fixed order on a GPU.
+        return y.index_select(1, torch.arange(self.length, device=y.device))
 
     def _is_of_any_length(self) -> bool:
-        """Whether the code is compiled both for whole chunks and for others.
-
-        Whether a slice of its slots is contiguous depends on that, and operations on it ask. `index_select` gives new memory.
-        """
-        if torch.compiler.is_exporting():
-            return False
+        """Whether code is being compiled for whole chunks and for others."""
         slots = self.n_chunks * self.chunk_size
-        return not is_known(slots == self.length) and not is_known(slots != self.length)
-
-    def _tokens(self, x: Tensor) -> Tensor:
-        return torch.arange(self.length, device=x.device)
+        known = is_known(slots == self.length) or is_known(slots != self.length)
+        return not known and not torch.compiler.is_exporting()
 
     def holds_token(self, device: torch.device) -> Tensor:
         """Which slots hold a token, bool [B or 1, G, C]: `real`, or all True."""
