@@ -92,7 +92,7 @@ def test_numbers_beside_other_text_are_plain_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"id,text\n1,a\n2\n", r"a.csv, line 3, has 1 fields, but line 1 names 2: quote fields"),
+        (b"id,text\n1,a\n2\n", r"a.csv, line 3, has 1 field, but line 1 names 2: quote fields"),
         (b"id,text\n1,Hello, world\n", r"a.csv, line 2, has 3 fields, but line 1 names 2: quote fields"),
         (b'id,text\n1,"a\n2,b\n', r"a.csv, line 3, is not CSV \(unexpected end of data\)"),
         (b"id,text\n1,a\n2,caf\xe9\n", r"a.csv, line 3, is not UTF-8 text \(byte 0xe9 at offset 17\)"),

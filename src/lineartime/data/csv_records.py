@@ -23,7 +23,8 @@ def csv_records(file: SourceFile) -> Iterator[str]:
         place = columns.index(file.column)
         for row in rows:
             if row and len(row) != len(columns):  # an empty line is no record
-                found = f"{file.path}, line {rows.line_num:,}, has {len(row)} fields, but line 1 names {len(columns)}"
+                fields = "1 field" if len(row) == 1 else f"{len(row)} fields"
+                found = f"{file.path}, line {rows.line_num:,}, has {fields}, but line 1 names {len(columns)}"
                 raise LineartimeError(f"{found}: quote fields that have separators in them, or ", *LEAVE_OUT)
             if row:
                 yield row[place]
