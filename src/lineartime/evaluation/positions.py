@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _PARTS = 64
+"""One for each power of two that a number of tokens can have."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,8 @@ class PositionSums:
         for part in range(last + 1):
             mean = (self._up_to_next if self._longest == 2 << part else self._sums).mean(part)
             if mean is not None:
-                yield PositionLoss(
-                    1 << part, min(self._longest, (2 << part) - (part < last)), mean.loss, mean.tokens, mean.error
-                )
+                end = self._longest if part == last else (2 << part) - 1
+                yield PositionLoss(1 << part, end, mean.loss, mean.tokens, mean.error)
 
 
 def standard_error(s: float, n: float, ss: float, sn: float, nn: float, rows: float) -> float | None:
