@@ -27,7 +27,9 @@ from lineartime.errors import LineartimeError
 from lineartime.hf import (
     LineartimeConfig,
     LineartimeForCausalLM,
+    LineartimeForMaskedLM,
     LineartimeForQuestionAnswering,
+    LineartimeForTokenClassification,
     LineartimeModel,
     convert,
     fast_tokenizer,
@@ -48,6 +50,23 @@ def folder(tmp_path: Path) -> Path:
     model = lineartime.build("flash-tiny", n_blocks=2, d_model=16, d_qk=8, chunk_size=8).eval()
     lineartime.save(model, ByteTokenizer(), tmp_path / "own")
     return convert(tmp_path / "own", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("kind", [LineartimeForCausalLM, LineartimeForMaskedLM, LineartimeForTokenClassification])
+def test_labels_are_not_compared_with_other_tokens(kind: Any, tiny: Tiny) -> None:
+    model = kind(tiny("flash", task="mlm" if kind is LineartimeForMaskedLM else "clm"))
+    ids = ids_of(2, 9)
+    with pytest.raises(ValueError, match=r"labels has shape \[9, 2\], but must be \[B, T\] = \[2, 9\]"):
+        model(ids, labels=ids.T)
+    with pytest.raises(ValueError, match="labels is a list, but must be a tensor"):
+        model(ids, labels=ids.tolist())
+
+
+def test_labels_need_the_logits_of_all_tokens(causal: LineartimeForCausalLM) -> None:
+    ids = ids_of(2, 9)
+    with pytest.raises(ValueError, match="logits_to_keep leaves out tokens, but labels need the logits of all"):
+        causal(ids, labels=ids, logits_to_keep=1)
+    torch.testing.assert_close(causal(ids, labels=ids, logits_to_keep=9).loss, causal(ids, labels=ids).loss)
 
 
 def test_label_smoothing_does_not_teach_a_causal_model_to_copy_its_input(causal: LineartimeForCausalLM, tmp_path: Path) -> None:

@@ -48,6 +48,17 @@ def check_tensor(argument: str, given: object) -> None:
         raise ArgumentError(argument, f"is a {type(given).__name__}, but must be a tensor: convert it.")
 
 
+def check_labels(labels: Tensor, logits: Tensor) -> None:
+    """Raise ArgumentError unless there is a label for each of the logits [B, T, V].
+
+    Losses flatten both, so that labels [T, B] would be compared with the logits of other tokens.
+    """
+    check_tensor("labels", labels)
+    if labels.shape != logits.shape[:-1]:
+        shape, wanted = list(labels.shape), list(logits.shape[:-1])
+        raise ArgumentError("labels", f"has shape {shape}, but must be [B, T] = {wanted}, one for each token.")
+
+
 def packed_boundaries(
     cu_seq_lens: Tensor | None, position_ids: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None, embedded: Tensor
 ) -> Tensor | None:

@@ -14,7 +14,7 @@ from transformers.utils import can_return_tuple
 from lineartime.errors import ArgumentError
 from lineartime.hf.cache import LineartimeCache
 from lineartime.hf.config import LineartimeConfig, check_task
-from lineartime.hf.inputs import checked_mask, packed_boundaries
+from lineartime.hf.inputs import check_labels, checked_mask, packed_boundaries
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
 from lineartime.ops.cross_entropy import IGNORED
 
@@ -84,6 +84,9 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
         logits = self.lm_head(hidden if isinstance(places, int) else hidden[:, places])
         loss = None
         if labels is not None:
+            if logits.shape[1] != hidden.shape[1]:
+                raise ArgumentError("logits_to_keep", "leaves out tokens, but labels need the logits of all: leave it out.")
+            check_labels(labels, logits)
             labels = _without_prefix(labels, attention_mask, position_ids=position_ids, **kwargs)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
@@ -178,6 +181,7 @@ class LineartimeForMaskedLM(LanguageHead):
         logits = self.lm_head(outputs.last_hidden_state)
         loss = None
         if labels is not None:
+            check_labels(labels, logits)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 

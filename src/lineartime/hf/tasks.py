@@ -20,7 +20,7 @@ from transformers.utils import can_return_tuple
 
 from lineartime.errors import ArgumentError
 from lineartime.hf.config import LineartimeConfig
-from lineartime.hf.inputs import checked_mask, packed_boundaries
+from lineartime.hf.inputs import check_labels, checked_mask, packed_boundaries
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
 from lineartime.ops.checks import require
 
@@ -112,7 +112,10 @@ class LineartimeForTokenClassification(TaskModel):
         """Logits [B, T, K], and the loss if labels [B, T] are given (-100 is ignored); others as for the base model."""
         outputs = self.run_backbone(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.score(self.dropout(outputs.last_hidden_state))
-        loss = None if labels is None else self.loss_function(logits, labels, self.config, **kwargs)
+        loss = None
+        if labels is not None:
+            check_labels(labels, logits)
+            loss = self.loss_function(logits, labels, self.config, **kwargs)
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
