@@ -1,5 +1,6 @@
 """`lineartime presets`."""
 
+import json
 import re
 from collections.abc import Callable
 
@@ -22,6 +23,16 @@ def test_presets_lists_sizes_operations_and_memory(capsys: pytest.CaptureFixture
     assert lines["transformer-tiny"][5].endswith("*")  # reads 1,024
     assert lines["linformer-tiny"][5].endswith("*")  # reads 512
     assert lines["linformer-tiny"][6] == "none"
+
+
+def test_presets_prints_json_for_other_programs(capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
+    assert main(["presets", "flash-tiny", "linformer-tiny", "--context-length", "1030", "--json"]) == 0
+    flash, linformer = map(json.loads, capsys.readouterr().out.splitlines())
+    assert flash["parameters"] == sum(p.numel() for p in lineartime.build("flash-tiny").parameters())
+    assert (flash["name"], flash["context_length"], flash["n_blocks"], flash["d_model"]) == ("flash-tiny", 1030, 8, 256)
+    assert 2 * flash["parameters"] < flash["flops_per_token"] < 4 * flash["parameters"]
+    assert (linformer["context_length"], linformer["state_bytes"]) == (512, None)
+    fails(["presets", "flash-tiny", "--verify", "--json"], "--verify shows a table, and cannot be combined with --json")
 
 
 def test_presets_are_all_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:

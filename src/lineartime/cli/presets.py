@@ -1,7 +1,9 @@
 """`lineartime presets`: the models that can be built by name."""
 
+import dataclasses
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import tyro
@@ -10,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
-from lineartime.errors import LineartimeError, did_you_mean
+from lineartime.errors import Argument, ArgumentError, LineartimeError, did_you_mean
 from lineartime.screen import SCREEN, output_console
 
 
@@ -24,6 +26,28 @@ class Options:
     """Context length, in tokens, for which operations and memory are counted."""
     verify: bool = False
     """Instead, build every model whose size the paper states, and compare the parameter counts."""
+    json: bool = False
+    """Print one line of JSON for each preset; operations and memory are those of one token and one stream."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A preset and its cost.
+
+    Attributes:
+        context_length: the tokens for which operations and memory are counted: those asked for, or fewer if it reads fewer.
+        flops_per_token: of the matrix products of a forward pass.
+        state_bytes: the memory of a stream in float32; None for a bidirectional model.
+    """
+
+    name: str
+    description: str
+    n_blocks: int
+    d_model: int
+    parameters: int
+    context_length: int
+    flops_per_token: float
+    state_bytes: int | None
 
 
 def run(options: Options) -> None:
@@ -38,34 +62,45 @@ def run(options: Options) -> None:
             f"No preset name contains {' or '.join(options.names)}{did_you_mean(options.names[0], PRESETS)}: leave the names "
             "out to see all of them."
         )
+    if options.verify and options.json:
+        raise ArgumentError("verify", "shows a table, and cannot be combined with ", Argument("json", True), ".")
     if options.verify:
         _verify(names)
+    elif options.json:
+        for entry in _entries(names, options.context_length):
+            print(json.dumps(dataclasses.asdict(entry)), flush=True)
     else:
         _print_costs(names, options.context_length)
 
 
-def _print_costs(names: Sequence[str], context_length: int) -> None:
+def _entries(names: Sequence[str], context_length: int) -> Iterator[Entry]:
     from lineartime.models.cost import cost
     from lineartime.models.presets import describe, presets
 
+    causal, bidirectional = presets("clm"), presets("mlm")
+    for name in names:
+        model = causal.get(name) or bidirectional[name]
+        length = min(context_length, model.longest_sequence or context_length)
+        parameters, flops, state = cost(model, length)
+        yield Entry(name, describe(name), model.n_blocks, model.d_model, parameters, length, flops, state)
+
+
+def _print_costs(names: Sequence[str], context_length: int) -> None:
     console = output_console(width=None if sys.stdout.isatty() else 140)
     numbers = (Column(header, justify="right") for header in ("parameters", "size", "MFLOP/token", "state"))
     columns = [Column("preset", no_wrap=True), *numbers]
     if console.width >= 120:  # a narrower column would hold one word per line
         columns.append(Column("what it is"))
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    causal, bidirectional = presets("clm"), presets("mlm")
-    for name in track(names, "counting", console=Console(file=SCREEN), transient=True):
-        model = causal.get(name) or bidirectional[name]
-        length = min(context_length, model.longest_sequence or context_length)
-        parameters, flops, state = cost(model, length)
+    entries = _entries(names, context_length)
+    for entry in track(entries, "counting", len(names), console=Console(file=SCREEN), transient=True):
         row = [
-            name,
-            f"{parameters / 1e6:.1f} M",
-            f"{model.n_blocks} x {model.d_model}",
-            f"{flops / 1e6:,.1f}" + (" " if length == context_length else "*"),
-            "none" if state is None else f"{state / 1e6:,.1f} MB",
-            describe(name),
+            entry.name,
+            f"{entry.parameters / 1e6:.1f} M",
+            f"{entry.n_blocks} x {entry.d_model}",
+            f"{entry.flops_per_token / 1e6:,.1f}" + (" " if entry.context_length == context_length else "*"),
+            "none" if entry.state_bytes is None else f"{entry.state_bytes / 1e6:,.1f} MB",
+            entry.description,
         ]
         table.add_row(*row[: len(columns)])
     console.print(table)
