@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -240,6 +241,17 @@ def test_a_missing_run_is_told_before_others_are_measured(folder: Path, capsys: 
     shown = capsys.readouterr().err
     assert "missing does not exist" in shown
     assert "test:" not in shown
+
+
+def test_what_was_measured_is_shown_if_a_later_run_fails(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "run" / "step-00000002", tmp_path / "damaged")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"\0" * 64)
+    assert main(["eval", str(folder / "run"), str(tmp_path / "damaged"), "--cache", str(folder / "cache")]) == 1
+    shown = capsys.readouterr()
+    assert re.search(r"│ +\d\.\d{4} ± \d\.\d{4} │ +\d\.\d{4} │ +- │", shown.out)
+    assert "damaged" in shown.err
 
 
 def test_eval_asks_for_a_run(capsys: pytest.CaptureFixture[str]) -> None:

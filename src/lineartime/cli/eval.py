@@ -88,15 +88,17 @@ def run(options: Options) -> None:
         find_checkpoint(each, checkpoint_choice(options.checkpoint))
     with using_threads(options.threads):
         evaluations: list[Evaluation] = []
-        for each in options.runs:
-            evaluations.append(_evaluated(each, options, precision))
-            if options.json:
-                before = evaluations[0] if len(evaluations) > 1 else None
-                print(json.dumps(_plain(evaluations[-1], precision, before)), flush=True)
+        try:
+            for each in options.runs:
+                evaluations.append(_evaluated(each, options, precision))
+                if options.json:
+                    before = evaluations[0] if len(evaluations) > 1 else None
+                    print(json.dumps(_plain(evaluations[-1], precision, before)), flush=True)
+        finally:  # also if a later run fails, or is interrupted: what was measured took long
+            if evaluations and len(options.runs) > 1 and not options.json:
+                _print_comparison(evaluations, f"{device.type}, {precision}")
     first = evaluations[0]
-    if len(evaluations) > 1 and not options.json:
-        _print_comparison(evaluations, f"{device.type}, {precision}")
-    elif not options.json:
+    if len(options.runs) == 1 and not options.json:
         words = first.prose if options.words == "auto" else options.words == "on"
         _print(first, f"{device.type}, {precision}", words)
     if options.plot is not None:
