@@ -12,7 +12,8 @@ from lineartime.data.local_files import LEAVE_OUT, SourceFile, missing_column, n
 from lineartime.errors import LineartimeError
 
 _DELIMITERS = ",;\t|"
-csv.field_size_limit(1 << 30)  # a field may be a book; the default is 128 KiB
+_LONGEST = 1 << 30
+"""The maximum length of a field, which may be a book; Python's default is 128 KiB."""
 
 
 def csv_records(file: SourceFile) -> Iterator[str]:
@@ -43,6 +44,7 @@ def csv_without_column(file: SourceFile, version: tuple[int, int]) -> Lineartime
 @contextmanager
 def _reader(file: SourceFile) -> Iterator[tuple[Any, list[str]]]:
     """The rows after the first one, which names the columns. Raises LineartimeError for what is not CSV or not UTF-8."""
+    csv.field_size_limit(max(_LONGEST, csv.field_size_limit()))  # of the whole process: there is no other
     with file.open() as stream:
         lines = _lines(file, stream)
         header = next(lines, "").removeprefix("\ufeff")
