@@ -141,6 +141,9 @@ def _check(arguments: Sequence[str]) -> None:
             raise LineartimeError(f"{flag} is given twice, and only the last one would count: give all its values after one.")
         if given.count(flag) > 1 and flag not in repeatable:  # as scripts do to replace a value
             print(f"{flag} is given twice: the last one counts.", file=SCREEN)
+    for flag, value in pairwise((*arguments, "--")):
+        if flag.replace("_", "-") in lists and value.startswith("--"):
+            raise LineartimeError(f"{flag} has no value: give at least one, or leave the option out.")
     for option in ("--out", "--cache"):  # an empty path would be the working directory
         if (option, "") in pairwise(arguments) or f"{option}=" in arguments:
             raise LineartimeError(f"{option} is empty: give a path, or leave the option out.")
@@ -175,17 +178,33 @@ def _wrong_choice(arguments: Sequence[str]) -> str:
 
     The parser would list the choices in another order each time.
     """
-    given = {flag.replace("_", "-"): value for flag, value in pairwise(arguments) if flag.startswith("--")}
-    given |= {flag.replace("_", "-"): value for flag, is_one, value in (each.partition("=") for each in arguments) if is_one}
+    given = _values(arguments)
     for name, hint in get_type_hints(_command(arguments[0]).Options).items():
         kinds = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal]
         flag = f"--{name.replace('_', '-')}"
-        if get_origin(hint) is tuple or not kinds or flag not in given:
+        if not kinds or flag not in given:
             continue
-        value, choices = given[flag], [str(choice) for choice in get_args(kinds[0])]
-        if value not in choices and (value != "None" or hint is kinds[0]):
-            return f"{flag} is {value}{did_you_mean(value, choices)}, but must be one of {', '.join(choices)}."
+        choices = [str(choice) for choice in get_args(kinds[0])]
+        several = get_origin(hint) is tuple
+        verb = "contains" if several else "is"
+        for value in given[flag] if several else given[flag][:1]:
+            if value not in choices and (value != "None" or several or hint is kinds[0]):
+                return f"{flag} {verb} {value}{did_you_mean(value, choices)}, but must be one of {', '.join(choices)}."
     return ""
+
+
+def _values(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """The values after each flag; of a flag that is repeated, those after the last one."""
+    values: dict[str, list[str]] = {}
+    flag = ""
+    for argument in arguments:
+        if argument.startswith("--"):
+            flag, is_one, value = argument.partition("=")
+            flag = flag.replace("_", "-")
+            values[flag] = [value] if is_one else []
+        elif flag:
+            values[flag].append(argument)
+    return values
 
 
 def _flags(arguments: Sequence[str]) -> list[str]:
