@@ -11,7 +11,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation.ids import Ids
 from lineartime.generation.prompts import PromptState, checked_prompt, read
-from lineartime.generation.sampling import Sampling, Seen, checked_sampling, pick, seen_in
+from lineartime.generation.sampling import Sampling, Seen, checked_sampling, pick, seen_in, uniform_numbers
 from lineartime.models.backbone import BackboneStreams
 from lineartime.models.language_model import CausalLM, LanguageModel, are_finite, check_model
 from lineartime.models.streams import BackboneState
@@ -127,12 +127,12 @@ class TextBatch:
         texts = list(self._texts.values())
         uniform = torch.empty(len(texts), dtype=torch.float64)
         shared = [place for place, text in enumerate(texts) if text.generator is None]
-        uniform[shared] = torch.rand(len(shared), dtype=torch.float64, generator=self._generator)
+        uniform[shared] = uniform_numbers(len(shared), self._generator)
         kinds: dict[Sampling, list[int]] = {}
         for place, text in enumerate(texts):
             kinds.setdefault(text.sampling, []).append(place)
             if text.generator is not None:
-                uniform[place] = torch.rand(1, dtype=torch.float64, generator=text.generator)
+                uniform[place] = uniform_numbers(1, text.generator)
         for sampling, places in kinds.items():
             masks = [seen.mask for place in places if (seen := texts[place].seen) is not None]
             of_kind = logits if len(kinds) == 1 else logits[places]

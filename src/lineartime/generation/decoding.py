@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lineartime.generation.sampling import Sampling, Seen, draw, pick
+from lineartime.generation.sampling import Sampling, Seen, draw, pick, uniform_numbers
 from lineartime.layers.streams import tensors_of
 from lineartime.models.backbone import BackboneStreams
 from lineartime.models.language_model import CausalLM
@@ -57,12 +57,13 @@ def drawing(
     streams = model.join_streams(states)
     assert not isinstance(streams, GroupedStreams)
     tokens = torch.zeros_like(streams.position)
-    inputs, changed = (tokens, torch.zeros(len(tokens), device=tokens.device)), list(tensors_of(streams))
+    uniform = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
+    inputs, changed = (tokens, uniform), list(tensors_of(streams))
     if seen is not None:
         seen.mask = seen.mask.to(tokens.device)
         changed.append(seen.mask)
     step = recorded(partial(step_and_pick, model, streams, sampling, seen=seen), inputs, changed)
-    return lambda tokens: step(tokens, torch.rand(len(tokens), generator=generator))
+    return lambda tokens: step(tokens, uniform_numbers(len(tokens), generator))
 
 
 def step_and_pick(

@@ -107,7 +107,12 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: S
     The drawn tokens are added to `seen`, which is needed for a penalty of repetitions alone.
     """
     logits = logits.float().cpu()
-    return pick(logits, sampling, torch.rand(len(logits), dtype=torch.float64, generator=generator), seen)
+    return pick(logits, sampling, uniform_numbers(len(logits), generator), seen)
+
+
+def uniform_numbers(count: int, generator: torch.Generator) -> Tensor:
+    """Numbers in [0, 1) for `pick`, on the CPU. They have one dtype everywhere: in another one, a seed draws other numbers."""
+    return torch.rand(count, dtype=torch.float64, generator=generator)
 
 
 def pick(logits: Tensor, sampling: Sampling, uniform: Tensor, seen: Seen | None = None) -> Tensor:
