@@ -16,6 +16,7 @@ from lineartime import checkpoint as checkpoints
 from lineartime.checkpoint import DamagedCheckpointError, TextPosition, TrainingState, load_tokenizer
 from lineartime.checkpoint.format import FORMAT, upgraded_model, write_files
 from lineartime.data import ByteTokenizer
+from lineartime.data.train_tokenizer import names_folder
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import sha256
 from lineartime.models import CausalLM
@@ -75,6 +76,16 @@ def test_a_tokenizer_is_loaded_from_whatever_a_model_is(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     with pytest.raises(LineartimeError, match=r"Cannot read .*missing"):
         load_tokenizer(tmp_path / "missing")
+
+
+def test_a_folder_with_the_name_of_a_tokenizer_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bytes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(load_tokenizer("bytes"), ByteTokenizer)
+    assert not names_folder("bytes")
+    (tmp_path / "bpe-300").mkdir()  # a run with the name of a tokenizer to train
+    assert not names_folder("bpe-300")
+    assert names_folder(str(tmp_path / "bytes"))
 
 
 def test_a_run_is_loaded_by_its_best_checkpoint(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_being_killed_while_writing_leaves_a_whole_checkpoint(fork: Callable[[st
     checkpoints.verify(checkpoints.last_checkpoint(tmp_path))
     (tmp_path / f"metrics.jsonl.{'a1' * 16}.partial").touch()
     (tmp_path / "my.partial").touch()
+    (tmp_path / f".inspection.{'b2' * 16}.partial" / "part").mkdir(parents=True)
     checkpoints.remove_partial(tmp_path)
     assert [path.name for path in tmp_path.glob("*.partial")] == ["my.partial"]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

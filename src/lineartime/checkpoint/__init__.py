@@ -173,10 +173,10 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     Raises:
         LineartimeError: if there is none, or it cannot be read.
     """
-    from lineartime.data.tokenizers import named_tokenizer, read_tokenizer
+    from lineartime.data.tokenizers import is_ready_name, named_tokenizer, read_tokenizer
 
     check_type("path", path, str | Path)
-    if is_folder(path) and not is_there(Path(path, TOKENIZER_FILE)):
+    if not is_ready_name(str(path)) and is_folder(path) and not is_there(Path(path, TOKENIZER_FILE)):
         return read_from(path, read_tokenizer)
     return named_tokenizer(str(path))
 
@@ -285,9 +285,10 @@ def prune(run: Path, keep_every: int | None = None) -> None:
 
 
 def remove_partial(run: Path) -> None:
-    """Delete checkpoints and files that a killed process left half written or half deleted."""
-    for partial in run.glob(".step-*.partial"):
-        shutil.rmtree(partial, ignore_errors=True)
+    """Delete checkpoints, other folders and files that a killed process left half written or half deleted."""
     for partial in run.glob("*.partial"):
-        if re.fullmatch(r".+\.[0-9a-f]{32}\.partial", partial.name):  # as `write_atomically` names them
-            partial.unlink(missing_ok=True)
+        if re.fullmatch(r"\.step-.*|.+\.[0-9a-f]{32}\.partial", partial.name):  # of checkpoints, and of files.py
+            if is_folder(partial):
+                shutil.rmtree(partial, ignore_errors=True)
+            else:
+                partial.unlink(missing_ok=True)

@@ -199,6 +199,11 @@ def is_hub_tokenizer(choice: str) -> bool:
     return choice.startswith(_HUB)
 
 
+def is_ready_name(choice: str) -> bool:
+    """Whether `named_tokenizer` reads this as a name, not as a path."""
+    return choice == "bytes" or is_hub_tokenizer(choice)
+
+
 def hub_tokenizer(choice: str) -> "JsonTokenizer":
     """The tokenizer of a repository on the Hugging Face hub, such as hub:gpt2.
 

@@ -15,14 +15,14 @@ from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import (
     JsonTokenizer,
     Tokenizer,
-    is_hub_tokenizer,
+    is_ready_name,
     named_tokenizer,
     read_tokenizer,
     whole_lines,
 )
 from lineartime.errors import ArgumentError, missing_extra
 from lineartime.fields import Between, check_limits, check_type
-from lineartime.files import is_there, write_file
+from lineartime.files import is_folder, is_there, write_file
 
 _FORMAT = 2  # part of every cached file's name: increase it when the same text would give another tokenizer
 _SPECIAL = ["<|endoftext|>", "[MASK]"]
@@ -130,7 +130,12 @@ def _train_unigram(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> st
 
 def is_tokenizer_name(choice: str) -> bool:
     """Whether `tokenizer_for` reads this as a name, not as a path."""
-    return choice == "bytes" or is_hub_tokenizer(choice) or _to_train(choice) is not None
+    return is_ready_name(choice) or _to_train(choice) is not None
+
+
+def names_folder(choice: str | None) -> bool:
+    """Whether a tokenizer is that of a folder, for instance of a run. A folder with the name of a tokenizer is not meant."""
+    return choice is not None and not is_tokenizer_name(choice) and is_folder(choice)
 
 
 def _to_train(choice: str) -> tuple[TokenizerKind, int] | None:

@@ -12,15 +12,14 @@ from lineartime.data import (
     Corpus,
     Rows,
     Tokenizer,
-    is_tokenizer_name,
     load_corpus,
     read_tokenizer,
     tokenizer_for,
     tokenizer_from_json,
 )
 from lineartime.data.corpora import load_corpus_of_run
+from lineartime.data.train_tokenizer import names_folder
 from lineartime.errors import Argument, ArgumentError, LineartimeError
-from lineartime.files import is_folder
 from lineartime.host import cache_folder
 from lineartime.machine import choose_compile, choose_device, choose_precision
 from lineartime.models.config import ModelConfig
@@ -199,7 +198,7 @@ def _check_memory(model_config: ModelConfig, config: TrainConfig, rows: Rows, de
 
 def _tokenizer(choice: str | None, corpus: Corpus, cache: Path) -> Tokenizer:
     """The tokenizer of a name or a path, which may be the folder of another run."""
-    if choice is not None and not is_tokenizer_name(choice) and is_folder(choice):
+    if choice is not None and names_folder(choice):
         return checkpoints.load_tokenizer(choice)
     return tokenizer_for(choice, corpus, cache)
 

@@ -7,8 +7,8 @@ import torch
 
 from lineartime import checkpoint as checkpoints
 from lineartime.data import Tokenizer, fingerprint, read_tokenizer, ready_tokenizer, size_to_train
+from lineartime.data.train_tokenizer import names_folder
 from lineartime.errors import Argument, ArgumentError, LineartimeError, spell
-from lineartime.files import is_folder
 from lineartime.layers.contract import NO_FUTURE, BrokenPromiseError, check_mixer
 from lineartime.models.block import Block
 from lineartime.models.config import ModelConfig
@@ -99,7 +99,7 @@ def _unfit(option: str, given: str, there: str) -> ArgumentError:
 
 def _vocab_size(choice: str | None) -> int:
     """The number of tokens of a tokenizer; of one that is still to be trained, the number in its name."""
-    if choice is not None and is_folder(choice):
+    if choice is not None and names_folder(choice):
         return checkpoints.load_tokenizer(choice).vocab_size
     size = None if choice is None else size_to_train(choice)
     return ready_tokenizer(choice).vocab_size if size is None else size
