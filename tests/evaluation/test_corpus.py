@@ -11,6 +11,7 @@ from lineartime.checkpoint import best_checkpoint, find_checkpoint, last_checkpo
 from lineartime.data import ByteTokenizer, load_corpus, token_stream
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.evaluation import evaluate, evaluate_carried, evaluate_windowed
+from lineartime.inspection import inspect
 from lineartime.models import CausalLM
 from lineartime.runs.curve import draw_curve
 from lineartime.runs.metrics import read_metrics
@@ -59,6 +60,32 @@ def test_a_text_that_has_changed_since_training_is_told(run: Path, tmp_path: Pat
     assert len(told()) == 1
     file.write_text(before)
     assert told() == []
+
+
+def test_a_part_of_a_split_is_measured_without_encoding_another(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = []
+
+    def recording(corpus: Any, split: Any, *arguments: Any) -> Any:
+        encoded.append(split)
+        return token_stream(corpus, split, *arguments)
+
+    monkeypatch.setattr("lineartime.evaluation.corpus.token_stream", recording)
+    evaluate(run, max_tokens=50, say=lambda _: None, cache=tmp_path)
+    assert encoded == ["test"]
+
+
+def test_logits_that_are_not_finite_are_no_loss(run: Path) -> None:
+    model = lineartime.load(run)
+    with torch.no_grad():
+        model.backbone.embedding.weight.fill_(1e30)
+    given: dict[str, Any] = {"tokenizer": TOKENIZER, "context_length": 24, "cache": run.parent / "cache", "precision": "fp32"}
+    for context in ("windowed", "carried"):
+        with pytest.raises(LineartimeError, match="The logits of the model are not finite"):
+            evaluate(model, run.parent / "text.txt", context=context, **given)
+    with pytest.raises(LineartimeError, match="The logits of the model are not finite"):
+        inspect(model, TOKENIZER, "the square")
 
 
 def test_a_model_in_memory_is_measured_like_its_run(run: Path) -> None:

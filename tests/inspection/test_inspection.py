@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layers.test_contract import Average
 from torch import Tensor
 
 import lineartime
@@ -109,6 +110,13 @@ def test_every_system_is_shown_or_says_what_it_does_not_have(system: str) -> Non
         assert all(sentence.endswith(".") for sentence in layer.missing)
         assert all(weights.shape == (len(TEXT), len(TEXT)) for weights in layer.weights.values())
     assert page(seen, system).count("<h2>") == 2
+
+
+def test_a_mixer_that_cannot_be_opened_is_not_said_to_have_no_state() -> None:
+    model = build("flash")
+    next(iter(model.backbone.blocks)).mixer = Average(16, causal=True)
+    first, *_ = inspect(model, BYTES, TEXT).layers
+    assert first.missing == ("Average cannot show attention weights: it does not expose the parts of its attention.",)
 
 
 def test_a_masked_model_shows_losses_at_the_selected_tokens_alone() -> None:

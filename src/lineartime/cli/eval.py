@@ -192,9 +192,10 @@ def _print(evaluation: "Evaluation", where: str, words: bool) -> None:
     console = output_console(markup=False)
     what = f"{evaluation.checkpoint} on {evaluation.text}, {evaluation.tokens:,} tokens"
     console.print(f"{what}; computed on {where}", soft_wrap=True)
+    token = "masked token" if evaluation.masked else "token"
     console.print(f"context         {evaluation.context}", soft_wrap=True)
-    console.print(f"loss            {evaluation.loss:.4f}{_plus_minus(evaluation.loss_error)} nats per token")
-    console.print(f"perplexity      {evaluation.perplexity:.3f} per {'masked token' if evaluation.masked else 'token'}")
+    console.print(f"loss            {evaluation.loss:.4f}{_plus_minus(evaluation.loss_error)} nats per {token}")
+    console.print(f"perplexity      {evaluation.perplexity:.3f} per {token}")
     if words and evaluation.word_perplexity is not None:
         per_word = f"{evaluation.word_perplexity:{'.3f' if evaluation.word_perplexity < 1e6 else '.3g'}}"
         console.print(f"                {per_word} per word")

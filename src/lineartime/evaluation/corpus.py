@@ -112,7 +112,7 @@ def evaluate(
     if say is not None:
         for line in describe_splits(corpus, {split: stream}):
             say(line)
-        if data is None and _has_changed(corpus, tokenizer, cache, subject):
+        if data is None and max_tokens is None and _has_changed(corpus, tokenizer, cache, subject):
             say(_CHANGED)
     length: int = trained["context_length"] if context_length is None else context_length
     bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"

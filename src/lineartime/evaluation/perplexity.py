@@ -23,7 +23,7 @@ from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.evaluation.positions import PositionLoss, PositionSums
 from lineartime.evaluation.prose import is_prose
 from lineartime.machine import autocast
-from lineartime.models.language_model import CausalLM, LanguageModel
+from lineartime.models.language_model import CausalLM, LanguageModel, check_finite_logits
 from lineartime.ops.cross_entropy import IGNORED
 
 _SAMPLES, _SAMPLE = 16, 2048
@@ -135,7 +135,8 @@ def evaluate_windowed(
     With `packed`, no token reads another document, and the first token of a document is not predicted.
 
     Raises:
-        LineartimeError: for a stride outside 1 to context_length, a context that the model cannot read, or an empty stream.
+        LineartimeError: for a stride outside 1 to context_length, a context that the model cannot read, an empty stream, or
+            logits that are not finite.
     """
     if not 1 <= stride <= context_length:
         raise ArgumentError("stride", f"is {stride}, but must be from 1 to ", Argument("context_length", context_length), ".")
@@ -175,7 +176,7 @@ def evaluate_carried(
     FLASH needs constant memory for this; models with quadratic attention keep all tokens.
 
     Raises:
-        LineartimeError: for an empty stream, or one that is longer than the model can read.
+        LineartimeError: for an empty stream, or one that is longer than the model can read, or logits that are not finite.
     """
     tokens = _length(stream, max_tokens)
     longest = model.config.longest_sequence
@@ -245,7 +246,7 @@ def _windows(
 def _evaluation(
     sums: PositionSums, context: str, stream: TokenStream, tokenizer: Tokenizer, masked: bool = False
 ) -> Evaluation:
-    """The result, from the sums of the losses. Raises LineartimeError if the model has predicted no token."""
+    """The result, from the sums of the losses. Raises LineartimeError if no token was predicted, or a loss is not finite."""
     mean = sums.mean()
     if mean is None:
         raise LineartimeError(
@@ -254,6 +255,7 @@ def _evaluation(
             ".",
         )
     loss, error, count = mean
+    check_finite_logits(math.isfinite(loss))
     # The measured part of the stream is assumed to have a proportional share of its bytes and words.
     n_bytes, n_words = (round(number * count / len(stream)) for number in (stream.n_bytes, stream.n_words))
     bits = None if masked else bits_per_byte(loss, count, n_bytes)

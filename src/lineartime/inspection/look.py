@@ -3,6 +3,7 @@
 Shapes: T tokens that the model reads, d model width.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from lineartime.fields import Between, check_limits
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.opened import OpenMixer, Part
 from lineartime.layers.prefix import PrefixMixer
-from lineartime.models.language_model import LanguageModel, check_model
+from lineartime.models.language_model import LanguageModel, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
 from lineartime.ops.cross_entropy import IGNORED
 
@@ -115,6 +116,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
 
     Raises:
         ArgumentError: for a text without a token or longer than the model can read, or a tokenizer that does not fit the model.
+        LineartimeError: if the logits are not finite.
     """
     config = check_model(model, LanguageModel, "be inspected").config
     check_vocabulary(tokenizer, config.vocab_size)
@@ -141,6 +143,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
     backbone = model.backbone
     hidden = backbone.forward_embedded(backbone.embedding(batch.inputs), prefix_lengths=batch.prefix_lengths, inputs=inputs)
     losses = token_losses(model, hidden, batch.targets)[0].tolist()
+    check_finite_logits(all(map(math.isfinite, losses)))
     known = [loss if target != IGNORED else None for loss, target in zip(losses, batch.targets[0].tolist(), strict=True)]
     layers = tuple(_layer(block.mixer, x, batch.prefix_lengths) for block, x in zip(backbone.blocks, inputs, strict=True))
     return Inspection(config.task, _pieces(tokenizer, shown, known), len(ids) - len(shown), prefix, layers)
@@ -187,7 +190,7 @@ def _layer(mixer: Mixer[Any], x: Tensor, prefix_lengths: Tensor | None) -> Layer
     states = _states(mixer, x, 0 if prefix_lengths is None else int(prefix_lengths))
     if not mixer.causal:
         missing.append(f"{name} reads in both directions here: no state grows along the text.")
-    elif not states:
+    elif not states and isinstance(mixer, OpenMixer):  # others were not asked
         missing.append(f"{name} has no global state of constant size: it keeps what it has read, or reads no further back.")
     return LayerView(name, weights, added, states, tuple(missing))
 
