@@ -135,6 +135,8 @@ def test_a_context_longer_than_the_model_reads_ends_in_a_sentence(
     message = "--max-tokens is 28 after a prompt of 4 tokens, which makes 31 tokens to read, but this model reads at most 30"
     fails(["generate", run, "--prompt", "the ", "--max-tokens", "28", "--temperature", "0"], message)
     assert main(["generate", run, "--prompt", "the ", "--max-tokens", "27", "--temperature", "0"]) == 0
+    (tmp_path / "long.txt").write_text("a" * 31)
+    fails(["generate", run, "--prompt-file", str(tmp_path / "long.txt"), "--max-tokens", "1"], "--prompt-file has 31 tokens")
 
 
 def test_a_masked_model_cannot_generate_or_carry(

@@ -186,6 +186,17 @@ def test_a_saved_state_is_continued_as_the_whole_text_is(
     assert capsys.readouterr().out == saved.out
 
 
+def test_tokens_of_the_prompt_are_penalised_if_its_state_is_saved(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(folder / "run"), "--prompt", "the square", "--max-tokens", "20", "--temperature", "0"]
+    texts = []
+    for more in ([], ["--repetition-penalty", "5"], ["--repetition-penalty", "5", "--save-state", str(tmp_path / "state")]):
+        assert main([*arguments, *more]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] != texts[1] == texts[2]
+
+
 def test_a_text_can_be_read_without_generating(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = str(tmp_path / "text.state")
     arguments = ["generate", str(folder / "run"), "--prompt", "the square", "--save-state", state, "--max-tokens", "0"]

@@ -235,6 +235,8 @@ def _written(part: Argument | Call, options: Any, arguments: Sequence[str]) -> s
         return f"`lineartime {part.name}`"
     if part == Argument("import"):
         return "--import"
+    if getattr(options, f"{part.name}_file", None) is not None:  # a text that an option takes from a file
+        part = Argument(f"{part.name}_file", part.value)
     hints = get_type_hints(type(options), include_extras=True)
     if part.name not in hints and part.value is not None:
         hints = get_type_hints(_command("train").Options, include_extras=True)

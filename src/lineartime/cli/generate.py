@@ -104,11 +104,13 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
     if options.max_tokens:  # checks all arguments, before the slow part
         generate_text(model, loaded.tokenizer, prompt, options.max_tokens, sampling, options.stop, state)
     if options.save_state is not None:
-        state, rest = read_prompt(model, prompt_ids(loaded.tokenizer, prompt, state), state), ""
-        save_state(model, state, options.save_state)
+        after = read_prompt(model, prompt_ids(loaded.tokenizer, prompt, state), state)
+        save_state(model, after, options.save_state)
         notes.append(
-            f"{options.save_state}: the state after {state.position:,} tokens, {size(options.save_state.stat().st_size)}"
+            f"{options.save_state}: the state after {after.position:,} tokens, {size(options.save_state.stat().st_size)}"
         )
+        if options.repetition_penalty == 1:  # otherwise the prompt is read again, for its tokens count
+            state, rest = after, ""
     if options.max_tokens == 0:
         print("\n".join(notes), file=SCREEN, flush=True)
         return
