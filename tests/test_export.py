@@ -283,7 +283,11 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     with pytest.raises(LineartimeError, match=r"PyTorch cannot translate this program into ONNX .*: FLASH, GAU and softmax"):
         write_onnx(export_text(build("mhsa-relu2-tiny", n_blocks=1, n_heads=2)), tmp_path / "text.onnx")
     assert list(tmp_path.iterdir()) == []
-    masked = lineartime.build("flash-tiny", task="mlm", d_qk=8, chunk_size=8, **SMALL)
+    masked = lineartime.build("flash-tiny", task="mlm", d_qk=8, chunk_size=8, **SMALL).eval()
+    wrapped: Any = torch.compile(masked)
+    inputs = export_text(wrapped).example_inputs
+    assert inputs is not None
+    assert len(inputs[0]) == 2, "a compiled masked model has a mask, too"
     with pytest.raises(ArgumentError, match="masked language model, which cannot continue a text"):
         export_step(masked)  # type: ignore[arg-type]
     program = torch.export.export(nn.Identity(), (torch.zeros(1),))

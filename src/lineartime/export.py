@@ -46,7 +46,8 @@ class Step(nn.Module):
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
-        if not check_model(model, CausalLM, "continue a text").steps_in_place:
+        model = check_model(model, CausalLM, "continue a text")
+        if not model.steps_in_place:
             mixer = type(next(iter(model.backbone.blocks)).mixer).__name__
             raise ArgumentError("model", f"is made of {mixer}, which has no step with a state of constant size: FLASH has one.")
         self.model = model
@@ -72,8 +73,8 @@ def export_text(model: LanguageModel) -> ExportedProgram:
     Raises:
         LineartimeError: for a mixer whose code torch.export cannot trace for every length.
     """
-    config = check_model(model, LanguageModel, "be exported").config
-    longest = min(LONGEST, config.longest_sequence or LONGEST)
+    model = check_model(model, LanguageModel, "be exported")
+    longest = min(LONGEST, model.config.longest_sequence or LONGEST)
     # With an example of a single chunk, the ONNX program would only accept a single chunk.
     chunk_size = max(block.mixer.plan().chunk_size or 0 for block in model.backbone.blocks)
     ids = torch.zeros(2, min(longest, 2 * chunk_size + 37), dtype=torch.long, device=next(model.parameters()).device)

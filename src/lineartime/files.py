@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -120,6 +121,12 @@ def new_file(argument: str, file: Path) -> Iterator[Path]:
             partial.rename(file)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def os_error_behind(error: Exception) -> OSError:
+    """The error of the system that an error of safetensors or of the tokenizers library tells in words."""
+    number = re.search(r"os error (\d+)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 
 
 def check_new(argument: str, file: Path) -> None:

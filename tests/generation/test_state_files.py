@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import lineartime
+from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import Sampling, generate, load_state, read_prompt, save_state
 from lineartime.layers.streams import tensors_of
@@ -48,6 +49,19 @@ def test_a_file_of_flash_does_not_grow_with_the_text(awake: Build, tmp_path: Pat
         save_state(model, read_prompt(model, [1] * length), tmp_path / str(length))
         sizes.append((tmp_path / str(length)).stat().st_size)
     assert abs(sizes[0] - sizes[1]) < 100  # the numbers of tokens have more digits
+
+
+def test_a_full_disk_is_named_and_leaves_no_file(awake: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    model = awake("flash-tiny")
+    with pytest.raises(LineartimeError, match=r"Cannot write .*text.state: No space left on device; free some space"):
+        save_state(model, read_prompt(model, [1]), tmp_path / "text.state")
+    with pytest.raises(LineartimeError, match=r"Cannot write .*model: No space left on device; free some space"):
+        lineartime.save(lineartime.build("flash-tiny", n_blocks=1), ByteTokenizer(), tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_model_cannot_load_a_state(awake: Build, tmp_path: Path) -> None:

@@ -16,9 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import lineartime
 from lineartime.data import ByteTokenizer, JsonTokenizer, Tokenizer
 from lineartime.errors import LineartimeError
-from lineartime.hf import LineartimeConfig, LineartimeForCausalLM, LineartimeForMaskedLM, convert, from_transformers
+from lineartime.hf import (
+    LineartimeConfig,
+    LineartimeForCausalLM,
+    LineartimeForMaskedLM,
+    convert,
+    fast_tokenizer,
+    from_transformers,
+)
 from lineartime.hf.card import model_card
 from lineartime.hf.config import FIELDS
+from lineartime.hf.tokenizer import plain_tokenizer
 
 Tiny = Callable[..., LineartimeConfig]
 Awake = Callable[[Any], Any]
@@ -374,3 +382,10 @@ def test_the_configuration_holds_every_field_of_a_model(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match="dropout is 'a', but must be a number"):
         LineartimeConfig(dropout="a")
     assert LineartimeForCausalLM(tiny()).config.architectures is None
+
+
+def test_a_definition_needs_no_more_than_its_model() -> None:
+    definition = json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}})
+    assert plain_tokenizer(definition, "given").encode("ab").tolist() == [0, 1]
+    own = fast_tokenizer(ByteTokenizer(), None).backend_tokenizer.to_str()
+    assert isinstance(plain_tokenizer(own, "given"), ByteTokenizer)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from lineartime.checkpoint.format import CHECKPOINT, WEIGHTS, write_files
 from lineartime.checkpoint.weights import UnfitWeightsError, check_weights
-from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.files import new_folder
+from lineartime.errors import ArgumentError
+from lineartime.files import new_folder, os_error_behind
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     from lineartime.data import Tokenizer
@@ -107,4 +107,4 @@ def write_model(folder: Path, model: "LanguageModel", tokenizer: "Tokenizer") ->
     try:
         write_files(folder, weights, model.config, tokenizer)
     except SafetensorError as error:
-        raise LineartimeError(f"Cannot write {folder}: {error}.") from None
+        raise os_error_behind(error) from None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
 from lineartime.fields import check_type
-from lineartime.files import new_file, utf8_path
+from lineartime.files import new_file, os_error_behind, utf8_path
 from lineartime.generation.ids import token_ids
 from lineartime.generation.prompts import LAST, PromptState, check_prompt_state, checked_prompt
 from lineartime.layers.streams import tensors_of
@@ -35,6 +35,7 @@ def save_state(model: LanguageModel, state: PromptState, path: str | Path) -> No
         ArgumentError: for a file that exists, or a state of another model.
         LineartimeError: if the file cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     check_type("path", path, str | Path)
@@ -50,7 +51,10 @@ def save_state(model: LanguageModel, state: PromptState, path: str | Path) -> No
     known = {"numbers": numbers, "last": state.last}
     facts = {**known, "model": _digest_of_model(causal), "dtype": _dtype(causal), "contents": _digest(known, tensors)}
     with new_file("path", Path(path)) as partial, utf8_path(partial) as file:
-        save_file(tensors, file, {"format": _FORMAT, "facts": json.dumps(facts)})
+        try:
+            save_file(tensors, file, {"format": _FORMAT, "facts": json.dumps(facts)})
+        except SafetensorError as error:
+            raise os_error_behind(error) from None
 
 
 def load_state(model: LanguageModel, path: str | Path) -> PromptState:

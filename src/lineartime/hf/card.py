@@ -26,7 +26,7 @@ tags:
 
 # {title}
 
-{kind_of_model} of {parameters:,} parameters, trained with lineartime {version}:
+{kind_of_model} of {parameters:,} parameters, saved by lineartime {version}:
 {system}.
 
 | | |

@@ -17,9 +17,9 @@ from lineartime.checkpoint import CheckpointChoice, is_checkpoint, list_checkpoi
 from lineartime.checkpoint.saving import check_finite, new_model_folder, write_model
 from lineartime.checkpoint.weights import FLOATS, Stored
 from lineartime.data.tokenizers import Tokenizer, read_definition
-from lineartime.errors import ArgumentError, LineartimeError, first_line
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
-from lineartime.files import TOKENIZER_FILE, new_folder, utf8_path
+from lineartime.files import TOKENIZER_FILE, new_folder, os_error_behind, utf8_path
 from lineartime.hf.card import model_card, training_facts
 from lineartime.hf.config import FIELDS, LineartimeConfig
 from lineartime.hf.folder import CONFIG, check_not_adapter, read_folder_header, weight_files
@@ -82,7 +82,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         if model.lm_head is not None:
             made.lm_head = model.lm_head
         made.tie_weights()
-        with _without_progress_bars(), _failing_to_write(destination):
+        with _without_progress_bars(), _as_os_errors():
             made.save_pretrained(folder)
             fast_tokenizer(tokenizer, model.config.longest_sequence).save_pretrained(folder)
         card = model_card(model.config, destination.name, model.n_parameters, training_facts(loaded.checkpoint))
@@ -91,8 +91,8 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
 
 
 @contextmanager
-def _failing_to_write(destination: Path) -> Iterator[None]:
-    """Turn the errors of a full disk from other libraries into a LineartimeError; the tokenizers library has no type for it."""
+def _as_os_errors() -> Iterator[None]:
+    """Turn the errors of a full disk from other libraries into an OSError; the tokenizers library has no type for it."""
     try:
         yield
     except (OSError, LineartimeError):
@@ -100,7 +100,7 @@ def _failing_to_write(destination: Path) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, SafetensorError) and "os error" not in str(error):
             raise
-        raise LineartimeError(f"Cannot write {destination} ({first_line(error)}): free some space, then try again.") from None
+        raise os_error_behind(error) from None
 
 
 @contextmanager
@@ -178,13 +178,20 @@ def _read_config(source: Path) -> ModelConfig:
 
 def _with_own_output(source: Path, config: ModelConfig) -> ModelConfig:
     """The configuration, untied if the files hold output weights that differ from the embedding, as an adapter can train."""
-    found: dict[str, Tensor] = {}
+    places: dict[str, tuple[Path, str]] = {}
+    shape = [config.vocab_size, config.d_model]
     for file in weight_files(source):
-        stored = {name: name.removeprefix("model.") for name in read_folder_header(file)}
+        for name, stored in read_folder_header(file).items():
+            own = name.removeprefix("model.")
+            if own in (LOGITS, EMBEDDING) and stored.shape == shape:  # `_read_headers` names those of another shape
+                places[own] = file, name
+    if not config.tie_word_embeddings or len(places) < 2:
+        return config
+    found = []
+    for file, name in places.values():
         with utf8_path(file) as path, safe_open(path, "pt") as opened:
-            found |= {own: opened.get_tensor(name) for name, own in stored.items() if own in (LOGITS, EMBEDDING)}
-    tied = len(found) < 2 or torch.equal(found[LOGITS], found[EMBEDDING])
-    return config if tied else replace(config, tie_word_embeddings=False)
+            found.append(opened.get_tensor(name))
+    return config if torch.equal(*found) else replace(config, tie_word_embeddings=False)
 
 
 def _check_end(source: Path, end: int, definition: str) -> None:

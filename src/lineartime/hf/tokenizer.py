@@ -77,9 +77,9 @@ def plain_tokenizer(definition: str, source: str) -> Tokenizer:
 def _spelling(definition: str) -> list[Any]:
     """What determines the ids of a text: pieces, merges, normalisation, splitting, and the ids of added tokens."""
     data: dict[str, Any] = json.loads(definition)
-    added = {token["content"]: token["id"] for token in data["added_tokens"]}
+    added = {token["content"]: token["id"] for token in data.get("added_tokens") or ()}
     model = {name: data["model"].get(name) for name in ("type", "vocab", "merges")}
-    return [model, data["normalizer"], data["pre_tokenizer"], added]
+    return [model, data.get("normalizer"), data.get("pre_tokenizer"), added]
 
 
 def _byte_backend() -> Any:

@@ -4,8 +4,6 @@ The weights go into one safetensors file, which any program can read. Each proce
 with torch.distributed.checkpoint, in its safetensors format, from which any number of processes can read them back.
 """
 
-import os
-import re
 import shutil
 import threading
 import warnings
@@ -23,7 +21,7 @@ from lineartime.checkpoint import TrainingState, checkpoint_path, list_checkpoin
 from lineartime.checkpoint.format import OPTIMIZER_FOLDER, partial_path, write_files
 from lineartime.data import Tokenizer
 from lineartime.errors import Argument, LineartimeError, first_line, reporting_file_errors
-from lineartime.files import synchronise, utf8_path
+from lineartime.files import os_error_behind, synchronise, utf8_path
 from lineartime.models.language_model import LanguageModel
 from lineartime.training.distributed import World
 from lineartime.training.optimizers import ModelOptimizer
@@ -192,8 +190,4 @@ def _cause(error: BaseException) -> BaseException:
     if isinstance(error, CheckpointException):
         causes = [failure[0] for failure in error.failures.values()]
         error = next((cause for cause in causes if isinstance(cause, OSError)), causes[0])
-    if not isinstance(error, OSError):
-        number = re.search(r"os error (\d+)", str(error))
-        if number:
-            return OSError(int(number[1]), os.strerror(int(number[1])))
-    return OSError(str(error)) if isinstance(error, SafetensorError) else error
+    return os_error_behind(error) if isinstance(error, SafetensorError) else error
