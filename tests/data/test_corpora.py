@@ -244,6 +244,17 @@ def test_a_file_called_train_still_has_something_held_out(tmp_path: Path) -> Non
         assert [len(documents(corpus, split)[0]) for split in SPLITS] == [455, 25, 20]
 
 
+def test_folders_of_splits_may_be_given_one_by_one(tmp_path: Path) -> None:
+    for folder in ("train", "test"):
+        (tmp_path / folder).mkdir()
+        for number in range(3):
+            (tmp_path / folder / f"part{number}.txt").write_text(f"{folder} {number}\n" * 100)
+    apart = load_corpus([tmp_path / "train", tmp_path / "test"])
+    assert documents(apart, "test") == documents(load_corpus(tmp_path), "test")
+    assert all("test" in text for text in documents(apart, "test"))
+    assert all("train" in text for split in ("train", "validation") for text in documents(apart, split))  # type: ignore[arg-type]
+
+
 def test_a_folder_that_happens_to_have_test_in_its_name_is_a_text_like_any_other(tmp_path: Path) -> None:
     (tmp_path / "my-test").mkdir()
     (tmp_path / "my-test" / "a.txt").write_text("line\n" * 100)

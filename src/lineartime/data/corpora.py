@@ -16,11 +16,11 @@ from lineartime.data.splits import (
     Files,
     by_file,
     by_file_if_fair,
-    by_name,
+    by_path,
     completed,
     describe_parts,
     missing_split,
-    named_split,
+    own_split,
     within_files,
 )
 from lineartime.errors import Argument, ArgumentError, LineartimeError, did_you_mean, reporting_file_errors
@@ -204,7 +204,7 @@ def load_corpus(
     files, or of their folders, state a split (`named_split`), these splits are used, and a missing split takes 5% of each
     training file. Otherwise, a folder is split by file if no held-out split gets more than 10% of its bytes, and within its
     files if one does. The name of the path itself counts for a file, and for a folder only if the whole name is that of a
-    split.
+    split; `train` counts beside a path that is named for a held-out split.
 
     Several texts are joined split by split. Paths whose names state their splits come first and are treated as one folder.
 
@@ -227,6 +227,8 @@ def load_corpus(
     named: dict[str, Files] = {}
     seen: set[str | Path] = set()
     found = FilesOfText(Reading(text_column, max_expansion, include, exclude))
+    paths = [Path(name) for name in names if isinstance(name, Path) or not is_corpus_name(name)]
+    held_out = any(own_split(path) in ("validation", "test") for path in paths)
     for name in names:
         if not str(name):
             raise ArgumentError("data", "is empty: give a path or the name of a corpus, or leave it out.")
@@ -238,7 +240,7 @@ def load_corpus(
         _check_exists(path)
         files = found.find(path)
         _only_once(seen, [part.path.resolve() for part in files])
-        splits, note = _named(path, files)
+        splits, note = by_path(path, files, beside=held_out)
         found.notes += [note] if note else []
         if splits is None:
             sources.append(LocalCorpus(str(path), by_file_if_fair(path, files)))
@@ -299,16 +301,6 @@ def _only_once(seen: set[str | Path], texts: Sequence[str | Path]) -> None:
         if text in seen:
             raise ArgumentError("data", f"has {text} twice: leave one out.")
         seen.add(text)
-
-
-def _named(path: Path, files: list[FilePart]) -> tuple[Files | None, str]:
-    """The splits stated by the names in a folder, or by the name of the file or folder itself."""
-    splits, note = by_name(path, files)
-    name = path.absolute().name
-    own = named_split(name) if path.is_file() or name.isalpha() else None
-    if splits is None and own is not None and own != "train":
-        return {own: files}, note
-    return splits, note
 
 
 def standard_library() -> LocalCorpus:

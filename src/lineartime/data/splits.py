@@ -60,6 +60,24 @@ def by_name(root: Path, parts: Iterable[FilePart]) -> tuple[Files | None, str]:
     return None, note if splits else ""
 
 
+def by_path(path: Path, parts: Sequence[FilePart], *, beside: bool) -> tuple[Files | None, str]:
+    """Divide files as `by_name` does, or else by the name of the file or folder itself.
+
+    What is named for training alone still has to be divided, unless a text with held-out data is given `beside` it.
+    """
+    splits, note = by_name(path, parts)
+    own = own_split(path)
+    if splits is None and own is not None and (own != "train" or beside):
+        return {own: list(parts)}, note
+    return splits, note
+
+
+def own_split(path: Path) -> Split | None:
+    """The split that the name of a file states, or that of a folder as a whole."""
+    name = path.absolute().name
+    return named_split(name) if path.is_file() or name.isalpha() else None
+
+
 def has_no_text(name: str) -> bool:
     """Whether a file describes the others, like a README."""
     return bool(_NO_TEXT.match(name))
