@@ -24,6 +24,8 @@ from lineartime.files import RECORD_FILE, is_there, write_file
 from lineartime.host import installed_version, processor_name
 from lineartime.json_files import DamagedFileError, read_file
 
+WITHOUT_EFFECT = ("out", "resume", "auto_resume", "like", "cache", "track", "timeout", "max_time", "keep_every")
+"""Options that change neither what a run learns nor how fast."""
 _PACKAGES = ("lineartime", "torch", "triton", "numpy", "safetensors", "tokenizers", "datasets", "pyarrow")
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from lineartime.runs.curve import DEVIATION
 from lineartime.runs.metrics import Line
+from lineartime.runs.record import WITHOUT_EFFECT
 from lineartime.runs.summary import RunSummary
 
-_OF_A_RUN = ("seed", "out", "resume", "auto_resume", "like", "cache", "track")
+_OF_A_RUN = ("seed", *WITHOUT_EFFECT)
 """Options that may differ between the seeds of one setting."""
 
 

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from lineartime.choices import TEXT_COLUMN
 from lineartime.files import is_there
-from lineartime.runs.record import texts_of
+from lineartime.runs.record import WITHOUT_EFFECT, texts_of
 from lineartime.runs.summary import RunSummary, find_runs
 from lineartime.units import counted, duration
 
@@ -24,12 +24,7 @@ _NOT_COMPARED = (
     "include",
     "exclude",
     "steps",
-    "out",
-    "resume",
-    "auto_resume",
-    "like",
-    "cache",
-    "track",
+    *WITHOUT_EFFECT,
 )
 """Options with a column of their own, and options that change neither what a run learns nor how fast."""
 _GROUPED_BY = {"data": "text", "tokenizer": "tokenizer", "task": "task"}
