@@ -123,6 +123,9 @@ def test_every_model_config_becomes_options_that_build_it_again(task: Task) -> N
             config = TrainConfig(preset=model, context_length=100)  # type: ignore[arg-type]
             kept = TrainConfig.from_dict(json.loads(json.dumps(config.to_dict())))
             assert kept.model_config(model.vocab_size) == model, name
+            for wrong in ("dropout=0.1", None):
+                with pytest.raises(ArgumentError, match="override is "):
+                    TrainConfig(preset=model, context_length=100, override=wrong).check()  # type: ignore[arg-type]
             everything = TrainConfig(preset=model, recipe="lm-pg19", context_length=100)  # type: ignore[arg-type]
             assert everything.model_config(model.vocab_size) == model, name
     assert TrainConfig(preset=presets("clm")["flash-base"]).override == ("vocab_size=32000",)  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """Learning rates of each step, and runs that go on to more steps."""
 
+import dataclasses
 import math
 import re
 import shutil
@@ -129,6 +130,12 @@ def test_a_run_that_goes_on_is_the_one_that_was_started_for_all_steps(
     for name, weight in lineartime.load(whole.run, checkpoint="last").state_dict().items():
         torch.testing.assert_close(lineartime.load(longer.run, checkpoint="last").state_dict()[name], weight, rtol=0, atol=0)
     assert read_metrics(longer.run)[-1]["step"] == 24
+
+
+def test_a_run_cannot_be_shortened_to_its_warm_up(tmp_path: Path) -> None:
+    started = TrainConfig(steps=600, out=tmp_path)
+    with pytest.raises(ArgumentError, match="steps is 50, but the run was started with a warm-up of 60 steps: ask for more"):
+        with_other_steps(started, dataclasses.replace(started, steps=50, warmup_steps=None), 10)
 
 
 def test_a_finished_run_with_a_falling_rate_says_how_to_go_on(tmp_path: Path) -> None:

@@ -155,7 +155,8 @@ class TrainConfig:
             from lineartime.training.given_model import options_of
 
             given |= options_of(self.preset, self.task, all_values=self.recipe is not None or self.like is not None)
-            override = [*written(given["override"]), *override]
+            if isinstance(override, (list, tuple)):  # anything else is refused by `check`
+                override = [*written(given["override"]), *override]
             for name in ("preset", "task"):
                 object.__setattr__(self, name, given[name])
         given["override"] = override

@@ -86,6 +86,9 @@ def with_other_steps(started: TrainConfig, asked: TrainConfig, taken: int) -> Tr
     Raises:
         ArgumentError: if another number of steps would have had other learning rates, or is below those taken.
     """
+    if asked.steps <= warmup_steps(started):
+        found = f"is {asked.steps}, but the run was started with a warm-up of {warmup_steps(started)} steps"
+        raise ArgumentError("steps", f"{found}: ask for more.")
     changed = dataclasses.replace(started, steps=asked.steps, decay_steps=asked.decay_steps, warmup_steps=warmup_steps(started))
     if asked.decay_steps is not None and started.schedule != "wsd":
         found = f"is {asked.decay_steps}, but the {started.schedule} schedule of this run has no decay"
