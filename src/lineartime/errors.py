@@ -75,6 +75,10 @@ class LineartimeError(Exception):
         return "".join(part if isinstance(part, str) else written(part) for part in self.parts)
 
 
+class DivergedError(LineartimeError):
+    """Training diverged: the same steps would diverge again."""
+
+
 class ArgumentError(LineartimeError, ValueError):
     """An argument has a value that is not allowed.
 

@@ -16,6 +16,7 @@ from lineartime.training.environment import read_environment
 from lineartime.training.folder import check_folder
 from lineartime.training.interrupts import Stop
 from lineartime.training.loop import Trainer, prepare
+from lineartime.training.step import memory_of_steps
 
 STEPS = 3
 """The number of timed steps, after a first step that compiles and allocates memory."""
@@ -75,9 +76,10 @@ def _measured(trainer: Trainer) -> DryRun:
     def step() -> None:
         trainer.take_step(NullReporter(), Stop())
 
-    step()
-    step_seconds = statistics.median(timed(step, 1, time.perf_counter) for _ in range(STEPS))
-    evaluation_seconds = timed(trainer.validation.loss, 1, time.perf_counter)
+    with memory_of_steps(setup.device):
+        step()
+        step_seconds = statistics.median(timed(step, 1, time.perf_counter) for _ in range(STEPS))
+        evaluation_seconds = timed(trainer.validation.loss, 1, time.perf_counter)
     evaluations = 1 + -(-config.steps // config.eval_every)  # including one before the first step
     cuda = setup.device.type == "cuda"
     return DryRun(

@@ -13,10 +13,9 @@ import torch
 
 from lineartime import checkpoint as checkpoints
 from lineartime.data import Batch, merge_states
-from lineartime.errors import Argument, ArgumentError, LineartimeError, MessagePart, did_you_mean, spell
+from lineartime.errors import Argument, ArgumentError, DivergedError, LineartimeError, MessagePart, did_you_mean, spell
 from lineartime.fields import decode
 from lineartime.files import removed_on_failure
-from lineartime.host import freed_memory_kept
 from lineartime.machine import choose_device, using_threads
 from lineartime.runs.record import RunRecord
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
@@ -35,7 +34,7 @@ from lineartime.training.saving import CheckpointWriter, restore_moments
 from lineartime.training.schedule import learning_rate
 from lineartime.training.setup import Setup, set_up
 from lineartime.training.start import start_notes
-from lineartime.training.step import compute_gradient, count_targets
+from lineartime.training.step import compute_gradient, count_targets, memory_of_steps
 from lineartime.training.validation import Validation
 
 _OTHER_NAMES = {
@@ -201,8 +200,8 @@ class Trainer:
                 reporter = self._reporter()
             minutes = math.inf if self.config.max_time is None else self.config.max_time
             on_cpu = self.setup.device.type == "cpu"
-            memory = freed_memory_kept() if on_cpu else nullcontext()
-            with memory, reporter as report, interrupts(alone=self.world.size == 1, seconds=60 * minutes) as stop:
+            interruptible = interrupts(alone=self.world.size == 1, seconds=60 * minutes)
+            with memory_of_steps(self.setup.device), reporter as report, interruptible as stop:
                 for note in self.notes:
                     report.say(note)
                 if not self.resumed:
@@ -325,7 +324,7 @@ class Trainer:
     def _diverged(self, *what: MessagePart) -> LineartimeError:
         rate = (Argument("learning_rate"), f" below {self.config.learning_rate:g}")
         advice = (": start another run in another folder, with ", *rate, " or more ", Argument("warmup_steps"), ".")
-        return self.world.reported_by_main(LineartimeError(*what, *advice))
+        return self.world.reported_by_main(DivergedError(*what, *advice))
 
     def save(self) -> None:
         """Start writing a checkpoint of this step. All processes must call this together."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lineartime.data import Batch
+from lineartime.host import freed_memory_kept
 from lineartime.machine import autocast
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.training.config import TrainConfig
@@ -37,6 +39,11 @@ class Targets(NamedTuple):
 
     own: list[int]
     total: float
+
+
+def memory_of_steps(device: torch.device) -> AbstractContextManager[None]:
+    """A context in which steps on a CPU keep the memory that they free."""
+    return freed_memory_kept() if device.type == "cpu" else nullcontext()
 
 
 def count_targets(batches: Sequence[Batch], failure: Exception | None, world: World) -> Targets:
