@@ -1,6 +1,7 @@
 """`python -m lineartime.experiments`, for machines with PyTorch and little else."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,6 +38,20 @@ def test_it_takes_the_options_of_the_command_line(
     monkeypatch.undo()
     assert main(["lmm"]) == 1
     assert capsys.readouterr().err.startswith("error: name is 'lmm', which is no experiment (did you mean lm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", ""], "out is empty: give a path"),
+        (["--cache", ""], "cache is empty: give a path"),
+        (["--compile", "auto"], "compile is auto, which compiles long runs alone, .* use on or off"),
+        (["--optimizers", "muon", "--rates", "0.001", "0.0010000001"], "rates is 0.001 0.001, but must be numbers that differ"),
+    ],
+)
+def test_wrong_options_are_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lm", *arguments]) == 1
+    assert re.search(f"error: {message}", capsys.readouterr().err)
 
 
 def test_a_reader_of_the_list_that_has_seen_enough_is_no_error() -> None:

@@ -164,6 +164,52 @@ def test_a_failed_run_is_told_and_the_others_go_on(options: Options, done: list[
     assert len(done) == count  # it would fail again
 
 
+def test_a_run_that_ended_for_another_reason_than_its_training_is_tried_again(
+    options: Options, here: Do, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(options(seeds=1, systems=("flash",)))
+    take = Trainer.take_step
+
+    def full(self: Trainer, *arguments: Any) -> bool:
+        if self.config.run_directory.name == "adamw-tune-0.01" and self.step == 1:
+            raise LineartimeError("Cannot write x: No space left on device; free some space, then try again.")
+        return take(self, *arguments)
+
+    def do(job: Job, message: dict[str, Any]) -> int:
+        try:
+            return here(job, message)
+        except LineartimeError as error:  # as the process of a run ends
+            (job.folder / "log.txt").write_text(f"{error}\n")
+            return 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "take_step", full)
+        problems = run_all(plan, ignore, do).problems
+    assert "adamw-tune-0.01 ended with an error" in problems[0]
+    assert problems[1] == "flash (wikipedia, 64 tokens) has no learning rate: not all of its trials have ended."
+    assert run_all(plan, ignore, do).problems == ()
+    assert all(isinstance(loss, float) for loss in collect(plan)["settings"][0]["rows"][0]["grid"]["adamw"].values())
+
+
+def test_a_report_shows_the_rate_that_a_run_was_trained_with(
+    options: Options, here: Do, finished: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(options())
+    trained = collect(plan)["settings"][0]["rows"][0]["rate"]
+    other = ({0.001, 0.01} - {trained}).pop()
+    file = plan.entries[0].folder / f"adamw-tune-{other:g}" / "metrics.jsonl"  # as if it had been repeated, with more luck
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text(
+        "".join(json.dumps(line | {name: 1.0 for name in line if name == "validation_loss"}) + "\n" for line in lines)
+    )
+    report = collect(plan)
+    assert report["settings"][0]["rows"][0]["rate"] == trained
+    [problem] = report["problems"]
+    assert re.match(r"wikipedia-64/flash/seed-0(, wikipedia-64/flash/seed-1)? trained with ", problem)
+    said = f"trained with adamw {trained:g}, but the trials choose adamw {other:g} now: delete these folders, and run again."
+    assert problem.endswith(said)
+
+
 def test_a_trained_model_that_could_not_be_tested_is_tested_by_the_next_call(
     options: Options, here: Do, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,7 +394,7 @@ def test_the_report_tells_the_precision_of_the_runs(options: Options, finished: 
         ({"optimizers": ("adam",)}, r"optimizers has 'adam', which is no optimiser here \(did you mean adamw\?\): use adamw"),
         ({"budget": 0.0}, "budget is 0.0, but must be above 0"),
         ({"budget": 5.0, "scale": "paper"}, "budget is 5.0, but the scale paper has the paper's steps and rate: leave it out"),
-        ({"rates": (1e-3, 1e-3), "optimizers": ("adamw",)}, "rates is 0.001 0.001, but must be different numbers"),
+        ({"rates": (1e-3, 1e-3), "optimizers": ("adamw",)}, "rates is 0.001 0.001, but must be numbers that differ"),
         ({"rates": (-1.0,), "optimizers": ("adamw",)}, "rates is -1.0, but must be above 0"),
         ({"rates": (1e-3,)}, "rates is 0.001, but each optimiser has its own: give one in optimizers"),
         ({"rates": (1e-3,), "scale": "paper"}, "rates is 0.001, but the scale paper has the paper's rate: leave it out"),
@@ -467,7 +513,10 @@ def test_an_optimiser_joins_by_one_entry(options: Options, here: Do, done: list[
     assert run_all(plan, ignore, here).problems == ()
     assert done == ["run", "run"]
     file, report, _ = write_report(plan)
-    assert [each["name"] for each in report["settings"][0]["rows"][2:]] == ["transformer++, adamw", "transformer++, second"]
+    rows = report["settings"][0]["rows"][2:]
+    assert [each["name"] for each in rows] == ["transformer++, adamw", "transformer++, second"]
+    for each in rows:  # the choice of each optimiser, in its own table
+        assert f"**{each['grid'][each['optimizer']][format(each['rate'], 'g')]:.4f}**" in file.read_text()
     assert "Rates tried with second" in file.read_text()
     # Runs of one optimiser are continued as such, whatever joins later.
     monkeypatch.setitem(catalogue.OPTIMIZERS, "third", second)

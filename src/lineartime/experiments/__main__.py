@@ -81,7 +81,7 @@ def _add(parser: argparse.ArgumentParser, name: str, hint: Any, default: Any, de
     several = get_origin(hint) is tuple
     kind = get_args(hint)[0] if several else hint
     choices = get_args(kind) if get_origin(kind) is Literal else None
-    make = kind if kind in (int, float, Path) else str
+    make = kind if kind in (int, float) else str  # paths, too: `ReproduceConfig` refuses empty ones
     parser.add_argument(flag, nargs="+" if several else None, type=make, choices=choices, default=default, help=description)
 
 

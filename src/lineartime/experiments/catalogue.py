@@ -58,7 +58,7 @@ SCALES: dict[ScaleName, Scale] = {
         "the paper's configuration: its presets, texts, steps and rate, in one process",
         {},
         tokens_per_batch=2**18,
-        tokens_at_once=2**13,
+        tokens_at_once=None,
         budget=None,
         tuning=None,
         compile="auto",

@@ -1,13 +1,15 @@
 """The results of an experiment as plain data: what report.json holds, and what the tables and pictures show."""
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import count
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
+from lineartime.experiments import catalogue
+from lineartime.experiments.config import TEXT_OPTIONS
 from lineartime.experiments.definitions import Setting
 from lineartime.experiments.folder import plan_options
 from lineartime.experiments.models import TOLERANCE
@@ -32,8 +34,7 @@ from lineartime.experiments.results import Point, Run, Tuning, best_tuning, read
 from lineartime.files import RECORD_FILE
 from lineartime.host import threads_in_words
 from lineartime.runs.record import Machine, read_record, texts_of
-
-TEXTS = ("data", "code", "books", "wikipedia")
+from lineartime.training.config import TrainConfig
 
 
 def collect(plan: Plan) -> Report:
@@ -53,7 +54,7 @@ def _about(plan: Plan, state: "_State") -> AnyReport:
         "title": plan.experiment.title,
         "question": plan.experiment.question,
         "scale": plan.config.scale,
-        "options": {**plan_options(plan), **{name: _names(getattr(plan.config, name)) for name in TEXTS}},
+        "options": {**plan_options(plan), **{name: _names(getattr(plan.config, name)) for name in TEXT_OPTIONS}},
         "complete": not state.missing and not state.problems,
         "missing": state.missing,
         "problems": state.problems,
@@ -168,12 +169,15 @@ def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None,
     runs = list(_runs(plan, entry, optimizer))
     for run in runs:
         state.note(plan, run)
+    trained = next((run.options for run in runs if run.options), {})  # with what trials chose then
+    if trained and plan.tunes:
+        optimizer = _optimizer_of(plan, trained, optimizer)
     target = plan.entries_of(entry.setting)[0].parameters
     several = plan.experiment.each_optimizer and len(plan.optimizers) > 1
-    rate = runs[0].options.get("learning_rate") if runs[0].options else None
+    rate = trained.get("learning_rate", None if chosen is None else chosen.best)
     speed = read_speed(plan, entry, optimizer) if plan.tunes else None
-    if chosen is not None:
-        rate = chosen.best
+    if chosen is not None and (optimizer, rate) != (chosen.optimizer, chosen.best):
+        state.problems.append(_other_choice(plan, runs, f"{optimizer} {rate:g}", f"{chosen.optimizer} {chosen.best:g}"))
     return {
         "name": f"{entry.arm.name}, {optimizer}" if several else entry.arm.name,
         "arm": entry.arm.name,
@@ -183,7 +187,11 @@ def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None,
         "parameters_over_first": entry.parameters / target - 1,
         "optimizer": optimizer if chosen is not None or not plan.tunes else None,
         "rate": rate,
-        "rate_at_edge": chosen is not None and len(chosen.runs) > 1 and rate in (min(chosen.runs), max(chosen.runs)),
+        "rate_at_edge": any(
+            len(tuning.runs) > 1 and rate in (min(tuning.runs), max(tuning.runs))
+            for tuning in tunings
+            if tuning.optimizer == optimizer
+        ),
         "grid": {tuning.optimizer: {f"{each:g}": _cell(run) for each, run in tuning.runs.items()} for tuning in tunings},
         "trial_steps": {tuning.optimizer: _steps_of(tuning) for tuning in tunings},
         "tokens_per_second": speed,
@@ -192,6 +200,20 @@ def _row(plan: Plan, entry: Entry, tunings: list[Tuning], chosen: Tuning | None,
         "paper": paper_numbers(plan.experiment.paper_tables, entry.arm.paper_row, entry.setting, plan.experiment.task),
         "paper_loss": paper_loss(plan.experiment.paper_tables, entry.arm.paper_row, entry.setting, plan.experiment.task),
     }
+
+
+def _optimizer_of(plan: Plan, trained: Mapping[str, Any], likely: str) -> str:
+    """The optimiser with whose options a run was trained; the `likely` one if that is one of several, or if there is none."""
+    optimizers = {name: catalogue.OPTIMIZERS[name].options for name in plan.optimizers}
+    usual = {option: getattr(TrainConfig, option) for options in optimizers.values() for option in options}
+    found = [name for name, own in optimizers.items() if all(trained[each] == own.get(each, usual[each]) for each in usual)]
+    return found[0] if found and likely not in found else likely
+
+
+def _other_choice(plan: Plan, runs: Sequence[Run], trained: str, chosen: str) -> str:
+    """A sentence for runs that were trained before a trial was repeated."""
+    folders = ", ".join(run.job.folder.relative_to(plan.folder).as_posix() for run in runs if run.options)
+    return f"{folders} trained with {trained}, but the trials choose {chosen} now: delete these folders, and run again."
 
 
 def _steps_of(tuning: Tuning) -> int | None:
@@ -225,10 +247,15 @@ def _run(run: Run, seed: int, speed: float | None) -> RunData:
     }
 
 
+def baseline_row(rows: Iterable[SystemRow], baseline: str | None) -> SystemRow | None:
+    """The row of the baseline, and of several, with an optimiser each, that with the lowest loss; None if there is none."""
+    bases = [row for row in rows if row["arm"] == baseline]
+    return min(bases, key=lambda row: _mean_loss(row) or float("inf"), default=None)
+
+
 def add_relative_losses(plan: Plan, rows: list[SystemRow]) -> None:
     """Add to each row its loss relative to the baseline's, and for each seed its speed-up."""
-    bases = [row for row in rows if row["arm"] == plan.experiment.baseline]
-    base = min(bases, key=lambda row: _mean_loss(row) or float("inf"), default=None)
+    base = baseline_row(rows, plan.experiment.baseline)
     for row in rows:
         row["relative_loss"] = _relative_loss(row, base)
         row["paper_relative_loss"] = _over(row["paper_loss"], base["paper_loss"] if base else None)

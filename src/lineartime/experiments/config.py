@@ -11,6 +11,9 @@ from lineartime.files import absolute_path
 from lineartime.host import Threads
 from lineartime.training.config import Rate
 
+TEXT_OPTIONS = ("data", "code", "books", "wikipedia")
+"""The options that give texts."""
+
 
 @dataclass(frozen=True)
 class ReproduceConfig:
@@ -53,7 +56,7 @@ class ReproduceConfig:
     tuning: Positive | None = None
     """Seconds of training of each trial of a learning rate; a trial of fewer than 60 steps lasts up to four times as long."""
     compile: Literal["auto", "on", "off"] | None = None
-    """Whether to use torch.compile; the default is the scale's."""
+    """Whether to use torch.compile, and at the scale paper, whether by the length of the run; the default is the scale's."""
     precision: Precision = "auto"
     """Precision of matrix products; auto takes bf16 where the device has units for it."""
     device: Device = "auto"
@@ -66,7 +69,7 @@ class ReproduceConfig:
     def __post_init__(self) -> None:
         from lineartime.data import is_corpus_name
 
-        for name in ("data", "code", "books", "wikipedia"):
+        for name in TEXT_OPTIONS:
             value = getattr(self, name)
             given = [value] if isinstance(value, (str, Path)) else value
             if isinstance(given, (list, tuple)):  # anything else is refused by `check`
@@ -83,6 +86,9 @@ class ReproduceConfig:
             value = getattr(self, name)
             if value is not None and self.scale == "paper":
                 raise ArgumentError(name, f"is {value}, but the scale paper has the paper's steps and rate: leave it out.")
+        if self.compile == "auto" and self.scale != "paper":
+            found = "is auto, which compiles long runs alone, but the time of a run follows from the speed of short ones"
+            raise ArgumentError("compile", f"{found}: use on or off.")
         check_among("optimizers", self.optimizers, tuple(OPTIMIZERS), "optimiser")
         if self.rates:
             self._check_rates()
@@ -91,8 +97,8 @@ class ReproduceConfig:
         given = " ".join(f"{rate:g}" for rate in self.rates)
         if self.scale == "paper":
             raise ArgumentError("rates", f"is {given}, but the scale paper has the paper's rate: leave it out.")
-        if len(set(self.rates)) < len(self.rates):
-            raise ArgumentError("rates", f"is {given}, but must be different numbers.")
+        if len({f"{rate:g}" for rate in self.rates}) < len(self.rates):  # as the folders of trials are named
+            raise ArgumentError("rates", f"is {given}, but must be numbers that differ in their first six digits.")
         if len(self.optimizers) != 1:
             raise ArgumentError(
                 "rates", f"is {given}, but each optimiser has its own: give one in ", Argument("optimizers"), "."

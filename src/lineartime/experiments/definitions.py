@@ -99,7 +99,7 @@ class Scale:
         description: one line about the scale.
         sizes: the sizes of the models, by name.
         tokens_per_batch: tokens in an optimiser step.
-        tokens_at_once: tokens computed together; a step of more accumulates gradients.
+        tokens_at_once: tokens computed together; a step of more accumulates gradients. None if the recipe tells it.
         budget: seconds of training of a run; None if the recipe fixes the steps.
         tuning: seconds of a run that tries a learning rate; None if no rate is tried.
         tokenizer: the name of the tokenizer, as for training.
@@ -114,7 +114,7 @@ class Scale:
     description: str
     sizes: Mapping[str, Size]
     tokens_per_batch: int
-    tokens_at_once: int
+    tokens_at_once: int | None
     budget: float | None
     tuning: float | None
     tokenizer: str = "bytes"

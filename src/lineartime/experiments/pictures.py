@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
-from lineartime.experiments.collect import metric_of_test, values_of_row
+from lineartime.experiments.collect import baseline_row, metric_of_test, values_of_row
 from lineartime.experiments.plan import Plan
 from lineartime.experiments.report_data import LatencyReport, QualityReport, QualitySetting, Report, TestMetric
 from lineartime.experiments.report_texts import CURVES
@@ -88,6 +88,7 @@ def _curves(plan: Plan, report: QualityReport) -> Any:
     lines: dict[str, Any] = {}
     for axes, setting in zip(panels, settings, strict=True):
         late: list[float] = []
+        base = baseline_row(setting["rows"], plan.experiment.baseline)
         for row in setting["rows"]:
             colour, marker = looks[row["name"]]
             for run in row["runs"]:
@@ -105,7 +106,7 @@ def _curves(plan: Plan, report: QualityReport) -> Any:
                 )
                 lines.setdefault(row["name"], line)
                 late += [value for _, value in points[len(points) // 3 :]]
-                if row["arm"] == plan.experiment.baseline and first:
+                if row is base and first:
                     axes.axhline(points[-1][1], color=colour, linestyle=":", linewidth=1)
         low, high = min(late), max(late)  # the first losses would flatten what is compared
         margin = 0.05 * (high - low) or 0.01

@@ -195,6 +195,7 @@ class Plan:
 
     def _training(self, entry: Entry, optimizer: str, rate: float | None, seed: int, steps: int | None) -> dict[str, Any]:
         context, scale = entry.setting.context, self.scale
+        assert scale.tokens_at_once is not None  # the scale tunes
         return {
             **entry.options,
             **catalogue.OPTIMIZERS[optimizer].options,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lineartime.errors import LineartimeError
-from lineartime.experiments.collect import collect, metric_of_test, values_of_row, within_tolerance
+from lineartime.experiments.collect import baseline_row, collect, metric_of_test, values_of_row, within_tolerance
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.folder import PLAN_FILE, check_options, plan_options
 from lineartime.experiments.paper import DESCRIPTIONS, paper_cost
@@ -151,8 +151,8 @@ def _quality_tables(plan: Plan, report: QualityReport) -> Iterator[str]:
         columns["paper: perplexity"] = [_paper(row, "pplx", ".4g") for row in rows]
         columns["loss against the baseline"] = [_percent(row["relative_loss"]) for row in rows]
         columns["paper: loss against it"] = [_percent(row["paper_relative_loss"]) for row in rows]
-        reached = _final_losses(rows, report["baseline"])
-        columns["speed-up"] = [_speedups(row, reached) for row in rows]
+        base = baseline_row(rows, report["baseline"])
+        columns["speed-up"] = [_speedups(row, base) for row in rows]
         columns["paper: speed-up"] = [_paper(row, "speedup", ".3g") for row in rows]
         yield table(columns)
         if any(row["rate_at_edge"] for row in rows):
@@ -292,14 +292,10 @@ def _percent(value: float | None) -> str:
     return NOT_THERE if value is None else f"{100 * value:+.2f} %"
 
 
-def _final_losses(rows: Sequence[SystemRow], baseline: str | None) -> list[float | None]:
-    """The final losses of the baseline by seed, which speed-ups refer to."""
-    return [run["loss"] for row in rows if row["arm"] == baseline for run in row["runs"]]
-
-
-def _speedups(row: SystemRow, reached: Sequence[float | None]) -> str:
-    both = zip(row["runs"], row["speedups"], reached, strict=False)
-    speedups = [speedup for run, speedup, loss in both if run["loss"] is not None and loss is not None]
+def _speedups(row: SystemRow, base: SystemRow | None) -> str:
+    """The speed-ups of the seeds that this row and the baseline's have."""
+    both = zip(row["runs"], row["speedups"], base["runs"] if base else [], strict=False)
+    speedups = [speedup for run, speedup, other in both if run["loss"] is not None and other["loss"] is not None]
     known = [speedup for speedup in speedups if speedup is not None]
     if len(known) == len(speedups):
         return _values(known, ".2f")

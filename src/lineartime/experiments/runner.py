@@ -145,7 +145,9 @@ class _Runner:
         tunings = {optimizer: read_tuning(plan, entry, optimizer) for optimizer in plan.optimizers}
         chosen = best_tuning(list(tunings.values()))
         if chosen is None:
-            problem = f"{entry.arm.name} ({entry.setting}) has no learning rate: not all of its trials have ended."
+            ended = all(tuning.is_complete for tuning in tunings.values())
+            why = "all of its trials failed" if ended else "not all of its trials have ended"
+            problem = f"{entry.arm.name} ({entry.setting}) has no learning rate: {why}."
             if problem not in self._problems:  # once for all seeds
                 self._problems.append(problem)
             return

@@ -2,7 +2,7 @@
 
 from lineartime.data import load_corpus
 from lineartime.errors import ArgumentError
-from lineartime.experiments.config import ReproduceConfig
+from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig
 from lineartime.experiments.plan import Plan
 from lineartime.runs.record import texts_of
 
@@ -23,7 +23,7 @@ def text_notes(plan: Plan) -> dict[str, str]:
 
 def check_given(config: ReproduceConfig) -> None:
     """Raise LineartimeError for a text that is given and does not exist."""
-    for name in ("data", "code", "books", "wikipedia"):
+    for name in TEXT_OPTIONS:
         given = getattr(config, name)
         try:
             if given:

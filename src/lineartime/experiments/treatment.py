@@ -1,6 +1,6 @@
 """The section of a report that says how all systems were treated alike, with every trial of a learning rate."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lineartime.experiments import catalogue
@@ -25,8 +25,7 @@ def equal_treatment(plan: Plan, report: QualityReport) -> Iterator[str]:
     yield _paragraph(plan, report)
     for setting in settings_with_results(report):
         for optimizer in plan.optimizers:
-            rows = [row for row in setting["rows"] if row["grid"].get(optimizer)]
-            rows = list({row["arm"]: row for row in rows}.values())
+            rows = _by_arm(setting["rows"], optimizer)
             if not rows:
                 continue
             columns: dict[str, list[str]] = {"system": [row["arm"] for row in rows]}
@@ -38,7 +37,16 @@ def equal_treatment(plan: Plan, report: QualityReport) -> Iterator[str]:
             yield table(columns)
 
 
+def _by_arm(rows: Iterable[SystemRow], optimizer: str) -> list[SystemRow]:
+    """A row for each arm that was tuned with an optimiser: the one that was trained with it, if there are several."""
+    tuned = [row for row in rows if row["grid"].get(optimizer)]
+    first = sorted(tuned, key=lambda row: row["optimizer"] == optimizer)  # stable; later ones replace earlier ones
+    chosen = {row["arm"]: row for row in first}
+    return [chosen[arm] for arm in dict.fromkeys(row["arm"] for row in tuned)]
+
+
 def _paragraph(plan: Plan, report: QualityReport) -> str:
+    chosen = "the rate of each optimiser" if plan.experiment.each_optimizer else "rate and optimiser"
     compiled = "compiled" if plan.compile == "on" else "not compiled"
     return "\n".join(
         [
@@ -47,7 +55,7 @@ def _paragraph(plan: Plan, report: QualityReport) -> str:
             f"- **Optimisers.** The same for all: {', '.join(plan.optimizers)}, each with a warm-up of a tenth of the steps, a "
             f"linear fall to zero, and the same weight decay and clipping.{_adamw_ratio(plan)}",
             f"- **Learning rates.** Each system's is tuned over the same grid, {plan.tuning:g} s of training each. "
-            f"{_trials(plan, report)}The loss on held-out text chooses rate and optimiser. The tables below show every trial.",
+            f"{_trials(plan, report)}The loss on held-out text chooses {chosen}. The tables below show every trial.",
             f"- **Time.** Each run trains for {plan.budget:g} s, without evaluations and compilation ({compiled}). A schedule "
             "must know its length, so the steps are the speed of a system (*tokens/s*) times the budget. Speeds are measured "
             f"before anything else, by {plan.scale.speed_rounds} runs of {plan.scale.speed_steps} steps for each system and "
@@ -100,7 +108,7 @@ def _trials(plan: Plan, report: QualityReport) -> str:
             f"Where that is less than {MIN_TRIAL_STEPS} steps, a trial lasts until it has them, "
             f"but at most {MAX_TRIAL_RATIO} times as long. "
         )
-    steps = {f"{row['arm']} ({name})": _trial_steps(plan, row, row["optimizer"]) for name, row in rows if row["optimizer"]}
+    steps = {f"{row['name']} ({name})": _trial_steps(plan, row, row["optimizer"]) for name, row in rows if row["optimizer"]}
     short = [f"{name}: {count}" for name, count in steps.items() if count is not None and count < MIN_TRIAL_STEPS]
     if short and plan.config.scale != "trial":
         said += f"**Fewer than {MIN_TRIAL_STEPS} steps may choose a rate by chance**: {', '.join(short)}. "

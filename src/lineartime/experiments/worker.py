@@ -16,11 +16,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import LineartimeError, typed_first_line
+from lineartime.errors import DivergedError, LineartimeError, typed_first_line
 from lineartime.experiments.definitions import FinalTest
 from lineartime.experiments.outcome import OUTCOME_FILE, Measurement, StepTime
 from lineartime.files import write_atomically
-from lineartime.runs.metrics import METRICS_FILE, read_metrics
 from lineartime.screen import SCREEN
 
 INTERRUPTED = 130
@@ -50,35 +49,29 @@ def _end_with_parent(parent: int) -> None:
 def perform(job: Mapping[str, Any]) -> dict[str, Any] | None:
     """Do a job, and write and return its outcome; None if it was interrupted.
 
-    An error of training is an outcome: the same steps would fail again. After any other one, the next call tries again.
+    That training diverges is an outcome: the same steps would diverge again. After any other error, such as a full disk, the
+    next call tries again.
 
     Raises:
-        LineartimeError: for an error before the first step of this call.
+        LineartimeError: for any other error of training.
         Exception: for any error of testing the trained model.
     """
     folder = Path(job["folder"])
     outcome: dict[str, Any] | None = None
-    steps = _steps_in(folder)
     try:
         if job["kind"] == "latency":
             outcome = _latency(folder, job)
         elif not _train(folder, job):
             return None
+    except DivergedError as error:
+        outcome = {"error": str(error)}
+        print(error, file=SCREEN)
     except Exception as error:  # whatever it is, the other runs continue, and the report tells it
-        sentence = typed_first_line(error)
-        if _steps_in(folder) == steps:  # it has nothing to do with how the run trains
-            raise LineartimeError(sentence) from error
-        outcome = {"error": sentence}
-        print(sentence, file=SCREEN)
+        raise LineartimeError(typed_first_line(error)) from error
     if outcome is None:
         outcome = _tested(folder, job)
     write_atomically(folder / OUTCOME_FILE, json.dumps({"kind": job["kind"], **outcome}, indent=1) + "\n")
     return outcome
-
-
-def _steps_in(folder: Path) -> int:
-    """The number of lines that a run has written about its steps."""
-    return len(read_metrics(folder)) if (folder / METRICS_FILE).exists() else 0
 
 
 def _train(folder: Path, job: Mapping[str, Any]) -> bool:
