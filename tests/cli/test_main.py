@@ -104,6 +104,7 @@ def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixtur
         (["train", "--model", "flash-tyni"], "--model is 'flash-tyni', .* use a name listed by `lineartime presets`", 1),
         (["train", "--model=flash-tyni"], "--model is 'flash-tyni'", 1),
         (["train", "--context", "0"], "--context is 0, but must be at least 1", 1),
+        (["train", "--data", "books/*.txt"], "--data is books/.*, which is a pattern: .* books, with --include '.*.txt'", 1),
         (["train", "--data", "wiki40bb"], "--data is wiki40bb, which is neither .* .did you mean wiki40b", 1),
         (["train", "--override", "chunksize=8"], "chunksize is not an option of this model .did you mean chunk_size", 1),
         (

@@ -248,7 +248,7 @@ def _written(part: Argument | Call, options: Any, arguments: Sequence[str]) -> s
     if isinstance(part.value, bool):
         return f"--{name}" if part.value else f"--no-{name}"
     flag = _flag(f"--{name}", get_args(hints[part.name]), arguments)
-    return flag if part.value is None else f"{flag} {part.value}"
+    return flag if part.value is None else f"{flag} {shlex.quote(str(part.value))}"
 
 
 def _flag(flag: str, annotations: Sequence[Any], arguments: Sequence[str]) -> str:
