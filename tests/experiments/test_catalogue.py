@@ -145,6 +145,12 @@ def test_arms_name_systems_presets_and_rows_that_exist() -> None:
                 assert arm.paper_preset in PRESETS
 
 
+def test_masked_models_of_minutes_read_bytes() -> None:
+    for name, tokenizer, vocab_size in (("mlm", "bytes", 258), ("lm", "bpe-4096", 4096)):
+        for entry in make_plan(ReproduceConfig(name, "cpu")).entries:
+            assert (entry.options["tokenizer"], entry.model.vocab_size) == (tokenizer, vocab_size)
+
+
 def test_every_optimiser_has_four_rates_at_every_scale_that_tunes() -> None:
     for name, optimizer in catalogue.OPTIMIZERS.items():
         for scale in ("cpu", "gpu"):

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -220,6 +220,7 @@ def make_plan(config: ReproduceConfig) -> Plan:
     """The runs that the options ask for. Raises LineartimeError for an unknown experiment, model, text or context."""
     config.check()
     experiment, scale = catalogue.experiment_of(config.name), catalogue.SCALES[config.scale]
+    scale = replace(scale, tokenizer=experiment.tokenizer.get(config.scale, scale.tokenizer))
     settings = experiment.settings["cpu"][:1] if config.scale == "trial" else experiment.settings[config.scale]
     if config.scale == "trial":
         settings = tuple(Setting(setting.text, TRIAL_CONTEXT) for setting in settings)
