@@ -60,6 +60,7 @@ def draw_layer(layer: LayerView, title: str, file: Path) -> None:
     """Draw the maps of a layer, what its parts add to each token, and the norms of its state, above a note of what it lacks."""
     panels: list[Any] = [*layer.weights, *(["added"] if layer.added else []), *(["states"] if layer.states else [])]
     figure = new_figure(_PURPOSE, 4.4 * max(1, len(panels)), 4.2 + 0.25 * len(layer.missing))
+    figure.get_layout_engine().set(w_pad=0.15)  # the numbers of a colour bar must not touch the next panel's label
     every = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
     for axes, panel in zip(every, panels, strict=False):
         if panel == "added":
