@@ -65,6 +65,14 @@ def test_a_name_in_two_parts_is_ambiguous() -> None:
         resolve("flash-tiny", feed_forward=LayerConfig("glu"), expansion=3)
 
 
+def test_a_layer_may_be_given_by_its_name_alone() -> None:
+    config = ModelConfig(task="clm", vocab_size=8, d_model=16, n_blocks=1, mixer="flash", feed_forward="mlp")  # type: ignore[arg-type]
+    assert config.mixer == LayerConfig("flash")
+    assert config.feed_forward == LayerConfig("mlp")
+    with pytest.raises(ValueError, match=r"mixer.kind is \['flash'\], which is not known here"):
+        ModelConfig.from_dict({**config.to_dict(), "mixer": {"kind": ["flash"]}})
+
+
 def test_missing_and_unknown_fields_in_a_dictionary_are_named() -> None:
     data = presets()["flash-tiny"].to_dict()
     with pytest.raises(ValueError, match="layers is not an option of the model"):

@@ -89,6 +89,36 @@ class Required(Squared):
         self.power = power
 
 
+class Kind(Squared):
+    """With an option that has the name of the record of a layer's name."""
+
+    name = "with-kind"
+
+    def __init__(self, d_model: int, *, kind: str = "soft", **options: Any) -> None:
+        super().__init__(d_model, **options)
+        self.kind = kind
+
+
+class Deep(Squared):
+    """With an option that has the name of a field of the model."""
+
+    name = "deep"
+
+    def __init__(self, d_model: int, *, n_blocks: int = 7, **options: Any) -> None:
+        super().__init__(d_model, **options)
+        self.n_blocks = n_blocks
+
+
+class Wide(Squared):
+    """With an option that a feed-forward layer has, too."""
+
+    name = "wide"
+
+    def __init__(self, d_model: int, *, expansion: int = 2, **options: Any) -> None:
+        super().__init__(d_model, **options)
+        self.expansion = expansion
+
+
 class Incomplete(KernelAttention):
     """Without features."""
 
@@ -140,7 +170,14 @@ def test_a_class_that_is_defined_again_replaces_the_first() -> None:
         ("mine", Unnamed, {}, r"^mixer is Unnamed, whose name, 'flash', is that of FLASH: give the class an attribute `name`"),
         ("mine", Squared, {"feed_forward": "moe"}, r"^feed_forward is 'moe', but must be one of 'mlp', 'glu'"),
         ("mine", Squared, {"options": {"flor": 1.0}}, r"^flor is not an option of Squared .did you mean floor"),
-        ("mine", Squared, {"fields": {"depth": 3}}, r"^'?depth'? is not an option of this model"),
+        ("mine", Squared, {"fields": {"depth": 3}}, r"^'?depth'? is not an option of fields, which has"),
+        ("mine", Squared, {"fields": {"chunk_size": 64}}, r"^'?chunk_size'? is not an option of fields, which has"),
+        ("mine", Squared, {"fields": {"task": "mlm"}}, r"^'?task'? is not an option of fields, which has"),
+        ("mine", Squared, {"options": {"dropout": 0.1}}, r"^'?dropout'? is not an option of"),
+        ("mine", Squared, {"scaled": {"floor": lambda size: size.depth}}, r"^scaled has a function for floor that fails: Attr"),
+        ("mine", Kind, {}, r"^mixer is Kind, whose option kind has the name of one of the model: rename it"),
+        ("mine", Deep, {}, r"^mixer is Deep, whose option n_blocks has the name of one of the model: rename it"),
+        ("mine", Wide, {"feed_forward": "mlp"}, r"^mixer is Wide, whose option expansion has the name of one of the feed-forw"),
         ("mine", Squared, {"fields": {"norm": "nonsense"}}, r"^norm is 'nonsense', but must be"),
         ("mine", NameOfAnMLP, {}, r"^mixer is NameOfAnMLP, whose name, 'mlp', is that of MLP"),
         ("mine", NoName, {}, r"^mixer is NoName, which has no name: give the class an attribute `name`"),

@@ -109,10 +109,19 @@ def register_mixer(mixer: type[Any]) -> None:
     _own_options.cache_clear()
 
 
+def forget_mixer(mixer: type[Any]) -> None:
+    """Undo `register_mixer`, for a mixer that turns out not to work."""
+    del KINDS["mixer"][mixer.name], _LAYERS[mixer.name]
+    _own_options.cache_clear()
+
+
 def check_parts(config: Any) -> None:
     """Raise ArgumentError unless all fields have valid types and values, and every layer is allowed in its field."""
     for part, kinds in KINDS.items():
         value = getattr(config, part, None)
+        if isinstance(value, str) and value in kinds:
+            value = LayerConfig(value)
+            object.__setattr__(config, part, value)
         if value is not None and not (isinstance(value, LayerConfig) and value.kind in kinds):
             allowed = f"a LayerConfig, or the name, of one of these kinds: {', '.join(kinds)}"
             raise ArgumentError(part, f"is {shown(value)}, but must be {allowed}.")
@@ -139,7 +148,7 @@ def parts_from_dict(data: Mapping[str, Any]) -> dict[str, Any]:
 def _layer(part: str, data: dict[str, Any] | str) -> LayerConfig:
     options = {"kind": data} if isinstance(data, str) else dict(data)
     kind = options.pop("kind", None)
-    if kind not in KINDS[part]:
+    if not isinstance(kind, str) or kind not in KINDS[part]:
         like, own = did_you_mean(str(kind), KINDS[part]), spell(Argument("import"))
         advice = f"import the module that registers it, by {own}, or use one of {', '.join(KINDS[part])}"
         raise ArgumentError(f"{part}.kind", f"is {shown(kind)}{like}, which is not known here: {advice}.")

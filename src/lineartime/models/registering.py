@@ -1,5 +1,6 @@
 """Systems of your own: registered by name, in modules that the command line and other processes can import."""
 
+import dataclasses
 import hashlib
 import importlib
 import importlib.util
@@ -9,7 +10,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -19,14 +21,23 @@ from lineartime.fields import check_names
 from lineartime.layers.dense import FactoryOptions
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.options import constructor_options
-from lineartime.models.layer_config import KINDS, register_mixer
-from lineartime.models.presets import PRESETS, SIZES, TINY, model_of
+from lineartime.layers.residual import LayerOptions
+from lineartime.models.config import ModelConfig
+from lineartime.models.language_model import build_model
+from lineartime.models.layer_config import KINDS, forget_mixer, register_mixer
+from lineartime.models.presets import PRESETS, SIZES, model_of
 from lineartime.models.systems import SYSTEMS, Size, System
 from lineartime.shapes import shapes_only
 
 VARIABLE = "LINEARTIME_IMPORT"
 """The environment variable that names modules to import with the models, so that all processes know the same systems."""
 
+_FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(ModelConfig)
+    if field.name not in ("task", "vocab_size", "d_model", "n_blocks", "mixer", "feed_forward")  # of the size and the arguments
+)
+"""The fields of a model that a system may set."""
 FeedForward = Literal["mlp", "glu"]
 _registered: set[str] = set()
 
@@ -74,20 +85,45 @@ def register_system(
     layer = None if feed_forward is None else KINDS["feed_forward"][feed_forward]
     system = System(mixer, layer, options or {}, scaled or {}, fields or {}, description=description)
     check_names({**system.options, **system.scaled}, constructor_options(mixer), mixer.__name__)
-    _check_options(mixer)
+    check_names(system.fields, _FIELDS, "fields")
+    _check_options(mixer, layer)
     for option, value in system.options.items():
         if not _is_plain(value):
             raise ArgumentError("options", f"has {option} = {value!r}, which no checkpoint can record: use a number or a text.")
-    model_of(SYSTEMS["flash"], TINY, "mlm").override(**system.fields)
-    try:
-        with shapes_only():
-            mixer(TINY.d_model, causal=mixer.why_not_causal is None, **system.mixer_options(TINY))
-    except TypeError as error:  # an option without a default, for instance
-        raise ArgumentError("mixer", f"is {mixer.__name__}, which cannot be built with these options: {error}.") from None
-    register_mixer(mixer)
+    with _registered_if_it_works(mixer):
+        _check_builds(system)
     _registered.add(name)
     SYSTEMS[name] = system
     PRESETS.update({f"{name}-{size}": (name, SIZES[size]) for size in ("tiny", "base")})
+
+
+@contextmanager
+def _registered_if_it_works(mixer: type[Mixer[Any]]) -> Iterator[None]:
+    """Allow a mixer; after an error in the block, allow what was allowed before."""
+    before = KINDS["mixer"].get(mixer.name)
+    register_mixer(mixer)
+    try:
+        yield
+    except BaseException:
+        forget_mixer(mixer) if before is None else register_mixer(before)
+        raise
+
+
+def _check_builds(system: System) -> None:
+    """Raise ArgumentError unless the presets of a system are models that can be built."""
+    name, causal = system.mixer.__name__, system.mixer.why_not_causal is None
+    for size in (SIZES["tiny"], SIZES["base"]):
+        for option, of_size in system.scaled.items():
+            try:
+                of_size(size)
+            except Exception as error:  # whatever the function does
+                raise ArgumentError("scaled", f"has a function for {option} that fails: {typed_first_line(error)}.") from error
+        try:
+            with shapes_only():
+                system.mixer(size.d_model, causal=causal, **system.mixer_options(size))
+                build_model(model_of(system, size, "clm" if causal else "mlm").override(n_blocks=1))
+        except TypeError as error:  # an option without a default, for instance
+            raise ArgumentError("mixer", f"is {name}, which cannot be built with these options: {error}.") from None
 
 
 def _check_mixer(mixer: object) -> None:
@@ -105,11 +141,19 @@ def _check_mixer(mixer: object) -> None:
         raise ArgumentError("mixer", f"{found}: give the class an attribute `name` of its own.")
 
 
-def _check_options(mixer: type[Mixer[Any]]) -> None:
-    """Raise ArgumentError for an option of a mixer that no checkpoint can record, as JSON, and read back."""
+def _check_options(mixer: type[Mixer[Any]], feed_forward: type[Any] | None = None) -> None:
+    """Raise ArgumentError for an option of a mixer that no checkpoint can record, as JSON, and read back.
+
+    Options are named without their layer, so that no two parts of a model may have one of the same name.
+    """
+    others = set() if feed_forward is None else set(constructor_options(feed_forward)) - set(LayerOptions.__annotations__)
+    taken = {"kind", *(field.name for field in dataclasses.fields(ModelConfig))} - set(LayerOptions.__annotations__)
     for name, option in constructor_options(mixer).items():
         if name in FactoryOptions.__annotations__:
             continue
+        if name in taken | others:
+            owner = "the feed-forward layer" if name in others else "the model"
+            raise ArgumentError("mixer", f"is {mixer.__name__}, whose option {name} has the name of one of {owner}: rename it.")
         wanted = f"is {mixer.__name__}, whose option {name}"
         if not _is_plain_type(option.type):
             allowed = "bool, int, float, str, Literal, None and tuple[..., ...] of these"
