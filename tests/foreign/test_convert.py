@@ -13,7 +13,7 @@ import lineartime
 from lineartime.cli import main
 from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.foreign import convert, read_weights
+from lineartime.foreign import convert, is_foreign, read_weights
 
 
 def test_gau_alpha_is_filled_in_evaluated_and_read_by_transformers(
@@ -145,6 +145,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half": (lambda file: (torch.save({"a": torch.zeros(999)}, file), file.write_bytes(file.read_bytes()[:900])), "is no file"),
     "one number said to be many": (lambda file: torch.save({"a": torch.zeros(1).expand(2**40)}, file), "'a' is larger than"),
     "compressed": (compressed, "an archive that torch.save does not write"),
+    "infinite in float8": (
+        lambda file: torch.save({"a": torch.tensor([torch.nan]).to(torch.float8_e5m2)}, file),
+        "'a' holds numbers that are not finite",
+    ),
     "infinite": (lambda file: torch.save({"a": torch.tensor([torch.inf])}, file), "'a' holds numbers that are not finite"),
     "no tensor": (lambda file: torch.save({"a": 3}, file), "holds 'a', which is no tensor"),
     "a list": (lambda file: torch.save([torch.zeros(2)], file), "holds no weights"),
@@ -166,6 +170,13 @@ def test_a_file_of_safetensors_that_lies_is_one_sentence(tmp_path: Path) -> None
     file.write_bytes((2**60).to_bytes(8, "little") + b"{}")
     with pytest.raises(LineartimeError, match="is damaged"):
         read_weights(file)
+
+
+def test_a_folder_of_something_else_is_not_called_gau_alpha(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(LineartimeError, match=r"empty holds no model of another package: give a folder of GAU-alpha, or"):
+        convert(tmp_path / "empty", tmp_path / "out")
+    assert not is_foreign("a" * 300)  # longer than a name can be
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "layers._orig_mod."])

@@ -148,6 +148,19 @@ def test_an_option_that_flash_pytorch_does_not_have_is_named(options: dict[str, 
         to_flash_pytorch(model)
 
 
+def test_a_layer_that_computes_something_else_is_not_converted() -> None:
+    class Ungated(lineartime.FLASH):
+        pass
+
+    options: dict[str, Any] = {"d_qk": S, "chunk_size": CHUNK, "normalization": "paper_sum", "bias_form": "buckets"}
+    with pytest.raises(ArgumentError, match="model is a Ungated, which may compute something else"):
+        to_flash_pytorch(Ungated(D, **options))
+    model = lineartime.build("flash-tiny", n_blocks=1, d_model=D, rotary_width=32, final_norm="layernorm", **options)
+    next(iter(model.backbone.blocks)).mixer = Ungated(D, causal=True, rotary_width=32, **options)
+    with pytest.raises(ArgumentError, match=r"model has a Ungated as backbone.blocks.0.mixer, but a FLASH in its config"):
+        to_flash_pytorch(model)
+
+
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineartime.checkpoint.format import CHECKPOINT, WEIGHTS, write_files
-from lineartime.checkpoint.weights import UnfitWeightsError, check_weights
+from lineartime.checkpoint.weights import UnfitWeightsError, all_finite, check_weights
 from lineartime.errors import ArgumentError
 from lineartime.files import new_folder, os_error_behind
 
@@ -40,7 +40,7 @@ def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> 
     model = check_model(model, LanguageModel, "be saved", computes=False)
     check_vocabulary(tokenizer, model.config.vocab_size)
     check_finite("model", model)
-    _check_layers(model)
+    check_layers(model)
     with new_model_folder("folder", Path(folder)) as partial:
         write_model(partial, model, tokenizer)
         try:
@@ -55,11 +55,11 @@ def check_finite(argument: str, model: "LanguageModel") -> None:
     for name, weight in model.state_dict().items():
         if weight.is_meta:
             raise ArgumentError(argument, f"has {name} on the meta device, where it has no values: move it from there first.")
-        if not weight.detach().cpu().double().isfinite().all():  # float8 cannot be asked itself
+        if not all_finite(weight.detach().cpu()):
             raise ArgumentError(argument, f"has numbers in {name} that are not finite, so it could not be loaded again.")
 
 
-def _check_layers(model: "LanguageModel") -> None:
+def check_layers(model: "LanguageModel") -> None:
     """Raise ArgumentError unless every module has the class and the options with which the config builds it again."""
     from torch import nn
 

@@ -7,6 +7,8 @@ from lineartime.fields import shown
 from lineartime.files import utf8_path
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
+    from torch import Tensor
+
     from lineartime.models.config import ModelConfig
     from lineartime.models.language_model import LanguageModel
 
@@ -28,6 +30,11 @@ def read_header(file: Path) -> dict[str, Stored]:
     with utf8_path(file) as path, safe_open(path, framework="pt") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no dict
         return {name: Stored(list(found.get_shape()), found.get_dtype()) for name, found in slices.items()}
+
+
+def all_finite(tensor: "Tensor") -> bool:
+    """Whether all numbers are finite, also those of dtypes such as float8, which cannot be asked itself."""
+    return bool(tensor.double().isfinite().all())
 
 
 class UnfitWeightsError(ValueError):

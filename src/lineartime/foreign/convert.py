@@ -29,11 +29,11 @@ _NEVER = -1e4
 def is_foreign(source: str | Path) -> bool:
     """Whether the source is a weight file, or a folder of GAU-alpha."""
     source = Path(source)
-    if source.is_file():
-        return source.suffix in SUFFIXES
     try:
+        if source.is_file():
+            return source.suffix in SUFFIXES
         return (source / _CONFIG).is_file() and read_plain(source / _CONFIG).get("model_type") == MODEL_TYPE
-    except LineartimeError:  # whoever reads the folder next reports it
+    except (LineartimeError, OSError):  # whoever reads the folder next reports it
         return False
 
 
@@ -69,6 +69,10 @@ def convert(
 
 def _read_model(source: Path, tokenizer: Tokenizer | None, flash_pytorch: Mapping[str, Any]) -> tuple[LanguageModel, Tokenizer]:
     if source.is_dir():
+        if not is_foreign(source):
+            raise LineartimeError(
+                f"{source} holds no model of another package: give a folder of GAU-alpha, or the weights of FLASH-pytorch."
+            )
         for name, value in (("tokenizer", tokenizer), ("flash_pytorch", flash_pytorch)):
             if value:
                 raise ArgumentError(name, f"is given, but {source} holds a model of GAU-alpha, which needs none: leave it out.")

@@ -55,8 +55,8 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
     values = {name: config.get(name, default) for name, default in _DEFAULTS.items()}
     _check(values)
     d_model, width, d_qk = values["hidden_size"], values["intermediate_size"], values["attention_key_size"]
-    prefix = "gau_alpha." if any(name.startswith("gau_alpha.") for name in weights) else ""
     state = StateDict(weights, PACKAGE)
+    prefix = "gau_alpha." if any(name.startswith("gau_alpha.") for name in weights) else ""
     n_blocks = state.count(rf"{prefix}encoder\.layer\.(\d+)\.")
     if n_blocks != values["num_hidden_layers"]:
         raise LineartimeError(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineartime.checkpoint.saving import check_layers
 from lineartime.errors import ArgumentError, LineartimeError, typed_first_line
 from lineartime.files import new_file
 from lineartime.foreign.flash_pytorch import MAPS, NORM_EPS, PACKAGE, ROTATED, rotary_frequencies
@@ -31,9 +32,14 @@ def to_flash_pytorch(model: LanguageModel | FLASH) -> tuple[dict[str, Tensor], d
         ArgumentError: naming an option that FLASH-pytorch does not have.
     """
     if isinstance(model, FLASH):
+        if type(model) is not FLASH:
+            raise ArgumentError(
+                "model", f"is a {type(model).__name__}, which may compute something else than {PACKAGE}'s FLASH."
+            )
         own, options = _flash(model)
         return {name: tensor.clone() for name, tensor in own.items()}, options
     model = check_model(model, LanguageModel, "be converted", computes=False)
+    check_layers(model)
     config, backbone = model.config, model.backbone
     _require("mixer", config.mixer.kind, "flash")
     _require("feed_forward", None if config.feed_forward is None else config.feed_forward.kind, None)

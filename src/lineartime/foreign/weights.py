@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lineartime.checkpoint.weights import all_finite
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors, typed_first_line
 from lineartime.fields import shown
 from lineartime.files import utf8_path
@@ -40,7 +41,7 @@ def read_weights(file: str | Path) -> dict[str, Tensor]:
             raise LineartimeError(f"{file} holds {shown(name)}, which is no tensor: save the state_dict() of the model alone.")
         if tensor.numel() * tensor.element_size() > size:  # an expanded view: one stored number claims to be millions
             raise LineartimeError(f"{file} is damaged: {shown(name)} is larger than the file.")
-        if not torch.isfinite(tensor).all():
+        if not all_finite(tensor):
             raise LineartimeError(f"{file} is damaged: {shown(name)} holds numbers that are not finite.")
     return {_WRAPPED.sub("", name): tensor for name, tensor in found.items()}
 
