@@ -117,6 +117,14 @@ def test_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         choose_device("auto", local_rank=2)
 
 
+@pytest.mark.parametrize("device", ["gpu", None, "cuda:x"])
+def test_what_is_no_device_is_named(device: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"^device is '?{device}'?, "):
+        find_device(device)
+    with pytest.raises(ArgumentError, match=f"^device is '?{device}'?, but must be one of 'auto'"):
+        choose_device(device)
+
+
 def test_a_gpu_of_apple_is_taken_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(LineartimeError, match=r"^device is mps, but PyTorch sees no GPU of Apple here: use cpu"):

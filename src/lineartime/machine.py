@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, cast, get_args
 import torch
 
 from lineartime.choices import Device, Precision
-from lineartime.errors import ArgumentError, first_line
+from lineartime.errors import ArgumentError, check_choice, first_line
 from lineartime.host import MAX_THREADS, processor_features, processor_vendor
 from lineartime.host import memory_bytes as host_memory
 
@@ -35,6 +35,7 @@ def choose_device(device: Device, local_rank: int = 0) -> torch.device:
     Raises:
         ArgumentError: if PyTorch sees no such device, or none for this process.
     """
+    check_choice("device", device, get_args(Device))
     if device == "mps" and not torch.backends.mps.is_available():
         raise ArgumentError("device", "is mps, but PyTorch sees no GPU of Apple here: use cpu.")
     if device == "cuda" and not torch.cuda.is_available():
@@ -57,7 +58,7 @@ def find_device(device: "str | torch.device") -> torch.device:
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
+    except (RuntimeError, AssertionError, TypeError) as error:  # AssertionError: a build without CUDA
         what = f"is {device}, which PyTorch cannot use here ({first_line(error)}): use auto or cpu."
         raise ArgumentError("device", what) from None
     return found
