@@ -135,6 +135,34 @@ def test_separated_streams_are_the_states_of_all_tokens_read(kind: str, token_sh
         layer.separate_streams(layer.init_state(1))
 
 
+@pytest.mark.parametrize("token_shift", [False, True])
+@pytest.mark.parametrize("kind", BOTH)
+def test_one_of_many_streams_holds_no_memory_of_the_others_and_a_step_no_graph(kind: str, token_shift: bool) -> None:
+    layer, x = BOTH[kind](D_MODEL, causal=True, token_shift=token_shift), torch.randn(8, 5, D_MODEL)
+    with torch.no_grad():
+        streams = layer.join_streams([layer.extend(x[row, None, :3], None)[1] for row in range(8)])
+    assert not layer.step(x[:, 3:4], streams).requires_grad
+    for state in layer.separate_streams(streams):
+        for tensor in tensors_of(state):
+            assert not tensor.requires_grad
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes  # which torch.save writes
+
+
+@torch.no_grad()
+def test_a_step_in_half_precision_overflows_no_sooner_than_the_whole_sequence() -> None:
+    torch.manual_seed(0)
+    layer, x = FLASH(D_MODEL, d_qk=8, chunk_size=8, causal=True, initial_scores="unit"), torch.randn(2, 9, D_MODEL).half()
+    layer.to_gate_value_base.weight[-8:] *= 15
+    layer.to_gate_value_base.weight[32:64] *= 1e-3
+    layer.gamma[:2] = 60.0
+    layer.half()
+    streams = layer.join_streams([layer.init_state(2)])
+    stepped = torch.cat([layer.step(x[:, place, None], streams) for place in range(9)], 1)
+    whole = layer(x)
+    assert whole.isfinite().all()
+    torch.testing.assert_close(stepped, whole, atol=0.05, rtol=0.02)
+
+
 def test_a_step_beyond_a_table_of_biases_is_named() -> None:
     layer = GAU(8, d_qk=4, causal=True, max_length=3)
     streams = layer.join_streams([layer.init_state(1), layer.extend(torch.zeros(1, 2, 8), None)[1]])

@@ -38,6 +38,17 @@ def test_every_causal_form_is_the_definition(
     )
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_sums_beyond_half_precision_are_those_of_float32(causal: bool) -> None:
+    q = k = (8 * torch.rand(1, 1, 4000, 16, generator=torch.Generator().manual_seed(0))).half()
+    v = torch.randn(1, 1, 4000, 3, generator=torch.Generator().manual_seed(1)).half()
+    found, expected = (linear_attention(*each, causal=causal) for each in ((q, k, v), (q.float(), k.float(), v.float())))
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.float(), expected, atol=2e-3, rtol=2e-3)
+    nothing = torch.zeros(1, 1, 4000, dtype=torch.bool)
+    assert torch.equal(linear_attention(q, k, v, causal=causal, real=nothing), torch.zeros_like(v))
+
+
 @pytest.mark.parametrize("length", [1, 3, 130])
 def test_the_bidirectional_form_is_the_definition(length: int, assert_same_function: Callable[..., None]) -> None:
     assert_same_function(linear_attention, linear_attention_oracle, *(features(length, width) for width in (4, 4, 5)))

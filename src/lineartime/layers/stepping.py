@@ -13,7 +13,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.layers.mixer import Mixer, State
 from lineartime.layers.streams import RaggedState, ShiftedState, check_state, single_streams
-from lineartime.ops.cache import normal_tensors
+from lineartime.ops.cache import each_stream, normal_tensors
 from lineartime.ops.layout import Layout
 from lineartime.ops.token_shift import shift_next, shifted_width
 
@@ -101,7 +101,7 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
             return []
         if isinstance(streams, ShiftedState):
             own: Sequence[State] = self.separate_own_streams(streams.own, known)
-            return [ShiftedState(*parts) for parts in zip(streams.last.clone().split(1), own, strict=True)]
+            return [ShiftedState(*parts) for parts in zip(each_stream(streams.last), own, strict=True)]
         return list(self.separate_own_streams(streams, known))
 
     def step(self, x: Tensor, streams: Streams | ShiftedState) -> Tensor:
@@ -123,8 +123,9 @@ class SteppingMixer(Mixer[State], Generic[State, Streams]):
         self.check_streams(streams)
         return self._step_with_layout(x, streams, layout)
 
+    @torch.no_grad()
     def _step_with_layout(self, x: Tensor, streams: Streams | ShiftedState, layout: Layout) -> Tensor:
-        """`step_with_layout` without its checks."""
+        """`step_with_layout` without its checks. It has no gradient, whose graph would grow with every token."""
         normed = self.before(x)
         if isinstance(streams, ShiftedState):
             normed, last = shift_next(normed, streams.last)

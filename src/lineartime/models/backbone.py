@@ -231,14 +231,19 @@ class Backbone(nn.Module):
         if not is_joined(streams):
             raise ArgumentError("streams", "is a state of streams at one position, but must be what join_streams returned.")
 
+    @torch.no_grad()
     def step(self, ids: Tensor, streams: BackboneStreams) -> Tensor:
-        """Continue joined streams by one token: ids [B, 1] -> hidden vectors [B, 1, d]. Updates `streams` in place."""
+        """Continue joined streams by one token: ids [B, 1] -> hidden vectors [B, 1, d], without gradient.
+
+        Updates `streams` in place.
+        """
         self.check_step(ids, streams)
         embedded = self.embedding(ids)
         if isinstance(streams, GroupedStreams):
             return streams.step(embedded, self.extend_embedded)
         return self.step_embedded(embedded, streams)
 
+    @torch.no_grad()
     def step_embedded(self, embedded: Tensor, streams: BackboneState, *, inputs: list[Tensor] | None = None) -> Tensor:
         """Like `step`, in place and for embedded tokens. The input of each block is appended to `inputs`."""
         self._check_joined(streams)

@@ -241,8 +241,12 @@ class CausalLM(LanguageModel):
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return {name: value for name, value in state.items() if name != "_compiled_step"}
 
+    @torch.no_grad()
     def step(self, ids: Tensor, streams: BackboneStreams) -> Tensor:
-        """Continue joined streams by one token: ids [B, 1] -> logits [B, 1, V]. Updates `streams` in place."""
+        """Continue joined streams by one token: ids [B, 1] -> logits [B, 1, V], without gradient.
+
+        Updates `streams` in place.
+        """
         if self._compiled_step is None or isinstance(streams, GroupedStreams):
             return self.logits(self.backbone.step(ids, streams))
         self.backbone.check_step(ids, streams)

@@ -53,12 +53,17 @@ class KVCache(_KeysAndValues):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and send only the contents: two processes would write their tokens to the same place of a shared room."""
-        return type(self), (self.k, self.v)
+        return type(self), ((self.k, self.v) if self._room is None else (self.k.clone(), self.v.clone()))
 
     def visible(self, new: int) -> Tensor:
         """Which keys are visible to each of the last `new` tokens, bool [new, T]: its own and all earlier ones."""
         total = self.position
         return torch.ones(new, total, dtype=torch.bool, device=self.k.device).tril(total - new)
+
+
+def each_stream(x: Tensor) -> list[Tensor]:
+    """The part of each stream of [B, ...], each in memory of its own: what keeps or saves one must not hold the others."""
+    return [part.clone() for part in x.split(1)]
 
 
 class KVStreams:
@@ -111,12 +116,9 @@ class KVStreams:
         return self._k[..., : self.longest, :], self._v[..., : self.longest, :], visible
 
     def separate(self, positions: Sequence[int]) -> list[KVCache]:
-        """The cache of each stream, whose `positions` are given on the host.
-
-        The streams may go on: the caches share their memory, but not what follows in it.
-        """
+        """The cache of each stream, whose `positions` are given on the host."""
         parts = zip(self._k.split(1), self._v.split(1), positions, strict=True)
-        return [KVCache(k[..., :position, :], v[..., :position, :]) for k, v, position in parts]
+        return [KVCache(k[..., :position, :].clone(), v[..., :position, :].clone()) for k, v, position in parts]
 
 
 class _Room:

@@ -11,13 +11,14 @@ ones, so that the denominator stays a sum of nonnegative numbers.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
+from lineartime.ops.cache import each_stream
 from lineartime.ops.checks import check_continues
 from lineartime.ops.chunks import exclusive_cumsum
 from lineartime.ops.precision import acc_dtype
@@ -90,6 +91,10 @@ def linear_attention(
     if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2] or (causal and q.shape[-2] != k.shape[-2]):
         shapes = f"q {list(q.shape)} and v {list(v.shape)}"
         raise ArgumentError("k", f"has shape {list(k.shape)}, but must be [..., T, f] to match {shapes}.")
+    if torch.float16 in (q.dtype, k.dtype, v.dtype):  # sums of as few as 256 squares of 16 are beyond its range
+        wide = None if plain is None else (plain[0].float(), plain[1].float())
+        options: dict[str, Any] = {"causal": causal, "real": real, "causal_sums": causal_sums, "plain": wide}
+        return linear_attention(q.float(), k.float(), v.float(), **options).to(v.dtype)
     sums = causal_sums if causal else _total
 
     def without_padding(k: Tensor) -> Tensor:
@@ -179,7 +184,7 @@ def linear_streams(states: Sequence[LinearState]) -> LinearStreams:
 
 def linear_states(streams: LinearStreams, positions: Sequence[int]) -> list[LinearState]:
     """The state of each stream, the inverse of `linear_streams`; `positions` is that of the streams, on the host."""
-    return [LinearState(*each) for each in zip(streams.summary.clone().split(1), positions, strict=True)]
+    return [LinearState(*each) for each in zip(each_stream(streams.summary), positions, strict=True)]
 
 
 def linear_attention_step(

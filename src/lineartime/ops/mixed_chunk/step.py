@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.ops.activations import attention_weights, visible_share
+from lineartime.ops.cache import each_stream
 from lineartime.ops.chunks import OpenChunk
 from lineartime.ops.mixed_chunk import step_native
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, MixedChunkStreams, Projected, group_size, queries_and_keys
@@ -50,7 +51,7 @@ def mixed_chunk_states(streams: MixedChunkStreams, positions: Sequence[int]) -> 
         read, summed = slots < slot, slots < slot - slot % group_size(values.shape[1])
         k, v = keys.to(dtype).masked_fill(~read[:, None, :, None], 0.0), values.to(dtype).masked_fill(~read[..., None], 0.0)
         summary = torch.baddbmm(sums, k[:, 1].masked_fill(~summed[..., None], 0.0).mT, v, alpha=-1)
-    parts = zip(*(x.split(1) for x in (summary, k[:, 0], k[:, 1], v)), positions, strict=True)
+    parts = zip(*map(each_stream, (summary, k[:, 0], k[:, 1], v)), positions, strict=True)
     return [MixedChunkState(*part) for part in parts]
 
 
@@ -149,7 +150,8 @@ def step(
         group_k, group_v = (_group(x, chunk).to(dtype) for x in (keys[:, 1], values))
         sums.baddbmm_(group_k.mT, group_v)
         # Not len(v), which would make the batch size of an exported step a constant.
-        products = torch.bmm(queries.flatten(0, 1).to(keys.dtype), keys.flatten(0, 1).mT).to(dtype)
+        compute = matmul_dtype(keys)
+        products = torch.bmm(queries.flatten(0, 1).to(compute), keys.flatten(0, 1).to(compute).mT).to(dtype)
         quadratic, linear = products.view(v.shape[0], 2, *products.shape[1:]).unbind(1)
         weights = attention_weights(
             quadratic,
@@ -162,7 +164,8 @@ def step(
         )
         # The linear part covers only complete chunks: subtract what the sums have of the open one, through the weights.
         weights = torch.addcmul(weights, linear, chunk.open_share, value=-1)
-        out = torch.bmm((queries[:, 1] * chunk.summary_share).to(dtype), sums) + torch.bmm(weights.to(values.dtype), values)
+        across = torch.bmm((queries[:, 1] * chunk.summary_share).to(dtype), sums)
+        out = across + torch.bmm(weights.to(compute), values.to(compute))
         position += 1
         return out.to(result_dtype)
 
