@@ -1,5 +1,6 @@
 """What a layer is given wrongly, as data: each case is one error that names the argument, its value and what is allowed."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lineartime.errors import ArgumentError
+from lineartime.layers import FLASH, GAU, Attention
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.mixer import Mixer
@@ -264,6 +266,43 @@ def test_autocast_and_layers_of_several_dtypes_take_the_dtypes_that_they_took(na
     mixer = mixer.to(torch.bfloat16)
     mixer.norm.float()
     assert mixer(X.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("layer", [GAU(16, d_qk=8), FLASH(16, d_qk=8, chunk_size=4), Attention(16, n_heads=2)])
+def test_autocast_leaves_float64_as_it_is(layer: Any) -> None:
+    x = torch.randn(1, 6, 16, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ArgumentError, match=r"x has dtype torch.float64, but"):
+        layer(x)
+    double = copy.deepcopy(layer).double()
+    expected = double(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(double(x), expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_a_layout_of_another_batch_size_is_named(batch_size: int) -> None:
+    layer = FLASH(16, d_qk=8, chunk_size=16)
+    layout = layer.layout((4, 10), device=torch.device("cpu"))
+    with pytest.raises(ArgumentError, match="layout"):
+        layer.forward_with_layout(torch.randn(batch_size, 10, 16), layout)
+    assert layer.forward_with_layout(torch.randn(4, 10, 16), layout).shape == (4, 10, 16)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_another_default_device_changes_nothing(causal: bool) -> None:
+    layer, x = FLASH(16, d_qk=8, chunk_size=4, rope=False, causal=causal), torch.randn(1, 700, 16)
+    boundaries = torch.tensor([*range(0, 301, 3), 700])  # documents of 3 tokens, and one of 400
+
+    def outputs() -> list[Tensor]:
+        found = [layer(x), layer(x, cu_seqlens=boundaries)]
+        return [*found, layer.extend(x, layer.init_state(1))[0]] if causal else found
+
+    with torch.no_grad():
+        expected = outputs()
+        with torch.device("meta"):  # C++ would read from the address zero
+            found = outputs()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_boundaries_of_documents_may_be_int32() -> None:

@@ -150,6 +150,17 @@ def test_a_stack_is_made_under_autocast_and_takes_steps_without_it() -> None:
     assert stack_of(layers) is stack
 
 
+def test_weights_that_were_transposed_in_place_are_noticed() -> None:
+    layers = flash(expansion=1)  # whose output has as many rows as columns
+    stack = stack_of(layers)
+    assert stack is not None
+    assert stack.is_current
+    output = layers[1].to_output.weight
+    output.data = output.data.t()
+    assert not stack.is_current
+    assert stack_of(layers) is None, "the function in C++ reads rows one after another"
+
+
 def test_a_whole_number_as_epsilon_and_another_default_device_change_nothing() -> None:
     layers, x = flash(), torch.randn(3, 20, D_MODEL, dtype=torch.float64)
     for layer in layers:

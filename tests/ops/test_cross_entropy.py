@@ -108,3 +108,9 @@ def test_a_second_derivative_is_refused_and_not_wrong() -> None:
 def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"hidden has shape \[2, 3, 5\], weight \[11, 4\] and targets \[2, 3\]"):
         linear_cross_entropy(torch.ones(2, 3, 5), torch.ones(11, 4), torch.ones(2, 3, dtype=torch.long))
+
+
+def test_transforms_take_targets_of_any_integers() -> None:
+    hidden, weight, targets = torch.randn(2, 3, 4), torch.randn(7, 4), torch.randint(7, (2, 3))
+    expected = torch.func.grad(lambda h: linear_cross_entropy(h, weight, targets))(hidden)
+    assert torch.equal(torch.func.grad(lambda h: linear_cross_entropy(h, weight, targets.int()))(hidden), expected)

@@ -25,7 +25,7 @@ from lineartime.layers.prefix import PrefixMixer
 from lineartime.layers.stepping import SteppingMixer
 from lineartime.ops.cache import KVCache, KVStreams
 from lineartime.ops.layout import Layout
-from lineartime.ops.precision import autocast_dtype, output_dtype, without_autocast
+from lineartime.ops.precision import common_dtype, output_dtype, without_autocast
 from lineartime.ops.tracing import under_transform
 
 MANY_KEYS = 2048
@@ -102,7 +102,7 @@ class Attention(MultiHeadMixer[KVCache], PrefixMixer[KVCache], SteppingMixer[KVC
 
     def compute_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
         """The dtype of autocast or of the values, float16 included: this softmax computes its scores in float32."""
-        return autocast_dtype(v) or v.dtype
+        return common_dtype(v)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, causal: bool) -> Tensor:

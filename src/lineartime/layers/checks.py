@@ -67,7 +67,7 @@ def check_tokens(argument: str, x: object, shape: str, width: int, norm: nn.Modu
         shape: the expected shape in the letters of the layer, for messages: "[B, T, d_model]".
         width: d_model.
         norm: the part of the layer that receives x first.
-        layer: the layer. Its parameters may have several dtypes; x may have any of them or, under autocast, any floating dtype.
+        layer: the layer. Its parameters may have several dtypes; x may have any of them or, under autocast, what it converts.
     """
     if not isinstance(x, Tensor):
         raise ArgumentError(argument, f"is a {type(x).__name__}, but must be a tensor.")
@@ -76,7 +76,9 @@ def check_tokens(argument: str, x: object, shape: str, width: int, norm: nn.Modu
     if x.layout is not torch.strided:
         raise ArgumentError(argument, f"has the layout {x.layout}, but must be a dense tensor, {torch.strided}.")
     expected = check_device(argument, x, layer if next(norm.parameters(), None) is None else norm).dtype
-    if x.dtype == expected or (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
+    if x.dtype == expected:
+        return
+    if x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         return
     if x.dtype not in {parameter.dtype for parameter in layer.parameters() if parameter.is_floating_point()}:
         raise ArgumentError(argument, f"has dtype {x.dtype}, but must have that of the layer, {expected}: convert one of them.")

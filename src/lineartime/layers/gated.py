@@ -85,7 +85,7 @@ class GatedUnit(OpenMixer[State]):
         check_choice("normalization", normalization, self.normalizations)
         check_choice("initial_scores", initial_scores, get_args(InitialScores))
         check_positive(d_qk=d_qk, expansion=expansion)
-        check_even("rotary positions rotate pairs of features", d_qk=d_qk)
+        check_even("queries and keys consist of pairs of features", d_qk=d_qk)
         check_rotary_width(rotary_width, d_qk)
         self.d_qk = d_qk
         self.expansion = expansion

@@ -69,7 +69,7 @@ def _in_one_piece(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     compute = matmul_dtype(hidden, weight)
     with without_autocast(hidden):
         logits = (hidden.to(compute) @ weight.to(compute).T).to(acc_dtype(hidden))
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORED, reduction="sum")
 
 
 def _linear_cross_entropy(

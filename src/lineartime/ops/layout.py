@@ -116,7 +116,8 @@ class Layout(NamedTuple):
         """The batch that it was made for, in words, if that differs from [batch_size, length]; otherwise None."""
         if self.positions.shape[-1] != length:
             return f"{self.positions.shape[-1]} tokens"
-        rows = 1 if self.document is not None else batch_size if self.mask is None else self.mask.shape[0]
+        real = self.mask if self.chunks is None or self.mask is not None else self.chunks.real
+        rows = 1 if self.document is not None else batch_size if real is None else real.shape[0]
         return None if rows == batch_size else f"{rows} rows"
 
     def require_chunks(self) -> Chunks:

@@ -100,7 +100,7 @@ def _for_lengths(plan: LayoutPlan, lengths: list[int]) -> LayoutPlan:
 
 def _parts(layout: Layout, prefix: Tensor | None, groups: list[list[int]], lengths: list[int], plan: LayoutPlan) -> Parts:
     """Split a pack into a separate pack for each group of documents."""
-    device, every_length = layout.positions.device, torch.tensor(lengths)
+    device, every_length = layout.positions.device, torch.tensor(lengths, device="cpu")
     group_of = torch.full_like(every_length, len(groups))  # the group of documents without tokens
     for index, group in enumerate(groups):
         group_of[group] = index
@@ -114,7 +114,7 @@ def _parts(layout: Layout, prefix: Tensor | None, groups: list[list[int]], lengt
         part = Layout(
             None if layout.mask is None else layout.mask[:, here],
             layout.positions[..., here],
-            to_device(torch.arange(len(group)).repeat_interleave(own), device),
+            to_device(torch.arange(len(group), device="cpu").repeat_interleave(own), device),
             to_device(F.pad(own.cumsum(0), (1, 0)), device),
         )
         of_part = own.tolist()

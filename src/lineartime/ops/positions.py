@@ -68,9 +68,9 @@ def rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> T
     return table
 
 
-def no_rotation_table(width: int, dtype: torch.dtype) -> Tensor:
+def no_rotation_table(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The table of zero angles for vectors of this width, [2, 1, width / 2]: cosines of 1 and sines of 0."""
-    return torch.tensor([1.0, 0.0], dtype=dtype)[:, None, None].expand(2, 1, width // 2)
+    return torch.tensor([1.0, 0.0], dtype=dtype, device=device)[:, None, None].expand(2, 1, width // 2)
 
 
 def partial_rotary_table(positions: Tensor, width: int, rotated: int | None, dtype: torch.dtype) -> Tensor:

@@ -145,8 +145,8 @@ class NativeLayers:
         )  # fmt: skip
         return out
 
-    def _current_addresses(self) -> list[tuple[int, int]]:
-        return [(tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors]
+    def _current_addresses(self) -> list[tuple[int, int, bool]]:
+        return [(tensor.data_ptr(), tensor.nbytes, tensor.is_contiguous()) for tensor in self._tensors]  # for every token
 
     def _fits(self, layer: LayerTensors) -> bool:
         """Whether the parameters of a layer have the sizes and the dtype of the first layer and can be used from C++."""

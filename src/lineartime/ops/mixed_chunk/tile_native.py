@@ -46,7 +46,7 @@ class NativeWork(TileWork):
         self._weight_scale = Shared(self.weight_scale.expand(*self.weight_scale.shape[:3], chunk_size))
         rotations = self.rotations
         if rotations is None:
-            rotations = no_rotation_table(self.d_qk, self.acc_dtype)[:, None, None]
+            rotations = no_rotation_table(self.d_qk, self.acc_dtype, projected.device)[:, None, None]
         self._cosines, self._sines = map(Shared, rotations)
 
     @override
