@@ -17,7 +17,7 @@ ScaleName = Literal["trial", "cpu", "gpu", "paper"]
 TextName = Literal["code", "books", "wikipedia"]
 """A kind of text that an experiment uses."""
 
-MAX_CONTEXT_LENGTH = 2**20
+MAX_CONTEXT_LENGTH = 2**24
 """The maximum number of tokens in a context whose cost is counted."""
 MAX_EXPANSION = 100
 """The maximum number of bytes of text per byte of a compressed file; prose has 3 to 5."""

@@ -395,7 +395,7 @@ def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
         ({"positions": (-1,)}, "^positions is -1"),
         (
             {"context_lengths": (8, 2**40)},
-            "^context_lengths is 1099511627776, but must be .* at most 1,073,741,824",
+            "^context_lengths is 1099511627776, but must be .* at most 16,777,216",
         ),
         ({"threads": 5000}, "^threads is 5000, but must be at least 1 and at most 4,096"),
         ({"presets": "flash-tiny"}, "^presets is 'flash-tiny', but must be a list, each item of which is a text"),

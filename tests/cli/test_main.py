@@ -61,6 +61,7 @@ def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixtur
         (["train", "--track", "tensorboard", "--track", "wandb"], "--track is given twice", 1),
         (["bench", "--context_lengths", "8", "--context-lengths", "16"], "--context-lengths is given twice", 1),
         (["reproduce", "lm", "--books", "a", "--books", "b"], "--books is given twice", 1),
+        (["train", "--track", "--steps", "0"], "--steps is 0, but must be at least 1", 1),  # none is a choice here
         (["train", "--override"], "--override has no value: give at least one", 1),
         (["train", "--override", "--steps", "1"], "--override has no value: give at least one", 1),
         (

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import make_dataclass
+from dataclasses import fields, make_dataclass
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
@@ -142,7 +142,7 @@ def _check(arguments: Sequence[str]) -> None:
         if given.count(flag) > 1 and flag not in repeatable:  # as scripts do to replace a value
             print(f"{flag} is given twice: the last one counts.", file=SCREEN)
     for flag, value in pairwise((*arguments, "--")):
-        if flag.replace("_", "-") in lists and value.startswith("--"):
+        if flag.replace("_", "-") in lists - _may_be_empty(arguments) and value.startswith("--"):
             raise LineartimeError(f"{flag} has no value: give at least one, or leave the option out.")
     for option in ("--out", "--cache"):  # an empty path would be the working directory
         if (option, "") in pairwise(arguments) or f"{option}=" in arguments:
@@ -224,6 +224,13 @@ def _lists(arguments: Sequence[str]) -> tuple[set[str], set[str]]:
         if get_origin(kind) is tuple:
             (repeatable if tyro.conf.UseAppendAction in marks else lists).add(f"--{name.replace('_', '-')}")
     return lists, repeatable
+
+
+def _may_be_empty(arguments: Sequence[str]) -> set[str]:
+    """The flags of a command whose default is not empty, so that no value means something else."""
+    if not arguments or arguments[0] not in _COMMANDS:
+        return set()
+    return {f"--{field.name.replace('_', '-')}" for field in fields(_command(arguments[0]).Options) if field.default != ()}
 
 
 def _written(part: Argument | Call, options: Any, arguments: Sequence[str]) -> str:
