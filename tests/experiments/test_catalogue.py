@@ -146,8 +146,10 @@ def test_arms_name_systems_presets_and_rows_that_exist() -> None:
 
 
 def test_masked_models_of_minutes_read_bytes() -> None:
-    for name, tokenizer, vocab_size in (("mlm", "bytes", 258), ("lm", "bpe-4096", 4096)):
-        for entry in make_plan(ReproduceConfig(name, "cpu")).entries:
+    for name, tokenizer, vocab_size, tuning in (("mlm", "bytes", 258, 240.0), ("lm", "bpe-4096", 4096, 60.0)):
+        plan = make_plan(ReproduceConfig(name, "cpu"))
+        assert plan.tuning == tuning
+        for entry in plan.entries:
             assert (entry.options["tokenizer"], entry.model.vocab_size) == (tokenizer, vocab_size)
 
 

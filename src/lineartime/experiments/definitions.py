@@ -150,6 +150,7 @@ class Experiment:
         words: whether the metric is the perplexity per word.
         kind: "quality", or "latency", which trains nothing.
         budget: seconds of training of a run by scale, if they are not the scale's.
+        tuning: seconds of training of a trial by scale, if they are not the scale's.
         tokenizer: the name of the tokenizer by scale, if it is not the scale's.
     """
 
@@ -167,4 +168,5 @@ class Experiment:
     words: bool = False
     kind: Kind = "quality"
     budget: Mapping[ScaleName, float] = field(default_factory=dict)
+    tuning: Mapping[ScaleName, float] = field(default_factory=dict)
     tokenizer: Mapping[ScaleName, str] = field(default_factory=dict)

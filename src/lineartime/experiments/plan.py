@@ -109,7 +109,7 @@ class Plan:
     @property
     def tuning(self) -> float | None:
         """Seconds of training of a run that tries a rate; None if none is tried."""
-        return self.config.tuning or self.scale.tuning
+        return self.config.tuning or self.experiment.tuning.get(self.config.scale, self.scale.tuning)
 
     @property
     def settings(self) -> tuple[Setting, ...]:
