@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lineartime.errors import LineartimeError
 from lineartime.experiments import catalogue, estimate, worker
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import Arm, Optimizer, Scale
@@ -88,8 +89,13 @@ def here(done: list[str]) -> Do:
     return do
 
 
-def perform(_: Job, message: dict[str, Any]) -> int:
-    return worker.INTERRUPTED if worker.perform(message) is None else 0
+def perform(job: Job, message: dict[str, Any]) -> int:
+    """Do a job, and end as its process does."""
+    try:
+        return worker.INTERRUPTED if worker.perform(message) is None else 0
+    except LineartimeError as error:
+        (job.folder / "log.txt").write_text(f"{error}\n")
+        return 1
 
 
 @pytest.fixture(scope="module")

@@ -175,19 +175,12 @@ def test_a_run_that_ended_for_another_reason_than_its_training_is_tried_again(
             raise LineartimeError("Cannot write x: No space left on device; free some space, then try again.")
         return take(self, *arguments)
 
-    def do(job: Job, message: dict[str, Any]) -> int:
-        try:
-            return here(job, message)
-        except LineartimeError as error:  # as the process of a run ends
-            (job.folder / "log.txt").write_text(f"{error}\n")
-            return 1
-
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "take_step", full)
-        problems = run_all(plan, ignore, do).problems
+        problems = run_all(plan, ignore, here).problems
     assert "adamw-tune-0.01 ended with an error" in problems[0]
     assert problems[1] == "flash (wikipedia, 64 tokens) has no learning rate: not all of its trials have ended."
-    assert run_all(plan, ignore, do).problems == ()
+    assert run_all(plan, ignore, here).problems == ()
     assert all(isinstance(loss, float) for loss in collect(plan)["settings"][0]["rows"][0]["grid"]["adamw"].values())
 
 
@@ -218,19 +211,12 @@ def test_a_trained_model_that_could_not_be_tested_is_tested_by_the_next_call(
     def fail(*_: object) -> None:
         raise LineartimeError("Cannot read the text: check the network.")
 
-    def do(job: Job, message: dict[str, Any]) -> int:
-        try:
-            return here(job, message)
-        except LineartimeError as error:  # as the process of a run ends
-            (job.folder / "log.txt").write_text(f"{error}\n")
-            return 1
-
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_measured", fail)
-        problems = run_all(plan, ignore, do).problems
+        problems = run_all(plan, ignore, here).problems
     assert problems == ("wikipedia-64/flash/seed-0 ended with an error: Cannot read the text: check the network.",)
     steps = len(read_metrics(plan.folder / "wikipedia-64" / "flash" / "seed-0"))
-    assert run_all(plan, ignore, do).problems == ()
+    assert run_all(plan, ignore, here).problems == ()
     assert done[-2:] == ["run", "run"]
     assert len(read_metrics(plan.folder / "wikipedia-64" / "flash" / "seed-0")) == steps  # nothing was trained again
     assert write_report(plan)[1]["settings"][0]["rows"][0]["runs"][0]["tests"]
