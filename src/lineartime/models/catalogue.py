@@ -1,5 +1,7 @@
 """The table of systems for the documentation."""
 
+import torch
+
 from lineartime.markdown import markdown_table
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import stream_bytes
@@ -20,10 +22,14 @@ def systems_table() -> str:
 
 
 def _memory(config: ModelConfig) -> str:
-    """How the state of a stream grows with the number of tokens read."""
+    """How the state of a stream grows with the number of tokens read.
+
+    One that grows as fast as a cache of keys and values grows with tokens, even if it does so a chunk at a time, as Combiner's.
+    """
     if config.mixer.layer.why_not_causal is not None:
         return "bidirectional only"
-    short, longer, long = (stream_bytes(config, length) for length in (256, 257, 512))
+    short, longer, long = (stream_bytes(config, length) or 0 for length in (256, 257, 512))
     if short == long:
         return "constant"
-    return "grows with chunks" if short == longer else "grows with tokens"
+    of_keys_and_values = (512 - 256) * config.n_blocks * 2 * config.d_model * torch.float32.itemsize
+    return "grows with chunks" if short == longer and long - short < of_keys_and_values else "grows with tokens"
