@@ -1,10 +1,12 @@
-"""The shares of time in a training step of FLASH: `python benchmarks/step_shares.py` (a minute on 2 cores).
+"""The shares of time in training steps of FLASH and its peers: `python benchmarks/step_shares.py` (three minutes on 2 cores).
 
-The model is that of speed.py, in the precision that training takes on this machine. Matrix products are timed by PyTorch's
-profiler, C++ functions by a clock around each call, and the whole step separately; each is the median of several steps. PyTorch
-counts the operations of the products.
+The models are those of speed.py, in the precision that training takes on this machine, not compiled. Matrix products and fused
+attention are timed by PyTorch's profiler, C++ functions by a clock around each call, and the whole step separately; each is the
+median of several steps. PyTorch counts the operations of the products. `--save-as NAME` keeps the results of another machine.
 """
 
+import argparse
+import dataclasses
 import statistics
 import time
 from functools import partial
@@ -13,30 +15,32 @@ from unittest import mock
 
 import torch
 from measure import save
-from speed import SIZES
+from speed import PARTS
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from lineartime.bench.config import BenchConfig
 from lineartime.bench.measure import peak_flops, synchronized, timed
 from lineartime.bench.plan import make_plan
-from lineartime.bench.subjects import prepare
+from lineartime.bench.subjects import Case, Subject, prepare
 from lineartime.host import freed_memory_kept
 from lineartime.markdown import markdown_table
 from lineartime.native import NativeFunctions
 
 CPU = torch.device("cpu")
-PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm_")
-LENGTHS = (1024, 8192)
-OVERRIDE = tuple(size for size in SIZES if not size.startswith("transformer"))
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::baddbmm_")
+ATTENTION = tuple(f"aten::_scaled_dot_product_flash_attention_for_cpu{suffix}" for suffix in ("", "_backward"))
 STEPS = 5
 
 
-def product_seconds(step: Any) -> float:
+def profiled_seconds(step: Any) -> dict[str, float]:
+    """Seconds in matrix products, and in fused attention with all that it calls."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         step()
-    microseconds: float = sum(event.self_cpu_time_total for event in profiled.key_averages() if event.key in PRODUCTS)
-    return microseconds / 1e6
+    events = profiled.key_averages()
+    return {
+        "products": sum(event.self_cpu_time_total for event in events if event.key in PRODUCTS) / 1e6,
+        "attention": sum(event.cpu_time_total for event in events if event.key in ATTENTION) / 1e6,
+    }
 
 
 def native_seconds(step: Any) -> float:
@@ -53,41 +57,52 @@ def native_seconds(step: Any) -> float:
     return inside
 
 
-def row(length: int) -> dict[str, float]:
-    config = BenchConfig(
-        presets=("flash-tiny",), override=OVERRIDE, vocab_size=256, measure=("train",), context_lengths=(length,), memory=False
-    )
-    [(case, [subject])] = make_plan(config).cells
+def row(subject: Subject, case: Case) -> dict[str, Any]:
+    """The shares of one model's step."""
     step = prepare(subject, case, CPU).step
     step()
-    seconds, products, native = (
-        statistics.median(measure(step) for _ in range(STEPS))
-        for measure in (partial(timed, calls=1, clock=partial(synchronized, CPU)), product_seconds, native_seconds)
-    )
+    seconds = statistics.median(timed(step, 1, partial(synchronized, CPU)) for _ in range(STEPS))
+    found = [profiled_seconds(step) for _ in range(STEPS)]
+    products, attention = (statistics.median(each[key] for each in found) for key in ("products", "attention"))
+    native = statistics.median(native_seconds(step) for _ in range(STEPS))
     with FlopCounterMode(display=False) as counter:
         step()
-    peak = peak_flops(CPU, case.dtype)
+    attention_flops = sum(flops for operator, flops in counter.get_flop_counts()["Global"].items() if "scaled" in str(operator))
+    flops = counter.get_total_flops() - attention_flops
     return {
-        "context": length, "seconds": seconds, "products": products / seconds, "native": native / seconds,
-        "products_of_peak": counter.get_total_flops() / products / peak,
+        "context": case.length, "model": subject.name, "seconds": seconds, "products": products / seconds,
+        "attention": attention / seconds, "native": native / seconds, "flops_of_products": flops,
+        "products_of_peak": flops / products / peak_flops(CPU, case.dtype),
     }  # fmt: skip
 
 
-def table(rows: list[dict[str, float]]) -> str:
-    header = ["context", "ms a step", "matrix products", "functions in C++", "all else", "products, share of the peak"]
-    return markdown_table(
-        header,
-        [
+def table(rows: list[dict[str, Any]]) -> str:
+    header = [
+        "context", "model", "ms a step", "matrix products", "fused attention", "functions in C++", "all else",
+        "GFLOP of products", "products, share of the peak",
+    ]  # fmt: skip
+    lines = []
+    for each in rows:
+        shares = [each["products"], each["attention"], each["native"]]
+        lines.append(
             [
-                f"{row['context']:,}", f"{1e3 * row['seconds']:,.0f}", f"{row['products']:.0%}", f"{row['native']:.0%}",
-                f"{1 - row['products'] - row['native']:.0%}", f"{row['products_of_peak']:.0%}",
+                f"{each['context']:,}", each["model"], f"{1e3 * each['seconds']:,.0f}",
+                *(f"{share:.0%}" for share in (*shares, 1 - sum(shares))),
+                f"{each['flops_of_products'] / 1e9:,.0f}", f"{each['products_of_peak']:.0%}",
             ]
-            for row in rows
-        ],
-    )  # fmt: skip
+        )  # fmt: skip
+    return markdown_table(header, lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save-as", default="step_shares", help="the name of the results")
+    name = parser.parse_args().save_as
+    plan = make_plan(dataclasses.replace(PARTS["train"], modes=("eager",)))
+    with freed_memory_kept():
+        rows = [row(subject, case) for case, subjects in plan.cells for subject in subjects]
+    save(name, rows, table(rows))
 
 
 if __name__ == "__main__":
-    with freed_memory_kept():
-        rows = [row(length) for length in LENGTHS]
-    save("step_shares", rows, table(rows))
+    main()
