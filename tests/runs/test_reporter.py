@@ -22,7 +22,7 @@ pytestmark = pytest.mark.pictures
 
 
 def reporter(run: Path, first_step: int = 0, steps: int = 2) -> Reporter:
-    return Reporter(run, first_step, steps, (), record={})
+    return Reporter(run, first_step, steps, (), record={}, resumed=False)
 
 
 def take(report: NullReporter, step: int, loss: float = 5.5, **numbers: Any) -> None:

@@ -61,8 +61,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return found
 
 
-def run_with(run: Path, *trackers: str, first_step: int = 0) -> None:
-    with Reporter(run, first_step, 5, trackers, record={"seed": 3}) as report:
+def run_with(run: Path, *trackers: str, first_step: int = 0, resumed: bool = False) -> None:
+    with Reporter(run, first_step, 5, trackers, record={"seed": 3}, resumed=resumed) as report:
         for step in (first_step + 1, first_step + 2):
             report.step(step, StepMetrics(5.5, {"learning_rate": 0.25}, 3.0, tokens=100, seconds=1.0, waiting=0.0, skipped=0))
         report.validation(first_step + 2, 5.25, 7.5)
@@ -111,9 +111,10 @@ def test_weights_and_biases_gets_options_numbers_and_the_same_run_again(
     lines = read_metrics(run)
     assert calls[3:] == [*(("log", line, None) for line in lines), ("finish",)]
     calls.clear()
-    run_with(run, "wandb", first_step=2)
-    assert calls[0][2]["id"] == identity
-    calls.clear()
+    for first_step in (2, 0):  # also before its first checkpoint of a step
+        run_with(run, "wandb", first_step=first_step, resumed=True)
+        assert calls[0][2]["id"] == identity
+        calls.clear()
     run_with(run, "wandb", first_step=0)  # nothing was left of the old one
     assert calls[0][2]["id"] != identity
     assert "a greeting" not in capsys.readouterr().out
@@ -140,15 +141,24 @@ def test_trackio_gets_options_numbers_and_the_same_run_again(
     logged = [({key: value for key, value in line.items() if key != "step"}, line["step"]) for line in read_metrics(run)]
     assert calls[1:] == [*(("log", *pair) for pair in logged), ("finish",)]
     calls.clear()
-    run_with(run, "trackio", first_step=2)
+    run_with(run, "trackio", first_step=2, resumed=True)
     assert calls[0][2]["name"] == name
     assert "a greeting" not in capsys.readouterr().out
+
+
+def test_two_trackers_of_a_run_share_its_identity_and_keep_it(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
+    for resumed in (False, True):
+        run_with(tmp_path, "wandb", "trackio", resumed=resumed)
+    started = [call[2] for call in calls if call[0] == "init"]
+    identities = [options.get("id") or options["name"].removeprefix(f"{tmp_path.name}-") for options in started]
+    assert len(identities) == 4
+    assert len(set(identities)) == 1
 
 
 def test_a_damaged_identity_gives_a_new_run(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
     run_with(tmp_path, "wandb")
     (tmp_path / "tracker-id").write_bytes(b"\xff../../x")
-    run_with(tmp_path, "wandb", first_step=2)
+    run_with(tmp_path, "wandb", first_step=2, resumed=True)
     identities = [call[2]["id"] for call in calls if call[0] == "init"]
     assert len(set(identities)) == 2
     assert identities[1].isalnum()
@@ -187,7 +197,7 @@ def test_scalars_on_a_full_disk_end_no_run(tmp_path: Path, capsys: pytest.Captur
     def fail(event: Event) -> None:
         raise OSError(28, "No space left on device")
 
-    with Reporter(tmp_path, 0, 2, ("tensorboard",), record={}) as report:
+    with Reporter(tmp_path, 0, 2, ("tensorboard",), record={}, resumed=False) as report:
         tracker: Any = report._trackers._trackers["tensorboard"]
         tracker._writer.write_event = fail
         report.step(1, StepMetrics(5.5, {"learning_rate": 0.25}, 3.0, tokens=100, seconds=1.0, waiting=0.0, skipped=0))
@@ -205,7 +215,7 @@ def test_a_tracker_that_cannot_begin_is_an_error_at_first_and_done_without_later
     monkeypatch.setattr(sys.modules["wandb"], "init", fail)
     with pytest.raises(LineartimeError, match=r"The tracker wandb cannot start: no key is configured; fix that, or leave"):
         run_with(tmp_path, "wandb")
-    run_with(tmp_path, "wandb", first_step=1)
+    run_with(tmp_path, "wandb", first_step=1, resumed=True)
     assert "The tracker wandb failed, and training continues without it: no key" in capsys.readouterr().err
 
 

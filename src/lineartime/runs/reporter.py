@@ -75,12 +75,15 @@ class Reporter(NullReporter):
         steps: steps of the whole run.
         trackers: any of "tensorboard", "wandb", "trackio".
         record: the run's options, for trackers that show them.
+        resumed: whether the run continues one in its folder, as its trackers then do.
 
     Raises:
         LineartimeError: if metrics.jsonl cannot be written, or a tracker cannot start.
     """
 
-    def __init__(self, run: Path, first_step: int, steps: int, trackers: Sequence[str], *, record: Mapping[str, Any]) -> None:
+    def __init__(
+        self, run: Path, first_step: int, steps: int, trackers: Sequence[str], *, record: Mapping[str, Any], resumed: bool
+    ) -> None:
         self._run = run
         self._steps = steps
         self._recorded = False
@@ -88,7 +91,7 @@ class Reporter(NullReporter):
         self._task = self._progress.add_task("train", total=steps, completed=first_step, loss="-", speed="-", skipped="")
         self._log = MetricsLog(run, first_step)
         try:
-            self._trackers = Trackers(trackers, run, first_step, record, self.say)
+            self._trackers = Trackers(trackers, run, first_step, record, self.say, resumed=resumed)
         except LineartimeError:
             self._log.close()
             raise

@@ -4,7 +4,6 @@ A tracker is a convenience: if it fails during a run (no network, a full disk), 
 without it. metrics.jsonl holds the same numbers.
 """
 
-import importlib.util
 import os
 import re
 import sys
@@ -15,7 +14,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
-from lineartime.errors import Argument, ArgumentError, LineartimeError, first_line, missing_extra
+from lineartime.errors import Argument, ArgumentError, LineartimeError, first_line, is_installed, missing_extra
 from lineartime.files import write_atomically
 
 IDENTITY_FILE = "tracker-id"
@@ -39,8 +38,7 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in PACKAGES:
             raise ArgumentError("track", f"contains {name!r}, but must be any of {', '.join(PACKAGES)}.")
-        spec = importlib.util.find_spec(PACKAGES[name])
-        if spec is None or spec.origin is None:  # a folder of that name that is no package, such as wandb's, does not count
+        if not is_installed(PACKAGES[name]):
             if name == "tensorboard":  # a dependency of lineartime, not an extra
                 raise LineartimeError(
                     "TensorBoard scalars need tensorboardX: pip install tensorboardX, or leave the tracker out of ",
@@ -53,24 +51,32 @@ def check_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """Combines several trackers. A tracker that fails is dropped, and `say` reports this to the user.
 
-    If `first_step` is above 0, the trackers resume their runs too. The run's folder must exist.
+    The trackers of a resumed run resume their runs too. The run's folder must exist.
 
     Raises:
         LineartimeError: as `check_trackers`, and for a tracker that cannot start a new run.
     """
 
     def __init__(
-        self, names: Sequence[str], run: Path, first_step: int, options: Mapping[str, Any], say: Callable[[str], None]
+        self,
+        names: Sequence[str],
+        run: Path,
+        first_step: int,
+        options: Mapping[str, Any],
+        say: Callable[[str], None],
+        *,
+        resumed: bool,
     ) -> None:
         check_trackers(names)
+        identity = _identity(run, resumed) if any(name != "tensorboard" for name in names) else ""
         self._say = say
         self._trackers: dict[str, Tracker] = {}
         for name in dict.fromkeys(names):
             try:
                 with redirect_stdout(sys.stderr):  # standard output is for results
-                    self._trackers[name] = _start(name, run, first_step, options)
+                    self._trackers[name] = _start(name, run, first_step, identity, options)
             except Exception as error:  # a foreign package may raise anything
-                if first_step == 0:
+                if not resumed:
                     self.close()
                     raise LineartimeError(
                         f"The tracker {name} cannot start: {first_line(error).rstrip('.')}; fix that, or leave it out of ",
@@ -100,16 +106,16 @@ class Trackers:
         self._say(f"The tracker {name} failed, and training continues without it: {first_line(error).rstrip('.')}.")
 
 
-def _start(name: str, run: Path, first_step: int, options: Mapping[str, Any]) -> Tracker:
+def _start(name: str, run: Path, first_step: int, identity: str, options: Mapping[str, Any]) -> Tracker:
     if name == "tensorboard":
         return TensorBoard(run / "tensorboard", first_step)
-    return (WandB if name == "wandb" else Trackio)(run, _identity(run, first_step), options)
+    return (WandB if name == "wandb" else Trackio)(run, identity, options)
 
 
-def _identity(run: Path, first_step: int) -> str:
-    """The run's identity in the trackers: stored in its folder, new for a new run."""
+def _identity(run: Path, resumed: bool) -> str:
+    """The run's identity in all trackers: stored in its folder, new for a new run."""
     file = run / IDENTITY_FILE
-    if first_step > 0 and file.is_file():
+    if resumed and file.is_file():
         kept = file.read_text(encoding="utf-8", errors="replace").strip()
         if re.fullmatch(r"[0-9a-f]{12}", kept):
             return kept

@@ -239,7 +239,7 @@ class Trainer:
         with nullcontext() if self.resumed else removed_on_failure(run):  # without a reporter, a new run leaves no files
             if note := self.record.begin(config.to_dict(), sys.argv):
                 self.notes.insert(0, note)
-            return Reporter(run, self.step, config.steps, config.track, record=config.to_dict())
+            return Reporter(run, self.step, config.steps, config.track, record=config.to_dict(), resumed=self.resumed)
 
     def take_step(self, report: NullReporter, stop: Stop) -> bool:
         """Take one optimiser step, or skip it if its gradient is not finite; return whether any process was asked to stop."""
