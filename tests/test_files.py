@@ -1,5 +1,7 @@
 """Files that are whole or not there."""
 
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -74,6 +76,42 @@ def test_what_is_there_is_not_replaced_and_a_failure_leaves_nothing(tmp_path: Pa
     with pytest.raises(LineartimeError, match=r"Cannot write .*other: No space left on device"):
         fail()
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_that_fails_elsewhere_is_the_one_that_is_named(tmp_path: Path) -> None:
+    def fail() -> None:
+        with new_folder("out", tmp_path / "out"):
+            (tmp_path / "source").read_text()
+
+    with pytest.raises(LineartimeError, match=r"Cannot use .*source: No such file"):
+        fail()
+    (tmp_path / "file").touch()
+    with pytest.raises(LineartimeError, match=r"Cannot write .*out: "), new_folder("out", tmp_path / "file" / "out"):
+        raise AssertionError
+
+
+def test_what_killed_processes_left_of_a_file_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    left = [tmp_path / f".{stem}.{'b2' * 16}.partial{suffix}" for stem, suffix in (("a", ".pt2"), ("b", ".pt2"), ("c", ""))]
+    for path in left:
+        path.touch()
+    for age, kept in ((0, {0, 1, 2}), (7200, {1, 2})):
+        os.utime(left[0], (time.time() - age,) * 2)
+        with new_file("file", tmp_path / "a.pt2"):
+            pass
+        (tmp_path / "a.pt2").unlink()
+        assert {place for place, path in enumerate(left) if path.exists()} == kept
+    left[2].unlink()
+    left[2].mkdir()
+    os.utime(left[2], (0, 0))
+    with new_folder("folder", tmp_path / "c"):
+        pass
+    assert not left[2].exists()
+    assert left[1].exists(), "of another file"
+
+
+def test_no_new_folder_has_the_name_of_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"out is .*step-00000009, the name of a checkpoint in a run: choose another name"):
+        check_new_folder("out", tmp_path / "step-00000009")
 
 
 def test_threads_that_write_the_same_file_do_not_disturb_each_other(tmp_path: Path) -> None:

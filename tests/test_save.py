@@ -124,11 +124,26 @@ def test_a_model_that_would_be_loaded_as_another_function_is_not_saved(
     assert not list(tmp_path.iterdir())
 
 
-def test_numbers_beyond_float32_are_finite_in_float64(tmp_path: Path) -> None:
+def test_numbers_beyond_float32_which_would_be_loaded_as_infinity_are_not_saved(tmp_path: Path) -> None:
     model = tiny().double()
     with torch.no_grad():
         model.backbone.embedding.weight[0, 0] = 1e300
-    assert lineartime.save(model, TOKENIZER, tmp_path / "model").is_dir()
+    with pytest.raises(ArgumentError, match=r"model has numbers in backbone.embedding.weight that are not finite"):
+        lineartime.save(model, TOKENIZER, tmp_path / "model")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_is_loaded_in_float32_whatever_the_default_dtype_is(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = tiny()
+    lineartime.save(model, TOKENIZER, tmp_path / "model")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        loaded = lineartime.load(tmp_path / "model")
+    finally:
+        torch.set_default_dtype(before)
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name]), name
 
 
 def test_a_model_whose_blocks_share_weights_is_saved_with_a_copy_for_each(tmp_path: Path) -> None:

@@ -5,18 +5,23 @@ import os
 import re
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import ArgumentError, reporting_file_errors
+from lineartime.errors import ArgumentError, file_error, reporting_file_errors
 
 TOKENIZER_FILE = "tokenizer.json"
 """The file name of a tokenizer, as in the tokenizers library."""
 RECORD_FILE = "run.json"
 """The file in the folder of a run that tells how it was started."""
+CHECKPOINT = r"step-\d{8,18}"
+"""The name of a checkpoint in a run's folder."""
+_ABANDONED_SECONDS = 3600
+"""The age of half written data that no living process can be writing."""
 
 
 def write_atomically(file: Path, text: str) -> None:
@@ -66,14 +71,15 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
     """Write a folder under a temporary name, which the `with` block gets, and rename it when all of it is on the disk.
 
     Raises:
-        ArgumentError: naming the argument, for a folder that is not empty, or a path that ends in no name, such as ".".
+        ArgumentError: as `check_new_folder`.
         LineartimeError: if the folder cannot be written.
     """
     check_new_folder(argument, folder)
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
-    with reporting_file_errors("write", folder):
+    with _reporting_writes(folder, partial):
         try:
             partial.mkdir(parents=True)
+            remove_abandoned(folder.parent, rf"\.{re.escape(folder.name)}\.[0-9a-f]{{32}}\.partial")
             yield partial
             for path in (*partial.rglob("*"), partial):
                 if path.is_file():
@@ -86,9 +92,14 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
 
 
 def check_new_folder(argument: str, folder: Path) -> None:
-    """Raise ArgumentError, naming the argument, for what no new folder can replace: all but an empty folder, or no name."""
+    """Raise ArgumentError, naming the argument, for what no new folder can replace: all but an empty folder, or no name.
+
+    The names of checkpoints are refused too: in the folder of a run, they would belong to the run.
+    """
     if folder.name in ("", ".."):
         raise ArgumentError(argument, f"is {folder}, which is not the name of a new folder: choose another one.")
+    if re.fullmatch(CHECKPOINT, folder.name):
+        raise ArgumentError(argument, f"is {folder}, the name of a checkpoint in a run: choose another name.")
     with reporting_file_errors("read", folder):
         is_new = not is_there(folder) and not folder.is_symlink()
         is_empty = is_new or (folder.is_dir() and not any(folder.iterdir()))
@@ -109,9 +120,10 @@ def new_file(argument: str, file: Path) -> Iterator[Path]:
     """
     check_new(argument, file)
     partial = file.with_name(f".{file.stem}.{uuid.uuid4().hex}.partial{file.suffix}")
-    with reporting_file_errors("write", file):
+    with _reporting_writes(file, partial):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(file.parent, rf"\.{re.escape(file.stem)}\.[0-9a-f]{{32}}\.partial{re.escape(file.suffix)}")
             partial.touch()
             mode = partial.stat().st_mode
             yield partial
@@ -121,6 +133,41 @@ def new_file(argument: str, file: Path) -> Iterator[Path]:
             partial.rename(file)
         finally:
             partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _reporting_writes(destination: Path, partial: Path) -> Iterator[None]:
+    """Turn an OSError in a `with` block into a LineartimeError, which names the destination unless another file failed."""
+    try:
+        yield
+    except OSError as error:
+        failed = None if error.filename is None else Path(os.fsdecode(error.filename))
+        if failed is None or failed == destination or partial in (failed, *failed.parents) or failed in destination.parents:
+            raise file_error("write", destination, error) from None
+        raise file_error("use", failed, error) from None
+
+
+def remove_abandoned(folder: Path, names: str) -> None:
+    """Delete what killed processes left half written in a folder, under names that match a regular expression.
+
+    It is left behind if nothing has been written to it for an hour. Errors are ignored: another process may be faster.
+    """
+    for left in folder.iterdir():
+        if not re.fullmatch(names, left.name):
+            continue
+        with suppress(OSError):
+            inside = left.iterdir() if left.is_dir() else ()
+            if time.time() - max(path.stat().st_mtime for path in (left, *inside)) > _ABANDONED_SECONDS:
+                remove(left)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with all that it holds; errors are ignored."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def os_error_behind(error: Exception) -> OSError:
@@ -157,10 +204,7 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         for added in set(folder.iterdir()) - before if folder.is_dir() else ():
-            if added.is_dir() and not added.is_symlink():
-                shutil.rmtree(added, ignore_errors=True)
-            else:
-                added.unlink(missing_ok=True)
+            remove(added)
         raise
 
 

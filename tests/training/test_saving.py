@@ -1,3 +1,4 @@
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -102,7 +103,12 @@ def test_being_killed_while_writing_leaves_a_whole_checkpoint(fork: Callable[[st
     checkpoints.verify(checkpoints.last_checkpoint(tmp_path))
     (tmp_path / f"metrics.jsonl.{'a1' * 16}.partial").touch()
     (tmp_path / "my.partial").touch()
-    (tmp_path / f".inspection.{'b2' * 16}.partial" / "part").mkdir(parents=True)
+    folder = tmp_path / f".inspection.{'b2' * 16}.partial"
+    (folder / "part").mkdir(parents=True)
+    checkpoints.remove_partial(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.partial")} == {"my.partial", folder.name}, "another process may write it"
+    for path in (folder, folder / "part"):
+        os.utime(path, (0, 0))
     checkpoints.remove_partial(tmp_path)
     assert [path.name for path in tmp_path.glob("*.partial")] == ["my.partial"]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

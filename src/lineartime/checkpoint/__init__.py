@@ -39,7 +39,7 @@ from lineartime.checkpoint.saving import save
 from lineartime.checkpoint.weights import UnfitWeightsError
 from lineartime.errors import ArgumentError, Call, LineartimeError, reporting_file_errors
 from lineartime.fields import check_type, shown
-from lineartime.files import TOKENIZER_FILE, is_folder, is_there
+from lineartime.files import TOKENIZER_FILE, is_folder, is_there, remove, remove_abandoned
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     import torch
@@ -235,7 +235,7 @@ def find_checkpoint(path: str | Path, which: CheckpointChoice | None = None) -> 
     if which == "last":
         return last
     found = {checkpoint_step(checkpoint): checkpoint for checkpoint in list_checkpoints(path)}
-    if which not in found or isinstance(which, bool):
+    if not isinstance(which, int) or isinstance(which, bool) or which not in found:
         needed = f"must be best, last, or the step of a checkpoint in {path}, which has {', '.join(map(str, found))}"
         raise ArgumentError("checkpoint", f"is {shown(which)}, but {needed}.")
     return found[which]
@@ -285,10 +285,11 @@ def prune(run: Path, keep_every: int | None = None) -> None:
 
 
 def remove_partial(run: Path) -> None:
-    """Delete checkpoints, other folders and files that a killed process left half written or half deleted."""
+    """Delete what a killed process of the run left half written or half deleted; the caller holds the run's lock.
+
+    Commands that write a folder or a file of their own into the run's folder do not hold it, so that theirs are left to age.
+    """
     for partial in run.glob("*.partial"):
-        if re.fullmatch(r"\.step-.*|.+\.[0-9a-f]{32}\.partial", partial.name):  # of checkpoints, and of files.py
-            if is_folder(partial):
-                shutil.rmtree(partial, ignore_errors=True)
-            else:
-                partial.unlink(missing_ok=True)
+        if re.fullmatch(r"\.step-.*|[^.].*\.[0-9a-f]{32}\.partial", partial.name):  # of checkpoints, and `write_atomically`
+            remove(partial)
+    remove_abandoned(run, r"\..+\.[0-9a-f]{32}\.partial(\..+)?")

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lineartime.checkpoint.contents import Manifest, TrainingState, ValidationLoss
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import shown
-from lineartime.files import TOKENIZER_FILE, is_folder, is_there, sha256, synchronise, write_atomically, write_synchronised
+from lineartime.files import (
+    CHECKPOINT,
+    TOKENIZER_FILE,
+    is_folder,
+    is_there,
+    sha256,
+    synchronise,
+    write_atomically,
+    write_synchronised,
+)
 from lineartime.json_files import DamagedFileError, decoded, read_plain
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
@@ -25,8 +34,6 @@ FORMAT = 1
 OPTIMIZER_FOLDER = "optimizer"
 _MODEL, WEIGHTS, _TRAINING, _MANIFEST = "model.json", "model.safetensors", "training.json", "manifest.json"
 _VALIDATION = "validation.json"
-CHECKPOINT = r"step-\d{8,18}"
-"""The name of a checkpoint in a run's folder."""
 Content = TypeVar("Content")
 _MODEL_FILES = (WEIGHTS, _MODEL, TOKENIZER_FILE)
 
@@ -60,7 +67,7 @@ def list_checkpoints(run: str | Path) -> list[Path]:
     if not is_folder(run):
         return []
     with reporting_file_errors("read", run):
-        found = [path for path in run.iterdir() if re.fullmatch(CHECKPOINT, path.name)]
+        found = [path for path in run.iterdir() if re.fullmatch(CHECKPOINT, path.name) and is_folder(path)]
     return sorted(found, key=checkpoint_step)
 
 
@@ -93,7 +100,7 @@ def read_model(checkpoint: Path) -> "CausalLM | MaskedLM":
     try:
         check_weights(checkpoint / WEIGHTS, config)
         _check_memory(checkpoint, config)
-        model = build_model(config)
+        model = build_model(config).float()  # whatever PyTorch's default dtype is
         load_weights(checkpoint / WEIGHTS, model)
     except UnfitWeightsError as error:
         raise damaged(checkpoint, str(error)) from None

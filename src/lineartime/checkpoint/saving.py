@@ -1,12 +1,9 @@
 """Save a model outside of a training run: one that was modified, or trained in your own loop."""
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lineartime.checkpoint.format import CHECKPOINT, WEIGHTS, write_files
+from lineartime.checkpoint.format import WEIGHTS, write_files
 from lineartime.checkpoint.weights import UnfitWeightsError, all_finite, check_weights
 from lineartime.errors import ArgumentError
 from lineartime.files import new_folder, os_error_behind
@@ -41,7 +38,7 @@ def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> 
     check_vocabulary(tokenizer, model.config.vocab_size)
     check_finite("model", model)
     check_layers(model)
-    with new_model_folder("folder", Path(folder)) as partial:
+    with new_folder("folder", Path(folder)) as partial:
         write_model(partial, model, tokenizer)
         try:
             check_weights(partial / WEIGHTS, model.config)
@@ -87,15 +84,6 @@ def check_layers(model: "LanguageModel") -> None:
                     f"has {option} = {getattr(found, option)!r} in {name}, but {value!r} in its config, so another model would "
                     f"be loaded: build it with {option}={getattr(found, option)!r}, and copy its weights.",
                 )
-
-
-@contextmanager
-def new_model_folder(argument: str, folder: Path) -> Iterator[Path]:
-    """Like `new_folder`, but refuses names of checkpoints too: in the folder of a run, they would belong to the run."""
-    if re.fullmatch(CHECKPOINT, folder.name):
-        raise ArgumentError(argument, f"is {folder}, the name of a checkpoint in a run: choose another name.")
-    with new_folder(argument, folder) as partial:
-        yield partial
 
 
 def write_model(folder: Path, model: "LanguageModel", tokenizer: "Tokenizer") -> None:

@@ -33,8 +33,8 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def all_finite(tensor: "Tensor") -> bool:
-    """Whether all numbers are finite, also those of dtypes such as float8, which cannot be asked itself."""
-    return bool(tensor.double().isfinite().all())
+    """Whether all numbers are finite in float32, in which models are loaded."""
+    return bool(tensor.float().isfinite().all())
 
 
 class UnfitWeightsError(ValueError):
@@ -86,9 +86,8 @@ def load_weights(file: Path, model: "LanguageModel") -> None:
     try:
         with torch.no_grad(), utf8_path(file) as path, safe_open(path, framework="pt") as opened:
             for name, own in model.state_dict().items():
-                found = opened.get_tensor(name)
-                if not torch.isfinite(found).all():
+                own.copy_(opened.get_tensor(name))
+                if not torch.isfinite(own).all():  # float64 may hold numbers that are infinite in the dtype of the model
                     raise UnfitWeightsError(f"{name} holds numbers that are not finite")
-                own.copy_(found)
     except (SafetensorError, OSError) as error:
         raise UnfitWeightsError(f"{file.name}: {error}") from None

@@ -13,9 +13,7 @@ import hashlib
 import json
 import mmap
 import os
-import re
 import shutil
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -32,12 +30,12 @@ from lineartime.data.encode import FACTS, EncodedTextInfo, Integers, ShardWriter
 from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import LineartimeError, file_error
-from lineartime.files import sha256, write_atomically
+from lineartime.files import remove_abandoned, sha256, write_atomically
 from lineartime.json_files import read_file, read_plain
 
 _FORMAT = 3  # part of every folder's name: increase it when the same input would give other tokens
 _VERIFIED = "verified.json"
-_PARTIAL = re.compile(r"[0-9a-f]{20}\.[0-9a-f]{32}\.partial")
+_PARTIAL = r"[0-9a-f]{20}\.[0-9a-f]{32}\.partial"
 
 
 class Tokens(Protocol):
@@ -228,7 +226,7 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max
     partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(folder.parent)
+        remove_abandoned(folder.parent, _PARTIAL)  # other programs may use the same folder
         if folder.exists() and not (folder / FACTS).exists():  # what a cleaner of caches left
             shutil.rmtree(folder)
         partial.mkdir()
@@ -249,15 +247,3 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise file_error("write", folder, error) from None
-
-
-def _remove_abandoned(cache: Path) -> None:
-    """Delete partial folders that killed processes left; a live process writes at least once an hour."""
-    for left in cache.iterdir():
-        if not _PARTIAL.fullmatch(left.name):  # other programs may use the same folder
-            continue
-        try:
-            if time.time() - max(file.stat().st_mtime for file in (left, *left.iterdir())) > 3600:
-                shutil.rmtree(left, ignore_errors=True)
-        except OSError:  # another process was faster
-            continue

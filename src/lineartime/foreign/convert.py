@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.checkpoint.saving import check_finite, new_model_folder, write_model
+from lineartime.checkpoint.saving import check_finite, write_model
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import check_names
+from lineartime.files import new_folder
 from lineartime.foreign.flash_pytorch import from_flash_pytorch, is_model
 from lineartime.foreign.gau_alpha import MODEL_TYPE, VOCABULARY, from_gau_alpha, read_vocabulary
 from lineartime.foreign.weights import SUFFIXES, read_weights
@@ -60,7 +61,7 @@ def convert(
         LineartimeError: for a source that is damaged or not supported.
     """
     source, destination = Path(source), Path(destination)
-    with new_model_folder("destination", destination) as partial:
+    with new_folder("destination", destination) as partial:
         model, tokenizer = _read_model(source, tokenizer, flash_pytorch or {})
         check_finite("source", model)
         write_model(partial, model, tokenizer)

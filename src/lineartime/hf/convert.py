@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import logging
 
-from lineartime.checkpoint import CheckpointChoice, is_checkpoint, list_checkpoints, load_with_tokenizer
-from lineartime.checkpoint.saving import check_finite, new_model_folder, write_model
+from lineartime.checkpoint import CheckpointChoice, is_checkpoint, list_checkpoints, read_from
+from lineartime.checkpoint.format import read_model
+from lineartime.checkpoint.saving import check_finite, write_model
 from lineartime.checkpoint.weights import FLOATS, Stored
-from lineartime.data.tokenizers import Tokenizer, read_definition
+from lineartime.data.tokenizers import Tokenizer, read_definition, read_tokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, new_folder, os_error_behind, utf8_path
@@ -72,8 +73,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
     """
     destination = Path(destination)
     with new_folder("destination", destination) as partial, utf8_path(partial) as folder:
-        loaded = load_with_tokenizer(source, checkpoint=checkpoint)
-        model, tokenizer = loaded.model, loaded.tokenizer
+        model, tokenizer, facts = read_from(source, _read_checkpoint, checkpoint)
         end = tokenizer.end_of_document
         config = LineartimeConfig.from_model_config(model.config, bos_token_id=end, eos_token_id=end, pad_token_id=end)
         with shapes_only():
@@ -85,9 +85,14 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         with _without_progress_bars(), _as_os_errors():
             made.save_pretrained(folder)
             fast_tokenizer(tokenizer, model.config.longest_sequence).save_pretrained(folder)
-        card = model_card(model.config, destination.name, model.n_parameters, training_facts(loaded.checkpoint))
+        card = model_card(model.config, destination.name, model.n_parameters, facts)
         (folder / CARD).write_text(card, encoding="utf-8", errors="replace")  # the name may not be UTF-8
     return destination
+
+
+def _read_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, dict[str, str]]:
+    """A model, its tokenizer, and the facts about its training for the model card."""
+    return read_model(checkpoint), read_tokenizer(checkpoint), training_facts(checkpoint)
 
 
 @contextmanager
@@ -131,7 +136,7 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
         LineartimeError: if the source is damaged, is not such a folder, or has a tokenizer that does not fit its model.
     """
     source, destination = Path(source), Path(destination)
-    with new_model_folder("destination", destination) as partial:
+    with new_folder("destination", destination) as partial:
         model, tokenizer = _read_model(source)
         check_finite("source", model)
         write_model(partial, model, tokenizer)
@@ -151,13 +156,13 @@ def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
         )
     if config.task != "mlm":
         _check_end(source, tokenizer.end_of_document, definition)
-    model = build_model(config)
+    model = build_model(config).float()  # whatever PyTorch's default dtype is
     state: dict[str, Tensor] = {}
     for file, names in files.items():
         with utf8_path(file) as path, safe_open(path, "pt") as opened:
             state |= {name: opened.get_tensor(stored) for stored, name in names.items()}
     if model.lm_head is not None and LOGITS_BIAS not in state:
-        state[LOGITS_BIAS] = torch.zeros(config.vocab_size)
+        state[LOGITS_BIAS] = torch.zeros(config.vocab_size, device="cpu")
     model.load_state_dict(state)
     return model, tokenizer
 
