@@ -268,6 +268,33 @@ def test_a_full_disk_is_named_and_no_part_of_a_program_stays(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
+def test_weights_that_do_not_fit_into_one_onnx_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lineartime.export, "MAX_ONNX_BYTES", 1000)
+    with pytest.raises(LineartimeError, match=r"at most 0.0 GiB of weights in a file, .*: export the model in float16"):
+        write_onnx(export_step(flash(n_blocks=1)), tmp_path / "step.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_a_lack_of_memory_while_tracing_is_not_blamed_on_the_mixer(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.export, "export", fail)
+    for trace in (export_text, export_step):
+        with pytest.raises(type(error)):
+            trace(flash(n_blocks=1))
+
+
+def test_a_step_that_cannot_be_traced_names_the_mixer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("an odd branch")
+
+    monkeypatch.setattr(torch.export, "export", fail)
+    with pytest.raises(LineartimeError, match=r"a program of FLASH for every number of streams \(ValueError: an odd"):
+        export_step(flash(n_blocks=1))
+
+
 def test_a_program_in_bf16_that_onnxruntime_cannot_run_is_not_written(tmp_path: Path) -> None:
     program = export_text(build("flash-tiny", d_qk=8, chunk_size=8).bfloat16())
     with pytest.raises(LineartimeError, match="bfloat16 has operations that onnxruntime lacks: export the model in float32"):
@@ -293,6 +320,8 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     program = torch.export.export(nn.Identity(), (torch.zeros(1),))
     with pytest.raises(ArgumentError, match=r"file is .*step.zip, but must end in .pt2"):
         write_program(program, tmp_path / "step.zip")
+    with pytest.raises(ArgumentError, match=r"program reads whole texts, but must be one of steps"):
+        write_package(program, tmp_path / "step.pt2")
     (tmp_path / "there.pt2").touch()
     for write in (write_program, write_package):
         with pytest.raises(ArgumentError, match=r"file is .*there.pt2, which exists already"):

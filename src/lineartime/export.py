@@ -28,6 +28,8 @@ LONGEST = 2**20
 """The maximum length of a program's text, in tokens, unless the model reads less."""
 EXPORTABLE = "FLASH, GAU and softmax attention can be exported."
 """The end of the exporters' error messages."""
+MAX_ONNX_BYTES = 3 * 2**29
+"""The maximum size of weights in an ONNX file. PyTorch would write more of them into a second file, beside the first."""
 STATE = "state"
 """The metadata key under which a package holds the shapes of a stream's state."""
 
@@ -79,16 +81,9 @@ def export_text(model: LanguageModel) -> ExportedProgram:
     chunk_size = max(block.mixer.plan().chunk_size or 0 for block in model.backbone.blocks)
     ids = torch.zeros(2, min(longest, 2 * chunk_size + 37), dtype=torch.long, device=next(model.parameters()).device)
     inputs = (ids, torch.ones_like(ids, dtype=torch.bool)) if isinstance(model, MaskedLM) else (ids,)
-    with torch.no_grad(), _quiet():
-        try:
-            sizes = {0: Dim("batch", min=1, max=MAX_STREAMS), 1: Dim("length", min=1, max=longest)}
-            return torch.export.export(model, inputs, dynamic_shapes=(sizes,) * len(inputs))
-        except Exception as error:  # torch.export raises errors of many kinds
-            mixer = type(next(iter(model.backbone.blocks)).mixer).__name__
-            raise LineartimeError(
-                f"torch.export cannot make a program of {mixer} for every batch size and length ({typed_first_line(error)}): "
-                f"{EXPORTABLE}"
-            ) from None
+    sizes = {0: Dim("batch", min=1, max=MAX_STREAMS), 1: Dim("length", min=1, max=longest)}
+    with _tracing(model, "for every batch size and length"):
+        return torch.export.export(model, inputs, dynamic_shapes=(sizes,) * len(inputs))
 
 
 def export_step(model: CausalLM) -> ExportedProgram:
@@ -98,13 +93,28 @@ def export_step(model: CausalLM) -> ExportedProgram:
 
     Raises:
         ArgumentError: for a model that `Step` does not accept.
+        LineartimeError: for a mixer whose code torch.export cannot trace for any number of streams.
     """
     step = Step(model)
     batch = {0: Dim("batch", min=1, max=MAX_STREAMS)}
     state = step.init_state(2)
     ids = torch.zeros(2, 1, dtype=torch.long, device=state[0].device)
-    with torch.no_grad(), _quiet():
+    with _tracing(model, "for every number of streams"):
         return torch.export.export(step, (ids, state), dynamic_shapes=(batch, [batch for _ in state]))
+
+
+@contextmanager
+def _tracing(model: LanguageModel, sizes: str) -> Iterator[None]:
+    """Turn an error of torch.export, which may be of any kind, into a LineartimeError that names the mixer."""
+    try:
+        with torch.no_grad(), _quiet():
+            yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        mixer = type(next(iter(model.backbone.blocks)).mixer).__name__
+        why = typed_first_line(error)
+        raise LineartimeError(f"torch.export cannot make a program of {mixer} {sizes} ({why}): {EXPORTABLE}") from None
 
 
 def write_program(program: ExportedProgram, file: str | Path) -> Path:
@@ -124,20 +134,35 @@ def write_package(program: ExportedProgram, file: str | Path) -> Path:
 
     The package's metadata hold the shapes of the state for one stream.
 
+    Args:
+        program: what `export_step` returned.
+        file: the file to write, which ends in .pt2.
+
     Raises:
+        ArgumentError: for any other program.
         LineartimeError: without a compiler, or if the file cannot be written.
     """
     file = checked_file(file, ".pt2")
-    ids, state = program.example_inputs[0]
+    ids, state = _step_inputs(program)
     if missing := compiler_missing(ids.device):
         raise LineartimeError(f"A compiled program needs torch.compile's compiler, which is missing: {missing}.")
     shapes = [{"shape": [1, *x.shape[1:]], "dtype": str(x.dtype).removeprefix("torch.")} for x in state]
     options = {"aot_inductor.metadata": {STATE: json.dumps(shapes)}}
 
     def compile_into(partial: Path) -> None:
-        torch._inductor.aoti_compile_and_package(program, package_path=str(partial), inductor_configs=options)
+        archive = BytesIO()  # PyTorch's writer of files ends the process if the disk is full
+        torch._inductor.aoti_compile_and_package(program, package_path=archive, inductor_configs=options)
+        partial.write_bytes(archive.getbuffer())
 
     return _write(file, compile_into)
+
+
+def _step_inputs(program: ExportedProgram) -> tuple[Tensor, list[Tensor]]:
+    """The example inputs of a program for steps: ids and a state. Raises ArgumentError for any other program."""
+    given = program.example_inputs[0]
+    if len(given) != 2 or not isinstance(given[1], list):
+        raise ArgumentError("program", "reads whole texts, but must be one of steps: export the model by export_step().")
+    return given[0], given[1]
 
 
 def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
@@ -147,8 +172,8 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
     the inputs ids, state_0, state_1, ... and the outputs logits, next_state_0, ...
 
     Raises:
-        LineartimeError: without onnxscript, for a program in bfloat16 or with operations that ONNX does not have, or if the
-            file cannot be written.
+        LineartimeError: without onnxscript, for a program in bfloat16, with too many weights for one file or with operations
+            that ONNX does not have, or if the file cannot be written.
     """
     file = checked_file(file, ".onnx")
     require_packages("onnxscript", extra="onnx", purpose="A program in ONNX")
@@ -156,6 +181,12 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
         raise LineartimeError(
             "A program in bfloat16 has operations that onnxruntime lacks: export the model in float32 or float16."
         )
+    size = sum(tensor.nbytes for tensor in program.state_dict.values())
+    if size > MAX_ONNX_BYTES:
+        raise LineartimeError(
+            f"A program in ONNX holds at most {MAX_ONNX_BYTES / 2**30:.1f} GiB of weights in a file, but these have "
+            f"{size / 2**30:.1f} GiB: export the model in float16, or choose another ", Argument("format"), ".",
+        )  # fmt: skip
     given = program.example_inputs[0]
     inputs, outputs = ["ids", "mask"][: len(given)], ["logits"]
     if isinstance(given[-1], list):
