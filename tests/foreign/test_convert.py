@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import lineartime
 from lineartime.cli import main
@@ -78,6 +79,10 @@ def test_flash_pytorch_goes_both_ways_on_the_command_line(
     torch.testing.assert_close(again(ids), model(ids), atol=1e-4, rtol=1e-5)
     assert main(["convert", str(ours), str(back), "--to", "flash-pytorch"]) == 1
     assert "exists already" in capsys.readouterr().err
+    assert main(["convert", str(ours), str(tmp_path / "back.safetensors"), "--to", "flash-pytorch"]) == 0
+    torch.testing.assert_close(load_file(tmp_path / "back.safetensors"), torch.load(back, weights_only=True), atol=0, rtol=0)
+    assert main(["convert", str(ours), str(tmp_path / "back"), "--to", "flash-pytorch"]) == 1
+    assert "back, but must end in one of .safetensors, .pt, .pth, .bin, .ckpt" in " ".join(capsys.readouterr().err.split())
     silent = [*command[:2], str(tmp_path / "silent"), "--flash-pytorch", "group_size=8", "--tokenizer", "bytes"]
     assert main(silent) == 0
     assert "taken for a bidirectional model, the default of FLASH-pytorch: if it was" in " ".join(

@@ -8,7 +8,7 @@ import tyro
 
 from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
 from lineartime.errors import Argument, ArgumentError
-from lineartime.files import check_new, is_folder, is_there
+from lineartime.files import is_folder, is_there
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,10 @@ def _read_foreign(options: Options) -> str:
 def _write_flash_pytorch(options: Options) -> str:
     from lineartime.checkpoint import load
     from lineartime.foreign import write_flash_pytorch
+    from lineartime.foreign.to_flash_pytorch import check_destination
 
     _refuse(options, "flash_pytorch", "tokenizer")
-    check_new("destination", options.destination)  # before the slow part
+    check_destination(options.destination)  # before the slow part
     arguments = write_flash_pytorch(load(options.source, checkpoint=checkpoint_choice(options.checkpoint)), options.destination)
     shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f"{options.destination}: the state_dict of FLASHTransformer({shown})"

@@ -4,13 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lineartime.checkpoint.saving import check_layers
 from lineartime.errors import ArgumentError, LineartimeError, typed_first_line
-from lineartime.files import new_file
+from lineartime.files import check_new, new_file, os_error_behind, utf8_path
 from lineartime.foreign.flash_pytorch import MAPS, NORM_EPS, PACKAGE, ROTATED, rotary_frequencies
-from lineartime.foreign.weights import interleaved_order
+from lineartime.foreign.weights import SUFFIXES, interleaved_order
 from lineartime.layers.flash import FLASH
 from lineartime.layers.norms import Norm, RMSNorm, ScaleNorm
 from lineartime.layers.positions import BucketBias
@@ -61,7 +63,7 @@ def to_flash_pytorch(model: LanguageModel | FLASH) -> tuple[dict[str, Tensor], d
     head = model.lm_head
     logits = {"weight": embedding, "bias": torch.zeros_like(embedding[:, 0])} if head is None else dict(head.named_parameters())
     position, norm = backbone.get_parameter("position.scale"), dict(backbone.norm.named_parameters())
-    half = torch.arange(0, config.d_model, 2) / config.d_model
+    half = torch.arange(0, config.d_model, 2, device="cpu") / config.d_model
     weights = {"token_emb.weight": embedding, "abs_pos_emb.scale": position, "abs_pos_emb.inv_freq": 10000.0**-half}
     arguments: dict[str, Any] = {}
     for place, block in enumerate(backbone.blocks):
@@ -71,26 +73,42 @@ def to_flash_pytorch(model: LanguageModel | FLASH) -> tuple[dict[str, Tensor], d
     weights |= {f"to_logits.1.{kind}": tensor for kind, tensor in logits.items()}
     arguments.pop("rotary_dim")
     arguments |= {"num_tokens": config.vocab_size, "depth": config.n_blocks, "norm_type": config.norm}
-    return {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}, arguments
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights.items()}, arguments
 
 
 def write_flash_pytorch(model: LanguageModel, file: str | Path) -> dict[str, Any]:
     """Save a model as a state dict of FLASH-pytorch into a new file; returns the arguments of its FLASHTransformer.
 
+    The format follows the suffix: that of safetensors, or that of torch.save.
+
     Raises:
-        ArgumentError: naming an option that FLASH-pytorch does not have, or for a file that exists.
+        ArgumentError: naming an option that FLASH-pytorch does not have, or for a file that exists or has another suffix.
         LineartimeError: if it cannot be written.
     """
     file = Path(file)
+    check_destination(file)
     weights, arguments = to_flash_pytorch(model)
     with new_file("destination", file) as partial:
         try:
-            torch.save(weights, partial)
+            if file.suffix == ".safetensors":
+                with utf8_path(partial) as path:
+                    save_file(weights, path)
+            else:
+                torch.save(weights, partial)
+        except SafetensorError as error:
+            raise os_error_behind(error) from None
         except RuntimeError as error:  # raised by PyTorch's writer if the disk is full
             raise LineartimeError(
                 f"Cannot write {file} ({typed_first_line(error)}): free some space, then try again."
             ) from None
     return arguments
+
+
+def check_destination(file: Path) -> None:
+    """Raise ArgumentError, naming the destination, for a file that exists, or whose suffix is not that of a weight file."""
+    if file.suffix not in SUFFIXES:
+        raise ArgumentError("destination", f"is {file}, but must end in one of {', '.join(SUFFIXES)}: add one of them.")
+    check_new("destination", file)
 
 
 def _flash(layer: FLASH) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -110,18 +128,19 @@ def _flash(layer: FLASH) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ArgumentError("bias_form", f"is {layer.bias_form!r}, but {PACKAGE} has only a relative bias by buckets{ADVICE}.")
     d_qk, width = layer.d_qk, layer.d_value
     rotated = (layer.rotary_width or d_qk) if layer.rope else 0
-    back = torch.tensor(interleaved_order(d_qk, rotated)).argsort()
+    back = torch.tensor(interleaved_order(d_qk, rotated), device="cpu").argsort()
+    maps = torch.tensor(MAPS, device="cpu").argsort()
     weights: dict[str, Tensor] = {}
     if layer.rope:
         weights["rotary_pos_emb.freqs"] = rotary_frequencies(rotated)
-    values = torch.zeros(N_BUCKETS) if layer.bias is None else layer.bias.values.detach().cpu() * d_qk**-0.5
+    values = torch.zeros(N_BUCKETS, device="cpu") if layer.bias is None else layer.bias.values.detach().cpu() * d_qk**-0.5
     weights["rel_pos_bias.relative_attention_bias.weight"] = values[:, None]
     weights |= {f"norm.{name}": tensor for name, tensor in layer.norm.named_parameters()}
     for kind, tensor in layer.to_gate_value_base.named_parameters():
         gate, value, base = tensor.detach().cpu().split([width, width, d_qk])
         weights |= {f"to_hidden.0.{kind}": torch.cat([value, gate]), f"to_qk.0.{kind}": base[back]}
     for name in ("gamma", "beta"):
-        weights[f"qk_offset_scale.{name}"] = layer.get_parameter(name).detach().cpu()[torch.tensor(MAPS).argsort()][:, back]
+        weights[f"qk_offset_scale.{name}"] = layer.get_parameter(name).detach().cpu()[maps][:, back]
     weights |= {f"to_out.{kind}": tensor for kind, tensor in layer.to_output.named_parameters()}
     arguments = {
         "dim": layer.d_model,
