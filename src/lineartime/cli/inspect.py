@@ -8,7 +8,7 @@ import tyro
 from lineartime.choices import Device
 from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
 from lineartime.cli.texts import read_text
-from lineartime.errors import Argument, ArgumentError
+from lineartime.errors import Argument, ArgumentError, require_packages
 from lineartime.files import check_new_folder
 
 
@@ -36,9 +36,12 @@ def run(options: Options) -> None:
     """Read the text, write the folder, and print where it is."""
     from lineartime.checkpoint import load_with_tokenizer
     from lineartime.inspection import inspect, write_inspection
+    from lineartime.inspection.look import check_max_tokens
     from lineartime.machine import choose_device
 
-    check_new_folder("out", options.out)  # before the slow part
+    check_new_folder("out", options.out)  # like the next checks, before the slow part
+    require_packages("matplotlib", extra="plot", purpose="A picture of a model")
+    check_max_tokens(options.max_tokens)
     text = read_text("text", options.text, "text_file", options.text_file)
     if not text and options.text_file is None:
         raise ArgumentError("text", "is missing or empty: give a text, or a file with one by ", Argument("text_file"), ".")

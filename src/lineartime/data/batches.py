@@ -36,7 +36,7 @@ class Batch(NamedTuple):
         """The number of tokens in each row, or in each packed document: int64 [B] or [D]."""
         if self.cu_seqlens is not None:
             return self.cu_seqlens.diff().long()
-        return torch.full(self.inputs.shape[:1], self.inputs.shape[1])
+        return torch.full(self.inputs.shape[:1], self.inputs.shape[1], device=self.inputs.device)
 
 
 def spread_windows(stream: TokenStream, count: int, context_length: int) -> list[int]:
@@ -100,7 +100,7 @@ def prefix_batch(batch: Batch, prefix_lengths: Tensor) -> Batch:
     """
     lengths = batch.lengths()
     starts = lengths.cumsum(0) - lengths
-    place = torch.arange(batch.inputs.numel()) - starts.repeat_interleave(lengths)
+    place = torch.arange(batch.inputs.numel(), device=lengths.device) - starts.repeat_interleave(lengths)
     hidden = (place < (prefix_lengths - 1).repeat_interleave(lengths)).view(batch.inputs.shape)
     return batch._replace(targets=batch.targets.masked_fill(hidden, IGNORED), prefix_lengths=prefix_lengths)
 

@@ -32,6 +32,10 @@ _LOGITS = 1 << 24
 """The number of logits in memory at once."""
 
 
+def _no_samples() -> Tensor:
+    return torch.zeros(0, 2, dtype=torch.float64, device="cpu")
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """The result of evaluating a model on a stream of tokens.
@@ -68,7 +72,7 @@ class Evaluation:
     prose: bool
     by_position: list[PositionLoss]
     loss_error: float | None = None
-    samples: Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.float64), repr=False, compare=False)
+    samples: Tensor = field(default_factory=_no_samples, repr=False, compare=False)
     digest: str = field(default="", repr=False, compare=False)
     checkpoint: Path | None = field(default=None, compare=False)
 
@@ -82,7 +86,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values, without `samples`."""
-        plain = asdict(replace(self, samples=torch.zeros(0, 2)))
+        plain = asdict(replace(self, samples=_no_samples()))
         del plain["samples"]
         return {**plain, "checkpoint": None if self.checkpoint is None else str(self.checkpoint)}
 
@@ -194,7 +198,7 @@ def evaluate_carried(
             with autocast(device, bf16):
                 hidden, state = model.backbone.extend(batch.inputs.to(device), state)
                 losses = token_losses(model, hidden, batch.targets.to(device)).cpu()
-            before = torch.arange(start + 1, start + 1 + losses.shape[1])[None]
+            before = torch.arange(start + 1, start + 1 + losses.shape[1], device=losses.device)[None]
             sums.add(losses, torch.ones_like(losses, dtype=torch.bool), before)
             progress.advance(losses.numel())
     context = f"carried from the first token of the split to the last, {segment} tokens read at a time"
@@ -211,14 +215,14 @@ def _read(stream: TokenStream, tokenizer: Tokenizer, start: int, length: int) ->
     """The `length` tokens from `start`, preceded by the token before them, or by an end of document at the very start."""
     if start > 0:
         return read_window(stream, start - 1, length + 1)
-    return torch.cat([torch.tensor([tokenizer.end_of_document]), read_window(stream, 0, length)])
+    return torch.cat([torch.tensor([tokenizer.end_of_document], device="cpu"), read_window(stream, 0, length)])
 
 
 def _tokens_before(batch: Batch) -> Tensor:
     """How many tokens precede each target in its row or packed document, from 1 on: int64, in the order of the inputs."""
     lengths = batch.lengths()
     starts = lengths.cumsum(0) - lengths
-    return torch.arange(batch.inputs.numel()) - starts.repeat_interleave(lengths) + 1
+    return torch.arange(batch.inputs.numel(), device=lengths.device) - starts.repeat_interleave(lengths) + 1
 
 
 def _is_prose(stream: TokenStream, tokenizer: Tokenizer) -> bool:

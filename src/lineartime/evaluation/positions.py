@@ -42,7 +42,7 @@ class RowSums:
 
     def __init__(self, columns: int) -> None:
         # By column: the sums over rows of s, n, s^2, s n, n^2 and 1, of rows with n tokens whose losses sum to s.
-        self._sums = torch.zeros(6, columns, dtype=torch.float64)
+        self._sums = torch.zeros(6, columns, dtype=torch.float64, device="cpu")
 
     def add(self, s: Tensor, n: Tensor) -> None:
         """Add rows: the sums of their losses and their tokens, float64 [B, columns]."""
@@ -70,7 +70,7 @@ class PositionSums:
         """Add losses [B, T] of tokens with so many preceding tokens, [B, T]; `counted` marks those with a target."""
         self._longest = max(self._longest, int(before.max()))
         part, losses = before.double().log2().floor().long(), losses.double() * counted
-        s, n = (torch.zeros(len(losses), _PARTS, dtype=torch.float64) for _ in range(2))
+        s, n = (torch.zeros(len(losses), _PARTS, dtype=torch.float64, device=losses.device) for _ in range(2))
         s.scatter_add_(1, part, losses)
         n.scatter_add_(1, part, counted.double())
         self._sums.add(s, n)

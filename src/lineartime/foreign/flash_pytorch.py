@@ -200,4 +200,4 @@ def _gated(
 
 def rotary_frequencies(rotated: int) -> Tensor:
     """The frequencies of rotary positions for `rotated` features, float32 [rotated / 2]."""
-    return 10000.0 ** -(torch.arange(0, rotated, 2) / rotated)
+    return 10000.0 ** -(torch.arange(0, rotated, 2, device="cpu") / rotated)

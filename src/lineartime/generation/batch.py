@@ -125,7 +125,7 @@ class TextBatch:
     def _draw(self, logits: Tensor) -> None:
         """Draw a token of every text, by logits [B, V], in one operation for all texts with the same sampling."""
         texts = list(self._texts.values())
-        uniform = torch.empty(len(texts), dtype=torch.float64)
+        uniform = torch.empty(len(texts), dtype=torch.float64, device="cpu")
         shared = [place for place, text in enumerate(texts) if text.generator is None]
         uniform[shared] = uniform_numbers(len(shared), self._generator)
         kinds: dict[Sampling, list[int]] = {}

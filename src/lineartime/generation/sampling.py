@@ -95,9 +95,9 @@ def seen_in(texts: Sequence[Sequence[int]], vocab_size: int, sampling: Sampling)
     """The tokens of texts, on the CPU; None if repetitions are not penalised."""
     if sampling.repetition_penalty == 1:
         return None
-    seen = Seen(torch.zeros(len(texts), vocab_size, dtype=torch.bool))
+    seen = Seen(torch.zeros(len(texts), vocab_size, dtype=torch.bool, device="cpu"))
     for row, text in zip(seen.mask, texts, strict=True):
-        row[torch.tensor(list(text), dtype=torch.long)] = True
+        row[torch.tensor(list(text), dtype=torch.long, device="cpu")] = True
     return seen
 
 
@@ -112,7 +112,7 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: S
 
 def uniform_numbers(count: int, generator: torch.Generator) -> Tensor:
     """Numbers in [0, 1) for `pick`, on the CPU. They have one dtype everywhere: in another one, a seed draws other numbers."""
-    return torch.rand(count, dtype=torch.float64, generator=generator)
+    return torch.rand(count, dtype=torch.float64, generator=generator, device="cpu")
 
 
 def pick(logits: Tensor, sampling: Sampling, uniform: Tensor, seen: Seen | None = None) -> Tensor:

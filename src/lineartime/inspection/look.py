@@ -101,6 +101,12 @@ class Inspection:
         return sum(known) / len(known) if known else None
 
 
+def check_max_tokens(max_tokens: int) -> None:
+    """Raise ArgumentError unless `inspect` takes this many tokens."""
+    check_positive(max_tokens=max_tokens)
+    check_limits("max_tokens", max_tokens, [Between(most=MAX_TOKENS)])
+
+
 @torch.no_grad()
 def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: int = 512) -> Inspection:
     """Let a model read a text, and collect what its layers do.
@@ -120,8 +126,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
     """
     config = check_model(model, LanguageModel, "be inspected").config
     check_vocabulary(tokenizer, config.vocab_size)
-    check_positive(max_tokens=max_tokens)
-    check_limits("max_tokens", max_tokens, [Between(most=MAX_TOKENS)])
+    check_max_tokens(max_tokens)
     ids = encode_given(tokenizer, "text", text)
     if not ids:
         raise ArgumentError("text", "is empty, but must hold at least one token.")
@@ -135,7 +140,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
             ".",
         )
     end = tokenizer.end_of_document
-    window = torch.tensor([[*shown, end] if config.task == "mlm" else [end, *shown]])
+    window = torch.tensor([[*shown, end] if config.task == "mlm" else [end, *shown]], device="cpu")
     batch = _on_device(evaluation_batch(config.task, window, tokenizer, [0]), next(model.parameters()).device)
     prefix = 0 if batch.prefix_lengths is None else max(0, int(batch.prefix_lengths) - 1)  # the first is the end of a document
 

@@ -22,7 +22,7 @@ def map_pixels(weights: Tensor) -> Tensor:
 
     The opacity is the square root of a weight relative to the largest one, so that weak weights are visible, too.
     """
-    colours = torch.tensor([NEGATIVE, POSITIVE], dtype=torch.uint8)[(weights > 0).long()]
+    colours = torch.tensor([NEGATIVE, POSITIVE], dtype=torch.uint8, device="cpu")[(weights > 0).long()]
     strength = (weights.abs() / weights.abs().max().clamp(min=torch.finfo(weights.dtype).tiny)).sqrt()
     return torch.cat([colours, (255 * strength).round().to(torch.uint8)[..., None]], -1)
 

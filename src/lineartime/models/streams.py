@@ -52,7 +52,9 @@ class GroupedStreams:
     def position(self) -> Tensor:
         """The number of tokens that each stream has read: int64 [B], on the CPU."""
         known = self._state.position
-        return torch.tensor(known if isinstance(self._state, RaggedState) else [known] * len(self), dtype=torch.long)
+        return torch.tensor(
+            known if isinstance(self._state, RaggedState) else [known] * len(self), dtype=torch.long, device="cpu"
+        )
 
     def separate(self) -> list[BackboneState]:
         """The state of each stream."""

@@ -67,7 +67,7 @@ class World:
 
     def sum(self, *values: float) -> list[float]:
         """Sum each of these numbers over all processes."""
-        totals = torch.tensor(values, dtype=torch.float64)
+        totals = torch.tensor(values, dtype=torch.float64, device="cpu")
         if self.size > 1:
             dist.all_reduce(totals)
         return list(map(float, totals))
