@@ -39,7 +39,7 @@ def test_it_tells_why_functions_in_cpp_are_not_used(monkeypatch: pytest.MonkeyPa
 def test_a_package_that_is_missing_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(info.importlib.util, "find_spec", lambda package: None)
+    monkeypatch.setattr(info, "is_installed", lambda package: False)
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["matplotlib"] == {"value": "not installed", "why": "pip install 'lineartime[plot]'"}

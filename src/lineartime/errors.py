@@ -105,10 +105,19 @@ def missing_extra(package: str, extra: str, purpose: str) -> LineartimeError:
     return LineartimeError(f"{purpose} needs {package}, which is not installed: pip install 'lineartime[{extra}]'.")
 
 
+def is_installed(package: str) -> bool:
+    """Whether a package is installed, without importing it. A folder of that name that is no package does not count."""
+    try:
+        found = find_spec(package)
+    except ValueError:  # of a module that a script has put there itself
+        return True
+    return found is not None and found.origin is not None
+
+
 def require_packages(*packages: str, extra: str, purpose: str) -> None:
     """Raise `missing_extra` for the first package that is not installed; none is imported."""
     for package in packages:
-        if find_spec(package) is None:
+        if not is_installed(package):
             raise missing_extra(package, extra, purpose)
 
 

@@ -1,8 +1,8 @@
 """What "auto" chooses on this machine, and why."""
 
-import importlib.util
 import os
 import platform
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import lineartime
-from lineartime.errors import LineartimeError, first_line
+from lineartime.errors import LineartimeError, first_line, is_installed
 from lineartime.host import cache_folder, processor_name, threads_in_words
 from lineartime.machine import choose_device, compiler_missing, faster_precision
 from lineartime.native import why_not_native
@@ -66,7 +66,7 @@ def explain_machine() -> Iterator[Fact]:
     yield from _backends(device)
     yield _cache()
     for package, extra in EXTRAS.items():
-        if importlib.util.find_spec(package) is None:
+        if not is_installed(package):
             yield Fact(package, "not installed", f"pip install 'lineartime[{extra}]'")
         else:
             yield Fact(package, "installed")
@@ -76,11 +76,20 @@ def _cache() -> Fact:
     """The size and place of the encoded texts and compiled functions that the library keeps."""
     try:
         folder = cache_folder()
-        files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+        files = [_bytes_of(path) for path in folder.rglob("*")] if folder.is_dir() else []
     except (LineartimeError, OSError) as error:  # without a home, or with a folder that may not be read
         return Fact("cache", "unknown", first_line(error))
     kept = f"encoded texts and compiled functions in {folder}, which may be deleted"
     return Fact("cache", size(sum(files)), kept)
+
+
+def _bytes_of(path: Path) -> int:
+    """The size of a file; 0 for a folder, and for a file that a run has just renamed."""
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        return 0
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else 0
 
 
 def _backends(device: torch.device) -> Iterator[Fact]:

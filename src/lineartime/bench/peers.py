@@ -2,23 +2,22 @@
 
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
 from lineartime.bench.config import Peer
-from lineartime.errors import ArgumentError, missing_extra
+from lineartime.errors import ArgumentError, is_installed, missing_extra
 from lineartime.models.config import ModelConfig
 
 
 def check_peer(peer: Peer, device: torch.device) -> None:
     """Raise LineartimeError if the peer is not installed, or cannot run on the device."""
-    if peer == "flash-pytorch" and find_spec("flash_pytorch") is None:
+    if peer == "flash-pytorch" and not is_installed("flash_pytorch"):
         raise missing_extra("FLASH-pytorch", "peers", "The peer flash-pytorch")
     if peer == "fla" and device.type != "cuda":
         raise ArgumentError("peers", "has fla, which needs a GPU: leave it out.")
-    if peer == "fla" and find_spec("fla") is None:
+    if peer == "fla" and not is_installed("fla"):
         raise ArgumentError(
             "peers", "has fla, but flash-linear-attention is not installed: pip install flash-linear-attention."
         )

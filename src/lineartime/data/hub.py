@@ -17,7 +17,7 @@ from typing import Any
 from lineartime.choices import Split
 from lineartime.data.hub_files import newest_file
 from lineartime.data.readers import SPLITS, pieces
-from lineartime.errors import LineartimeError, missing_extra, typed_first_line
+from lineartime.errors import LineartimeError, require_packages, typed_first_line
 
 Example = dict[str, Any]
 
@@ -30,10 +30,9 @@ def mirror() -> Path | None:
 
 def datasets_library(purpose: str) -> Any:
     """Import the datasets library, configured to retry for half a minute if the network is unreliable."""
-    try:
-        import datasets
-    except ImportError:
-        raise missing_extra("datasets", "data", purpose) from None
+    require_packages("datasets", extra="data", purpose=purpose)
+    import datasets
+
     datasets.config.STREAMING_READ_MAX_RETRIES = 6
     datasets.config.STREAMING_READ_RETRY_INTERVAL = 5
     datasets.disable_progress_bars()

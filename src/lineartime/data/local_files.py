@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN
-from lineartime.errors import Argument, ArgumentError, LineartimeError, MessagePart, file_error, first_line, missing_extra
+from lineartime.errors import Argument, ArgumentError, LineartimeError, MessagePart, file_error, first_line, require_packages
 
 _SMALL = 1 << 26
 """The bytes to which any compressed file may expand, however small it is."""
@@ -203,10 +203,9 @@ def not_utf8(where: str, content: bytes, place: int, offset: int) -> LineartimeE
 
 def _zstandard(raw: IO[bytes], path: Path) -> Iterator[bytes]:
     """Decompress frame by frame. Unlike the zstandard package's own reader, this detects a file that is cut off."""
-    try:
-        import zstandard
-    except ImportError:
-        raise missing_extra("zstandard", "data", f"Reading {path}") from None
+    require_packages("zstandard", extra="data", purpose=f"Reading {path}")
+    import zstandard
+
     frame: Any = None
     compressed = b""
     while compressed := compressed or raw.read(1 << 14):  # few bytes, because they may expand by a factor of thousands

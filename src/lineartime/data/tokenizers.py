@@ -17,7 +17,6 @@ from lineartime.data.tokenizer_trial import MAX_BYTES, check_definition, no_pani
 from lineartime.errors import (
     ArgumentError,
     LineartimeError,
-    missing_extra,
     reporting_file_errors,
     require_packages,
     typed_first_line,
@@ -118,10 +117,9 @@ class JsonTokenizer:
     _MASK_NAMES = ("[MASK]", "<mask>")
 
     def __init__(self, definition: str, source: str) -> None:
-        try:
-            import tokenizers
-        except ImportError:
-            raise missing_extra("tokenizers", "tokenizers", f"The tokenizer {source}") from None
+        require_packages("tokenizers", extra="tokenizers", purpose=f"The tokenizer {source}")
+        import tokenizers
+
         check_definition(definition, source)
         with no_panics(source):
             try:

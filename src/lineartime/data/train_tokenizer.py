@@ -20,7 +20,7 @@ from lineartime.data.tokenizers import (
     read_tokenizer,
     whole_lines,
 )
-from lineartime.errors import ArgumentError, missing_extra
+from lineartime.errors import ArgumentError, require_packages
 from lineartime.fields import Between, check_limits, check_type
 from lineartime.files import is_folder, is_there, write_file
 
@@ -57,10 +57,9 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
         LineartimeError: for an unknown kind, a vocabulary too small for all bytes or too large, or a corpus without text.
     """
     check_tokenizer_options(kind, vocab_size, max_bytes)
-    try:
-        import tokenizers
-    except ImportError:
-        raise missing_extra("tokenizers", "tokenizers", "Training a tokenizer") from None
+    require_packages("tokenizers", extra="tokenizers", purpose="Training a tokenizer")
+    import tokenizers
+
     with Progress(f"reading {corpus.name}") as progress:
         texts = _texts(corpus, TRAINING_BYTES[kind] if max_bytes is None else max_bytes, progress)
         first = next(texts, None)
