@@ -1,10 +1,12 @@
 """Figures of matplotlib, which may be missing: how they are made, titled and written."""
 
+import io
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import LineartimeError, missing_extra, reporting_file_errors
+from lineartime.errors import LineartimeError, first_line, missing_extra, reporting_file_errors
 from lineartime.files import is_there
 
 
@@ -24,12 +26,13 @@ def check_picture(purpose: str, file: Path) -> None:
         LineartimeError: without matplotlib, for a suffix that is no image format, or if the file cannot be written.
     """
     _check_suffix(new_figure(purpose, 1, 1), file)
-    existed = is_there(file)
     with reporting_file_errors("write", file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.open("ab").close()
-        if not existed:
-            file.unlink()
+        if is_there(file):
+            file.open("ab").close()
+        else:
+            with tempfile.TemporaryFile(dir=file.parent):  # shows that a file can be written there
+                pass
 
 
 def save_figure(figure: Any, file: Path, dots_per_inch: int = 150) -> Path:
@@ -37,7 +40,12 @@ def save_figure(figure: Any, file: Path, dots_per_inch: int = 150) -> Path:
     _check_suffix(figure, file)
     with reporting_file_errors("write", file), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)  # it is drawn as a box
-        figure.savefig(file, dpi=dots_per_inch)
+        content = io.BytesIO()
+        try:
+            figure.savefig(content, dpi=dots_per_inch, format=file.suffix[1:].lower())
+        except RuntimeError as error:  # of the formats for LaTeX, which need it
+            raise LineartimeError(f"Cannot draw {file} ({first_line(error)}): use .png, .pdf or .svg.") from None
+        file.write_bytes(content.getbuffer())
     return file
 
 

@@ -116,7 +116,7 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
     losses = [line["loss"] for line in lines if "loss" in line]
     speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second", 0) > 0]
     step, seconds, tokens = (_largest(lines, name) for name in ("step", "seconds", "tokens"))
-    silent = max(0.0, time.time() - max(file.stat().st_mtime for file in (metrics, path) if is_there(file)))
+    silent = max(0.0, time.time() - _last_change(metrics, path))
     summary = RunSummary(
         name=name,
         path=path,
@@ -137,6 +137,15 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
         lines=thinned(lines),
     )
     return summary, problems
+
+
+def _last_change(*paths: Path) -> float:
+    """When one of these was changed last, in seconds; now, if all of them have just been deleted."""
+    times = []
+    for path in paths:
+        with suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times, default=time.time())
 
 
 def _record(path: Path, problems: list[str]) -> Record:
