@@ -1,11 +1,12 @@
 """All checks that need a GPU, in one run: `python benchmarks/gpu.py`, or some parts by name.
 
     smoke        one shape in three dtypes: are values and gradients those of plain PyTorch in float64?
-    models       training steps of flash-base, and of what it is compared with, as a share of the measured peak
+    models       training steps of flash-base at 8K, and of what it is compared with, as a share of the measured peak
     generation   a token by `extend`, by `step`, by `step` as a CUDA graph, and by one that draws the token, of the eager and of
                  the compiled step; a prompt beside a forward pass
-    kernels      each kernel alone: TFLOP/s, GB/s, registers and spills
     ops          mixed chunk attention, also with all that a layer has around it, beside the compiled PyTorch form
+    lengths      the models at 1K and 64K, flash-quad, and flash-base without compilation
+    kernels      each kernel alone: TFLOP/s, GB/s, registers and spills
     exactness    smoke at more shapes
     tuning       the kernels of flash-base tuned, and what that gains
 
@@ -14,6 +15,8 @@ The most important parts come first; after --budget seconds, the rest is left ou
 goal is missed or not measured. `--rehearse` runs everything at small sizes, with the goals of exactness alone; on a CPU, set
 TRITON_INTERPRET=1.
 """
+
+# mypy: disable-error-code="import-untyped, import-not-found"
 
 import argparse
 import subprocess
@@ -28,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
+import triton
 from gpu_exactness import Computation, compared, op_and_gradients, prompt_and_state
 from gpu_report import Goal, Report
 from torch import Tensor
@@ -84,12 +88,21 @@ class Run:
     def __init__(self, report: Report, device: torch.device, small: bool, rounds: int, dtypes: list[str]) -> None:
         self.report, self.device, self.small, self.rounds, self.dtypes = report, device, small, rounds, dtypes
         self.size = "tiny" if small else "base"
+        self.lengths_of_models = [64] if small else [8192, 1024, 65536]  # the most important first
+        self.mode: Mode = "eager" if small else "compiled"
         self._peak = 1e12 if small else 0.0
 
     def seconds(self, step: Callable[[], object]) -> float | None:
         """The median seconds of a step; None if there is too little memory."""
         clock = partial(synchronized, self.device)
         return median_seconds({"": step}, self.rounds, clock, 0.0 if self.small else 0.2)[""]
+
+    def seconds_of_kernel(self, launch: Callable[[], object]) -> float | None:
+        """The same without the time of a launch, which may be longer than the kernel, and with the GPU's cache cleared."""
+        if self.device.type != "cuda":
+            return self.seconds(launch)
+        milliseconds: float = triton.testing.do_bench(launch, return_mode="median")
+        return milliseconds / 1e3
 
     @property
     def peak(self) -> float:
@@ -170,29 +183,34 @@ class Run:
     # Models -----------------------------------------------------------------------------------------------------------
 
     def models(self) -> None:
-        """One model in memory at a time; the most important first."""
-        lengths = [64] if self.small else [8192, 1024, 65536]
-        mode: Mode = "eager" if self.small else "compiled"
-        flash = {n: self._time_model(self._subject("flash", mode), n, profile=n in (64, 8192)) for n in lengths}
-        for n in lengths:
-            other = self._time_model(self._subject("transformer++", mode), n)
-            ours = flash[n]
-            if not self.small and ours and other:
-                self.report.reach(f"transformer++ {n}", other / ours)
+        """One model in memory at a time, at the length that matters most; each compilation may take a minute."""
+        ours = self._compare_at(self.lengths_of_models[0], profile=True)
         try:
             check_peer("flash-pytorch", self.device)
         except LineartimeError as error:
             self.report.add("train", model="flash-pytorch", ms=f"not measured: {error}")
         else:
             config = resolve(f"flash-{self.size}", "clm")
-            peer = self._time_model(Subject("flash-pytorch", mode, config, is_peer=True), lengths[0])
-            ours = flash[lengths[0]]
+            peer = self._time_model(Subject("flash-pytorch", self.mode, config, is_peer=True), self.lengths_of_models[0])
             if not self.small and ours and peer:
                 self.report.reach("flash-pytorch", peer / ours)
         self.report.add("train", model="flash-linear-attention", ms="not measured: it has neither GAU nor FLASH")
-        for n in lengths[:2]:
-            self._time_model(self._subject("flash-quad", mode), n)
-        self._time_model(self._subject("flash", "eager"), lengths[0])
+
+    def lengths(self) -> None:
+        """The other lengths, and models without a goal."""
+        for length in self.lengths_of_models[1:]:
+            self._compare_at(length)
+        for length in self.lengths_of_models[:2]:
+            self._time_model(self._subject("flash-quad", self.mode), length)
+        self._time_model(self._subject("flash", "eager"), self.lengths_of_models[0])
+
+    def _compare_at(self, length: int, profile: bool = False) -> float | None:
+        """Time FLASH and Transformer++; return the milliseconds of FLASH."""
+        ours = self._time_model(self._subject("flash", self.mode), length, profile)
+        other = self._time_model(self._subject("transformer++", self.mode), length)
+        if not self.small and ours and other:
+            self.report.reach(f"transformer++ {length}", other / ours)
+        return ours
 
     def _subject(self, name: str, mode: Mode) -> Subject:
         return Subject(f"{name}-{self.size}", mode, resolve(f"{name}-{self.size}", "clm"))
@@ -215,27 +233,31 @@ class Run:
                 if self.device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                 seconds = self.seconds(step)
+                ms = None if seconds is None else 1e3 * seconds
+                row["ms"] = "out of memory" if ms is None else round(ms, 2)
+                if self.device.type == "cuda":
+                    row["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+                if seconds is not None:
+                    row |= self._share_of_peak(subject, length, case.tokens / seconds)
                 if profile and seconds is not None:
                     self._profile(str(subject), length, step)
-        except Exception as error:  # another model may still run
-            self.report.failed.append(f"{subject} at {length}: {type(error).__name__}: {error}"[:300])
-            self.report.add("train", **row, ms=f"{type(error).__name__}: {error}"[:200])
-        else:
-            ms = None if seconds is None else 1e3 * seconds
-            flops = forward_flops_per_token(subject, length)
-            share = None if seconds is None or flops is None else 3 * flops * case.tokens / seconds / self.peak
-            if not self.small and str(subject) == "flash-base compiled":
-                self.report.reach(f"share {length}", share or 0.0)
-            self.report.add(
-                "train",
-                **row,
-                ms="out of memory" if ms is None else round(ms, 2),
-                share_of_peak=None if share is None else f"{share:.1%}",
-                peak_tflops=round(self.peak / 1e12, 1),
-                memory_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if self.device.type == "cuda" else None,
-            )
+        except Exception as error:  # another model may still run, and what has been measured counts
+            what = f"{type(error).__name__}: {error}"
+            self.report.failed.append(f"{subject} at {length}: {what}"[:300])
+            row["ms" if ms is None else "then"] = what[:200]
+        self.report.add("train", **row)
         torch.compiler.reset()
         return ms
+
+    def _share_of_peak(self, subject: Subject, length: int, tokens_per_second: float) -> dict[str, Any]:
+        """The model's operations as a share of the peak of matrix products."""
+        flops = forward_flops_per_token(subject, length)
+        if flops is None:
+            return {}
+        share = 3 * flops * tokens_per_second / self.peak
+        if not self.small and str(subject) == "flash-base compiled":
+            self.report.reach(f"share {length}", share)
+        return {"share_of_peak": f"{share:.1%}", "peak_tflops": round(self.peak / 1e12, 1)}
 
     def _profile(self, model: str, length: int, step: Callable[[], object]) -> None:
         """The kernels that take the most time of a step."""
@@ -340,7 +362,7 @@ class Run:
         cases["read_chunks, gate"] = (gated, inside * d_value + across, read_numbers + v.numel())
         cases["open"] = (lambda: opened()[0], 0.0, 2 * v.numel() + 5 * q.numel())
         for name, (launch, flops, numbers) in cases.items():
-            seconds = self.seconds(launch)
+            seconds = self.seconds_of_kernel(launch)
             if seconds is None:
                 continue
             self.report.add(
@@ -453,14 +475,14 @@ def main() -> None:
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
     report = Report(options.out, goals(options.rehearse), options.budget, gpu=gpu, rehearsal=options.rehearse)
     run = Run(report, device, options.rehearse, 1 if options.rehearse else options.rounds, options.dtypes)
-    every = (run.smoke, run.models, run.generation, run.kernels, run.ops, run.exactness, run.tuning)
+    every = (run.smoke, run.models, run.generation, run.ops, run.lengths, run.kernels, run.exactness, run.tuning)
     parts = {part.__name__: part for part in every}
     for name in options.parts:
         if name not in parts:
             sys.exit(f"{name} is not a part: give some of {', '.join(parts)}.")
-    torch.manual_seed(0)
     common.pin_configurations()
     for name in options.parts or parts:
+        torch.manual_seed(0)  # a part computes the same, whatever ran before it
         report.attempt(name, parts[name])
     for line in report.missed():
         print("missed:", line)

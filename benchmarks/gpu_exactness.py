@@ -18,11 +18,12 @@ Computation = Callable[[Backend, torch.dtype], list[Tensor]]
 
 
 class Comparison(NamedTuple):
-    """Errors of results against float64, the largest relative to the largest number.
+    """Errors of results against float64.
 
     Attributes:
-        kernels, pytorch: the largest error of each.
-        worst_ratio: the largest error of the kernels over that of PyTorch, of any result.
+        kernels, pytorch: the largest error of each, relative to the largest number.
+        worst_ratio: the error of the kernels over that of PyTorch, of any result: of the root mean squares, or half of that of
+            the largest errors, whichever is larger. The largest error of a small result varies with the numbers drawn.
         same_bits: whether two calls of the kernels gave the same bits.
     """
 
@@ -41,18 +42,33 @@ def compared(dtype: torch.dtype, run: Computation) -> Comparison:
     """Compare the kernels with plain PyTorch in a dtype."""
     runs: list[tuple[Backend, torch.dtype]] = [("torch", torch.float64), ("triton", dtype), ("triton", dtype), ("torch", dtype)]
     exact, kernels, again, plain = ([x.detach().double() for x in run(*of)] for of in runs)
-    errors = [[_error(a, b) for a, b in zip(result, exact, strict=True)] for result in (kernels, plain)]
+    errors = [[_errors(a, b) for a, b in zip(result, exact, strict=True)] for result in (kernels, plain)]
     # Kernels may round where PyTorch happens to be exact: the result, and the last two bits of sums in float32.
     smallest = max(torch.finfo(dtype).eps / 8, 4 * torch.finfo(torch.float32).eps)
-    worst = max(a / max(b, smallest) if math.isfinite(a) else a for a, b in zip(*errors, strict=True))
+
+    def ratio(ours: float, theirs: float) -> float:
+        return ours / max(theirs, smallest) if math.isfinite(ours) else ours
+
+    pairs = list(zip(*errors, strict=True))
+    worst = max(max(ratio(ours.mean, theirs.mean), ratio(ours.largest, theirs.largest) / 2) for ours, theirs in pairs)
     same_bits = all(torch.equal(a, b) for a, b in zip(kernels, again, strict=True))
-    return Comparison(max(errors[0]), max(errors[1]), worst, same_bits)
+    largest = [max(error.largest for error in of_one) for of_one in errors]
+    return Comparison(*largest, worst, same_bits)
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
-    """The largest error, relative to the largest number; infinite for results that are not finite."""
-    error = float((found - exact).abs().max() / exact.abs().max().clamp(min=1e-30))
-    return error if math.isfinite(error) else math.inf  # max() of Python passes over NaN
+class _Errors(NamedTuple):
+    """The root mean square and the largest error of a result, relative to those of the exact one."""
+
+    mean: float
+    largest: float
+
+
+def _errors(found: Tensor, exact: Tensor) -> _Errors:
+    """Infinite for results that are not finite: max() of Python passes over NaN."""
+    off = found - exact
+    sizes = exact.square().mean().sqrt().clamp(min=1e-30), exact.abs().max().clamp(min=1e-30)
+    errors = off.square().mean().sqrt() / sizes[0], off.abs().max() / sizes[1]
+    return _Errors(*(float(error.nan_to_num(math.inf, math.inf)) for error in errors))
 
 
 def op_and_gradients(dtype: torch.dtype, inputs: Sequence[Tensor], bias: Tensor, op: Callable[..., Tensor]) -> Computation:

@@ -15,6 +15,7 @@ from lineartime.layers.streams import tensors_of
 from lineartime.models.backbone import BackboneStreams
 from lineartime.models.language_model import CausalLM
 from lineartime.models.streams import BackboneState, GroupedStreams
+from lineartime.ops.backends import GPU_LOCK
 
 Next = Callable[[Tensor], Tensor]
 """Reads one more token of each text, int64 [B], and returns the logits after them, [B, V]."""
@@ -113,7 +114,8 @@ def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed:
         for tensor, value in zip(changed, before, strict=True):
             tensor.copy_(value)
 
-    with torch.cuda.device(inputs[0].device), _without_autocast_cache():
+    # A process records one graph at a time, and must not wait for the whole device meanwhile.
+    with GPU_LOCK, torch.cuda.device(inputs[0].device), _without_autocast_cache():
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):  # the graph must not record what the first calls set up

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from functools import cache
+from threading import RLock
 from typing import Literal, get_args
 
 import torch
@@ -17,6 +18,10 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 """auto: the fastest that can run. torch: PyTorch's operations on whole sequences, on any device. tiled: the same in tiles that
 fit the cache of a CPU. triton: kernels for GPUs. oracle: the definition, slow. Not every op has all of them."""
 
+GPU_LOCK = RLock()
+"""Held while kernels are tuned and while a CUDA graph is recorded: both are for one thread of a process at a time."""
+_OLD_GPUS: set[int] = set()
+"""The GPUs on which the kernels cannot run, known when the first layer is built."""
 _UNDER_TRANSFORM = "it has neither forward-mode derivatives nor rules for torch.func"
 
 
@@ -84,15 +89,18 @@ def why_not_triton(device: torch.device, compute: torch.dtype, activation: Activ
 def define_operators() -> None:
     """Define the operators of the kernels where there is a GPU, before torch.compile traces what calls them."""
     if torch.cuda.is_available() and _is_installed("triton"):
+        _OLD_GPUS.update(index for index in range(torch.cuda.device_count()) if _is_old(torch.device("cuda", index)))
         for name in ("quadratic", "mixed_chunk", "gated"):
             importlib.import_module(f"lineartime.ops.triton.{name}")
 
 
 def _is_old(device: torch.device) -> bool:
-    """Whether a GPU lacks the units that the kernels need; in compiled code, the compiler checks this."""
-    if device.type != "cuda" or torch.compiler.is_compiling() or not torch.cuda.is_available():
+    """Whether a GPU lacks the units that the kernels need."""
+    if device.type != "cuda":
         return False
-    return torch.cuda.get_device_capability(device) < (8, 0)
+    if torch.compiler.is_compiling():  # cannot trace a question to the driver, and compiles for older GPUs, too
+        return (device.index or 0) in _OLD_GPUS
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def _is_installed(package: str) -> bool:

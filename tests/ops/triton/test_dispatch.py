@@ -53,6 +53,24 @@ def test_a_layer_defines_the_operators_where_there_is_a_gpu(there: bool, monkeyp
     assert ("lineartime.ops.triton.gated" in imported) == there
 
 
+@pytest.mark.parametrize("compiling", [False, True])
+def test_a_gpu_without_the_units_of_the_kernels_takes_none_of_them_compiled_or_not(
+    compiling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device.index == 1 else (9, 0))
+    monkeypatch.setattr(backends, "_OLD_GPUS", set())
+    backends.define_operators.cache_clear()
+    try:
+        backends.define_operators()
+    finally:
+        backends.define_operators.cache_clear()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    reasons = [backends.why_not_triton(torch.device("cuda", index), torch.bfloat16, "relu2") for index in (0, 1)]
+    assert reasons == [None, "it needs a GPU of compute capability 8.0 or more"]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_mixed_chunks_of_packed_documents(causal: bool, device: str) -> None:
     inputs = make_inputs(4, 1, 50, device)

@@ -1,9 +1,15 @@
 """What the autotuner tells launches apart by."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+
+from lineartime.ops.backends import GPU_LOCK
 
 common = pytest.importorskip("lineartime.ops.triton.common")
 scores = pytest.importorskip("lineartime.ops.triton.score_kernels")
@@ -41,17 +47,60 @@ def test_a_pinned_configuration_is_not_timed_by_older_versions_of_triton_either(
 
 
 @pytest.mark.parametrize(
-    ("capability", "in_registers", "little"),
-    [(80, True, False), (86, True, True), (89, True, True), (90, False, False), (100, False, False), (120, True, True)],
+    ("capability", "in_registers"), [(80, True), (86, True), (89, True), (90, False), (100, False), (120, True)]
 )
-def test_blocks_are_chosen_for_what_the_gpu_has(
-    capability: int, in_registers: bool, little: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_chosen_for_what_the_gpu_has(capability: int, in_registers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     target = SimpleNamespace(backend="cuda", arch=capability)
     driver = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: target))
     monkeypatch.setattr(common.triton.runtime, "driver", driver)
     assert common.operands_in_registers() is in_registers
-    assert common.little_shared_memory() is little
+
+
+class Tuner:
+    """Like Triton's: what a call sets is read again later."""
+
+    def __init__(self) -> None:
+        self.cache: dict[int, int] = {}
+
+    def run(self, argument: int) -> None:
+        self.argument = argument
+        time.sleep(0.001)
+        assert self.argument == argument, "another thread has changed the arguments of this call"
+        self.cache[argument] = argument
+
+
+def test_threads_that_launch_a_kernel_at_once_do_not_mix_their_arguments_up() -> None:
+    tuner: Any = Tuner()
+    common._guard(tuner)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(tuner.run, range(40)))
+    assert len(tuner.cache) == 40
+
+
+def test_no_kernel_is_launched_while_another_thread_records_a_graph() -> None:
+    tuner: Any = Tuner()
+    common._guard(tuner)
+    thread = Thread(target=tuner.run, args=(1,))
+    with GPU_LOCK:
+        thread.start()
+        thread.join(0.05)
+        assert not tuner.cache
+        tuner.run(2)  # as the recorded function does
+    thread.join()
+    assert set(tuner.cache) == {1, 2}
+
+
+def test_each_gpu_has_choices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner: Any = Tuner()
+    common._guard(tuner)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for device in (0, 1, 0):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        tuner.run(10 + device)
+        assert set(tuner.cache) == {10 + device}
+    monkeypatch.setattr(common, "_TUNERS", [tuner])
+    common.pin_configurations(False)
+    assert not tuner.cache_of_device
 
 
 def test_queries_and_keys_as_wide_as_a_rotary_bias_makes_them_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

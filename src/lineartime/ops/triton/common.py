@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lineartime.ops.backends import GPU_LOCK
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run as Python on the CPU: set by the environment variable TRITON_INTERPRET when they are imported."""
 
@@ -98,7 +100,8 @@ def pin_configurations(pinned: bool = True) -> None:
     global _pinned
     _pinned = pinned
     for tuner in _TUNERS:
-        tuner.cache.clear()
+        tuner.cache_of_device.clear()
+        tuner.cache = {}
 
 
 def tuners() -> tuple[Any, ...]:
@@ -127,7 +130,7 @@ def tuned(
         key: the arguments by which the best configuration may differ.
         interpreted: the blocks in the interpreter, where there is no choice.
         unfit: whether a configuration needs too many registers or too much shared memory, given all arguments of the kernel,
-            IN_REGISTERS and LITTLE_SHARED: see `operands_in_registers` and `little_shared_memory`.
+            IN_REGISTERS: see `operands_in_registers`.
     """
     if INTERPRETED:
         return triton.autotune([triton.Config(interpreted)], key)  # type: ignore[no-any-return]  # Triton has no types
@@ -136,8 +139,7 @@ def tuned(
         largest = 256 if constants["COMPUTE"] == tl.bfloat16 else 64
         longest = arguments.get("bucket", largest)
         lengths = ("BLOCK_M", "BLOCK_N")
-        of_gpu = {"IN_REGISTERS": operands_in_registers(), "LITTLE_SHARED": little_shared_memory()}
-        known = {**arguments, **constants, **of_gpu}
+        known = {**arguments, **constants, "IN_REGISTERS": operands_in_registers()}
         fit = [
             config
             for config in configs
@@ -148,23 +150,35 @@ def tuned(
 
     def tune(kernel: Any) -> Any:
         prune = {"early_config_prune": fitting} if len(configs) > 1 else None
-        tuner = triton.autotune(configs, key, prune_configs_by=prune, do_bench=_timed, cache_results=True)
-        _TUNERS.append(tuner(kernel))
-        return _TUNERS[-1]
+        tuner = triton.autotune(configs, key, prune_configs_by=prune, do_bench=_timed, cache_results=True)(kernel)
+        _guard(tuner)
+        _TUNERS.append(tuner)
+        return tuner
 
     return tune
+
+
+def _guard(tuner: Any) -> None:
+    """Let one thread at a time launch a tuned kernel, with the choices for its GPU.
+
+    Triton keeps the arguments of a call in the tuner, so that two threads mix them up while a kernel is tuned
+    (triton-lang/triton#11494), and it keeps its choices by arguments, not by GPU.
+    """
+    tuner.cache_of_device = {}
+
+    def run_alone(*arguments: Any, **options: Any) -> Any:
+        with GPU_LOCK:
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+            tuner.cache = tuner.cache_of_device.setdefault(device, {})
+            return type(tuner).run(tuner, *arguments, **options)
+
+    tuner.run = run_alone
 
 
 def operands_in_registers() -> bool:
     """Whether tensor cores read what they multiply from registers, not from shared memory, which leaves fewer for sums."""
     target = triton.runtime.driver.active.get_current_target()
     return target.backend == "cuda" and target.arch // 10 not in (9, 10)
-
-
-def little_shared_memory() -> bool:
-    """Whether a block has 99 KB of shared memory, as on RTX 30 to 50, A10, L4 and L40, and not 163 KB or more."""
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch // 10 not in (9, 10) and target.arch not in (80, 87)
 
 
 def _timed(launch: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:
@@ -208,9 +222,13 @@ def add_product(total, a, b, PRECISION: tl.constexpr):
 
 @jit
 def as_operand(tile, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums as the operand of another product: rounded, where tf32 alone might cut their last digits off and bias the result."""
+    """Sums as the operand of another product: rounded, where tf32 alone might cut their last digits off and bias the result.
+
+    NaN stays NaN: rounding would turn that of a GPU, 0x7fffffff, into zero.
+    """
     if PRECISION == "tf32":
-        tile = ((tile.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        rounded = ((tile.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        tile = tl.where(tile == tile, rounded, tile)
     return tile.to(COMPUTE)
 
 
@@ -228,10 +246,16 @@ def silu_slope(x):
 
 
 @jit
+def relu(x):
+    """max(x, 0); NaN stays NaN."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
 def activate(scores, ACTIVATION: tl.constexpr):
     """f(scores)."""
     if ACTIVATION == "relu2":
-        positive = tl.maximum(scores, 0.0)
+        positive = relu(scores)
         weights = positive * positive
     else:
         weights = 0.5 * (1.0 + tl.erf((scores - _LAPLACE_MEAN) * _LAPLACE_STEEPNESS))
@@ -242,7 +266,7 @@ def activate(scores, ACTIVATION: tl.constexpr):
 def activation_slope(scores, ACTIVATION: tl.constexpr):
     """f'(scores)."""
     if ACTIVATION == "relu2":
-        slopes = 2.0 * tl.maximum(scores, 0.0)
+        slopes = 2.0 * relu(scores)
     else:
         distance = (scores - _LAPLACE_MEAN) * _LAPLACE_STEEPNESS
         slopes = _LAPLACE_PEAK * tl.exp(-distance * distance)

@@ -1,8 +1,7 @@
 """Which configurations need too many registers or too much shared memory, as `benchmarks/kernels.py` has found.
 
 Wide queries need more shared memory, and float32 twice the registers. `sizes` holds the arguments of a kernel, its blocks, and
-IN_REGISTERS: whether tensor cores read both factors from registers, and LITTLE_SHARED: whether a block has only 99 KB of shared
-memory.
+IN_REGISTERS: whether tensor cores read both factors from registers.
 """
 
 # Triton may be absent, and has no types.
