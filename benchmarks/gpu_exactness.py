@@ -52,8 +52,8 @@ def compared(dtype: torch.dtype, run: Computation) -> Comparison:
     pairs = list(zip(*errors, strict=True))
     worst = max(max(ratio(ours.mean, theirs.mean), ratio(ours.largest, theirs.largest) / 2) for ours, theirs in pairs)
     same_bits = all(torch.equal(a, b) for a, b in zip(kernels, again, strict=True))
-    largest = [max(error.largest for error in of_one) for of_one in errors]
-    return Comparison(*largest, worst, same_bits)
+    kernel_error, plain_error = (max(error.largest for error in of_one) for of_one in errors)
+    return Comparison(kernel_error, plain_error, worst, same_bits)
 
 
 class _Errors(NamedTuple):
