@@ -35,7 +35,7 @@ def main() -> None:
         logits = SPREAD * torch.randn(streams, vocabulary, generator=generator)
         cases[vocabulary, streams, name] = partial(draw, logits, SAMPLINGS[name], generator)
     with using_threads(1):
-        seconds = median_seconds(cases, rounds, partial(synchronized, torch.device("cpu")))
+        seconds = median_seconds(cases, rounds, partial(synchronized, torch.device("cpu")), min_seconds=0.02)
     rows: list[dict[str, Any]] = [
         {"vocabulary": vocabulary, "streams": streams, "sampling": name, "seconds": value}
         for (vocabulary, streams, name), value in seconds.items()

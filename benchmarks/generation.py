@@ -108,7 +108,7 @@ def causes() -> dict[str, float]:
             for _ in range(steps):
                 step()
             seconds = time.perf_counter() - start
-        weights = [torch.randn(1088, 256) for _ in range(24)]  # 27 MB: more than the caches of a core hold
+        weights = [torch.randn(1088, 256) for _ in range(160)]  # 178 MB: more than the caches of a processor hold
         token = torch.randn(1, 256)
         read = {
             "PyTorch's product": lambda: [functional.linear(token, weight) for weight in weights],

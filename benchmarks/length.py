@@ -8,9 +8,10 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from measure import save
+from measure import RESULTS, save
 
 from lineartime.bench.measure import median_seconds, synchronized
 from lineartime.bench.subjects import Case, Subject, prepare
@@ -37,18 +38,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="timings of each case, of which the median is taken")
     rounds = parser.parse_args().rounds
     precision = choose_precision("auto", CPU)
-    cases = [("training", Case("train", length, precision, TOKENS // length), rounds) for length in LENGTHS]
-    cases += [("generation", Case("decode", position, "fp32", 1), 4 * rounds) for position in POSITIONS]
+    kinds = {
+        "training": ([Case("train", length, precision, TOKENS // length) for length in LENGTHS], rounds),
+        "generation": ([Case("decode", position, "fp32", 1) for position in POSITIONS], 4 * rounds),
+    }
     rows: list[dict[str, object]] = []
-    for what, case, times in cases:
+    for what, (cases, times) in kinds.items():
         with freed_memory_kept():  # as in training
-            # A step is repeated, as in generation: each model has the caches of the processor to itself.
-            seconds = median_seconds(steps(case), times, partial(synchronized, CPU), min_seconds=0.05)
+            # All lengths take turns, because the machine is not equally fast at all times. A step is repeated, as in
+            # generation: each model has the caches of the processor to itself.
+            found = {(name, case): step for case in cases for name, step in steps(case).items()}
+            seconds = median_seconds(found, times, partial(synchronized, CPU), min_seconds=0.05)
         rows += [
-            {"what": what, "preset": name, "length": case.length, "us_per_token": 1e6 * (value or 0.0) / case.tokens}
-            for name, value in seconds.items()
+            {
+                "what": what,
+                "preset": name,
+                "length": case.length,
+                "us_per_token": None if value is None else 1e6 * value / case.tokens,
+            }
+            for (name, case), value in seconds.items()
         ]
-        print(rows[-3:], flush=True)
+        print(rows[-len(found) :], flush=True)
     save("length", rows, table(rows))
     draw(rows)
 
@@ -57,7 +67,11 @@ def table(rows: list[dict[str, object]]) -> str:
     cells = {(row["what"], row["preset"], row["length"]): row["us_per_token"] for row in rows}
     header = ["µs per token", *[f"train {n:,}" for n in LENGTHS], *[f"generate at {n:,}" for n in POSITIONS]]
     columns = [("training", n) for n in LENGTHS] + [("generation", n) for n in POSITIONS]
-    return markdown_table(header, [[f"`{name}`", *[f"{cells[what, name, n]:,.0f}" for what, n in columns]] for name in PRESETS])
+    return markdown_table(header, [[f"`{name}`", *[_shown(cells[what, name, n]) for what, n in columns]] for name in PRESETS])
+
+
+def _shown(microseconds: Any) -> str:
+    return "-" if microseconds is None else f"{microseconds:,.0f}"
 
 
 def draw(rows: list[dict[str, object]]) -> None:
@@ -66,7 +80,8 @@ def draw(rows: list[dict[str, object]]) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, what in zip(figure.subplots(1, 2), ("training", "generation"), strict=True):
         for name in PRESETS:
-            points = [(row["length"], row["us_per_token"]) for row in rows if (row["what"], row["preset"]) == (what, name)]
+            own = [row for row in rows if (row["what"], row["preset"]) == (what, name) and row["us_per_token"] is not None]
+            points = [(row["length"], row["us_per_token"]) for row in own]
             axes.plot(*zip(*points, strict=True), "o-", label=name)
         axes.set_xscale("log", base=2)
         axes.set(yscale="log", title=what)
@@ -74,7 +89,8 @@ def draw(rows: list[dict[str, object]]) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
         label_axes(axes, x_values=LENGTHS if what == "training" else POSITIONS)
-    figure.savefig(Path(__file__).parents[1] / "docs" / "length.png", dpi=110)
+    documented = Path(__file__).parent / "results" == RESULTS
+    figure.savefig(Path(__file__).parents[1] / "docs" / "length.png" if documented else RESULTS / "length.png", dpi=110)
 
 
 if __name__ == "__main__":

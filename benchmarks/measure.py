@@ -1,7 +1,9 @@
 """What the benchmarks share: where results go, and how their tables look."""
 
 import json
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -16,7 +18,8 @@ from lineartime.evaluation import Evaluation, evaluate_windowed
 from lineartime.host import cache_folder
 from lineartime.models.language_model import CausalLM
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
+"""Where results go. Set the variable on another machine, so that its results do not replace those of the documents."""
 
 
 def save(name: str, rows: list[dict[str, Any]], table: str) -> None:
@@ -29,13 +32,14 @@ def save(name: str, rows: list[dict[str, Any]], table: str) -> None:
 
 
 def origin() -> dict[str, str]:
-    """The command that measures, without folders, the date, and the commit that is checked out."""
+    """The command that measures, without folders, the date, and the commit that is checked out, empty without git."""
     command = ["python", f"benchmarks/{Path(sys.argv[0]).name}", *(Path(each).name for each in sys.argv[1:])]
-    commit = ["git", "-C", str(RESULTS), "rev-parse", "HEAD"]
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     return {
         "command": shlex.join(command),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
+        "commit": commit,
     }
 
 

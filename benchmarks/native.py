@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--precision", default=choose_precision("auto", torch.device("cpu")), help="fp32 or bf16")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default=choose_precision("auto", torch.device("cpu")))
     options = parser.parse_args()
     torch.manual_seed(0)
     models = {name: lineartime.build(f"{name.split(',')[0]}-tiny", vocab_size=VOCABULARY) for name in SYSTEMS}

@@ -3,16 +3,20 @@ by name.
 
 Each part is a benchmark that writes results.json and results.md to benchmarks/results/speed-PART. The figures beside their
 goals go to benchmarks/results/speed.md; crossover.md shows from which length on FLASH is faster than Transformer++. Parts that
-are not run keep their earlier results. generation.py measures generation, and length.py other lengths.
+are not run keep their earlier results. The environment variable BENCHMARK_RESULTS names another folder. generation.py measures
+generation, and length.py other lengths.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,30 +31,27 @@ SIZES = ("flash-tiny.n_blocks=12", "transformer++-tiny.n_blocks=6", "d_qk=128", 
 """12 blocks of FLASH, and 6 of a Transformer, which have the same cost; both have d = 256."""
 
 
-def part(name: str, **options: Any) -> BenchConfig:
+def part(**options: Any) -> BenchConfig:
     values: dict[str, Any] = {
         "presets": ("flash-tiny", "transformer++-tiny"),
         "override": SIZES,
         "vocab_size": 256,
         "memory": False,
+        "device": "cpu",
     }
-    return BenchConfig(**values | options, out=RESULTS / f"speed-{name}")
+    return BenchConfig(**values | options)
 
 
 PARTS = {
     "train": part(
-        "train",
         measure=("train",),
         context_lengths=(1024, 8192),
         modes=("eager", "compiled"),
         peers=("flash-pytorch",),
         rounds=9,
     ),
-    "memory": part(
-        "memory", measure=("train",), context_lengths=(8192,), peers=("flash-pytorch",), rounds=1, warmup=0, memory=True
-    ),
+    "memory": part(measure=("train",), context_lengths=(8192,), peers=("flash-pytorch",), rounds=1, warmup=0, memory=True),
     "crossover": part(
-        "crossover",
         measure=("train",),
         context_lengths=(128, 256, 512, 1024, 2048, 4096, 8192),
         modes=("eager", "compiled"),
@@ -148,8 +149,11 @@ def main() -> None:
         if name == "import":
             measure_import()
             continue
-        shutil.rmtree(RESULTS / f"speed-{name}", ignore_errors=True)
-        run_benchmark(PARTS[name])
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, "results")
+            run_benchmark(dataclasses.replace(PARTS[name], out=out))
+            shutil.rmtree(RESULTS / f"speed-{name}", ignore_errors=True)  # not before: a benchmark that fails replaces nothing
+            shutil.move(out, RESULTS / f"speed-{name}")
     table = markdown_table(["figure", "goal", "measured"], figures())
     (RESULTS / "speed.md").write_text(table)
     (RESULTS / "crossover.md").write_text(crossover())

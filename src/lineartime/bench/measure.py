@@ -79,7 +79,9 @@ def _seconds(step: Callable[[], object], calls: int, clock: Clock) -> float:
 def interleaved(
     steps: Mapping[Key, tuple[Callable[[], object], int]], rounds: int, clock: Clock
 ) -> Iterator[tuple[Key, float | Exception]]:
-    """Time all steps in turn, A B A B, so that machine noise affects all of them alike.
+    """Time all steps in turn, A B B A, so that machine noise and what ran just before affect all of them alike.
+
+    A step that is repeated within a measurement is first called once untimed, with the processor's caches as others left them.
 
     Args:
         steps: the steps to time, and how many calls make one measurement.
@@ -90,15 +92,19 @@ def interleaved(
         The key of a step with the seconds per call, or with the error it raised; a step that failed is not called again.
     """
     failed = set()
+    order = list(steps.items())
     for _ in range(rounds):
-        for key, (step, calls) in steps.items():
+        for key, (step, calls) in order:
             if key in failed:
                 continue
             try:
+                if calls > 1:
+                    timed(step, 1, clock)
                 yield key, timed(step, calls, clock)
             except Exception as error:
                 failed.add(key)
                 yield key, error
+        order.reverse()
 
 
 def median_seconds(
@@ -117,7 +123,7 @@ def median_seconds(
     for key, step in steps.items():
         try:
             step()
-            ready[key] = step, repetitions(timed(step, 1, clock), min_seconds)
+            ready[key] = step, repetitions(min(timed(step, 1, clock) for _ in range(3 if min_seconds else 1)), min_seconds)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

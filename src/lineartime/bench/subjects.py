@@ -103,10 +103,10 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
 
     if case.measure in STREAMED:
         assert isinstance(model, CausalLM)
-        if case.measure == "prefill":
-            return Ready(model, partial(infer, prefill_batch, model, context))
         if bf16:
             model = model.bfloat16()  # as generation does: autocast would convert the weights for every token
+        if case.measure == "prefill":
+            return Ready(model, partial(infer, prefill_batch, model, context))
         if subject.mode == "compiled":
             model.compile_step()
         with torch.no_grad():
