@@ -94,6 +94,7 @@ def test_the_home_page_says_of_the_picture_of_quality_what_the_readme_says() -> 
         ("speed", "generation"),
         ("speed", "crossover"),
         ("speed", "step_shares"),
+        ("speed", "half-peak/step_shares"),
         ("speed", "neighbours"),
         ("speed", "int8"),
         ("training", "optimizers"),
