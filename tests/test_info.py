@@ -1,6 +1,9 @@
 """`lineartime info`: what is said of this machine is what would run on it."""
 
 import json
+import os
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from lineartime import info, machine
 from lineartime.cli import main
 from lineartime.info import explain_machine
+from lineartime.native import why_not_native
 from lineartime.ops.backends import choose_backend
 
 
@@ -67,3 +71,10 @@ def test_it_tells_the_size_of_the_cache_and_what_may_be_deleted(tmp_path: Path, 
         file.truncate(1_300_000_000)  # sparse
     fact = next(fact for fact in explain_machine() if fact.name == "cache")
     assert (fact.value, str(tmp_path / "lineartime") in fact.why) == ("1.3 GB", True)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="C++ functions need Linux and g++")
+@pytest.mark.skipif(os.environ.get("LINEARTIME_NATIVE") == "0", reason="they are turned off")
+def test_functions_in_c_plus_plus_are_built_where_there_is_a_compiler() -> None:
+    """Otherwise, all tests of these functions would be skipped, and every model would be slower, unseen."""
+    assert why_not_native() is None

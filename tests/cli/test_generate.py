@@ -72,7 +72,8 @@ def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     assert native.err.endswith("not compiled: the step of this system is one function in C++, which is faster\n")
     monkeypatch.setattr(Backbone, "steps_in_place", False)
     assert main([*arguments, "--compile"]) == 0
-    assert capsys.readouterr().err.endswith("not compiled: only the step of FLASH layers can be compiled\n")
+    why = "only steps with a state of constant size can be compiled, such as those of FLASH"
+    assert capsys.readouterr().err.endswith(f"not compiled: {why}\n")
     assert len(compiled) == 1
 
 

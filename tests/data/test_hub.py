@@ -124,6 +124,14 @@ def test_the_documents_of_wikitext_are_articles() -> None:
     ]
 
 
+@pytest.mark.usefixtures("mirror")
+def test_wikitext_whose_rows_are_lines_is_not_streamed() -> None:
+    corpus = load_corpus("wikitext")
+    example = next(iter(corpus.examples("train")))
+    with pytest.raises(LineartimeError, match="cannot be streamed: encode it beforehand"):
+        corpus.texts(example)
+
+
 def test_wikitext_by_its_name_on_the_hub_has_articles_too(mirror: Path) -> None:
     for split in SPLITS:
         write(

@@ -33,7 +33,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 def at_once(actions: list[Callable[[], Any]]) -> list[Any]:
     """The results of actions that begin at the same moment, each in a thread of its own."""
-    barrier = threading.Barrier(len(actions))
+    barrier = threading.Barrier(len(actions), timeout=60)
 
     def run(action: Callable[[], Any]) -> Any:
         barrier.wait()
@@ -59,13 +59,28 @@ def test_threads_that_generate_from_one_model_get_what_each_would_get_alone(pres
     assert at_once([lambda seed=seed: text(seed) for seed in range(4)]) == alone
 
 
-def test_a_thread_may_train_on_while_others_read_a_model(config: Config) -> None:
+def test_a_thread_may_train_on_while_others_read_a_model(config: Config, tmp_path: Path) -> None:
     model = lineartime.train(config(steps=1)).model
     ids = torch.randint(0, 256, (1, 20))
     with torch.no_grad():
         expected = model(ids)
-    results = at_once([lambda: model(ids).detach() for _ in range(4)])
-    assert all(torch.equal(result, expected) for result in results)
+    ended = threading.Event()
+
+    def train() -> Any:
+        try:
+            return lineartime.train(config(steps=3, out=tmp_path / "other"))
+        finally:
+            ended.set()
+
+    def read() -> list[torch.Tensor]:
+        results = [model(ids).detach()]
+        while not ended.is_set():
+            results.append(model(ids).detach())
+        return results
+
+    trained, *results = at_once([train, *[read] * 3])
+    assert trained.finished
+    assert all(torch.equal(result, expected) for of_thread in results for result in of_thread)
 
 
 def test_of_two_trainings_in_one_folder_one_trains_and_the_other_says_why_not(config: Config) -> None:
@@ -85,7 +100,7 @@ def test_of_two_trainings_in_one_folder_one_trains_and_the_other_says_why_not(co
     checkpoints.verify(checkpoints.last_checkpoint(finished.run))
 
 
-def test_processes_that_encode_the_same_text_do_not_disturb_each_other(text: Path, tmp_path: Path) -> None:
+def test_threads_that_encode_the_same_text_do_not_disturb_each_other(text: Path, tmp_path: Path) -> None:
     def encode() -> Any:
         return token_stream(load_corpus(str(text)), "train", ByteTokenizer(), tmp_path / "cache")
 

@@ -282,6 +282,16 @@ def test_weights_that_are_not_the_models_are_named(saved: Path, kind: str) -> No
     assert "\n" not in str(caught.value)
 
 
+def test_whole_numbers_are_not_read_from_another_type(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    model = lineartime.build("bigbird-tiny", vocab_size=tokenizer.vocab_size, n_blocks=1, n_heads=2)
+    saved = lineartime.save(model, tokenizer, tmp_path / "model")
+    weights_changed(lambda weights: weights.update({"backbone.blocks.0.mixer.seeds": torch.zeros(2)}))(saved)
+    write_checksums(saved)
+    with pytest.raises(LineartimeError, match=r"blocks.0.mixer.seeds is of type F32, but must be integers"):
+        lineartime.load(saved)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_weights_of_another_precision_are_read(saved: Path, dtype: torch.dtype) -> None:
     weights_changed(lambda w: w.update({name: tensor.to(dtype) for name, tensor in w.items()}))(saved)
@@ -338,6 +348,18 @@ def test_a_run_whose_weights_are_not_its_models_is_not_resumed(run: Path, tmp_pa
         train(out=copy, resume=True)
     assert str(caught.value).startswith(f"The checkpoint {last} is damaged (")
     assert what in str(caught.value)
+
+
+def test_a_position_in_the_text_that_is_not_that_of_the_steps_is_damage(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    last = checkpoints.last_checkpoint(copy)
+    state = json.loads((last / "training.json").read_text())
+    state["data"]["rows"] += 1
+    (last / "training.json").write_text(json.dumps(state))
+    write_checksums(last)
+    with pytest.raises(LineartimeError, match=r"json is damaged \(data.rows is \d+, but \d+ steps read \d+\): restore"):
+        train(out=copy, resume=True)
 
 
 @pytest.mark.parametrize("kind", MOMENTS)

@@ -326,6 +326,14 @@ def test_a_prefix_after_other_tokens_is_refused(tiny: Tiny) -> None:
         model(ids, past_key_values=cache, prefix_lengths=torch.full((len(ids),), ids.shape[1]))
 
 
+def test_a_prefix_shorter_than_what_is_read_with_it_into_a_cache_is_refused(tiny: Tiny) -> None:
+    model = LineartimeForCausalLM(tiny(task="prefix-lm"))
+    ids, mask = left_padded()
+    for lengths, given in ((torch.full((3,), 11), None), (torch.tensor([12, 5, 8]), mask)):
+        with pytest.raises(ValueError, match=r"but must be the number of tokens of each row, .*: read the prefixes first"):
+            model(ids, attention_mask=given, use_cache=True, prefix_lengths=lengths)
+
+
 def test_a_prefix_model_reads_its_prompt_in_both_directions(tiny: Tiny, awake: Awake) -> None:
     model = awake(LineartimeForCausalLM(tiny(task="prefix-lm")))
     own = lineartime.build(model.config.to_model_config()).eval()

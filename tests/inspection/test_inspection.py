@@ -16,7 +16,7 @@ from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError
 from lineartime.inspection import Inspection, inspect, write_inspection
 from lineartime.inspection.page import escaped, page
-from lineartime.inspection.pictures import map_pixels
+from lineartime.inspection.pictures import NEGATIVE, map_pixels
 from lineartime.models.language_model import LanguageModel
 from lineartime.models.presets import resolve
 from lineartime.models.systems import SYSTEMS
@@ -184,6 +184,15 @@ def test_weights_become_colours_by_their_sign_and_opaque_by_their_strength() -> 
     assert pixels[..., 3].tolist() == [[255, 128], [0, 128]]
     assert pixels[0, 0, :3].tolist() != pixels[0, 1, :3].tolist()
     assert not map_pixels(torch.zeros(2, 2))[..., 3].any()
+
+
+def test_a_map_of_a_long_text_is_not_wider_than_a_screen() -> None:
+    weights = torch.zeros(1800, 1800)
+    weights[900:903, 3:6] = -2.0
+    pixels = map_pixels(weights)
+    assert pixels.shape == (600, 600, 4)
+    assert pixels[..., 3].nonzero().tolist() == [[300, 1]]
+    assert pixels[300, 1].tolist() == [*NEGATIVE, 255]
 
 
 def test_the_folder_holds_the_page_and_a_picture_for_each_layer(tmp_path: Path) -> None:

@@ -97,6 +97,12 @@ def test_a_run_goes_on_to_other_steps_if_those_taken_had_the_same_rates(
     assert [learning_rate(step, changed) for step in range(taken)] == [learning_rate(step, started) for step in range(taken)]
 
 
+def test_a_run_does_not_go_back_to_fewer_steps_than_it_has_taken() -> None:
+    started, asked = (TrainConfig(steps=steps, schedule="constant") for steps in (100, 60))
+    with pytest.raises(ArgumentError, match=r"^steps is 60, but the run has taken 80 steps: ask for at least as many"):
+        with_other_steps(started, asked, 80)
+
+
 def small(folder: Path, **options: Any) -> dict[str, Any]:
     (folder / "text.txt").write_text("a text to learn, line by line\n" * 200)
     return {

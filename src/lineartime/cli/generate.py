@@ -151,7 +151,7 @@ def _prepared(model: "LanguageModel", options: Options, device: "torch.device") 
     if not options.compile:
         return model, options.precision
     if not model.steps_in_place:
-        why_not = "only the step of FLASH layers can be compiled"
+        why_not = "only steps with a state of constant size can be compiled, such as those of FLASH"
     elif model.has_native_step:
         why_not = "the step of this system is one function in C++, which is faster"
     else:
