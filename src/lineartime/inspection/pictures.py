@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from lineartime.errors import missing_extra
 from lineartime.inspection.look import Inspection, LayerView
@@ -14,14 +15,19 @@ from lineartime.runs.ticks import label_axes
 
 POSITIVE, NEGATIVE = (217, 95, 2), (31, 119, 180)
 """The colours of weights above and below zero; the opacity shows the strength of a weight."""
+MOST_PIXELS = 600
+"""The maximum width of a map, in pixels; a page shows it at half of this."""
 _PURPOSE = "A picture of a model"
 
 
 def map_pixels(weights: Tensor) -> Tensor:
-    """Weights [T, T] as colours with transparency, which suit light and dark pages: uint8 [T, T, 4].
+    """Weights [T, T] as colours with transparency, which suit light and dark pages: uint8 [P, P, 4].
 
-    The opacity is the square root of a weight relative to the largest one, so that weak weights are visible, too.
+    The opacity is the square root of a weight relative to the largest one, so that weak weights are visible, too. In a longer
+    text than `MOST_PIXELS`, a pixel is the mean of several weights: a page of many layers would have hundreds of megabytes.
     """
+    if len(weights) > MOST_PIXELS:
+        weights = adaptive_avg_pool2d(weights[None], MOST_PIXELS)[0]
     colours = torch.tensor([NEGATIVE, POSITIVE], dtype=torch.uint8, device="cpu")[(weights > 0).long()]
     strength = (weights.abs() / weights.abs().max().clamp(min=torch.finfo(weights.dtype).tiny)).sqrt()
     return torch.cat([colours, (255 * strength).round().to(torch.uint8)[..., None]], -1)
@@ -89,7 +95,7 @@ def _draw_map(axes: Any, weights: Tensor, title: str, figure: Any) -> None:
         norm="linear",
         vmin=-largest if signed else 0.0,
         vmax=largest,
-        interpolation="nearest" if len(weights) <= 600 else "antialiased",
+        interpolation="nearest" if len(weights) <= MOST_PIXELS else "antialiased",
     )
     axes.set(title=f"{title}: weights", xlabel="position that is read", ylabel="position that reads")
     for axis in (axes.xaxis, axes.yaxis):
