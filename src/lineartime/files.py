@@ -24,11 +24,11 @@ _ABANDONED_SECONDS = 3600
 """The age of half written data that no living process can be writing."""
 
 
-def write_atomically(file: Path, text: str) -> None:
+def write_atomically(file: Path, content: str | bytes) -> None:
     """Write or replace a file. A process killed at any moment leaves the old file or the new one. Raises OSError on failure."""
     partial = _partial(file)
     try:
-        write_synchronised(partial, text)
+        write_synchronised(partial, content)
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
@@ -51,9 +51,9 @@ def _partial(file: Path) -> Path:
     return file.with_name(f"{file.name}.{uuid.uuid4().hex}.partial")
 
 
-def write_synchronised(file: Path, text: str) -> None:
-    """Write a file and wait until it is on the disk. Raises OSError on failure."""
-    file.write_text(text, encoding="utf-8")
+def write_synchronised(file: Path, content: str | bytes) -> None:
+    """Write a file, text as UTF-8, and wait until it is on the disk. Raises OSError on failure."""
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
     synchronise(file)
 
 
@@ -141,10 +141,11 @@ def _reporting_writes(destination: Path, partial: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        failed = None if error.filename is None else Path(os.fsdecode(error.filename))
-        if failed is None or failed == destination or partial in (failed, *failed.parents) or failed in destination.parents:
-            raise file_error("write", destination, error) from None
-        raise file_error("use", failed, error) from None
+        if isinstance(error.filename, str | bytes):
+            failed, ours = Path(os.fsdecode(error.filename)).absolute(), (destination.absolute(), partial.absolute())
+            if ours[1] not in (failed, *failed.parents) and failed not in (ours[0], *ours[0].parents):
+                raise file_error("use", failed, error) from None
+        raise file_error("write", destination, error) from None
 
 
 def remove_abandoned(folder: Path, names: str) -> None:
@@ -152,10 +153,8 @@ def remove_abandoned(folder: Path, names: str) -> None:
 
     It is left behind if nothing has been written to it for an hour. Errors are ignored: another process may be faster.
     """
-    for left in folder.iterdir():
-        if not re.fullmatch(names, left.name):
-            continue
-        with suppress(OSError):
+    with suppress(OSError):
+        for left in [path for path in folder.iterdir() if re.fullmatch(names, path.name)]:
             inside = left.iterdir() if left.is_dir() else ()
             if time.time() - max(path.stat().st_mtime for path in (left, *inside)) > _ABANDONED_SECONDS:
                 remove(left)

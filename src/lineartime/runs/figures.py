@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.errors import LineartimeError, first_line, missing_extra, reporting_file_errors
-from lineartime.files import is_there
+from lineartime.files import is_there, write_atomically
 
 
 def new_figure(purpose: str, width: float, height: float) -> Any:
@@ -45,7 +45,9 @@ def save_figure(figure: Any, file: Path, dots_per_inch: int = 150) -> Path:
             figure.savefig(content, dpi=dots_per_inch, format=file.suffix[1:].lower())
         except RuntimeError as error:  # of the formats for LaTeX, which need it
             raise LineartimeError(f"Cannot draw {file} ({first_line(error)}): use .png, .pdf or .svg.") from None
-        file.write_bytes(content.getbuffer())
+        target = file.resolve()  # a link stays one
+        write = Path.write_bytes if is_there(target) and not target.is_file() else write_atomically  # a device stays one, too
+        write(target, content.getvalue())
     return file
 
 

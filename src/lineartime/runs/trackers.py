@@ -68,13 +68,13 @@ class Trackers:
         resumed: bool,
     ) -> None:
         check_trackers(names)
-        identity = _identity(run, resumed) if any(name != "tensorboard" for name in names) else ""
         self._say = say
         self._trackers: dict[str, Tracker] = {}
+        keep_identity = resumed
         for name in dict.fromkeys(names):
             try:
                 with redirect_stdout(sys.stderr):  # standard output is for results
-                    self._trackers[name] = _start(name, run, first_step, identity, options)
+                    self._trackers[name] = _start(name, run, first_step, keep_identity, options)
             except Exception as error:  # a foreign package may raise anything
                 if not resumed:
                     self.close()
@@ -84,6 +84,7 @@ class Trackers:
                         ".",
                     ) from None
                 self._say_failed(name, error)
+            keep_identity |= name != "tensorboard"  # all of them share that of the first
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send numbers to every tracker."""
@@ -106,16 +107,16 @@ class Trackers:
         self._say(f"The tracker {name} failed, and training continues without it: {first_line(error).rstrip('.')}.")
 
 
-def _start(name: str, run: Path, first_step: int, identity: str, options: Mapping[str, Any]) -> Tracker:
+def _start(name: str, run: Path, first_step: int, keep_identity: bool, options: Mapping[str, Any]) -> Tracker:
     if name == "tensorboard":
         return TensorBoard(run / "tensorboard", first_step)
-    return (WandB if name == "wandb" else Trackio)(run, identity, options)
+    return (WandB if name == "wandb" else Trackio)(run, _identity(run, keep_identity), options)
 
 
-def _identity(run: Path, resumed: bool) -> str:
+def _identity(run: Path, keep: bool) -> str:
     """The run's identity in all trackers: stored in its folder, new for a new run."""
     file = run / IDENTITY_FILE
-    if resumed and file.is_file():
+    if keep and file.is_file():
         kept = file.read_text(encoding="utf-8", errors="replace").strip()
         if re.fullmatch(r"[0-9a-f]{12}", kept):
             return kept
