@@ -36,11 +36,11 @@ def main() -> None:
         cases[vocabulary, streams, name] = partial(draw, logits, SAMPLINGS[name], generator)
     with using_threads(1):
         seconds = median_seconds(cases, rounds, partial(synchronized, torch.device("cpu")), min_seconds=0.02)
-    rows: list[dict[str, Any]] = [
-        {"vocabulary": vocabulary, "streams": streams, "sampling": name, "seconds": value}
-        for (vocabulary, streams, name), value in seconds.items()
-    ]
-    save("drawing", rows, table(seconds))
+        rows: list[dict[str, Any]] = [
+            {"vocabulary": vocabulary, "streams": streams, "sampling": name, "seconds": value}
+            for (vocabulary, streams, name), value in seconds.items()
+        ]
+        save("drawing", rows, table(seconds))  # here, where a thread is what the machine has
 
 
 def table(seconds: dict[tuple[int, int, str], float | None]) -> str:

@@ -157,6 +157,8 @@ def ratios(rows: list[dict[str, Any]]) -> list[list[str]]:
     dtypes = list(dict.fromkeys(row["dtype"] for row in steps))
     lines = []
     for dtype in dtypes:
+        if any(value is None for value in seconds.values()):
+            return [["a step ran out of memory", dtype, "-", "-"]]
         longer = seconds["flash-tiny", dtype, 65_536] / seconds["flash-tiny", dtype, 1024]
         lines.append(["`flash-tiny`, position 65,536 / position 1,024", dtype, "<= 1.05", f"{longer:.3f}"])
         for position in POSITIONS[1]:
@@ -176,7 +178,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         goal = f"{GOALS[key]:,}" if key in GOALS else "-"
         speed = f"{row['streams'] / row['seconds']:,.0f}" if row["seconds"] else "-"
         case = [f"`{key[0]}`", row["mode"], key[1], f"{key[2]:,}", str(key[3])]
-        lines.append([*case, f"{1e3 * row['seconds']:.2f}", speed, goal])
+        lines.append([*case, f"{1e3 * row['seconds']:.2f}" if row["seconds"] else "out of memory", speed, goal])
     header = ["model", "step", "precision", "position", "streams", "ms", "tokens/s", "goal"]
     starts = [
         [row["dtype"], "empty" if row["first_call"] == 1 else "filled before", f"{row['seconds']:.1f} s"]
@@ -187,9 +189,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         if "prompt" in row:
             goal = f"<= {PROMPTS[row['prompt']]}" if row["preset"] == "flash-tiny" else "-"
-            seconds = [f"{row[kind]:.2f}" for kind in ("prefill", "forward")]
+            seconds = [f"{row[kind]:.2f}" if row[kind] else "out of memory" for kind in ("prefill", "forward")]
+            ratio = f"{row['prefill'] / row['forward']:.2f}" if row["prefill"] and row["forward"] else "-"
             case = [f"`{row['preset']}`", row["dtype"], f"{row['prompt']:,}"]
-            prompts.append([*case, *seconds, f"{row['prefill'] / row['forward']:.2f}", goal])
+            prompts.append([*case, *seconds, ratio, goal])
     found = next(row["causes"] for row in rows if "causes" in row)
     why = [
         ["calls into PyTorch", f"{found['calls']:.0f}"],

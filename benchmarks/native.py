@@ -15,6 +15,7 @@ import torch
 from measure import save
 
 import lineartime
+from lineartime.host import freed_memory_kept
 from lineartime.machine import autocast, choose_precision, using_threads
 from lineartime.markdown import markdown_table
 from lineartime.models.language_model import LanguageModel
@@ -57,7 +58,7 @@ def main() -> None:
     models = {name: lineartime.build(f"{name.split(',')[0]}-tiny", vocab_size=VOCABULARY) for name in SYSTEMS}
     rows: list[dict[str, object]] = []
     lines = {name: [name] for name in SYSTEMS}
-    with using_threads(1):
+    with using_threads(1), freed_memory_kept():
         for context in options.contexts:
             seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
             for number in range(options.rounds + 1):
@@ -70,8 +71,9 @@ def main() -> None:
                 median = statistics.median(all_rounds)
                 rows.append({"system": name, "context": context, "precision": options.precision, "seconds": all_rounds})
                 lines[name].append(f"{1e6 * median / TOKENS:.0f}")
-    header = [f"µs per token, {options.precision}", *(f"{context:,}" for context in options.contexts)]
-    save(f"native-{options.precision}", rows, markdown_table(header, list(lines.values())))
+        header = [f"µs per token, {options.precision}", *(f"{context:,}" for context in options.contexts)]
+        table = markdown_table(header, list(lines.values()))
+        save(f"native-{options.precision}", rows, table)  # here, where a thread is what the machine has
 
 
 if __name__ == "__main__":
