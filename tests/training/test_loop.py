@@ -538,7 +538,7 @@ def test_a_tracker_that_cannot_start_leaves_no_folder_of_a_run(
 def test_a_tracker_that_is_not_installed_is_named_before_anything_is_read_or_written(
     config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers, "is_installed", lambda package: False)
     with pytest.raises(LineartimeError, match="The tracker wandb needs wandb, which is not installed"):
         trained(config(track="wandb", data=str(tmp_path / "nothing" / "here.txt")))
     assert not (tmp_path / "run").exists()
