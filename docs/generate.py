@@ -4,6 +4,7 @@ All they say is read from the table of systems, the constructors and the docstri
 """
 
 import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -26,6 +27,7 @@ ROOMS = (
     "layers",
     "ops",
     "models",
+    "data",
     "generation",
     "text_generation",
     "evaluation",
@@ -35,11 +37,16 @@ ROOMS = (
     "checkpoint",
     "foreign",
     "training",
+    "runs",
+    *(("hf",) if importlib.util.find_spec("transformers") else ()),  # which the extra `docs` alone does not install
 )
 """The packages and modules of the API reference, besides the public names."""
 
-IN_TRAINING = ("config.TrainConfig", "loop.train", "result.TrainingResult")
-"""Training lists no public names in its package, because importing it must be cheap."""
+LISTED = {
+    "training": ("config.TrainConfig", "loop.train", "result.TrainingResult"),
+    "runs": ("metrics.read_metrics", "record.read_record", "record.Record", "record.Process"),
+}
+"""Names of packages that list none themselves, because importing them must be cheap."""
 
 
 # Where mkdocs calls ---------------------------------------------------------------------------------------------------
@@ -137,8 +144,8 @@ def _link(value: Any) -> str:
 
 
 def _names_of(room: str) -> list[str]:
-    if room == "training":
-        return [f"lineartime.training.{name}" for name in IN_TRAINING]
+    if room in LISTED:
+        return [f"lineartime.{room}.{name}" for name in LISTED[room]]
     module = importlib.import_module(f"lineartime.{room}")
     listed = getattr(module, "__all__", None)
     if listed is None:
