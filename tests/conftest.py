@@ -4,16 +4,26 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor
 
-from lineartime.training.config import TrainConfig
+if TYPE_CHECKING:
+    from lineartime.training.config import TrainConfig
+
+# What the user has set does not decide what is tested, here and in the processes that tests start; what is set for tests does.
+SET_FOR_TESTS = ("LINEARTIME_NATIVE", "LINEARTIME_KILLS_INSIDE")
+for name in [name for name in os.environ if name.startswith("LINEARTIME_") and name not in SET_FOR_TESTS]:
+    del os.environ[name]
+for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ONEDNN_MAX_CPU_ISA"):
+    os.environ.pop(name, None)
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it only then
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # at least as many processes as cores: one thread for each, and for those it starts
     torch.set_num_threads(1)
@@ -46,6 +56,20 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Let everything be collected at the end: Triton reports what is not."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Leave the user's cache as it is, but for functions in C++ and the list of fonts, which take long to make."""
+    theirs, own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"), tmp_path_factory.mktemp("cache")
+    (own / "lineartime").mkdir()
+    for shared in ("lineartime/native", "matplotlib"):
+        with suppress(OSError):  # no rights, or no symbolic links: each process of pytest makes its own
+            (theirs / shared).mkdir(mode=0o700, parents=True, exist_ok=True)
+            (own / shared).symlink_to(theirs / shared, target_is_directory=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(own))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -133,8 +157,9 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def config(text: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+def config(text: Path, tmp_path: Path) -> "Callable[..., TrainConfig]":
     """Options of a run of a second: `config(steps=3)`."""
+    from lineartime.training.config import TrainConfig
 
     def make(**options: Any) -> TrainConfig:
         defaults: dict[str, Any] = {

@@ -92,10 +92,21 @@ def entry(name: str, seconds: list[float], measure: Measure = "train", length: i
 def test_as_many_streams_as_asked_for_are_read_and_continued(options: Callable[..., BenchConfig]) -> None:
     config = options(measure=("prefill", "decode", "train"), decode_batch=3)
     run_benchmark(config)
-    entries = saved(config)["entries"]
-    batches = {entry["measure"]: entry["batch"] for entry in entries}
-    assert (batches["prefill"], batches["decode"]) == (3, 3)
-    assert batches["train"] != 3
+    entries = [entry for entry in saved(config)["entries"] if entry["subject"] == "flash-tiny"]
+    found = {(entry["measure"], entry["length"]): (entry["batch"], entry["tokens"]) for entry in entries}
+    assert found == {
+        **{("prefill", length): (3, 3 * length) for length in (8, 16)},
+        **{("decode", position): (3, 3) for position in (8, 20)},
+        **{("train", length): (32 // length, 32) for length in (8, 16)},
+    }
+    alone = options(measure=("decode",), out=config.out.with_name("alone"))  # type: ignore[union-attr]
+    run_benchmark(alone)
+    of_one, of_three = (
+        {(entry["subject"], entry["length"]): entry["state_bytes"] for entry in found if entry["measure"] == "decode"}
+        for found in (saved(alone)["entries"], saved(config)["entries"])
+    )
+    assert of_one == of_three  # what a stream takes, however many there are
+    assert all(of_one.values())
 
 
 def test_subjects_take_turns_until_they_fail() -> None:
@@ -410,6 +421,7 @@ def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
         ({"presets": "flash-tiny"}, "^presets is 'flash-tiny', but must be a list, each item of which is a text"),
         ({"context_lengths": 512}, "^context_lengths is 512, but must be a list"),
         ({"tokens_per_batch": 0}, "^tokens_per_batch is 0"),
+        ({"decode_batch": 0}, "^decode_batch is 0, but must be at least 1"),
         ({"rounds": 0}, "^rounds is 0"),
         ({"threads": 0}, "^threads is 0"),
         ({"warmup": -1}, "^warmup is -1"),

@@ -2,8 +2,8 @@
 
 import io
 import json
-import os
 import re
+import select
 import signal
 import subprocess
 from collections.abc import Callable
@@ -150,10 +150,12 @@ def test_text_appears_as_it_is_produced(folder: Path, start: Start) -> None:
     for seed in range(10):  # a text may end its document before it can be interrupted, which is no fault
         process = start("generate", str(folder / "run"), "--max-tokens", "1000000", "--seed", str(seed))
         assert process.stdout is not None
-        os.set_blocking(process.stdout.fileno(), True)
-        assert os.read(process.stdout.fileno(), 1)  # long before the millionth token
-        process.send_signal(signal.SIGINT)
-        _, shown = process.communicate(timeout=60)
+        try:
+            assert select.select([process.stdout], [], [], 120)[0]  # long before the millionth token
+            process.send_signal(signal.SIGINT)
+            _, shown = process.communicate(timeout=60)
+        finally:
+            process.kill()
         if process.returncode != 0:
             break
     assert process.returncode == 130

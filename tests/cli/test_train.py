@@ -168,8 +168,10 @@ def test_killed_at_any_moment_a_run_can_be_loaded_and_resumed(tmp_path: Path, op
     arguments = ["train", *options, "--out", str(run), "--steps", "100000", "--eval-every", "1"]
 
     def wait_for_a_checkpoint(process: Any, before: list[Path]) -> None:
+        deadline = time.monotonic() + 120
         while list_checkpoints(run)[-1:] == before[-1:]:
             assert process.is_running, process.output
+            assert time.monotonic() < deadline, process.output
             time.sleep(0.01)
 
     for kill in range(3):

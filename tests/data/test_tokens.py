@@ -1,9 +1,9 @@
 import json
 import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -272,27 +272,41 @@ def test_verified_files_are_not_read_again_but_copies_are(tmp_path: Path, monkey
     assert calls == ["tokens-00000.bin"]
 
 
-def test_processes_that_encode_the_same_text_do_no_harm_to_each_other(tmp_path: Path) -> None:
-    barrier = threading.Barrier(4)
-    streams: list[TokenStream] = []
+ENCODE = """
+import sys, time
+from pathlib import Path
+from lineartime.data import ByteTokenizer, LocalCorpus, load_corpus, token_stream
 
-    def documents(split: Split) -> Iterator[Iterator[str]]:
-        barrier.wait()  # all of them have found nothing
-        yield iter(["text"])
-        barrier.wait()
+folder, number = Path({folder!r}), {number}
+documents = LocalCorpus.documents
 
-    def run() -> None:
-        corpus = Blocks(["text"])
-        corpus.documents = documents  # type: ignore[method-assign]
-        streams.append(encode(corpus, tmp_path))
+def meet(place):
+    (folder / f"{{place}}-{{number}}").touch()
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob(f"{{place}}-*"))) < 3:
+        assert time.monotonic() < deadline, "the others did not come"
+        time.sleep(0.005)
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [BYTES.decode(stream.tokens[:].tolist()) for stream in streams] == ["text"] * 4
-    assert len(list(tmp_path.iterdir())) == 1
+def documents_of_all_at_once(self, split):
+    meet("found nothing")
+    yield from documents(self, split)
+    meet("read it")
+
+LocalCorpus.documents = documents_of_all_at_once
+stream = token_stream(load_corpus(folder / "text.txt"), "train", ByteTokenizer(), folder / "cache")
+print(stream.digest, ByteTokenizer().decode(stream.tokens[:].tolist()))
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_encode_the_same_text_do_no_harm_to_each_other(tmp_path: Path, fork: Callable[[str], Any]) -> None:
+    (tmp_path / "text.txt").write_text("text " * 100)
+    processes = [fork(ENCODE.format(folder=str(tmp_path), number=number)) for number in range(3)]
+    assert [process.wait(60) for process in processes] == [0, 0, 0], [process.output for process in processes]
+    [shown] = {process.output for process in processes}
+    stream = token_stream(load_corpus(tmp_path / "text.txt"), "train", BYTES, tmp_path / "cache")
+    assert shown == f"{stream.digest} {BYTES.decode(stream.tokens[:].tolist())}\n"
+    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_the_three_splits_of_a_file_are_the_file(tmp_path: Path) -> None:

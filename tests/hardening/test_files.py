@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import UnionType
@@ -373,9 +374,15 @@ def test_a_file_that_is_too_large_is_not_parsed(tmp_path: Path, monkeypatch: pyt
 
 def test_a_pipe_in_place_of_a_file_does_not_wait(tmp_path: Path) -> None:
     for name, read in (("run.json", read_record), ("metrics.jsonl", read_damaged_metrics)):
-        os.mkfifo(tmp_path / name)
-        with pytest.raises((LineartimeError, OSError), match="pipe or a device"):
-            read(tmp_path)
+        pipe = tmp_path / name
+        os.mkfifo(pipe)
+        end = threading.Timer(20, lambda pipe=pipe: os.close(os.open(pipe, os.O_RDWR)))  # whoever waits for it reads nothing
+        end.start()
+        try:
+            with pytest.raises((LineartimeError, OSError), match="pipe or a device"):
+                read(tmp_path)
+        finally:
+            end.cancel()
 
 
 @pytest.mark.parametrize(

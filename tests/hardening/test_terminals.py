@@ -4,10 +4,13 @@ import errno
 import io
 import os
 import pty
+import select
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +126,15 @@ def in_terminal(arguments: list[str], columns: int) -> tuple[int, str]:
     command = [sys.executable, "-m", "lineartime", *arguments]
     with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True) as process:
         os.close(its)
-        shown = b""
+        shown, deadline = b"", time.monotonic() + 120
         try:
-            while block := os.read(own, 1 << 16):
-                shown += block
-        except OSError:  # the terminal is closed at its other end
-            pass
-        os.close(own)
-        return process.wait(timeout=60), shown.decode(errors="replace")
+            with suppress(OSError):  # the terminal is closed at its other end
+                while select.select([own], [], [], deadline - time.monotonic())[0] and (block := os.read(own, 1 << 16)):
+                    shown += block
+            return process.wait(timeout=60), shown.decode(errors="replace")
+        finally:
+            os.close(own)
+            process.kill()
 
 
 @pytest.mark.slow
@@ -159,7 +163,7 @@ def test_output_that_cannot_be_written_is_a_sentence_and_characters_are_no_error
     def run(redirected: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         script = f"{sys.executable} -m lineartime --version {redirected}"
         settings = {**os.environ, **environment}
-        return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, env=settings)
+        return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, env=settings, timeout=100)
 
     full = run("> /dev/full")
     assert full.returncode == 1

@@ -29,9 +29,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     LineartimeForCausalLM(config).save_pretrained(folder)
     fast_tokenizer(ByteTokenizer()).save_pretrained(folder)
     command = [sys.executable, "-m", "lineartime.hf", "serve", str(folder), "--port", "0", "--device", "cpu"]
-    output, environment = place / "log.txt", {**os.environ, "HF_HUB_OFFLINE": "1"}
+    output = place / "log.txt"
     with output.open("w") as log, subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
     ) as process:  # fmt: skip
         try:
             yield _address(process, output), folder
@@ -76,7 +76,7 @@ def test_a_chat_is_continued_at_the_assistants_turn(server: tuple[str, Path]) ->
     assert answer.choices[0].message.content == tokenizer.decode(drawn, skip_special_tokens=True)
 
     command = [sys.executable, "-m", "lineartime.hf", "chat", str(folder), f"{address}/v1", "max_new_tokens=12"]
-    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}  # see tests/conftest.py
     chat = subprocess.run(
         [*command, "do_sample=False"], input=b"hello\nN\n!exit\n", env=environment, cwd=folder, capture_output=True, timeout=300
     )

@@ -39,10 +39,16 @@ def test_one_of_several_processes_may_get_any_number_of_interrupts_before_it_has
         assert stop.requested
 
 
-def test_the_end_of_its_time_asks_a_run_to_stop() -> None:
-    with interrupts(alone=True, seconds=0.05) as stop:
+def test_the_end_of_its_time_asks_a_run_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with interrupts(alone=True, seconds=60) as stop:
+        now += 59.9
         assert not stop.requested
-        time.sleep(0.06)
+        now += 0.2
         assert stop.requested
+        assert stop.is_late
+        assert not stop.signalled
     with interrupts(alone=True) as stop:
+        now += 1e9
         assert not stop.requested

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -29,13 +30,20 @@ def test_torchrun_itself_can_be_asked_to_stop(text: Path, tmp_path: Path) -> Non
     endless = ["--steps", "100000", "--eval-every", "50000"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lineartime"]
     with subprocess.Popen([*command, "train", *OPTIONS, *where, *endless], stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not (run / "metrics.jsonl").exists() or '"loss"' not in (run / "metrics.jsonl").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        assert process.stderr is not None
-        shown = process.stderr.read()
+        try:
+            deadline = time.monotonic() + 120
+            while not (run / "metrics.jsonl").exists() or '"loss"' not in (run / "metrics.jsonl").read_text():
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            _, shown = process.communicate(timeout=120)
+        finally:  # torchrun ends its processes when it is asked to stop, but not when it is killed
+            process.terminate()
+            end = threading.Timer(60, process.kill)
+            end.start()
+            process.wait()
+            end.cancel()
     assert "resume by: torchrun --nproc-per-node 2 -m lineartime train --resume --out" in shown
     assert last_checkpoint(run).name > "step-00000000"
 
