@@ -458,6 +458,23 @@ def test_wrong_options_are_named(values: dict[str, Any], message: str, options: 
     assert not config.out.exists()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dtypes": ("fp32", "bf16")}, "^dtypes has bf16, which this GPU does not support: leave it out"),
+        ({"modes": ("eager", "compiled")}, r"^modes has compiled, but there is no C\+\+ compiler here: install g\+\+, or"),
+    ],
+)
+def test_what_this_machine_lacks_is_named(
+    values: dict[str, Any], message: str, options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lineartime.bench.plan.supports_bf16", lambda device: False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert make_plan(options()).cells  # which needs neither
+    with pytest.raises(ArgumentError, match=message):
+        make_plan(options(**values))
+
+
 def test_an_override_can_be_for_one_preset_alone(options: Callable[..., BenchConfig]) -> None:
     config = options(
         presets=("flash-tiny", "transformer++-tiny"),

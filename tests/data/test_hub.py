@@ -297,6 +297,18 @@ def test_a_column_that_a_data_set_lacks_is_named_with_those_it_has(stories: Path
         read(load_corpus("hub:org/chat"), "all")
 
 
+def test_a_data_set_whose_splits_are_for_something_else_is_named_with_them(stories: Path) -> None:
+    files = [{"split": split, "path": f"{split}-*"} for split in ("good", "bad")]
+    for split in ("good", "bad"):
+        write(stories / f"org/reviews/{split}-0.parquet", [{"text": split}])
+    (stories / "org/reviews/README.md").write_text(
+        f"---\n{json.dumps({'configs': [{'config_name': 'default', 'data_files': files}]})}\n---\n"
+    )
+    message = "^hub:org/reviews has the splits good, bad, none of which is for training or testing"
+    with pytest.raises(LineartimeError, match=message):
+        read(load_corpus("hub:org/reviews"), "train")
+
+
 def test_the_identity_of_a_data_set_follows_its_files_and_its_column(stories: Path) -> None:
     seen = {load_corpus("hub:org/stories", column).identity(split) for column in ("text", "body") for split in SPLITS}
     write(stories / "org/stories/data/train-00000-of-00001.parquet", [{"body": "other"}])

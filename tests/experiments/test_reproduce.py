@@ -402,6 +402,15 @@ def test_wrong_input_is_answered_with_one_sentence(options: Options, values: dic
         command.reproduce(options(**values))
 
 
+def test_without_a_compiler_no_run_that_is_to_be_compiled_is_begun(
+    options: Options, here: Do, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ArgumentError, match=r"^compile is on, but there is no C\+\+ compiler here: install g\+\+, or use off"):
+        run_all(make_plan(options(compile="on")), lambda _: None, here)
+    assert done == []
+
+
 def test_masked_models_are_measured_in_nats(options: Options, here: Do) -> None:
     plan = make_plan(options("mlm", seeds=1, systems=("flash",)))
     assert run_all(plan, ignore, here).problems == ()

@@ -169,6 +169,11 @@ def test_a_layer_that_computes_something_else_is_not_converted() -> None:
         (lambda w: w.update({"to_logits.0.bias": torch.zeros(3)}), {}, r"to_logits.0.bias has shape \[3\]"),
         (lambda w: w.update({"to_logits.0.bias": torch.zeros(D, dtype=torch.long)}), {}, "has dtype torch.int64"),
         (lambda w: w.update({"layers.1.rotary_pos_emb.freqs": torch.zeros(16)}), {}, "does not hold the standard rotary"),
+        (
+            lambda w: w.update({"layers.0.to_hidden.0.weight": torch.zeros(2 * (2 * D + 1), D)}),
+            {},
+            f"have values of width {2 * D + 1} and queries of width {S} of which 32 are rotated, but ours have a",
+        ),
         (lambda w: w.clear(), {}, "do not belong to a model or layer of FLASH-pytorch"),
         (lambda w: None, {"reduce_group_non_causal_attn": False}, "reduce_group_non_causal_attn is False"),
         (lambda w: None, {"add_residual": False}, "add_residual is False"),

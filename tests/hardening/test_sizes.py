@@ -20,8 +20,10 @@ from lineartime.cli import main
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import sha256
-from lineartime.models import memory
+from lineartime.models import language_model, memory
+from lineartime.models.config import ModelConfig
 from lineartime.models.presets import presets, resolve
+from lineartime.training import setup
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 from lineartime.training.start import check_start
@@ -55,6 +57,18 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return lineartime.save(lineartime.build("flash-tiny", **SMALL), ByteTokenizer(), tmp_path / "model")
+
+
+@pytest.fixture
+def nothing_built(run: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, no model is built but that of the run: one of these sizes would take all memory."""
+    build, known = language_model.build_model, [lineartime.load(folder).config for folder in (run, saved)]
+
+    def build_known(config: ModelConfig) -> Any:
+        return build(config) if config in known else pytest.fail(f"a model of {config} is built")
+
+    for module in (language_model, setup):
+        monkeypatch.setattr(module, "build_model", build_known)
 
 
 # Sizes ----------------------------------------------------------------------------------------------------------------
@@ -111,6 +125,7 @@ TOO_LARGE: list[tuple[str, str, str]] = [
 ]
 
 
+@pytest.mark.usefixtures("nothing_built")
 @pytest.mark.parametrize(("command", "argument", "what"), TOO_LARGE, ids=[case[0][:50] for case in TOO_LARGE])
 def test_a_size_that_no_machine_has_is_refused_at_once(
     command: str,
@@ -138,7 +153,7 @@ def test_a_size_that_no_machine_has_is_refused_at_once(
         ]
     begin = time.perf_counter()
     assert main(arguments) == 1
-    assert time.perf_counter() - begin < 5  # 2 on a machine that does nothing else
+    assert time.perf_counter() - begin < 60  # 2 on a machine that does nothing else
     shown = capsys.readouterr().err
     [error] = [line for line in shown.splitlines() if line.startswith("error: ")]
     assert argument in error
@@ -147,6 +162,7 @@ def test_a_size_that_no_machine_has_is_refused_at_once(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("nothing_built")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -161,10 +177,8 @@ def test_a_description_that_the_weights_do_not_fit_takes_no_memory(saved: Path, 
     (description["mixer"] if name == "d_qk" else description)[name] = value
     (saved / "model.json").write_text(json.dumps(description))
     (saved / "manifest.json").unlink()
-    begin = time.perf_counter()
     with pytest.raises(LineartimeError, match=r"model.json describes no model|is damaged") as caught:
         lineartime.load(saved)
-    assert time.perf_counter() - begin < 2
     assert "\n" not in str(caught.value)
 
 

@@ -1,5 +1,6 @@
 """The gated attention unit that reads another sequence."""
 
+import zlib
 from itertools import pairwise
 from typing import Any
 
@@ -16,10 +17,12 @@ from lineartime.ops.cross import cross_attention_oracle
 def make_layer(**arguments: Any) -> CrossGAU:
     """A layer of width 8 whose parameters all matter."""
     layer = CrossGAU(8, **{"d_qk": 4, **arguments}).double()
-    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        for name, parameter in layer.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            first = parameter.flatten()[0]
+            centre = first if bool((parameter == first).all()) else torch.zeros((), dtype=torch.float64)
+            parameter.copy_(centre + 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     return layer
 
 
@@ -98,8 +101,13 @@ OTHER: dict[str, Any] = {
 def test_every_argument_changes_something(name: str) -> None:
     x, source = make_inputs()
     default, other = make_layer(), make_layer(**{name: OTHER[name]})
-    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in (default, other)]
-    assert sizes[0] != sizes[1] or not torch.allclose(default(3 * x + 1, source), other(3 * x + 1, source), atol=1e-3)
+    before, found = dict(default.named_parameters()), other(3 * x + 1, source)
+    assert not torch.allclose(default(3 * x + 1, source), found, atol=1e-3)
+    found.square().sum().backward()
+    for parameter_name, parameter in other.named_parameters():
+        if parameter_name not in before or before[parameter_name].shape != parameter.shape:
+            assert parameter.grad is not None, parameter_name
+            assert parameter.grad.any(), parameter_name
 
 
 def test_every_parameter_gets_a_gradient() -> None:

@@ -66,46 +66,55 @@ class OfOthers(Tensor):
     pass
 
 
-def _with_gradients(x: Tensor, weight: Tensor) -> Tensor:
+def _with_gradients(*inputs: Tensor) -> Tensor:
     with torch.enable_grad():
-        return dense(x, weight.clone().requires_grad_())
+        inputs = tuple(x.clone().requires_grad_() for x in inputs)
+        ours, theirs = dense(*inputs), F.linear(*inputs)
+        gradients = [torch.autograd.grad(out.square().sum(), inputs) for out in (ours, theirs)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    return ours.detach()
 
 
-def _watched(x: Tensor, weight: Tensor) -> Tensor:
+def _watched(*inputs: Tensor) -> Tensor:
     with Watching():
-        return dense(x, weight)
+        return dense(*inputs)
 
 
-def _in_autocast(x: Tensor, weight: Tensor) -> Tensor:
+def _in_autocast(*inputs: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
-        return dense(x, weight)
+        return dense(*inputs)
 
 
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning", "ignore:.*jit.trace_method:DeprecationWarning"
 )
 @pytest.mark.parametrize(
-    "run",
+    ("run", "rows", "tolerance"),
     [
-        _with_gradients,
-        _watched,
-        _in_autocast,
-        lambda x, weight: torch.compile(dense, backend="eager", fullgraph=True)(x, weight),
-        lambda x, weight: torch.jit.trace(dense, (x, weight), check_trace=False)(x, weight),
-        lambda x, weight: torch.func.vmap(dense, (0, None))(x, weight),
-        lambda x, weight: dense(x, weight.mT.contiguous().mT),
-        lambda x, weight: dense(x, weight.as_subclass(OfOthers)),
-        lambda x, weight: dense(x.expand(MAX_ROWS + 1, -1), weight),
-        lambda x, weight: dense(x[:0], weight),
-        lambda x, weight: dense(x.half(), weight.half()),
+        (_with_gradients, 3, 1e-6),
+        (_watched, 3, 1e-6),
+        (_in_autocast, 3, 2e-2),
+        (lambda *inputs: torch.compile(dense, backend="eager", fullgraph=True)(*inputs), 3, 1e-6),
+        (lambda *inputs: torch.jit.trace(dense, inputs, check_trace=False)(*inputs), 3, 1e-6),
+        (lambda *inputs: torch.func.vmap(dense, (0, None, None))(*inputs), 3, 1e-6),
+        (lambda x, weight, bias: dense(x, weight.mT.contiguous().mT, bias), 3, 1e-6),
+        (lambda x, weight, bias: dense(x, weight.as_subclass(OfOthers), bias), 3, 1e-6),
+        (dense, MAX_ROWS + 1, 1e-6),
+        (dense, 0, 0.0),
+        (lambda *inputs: dense(*(x.half() for x in inputs)), 3, 3e-3),
     ],
+    ids=["gradients", "watched", "autocast", "compiled", "traced", "vmap", "transposed", "subclass", "many", "none", "half"],
 )
-def test_pytorch_computes_what_it_must_see_or_does_better(run: Callable[[Tensor, Tensor], Tensor], native: list[str]) -> None:
-    x, weight, _ = make(torch.float32, (1,), 16, 8)
+def test_pytorch_computes_what_it_must_see_or_does_better(
+    run: Callable[..., Tensor], rows: int, tolerance: float, native: list[str]
+) -> None:
+    x, weight, bias = make(torch.float32, (rows,), 16, 8)
     with torch.no_grad():
-        out = run(x, weight)
-        assert native == []
-        torch.testing.assert_close(out.float(), F.linear(x, weight).expand(out.shape), atol=0.1, rtol=0.1)
+        out, true = run(x, weight, bias), F.linear(x.double(), weight.double(), bias.double())
+    assert native == []
+    assert out.shape == true.shape == (rows, 8)
+    assert rows == 0 or (out - true).abs().max() <= tolerance * true.abs().max()
 
 
 def test_wrong_shapes_and_dtypes_are_told_by_pytorch() -> None:

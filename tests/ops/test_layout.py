@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lineartime import FLASH
-from lineartime.errors import LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.ops.chunks import Chunks, Reach, Slots, shift_chunks, sum_chunks
 from lineartime.ops.layout import Layout, LayoutPlan
 from lineartime.ops.make_layout import make_layout
@@ -121,6 +121,16 @@ def test_rotations_are_made_for_tokens_chunks_and_places(mask: Any, cu_seqlens: 
     cos = layout.rotations[0].expand(1, 6, 2)
     assert torch.equal(layout.require_chunks().join(layout.chunk_rotations[0]), cos)
     torch.testing.assert_close(cos[0, :, 0], layout.positions.flatten().double().cos())
+
+
+def test_a_layout_that_lacks_what_a_mixer_needs_says_how_to_make_it() -> None:
+    layout = make_layout((1, 6), None, device=CPU)
+    with pytest.raises(ArgumentError, match=r"^layout has no chunks: make it with a plan that has a chunk_size"):
+        layout.require_chunks()
+    with pytest.raises(ArgumentError, match=r"^layout has no open chunk: make it with step_layout of a mixer with chunks"):
+        layout.require_open_chunk()
+    mixer = FLASH(8, d_qk=4, chunk_size=3, causal=True)
+    assert mixer.step_layout(torch.tensor([4, 0])).require_open_chunk().slot.tolist() == [1, 0]
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

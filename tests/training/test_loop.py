@@ -135,7 +135,12 @@ def test_a_run_that_is_interrupted_before_its_first_evaluation_is_evaluated_and_
 
 @pytest.mark.parametrize("stop", [1, 2])
 def test_an_interrupted_step_is_saved_before_it_is_evaluated_and_another_interrupt_skips_only_that(
-    config: MakeConfig, interrupt_after: InterruptAfter, monkeypatch: pytest.MonkeyPatch, stop: int, tmp_path: Path
+    config: MakeConfig,
+    interrupt_after: InterruptAfter,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     whole = trained(config(out=tmp_path / "whole"))
     found: list[str] = []
@@ -152,6 +157,7 @@ def test_an_interrupted_step_is_saved_before_it_is_evaluated_and_another_interru
         result = train(config())
     assert (result.step, result.finished) == (stop, False)
     assert found == [f"step-0000000{stop}"]
+    assert f"Step {stop} is not evaluated." in capsys.readouterr().err
     assert validations(result.run) == []
     trained(config(resume=True))
     assert losses(result.run) == losses(whole)
