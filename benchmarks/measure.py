@@ -24,7 +24,7 @@ RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "resu
 
 def save(name: str, rows: list[dict[str, Any]], table: str) -> None:
     """Write the raw results with their machine, command, date and commit, and the table for the documents."""
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     results = {"machine": describe_machine(torch.device("cpu")), **origin(), "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
     (RESULTS / f"{name}.md").write_text(table)

@@ -145,7 +145,9 @@ def crossover() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, "import", []], help="what to measure; everything by default")
-    for name in parser.parse_args().parts or [*PARTS, "import"]:
+    parts = parser.parse_args().parts or [*PARTS, "import"]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for name in parts:
         if name == "import":
             measure_import()
             continue

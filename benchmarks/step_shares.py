@@ -1,4 +1,4 @@
-"""The shares of time in training steps of FLASH and its peers: `python benchmarks/step_shares.py` (three minutes on 2 cores).
+"""The shares of time in training steps of FLASH and its peers: `python benchmarks/step_shares.py` (five minutes on 2 cores).
 
 The models are those of speed.py, in the precision that training takes on this machine, not compiled. Matrix products and fused
 attention are timed by PyTorch's profiler, C++ functions by a clock around each call. Each is a share of the same step, and the
@@ -96,7 +96,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    plan = make_plan(dataclasses.replace(PARTS["train"], modes=("eager",), device="cpu"))
+    plan = make_plan(dataclasses.replace(PARTS["train"], modes=("eager",)))
     dtype = plan.cells[0][0].dtype
     with freed_memory_kept():
         before = peak_flops(CPU, dtype)
