@@ -24,6 +24,7 @@ from lineartime.baselines.chunked_heads import ChunkedHeadOptions, ChunkedHeads
 from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.layers.dense import Dense, factory, is_untouched
 from lineartime.layers.multi_head import merge_heads, split_heads
+from lineartime.layers.norms import LayerNorm
 from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.layout import Layout
 from lineartime.ops.make_layout import cut_chunks
@@ -191,7 +192,7 @@ class Combiner(ChunkedHeads[CombinerState]):
     def __init__(self, d_model: int, **options: Unpack[ChunkedHeadOptions]) -> None:
         super().__init__(d_model, **options)
         self.summary_of_heads = Dense(d_model, d_model, **factory(options))
-        self.summary_norm = nn.LayerNorm(d_model, **factory(options))
+        self.summary_norm = LayerNorm(d_model, **factory(options))
         self.summary_to_key = Dense(d_model, d_model, **factory(options))
 
     def project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,7 +215,7 @@ class Combiner(ChunkedHeads[CombinerState]):
     def key_summary(self, o: Tensor, x: Tensor, positions: Tensor) -> Tensor:
         """The keys of summaries: see `KeySummary`."""
         mixed = x + _linear(self.summary_of_heads, o)
-        normed = self.summary_norm(mixed.to(self.summary_norm.weight.dtype)).to(o.dtype)
+        normed = self.summary_norm(mixed).to(o.dtype)
         k_sum = _linear(self.summary_to_key, normed).unflatten(-1, (self.n_heads, -1))
         return rope(k_sum, positions[..., None]) if self.rope else k_sum
 

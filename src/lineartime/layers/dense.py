@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 
 from lineartime.layers.checks import has_hooks
 from lineartime.ops.dense import dense
+from lineartime.ops.precision import look_up
 
 
 class FactoryOptions(TypedDict, total=False):
@@ -49,6 +50,10 @@ class Dense(nn.Linear):
 
 class Embedding(nn.Embedding):
     """A table of vectors that are drawn from N(0, 0.02)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Ids, int [...] -> [..., d]."""
+        return look_up(self.weight, input)
 
     def reset_parameters(self) -> None:
         """Initialise the vectors."""

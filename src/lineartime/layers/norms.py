@@ -21,9 +21,13 @@ class LayerNorm(nn.LayerNorm):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d], in the dtype of x."""
-        weight, bias = (None if part is None else part.to(x.dtype) for part in (self.weight, self.bias))
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        """[..., d] -> [..., d], in the dtype of x; on a CPU computed in float32 or better.
+
+        PyTorch's kernel for a CPU sums the gradients of weight and bias over all tokens in the dtype of its input.
+        """
+        wide = x.to(acc_dtype(x)) if x.device.type == "cpu" else x
+        weight, bias = (None if part is None else part.to(wide.dtype) for part in (self.weight, self.bias))
+        return F.layer_norm(wide, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
 class ScaleNorm(nn.Module):

@@ -23,6 +23,7 @@ from lineartime.ops.positions import (
     sinusoid,
     table_bias,
 )
+from lineartime.ops.precision import look_up
 
 BiasForm = Literal["auto", "buckets"]
 BIAS_FORMS: tuple[str, ...] = get_args(BiasForm)
@@ -181,4 +182,4 @@ class LearnedPositions(nn.Module):
         elif not torch.compiler.is_exporting():  # ONNX has no assertions
             beyond = f"is {len(self.table)}, the number of learned positions, but the sequence is longer."
             require(positions < len(self.table), "max_positions", beyond)
-        return self.table[positions]
+        return look_up(self.table, positions)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.ops.checks import is_readable
 from lineartime.ops.operator import register_operator
-from lineartime.ops.precision import acc_dtype, has_float64, without_autocast
+from lineartime.ops.precision import acc_dtype, has_float64, look_up, without_autocast
 from lineartime.ops.tracing import is_traced
 
 _DIGITS, _BASE = 3, 1024
@@ -139,7 +139,7 @@ def table_bias(table: Tensor, query_positions: Tensor, key_positions: Tensor) ->
     offsets = key_positions[None, :] - query_positions[:, None]
     if is_readable(offsets) and not is_traced() and (farthest := int(offsets.abs().max())) > centre:
         raise ArgumentError("table", f"has values for offsets up to {centre}, but there is one of {farthest}: make it longer.")
-    return table[offsets + centre]
+    return look_up(table, offsets + centre)
 
 
 def by_distance(values: Tensor, n_queries: int, n_keys: int) -> Tensor:
@@ -175,9 +175,9 @@ def distance_buckets(offsets: Tensor, causal: bool) -> Tensor:
 def bucket_bias(values: Tensor, query_positions: Tensor, key_positions: Tensor, causal: bool) -> Tensor:
     """Relative bias [Q, K] of any length from one value for each bucket of distances, [N_BUCKETS]."""
     offsets = torch.arange(-FARTHEST_BUCKET, FARTHEST_BUCKET + 1, device=values.device)
-    table = values[distance_buckets(offsets, causal)]
+    table = look_up(values, distance_buckets(offsets, causal))
     wanted = key_positions[None, :] - query_positions[:, None]
-    return table[wanted.clamp(-FARTHEST_BUCKET, FARTHEST_BUCKET) + FARTHEST_BUCKET]
+    return look_up(table, wanted.clamp(-FARTHEST_BUCKET, FARTHEST_BUCKET) + FARTHEST_BUCKET)
 
 
 def bucket_values(values: Tensor, offsets: Tensor, causal: bool) -> Tensor:

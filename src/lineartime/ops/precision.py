@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -30,6 +31,17 @@ def common_dtype(*tensors: Tensor) -> torch.dtype:
 def acc_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which sums of such numbers are accumulated: float32, or float64 for float64."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def look_up(table: Tensor, places: Tensor) -> Tensor:
+    """Rows of a table [N] or [N, d] at int places [...] -> [...] or [..., d], whose gradients are summed in float32 or better.
+
+    PyTorch's kernels for a CPU sum them in the dtype of the table: in bfloat16, the gradient of a row stops growing after 256
+    equal parts.
+    """
+    summed = table.device.type == "cpu" and table.requires_grad and torch.is_grad_enabled()
+    wide = table.to(acc_dtype(table)) if summed else table
+    return (F.embedding(places, wide) if wide.dim() == 2 else wide[places]).to(table.dtype)
 
 
 def output_dtype(values: Tensor, compute: torch.dtype) -> torch.dtype:
