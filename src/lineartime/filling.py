@@ -57,6 +57,7 @@ def fill_mask(model: MaskedLM, tokenizer: Tokenizer, text: str, top: int = 5) ->
         raise ArgumentError("text", f"has {len(ids):,} tokens, but this model reads at most {longest:,}: shorten it.")
     places = [place for place, token in enumerate(ids) if token == tokenizer.mask]
     device = next(model.parameters()).device
+    torch.clear_autocast_cache()  # an autocast of the caller keeps copies of weights that training has changed since
     with torch.no_grad():
         hidden = model.backbone(torch.tensor([ids], device=device))[0, places]
         logits = model.logits(hidden).float()  # [M, V]

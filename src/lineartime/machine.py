@@ -4,7 +4,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Literal, NamedTuple, cast, get_args
 
@@ -118,9 +118,18 @@ def supports_bf16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def autocast(device: torch.device, bf16: bool) -> AbstractContextManager[None]:
-    """A context in which a model computes matrix products in bf16 or, without `bf16`, in the precision of its weights."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
+@contextmanager
+def autocast(device: torch.device, bf16: bool) -> Iterator[None]:
+    """A context in which a model computes matrix products in bf16 or, without `bf16`, in the precision of its weights.
+
+    Autocast keeps its copies of weights until the outermost context ends, which may be the caller's, many steps later.
+    """
+    torch.clear_autocast_cache()
+    try:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+            yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 def memory_bytes(device: torch.device) -> int | None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lineartime
 from lineartime import generation
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.generation import Sampling, TextBatch, decoding, generate, generate_batch, prompts
+from lineartime.generation import Sampling, TextBatch, decoding, generate, generate_batch, prompts, read_prompt
 from lineartime.generation import sampling as sampling_module
 from lineartime.generation.sampling import draw, pick
 from lineartime.layers.streams import tensors_of
@@ -457,3 +457,15 @@ def test_logits_that_are_not_finite_are_an_error_and_not_a_text(model: CausalLM,
         model.backbone.embedding.weight.fill_(torch.nan)
     with pytest.raises(LineartimeError, match="The logits of the model are not finite"):
         list(generate(model, [1, 2], 3, Sampling(temperature=temperature)))
+
+
+@pytest.mark.parametrize("model", ["flash-tiny", "transformer++-tiny"], indirect=True)
+def test_changed_weights_are_read_anew_in_an_autocast_of_the_caller(model: CausalLM) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        before = read_prompt(model, [1, 2, 3]).logits
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-2)
+        after = read_prompt(model, [1, 2, 3]).logits
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert after.tolist() == read_prompt(model, [1, 2, 3]).logits.tolist() != before.tolist()

@@ -388,6 +388,21 @@ def test_bf16_trains_and_keeps_weights_in_fp32(config: MakeConfig) -> None:
     assert losses(run)[-1][1] < losses(run)[0][1]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_autocast_of_the_caller_leaves_a_run_as_it_is(
+    config: MakeConfig, precision: Any, enabled: bool, tmp_path: Path
+) -> None:
+    options = {"preset": "transformer++-tiny", "override": ("d_model=16", "n_blocks=1", "n_heads=2"), "optimizer": "muon"}
+    alone = trained(config(precision=precision, out=tmp_path / "alone", **options))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        inside = trained(config(precision=precision, out=tmp_path / "inside", **options))
+        evaluated = lineartime.evaluate(inside, max_tokens=100)  # the saved weights, not copies of earlier ones
+    assert losses(inside) == losses(alone)
+    assert validations(inside) == validations(alone)
+    assert evaluated == lineartime.evaluate(inside, max_tokens=100)
+
+
 def test_what_auto_came_to_is_kept_for_the_resumed_run(config: MakeConfig) -> None:
     run = trained(config(precision="auto", steps=1))
     saved = saved_config(last_checkpoint(run))

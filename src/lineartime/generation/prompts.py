@@ -108,6 +108,7 @@ def check_prompt_state(model: CausalLM, state: object) -> None:
 
 def read(model: CausalLM, ids: Sequence[int], state: PromptState | None = None) -> PromptState:
     """`read_prompt` of checked ids; without ids, the state as it is."""
+    torch.clear_autocast_cache()  # an autocast of the caller keeps copies of weights that training has changed since
     if not ids:
         assert state is not None
         return state

@@ -16,7 +16,7 @@ from lineartime.data import Batch, merge_states
 from lineartime.errors import Argument, ArgumentError, DivergedError, LineartimeError, MessagePart, did_you_mean, spell
 from lineartime.fields import decode
 from lineartime.files import removed_on_failure
-from lineartime.machine import choose_device, using_threads
+from lineartime.machine import autocast, choose_device, using_threads
 from lineartime.runs.record import RunRecord
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
 from lineartime.runs.trackers import check_trackers
@@ -93,7 +93,9 @@ def train_completed(config: TrainConfig, defaults: TrainConfig) -> TrainingResul
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
     record = RunRecord(config.run_directory)
     kept = torch.random.fork_rng([device] if device.type == "cuda" else [])  # a step seeds the generators of the caller
-    with record.errors(), kept, using_threads(config.threads), together as world, locked_run(config, world):
+    own_precision = autocast(device, bf16=False)  # an autocast of the caller would change backward passes and optimisers
+    threads = using_threads(config.threads)
+    with record.errors(), kept, threads, own_precision, together as world, locked_run(config, world):
         # The trainer gets no name: it must be freed before the processes disconnect, which could deadlock (`join_world`).
         if read_environment().restart_count > 0:  # torchrun has replaced a lost process: resume if there is a checkpoint
             exists = bool(checkpoints.list_checkpoints(config.run_directory))
