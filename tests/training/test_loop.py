@@ -76,6 +76,16 @@ def test_a_masked_model_learns(config: MakeConfig) -> None:
     assert "validation_bits_per_byte" not in metrics(run)[-1]
 
 
+def test_a_step_without_masked_tokens_has_no_loss(config: MakeConfig) -> None:
+    run = trained(
+        config(task="mlm", context_length=8, batch_size=1, steps=20, learning_rate=1e-5, override=("d_model=16", "n_blocks=1"))
+    )
+    known = dict(losses(run))
+    assert 0 < len(known) < 20  # 0.85^8 = 27 % of the steps have none
+    assert min(known.values()) > 5  # of ln 258 = 5.55, as nothing is learned
+    assert {line["step"] for line in metrics(run) if "gradient_norm" in line} == set(range(1, 21))
+
+
 def test_a_prefix_model_trains_on_random_prefixes_and_is_measured_on_half_windows(
     config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

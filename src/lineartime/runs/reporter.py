@@ -26,7 +26,7 @@ class StepMetrics:
     """The numbers of one optimiser step.
 
     Attributes:
-        loss: the loss in nats per token; the loss and the norm may be infinite or NaN.
+        loss: the loss in nats per token, NaN for a step without targets; the loss and the norm may be infinite or NaN.
         learning_rates: the learning rates of this step, by their names in metrics.jsonl.
         gradient_norm: the norm of the gradient before clipping.
         tokens: the number of tokens in this step, over all processes.

@@ -256,7 +256,8 @@ class Trainer:
         )
         if failed:
             self.writer.finish()  # raises the error
-        loss, norm = loss_sum / gradient.targets, norm_sum / self.world.size
+        loss = loss_sum / gradient.targets if gradient.targets else math.nan  # a masked model may have nothing to predict
+        norm = norm_sum / self.world.size
         rates = self.optimizer.set_learning_rate(learning_rate(self.step, self.config))
         self.step += 1
         self._validation_loss = None

@@ -55,7 +55,7 @@ def count_targets(batches: Sequence[Batch], failure: Exception | None, world: Wo
         with world.raise_on_all_ranks():
             if failure is not None:
                 raise failure
-    return Targets(own, max(1.0, total))
+    return Targets(own, total)
 
 
 def compute_gradient(
@@ -75,7 +75,7 @@ def compute_gradient(
     norms: list[Tensor] = []
     size = len(batches) // parallel.groups
     for start in range(0, len(batches), size):
-        weight = parallel.loss_weight(sum(targets.own[start : start + size]), targets.total)
+        weight = parallel.loss_weight(sum(targets.own[start : start + size]), max(1.0, targets.total))
         for index in range(start, start + size):
             with parallel.accumulate(last=index == len(batches) - 1):
                 with autocast(device, config.precision == "bf16"):
