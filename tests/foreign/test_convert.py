@@ -94,6 +94,10 @@ def test_flash_pytorch_goes_both_ways_on_the_command_line(
     ("extra", "message"),
     [
         (["--flash-pytorch", "causal"], "--flash-pytorch contains 'causal', which is not NAME=VALUE"),
+        (
+            ["--flash-pytorch", "norm_type=layernorm"],
+            "'norm_type=layernorm', but norm_type is known from the weights: leave it out",
+        ),
         (["--flash-pytorch", "casual=true"], "casual is not an option of FLASH-pytorch (did you mean causal?)"),
         (["--checkpoint", "best"], "--checkpoint is given, but converting"),
         (["--tokenizer", "none.json"], "Cannot read none.json"),
@@ -107,6 +111,15 @@ def test_a_mistake_on_the_command_line_is_one_sentence(
     assert main(["convert", str(file), str(tmp_path / "ours"), *extra]) == 1
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("prefix", ["net.", "model.", "model.net."])  # AutoregressiveWrapper, LightningModule, both
+def test_a_model_inside_a_wrapper_of_its_users_is_read(prefix: str, tmp_path: Path, theirs: Callable[..., Any]) -> None:
+    other = theirs("FLASHTransformer", dim=16, num_tokens=256, depth=1, group_size=8, norm_type="layernorm")
+    torch.save({"state_dict": {prefix + name: tensor for name, tensor in other.state_dict().items()}}, tmp_path / "w.ckpt")
+    convert(tmp_path / "w.ckpt", tmp_path / "ours", tokenizer=ByteTokenizer(), flash_pytorch={"group_size": 8})
+    ids = torch.randint(256, (2, 19))
+    torch.testing.assert_close(lineartime.load(tmp_path / "ours")(ids)[..., :256], other(ids), atol=1e-4, rtol=1e-5)
 
 
 def test_a_tokenizer_of_another_model_is_named(tmp_path: Path, theirs: Callable[..., Any]) -> None:

@@ -114,7 +114,11 @@ def _ours(folder: Path) -> str:
 
 def _read(item: str) -> tuple[str, Any]:
     """Parse NAME=VALUE, where the value is an integer, true or false."""
+    from lineartime.foreign.flash_pytorch import IN_WEIGHTS
+
     name, _, text = item.partition("=")
+    if name in IN_WEIGHTS:
+        raise ArgumentError("flash_pytorch", f"contains {item!r}, but {name} is known from the weights: leave it out.")
     words = {"true": True, "false": False}
     if text.lower() in words:
         return name, words[text.lower()]

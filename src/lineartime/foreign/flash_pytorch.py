@@ -31,13 +31,23 @@ ROTATED = 32
 """The maximum number of features that FLASHTransformer rotates."""
 NORM_EPS: dict[Norm, float] = {"scalenorm": 1e-10, "layernorm": 1e-5}
 """The epsilon of our norm that corresponds to theirs."""
+IN_WEIGHTS = ("dim", "num_tokens", "depth", "query_key_dim", "expansion_factor", "norm_type", "attn_dropout")
+"""The arguments of FLASHTransformer that its weights determine, or that do not change what it computes."""
 MAPS = [0, 2, 1, 3]
 """The indices of its quadratic queries, linear queries, quadratic keys and linear keys among ours."""
 
 
 def is_model(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these are the weights of a FLASHTransformer."""
-    return "token_emb.weight" in weights and "abs_pos_emb.scale" in weights
+    """Whether these are the weights of a FLASHTransformer, also as a part of another module."""
+    return {"token_emb.weight", "abs_pos_emb.scale"} <= _unwrapped(weights).keys()
+
+
+def _unwrapped(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The weights of a FLASHTransformer that is the only part of a module, such as an AutoregressiveWrapper."""
+    prefix = next((name.removesuffix("token_emb.weight") for name in weights if name.endswith(".token_emb.weight")), "")
+    if not all(name.startswith(prefix) for name in weights):
+        return weights
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
 
 
 def from_flash_pytorch(
@@ -54,7 +64,8 @@ def from_flash_pytorch(
     """Build the model or layer of a FLASH-pytorch state dict, in evaluation mode.
 
     Args:
-        weights: the state dict of a FLASHTransformer, a FLASH or a GAU.
+        weights: the state dict of a FLASHTransformer, also inside an AutoregressiveWrapper or a LightningModule, of a FLASH or
+            a GAU.
         causal, group_size, shift_tokens, laplace_attn_fn, reduce_group_non_causal_attn, add_residual: the arguments it was
             built with, by default those of FLASH-pytorch; the weights do not contain them. shift_tokens is True by default
             for a FLASHTransformer.
@@ -65,6 +76,7 @@ def from_flash_pytorch(
         ArgumentError: for arguments that our layers cannot reproduce.
         LineartimeError: for weights of any other model or layer.
     """
+    weights = _unwrapped(weights) if isinstance(weights, Mapping) else weights
     state = StateDict(weights, PACKAGE)
     switches = {"causal": causal, "laplace_attn_fn": laplace_attn_fn, "add_residual": add_residual}
     switches["reduce_group_non_causal_attn"] = reduce_group_non_causal_attn
