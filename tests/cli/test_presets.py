@@ -35,9 +35,10 @@ def test_presets_prints_json_for_other_programs(capsys: pytest.CaptureFixture[st
     fails(["presets", "flash-tiny", "--verify", "--json"], "--verify shows a table, and cannot be combined with --json")
 
 
-def test_presets_are_all_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_are_all_listed_with_what_they_are(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["presets", "tiny", "--context-length", "64"]) == 0
-    shown = capsys.readouterr().out
+    shown, progress = capfd.readouterr()
+    assert not progress  # of which there is none to show without a terminal
     for name in lineartime.presets("mlm"):
         assert not name.endswith("-tiny") or re.search(rf"^ *{re.escape(name)} ", shown, re.MULTILINE), name
     assert "Combiner, rowmajor-axial" in shown

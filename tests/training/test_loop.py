@@ -527,6 +527,9 @@ def test_a_run_keeps_its_precision_on_another_machine_and_says_so(
     train(out=run, resume=True, precision="fp32")
     assert "Computing in fp32, and no longer in bf16." in capsys.readouterr().err
     assert saved_config(last_checkpoint(run)).precision == "fp32"
+    trained(config(precision="bf16", steps=1, out=run.with_name("new")))
+    slower = "fp32 would be faster here, because the processor has no units for bf16"
+    assert f"Computing in bf16 as asked; {slower}." in capsys.readouterr().err
 
 
 def test_a_run_whose_record_leaves_the_precision_open_resumes(

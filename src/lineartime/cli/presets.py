@@ -92,8 +92,8 @@ def _print_costs(names: Sequence[str], context_length: int) -> None:
     if console.width >= 120:  # a narrower column would hold one word per line
         columns.append(Column("what it is"))
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    entries = _entries(names, context_length)
-    for entry in track(entries, "counting", len(names), console=Console(file=SCREEN), transient=True):
+    entries, screen = _entries(names, context_length), Console(file=SCREEN)
+    for entry in track(entries, "counting", len(names), console=screen, transient=True, disable=not screen.is_terminal):
         row = [
             entry.name,
             f"{entry.parameters / 1e6:.1f} M",
@@ -119,8 +119,8 @@ def _verify(names: Sequence[str]) -> None:
     if not names:
         raise LineartimeError("The paper states the size of none of these presets: leave the names out to see those it states.")
     table = Table("preset", Column("parameters", justify="right"), Column("paper", justify="right"), "agrees")
-    different = []
-    for name in track(names, "building", console=Console(file=SCREEN), transient=True):
+    different, screen = [], Console(file=SCREEN)
+    for name in track(names, "building", console=screen, transient=True, disable=not screen.is_terminal):
         parameters = count_parameters(presets("clm")[name])
         agrees = round(parameters / 1e6) == PAPER_MILLIONS[name]
         different += [] if agrees else [name]

@@ -160,7 +160,7 @@ class Trainer:
             if start is not None:
                 self._restore(start)
         if start is None:
-            notes = [*notes, *world.share(lambda: start_notes(config, setup.tokenizer, self.model.config))]
+            notes = [*notes, *world.share(lambda: start_notes(config, setup.tokenizer, self.model.config, setup.device))]
         self.notes = [*notes, *self.text.splits, setup.summary(world), self.optimizer.summary(config)]
         if start is not None:
             with world.raise_on_all_ranks():

@@ -10,6 +10,7 @@ from lineartime.data import Tokenizer, fingerprint, read_tokenizer, ready_tokeni
 from lineartime.data.train_tokenizer import names_folder
 from lineartime.errors import Argument, ArgumentError, LineartimeError, spell
 from lineartime.layers.contract import NO_FUTURE, BrokenPromiseError, check_mixer
+from lineartime.machine import faster_precision
 from lineartime.models.block import Block
 from lineartime.models.config import ModelConfig
 from lineartime.models.memory import model_tensors
@@ -59,7 +60,7 @@ def check_tokenizer(config: TrainConfig, tokenizer: Tokenizer, start: Path) -> N
         raise _unfit("tokenizer", f"is {config.tokenizer or 'bytes'}", "has learnt the tokens of another one")
 
 
-def start_notes(config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig) -> list[str]:
+def start_notes(config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig, device: torch.device) -> list[str]:
     """Sentences about what the user of a new run might not expect, for instance a tokenizer that is smaller than its name says.
 
     Raises:
@@ -75,6 +76,9 @@ def start_notes(config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig) -
         if before is not None and before != config.context_length:
             now = f"{spell(Argument('context_length'))} is {config.context_length:,}"
             notes.append(f"The weights were trained on {before:,} tokens at a time; now, {now}.")
+    faster, reason = faster_precision(device)
+    if (config.precision, faster) == ("bf16", "fp32"):
+        notes.append(f"Computing in bf16 as asked; fp32 would be faster here, because {reason}.")
     return notes
 
 

@@ -1,4 +1,4 @@
-"""Repairs of Triton's interpreter, which runs kernels as Python on the CPU: repaired, it computes what a GPU does.
+"""Repairs of Triton's interpreter, which runs kernels as Python on the CPU, for what our kernels do.
 
 Unrepaired, it differs in these ways:
 
@@ -22,7 +22,11 @@ from triton.runtime import interpreter, jit
 
 @cache
 def repair_interpreter() -> None:
-    """Repair the interpreter for all kernels that it runs from now on; they differ from a GPU only in the order of sums."""
+    """Repair the interpreter for all kernels that it runs from now on.
+
+    They differ from a GPU only in the order of sums, unless they add, compare or sum bfloat16 without a cast to float32: of
+    bfloat16, only casts and products are repaired.
+    """
     _build_exactly()
     _patch_all_of_the_language()
     interpreter.InterpretedFunction.__call__ = _call
