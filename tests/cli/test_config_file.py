@@ -28,7 +28,7 @@ ALIASES = {"model": "preset", "context": "context_length"}
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
 def test_every_format_gives_the_same_options(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text(TEXTS[name])
+    (tmp_path / name).write_text(TEXTS[name], encoding="utf-8-sig")
     assert read_options(tmp_path / name, TrainConfig, ALIASES) == OPTIONS
 
 

@@ -122,10 +122,10 @@ def test_the_prompt_may_come_from_a_file_or_from_standard_input(
     text = "the square\r\nof é\n"
     assert main([*arguments, "--prompt", text]) == 0
     expected = capsys.readouterr().out
-    (tmp_path / "prompt.txt").write_bytes(text.encode())
+    (tmp_path / "prompt.txt").write_bytes(text.encode("utf-8-sig"))  # the byte order mark is not text
     assert main([*arguments, "--prompt-file", str(tmp_path / "prompt.txt")]) == 0
     assert capsys.readouterr().out == expected
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode("utf-8-sig"))))
     assert main([*arguments, "--prompt-file", "-"]) == 0
     assert capsys.readouterr().out == expected
     (tmp_path / "latin.txt").write_bytes(b"\xe9")

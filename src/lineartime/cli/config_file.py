@@ -38,7 +38,7 @@ def read_options(file: Path, cls: type, aliases: Mapping[str, str]) -> dict[str,
             raise LineartimeError(f"{file} is larger than a file of options can be ({_MAX_BYTES:,} bytes).")
         text = file.read_bytes()
     try:
-        values = _parse(file, text.decode())
+        values = _parse(file, text.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # from any of the parsers, or bytes that are not UTF-8
         what = " ".join(str(error).split())
         raise LineartimeError(f"{file} cannot be read as {file.suffix[1:].upper()}: {what}.") from None

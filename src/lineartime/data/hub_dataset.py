@@ -125,7 +125,7 @@ class HubDataset:
     def texts(self, example: Example) -> list[str]:
         """The text of a row, as a list; empty for a row without a value."""
         if self.column not in example:
-            raise missing_column(self.column, self.name, example)
+            raise missing_column(self.column, self.name, example, ".")
         text = example[self.column]
         if text is not None and not isinstance(text, str):
             raise LineartimeError(f'{self.name} has {text!r:.40} in "{self.column}" instead of a text: choose another column.')

@@ -1,11 +1,12 @@
 """Local files, plain or compressed, read as bytes; and the errors of reading."""
 
+import bz2
 import gzip
 import io
 import lzma
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,14 +18,14 @@ from lineartime.errors import Argument, ArgumentError, LineartimeError, MessageP
 
 _SMALL = 1 << 26
 """The bytes to which any compressed file may expand, however small it is."""
-COMPRESSED = (".gz", ".xz", ".zst", ".zip")
+COMPRESSED = (".gz", ".xz", ".lzma", ".bz2", ".zst", ".zstd", ".zip")
 CSV = (".csv", ".tsv")
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *CSV)
-_TAR = (".tar", ".tgz", ".tbz2", ".txz")
+_TAR = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst")
 _BUFFER = 1 << 18
 
-LEAVE_OUT: tuple[MessagePart, ...] = ("leave it out of the folder by ", Argument("exclude"), ".")
-"""The end of a message about a file that cannot be read."""
+LEAVE_OUT: tuple[MessagePart, ...] = ("in a folder leave it out by ", Argument("exclude"), ".")
+"""The end of a message about a file that cannot be read, which may be given by itself."""
 
 
 def file_version(path: Path) -> tuple[int, int]:
@@ -91,11 +92,11 @@ class SourceFile:
             yield stream
 
 
-def missing_column(column: str, where: str, columns: Iterable[str]) -> ArgumentError:
+def missing_column(column: str, where: str, columns: Iterable[str], *otherwise: MessagePart) -> ArgumentError:
     """The error for records of which the first lacks the column of the text, so that none is expected to have it."""
     names = ", ".join(columns)
     found = f"is {column}, but {where} has the columns {names}"
-    return ArgumentError("text_column", f"{found}: name the one that holds the text, or ", *LEAVE_OUT)
+    return ArgumentError("text_column", f"{found}: name the one that holds the text", *(otherwise or (", or ", *LEAVE_OUT)))
 
 
 def is_tar(path: Path) -> bool:
@@ -139,10 +140,11 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
         match path.suffix.lower():
             case ".gz":
                 yield cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
-            case ".xz":
-                with lzma.LZMAFile(raw) as stream:
-                    yield stream
-            case ".zst":
+            case ".xz" | ".lzma":
+                yield io.BufferedReader(_Reader(_streams(raw, lzma.LZMADecompressor)), _BUFFER)
+            case ".bz2":
+                yield io.BufferedReader(_Reader(_streams(raw, bz2.BZ2Decompressor)), _BUFFER)
+            case ".zst" | ".zstd":
                 yield io.BufferedReader(_Reader(_zstandard(raw, path)), _BUFFER)
             case ".zip":
                 with zipfile.ZipFile(raw) as archive, _open_member(archive, _member(archive, path), path) as member:
@@ -196,9 +198,31 @@ def not_utf8(where: str, content: bytes, place: int, offset: int) -> LineartimeE
     found = f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset})"
     encoding = "utf-16" if offset == 0 and byte in (0xFE, 0xFF) else "latin1"
     if encoding == "latin1" and b"\0" in content:
-        return LineartimeError(f"{found}, but looks like a binary file: ", *LEAVE_OUT)
+        return LineartimeError(f"{found}, but looks like a binary file: give its text, or ", *LEAVE_OUT)
     convert = f"convert the file, for example by `iconv -f {encoding} -t utf-8`, or "
     return LineartimeError(f"{found}: {convert}", *LEAVE_OUT)
+
+
+def _streams(raw: IO[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
+    """Decompress stream by stream, also after padding with zeros, at which the readers of lzma and bz2 stop."""
+    decoder: Any = new()
+    if (compressed := raw.read(1 << 14)).startswith(b"\0"):  # which lzma takes for an empty file
+        raise EOFError("it starts with zeros")
+    while compressed := compressed or raw.read(1 << 14):
+        if decoder is None:
+            compressed = compressed.lstrip(b"\0")
+            decoder = new() if compressed else None
+            continue
+        try:
+            yield decoder.decompress(compressed, _BUFFER)
+            while not (decoder.eof or decoder.needs_input):
+                yield decoder.decompress(b"", _BUFFER)
+        except (lzma.LZMAError, OSError) as error:  # bz2 has no error of its own
+            raise EOFError(str(error)) from None
+        compressed = decoder.unused_data if decoder.eof else b""
+        decoder = None if decoder.eof else decoder
+    if decoder is not None:
+        raise EOFError("it ends within a stream")
 
 
 def _zstandard(raw: IO[bytes], path: Path) -> Iterator[bytes]:

@@ -33,7 +33,7 @@ from lineartime.errors import LineartimeError, file_error
 from lineartime.files import remove_abandoned, sha256, write_atomically
 from lineartime.json_files import read_file, read_plain
 
-_FORMAT = 3  # part of every folder's name: increase it when the same input would give other tokens
+_FORMAT = 4  # part of every folder's name: increase it when the same input would give other tokens
 _VERIFIED = "verified.json"
 _PARTIAL = r"[0-9a-f]{20}\.[0-9a-f]{32}\.partial"
 

@@ -24,7 +24,7 @@ from lineartime.errors import ArgumentError, require_packages
 from lineartime.fields import Between, check_limits, check_type
 from lineartime.files import is_folder, is_there, write_file
 
-_FORMAT = 2  # part of every cached file's name: increase it when the same text would give another tokenizer
+_FORMAT = 3  # part of every cached file's name: increase it when the same text would give another tokenizer
 _SPECIAL = ["<|endoftext|>", "[MASK]"]
 _UNKNOWN = "<unk>"  # Unigram requires one, but byte fallback never uses it
 # Unigram would encode text that looks like the name of a special token or of a byte as that token; splitting it prevents this.
