@@ -52,9 +52,9 @@ def test_names_of_columns_may_hold_other_separators_or_begin_with_a_space(tmp_pa
 
 
 def test_a_binary_file_is_left_out_whatever_its_name(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "a.txt").write_text("text" * 999)
     (tmp_path / "b.csv").write_bytes(b"PK\x03\x04\0\0" * 99)
-    assert ["".join(document) for document in load_corpus(tmp_path).documents("all")] == ["text"]
+    assert ["".join(document) for document in load_corpus(tmp_path).documents("all")] == ["text" * 999]
 
 
 def test_rows_are_told_from_the_plain_text_that_a_file_was_before(tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def test_binary_files_of_a_folder_are_left_out_and_named(folder: Path) -> None:
     (folder / "old.tar.gz").write_bytes(b"\x1f\x8b")
     assert files_of(folder) == {"a.md", "b.txt", "src/c.py", "src/deep/d.py", "notes/e.md"}
     assert notes_of(folder) == [
-        f"Left out of {folder}, because tar archives must be unpacked: old.tar.gz.",
-        f"Left out of {folder}, because binary: picture.png.",
+        f"Left out of {folder}, because tar archives are not read: old.tar.gz.",
+        f"Left out of {folder}, because binary files are not read: picture.png.",
     ]
 
 
@@ -127,7 +127,10 @@ def test_a_binary_file_given_by_its_own_path_is_an_error(tmp_path: Path) -> None
 
 def test_a_folder_of_binary_files_holds_no_text(tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_bytes(PNG)
-    with pytest.raises(ArgumentError, match=r"holds no text \(Left out of .*, because binary: picture.png\): give a text file"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"holds no text \(Left out of .*, because binary files are not read: picture.png\): give a text file",
+    ):
         load_corpus(tmp_path)
 
 
@@ -185,6 +188,97 @@ def test_a_pipe_is_named_and_not_called_empty(tmp_path: Path) -> None:
         load_corpus(tmp_path / "pipe")
 
 
+IDS = bytes(range(256)) * 8
+SHARDS: dict[str, dict[str, bytes]] = {
+    "such as token files (train.bin): give the text that the tokens were made from, or choose other files by include='*.py'.": {
+        "train.bin": IDS,
+        "val.bin": IDS[:99],
+        "prepare.py": b"# encodes\n" * 99,
+        "readme.md": b"## tokens\n" * 999,
+    },
+    "such as token files of Megatron-LM (c_document.idx): give the text that the tokens were made from.": {
+        "c_document.bin": IDS,
+        "c_document.idx": b"MMIDIDX\0\0" + bytes(200),
+        "vocab.json": b'{"a": 1}' * 999,
+    },
+    "such as shards of MosaicML Streaming (index.json): write the texts to Parquet or JSON lines and give those files.": {
+        "index.json": b'{"shards": [{"column_names": ["text"], "format": "mds"}], "version": 2}',
+        "shard.00000.mds": IDS[:40],
+        "args.yaml": b"concat_tokens: 2048\n" * 99,
+    },
+    "such as chunks of litdata (index.json): write the texts to Parquet or JSON lines and give those files.": {
+        "index.json": b'{"chunks": [{"chunk_bytes": 40, "filename": "chunk-0-0.bin"}], "config": {}}',
+        "chunk-0-0.bin": IDS,
+    },
+    "such as tar archives (00.tar): unpack them and give the folder, or choose other files by include='*.json'.": {
+        "00.tar": IDS,
+        "sizes.json": b'{"00.tar": 2048}',
+    },
+    "such as files of save_to_disk (state.json): write each split by to_parquet and give those files.": {
+        "state.json": b'{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}',
+        "dataset_info.json": b"{}",
+        "data-00000-of-00001.arrow": IDS,
+    },
+    "such as files of save_to_disk (dataset_dict.json): write each split by to_parquet and give those files.": {
+        "dataset_dict.json": b'{"splits": ["test"]}',
+        "test/state.json": b'{"_data_files": [{"filename": "data.arrow"}]}',
+        "test/data.arrow": IDS,
+    },
+    "such as binary files (img/a.png): choose the files to read, for example by include='*.md'.": {
+        "a.md": b"text",
+        "b.txt": b"-",
+        "img/a.png": PNG,
+    },
+}
+
+
+@pytest.mark.parametrize("message", SHARDS)
+def test_the_side_files_of_shards_are_not_taken_for_the_text(tmp_path: Path, message: str) -> None:
+    for name, content in SHARDS[message].items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ArgumentError) as caught:
+        load_corpus(tmp_path)
+    assert str(caught.value) == f"data is {tmp_path}, most of which is not read, {message}"
+    (tmp_path / "notes.rst").write_text("text")
+    assert files_of(tmp_path, include=["*.rst"]) == {"notes.rst"}
+
+
+def test_shards_within_a_folder_of_text_are_left_out_with_all_that_is_theirs(folder: Path) -> None:
+    (folder / "b.txt").write_text("text " * 9999)
+    (folder / "notes" / "index.json").write_text('{"shards": [{"format": "mds"}]}')
+    assert files_of(folder) == {"a.md", "b.txt", "src/c.py", "src/deep/d.py"}
+    names = "2 files (notes/e.md, notes/index.json)"
+    assert notes_of(folder) == [f"Left out of {folder}, because shards of MosaicML Streaming are not read: {names}."]
+    with pytest.raises(ArgumentError, match=r"data is .*index.json, but shards of MosaicML Streaming are not read: write the"):
+        load_corpus(folder / "notes" / "index.json")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.txt.xz"])
+def test_a_pointer_of_git_lfs_is_no_text(folder: Path, name: str) -> None:
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    for given in (folder, folder / name):
+        with pytest.raises(LineartimeError, match=rf"{name} is a pointer of Git LFS: fetch the file itself by `git lfs pull`"):
+            load_corpus(given)
+
+
+def test_markers_of_wiki_40b_in_a_file_are_reported(folder: Path) -> None:
+    (folder / "src" / "wiki.jsonl").write_text(json.dumps({"text": "\n_START_ARTICLE_\nTitle\n_START_PARAGRAPH_\nA."}))
+    (note,) = notes_of(folder / "src" / "wiki.jsonl")  # type: ignore[misc]
+    assert note.endswith(
+        "wiki.jsonl has the markers of Wiki-40B, such as _START_ARTICLE_, which are read as text: the corpus "
+        "wiki40b replaces them."
+    )
+    assert notes_of(folder / "src" / "c.py") == []
+
+
+def test_caches_of_python_are_not_text(folder: Path) -> None:
+    (folder / "src" / "__pycache__").mkdir()
+    (folder / "src" / "__pycache__" / "c.pyc").write_bytes(PNG * 999)
+    assert notes_of(folder) == []
+
+
 def test_a_pdf_is_binary_also_without_a_zero_at_its_beginning(folder: Path) -> None:
     (folder / "paper.pdf").write_bytes(b"%PDF-1.7\n" + b"text " * 4000 + b"\xe9")
-    assert notes_of(folder) == [f"Left out of {folder}, because binary: paper.pdf."]
+    (folder / "b.txt").write_text("text " * 5000)
+    assert notes_of(folder) == [f"Left out of {folder}, because binary files are not read: paper.pdf."]

@@ -34,7 +34,7 @@ class Options:
     prompt: str = ""
     """Text to continue; an empty prompt begins a new document."""
     prompt_file: Path | None = None
-    """File with the text to continue, used exactly as it is, including its last newline, without a byte order mark; - for standard input."""
+    """File with the text to continue, used as it is, with its last newline, without a byte order mark; - for standard input."""
     state: Path | None = None
     """File of `save_state`: the prompt continues the text that was read then, which is not read again."""
     save_state: Path | None = None

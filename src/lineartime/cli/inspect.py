@@ -21,7 +21,7 @@ class Options:
     text: str = ""
     """Text to read."""
     text_file: Path | None = None
-    """File with the text, used exactly as it is, without a byte order mark; - for standard input."""
+    """File with the text, used as it is, without a byte order mark; - for standard input."""
     out: Path = Path("inspection")
     """New folder for index.html and the pictures."""
     max_tokens: int = 512

@@ -2,21 +2,25 @@
 
 import codecs
 import errno
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN
-from lineartime.data.local_files import SourceFile, is_tar
+from lineartime.data.layouts import BINARY, Layout, layouts_of
+from lineartime.data.local_files import LEAVE_OUT, SourceFile
 from lineartime.data.readers import FilePart
-from lineartime.data.records import is_named_text, why_no_records
+from lineartime.data.records import file_format, is_named_text, why_no_records
 from lineartime.data.splits import has_no_text, listed
-from lineartime.errors import Argument, ArgumentError, file_error, spell
+from lineartime.errors import Argument, ArgumentError, LineartimeError, file_error, spell
 from lineartime.fields import check_type
 from lineartime.files import RECORD_FILE
 
 _HEAD = 8192  # bytes in which a binary file has a zero, by the rule of git
+_POINTER = b"version https://git-lfs.github.com/spec/v1"
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,11 @@ class FilesOfText:
     def find(self, path: Path) -> list[FilePart]:
         """The files of text at an existing path, without empty ones.
 
-        A file of a folder is left out if it is hidden, in the folder of a run, or binary, and by the patterns of `reading`.
+        A file of a folder is left out if it is hidden, in the folder of a run, binary or in a layout of another program, and by
+        the patterns of `reading`.
 
         Raises:
-            LineartimeError: if there is none, or a file or folder cannot be read.
+            LineartimeError: if there is none, a file or folder cannot be read, or most bytes of a folder are not text.
         """
         self.paths.append(path)
         source = SourceFile(path, self.reading.column, self.reading.max_expansion)
@@ -72,14 +77,21 @@ class FilesOfText:
             if not path.is_dir() and not path.is_file():
                 raise ArgumentError("data", f"is {path}, a pipe or a device, which is read only once: write it to a file.")
             if not path.is_dir():
-                parts = [FilePart(source)] if path.stat().st_size else []
+                if layout := layouts_of([path]).get(path):
+                    raise ArgumentError("data", f"is {path}, but {layout.what} are not read: {layout.advice}.")
+                parts = [FilePart(source)] if _head(path) else []
             else:
                 chosen = (file for file in sorted(self._chosen(path, path)) if file.stat().st_size)
-                parts = self._readable(path, [FilePart(replace(source, path=file)) for file in chosen])
+                parts = self._texts(path, [FilePart(replace(source, path=file)) for file in chosen])
+                parts = self._readable(path, parts)
         except OSError as error:
             raise file_error("read", error.filename or path, error) from None
         if not parts:
             raise self._no_text(path)
+        first = next((part for part in parts if not has_no_text(part.path.name)), parts[0])
+        if _has_markers(first):
+            found = f"{first.path} has the markers of Wiki-40B, such as _START_ARTICLE_, which are read as text"
+            self.notes.append(f"{found}: the corpus wiki40b replaces them.")
         return parts
 
     def _no_text(self, path: Path) -> ArgumentError:
@@ -104,7 +116,7 @@ class FilesOfText:
         if own in parents:
             raise OSError(errno.ELOOP, f"{folder} is a link to a folder that contains it")
         for path in folder.iterdir():
-            if path.name.startswith(".") or self._matches(path.relative_to(root), self.reading.exclude):
+            if path.name.startswith((".", "__pycache__")) or self._matches(path.relative_to(root), self.reading.exclude):
                 continue
             if path.is_dir():
                 if not _is_run(path):
@@ -117,14 +129,21 @@ class FilesOfText:
         self.matched.update(found)
         return bool(found)
 
+    def _texts(self, folder: Path, parts: list[FilePart]) -> list[FilePart]:
+        """Leave out what is not text. Raises ArgumentError if that is most of the bytes."""
+        layouts = layouts_of(part.path for part in parts)
+        unread = {part.path: layouts.get(part.path, BINARY) for part in parts if part.path in layouts or _is_binary(part.file)}
+        kept = [part for part in parts if part.path not in unread]
+        texts = [part for part in kept if not has_no_text(part.path.name)]
+        if (kept or layouts) and sum(map(_bytes, unread)) > sum(_bytes(part.path) for part in texts):
+            raise _mostly_unread(folder, unread, [part.path for part in texts or kept])
+        for what in dict.fromkeys(layout.what for layout in unread.values()):
+            names = _names(folder, [path for path, layout in unread.items() if layout.what == what])
+            self.notes.append(f"Left out of {folder}, because {what} are not read: {names}.")
+        return kept
+
     def _readable(self, folder: Path, parts: list[FilePart]) -> list[FilePart]:
-        """Leave out binary files, and take JSON without texts for plain text, unless the folder has nothing else."""
-        archives = {part.path for part in parts if is_tar(part.path)}
-        binary = {part.path for part in parts if part.path not in archives and _is_binary(part.file)}
-        for left_out, why in ((archives, "tar archives must be unpacked"), (binary, "binary")):
-            if left_out:
-                self.notes.append(f"Left out of {folder}, because {why}: {_names(folder, left_out)}.")
-        parts = [part for part in parts if part.path not in archives | binary]
+        """Take JSON without texts for plain text, unless the folder has nothing else."""
         reasons = {part.path: reason for part in parts if (reason := why_no_records(part.file))}
         others = [part for part in parts if part.path not in reasons and not has_no_text(part.path.name)]
         if self.reading.column != TEXT_COLUMN:  # which some file must have
@@ -165,13 +184,50 @@ def _names(folder: Path, paths: Iterable[Path]) -> str:
     return listed([path.relative_to(folder).as_posix() for path in sorted(paths)])
 
 
+def _bytes(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _mostly_unread(folder: Path, unread: dict[Path, Layout], texts: list[Path]) -> ArgumentError:
+    """The error for a folder of which most bytes are not text: it names the kinds that have most of them."""
+    kinds, suffixes = Counter[Layout](), Counter[str]()
+    for path, layout in unread.items():
+        kinds[layout] += _bytes(path)
+    for path in texts:
+        suffixes[f"*{path.suffix}" if path.suffix else path.name] += _bytes(path)
+    layout = max(kinds, key=kinds.__getitem__)
+    same = [path for path in unread if unread[path] == layout]
+    example = max(filter(layout.is_told_by, same), default=None, key=_bytes) or max(same, key=_bytes)
+    examples = f"{layout.what} ({example.relative_to(folder).as_posix()})"
+    found = f"is {folder}, most of which is not read, such as {examples}: {layout.advice}"
+    if not suffixes:
+        return ArgumentError("data", f"{found}.")
+    pattern = max(suffixes, key=suffixes.__getitem__)
+    between = ", or choose other files by " if layout.advice else "choose the files to read, for example by "
+    return ArgumentError("data", f"{found}{between}", Argument("include", pattern), ".")
+
+
+def _has_markers(part: FilePart) -> bool:
+    """Whether the first document has the markers of Wiki-40B; an array of JSON, which is read as a whole, is not looked at."""
+    with suppress(LineartimeError, StopIteration):
+        return file_format(part.file) != "json" and "_START_ARTICLE_" in next(next(part.documents()))
+    return False
+
+
+def _head(path: Path) -> bytes:
+    """The beginning of a file. Raises LineartimeError for a pointer of Git LFS in place of the file."""
+    with path.open("rb") as stream:
+        head = stream.read(_HEAD)
+    if head.startswith(_POINTER):
+        raise LineartimeError(f"{path} is a pointer of Git LFS: fetch the file itself by `git lfs pull`, or ", *LEAVE_OUT)
+    return head
+
+
 def _is_binary(file: SourceFile) -> bool:
     """Whether a file that is text by its name is binary. UTF-16 is not: the error for it says how to convert it."""
-    if not is_named_text(file):
-        return False
-    with file.path.open("rb") as stream:
-        head = stream.read(_HEAD)
-    return head.startswith(b"%PDF-") or (b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)))
+    head = _head(file.path)
+    is_zero = b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return is_named_text(file) and (is_zero or head.startswith(b"%PDF-"))
 
 
 def _is_run(folder: Path) -> bool:
