@@ -5,7 +5,7 @@ from pathlib import Path, PurePath
 import pytest
 
 from lineartime.choices import Split
-from lineartime.data import ByteTokenizer, Corpus, describe_splits, load_corpus, standard_library, token_stream
+from lineartime.data import ByteTokenizer, Corpus, LocalCorpus, describe_splits, load_corpus, standard_library, token_stream
 from lineartime.data.readers import SPLITS
 from lineartime.data.splits import split_of_path
 from lineartime.errors import LineartimeError
@@ -171,13 +171,52 @@ def test_files_and_folders_called_like_splits_are_the_splits(tmp_path: Path) -> 
     assert documents(corpus, "test") == ["test/a.txt", "test/b.txt"]
 
 
-def test_one_other_name_makes_the_names_mean_nothing(tmp_path: Path) -> None:
-    names = ["train.py", "test_loop.py", "loop.py", *(f"module{i:02}.py" for i in range(27))]
-    for name in names:
-        (tmp_path / name).write_text(name)
+PG19 = {"train/1.txt": 90, "validation/2.txt": 5, "test/training-day.txt": 99}
+MODULES = {f"module{number}.py": 10 for number in range(9)}
+
+
+@pytest.mark.parametrize(
+    ("given", "files", "train", "held_out", "left_out"),
+    [
+        (
+            "pg19",
+            {**PG19, "metadata.csv": 20},
+            ["train/1.txt"],
+            ["validation/2.txt", "test/training-day.txt"],
+            ["metadata.csv"],
+        ),
+        ("pg19", {**PG19, "all.txt": 999}, ["train/1.txt"], ["validation/2.txt", "test/training-day.txt"], ["all.txt"]),
+        ("a", {"train.txt": 90, "test.txt": 9, "notes.txt": 80}, ["train.txt"], ["test.txt"], ["notes.txt"]),
+        ("a", {"train.py": 9, "test_a.py": 999, **MODULES}, ["train.py", *MODULES], ["test_a.py"], []),
+        ("a", {"dev-test.txt": 9, "README.md": 99, **MODULES}, [*MODULES], ["dev-test.txt"], []),
+        ("a", {"test/1.txt": 90, "metadata.csv": 20}, [], ["test/1.txt"], ["metadata.csv"]),
+        ("test", {"training-day.txt": 9, **MODULES}, [], ["training-day.txt", *MODULES], []),
+        ("test", {"dev.py": 9, **MODULES}, [], ["dev.py", *MODULES], []),
+    ],
+)
+def test_what_is_named_for_testing_is_never_trained_on(
+    tmp_path: Path, given: str, files: dict[str, int], train: list[str], held_out: list[str], left_out: list[str]
+) -> None:
+    root = tmp_path / given
+    for name, size in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x" * size)
+    corpus = load_corpus(root)
+    assert isinstance(corpus, LocalCorpus)
+    found = {split: {part.path.relative_to(root).as_posix() for part in parts} for split, parts in corpus.splits.items()}
+    assert found.get("train", set()) == set(train)
+    assert (found.get("validation", set()) | found["test"]) - set(train) == set(held_out)
+    assert list(corpus.notes) == [
+        f"Left out of {root}, because the names of other files state the splits: {name}." for name in left_out
+    ]
+
+
+def test_a_name_for_training_among_others_means_nothing(tmp_path: Path) -> None:
+    for name in ("training-day.txt", *MODULES):
+        (tmp_path / name).write_text("x" * 10)
     corpus = load_corpus(tmp_path)
-    assert sorted(text for split in SPLITS for text in documents(corpus, split)) == sorted(names)
-    assert len(documents(corpus, "train")) > 24
+    assert sorted(text for split in SPLITS for text in documents(corpus, split)) == ["x" * 10] * 10
+    assert all(documents(corpus, split) for split in SPLITS)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +231,8 @@ def test_one_other_name_makes_the_names_mean_nothing(tmp_path: Path) -> None:
         ("wiki_test/en/part-0.jsonl", "test"),
         ("training_notes.txt", "train"),
         ("training_data/test.txt", "test"),
+        ("test/train-robbery.txt", "test"),
+        ("dev-test.txt", "test"),
         ("latest.txt", None),
         ("contest", None),
         ("tests/a.txt", None),
@@ -201,7 +242,7 @@ def test_one_other_name_makes_the_names_mean_nothing(tmp_path: Path) -> None:
         ("train-test.txt", None),
     ],
 )
-def test_a_split_is_a_whole_word_in_the_nearest_name(name: str, split: Split | None) -> None:
+def test_a_split_is_a_whole_word_in_the_nearest_name_or_held_out_in_any(name: str, split: Split | None) -> None:
     assert split_of_path(PurePath(name)) == split
 
 
@@ -261,13 +302,9 @@ def test_a_folder_that_happens_to_have_test_in_its_name_is_a_text_like_any_other
     assert len(documents(load_corpus(tmp_path / "my-test"), "train")[0]) == 455
 
 
-def test_names_of_splits_that_are_ignored_are_said_to_be(tmp_path: Path) -> None:
-    for name in ("notes.txt", "test.txt", "train.txt"):
+def test_a_split_that_is_not_named_is_said_to_be_part_of_the_training_files(tmp_path: Path) -> None:
+    for name in ("test.txt", "train.txt"):
         (tmp_path / name).write_text(name)
-        lines = describe_splits(load_corpus(tmp_path))
-        ignored = "are ignored, because notes.txt does not name a split: rename it, or leave it out, to use them." in lines[0]
-        assert ignored == (name != "notes.txt")
-    (tmp_path / "notes.txt").unlink()
     assert describe_splits(load_corpus(tmp_path)) == [
         "train:      95% of train.txt",
         "validation: 5% of train.txt",

@@ -200,11 +200,11 @@ def load_corpus(
     """Load a corpus by name, the text at a path, several of these together, or the standard library's source for None.
 
     Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. A path is a file or a folder, whose files and
-    those of its subfolders are read, except hidden and binary ones: text, JSON lines, JSON or Parquet. If the names of all
-    files, or of their folders, state a split (`named_split`), these splits are used, and a missing split takes 5% of each
-    training file. Otherwise, a folder is split by file if no held-out split gets more than 10% of its bytes, and within its
-    files if one does. The name of the path itself counts for a file, and for a folder only if the whole name is that of a
-    split; `train` counts beside a path that is named for a held-out split.
+    those of its subfolders are read, except hidden, binary and `side_files`: text, JSON lines, JSON or Parquet. If names
+    of files or folders state a held-out split (`split_of_path`), or all name the training split, these splits are used, and a
+    missing split takes 5% of each training file. Otherwise, a folder is split by file if no held-out split gets more than 10%
+    of its bytes, and within its files if one does. The name of the path itself counts for a file, and for a folder only if the
+    whole name is that of a split; `train` counts beside a path that is named for a held-out split.
 
     Several texts are joined split by split. Paths whose names state their splits come first and are treated as one folder.
 
@@ -217,7 +217,7 @@ def load_corpus(
         exclude: patterns of the files and folders in folders to leave out.
 
     Raises:
-        LineartimeError: if there is no text.
+        LineartimeError: if there is no text, or most of a folder is not text.
     """
     check_type("max_expansion", max_expansion, int)
     check_limits("max_expansion", max_expansion, [Between(1, 10**9)])
@@ -240,8 +240,7 @@ def load_corpus(
         _check_exists(path)
         files = found.find(path)
         _only_once(seen, [part.path.resolve() for part in files])
-        splits, note = by_path(path, files, beside=held_out)
-        found.notes += [note] if note else []
+        splits = by_path(path, files, beside=held_out)
         if splits is None:
             sources.append(LocalCorpus(str(path), by_file_if_fair(path, files)))
         else:

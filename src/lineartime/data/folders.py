@@ -14,7 +14,7 @@ from lineartime.data.layouts import BINARY, Layout, layouts_of
 from lineartime.data.local_files import LEAVE_OUT, SourceFile
 from lineartime.data.readers import FilePart
 from lineartime.data.records import file_format, is_named_text, why_no_records
-from lineartime.data.splits import has_no_text, listed
+from lineartime.data.splits import has_no_text, listed, side_files
 from lineartime.errors import Argument, ArgumentError, LineartimeError, file_error, spell
 from lineartime.fields import check_type
 from lineartime.files import RECORD_FILE
@@ -65,8 +65,8 @@ class FilesOfText:
     def find(self, path: Path) -> list[FilePart]:
         """The files of text at an existing path, without empty ones.
 
-        A file of a folder is left out if it is hidden, in the folder of a run, binary or in a layout of another program, and by
-        the patterns of `reading`.
+        A file of a folder is left out if it is hidden, in the folder of a run, binary, in a layout of another program or one of
+        the `side_files`, and by the patterns of `reading`.
 
         Raises:
             LineartimeError: if there is none, a file or folder cannot be read, or most bytes of a folder are not text.
@@ -83,7 +83,7 @@ class FilesOfText:
             else:
                 chosen = (file for file in sorted(self._chosen(path, path)) if file.stat().st_size)
                 parts = self._texts(path, [FilePart(replace(source, path=file)) for file in chosen])
-                parts = self._readable(path, parts)
+                parts = self._readable(path, self._without_side_files(path, parts))
         except OSError as error:
             raise file_error("read", error.filename or path, error) from None
         if not parts:
@@ -141,6 +141,12 @@ class FilesOfText:
             names = _names(folder, [path for path, layout in unread.items() if layout.what == what])
             self.notes.append(f"Left out of {folder}, because {what} are not read: {names}.")
         return kept
+
+    def _without_side_files(self, folder: Path, parts: list[FilePart]) -> list[FilePart]:
+        if left_out := side_files(folder, parts):
+            names = _names(folder, [part.path for part in left_out])
+            self.notes.append(f"Left out of {folder}, because the names of other files state the splits: {names}.")
+        return [part for part in parts if part not in left_out]
 
     def _readable(self, folder: Path, parts: list[FilePart]) -> list[FilePart]:
         """Take JSON without texts for plain text, unless the folder has nothing else."""

@@ -25,51 +25,66 @@ def named_split(name: str) -> Split | None:
     """The split that a name states as a whole word, as in wiki_train.txt; None if it states none.
 
     The words are train and training; val, valid, validation and dev; test and testing. A word must not be next to another
-    letter. A name with words of two splits states none.
+    letter. A name with words of two splits states none, unless both are held out, as in dev-test: then it states the test
+    split.
     """
     found = {SPLITS[(match.lastindex or 1) - 1] for match in _WORDS.finditer(name)}
-    return found.pop() if len(found) == 1 else None
+    return "test" if found == {"validation", "test"} else found.pop() if len(found) == 1 else None
 
 
 def split_of_path(relative: PurePath) -> Split | None:
-    """The split that the name of a file states, or else the name of the nearest folder that states one."""
-    return next((split for name in reversed(relative.parts) if (split := named_split(name))), None)
+    """The split that the name of a file, or of the nearest folder, states; one that is held out comes before training."""
+    found = [split for name in reversed(relative.parts) if (split := named_split(name))]
+    return next((split for split in found if split != "train"), found[0] if found else None)
 
 
-def by_name(root: Path, parts: Iterable[FilePart]) -> tuple[Files | None, str]:
-    """Divide files into splits by their names, and by the names of their folders below `root`.
+def _stated(root: Path, parts: Iterable[FilePart]) -> dict[FilePart, Split | None]:
+    """The split that each file states by its path below `root`, without those that describe the others."""
+    paths = {part: part.path.relative_to(root) if part.path != root else PurePath(root.name) for part in parts}
+    stated = {part: split_of_path(path) for part, path in paths.items()}
+    return {part: split for part, split in stated.items() if split or not has_no_text(part.path.name)}
+
+
+def side_files(root: Path, parts: Sequence[FilePart]) -> set[FilePart]:
+    """The files of a folder that state no split, beside others that hold the text.
+
+    If folders directly below `root` are named for training and for held-out data, these hold the text. Otherwise, the files
+    that are named for training hold it, or without any, those held out, if they have more bytes than the files without a split.
+    """
+    stated = _stated(root, parts)
+    folders = {named_split(names[0]) for part in stated if len(names := part.path.relative_to(root).parts) > 1} - {None}
+    sizes: dict[Split | None, int] = dict.fromkeys((*SPLITS, None), 0)
+    for part, split in stated.items():
+        sizes[split] += part.path.stat().st_size
+    named = sizes["train"] or sizes["validation"] + sizes["test"]
+    divided = "train" in folders and len(folders) > 1
+    return {part for part, split in stated.items() if split is None and (divided or sizes[None] < named)}
+
+
+def by_path(path: Path, parts: Sequence[FilePart], *, beside: bool) -> Files | None:
+    """Divide files by the splits that they state, or else by the name of the file or folder that was given.
+
+    A file that is held out by its name is never one for training. Files that state no split are for training, like those that
+    are named for it, but have the split of the given path if that is held out. What is for training alone still has to be
+    divided, unless all is named so, or the path is and a text with held-out data is given `beside` it.
+
+    Args:
+        path: the file or folder that was given.
+        parts: its files, without `side_files`.
+        beside: whether another text is named for held-out data.
 
     Returns:
-        The splits that occur, or None unless all file names state a split, except for README and LICENSE files; and a note
-        if some names state a split but are ignored, otherwise an empty text.
+        The splits that occur, or None if the files must be divided.
     """
-    splits: Files = {}
-    others = []
-    for part in parts:
-        relative = part.path.relative_to(root) if part.path != root else PurePath(root.name)
-        if split := split_of_path(relative):
-            splits.setdefault(split, []).append(part)
-        elif not has_no_text(relative.name):
-            others.append(relative)
-    if not others:
-        return {split: splits[split] for split in SPLITS if split in splits} or None, ""
-    note = (
-        f"The split names in {root} are ignored, because {others[0]} does not name a split: rename it, or leave it out, to use "
-        "them."
-    )
-    return None, note if splits else ""
-
-
-def by_path(path: Path, parts: Sequence[FilePart], *, beside: bool) -> tuple[Files | None, str]:
-    """Divide files as `by_name` does, or else by the name of the file or folder itself.
-
-    What is named for training alone still has to be divided, unless a text with held-out data is given `beside` it.
-    """
-    splits, note = by_name(path, parts)
-    own = own_split(path)
-    if splits is None and own is not None and (own != "train" or beside):
-        return {own: list(parts)}, note
-    return splits, note
+    own, stated = own_split(path), _stated(path, parts)
+    splits = {split for split in stated.values() if split}
+    if not splits & {"validation", "test"} and own is not None and (own != "train" or beside):
+        return {own: list(parts)}
+    if not splits or (splits == {"train"} and None in stated.values()):
+        return None
+    rest = own if own and None in stated.values() else "train"
+    given = {part: rest if split in (None, "train") else split for part, split in stated.items()}
+    return {split: found for split in SPLITS if (found := [part for part in given if given[part] == split])}
 
 
 def own_split(path: Path) -> Split | None:
