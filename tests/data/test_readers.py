@@ -398,5 +398,5 @@ def test_a_missing_package_is_named_with_its_extra(
 
 def test_a_binary_file_is_called_one(tmp_path: Path) -> None:
     (tmp_path / "module.pyc").write_bytes(b"\xa7\r\r\n" + bytes(60) + b"\xe3")
-    with pytest.raises(LineartimeError, match="looks like a binary file: give its text, or in a folder leave it out"):
+    with pytest.raises(LineartimeError, match="looks like a binary file: give its text, or in a folder leave the file out"):
         [list(blocks) for blocks in load_corpus(tmp_path / "module.pyc").documents("train")]

@@ -24,7 +24,7 @@ RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *CSV)
 _TAR = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst")
 _BUFFER = 1 << 18
 
-LEAVE_OUT: tuple[MessagePart, ...] = ("in a folder leave it out by ", Argument("exclude"), ".")
+LEAVE_OUT: tuple[MessagePart, ...] = ("in a folder leave the file out by ", Argument("exclude"), ".")
 """The end of a message about a file that cannot be read, which may be given by itself."""
 
 
