@@ -98,8 +98,10 @@ def test_a_lane_resumes_after_any_document(corpus: Corpus, lanes: int) -> None:
     for lane in range(lanes):
         whole = read(corpus, lane, lanes)
         for index, (_, state) in enumerate(whole):
-            again = read(corpus, lane, lanes, json.loads(json.dumps(state)))
-            assert [text for text, _ in again] == [text for text, _ in whole[index + 1 :]]
+            for skipped in (1, 2):  # the second time from the state of a lane that was resumed
+                again = read(corpus, lane, lanes, json.loads(json.dumps(state)))
+                assert [text for text, _ in again] == [text for text, _ in whole[index + skipped :]]
+                state = again[0][1] if again else state
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
