@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lineartime.data import ByteTokenizer, JsonTokenizer, read_tokenizer
-from lineartime.data.tokenizers import Tokenizer, hub_tokenizer, whole_lines
+from lineartime.data.tokenizers import Tokenizer, hub_tokenizer
 from lineartime.errors import LineartimeError
 
 TEXT = "naïve 日本 text\nwith two lines and 🚀\n"
@@ -128,14 +128,6 @@ def test_a_tokenizer_is_kept_in_json(tokenizer: Tokenizer, tmp_path: Path) -> No
     again = read_tokenizer(tmp_path)
     assert type(again) is type(tokenizer)
     assert again.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
-
-
-def test_blocks_are_cut_at_line_ends_alone(tokenizer: Tokenizer) -> None:
-    lines = "one\ntwo three\nfour"
-    blocks = [lines[i : i + 5] for i in range(0, len(lines), 5)]
-    ids = np.concatenate(list(map(tokenizer.encode, whole_lines(iter(blocks)))))
-    assert tokenizer.decode(ids.tolist()) == lines
-    assert ids.tolist() == [i for line in lines.splitlines(keepends=True) for i in tokenizer.encode(line).tolist()]
 
 
 def test_a_vocabulary_with_gaps_is_as_large_as_its_highest_id() -> None:

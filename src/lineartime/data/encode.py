@@ -2,49 +2,113 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.data.readers import BLOCK
-from lineartime.data.tokenizers import Tokenizer, whole_lines
+from lineartime.data.tokenizers import Seam, Tokenizer
 from lineartime.fields import Count, Digest, Matching
 from lineartime.host import available_cores
 
 SHARD = 1 << 26  # tokens in a file
 FACTS = "facts.json"
+_SHARED = 1 << 11  # characters of a document that two of its parts share
 _AT_ONCE = 4 * BLOCK * len(available_cores())  # characters to encode together, on all cores
 
 ShardName = Annotated[str, Matching(r"tokens-\d{5,9}\.bin", "tokens- and a number, .bin")]
 Integers = NDArray[np.unsignedinteger[Any]]
 
 
-def text_batches(documents: Iterator[Iterator[str]], max_tokens: int | None = None) -> Iterator[list[str | None]]:
-    """Yield batches of texts to encode together, with None after the last text of each document.
+class Part(NamedTuple):
+    """A part of a document, with the text around it that its tokens can depend on.
 
-    If only the first `max_tokens` are wanted, the batches are small: a token is seldom longer than 8 characters.
+    Attributes:
+        around: the text of the part, and around it the rest of the texts of the seams.
+        left: the seam at which the part begins; an empty one at the beginning of the document.
+        right: the seam at which it ends; an empty one at the end of the document.
+        around_ids: the tokens of the text around it; none before they are known.
     """
-    at_once = _AT_ONCE if max_tokens is None else min(_AT_ONCE, max(BLOCK, 8 * max_tokens))
-    batch: list[str | None] = []
+
+    around: str
+    left: Seam
+    right: Seam
+    around_ids: NDArray[np.int64] = Seam().ids
+
+    @property
+    def text(self) -> str:
+        """The text of the part."""
+        return self.around[self.left.end : len(self.around) - len(self.right.text) + self.right.end]
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """The tokens of the part: int64 [n]."""
+        return self.around_ids[self.left.before : len(self.around_ids) - len(self.right.ids) + self.right.before]
+
+    def beginning(self, tokenizer: Tokenizer, n_tokens: int) -> str:
+        """The text that the first tokens of the part encode, with the whole of a last character that they hold a part of."""
+        return tokenizer.beginning(self.around, self.left.before + n_tokens)[self.left.end :]
+
+
+def encoded(tokenizer: Tokenizer, documents: Iterable[Iterator[str]], at_once: int) -> Iterator[Part | None]:
+    """Encode documents, on all cores. A document has the tokens that the tokenizer gives its whole text.
+
+    Args:
+        tokenizer: encodes the texts.
+        documents: the documents, each as blocks of text.
+        at_once: how many characters to encode together.
+
+    Yields:
+        The parts of each document that has any text, and None after the last one.
+    """
+    held: Part | None = None
+    for batch in _batches(tokenizer, documents, at_once):
+        for part, ids in zip(batch, tokenizer.encode_batch([part.around for part in batch]), strict=True):
+            part = part._replace(around_ids=ids)
+            if held is not None and part.left.joins(held.around_ids, ids):
+                yield held
+            elif held is not None:  # what is before the text of the seam changes tokens behind it
+                text = held.around + part.around[len(part.left.text) :]
+                part = Part(text, held.left, part.right, tokenizer.encode(text))
+            held = part
+            if not part.right.text:
+                yield from (part, None)
+                held = None
+
+
+def _batches(tokenizer: Tokenizer, documents: Iterable[Iterator[str]], at_once: int) -> Iterator[list[Part]]:
+    """Yield batches of parts to encode together."""
+    batch: list[Part] = []
     size = 0
-    for document in documents:
-        empty = True
-        for text in whole_lines(document):
-            empty = False
-            batch.append(text)
-            size += len(text)
-            if size >= at_once:
-                yield batch
-                batch, size = [], 0
-        if not empty:
-            batch.append(None)
-            size += 1
+    for part in chain.from_iterable(_parts(tokenizer, document) for document in documents):
+        batch.append(part)
+        size += len(part.around)
+        if size >= at_once:
+            yield batch
+            batch, size = [], 0
     if batch:
         yield batch
+
+
+def _parts(tokenizer: Tokenizer, blocks: Iterator[str]) -> Iterator[Part]:
+    """Cut a document that is longer than a block into parts of a block, or longer ones where there is no seam."""
+    text, left, size = "", Seam(), BLOCK
+    for block in blocks:
+        text += block
+        while len(text) > size:
+            right = tokenizer.seam(text[size - _SHARED : size])
+            if right is None:
+                size += _SHARED
+                continue
+            yield Part(text[:size], left, right)
+            text, left, size = text[size - _SHARED :], right, BLOCK
+    if text:
+        yield Part(text, left, Seam())
 
 
 @dataclass(frozen=True)
@@ -87,22 +151,26 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self._close_shard()
 
-    def add(self, texts: list[str | None], max_tokens: int | None) -> None:
-        """Encode and write texts, up to `max_tokens` in total. None marks the end of a document."""
-        encoded = iter(self._tokenizer.encode_batch([text for text in texts if text is not None]))
-        for text in texts:
-            if text is None:
+    def add(self, documents: Iterable[Iterator[str]], max_tokens: int | None, advance: Callable[[int], None]) -> None:
+        """Encode and write documents, up to `max_tokens` in total, and call `advance` with the characters of each part.
+
+        If only the first `max_tokens` are wanted, little is encoded at once: a token is seldom longer than 8 characters.
+        """
+        at_once = _AT_ONCE if max_tokens is None else min(_AT_ONCE, max(BLOCK, 8 * max_tokens))
+        for part in encoded(self._tokenizer, documents, at_once):
+            if part is None:
                 self._write(np.array([self._tokenizer.end_of_document], self._dtype))
                 self._in_word = self._in_document = False
             else:
                 self._n_documents += not self._in_document
                 self._in_document = True
-                ids = next(encoded)
+                ids, text = part.ids, part.text
                 if max_tokens is not None and self.n_tokens + len(ids) > max_tokens:
                     ids = ids[: max_tokens - self.n_tokens]
-                    text = self._tokenizer.beginning(text, len(ids))
+                    text = part.beginning(self._tokenizer, len(ids))
                 self._count(text)
                 self._write(ids.astype(self._dtype))
+                advance(len(text))
             if max_tokens is not None and self.n_tokens >= max_tokens:
                 return
 

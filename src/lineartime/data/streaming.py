@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from lineartime.choices import Split
 from lineartime.data.batches import Batch
 from lineartime.data.corpora import Corpus, Source
+from lineartime.data.encode import encoded
 from lineartime.data.hub import reporting_read_errors
 from lineartime.data.loaders import BatchMaker, Rows, in_order
 from lineartime.data.readers import SPLITS, pieces
 from lineartime.data.shuffling import shuffled
-from lineartime.data.tokenizers import Tokenizer, whole_lines
+from lineartime.data.tokenizers import Tokenizer
 from lineartime.errors import ArgumentError, LineartimeError, check_choice
 
 State = dict[str, Any]
@@ -159,12 +160,10 @@ class _Lane:
             from_the_beginning, before = source is None, place
             for texts, after in self._documents(epoch, source):
                 self._marks.append(_Mark(place, epoch, source))
-                for text in filter(None, texts):
-                    for ids in map(self._tokenizer.encode, whole_lines(pieces(text))):
-                        place += len(ids)
-                        yield ids
-                    place += 1
-                    yield np.array([self._tokenizer.end_of_document])
+                for part in encoded(self._tokenizer, map(pieces, texts), 1):
+                    ids = np.array([self._tokenizer.end_of_document]) if part is None else part.ids
+                    place += len(ids)
+                    yield ids
                 source = after
             if from_the_beginning and place == before:
                 raise LineartimeError(

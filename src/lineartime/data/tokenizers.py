@@ -3,9 +3,9 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,29 @@ def _byte_level() -> dict[str, int]:
 
 BYTE_LEVEL = _byte_level()
 """The byte that each character of a byte-level piece represents."""
+SURE = 16
+"""On each side of a seam, the number of tokens that are the same whatever else a text holds."""
+
+
+class Seam(NamedTuple):
+    """A place at which the tokens of a long text can be joined from those of two parts that both hold a short text around it.
+
+    Attributes:
+        text: the short text, with which the first part ends and the second begins.
+        ids: its tokens.
+        before: the number of these before the seam.
+        end: the number of characters that the tokens before the seam encode, with the whole of a last one.
+    """
+
+    text: str = ""
+    ids: NDArray[np.int64] = np.zeros(0, np.int64)
+    before: int = 0
+    end: int = 0
+
+    def joins(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> bool:
+        """Whether both parts have the tokens of the short text around the seam, and from there to where it ends or begins."""
+        last, beginning = self.ids[max(0, self.before - SURE) :], self.ids[: self.before + SURE]
+        return np.array_equal(first[-len(last) :], last) and np.array_equal(second[: len(beginning)], beginning)
 
 
 class Tokenizer(Protocol):
@@ -55,6 +78,9 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """The token ids of several texts, on all cores."""
+
+    def seam(self, text: str) -> Seam | None:
+        """A place in a short text, in its middle if possible, at which the tokens of a longer one can be joined."""
 
     def beginning(self, text: str, n_tokens: int) -> str:
         """The part of a text that its first tokens encode, with the whole of a last character that they hold a part of."""
@@ -87,6 +113,11 @@ class ByteTokenizer:
         """The bytes of several texts; one core is enough to copy them."""
         return [self.encode(text) for text in texts]
 
+    def seam(self, text: str) -> Seam:
+        """The middle of a text: no byte depends on another."""
+        end = len(text) // 2
+        return Seam(text, self.encode(text), len(text[:end].encode()), end)
+
     def beginning(self, text: str, n_tokens: int) -> str:
         """The part of a text that its first bytes encode, with the whole of a last character that they hold a part of."""
         return text[: len(self.decode(self.encode(text)[:n_tokens].tolist()))]
@@ -108,6 +139,23 @@ class ByteTokenizer:
     def to_json(self) -> str:
         """A marker: a byte tokenizer has no parameters."""
         return json.dumps({"lineartime": "bytes"})
+
+
+class _PlacedToken(NamedTuple):
+    """A token, the characters of the text that it encodes, and whether it is the first of a word."""
+
+    id: int
+    start: int
+    end: int
+    begins_word: bool
+
+
+def _with_places(encoding: Any, shift: int) -> list[_PlacedToken]:
+    words = encoding.word_ids
+    return [
+        _PlacedToken(token, start + shift, end + shift, word != previous)
+        for token, (start, end), word, previous in zip(encoding.ids, encoding.offsets, words, [None, *words], strict=False)
+    ]
 
 
 class JsonTokenizer:
@@ -132,6 +180,7 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._definition = definition
         self._source = source
+        self._joins_within_words = type(self._tokenizer.model).__name__ == "BPE"
         self._known: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.end_of_document, size = self._special(self._END_NAMES, self._known)
         self.mask, self.vocab_size = self._special(self._MASK_NAMES, size)
@@ -147,12 +196,33 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """The token ids of several texts: int64 [n] each."""
+        return [
+            np.array(encoding.ids, dtype=np.int64) for encoding in self._encodings(texts, self._tokenizer.encode_batch_fast)
+        ]
+
+    def _encodings(self, texts: Sequence[str], encode: Any) -> Any:
         with no_panics(self._source):
             try:
-                encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+                return encode(list(texts), add_special_tokens=False)
             except Exception as error:  # the library raises plain Exception, for instance for an unknown word
                 raise LineartimeError(f"The tokenizer {self._source} cannot encode the text: {error}.") from None
-        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def seam(self, text: str) -> Seam | None:
+        """A place in a short text, in its middle if possible, at which the tokens of a longer one can be joined.
+
+        It is the start of a word, because words are encoded independently. Within a word, BPE alone can be joined: its tokens
+        are right if each two adjacent ones are. The place must not depend on where the text begins or ends: whatever groups
+        characters by number, as digits by three, groups those of a text that begins one later in another way.
+        """
+        encodings = self._encodings([text, text[1:-1]], self._tokenizer.encode_batch)
+        tokens, shorter = (_with_places(encoding, shift) for shift, encoding in enumerate(encodings))
+        place_in_shorter = {token: place for place, token in enumerate(shorter)}
+        places = [place for place in range(SURE, len(tokens) - SURE) if tokens[place].begins_word or self._joins_within_words]
+        for place in sorted(places, key=lambda p: (not tokens[p].begins_word, abs(tokens[p].start - len(text) // 2))):
+            other = place_in_shorter.get(tokens[place], 0)
+            if other >= SURE and tokens[place - SURE : place + SURE] == shorter[other - SURE : other + SURE]:
+                return Seam(text, np.array([token.id for token in tokens]), place, tokens[place - 1].end)
+        return None
 
     def beginning(self, text: str, n_tokens: int) -> str:
         """The part of a text that its first tokens encode, with the whole of a last character that they hold a part of."""
@@ -291,19 +361,3 @@ def encode_given(tokenizer: Tokenizer, argument: str, text: object) -> list[int]
 def fingerprint(tokenizer: Tokenizer) -> str:
     """A string that differs between tokenizers that encode differently."""
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
-
-
-def whole_lines(blocks: Iterator[str]) -> Iterator[str]:
-    """Cut a text into blocks at ends of lines, across which hardly any tokenizer merges.
-
-    A line longer than a block is cut at the end of the block.
-    """
-    rest = ""
-    for block in blocks:
-        text = rest + block
-        cut = text.rfind("\n") + 1 or len(text)
-        rest = text[cut:]
-        if cut:
-            yield text[:cut]
-    if rest:
-        yield rest

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from lineartime.choices import Split
 from lineartime.data.corpora import Corpus
-from lineartime.data.encode import FACTS, EncodedTextInfo, Integers, ShardWriter, text_batches
+from lineartime.data.encode import FACTS, EncodedTextInfo, Integers, ShardWriter
 from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import LineartimeError, file_error
@@ -232,11 +232,7 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max
         partial.mkdir()
         try:
             with Progress(f"encoding {corpus.name}, {split}") as progress, ShardWriter(partial, tokenizer) as writer:
-                for texts in text_batches(corpus.documents(split), max_tokens):
-                    writer.add(texts, max_tokens)
-                    progress.advance(sum(len(text) for text in texts if text is not None))
-                    if max_tokens is not None and writer.n_tokens >= max_tokens:
-                        break
+                writer.add(corpus.documents(split), max_tokens, progress.advance)
             _remember(partial, {file: _version(partial / file) for file in writer.finish()})
             try:
                 partial.rename(folder)

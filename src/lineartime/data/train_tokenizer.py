@@ -12,14 +12,7 @@ from typing import Any
 from lineartime.choices import VOCAB_SIZE, TokenizerKind
 from lineartime.data.corpora import Corpus, no_text
 from lineartime.data.progress import Progress
-from lineartime.data.tokenizers import (
-    JsonTokenizer,
-    Tokenizer,
-    is_ready_name,
-    named_tokenizer,
-    read_tokenizer,
-    whole_lines,
-)
+from lineartime.data.tokenizers import JsonTokenizer, Tokenizer, is_ready_name, named_tokenizer, read_tokenizer
 from lineartime.errors import ArgumentError, require_packages
 from lineartime.fields import Between, check_limits, check_type
 from lineartime.files import is_folder, is_there, write_file
@@ -81,13 +74,29 @@ def check_tokenizer_options(kind: TokenizerKind, vocab_size: int, max_bytes: int
 
 def _texts(corpus: Corpus, limit: int, progress: Progress) -> Iterator[str]:
     """The training split in blocks of whole lines, up to `limit` bytes."""
-    for text in chain.from_iterable(map(whole_lines, corpus.documents("train"))):
+    for text in chain.from_iterable(map(_whole_lines, corpus.documents("train"))):
         size = len(text.encode())
         yield text if size <= limit else text.encode()[:limit].decode(errors="ignore") or text[:1]
         progress.advance(size)
         limit -= size
         if limit <= 0:
             return
+
+
+def _whole_lines(blocks: Iterator[str]) -> Iterator[str]:
+    """Cut a text into blocks at ends of lines.
+
+    A line longer than a block is cut at the end of the block.
+    """
+    rest = ""
+    for block in blocks:
+        text = rest + block
+        cut = text.rfind("\n") + 1 or len(text)
+        rest = text[cut:]
+        if cut:
+            yield text[:cut]
+    if rest:
+        yield rest
 
 
 def _train_bpe(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> str:

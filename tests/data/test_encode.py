@@ -1,0 +1,145 @@
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
+
+from lineartime.data import JsonTokenizer
+from lineartime.data import encode as encode_module
+from lineartime.data import tokenizers as tokenizers_module
+from lineartime.data.encode import encoded
+from lineartime.data.train_tokenizer import _train_bpe, _train_unigram
+
+WORDS = "It's the first  line of 12 words, naïve.\nA second\n\n\n  one\tsays: 3.14159265 and (maybe) don't! " * 4
+MIXED = (
+    f"{WORDS}日本語の文章は空白がない。次の行\n這是第二句話👨‍👩‍👧‍👦🏽 ﬁne e\u0301t\u0323e\u0301 ㌔ ﷺ end. {'word ' * 30}"
+    f"{'ACGTTGCA' * 20} {'9876543210' * 9} then{' ' * 90}more \ufffd☃☃ text, {'<br>' * 40}{'=-' * 50}\r\n\r\n{WORDS}"
+)
+RUNS = "a" * 350 + "7" * 200 + " " * 200 + "ab" * 150 + WORDS
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def bpe(pre_tokenizer: Any, normalizer: Any = None, first: list[str] = BYTES, alphabet: bool = False, **model: Any) -> Any:
+    made = tokenizers.Tokenizer(models.BPE(**model))
+    made.normalizer, made.pre_tokenizer = normalizer, pre_tokenizer
+    letters = pre_tokenizers.ByteLevel.alphabet() if alphabet else []
+    suffix = {"end_of_word_suffix": "</w>"} if "end_of_word_suffix" in model else {}
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=first, initial_alphabet=letters, max_token_length=16, show_progress=False, **suffix
+    )
+    made.train_from_iterator([WORDS * 3 + MIXED], trainer)
+    return made
+
+
+def without_words(made: Any) -> Any:
+    """Train a tokenizer on words, and let it merge across them, as converted ones of SentencePiece do."""
+    definition = json.loads(made.to_str())
+    definition["pre_tokenizer"] = None
+    definition["added_tokens"] = []
+    return tokenizers.Tokenizer.from_str(json.dumps(definition))
+
+
+def unigram(scheme: str) -> Any:
+    made = tokenizers.Tokenizer(models.Unigram())
+    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " ")])
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=["</s>", "<unk>"], unk_token="<unk>", show_progress=False)
+    made.train_from_iterator([WORDS * 3 + MIXED], trainer)
+    return made
+
+
+def wordpiece() -> Any:
+    made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[UNK]"], show_progress=False)
+    made.train_from_iterator([WORDS], trainer)
+    return made
+
+
+def words(pre_tokenizer: Any) -> Any:
+    made = tokenizers.Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizer
+    made.train_from_iterator([WORDS], trainers.WordLevelTrainer(vocab_size=20, special_tokens=["[UNK]"], show_progress=False))
+    return made
+
+
+def space() -> Any:
+    return normalizers.Replace(" ", "▁")
+
+
+def split() -> Any:
+    return pre_tokenizers.Split("▁", "merged_with_next")
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "GPT-2": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), alphabet=True),
+    "ByteLevel with a space before": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=True), alphabet=True),
+    "Llama 3": lambda: bpe(
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(LLAMA3), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        ),
+        alphabet=True,
+        ignore_merges=True,
+    ),
+    "Llama 2": lambda: without_words(
+        bpe(split(), normalizers.Sequence([normalizers.Prepend("▁"), space()]), unk_token="<0x00>", byte_fallback=True)
+    ),
+    "Gemma": lambda: bpe(pre_tokenizers.Split(" ", "merged_with_previous"), space(), byte_fallback=True, fuse_unk=True),
+    "T5": lambda: unigram("always"),
+    "Metaspace before the first word": lambda: unigram("first"),
+    "WordPiece": wordpiece,
+    "words": lambda: words(pre_tokenizers.Whitespace()),
+    "5-mers": lambda: words(pre_tokenizers.FixedLength(5)),
+    "own Unigram": lambda: tokenizers.Tokenizer.from_str(_train_unigram(tokenizers, iter([WORDS, MIXED]), 700)),
+    "own BPE": lambda: tokenizers.Tokenizer.from_str(_train_bpe(tokenizers, iter([WORDS, MIXED]), 500)),
+    "suffix": lambda: bpe(pre_tokenizers.WhitespaceSplit(), None, ["<unk>"], unk_token="<unk>", end_of_word_suffix="</w>"),
+}
+
+
+@cache
+def tokenizer_of(kind: str) -> JsonTokenizer:
+    return JsonTokenizer(KINDS[kind]().to_str(), kind)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode_module, "BLOCK", 150)
+    monkeypatch.setattr(encode_module, "_SHARED", 64)
+    monkeypatch.setattr(tokenizers_module, "SURE", 4)
+
+
+def parts_of(tokenizer: JsonTokenizer, text: str) -> list[encode_module.Part]:
+    blocks = iter([text[start : start + 70] for start in range(0, len(text), 70)])
+    return [part for part in encoded(tokenizer, iter([blocks]), 400) if part is not None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_document_has_the_tokens_of_its_whole_text(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    texts = [MIXED[start % 700 :][:length] for start, length in enumerate(range(148, 290))]
+    texts += [(MIXED + RUNS)[start:] for start in range(0, 70, 7)]
+    for text in texts:
+        parts = parts_of(tokenizer, text)
+        assert np.concatenate([part.ids for part in parts]).tolist() == tokenizer.encode(text).tolist()
+        assert "".join(part.text for part in parts) == text
+    assert (len(parts) > 5) == (kind != "5-mers"), "a text in groups of five can be cut only where they begin"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_limit_within_a_long_document_counts_the_beginning_of_its_text(kind: str, tmp_path: Path) -> None:
+    tokenizer, text = tokenizer_of(kind), MIXED[300:900]
+    whole = tokenizer.encode(text)
+    for most in range(1, len(whole), 7):
+        with encode_module.ShardWriter(tmp_path, tokenizer) as writer:
+            writer.add(iter([iter([text])]), most, lambda _: None)
+        writer.finish()
+        facts = json.loads((tmp_path / "facts.json").read_text())
+        beginning = tokenizer.beginning(text, most)
+        counts = (most, len(beginning.encode()), len(beginning.split()))
+        assert (facts["n_tokens"], facts["n_bytes"], facts["n_words"]) == counts
