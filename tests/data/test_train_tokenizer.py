@@ -98,6 +98,19 @@ def test_only_the_beginning_is_learned_from(tmp_path: Path) -> None:
     assert len(few.encode("zzzz")) == 4
 
 
+def test_overlong_words_do_not_slow_down_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learned: list[str] = []
+    module = sys.modules[train_tokenizer.__module__]
+    monkeypatch.setattr(module, "_train_bpe", lambda _, texts, size: learned.extend(texts))
+    monkeypatch.setattr(module, "JsonTokenizer", lambda *_: None)
+    words = ["ACGT" * 500, "天地玄黄" * 200, "3141" * 200, "=" * 700, "_" * 700, "b" * 499, " " * 800, "a 1-" * 2000]
+    (tmp_path / "train.txt").write_text(" ".join(words))
+    train_tokenizer(load_corpus(tmp_path / "train.txt"), "bpe", 300)
+    assert " ".join(words).startswith("".join(learned))  # the rest is held out
+    assert max(len(run) for text in learned for run in re.findall(r"\w+|\s+|=+", text)) == 500
+    assert any("b" * 499 in text for text in learned)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_without_spaces_gives_a_tokenizer_that_knows_them(tmp_path: Path, kind: TokenizerKind) -> None:
     file = tmp_path / "zh.txt"
