@@ -23,26 +23,19 @@ MIXED = (
 RUNS = "a" * 350 + "7" * 200 + " " * 200 + "ab" * 150 + WORDS
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+FALLBACK = {"unk_token": "<0x00>", "byte_fallback": True, "fuse_unk": True}
 
 
-def bpe(pre_tokenizer: Any, normalizer: Any = None, first: list[str] = BYTES, alphabet: bool = False, **model: Any) -> Any:
+def bpe(pre_tokenizer: Any, normalizer: Any = None, alphabet: bool = False, **model: Any) -> Any:
     made = tokenizers.Tokenizer(models.BPE(**model))
     made.normalizer, made.pre_tokenizer = normalizer, pre_tokenizer
     letters = pre_tokenizers.ByteLevel.alphabet() if alphabet else []
     suffix = {"end_of_word_suffix": "</w>"} if "end_of_word_suffix" in model else {}
     trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=first, initial_alphabet=letters, max_token_length=16, show_progress=False, **suffix
+        vocab_size=900, special_tokens=BYTES, initial_alphabet=letters, max_token_length=16, show_progress=False, **suffix
     )
     made.train_from_iterator([WORDS * 3 + MIXED], trainer)
     return made
-
-
-def without_words(made: Any) -> Any:
-    """Train a tokenizer on words, and let it merge across them, as converted ones of SentencePiece do."""
-    definition = json.loads(made.to_str())
-    definition["pre_tokenizer"] = None
-    definition["added_tokens"] = []
-    return tokenizers.Tokenizer.from_str(json.dumps(definition))
 
 
 def unigram(scheme: str) -> Any:
@@ -69,14 +62,6 @@ def words(pre_tokenizer: Any) -> Any:
     return made
 
 
-def space() -> Any:
-    return normalizers.Replace(" ", "▁")
-
-
-def split() -> Any:
-    return pre_tokenizers.Split("▁", "merged_with_next")
-
-
 KINDS: dict[str, Callable[[], Any]] = {
     "GPT-2": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), alphabet=True),
     "ByteLevel with a space before": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=True), alphabet=True),
@@ -87,10 +72,8 @@ KINDS: dict[str, Callable[[], Any]] = {
         alphabet=True,
         ignore_merges=True,
     ),
-    "Llama 2": lambda: without_words(
-        bpe(split(), normalizers.Sequence([normalizers.Prepend("▁"), space()]), unk_token="<0x00>", byte_fallback=True)
-    ),
-    "Gemma": lambda: bpe(pre_tokenizers.Split(" ", "merged_with_previous"), space(), byte_fallback=True, fuse_unk=True),
+    "Llama 2": lambda: bpe(None, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), **FALLBACK),
+    "Gemma": lambda: bpe(pre_tokenizers.Split(" ", "merged_with_previous"), normalizers.Replace(" ", "▁"), **FALLBACK),
     "T5": lambda: unigram("always"),
     "Metaspace before the first word": lambda: unigram("first"),
     "WordPiece": wordpiece,
@@ -98,7 +81,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "5-mers": lambda: words(pre_tokenizers.FixedLength(5)),
     "own Unigram": lambda: tokenizers.Tokenizer.from_str(_train_unigram(tokenizers, iter([WORDS, MIXED]), 700)),
     "own BPE": lambda: tokenizers.Tokenizer.from_str(_train_bpe(tokenizers, iter([WORDS, MIXED]), 500)),
-    "suffix": lambda: bpe(pre_tokenizers.WhitespaceSplit(), None, ["<unk>"], unk_token="<unk>", end_of_word_suffix="</w>"),
+    "suffix": lambda: bpe(pre_tokenizers.WhitespaceSplit(), unk_token="<0x00>", end_of_word_suffix="</w>"),
 }
 
 

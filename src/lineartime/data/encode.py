@@ -103,7 +103,7 @@ def _parts(tokenizer: Tokenizer, blocks: Iterator[str]) -> Iterator[Part]:
         while len(text) > size:
             right = tokenizer.seam(text[size - _SHARED : size])
             if right is None:
-                size += _SHARED
+                size += max(_SHARED, size // 16)
                 continue
             yield Part(text[:size], left, right)
             text, left, size = text[size - _SHARED :], right, BLOCK
