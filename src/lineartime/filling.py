@@ -76,5 +76,5 @@ def _masked_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     if MASK_TEXT not in text:
         beginning = text if len(text) <= 40 else f"{text[:37]}..."
         raise ArgumentError("text", f"is {beginning!r}, which holds no {MASK_TEXT}: write {MASK_TEXT} at each gap.")
-    first, *rest = (encode_given(tokenizer, "text", part) for part in text.split(MASK_TEXT))
+    first, *rest = (encode_given(tokenizer, "text", part, place > 0) for place, part in enumerate(text.split(MASK_TEXT)))
     return [*first, *(token for part in rest for token in (tokenizer.mask, *part))]

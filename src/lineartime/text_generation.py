@@ -194,5 +194,6 @@ def _checked(
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, state: PromptState | None) -> tuple[int, ...]:
     """The ids of a prompt. An empty one begins a new document, unless it continues the text of `state`."""
-    ids = tuple(encode_given(tokenizer, "prompt", prompt))
+    inside = state is not None and state.last[-1:] != (tokenizer.end_of_document,)
+    ids = tuple(encode_given(tokenizer, "prompt", prompt, inside))
     return ids or (() if state is not None else (tokenizer.end_of_document,))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+import torch
 from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
 from lineartime.data import JsonTokenizer
@@ -14,6 +15,9 @@ from lineartime.data import encode as encode_module
 from lineartime.data import tokenizers as tokenizers_module
 from lineartime.data.encode import encoded
 from lineartime.data.train_tokenizer import _train_bpe, _train_unigram
+from lineartime.filling import _masked_ids
+from lineartime.generation import PromptState
+from lineartime.text_generation import prompt_ids
 
 WORDS = "It's the first  line of 12 words, naïve.\nA second\n\n\n  one\tsays: 3.14159265 and (maybe) don't! " * 4
 MIXED = (
@@ -26,40 +30,28 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 FALLBACK = {"unk_token": "<0x00>", "byte_fallback": True, "fuse_unk": True}
 
 
-def bpe(pre_tokenizer: Any, normalizer: Any = None, alphabet: bool = False, **model: Any) -> Any:
-    made = tokenizers.Tokenizer(models.BPE(**model))
+def trained(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None) -> Any:
+    made = tokenizers.Tokenizer(model)
     made.normalizer, made.pre_tokenizer = normalizer, pre_tokenizer
-    letters = pre_tokenizers.ByteLevel.alphabet() if alphabet else []
-    suffix = {"end_of_word_suffix": "</w>"} if "end_of_word_suffix" in model else {}
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=BYTES, initial_alphabet=letters, max_token_length=16, show_progress=False, **suffix
-    )
     made.train_from_iterator([WORDS * 3 + MIXED], trainer)
     return made
+
+
+def bpe(pre_tokenizer: Any, normalizer: Any = None, alphabet: bool = False, **model: Any) -> Any:
+    letters = pre_tokenizers.ByteLevel.alphabet() if alphabet else []
+    suffix = {name: value for name, value in model.items() if name == "end_of_word_suffix"}
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=BYTES, initial_alphabet=letters, max_token_length=16, **suffix)
+    return trained(models.BPE(**model), trainer, pre_tokenizer, normalizer)
 
 
 def unigram(scheme: str) -> Any:
-    made = tokenizers.Tokenizer(models.Unigram())
-    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " ")])
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=["</s>", "<unk>"], unk_token="<unk>", show_progress=False)
-    made.train_from_iterator([WORDS * 3 + MIXED], trainer)
-    return made
+    trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=["<unk>"], unk_token="<unk>")
+    normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " ")])
+    return trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(prepend_scheme=scheme), normalizer)
 
 
-def wordpiece() -> Any:
-    made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[UNK]"], show_progress=False)
-    made.train_from_iterator([WORDS], trainer)
-    return made
-
-
-def words(pre_tokenizer: Any) -> Any:
-    made = tokenizers.Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizer
-    made.train_from_iterator([WORDS], trainers.WordLevelTrainer(vocab_size=20, special_tokens=["[UNK]"], show_progress=False))
-    return made
+def words(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None) -> Any:
+    return trained(model(unk_token="[UNK]"), trainer(vocab_size=200, special_tokens=["[UNK]"]), pre_tokenizer, normalizer)
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -76,9 +68,11 @@ KINDS: dict[str, Callable[[], Any]] = {
     "Gemma": lambda: bpe(pre_tokenizers.Split(" ", "merged_with_previous"), normalizers.Replace(" ", "▁"), **FALLBACK),
     "T5": lambda: unigram("always"),
     "Metaspace before the first word": lambda: unigram("first"),
-    "WordPiece": wordpiece,
-    "words": lambda: words(pre_tokenizers.Whitespace()),
-    "5-mers": lambda: words(pre_tokenizers.FixedLength(5)),
+    "WordPiece": lambda: words(
+        models.WordPiece, trainers.WordPieceTrainer, pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer()
+    ),
+    "words": lambda: words(models.WordLevel, trainers.WordLevelTrainer, pre_tokenizers.Whitespace()),
+    "5-mers": lambda: words(models.WordLevel, trainers.WordLevelTrainer, pre_tokenizers.FixedLength(5)),
     "own Unigram": lambda: tokenizers.Tokenizer.from_str(_train_unigram(tokenizers, iter([WORDS, MIXED]), 700)),
     "own BPE": lambda: tokenizers.Tokenizer.from_str(_train_bpe(tokenizers, iter([WORDS, MIXED]), 500)),
     "suffix": lambda: bpe(pre_tokenizers.WhitespaceSplit(), unk_token="<0x00>", end_of_word_suffix="</w>"),
@@ -97,18 +91,14 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers_module, "SURE", 4)
 
 
-def parts_of(tokenizer: JsonTokenizer, text: str) -> list[encode_module.Part]:
-    blocks = iter([text[start : start + 70] for start in range(0, len(text), 70)])
-    return [part for part in encoded(tokenizer, iter([blocks]), 400) if part is not None]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_document_has_the_tokens_of_its_whole_text(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     texts = [MIXED[start % 700 :][:length] for start, length in enumerate(range(148, 290))]
     texts += [(MIXED + RUNS)[start:] for start in range(0, 70, 7)]
     for text in texts:
-        parts = parts_of(tokenizer, text)
+        blocks = iter([text[start : start + 70] for start in range(0, len(text), 70)])
+        parts = [part for part in encoded(tokenizer, [blocks], 400) if part is not None]
         assert np.concatenate([part.ids for part in parts]).tolist() == tokenizer.encode(text).tolist()
         assert "".join(part.text for part in parts) == text
     assert (len(parts) > 5) == (kind != "5-mers"), "a text in groups of five can be cut only where they begin"
@@ -117,12 +107,21 @@ def test_a_document_has_the_tokens_of_its_whole_text(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limit_within_a_long_document_counts_the_beginning_of_its_text(kind: str, tmp_path: Path) -> None:
     tokenizer, text = tokenizer_of(kind), MIXED[300:900]
-    whole = tokenizer.encode(text)
-    for most in range(1, len(whole), 7):
+    for most in range(1, len(tokenizer.encode(text)), 7):
         with encode_module.ShardWriter(tmp_path, tokenizer) as writer:
-            writer.add(iter([iter([text])]), most, lambda _: None)
+            writer.add([iter([text])], most, lambda _: None)
         writer.finish()
         facts = json.loads((tmp_path / "facts.json").read_text())
         beginning = tokenizer.beginning(text, most)
-        counts = (most, len(beginning.encode()), len(beginning.split()))
-        assert (facts["n_tokens"], facts["n_bytes"], facts["n_words"]) == counts
+        assert (facts["n_bytes"], facts["n_words"]) == (len(beginning.encode()), len(beginning.split()))
+
+
+@pytest.mark.parametrize("kind", ["T5", "Llama 2", "ByteLevel with a space before"])
+def test_what_stands_inside_a_text_gets_nothing_put_before_it(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    alone, inside = (tokenizer.encode("line", inside=inside).tolist() for inside in (False, True))
+    shown, shown_inside = ("".join(map(tokenizer.show, ids)) for ids in (alone, inside))
+    assert shown != shown_inside == shown.lstrip("▁Ġ") == "line"
+    assert _masked_ids(tokenizer, "line[MASK]line") == [*alone, tokenizer.mask, *inside]
+    for last, ids in (((alone[-1],), inside), ((tokenizer.end_of_document,), alone)):
+        assert prompt_ids(tokenizer, "line", PromptState((), torch.zeros(()), last)) == tuple(ids)

@@ -50,10 +50,6 @@ class Part(NamedTuple):
         """The tokens of the part: int64 [n]."""
         return self.around_ids[self.left.before : len(self.around_ids) - len(self.right.ids) + self.right.before]
 
-    def beginning(self, tokenizer: Tokenizer, n_tokens: int) -> str:
-        """The text that the first tokens of the part encode, with the whole of a last character that they hold a part of."""
-        return tokenizer.beginning(self.around, self.left.before + n_tokens)[self.left.end :]
-
 
 def encoded(tokenizer: Tokenizer, documents: Iterable[Iterator[str]], at_once: int) -> Iterator[Part | None]:
     """Encode documents, on all cores. A document has the tokens that the tokenizer gives its whole text.
@@ -167,7 +163,7 @@ class ShardWriter:
                 ids, text = part.ids, part.text
                 if max_tokens is not None and self.n_tokens + len(ids) > max_tokens:
                     ids = ids[: max_tokens - self.n_tokens]
-                    text = part.beginning(self._tokenizer, len(ids))
+                    text = self._tokenizer.beginning(part.around, part.left.before + len(ids))[part.left.end :]
                 self._count(text)
                 self._write(ids.astype(self._dtype))
                 advance(len(text))

@@ -101,7 +101,7 @@ def _problem(definition: str) -> str:
         return str(error)
     if not isinstance(plain, dict):
         return f"it is {shown(plain)}, but must be an object"
-    stages = {name: list(_parts(plain.get(name))) for name in ("normalizer", "pre_tokenizer", "decoder", "model")}
+    stages = {name: list(parts_of(plain.get(name))) for name in ("normalizer", "pre_tokenizer", "decoder", "model")}
     for reading in (("normalizer", "pre_tokenizer"), ("decoder",)):
         growth = 1.0
         for part in (part for name in reading for part in stages[name]):
@@ -113,7 +113,7 @@ def _problem(definition: str) -> str:
     return _try(definition.encode())
 
 
-def _parts(stage: Any) -> Iterator[dict[str, Any]]:
+def parts_of(stage: Any) -> Iterator[dict[str, Any]]:
     """The parts of a stage, with sequences flattened."""
     if stage is None:
         return
@@ -123,7 +123,7 @@ def _parts(stage: Any) -> Iterator[dict[str, Any]]:
     for name in ("normalizers", "pretokenizers", "decoders"):
         inner = stage.get(name)
         for part in inner if isinstance(inner, list) else ():
-            yield from _parts(part)
+            yield from parts_of(part)
 
 
 def _is_harmless(part: dict[str, Any]) -> bool:

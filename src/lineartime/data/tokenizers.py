@@ -4,6 +4,8 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from lineartime.choices import BYTE_VOCABULARY
 from lineartime.data.hub_files import newest_file
 from lineartime.data.stream_decoders import ByteStreamDecoder, JsonStreamDecoder, StreamDecoder
-from lineartime.data.tokenizer_trial import MAX_BYTES, check_definition, no_panics
+from lineartime.data.tokenizer_trial import MAX_BYTES, check_definition, no_panics, parts_of
 from lineartime.errors import (
     ArgumentError,
     LineartimeError,
@@ -41,15 +43,20 @@ def _byte_level() -> dict[str, int]:
 
 BYTE_LEVEL = _byte_level()
 """The byte that each character of a byte-level piece represents."""
+_NOTHING_BEFORE: dict[str, dict[str, Any]] = {
+    "Prepend": {"prepend": ""},
+    "Metaspace": {"prepend_scheme": "never", "add_prefix_space": False},
+    "ByteLevel": {"add_prefix_space": False},
+}
 SURE = 16
 """On each side of a seam, the number of tokens that are the same whatever else a text holds."""
 
 
 class Seam(NamedTuple):
-    """A place at which the tokens of a long text can be joined from those of two parts that both hold a short text around it.
+    """A place at which the tokens of a long text can be joined from those of two parts.
 
     Attributes:
-        text: the short text, with which the first part ends and the second begins.
+        text: a short text around it, with which the first part ends and the second begins.
         ids: its tokens.
         before: the number of these before the seam.
         end: the number of characters that the tokens before the seam encode, with the whole of a last one.
@@ -73,8 +80,8 @@ class Tokenizer(Protocol):
     end_of_document: int
     mask: int
 
-    def encode(self, text: str) -> NDArray[np.int64]:
-        """The token ids of a text, without special tokens."""
+    def encode(self, text: str, inside: bool = False) -> NDArray[np.int64]:
+        """The token ids of a text, without special tokens; for one inside another, without what is put before a text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """The token ids of several texts, on all cores."""
@@ -105,7 +112,7 @@ class ByteTokenizer:
     end_of_document = 256
     mask = 257
 
-    def encode(self, text: str) -> NDArray[np.int64]:
+    def encode(self, text: str, inside: bool = False) -> NDArray[np.int64]:
         """The bytes of a text: int64 [n]."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
@@ -141,23 +148,6 @@ class ByteTokenizer:
         return json.dumps({"lineartime": "bytes"})
 
 
-class _PlacedToken(NamedTuple):
-    """A token, the characters of the text that it encodes, and whether it is the first of a word."""
-
-    id: int
-    start: int
-    end: int
-    begins_word: bool
-
-
-def _with_places(encoding: Any, shift: int) -> list[_PlacedToken]:
-    words = encoding.word_ids
-    return [
-        _PlacedToken(token, start + shift, end + shift, word != previous)
-        for token, (start, end), word, previous in zip(encoding.ids, encoding.offsets, words, [None, *words], strict=False)
-    ]
-
-
 class JsonTokenizer:
     """A tokenizer saved by the Hugging Face `tokenizers` library; missing end-of-document and mask tokens are added."""
 
@@ -190,9 +180,17 @@ class JsonTokenizer:
         known = [token for name in names if (token := self._tokenizer.token_to_id(name)) is not None]
         return (known[0], size) if known else (size, size + 1)
 
-    def encode(self, text: str) -> NDArray[np.int64]:
-        """The token ids of a text, without special tokens: int64 [n]."""
-        return self.encode_batch([text])[0]
+    def encode(self, text: str, inside: bool = False) -> NDArray[np.int64]:
+        """The token ids of a text, without special tokens: int64 [n]. `inside`: see `Tokenizer`."""
+        return (self._inside if inside else self).encode_batch([text])[0]
+
+    @cached_property
+    def _inside(self) -> "JsonTokenizer":
+        """The tokenizer without what it puts before a text."""
+        definition = json.loads(self._definition)
+        for part in chain(parts_of(definition.get("normalizer")), parts_of(definition.get("pre_tokenizer"))):
+            part.update(_NOTHING_BEFORE.get(part.get("type", ""), {}))
+        return JsonTokenizer(json.dumps(definition), self._source)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """The token ids of several texts: int64 [n] each."""
@@ -215,13 +213,23 @@ class JsonTokenizer:
         characters by number, as digits by three, groups those of a text that begins one later in another way.
         """
         encodings = self._encodings([text, text[1:-1]], self._tokenizer.encode_batch)
-        tokens, shorter = (_with_places(encoding, shift) for shift, encoding in enumerate(encodings))
+        tokens, shorter = (
+            [
+                (word != previous, start + shift, end + shift, token)
+                for word, previous, (start, end), token in zip(x.word_ids, [None, *x.word_ids], x.offsets, x.ids, strict=False)
+            ]
+            for shift, x in enumerate(encodings)
+        )
         place_in_shorter = {token: place for place, token in enumerate(shorter)}
-        places = [place for place in range(SURE, len(tokens) - SURE) if tokens[place].begins_word or self._joins_within_words]
-        for place in sorted(places, key=lambda p: (not tokens[p].begins_word, abs(tokens[p].start - len(text) // 2))):
+        places = [
+            (not begins_word, abs(start - len(text) // 2), place)
+            for place, (begins_word, start, _, _) in enumerate(tokens)
+            if SURE <= place <= len(tokens) - SURE and (begins_word or self._joins_within_words)
+        ]
+        for _, _, place in sorted(places):
             other = place_in_shorter.get(tokens[place], 0)
             if other >= SURE and tokens[place - SURE : place + SURE] == shorter[other - SURE : other + SURE]:
-                return Seam(text, np.array([token.id for token in tokens]), place, tokens[place - 1].end)
+                return Seam(text, np.array(encodings[0].ids), place, tokens[place - 1][2])
         return None
 
     def beginning(self, text: str, n_tokens: int) -> str:
@@ -346,7 +354,7 @@ def check_vocabulary(tokenizer: object, vocab_size: int) -> None:
         )
 
 
-def encode_given(tokenizer: Tokenizer, argument: str, text: object) -> list[int]:
+def encode_given(tokenizer: Tokenizer, argument: str, text: object, inside: bool = False) -> list[int]:
     """Encode a text from the user. Raises ArgumentError, naming the argument, unless it is a text that can be encoded."""
     if not isinstance(text, str):
         raise ArgumentError(argument, f"is of type {type(text).__name__}, but must be a text.")
@@ -354,7 +362,7 @@ def encode_given(tokenizer: Tokenizer, argument: str, text: object) -> list[int]
         text.encode()
     except UnicodeEncodeError:
         raise ArgumentError(argument, "is not UTF-8 text: convert it to UTF-8.") from None
-    ids: list[int] = tokenizer.encode(text).tolist()
+    ids: list[int] = tokenizer.encode(text, inside).tolist()
     return ids
 
 
