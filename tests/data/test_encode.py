@@ -26,6 +26,11 @@ MIXED = (
 )
 RUNS = "a" * 350 + "7" * 200 + " " * 200 + "ab" * 150 + WORDS
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT3 = (
+    pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
+    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+)
+BERT = pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer()
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 FALLBACK = {"unk_token": "<0x00>", "byte_fallback": True, "fuse_unk": True}
 
@@ -57,22 +62,14 @@ def words(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None) 
 KINDS: dict[str, Callable[[], Any]] = {
     "GPT-2": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), alphabet=True),
     "ByteLevel with a space before": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=True), alphabet=True),
-    "Llama 3": lambda: bpe(
-        pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(LLAMA3), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        ),
-        alphabet=True,
-        ignore_merges=True,
-    ),
+    "Llama 3": lambda: bpe(pre_tokenizers.Sequence([*SPLIT3]), alphabet=True, ignore_merges=True),
     "Llama 2": lambda: bpe(None, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), **FALLBACK),
     "Gemma": lambda: bpe(pre_tokenizers.Split(" ", "merged_with_previous"), normalizers.Replace(" ", "▁"), **FALLBACK),
     "T5": lambda: unigram("always"),
     "Metaspace before the first word": lambda: unigram("first"),
-    "WordPiece": lambda: words(
-        models.WordPiece, trainers.WordPieceTrainer, pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer()
-    ),
+    "WordPiece": lambda: words(models.WordPiece, trainers.WordPieceTrainer, *BERT),
     "words": lambda: words(models.WordLevel, trainers.WordLevelTrainer, pre_tokenizers.Whitespace()),
-    "5-mers": lambda: words(models.WordLevel, trainers.WordLevelTrainer, pre_tokenizers.FixedLength(5)),
+    "5-mers": lambda: words(models.WordLevel, trainers.WordLevelTrainer, pre_tokenizers.Split(Regex(r"[\s\S]{5}"), "isolated")),
     "own Unigram": lambda: tokenizers.Tokenizer.from_str(_train_unigram(tokenizers, iter([WORDS, MIXED]), 700)),
     "own BPE": lambda: tokenizers.Tokenizer.from_str(_train_bpe(tokenizers, iter([WORDS, MIXED]), 500)),
     "suffix": lambda: bpe(pre_tokenizers.WhitespaceSplit(), unk_token="<0x00>", end_of_word_suffix="</w>"),

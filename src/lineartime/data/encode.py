@@ -52,15 +52,10 @@ class Part(NamedTuple):
 
 
 def encoded(tokenizer: Tokenizer, documents: Iterable[Iterator[str]], at_once: int) -> Iterator[Part | None]:
-    """Encode documents, on all cores. A document has the tokens that the tokenizer gives its whole text.
+    """Encode documents, each given as blocks of text: a document has the tokens that the tokenizer gives its whole text.
 
-    Args:
-        tokenizer: encodes the texts.
-        documents: the documents, each as blocks of text.
-        at_once: how many characters to encode together.
-
-    Yields:
-        The parts of each document that has any text, and None after the last one.
+    `at_once` is the number of characters to encode together, on all cores. Yields the parts of each document that has any text,
+    and None after its last one.
     """
     held: Part | None = None
     for batch in _batches(tokenizer, documents, at_once):

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -194,11 +194,9 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """The token ids of several texts: int64 [n] each."""
-        return [
-            np.array(encoding.ids, dtype=np.int64) for encoding in self._encodings(texts, self._tokenizer.encode_batch_fast)
-        ]
+        return [np.array(each.ids, dtype=np.int64) for each in self._encodings(texts, self._tokenizer.encode_batch_fast)]
 
-    def _encodings(self, texts: Sequence[str], encode: Any) -> Any:
+    def _encodings(self, texts: Sequence[str], encode: Callable[..., Any]) -> Any:
         with no_panics(self._source):
             try:
                 return encode(list(texts), add_special_tokens=False)

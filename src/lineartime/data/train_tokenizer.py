@@ -91,10 +91,7 @@ def _texts(corpus: Corpus, limit: int, progress: Progress) -> Iterator[str]:
 
 
 def _whole_lines(blocks: Iterator[str]) -> Iterator[str]:
-    """Cut a text into blocks at ends of lines.
-
-    A line longer than a block is cut at the end of the block.
-    """
+    """Cut a text into blocks at ends of lines; a line longer than a block is cut at the end of the block."""
     rest = ""
     for block in blocks:
         text = rest + block
