@@ -137,7 +137,7 @@ def test_a_folder_of_binary_files_holds_no_text(tmp_path: Path) -> None:
 def test_utf_16_is_not_taken_for_binary(folder: Path) -> None:
     (folder / "windows.txt").write_text("some text", encoding="utf-16")
     corpus = load_corpus(folder)
-    with pytest.raises(LineartimeError, match=r"windows.txt is not UTF-8 .*iconv -f utf-16 .* in a folder leave the file out by"):
+    with pytest.raises(LineartimeError, match=r"windows.txt is not UTF-8 .*iconv -f utf-16 .* leave the file out by"):
         list(map(list, corpus.documents("all")))
 
 
