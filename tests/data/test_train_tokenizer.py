@@ -13,7 +13,7 @@ from lineartime.choices import TokenizerKind
 from lineartime.cli import main
 from lineartime.data import ByteTokenizer, JsonTokenizer, load_corpus, read_tokenizer, tokenizer_for, train_tokenizer
 from lineartime.data.tokenizers import Tokenizer
-from lineartime.errors import LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 
 LINES = "naïve 日本 text.\n\tindented\n" * 20 + Path(textwrap.__file__).read_text()
 KINDS: tuple[TokenizerKind, ...] = ("bpe", "unigram")
@@ -136,6 +136,12 @@ def test_max_bytes_cuts_a_block_of_text(text: Path) -> None:
 def test_a_vocabulary_without_room_for_all_bytes_is_an_error(text: Path, kind: TokenizerKind, smallest: int) -> None:
     with pytest.raises(LineartimeError, match=f"^vocab_size is 100, but must be at least {smallest}"):
         train_tokenizer(load_corpus(text), kind, 100)
+
+
+def test_more_characters_than_unigram_has_pieces_for_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "han.txt").write_text("\n".join(chr(0x4E00 + number) for number in range(3000)))
+    with pytest.raises(ArgumentError, match=r"vocab_size is 1,000, too few for the characters of this text \(The vocabulary"):
+        train_tokenizer(load_corpus(tmp_path / "han.txt"), "unigram", 1000)
 
 
 @pytest.mark.parametrize("size", [2**24 + 1, 10**30, "300", True])

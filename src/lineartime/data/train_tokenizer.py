@@ -13,7 +13,7 @@ from lineartime.choices import VOCAB_SIZE, TokenizerKind
 from lineartime.data.corpora import Corpus, no_text
 from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import JsonTokenizer, Tokenizer, is_ready_name, named_tokenizer, read_tokenizer
-from lineartime.errors import ArgumentError, require_packages
+from lineartime.errors import ArgumentError, first_line, require_packages
 from lineartime.fields import Between, check_limits, check_type
 from lineartime.files import is_folder, is_there, write_file
 
@@ -131,7 +131,13 @@ def _train_unigram(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> st
         unk_token=_UNKNOWN,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    try:
+        tokenizer.train_from_iterator(texts, trainer)
+    except Exception as error:
+        if type(error) is not Exception:  # an error of reading the text
+            raise
+        problem = f"is {vocab_size:,}, too few for the characters of this text ({first_line(error)}): give more, or train bpe."
+        raise ArgumentError("vocab_size", problem) from None
     definition = json.loads(tokenizer.to_str())
     # The library falls back to bytes if there are pieces with these names, but its trainer does not create them.
     lowest = min(score for _, score in definition["model"]["vocab"])
