@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # transformers 5.24.0: generate() with a model of one's own whose forward takes past_key_values continues each text from its last token alone.
 # Expected: the tokens of 5.23.0, or an error: past_key_values has been the name of the cache for years, and a minor release keeps it.
-# Seen: 5.24.0 passes the cache as `cache`. A forward with **kwargs, as the documentation asks for, takes it in and ignores it, while generate() feeds
-# one token at a time. The text is wrong; only a FutureWarning about the output class is shown. The model here returns the sum of the tokens it has read.
+# Seen: 5.24.0 passes the cache as `cache`. A forward with **kwargs takes it in and ignores it, while generate() feeds one token at a time. The text is
+# wrong, and FutureWarnings alone tell of the new name. The model here predicts the sum of the tokens that it has read.
 # Output seen:
 #   5.23.0 [1, 2, 3, 6, 12, 24]
 #   5.24.0 [1, 2, 3, 6, 6, 6]
