@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import lineartime
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM
+from lineartime.hf.cache import CACHE
 from lineartime.models.backbone import Backbone
 from lineartime.models.streams import is_joined
 from lineartime.models.systems import SYSTEMS
@@ -97,7 +98,7 @@ def test_generation_goes_on_from_a_returned_cache(system: str, tiny: Tiny, awake
     assert cache.get_seq_length() == 16  # the last token was not read yet
     for use in (copy.deepcopy(cache), cache):
         more = torch.cat([mask, torch.ones(3, 5, dtype=torch.long)], 1)
-        rest = model.generate(first.sequences, attention_mask=more, past_key_values=use, max_new_tokens=7, do_sample=False)
+        rest = model.generate(first.sequences, attention_mask=more, cache=use, max_new_tokens=7, do_sample=False)
         assert rest.tolist() == whole.tolist()
 
 
@@ -217,7 +218,7 @@ def test_a_streamer_gets_every_token(causal: LineartimeForCausalLM) -> None:
 def test_a_long_prompt_is_read_in_pieces_if_asked_to(causal: LineartimeForCausalLM) -> None:
     prompt = ids_of(2, 21)
     whole = causal.generate(prompt, max_new_tokens=6, do_sample=False)
-    pieces = causal.generate(prompt, max_new_tokens=6, do_sample=False, prefill_chunk_size=8, past_key_values=LineartimeCache())
+    pieces = causal.generate(prompt, max_new_tokens=6, do_sample=False, prefill_chunk_size=8, cache=LineartimeCache())
     assert whole.tolist() == pieces.tolist()
 
 
@@ -282,7 +283,7 @@ def test_a_cache_without_streams_is_continued(causal: LineartimeForCausalLM) -> 
 def test_a_cache_that_an_assisted_text_returned_grows_no_more(causal: LineartimeForCausalLM) -> None:
     options = {"do_sample": False, "return_dict_in_generate": True}
     first = causal.generate(ids_of(1, 9), max_new_tokens=9, prompt_lookup_num_tokens=3, **options)
-    rest = causal.generate(first.sequences, max_new_tokens=20, past_key_values=first.past_key_values, **options)
+    rest = causal.generate(first.sequences, max_new_tokens=20, cache=first.past_key_values, **options)
     assert rest.sequences.tolist() == causal.generate(ids_of(1, 9), max_new_tokens=29, do_sample=False).tolist()
     with pytest.raises(lineartime.LineartimeError, match="cannot forget 1 tokens"):
         rest.past_key_values.crop(-1)
@@ -372,7 +373,7 @@ def test_loglikelihoods_of_texts_of_any_lengths_in_a_batch_are_exact(tiny: Tiny,
     ("options", "message"),
     [
         ({"cache_implementation": "static"}, "cache_implementation is 'static', but these models have a cache of their own"),
-        ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache, but must be a LineartimeCache"),
+        ({"cache": DynamicCache()}, f"{CACHE} is a DynamicCache, but must be a LineartimeCache"),
     ],
 )
 def test_other_caches_are_refused(causal: LineartimeForCausalLM, options: dict[str, Any], message: str) -> None:
@@ -394,7 +395,7 @@ def test_an_empty_prompt_is_named(causal: LineartimeForCausalLM) -> None:
 
 def test_a_cache_of_other_streams_is_refused(causal: LineartimeForCausalLM) -> None:
     cache = causal(ids_of(2, 4), use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="past_key_values is the cache of 2 streams, but the batch has 3"):
+    with pytest.raises(ValueError, match=f"{CACHE} is the cache of 2 streams, but the batch has 3"):
         causal(ids_of(3, 4), past_key_values=cache)
     with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 3\], but must be .*with the 4 tokens of the cache"):
         causal(ids_of(2, 5), attention_mask=torch.ones(2, 3), past_key_values=cache)

@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import lineartime
 from lineartime.hf import LineartimeConfig, LineartimeForCausalLM, LineartimeForMaskedLM, LineartimeModel
+from lineartime.hf.cache import CACHE
 from lineartime.hf.language import _without_prefix
 from lineartime.machine import choose_device
 from lineartime.models.systems import SYSTEMS
@@ -319,7 +320,7 @@ def test_forward_is_compiled_as_one_graph(causal: LineartimeForCausalLM) -> None
         ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids differs from .* packed into a single unpadded row"),
         ({"position_ids": torch.arange(3)[None]}, r"position_ids has shape \[1, 3\]"),
         ({"output_attentions": True}, "output_attentions is True"),
-        ({"past_key_values": "cache"}, "past_key_values is a str, but must be a LineartimeCache"),
+        ({"past_key_values": "cache"}, f"{CACHE} is a str, but must be a LineartimeCache"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(causal: LineartimeForCausalLM, arguments: dict[str, Any], message: str) -> None:

@@ -34,6 +34,7 @@ from lineartime.hf import (
     convert,
     fast_tokenizer,
 )
+from lineartime.hf.cache import CACHE
 
 Tiny = Callable[..., LineartimeConfig]
 Awake = Callable[[Any], Any]
@@ -135,26 +136,27 @@ def test_a_question_model_of_an_earlier_version_keeps_its_head(tiny: Tiny, awake
 
 
 def test_a_given_cache_is_continued_right_or_refused(causal: LineartimeForCausalLM) -> None:
-    ids = ids_of(1, 9)
-    whole = causal.generate(ids, **GREEDY)[:, 9:].tolist()
+    ids, options = ids_of(1, 9), {**GREEDY, "repetition_penalty": 2.0}  # other tokens at each step
+    whole = causal.generate(ids, **options)[:, 9:].tolist()
+    assert len(set(whole[0])) == 4
     with torch.no_grad():
         cache = causal(ids[:, :6], use_cache=True).past_key_values
 
-    def rest(tokens: Tensor, width: int | None = None, **options: Any) -> list[list[int]]:
+    def rest(tokens: Tensor, width: int | None = None, **more: Any) -> list[list[int]]:
         mask = None if width is None else torch.ones(1, width, dtype=torch.long)
-        given = {"past_key_values": copy.deepcopy(cache), "attention_mask": mask, **GREEDY, **options}
+        given = {"cache": copy.deepcopy(cache), "attention_mask": mask, **options, **more}
         return causal.generate(tokens, **given)[:, -4:].tolist()  # type: ignore[no-any-return]
 
     assert rest(ids) == rest(ids, 9) == rest(ids[:, 6:], 9) == rest(ids, prefill_chunk_size=2) == whole
     for tokens, width in ((ids[:, :6], None), (ids[:, :4], None), (ids[:, 6:], 3), (ids[:, 6:], None)):
-        for options in ({}, {"prefill_chunk_size": 2}):
-            with pytest.raises(ValueError, match=r"past_key_values has read 6 tokens, but the prompt .* covers only"):
-                rest(tokens, width, **options)
-    with pytest.raises(ValueError, match="use_cache is False, but past_key_values has read 6 tokens"):
+        for more in ({}, {"prefill_chunk_size": 2}):
+            with pytest.raises(ValueError, match=rf"{CACHE} has read 6 tokens, but the prompt .* covers only"):
+                rest(tokens, width, **more)
+    with pytest.raises(ValueError, match=f"use_cache is False, but {CACHE} has read 6 tokens"):
         rest(ids, use_cache=False)
-    with pytest.raises(ValueError, match=r"past_key_values has read 6 tokens, but assisted .* prompt_lookup_num_tokens, or"):
+    with pytest.raises(ValueError, match=rf"{CACHE} has read 6 tokens, but assisted .* prompt_lookup_num_tokens, or"):
         rest(ids, prompt_lookup_num_tokens=3)
-    with pytest.raises(ValueError, match=r"past_key_values has read 6 tokens, but assisted .* leave out assistant_model, or"):
+    with pytest.raises(ValueError, match=rf"{CACHE} has read 6 tokens, but assisted .* leave out assistant_model, or"):
         rest(ids, assistant_model=causal)
 
 

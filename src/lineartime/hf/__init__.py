@@ -9,6 +9,7 @@ from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.convert import convert, from_transformers, to_transformers
 from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
+from lineartime.hf.probe import check_generation
 from lineartime.hf.register import register
 from lineartime.hf.tasks import (
     LineartimeForMultipleChoice,
@@ -36,3 +37,4 @@ __all__ = [
 ]
 
 register()
+check_generation()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.hf.streams import prefix_reader, reader, step_streams, width
@@ -26,6 +27,9 @@ from lineartime.layers.streams import (
 from lineartime.models.backbone import Backbone
 from lineartime.models.streams import BackboneState, GroupedStreams, is_joined
 from lineartime.ops.cache import normal_tensors
+
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""The name of the cache in transformers: among the arguments of a model, in its outputs, and in `generate`; new in 5.24."""
 
 
 class Call(NamedTuple):
@@ -55,7 +59,7 @@ class Call(NamedTuple):
 
 
 class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types here
-    """The state of a batch of streams: `model(ids, past_key_values=cache)` continues them and updates the cache.
+    """The state of a batch of streams: `model(ids, cache=cache)` continues them and updates the cache.
 
     `generate` creates one by itself, and `generate(..., return_dict_in_generate=True).past_key_values` is one to continue from.
     Streams may be at different positions, as they are after a batch that is padded on the left.
@@ -148,7 +152,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         known = self.batch_size
         if known not in (-1, batch):
             raise ArgumentError(
-                "past_key_values",
+                CACHE,
                 f"is the cache of {known} streams, but the batch has {batch}: continue the same streams, or begin without one.",
             )
 
@@ -262,6 +266,11 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def is_compileable(self) -> bool:
         """False: every call makes new tensors for the state."""
         return False
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """False, so that `generate` leaves out the tokens that were read when it goes on from a cache."""
+        return [False]
 
     @property
     def is_initialized(self) -> bool:

@@ -37,7 +37,7 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
 
     model_type: ClassVar[str] = "lineartime"
     attribute_map: ClassVar[dict[str, str]] = {"hidden_size": "d_model", "num_hidden_layers": "n_blocks"}
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     task: str = "clm"
     vocab_size: int = VOCAB_SIZE

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from lineartime.errors import ArgumentError
-from lineartime.hf.cache import LineartimeCache
+from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.hf.config import LineartimeConfig, check_task
 from lineartime.hf.inputs import check_labels, checked_mask, packed_boundaries
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
@@ -59,12 +59,14 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: LineartimeCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute logits, and the loss if labels are given.
 
         Args:
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, kwargs: as for the base model.
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cache, kwargs: as for the base
+                model.
             labels: [B, T], the input tokens, each one predicted from the tokens before it; -100 is ignored, and so are the
                 tokens of a prefix, which have been read already.
             logits_to_keep: how many of the last tokens, or which places, to compute logits for; 0 for all.
@@ -73,7 +75,7 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=past_key_values if cache is None else cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             return_dict=True,
@@ -90,7 +92,7 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             labels = _without_prefix(labels, attention_mask, position_ids=position_ids, **kwargs)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE: outputs.get(CACHE)}
         )
 
     def _prepare_cache_for_generation(
@@ -124,13 +126,16 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
                 what = f"has no token in row {empty[0]}: begin an empty prompt with the end-of-document token, eos_token."
                 raise ArgumentError("attention_mask", what)
             raise ArgumentError("attention_mask", "has padding at the end of a prompt, where it is continued: pad on the left.")
-        cache = model_kwargs.get("past_key_values")
+        given = model_kwargs.pop("cache", None)
+        cache = model_kwargs.pop("past_key_values", None) if given is None else given
         if cache is not None:
             cache._is_user_defined = True
             width = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
             _check_read(cache, width, generation_config.use_cache, assisted, looks_up)
         elif generation_config.use_cache:
-            model_kwargs["past_key_values"] = cache = LineartimeCache()
+            cache = LineartimeCache()
+        if cache is not None:
+            model_kwargs[CACHE] = cache
         if isinstance(cache, LineartimeCache):
             undone = assisted or generation_config.is_assistant
             (cache.activate_past_recording if undone else cache.stop_past_recording)()
@@ -143,7 +148,7 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids, *arguments, inputs_embeds=inputs_embeds, **kwargs
         )
-        cache: LineartimeCache | None = inputs.get("past_key_values")
+        cache: LineartimeCache | None = inputs.get(CACHE)
         if self.config.task == "prefix-lm" and cache is not None and cache.get_seq_length() == 0:
             tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
             mask = inputs.get("attention_mask")
@@ -198,12 +203,12 @@ def _check_read(cache: Cache, width: int | None, use_cache: bool, assisted: bool
     if assisted:
         name = "prompt_lookup_num_tokens" if looks_up else "assistant_model"
         advice = f"leave out {name}, or the cache"
-        raise ArgumentError("past_key_values", f"{what}, but assisted decoding reads its prompt from the start: {advice}.")
+        raise ArgumentError(CACHE, f"{what}, but assisted decoding reads its prompt from the start: {advice}.")
     if not use_cache:
-        raise ArgumentError("use_cache", f"is False, but past_key_values {what}: leave out one of the two.")
+        raise ArgumentError("use_cache", f"is False, but {CACHE} {what}: leave out one of the two.")
     if width is not None and width <= past:
         raise ArgumentError(
-            "past_key_values",
+            CACHE,
             f"{what}, but the prompt or its attention_mask covers only {width}: give all tokens, or the new ones with a mask "
             "of all, at least one more than the cache has read.",
         )

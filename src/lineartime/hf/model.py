@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
 from lineartime.errors import ArgumentError
-from lineartime.hf.cache import LineartimeCache
+from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.folder import CONFIG, INDEX, WEIGHTS, check_blocks
 from lineartime.hf.inputs import check_tensor, checked_mask, new_tokens_mask, packed_boundaries
@@ -31,7 +31,7 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["Backbone"]  # streaming bypasses the hooks of accelerate in its blocks
-    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *arguments: Any, **options: Any) -> Any:
@@ -123,6 +123,7 @@ class LineartimeModel(LineartimePreTrainedModel):
         prefix_lengths: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        cache: LineartimeCache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Read whole sequences, or continue the streams of a cache.
@@ -134,7 +135,7 @@ class LineartimeModel(LineartimePreTrainedModel):
             position_ids: [1, T], for documents packed into a single row: positions start at 0 in each document. Otherwise they
                 are not needed; if given, they must count the real tokens from 0, as the model does itself. With a cache that
                 has read tokens, they are ignored: the cache knows the position of each stream.
-            past_key_values: the cache whose streams to continue; it is updated unless use_cache is False.
+            past_key_values: the earlier name of `cache` in transformers.
             inputs_embeds: [B, T, d], to be used instead of the ids.
             use_cache: whether to create a cache if none is given; by default, none is created.
             output_hidden_states: whether to return the input of each block, followed by last_hidden_state.
@@ -143,6 +144,7 @@ class LineartimeModel(LineartimePreTrainedModel):
             prefix_lengths: int [B], for a model of task "prefix-lm": how many first tokens are read bidirectionally.
             token_type_ids: int [B, T], for a model with token types; ignored by other models. With a cache, they must be 0.
             seq_idx: int [1, T], the number of the document that each token of a single packed row belongs to.
+            cache: the cache whose streams to continue; it is updated unless use_cache is False.
             **kwargs: ignored, except output_attentions, which must not be True, nor be set in the configuration.
 
         Raises:
@@ -159,7 +161,8 @@ class LineartimeModel(LineartimePreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         embedded: Tensor = self._embed(input_ids) if inputs_embeds is None else self._checked_embeddings(inputs_embeds)
         every: list[Tensor] | None = [] if output_hidden_states else None
-        if past_key_values is None and not use_cache:
+        cache = past_key_values if cache is None else cache
+        if cache is None and not use_cache:
             mask = checked_mask(attention_mask, embedded)
             cu_seq_lens_q = packed_boundaries(cu_seq_lens_q, position_ids, seq_idx, mask, embedded)
             types = token_type_ids if self.config.token_types else None
@@ -167,20 +170,20 @@ class LineartimeModel(LineartimePreTrainedModel):
                 embedded, mask, cu_seq_lens_q, prefix_lengths, inputs=every, token_types=types
             )
         else:
-            past_key_values = self._cache(past_key_values, use_cache is not False)
-            mask = new_tokens_mask(attention_mask, embedded, past_key_values.get_seq_length())
-            if past_key_values.get_seq_length():
+            cache = self._cache(cache, use_cache is not False)
+            mask = new_tokens_mask(attention_mask, embedded, cache.get_seq_length())
+            if cache.get_seq_length():
                 position_ids = None
             cu_seq_lens_q = packed_boundaries(cu_seq_lens_q, position_ids, seq_idx, mask, embedded)
             if cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2:
                 raise ArgumentError("use_cache", "is True, but the row holds several documents: give each a row of its own.")
             self._check_types(token_type_ids)
-            prefix = self._all_prefix(prefix_lengths, mask, embedded, past_key_values)
-            hidden = past_key_values.extend(self.backbone, embedded, mask, prefix=prefix, inputs=every)
+            prefix = self._all_prefix(prefix_lengths, mask, embedded, cache)
+            hidden = cache.extend(self.backbone, embedded, mask, prefix=prefix, inputs=every)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
-            past_key_values=past_key_values if use_cache is not False else None,
             hidden_states=None if every is None else (*every, hidden),
+            **{CACHE: cache if use_cache is not False else None},
         )
 
     def _embed(self, ids: Tensor | None) -> Tensor:
@@ -194,14 +197,12 @@ class LineartimeModel(LineartimePreTrainedModel):
 
     def _cache(self, given: LineartimeCache | None, update: bool) -> LineartimeCache:
         if self.config.task == "mlm":
-            name = "use_cache" if given is None else "past_key_values"
+            name = "use_cache" if given is None else CACHE
             raise ArgumentError(name, "is given, but a masked language model is bidirectional and cannot continue a text.")
         if given is None:
             return LineartimeCache()
         if not isinstance(given, LineartimeCache):
-            raise ArgumentError(
-                "past_key_values", f"is a {type(given).__name__}, but must be a LineartimeCache, as a model returns it."
-            )
+            raise ArgumentError(CACHE, f"is a {type(given).__name__}, but must be a LineartimeCache, as a model returns it.")
         return given if update else given.copy()
 
     def _check_types(self, token_type_ids: Tensor | None) -> None:
