@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 import lineartime
 from lineartime.hf import LineartimeConfig, LineartimeForCausalLM, LineartimeForMaskedLM, LineartimeModel
 from lineartime.hf.cache import CACHE
-from lineartime.hf.language import _without_prefix
+from lineartime.hf.language import _predicted
 from lineartime.machine import choose_device
 from lineartime.models.systems import SYSTEMS
 
@@ -182,13 +182,8 @@ def test_tokens_of_packed_prefixes_are_no_targets() -> None:
         {"cu_seq_lens_q": torch.tensor([0, 4, 6, 10])},
         {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]])},
     ):
-        kept = _without_prefix(labels, None, prefix_lengths=prefix_lengths, **packed)
+        kept = _predicted(labels, None, prefix_lengths=prefix_lengths, **packed)
         assert kept.tolist() == [[-100, -100, 2, 3, 4, 5, -100, 7, 8, 9]]
-
-
-def test_a_trainer_divides_the_loss_of_a_prefix_model_by_its_steps_and_not_by_all_labels(tiny: Tiny) -> None:
-    assert not LineartimeForCausalLM(tiny(task="prefix-lm")).accepts_loss_kwargs
-    assert getattr(LineartimeForCausalLM(tiny()), "accepts_loss_kwargs", True)
 
 
 def test_masked_labels_give_the_loss_at_their_own_places(tiny: Tiny, awake: Awake) -> None:

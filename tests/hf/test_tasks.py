@@ -140,8 +140,9 @@ def test_an_answer_has_a_beginning_and_an_end(tiny: Tiny, awake: Awake) -> None:
     ids, mask = batch()
     start, end = torch.tensor([3, 1]), torch.tensor([5, 2])
     output = model(ids, attention_mask=mask, start_positions=start, end_positions=end)
-    expected = (F.cross_entropy(output.start_logits, start) + F.cross_entropy(output.end_logits, end)) / 2
-    torch.testing.assert_close(output.loss, expected)
+    found = [(output.start_logits, start), (output.end_logits, end)]
+    losses = [F.cross_entropy(logits[i, :n], place[i]) for logits, place in found for i, n in ((0, 14), (1, 6))]
+    torch.testing.assert_close(output.loss, torch.stack(losses).mean())
 
 
 def test_one_of_several_texts_is_chosen(tiny: Tiny, awake: Awake) -> None:
@@ -152,7 +153,6 @@ def test_one_of_several_texts_is_chosen(tiny: Tiny, awake: Awake) -> None:
     assert output.logits.shape == (2, 3)
     torch.testing.assert_close(output.logits[:, 0], output.logits[:, 2])
     torch.testing.assert_close(output.loss, F.cross_entropy(output.logits, torch.tensor([0, 2])))
-    assert not model.accepts_loss_kwargs  # so that Trainer divides the loss by its accumulated steps
     typed = awake(LineartimeForMultipleChoice(tiny(task="mlm", token_types=2)))
     types = (ids > 10).long()
     alone = typed.run_backbone(ids[0] % 40, mask[0], token_type_ids=types[0]).last_hidden_state
@@ -192,51 +192,102 @@ def test_a_trainer_teaches_a_model(kind: str, tiny: Tiny, checkpointing: str, tm
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in (tmp_path / "run").iterdir()}
 
 
+PROBLEMS = ("regression", "multi_label_classification", "single_label_classification")
+LANGUAGE = ("clm", "prefix-lm", "mlm")
+
+
 def _learner(kind: str, tiny: Tiny) -> tuple[Any, list[dict[str, Any]]]:
-    """A model for a task, and eight examples of equal length."""
-    config = tiny(task="mlm")
-    config.num_labels, rows = (1 if kind == "regression" else 3), torch.Generator().manual_seed(1)
-    ids = [torch.randint(40, (3, 7) if kind == "choices" else (7,), generator=rows) for _ in range(8)]
-    if kind == "answers":
-        model: Any = LineartimeForQuestionAnswering(config)
-        return model, [{"input_ids": x, "start_positions": x[0] % 7, "end_positions": x[1] % 7} for x in ids]
-    if kind == "tokens":
+    """A model for a task, and seven examples of different lengths."""
+    config = tiny(task=kind if kind in LANGUAGE else "mlm")
+    config.num_labels, draw = (1 if kind == "regression" else 3), torch.Generator().manual_seed(1)
+    shapes = [(3, n) if kind == "choices" else (n,) for n in (6, 12, 5, 9, 4, 2, 7)]
+    ids = [torch.randint(40, shape, generator=draw) for shape in shapes]
+    rows = [{"input_ids": x} for x in ids]
+    if kind == "answers":  # some of them are outside of the text
+        places = [(x[0] % 4, x[1] % 4) for x in ids]
+        given = [{"start_positions": torch.where(s < 2, s, 99), "end_positions": torch.where(e < 2, e, 99)} for s, e in places]
+        return LineartimeForQuestionAnswering(config), [{**x, **places} for x, places in zip(rows, given, strict=True)]
+    if kind in LANGUAGE:
+        labels = [x.masked_fill(x < (20 if kind == "mlm" else 0), -100) for x in ids]
+        rows = [{**x, "prefix_lengths": torch.tensor(len(x["input_ids"]) // 2)} for x in rows] if kind == "prefix-lm" else rows
+        model: Any = (LineartimeForMaskedLM if kind == "mlm" else LineartimeForCausalLM)(config)
+    elif kind == "tokens":
         labels = [(x % 3).masked_fill(x > 20, -100) for x in ids]
         model = LineartimeForTokenClassification(config)
     elif kind == "choices":
         labels, model = [x[0, 0] % 3 for x in ids], LineartimeForMultipleChoice(config)
     else:
         config.problem_type = kind
-        several = kind == "multi_label_classification"
-        labels = [x[0] % 3 if kind == "single_label_classification" else (x[: 3 if several else 1] % 2).float() for x in ids]
+        numbers = [((x[:1] - torch.arange(config.num_labels)) % 2).float() for x in ids]
+        labels = [x[0] % 3 for x in ids] if kind == "single_label_classification" else numbers
+        labels[1] = -100 * labels[1] if kind == "regression" else labels[1]
         model = LineartimeForSequenceClassification(config)
-    return model, [{"input_ids": x, "labels": label} for x, label in zip(ids, labels, strict=True)]
+    return model, [{**x, "labels": label} for x, label in zip(rows, labels, strict=True)]
 
 
-PROBLEMS = ("regression", "multi_label_classification", "single_label_classification")
+def _padded(rows: list[dict[str, Tensor]], side: str) -> dict[str, Tensor]:
+    """A batch with its mask, padded to the longest row; positions of answers are those in the padded rows."""
+    longest = max(row["input_ids"].shape[-1] for row in rows)
+    batch: dict[str, list[Tensor]] = {}
+    for row in rows:
+        tokens = row["input_ids"]
+        empty = longest - tokens.shape[-1]
+        padding = (empty, 0) if side == "left" else (0, empty)
+        for name, value in {**row, "attention_mask": torch.ones_like(tokens)}.items():
+            if name.endswith("positions"):
+                value = value + padding[0]
+            elif value.shape == tokens.shape:
+                value = F.pad(value, padding, value=-100 if name == "labels" else 0)
+            batch.setdefault(name, []).append(value)
+    return {name: torch.stack(values) for name, values in batch.items()}
 
 
-@pytest.mark.parametrize("kind", [*PROBLEMS, "tokens", "answers", "choices"])
-def test_steps_of_accumulated_batches_are_as_large_as_those_of_one_batch(kind: str, tiny: Tiny, tmp_path: Path) -> None:
-    norms = []
-    for steps in (1, 4):
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", [*PROBLEMS, *LANGUAGE, "tokens", "answers", "choices"])
+def test_accumulated_batches_have_the_gradient_of_one_batch(kind: str, side: str, tiny: Tiny, tmp_path: Path) -> None:
+    losses, norms = [], []
+    for size, steps in ((7, 1), (2, 4)):  # the last of four has one row
         torch.manual_seed(0)
         model, data = _learner(kind, tiny)
         arguments = TrainingArguments(
             str(tmp_path),
             max_steps=1,
-            per_device_train_batch_size=8 // steps,
+            per_device_train_batch_size=size,
+            per_device_eval_batch_size=7,
             gradient_accumulation_steps=steps,
             learning_rate=0.0,
             max_grad_norm=1e9,
             logging_steps=1,
+            remove_unused_columns=False,
+            label_names=["start_positions", "end_positions"] if kind == "answers" else None,
             **QUIET,
         )
-        trainer = Trainer(model, arguments, train_dataset=data)
+        trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, data_collator=lambda x: _padded(x, side))
         trainer.train()
         logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
-        norms.append((logged["loss"], logged["grad_norm"]))
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+        losses += [logged["loss"], trainer.evaluate()["eval_loss"]]
+        norms.append(logged["grad_norm"])
+    model.zero_grad()
+    loss = model(**_padded(data, side)).loss
+    loss.backward()
+    norms.append(torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item())
+    assert losses == pytest.approx([loss.item()] * 4, rel=1e-4)
+    assert norms == pytest.approx(norms[-1:] * 3, rel=1e-4)
+
+
+@pytest.mark.parametrize("task", ["clm", "prefix-lm"])
+def test_a_token_after_padding_is_not_predicted(task: str, tiny: Tiny, awake: Awake) -> None:
+    model = awake(LineartimeForCausalLM(tiny(task=task)))
+    prefix = {"prefix_lengths": torch.tensor([1])} if task == "prefix-lm" else {}
+    ids = torch.tensor([[3, 4, 5, 6]])
+    logits = model(ids, **prefix).logits[0].log_softmax(-1)
+    losses = [-logits[0, 4], -logits[1, 5], -logits[2, 6]]
+    for places, predicted in (([0, 1, 2, 3], [0, 1, 2]), ([3, 4, 5, 6], [0, 1, 2]), ([0, 1, 4, 5], [0, 2])):
+        row, mask = torch.zeros(1, 7, dtype=torch.long), torch.zeros(1, 7, dtype=torch.long)
+        row[:, places], mask[:, places] = ids, 1
+        labels = row.masked_fill(mask == 0, -100)
+        found = model(row, attention_mask=mask, labels=labels, **prefix).loss
+        torch.testing.assert_close(found, torch.stack([losses[i] for i in predicted]).mean(), atol=1e-5, rtol=0)
 
 
 def test_a_collator_of_packed_rows_keeps_the_label_at_which_an_answer_ends() -> None:

@@ -3,9 +3,11 @@
 Shapes: B batch, T tokens, V vocabulary.
 """
 
+from collections.abc import MutableMapping
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MaskedLMOutput
@@ -14,7 +16,7 @@ from transformers.utils import can_return_tuple
 from lineartime.errors import ArgumentError
 from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.hf.config import LineartimeConfig, check_task
-from lineartime.hf.inputs import check_labels, checked_mask, packed_boundaries
+from lineartime.hf.inputs import check_labels, new_tokens_mask, packed_boundaries
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
 from lineartime.ops.cross_entropy import IGNORED
 
@@ -45,8 +47,6 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
     def __init__(self, config: LineartimeConfig) -> None:
         check_task(config, "a causal language model", masked=False)
         super().__init__(config)
-        if config.task == "prefix-lm":  # `Trainer` would divide the loss by its count of labels, which includes the prefixes
-            self.accepts_loss_kwargs = False
 
     @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
@@ -68,7 +68,7 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cache, kwargs: as for the base
                 model.
             labels: [B, T], the input tokens, each one predicted from the tokens before it; -100 is ignored, and so are the
-                tokens of a prefix, which have been read already.
+                tokens after padding and those of a prefix, which have been read already.
             logits_to_keep: how many of the last tokens, or which places, to compute logits for; 0 for all.
         """
         outputs: BaseModelOutputWithPast = self.model(
@@ -89,11 +89,20 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             if logits.shape[1] != hidden.shape[1]:
                 raise ArgumentError("logits_to_keep", "leaves out tokens, but labels need the logits of all: leave it out.")
             check_labels(labels, logits)
-            labels = _without_prefix(labels, attention_mask, position_ids=position_ids, **kwargs)
+            labels = _predicted(labels, attention_mask, position_ids=position_ids, **kwargs)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE: outputs.get(CACHE)}
         )
+
+    def targets(self, batch: MutableMapping[str, Any]) -> Tensor | None:
+        """The labels of tokens that are predicted, [B, T]. They replace those of the batch, which label smoothing reads."""
+        if isinstance(batch.get("labels"), Tensor):
+            if isinstance(batch.get("input_ids"), Tensor):
+                check_labels(batch["labels"], batch["input_ids"][..., None])
+            inputs = {name: batch[name] for name in batch if name not in ("labels", "attention_mask")}
+            batch["labels"] = _predicted(batch["labels"], batch.get("attention_mask"), **inputs)
+        return super().targets(batch)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
@@ -214,14 +223,18 @@ def _check_read(cache: Cache, width: int | None, use_cache: bool, assisted: bool
         )
 
 
-def _without_prefix(labels: Tensor, mask: Tensor | None, **inputs: Any) -> Tensor:
-    """Labels [B, T] without those of the tokens in prefixes; `inputs` as for the model, which has checked them."""
+def _predicted(labels: Tensor, mask: Tensor | None, **inputs: Any) -> Tensor:
+    """Labels [B, T] without those of tokens after padding, and of tokens in prefixes; `inputs` as for the model."""
+    if mask is not None:
+        mask = new_tokens_mask(mask, labels, mask.shape[-1] - labels.shape[1])
+    if mask is not None:
+        labels = labels.masked_fill(~F.pad(mask[:, :-1], (1, 0), value=True), IGNORED)
     prefix_lengths = inputs.get("prefix_lengths")
     if prefix_lengths is None:
         return labels
     prefix_lengths = prefix_lengths.to(labels.device)
     first, second, third = (inputs.get(name) for name in ("cu_seq_lens_q", "position_ids", "seq_idx"))
-    boundaries = packed_boundaries(first, second, third, checked_mask(mask, labels), labels)
+    boundaries = packed_boundaries(first, second, third, mask, labels)
     if boundaries is None:
         real = torch.ones_like(labels) if mask is None else mask.long()
         return labels.masked_fill(real.cumsum(1) <= prefix_lengths[:, None], IGNORED)

@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, d model width.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -18,6 +18,7 @@ from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.folder import CONFIG, INDEX, WEIGHTS, check_blocks
 from lineartime.hf.inputs import check_tensor, checked_mask, new_tokens_mask, packed_boundaries
+from lineartime.hf.trainer import count_targets
 from lineartime.layers.checks import check_tokens
 from lineartime.layers.residual import ResidualLayer
 from lineartime.models.backbone import Backbone
@@ -49,6 +50,16 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         _check_places(getattr(model, "hf_device_map", {}))
         return loaded
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """True: losses are sums, divided by `num_items_in_batch`. `Trainer` asks for this, and then counts `targets`."""
+        count_targets(LineartimePreTrainedModel)
+        return True
+
+    def targets(self, batch: MutableMapping[str, Any]) -> Tensor | None:
+        """The labels by whose number the loss of a batch is divided, but for those that are -100; None if there are none."""
+        return batch.get("labels")
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""

@@ -3,12 +3,13 @@
 Shapes: B batch, T tokens, C choices, K labels, d model width.
 """
 
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     MultipleChoiceModelOutput,
@@ -23,6 +24,7 @@ from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.inputs import check_labels, checked_mask, packed_boundaries
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
 from lineartime.ops.checks import require
+from lineartime.ops.cross_entropy import IGNORED
 
 
 class TaskModel(LineartimePreTrainedModel):
@@ -66,7 +68,7 @@ class TaskModel(LineartimePreTrainedModel):
                 "input_ids",
                 f"is a row of {len(boundaries) - 1} documents, but a row has one label: give each a row of its own.",
             )
-        real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if mask is None else mask
+        real = _real(hidden, mask)
         require(real.any(1), "attention_mask", "has a row without tokens, but a label needs at least one token to read.")
         if self.config.task == "mlm":
             return (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
@@ -77,7 +79,10 @@ class TaskModel(LineartimePreTrainedModel):
 class LineartimeForSequenceClassification(TaskModel):
     """Predicts a label or a number for each sequence: from the mean of its tokens, or, in a causal model, from the last."""
 
-    accepts_loss_kwargs = False  # the losses of numbers and of several labels are means, as in multiple choice
+    def targets(self, batch: MutableMapping[str, Any]) -> Tensor | None:
+        """The labels; among numbers, -100 counts as any other."""
+        labels = super().targets(batch)
+        return torch.zeros_like(labels) if isinstance(labels, Tensor) and labels.is_floating_point() else labels
 
     @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
@@ -94,6 +99,9 @@ class LineartimeForSequenceClassification(TaskModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+            count = kwargs.get("num_items_in_batch")
+            if count is not None and self.config.problem_type != "single_label_classification":
+                loss = loss * labels.numel() / count  # of these labels, transformers always takes the mean
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
@@ -131,6 +139,14 @@ class LineartimeForQuestionAnswering(TaskModel):
         options.setdefault("key_mapping", {r"^score\.": "qa_outputs."})
         return super().from_pretrained(pretrained_model_name_or_path, *arguments, **options)
 
+    def targets(self, batch: MutableMapping[str, Any]) -> Tensor | None:
+        """The positions of beginnings and ends in one, [2 B]."""
+        start, end, tokens = batch.get("start_positions"), batch.get("end_positions"), batch.get("input_ids")
+        tokens = batch.get("inputs_embeds") if tokens is None else tokens
+        if start is None or end is None or tokens is None:
+            return None
+        return _answers(start, end, _real(tokens, batch.get("attention_mask")))
+
     @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
         self,
@@ -141,19 +157,37 @@ class LineartimeForQuestionAnswering(TaskModel):
         end_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> QuestionAnsweringModelOutput:
-        """Logits [B, T] of beginning and end, and the loss if both positions [B] are given; others as for the base model."""
+        """Logits [B, T] of beginning and end, and the loss if both positions [B] are given; others as for the base model.
+
+        The loss is the mean over all positions; those outside of the real tokens are ignored. Padding does not change it.
+        """
         outputs = self.run_backbone(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         start, end = self.qa_outputs(self.dropout(outputs.last_hidden_state)).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start, end, start_positions, end_positions, **kwargs)
+            real = _real(start, attention_mask)
+            places = _answers(start_positions.to(real.device), end_positions.to(real.device), real)
+            scores = torch.cat([start, end]).masked_fill(~real.repeat(2, 1), torch.finfo(start.dtype).min)
+            loss = fixed_cross_entropy(scores, places, kwargs.get("num_items_in_batch"))
         return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end, hidden_states=outputs.hidden_states)
+
+
+def _real(tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Which tokens [B, T, ...] are no padding, bool [B, T]."""
+    mask = checked_mask(attention_mask, tokens)
+    return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
+
+
+def _answers(start: Tensor, end: Tensor, real: Tensor) -> Tensor:
+    """Positions of beginnings [B] and ends [B] in one, [2 B], with -100 for those that are not of real tokens [B, T]."""
+    places = torch.cat([start.flatten(), end.flatten()])
+    inside = real.repeat(2, 1).gather(1, places.clamp(0, real.shape[1] - 1)[:, None])[:, 0]
+    return places.masked_fill(~inside | (places < 0) | (places >= real.shape[1]), IGNORED)
 
 
 class LineartimeForMultipleChoice(TaskModel):
     """Scores several texts, one of which is the right choice."""
 
-    accepts_loss_kwargs = False  # the loss is a mean, so `Trainer` has to divide it by its accumulated steps
     outputs = 1
 
     @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
@@ -177,5 +211,5 @@ class LineartimeForMultipleChoice(TaskModel):
         outputs = self.run_backbone(ids, mask, inputs_embeds=embedded, **kwargs)
         pooled = self.pooled(outputs.last_hidden_state, mask, **kwargs)
         logits = self.score(self.dropout(pooled)).view(-1, choices)
-        loss = None if labels is None else F.cross_entropy(logits, labels)
+        loss = None if labels is None else fixed_cross_entropy(logits, labels, kwargs.get("num_items_in_batch"))
         return MultipleChoiceModelOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)

@@ -1,0 +1,27 @@
+"""How `Trainer` counts the targets of a step, by which it has the losses of accumulated batches divided."""
+
+from functools import wraps
+from typing import Any
+
+
+def count_targets(own: type[Any]) -> None:
+    """Let `Trainer` count the targets of models of this class as they do, by their method `targets`.
+
+    By itself it counts labels, also of tokens that no token predicts, because padding or a prefix is before them, and none of
+    a model for questions. Only `Trainer` knows all batches of a step, so a model cannot correct its count.
+    """
+    from transformers import Trainer  # which takes a second to import, and is imported already if it asks for this
+
+    count = Trainer._get_num_items_in_batch
+    if hasattr(count, "__wrapped__"):
+        return
+
+    @wraps(count)
+    def count_own(trainer: Any, batches: list[Any], device: Any) -> Any:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter
+        if isinstance(model, own):
+            batches = [batch if "shift_labels" in batch else {"labels": model.targets(batch)} for batch in batches]
+        return count(trainer, batches, device)
+
+    Trainer._get_num_items_in_batch = count_own
