@@ -185,6 +185,7 @@ def test_the_card_of_a_run_says_how_it_was_trained(tmp_path: Path) -> None:
     ]
     assert re.fullmatch(r"\d\.\d{4} nats per token", dict(facts)["held-out loss"])
     assert "nats per token |\n\nTransformers loads" in card
+    assert AutoConfig.from_pretrained(tmp_path / "model").n_positions == 16  # the length that an evaluation harness takes
 
 
 def test_a_model_tuned_in_transformers_comes_back(folder: Path, tmp_path: Path) -> None:
@@ -211,6 +212,24 @@ def test_a_model_of_bytes_with_an_added_token_comes_back(folder: Path, tmp_path:
     ids = back.encode("<|user|>añ [END]")
     assert ids.tolist() == [258, *"añ [END]".encode()]
     torch.testing.assert_close(own(torch.from_numpy(ids)[None]), model(torch.from_numpy(ids)[None]).logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_padding_of_a_vocabulary_is_left_out(tied: bool, tmp_path: Path) -> None:
+    own = lineartime.build("flash-tiny", n_blocks=1, d_model=16, d_qk=8, tie_word_embeddings=tied)
+    lineartime.save(own, ByteTokenizer(), tmp_path / "own")
+    folder = convert(tmp_path / "own", tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(pad_to_multiple_of=64, mean_resizing=False)
+    model.save_pretrained(folder)
+    back = lineartime.load(convert(folder, tmp_path / "back"))
+    assert (model.config.vocab_size, back.config.vocab_size) == (320, 258)
+    ids = torch.arange(258)[None]
+    torch.testing.assert_close(back(ids), model(ids).logits[..., :258])
+    model.resize_token_embeddings(258 + 128, mean_resizing=False)
+    model.save_pretrained(folder)
+    with pytest.raises(LineartimeError, match="holds a tokenizer of 258 tokens and a model of 386"):
+        convert(folder, tmp_path / "refused")
 
 
 @pytest.mark.parametrize(

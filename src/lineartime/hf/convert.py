@@ -13,7 +13,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import logging
 
-from lineartime.checkpoint import CheckpointChoice, is_checkpoint, list_checkpoints, read_from
+from lineartime.checkpoint import (
+    CheckpointChoice,
+    has_training_state,
+    is_checkpoint,
+    list_checkpoints,
+    read_from,
+    read_training_state,
+)
 from lineartime.checkpoint.format import read_model
 from lineartime.checkpoint.saving import check_finite, write_model
 from lineartime.checkpoint.weights import FLOATS, Stored
@@ -35,6 +42,8 @@ from lineartime.shapes import shapes_only
 CARD = "README.md"
 LOGITS, LOGITS_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "backbone.embedding.weight"
 """The output layer, which is a second name of the token embedding if they are tied, and the token embedding."""
+PADDED = 128
+"""Fewer rows than these after those of all tokens are taken for padding, to a multiple that is fast, and are left out."""
 
 
 def convert(source: str | Path, destination: str | Path, *, checkpoint: CheckpointChoice | None = None) -> Path:
@@ -73,9 +82,11 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
     """
     destination = Path(destination)
     with new_folder("destination", destination) as partial, utf8_path(partial) as folder:
-        model, tokenizer, facts = read_from(source, _read_checkpoint, checkpoint)
+        model, tokenizer, facts, context = read_from(source, _read_checkpoint, checkpoint)
         end = tokenizer.end_of_document
         config = LineartimeConfig.from_model_config(model.config, bos_token_id=end, eos_token_id=end, pad_token_id=end)
+        if longest := model.config.longest_sequence or context:
+            config.n_positions = longest  # what evaluation harnesses read; models themselves have no use for it
         with shapes_only():
             made = (LineartimeForMaskedLM if model.config.task == "mlm" else LineartimeForCausalLM)(config)
         made.model.backbone = model.backbone
@@ -90,9 +101,10 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
     return destination
 
 
-def _read_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, dict[str, str]]:
-    """A model, its tokenizer, and the facts about its training for the model card."""
-    return read_model(checkpoint), read_tokenizer(checkpoint), training_facts(checkpoint)
+def _read_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, dict[str, str], int | None]:
+    """A model, its tokenizer, the facts about its training for the model card, and its context in training, if known."""
+    options = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
+    return read_model(checkpoint), read_tokenizer(checkpoint), training_facts(checkpoint), options.get("context_length")
 
 
 @contextmanager
@@ -149,11 +161,12 @@ def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
     files = _read_headers(source, config)
     definition = read_definition(source / TOKENIZER_FILE)
     tokenizer = plain_tokenizer(definition, str(source / TOKENIZER_FILE))
-    if tokenizer.vocab_size != config.vocab_size:
+    if not 0 <= config.vocab_size - tokenizer.vocab_size < PADDED:
         raise LineartimeError(
             f"{source} holds a tokenizer of {tokenizer.vocab_size:,} tokens and a model of {config.vocab_size:,}: resize the "
-            "model with resize_token_embeddings(len(tokenizer)), without padding, and save it again."
+            "model with resize_token_embeddings(len(tokenizer)), and save it again."
         )
+    config = replace(config, vocab_size=tokenizer.vocab_size)
     if config.task != "mlm":
         _check_end(source, tokenizer.end_of_document, definition)
     model = build_model(config).float()  # whatever PyTorch's default dtype is
@@ -161,6 +174,7 @@ def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
     for file, names in files.items():
         with utf8_path(file) as path, safe_open(path, "pt") as opened:
             state |= {name: opened.get_tensor(stored) for stored, name in names.items()}
+    state |= {name: state[name][: config.vocab_size] for name in (LOGITS, LOGITS_BIAS, EMBEDDING) if name in state}
     if model.lm_head is not None and LOGITS_BIAS not in state:
         state[LOGITS_BIAS] = torch.zeros(config.vocab_size, device="cpu")
     model.load_state_dict(state)
