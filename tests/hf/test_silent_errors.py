@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
     AutoTokenizer,
@@ -225,7 +226,7 @@ def test_documents_told_apart_by_their_numbers_alone_do_not_read_each_other(tiny
     torch.testing.assert_close(model(ids, seq_idx=one).logits, model(ids).logits)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning", "ignore:Model has .tie_word:UserWarning")
 @pytest.mark.parametrize(
     "settings",
     [{"target_modules": ["to_output"], "trainable_token_indices": [3]}, {"target_modules": ["embedding", "to_output"]}],
@@ -239,11 +240,26 @@ def test_an_adapter_on_the_embedding_runs_and_generates(settings: dict[str, Any]
     assert adapted.generate(input_ids=ids, **GREEDY).tolist() == text.tolist()
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_peft_warns_of_merging_an_adapter_on_a_tied_embedding(causal: LineartimeForCausalLM) -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["embedding"])
+    with pytest.warns(UserWarning, match="a tied layer is part of the adapter, but `ensure_weight_tying` is not"):
+        adapted = peft.get_peft_model(causal, settings)
+    with pytest.warns(UserWarning, match=r"tied_target_modules=\['model.backbone.embedding'\] are part of the adapter"):
+        adapted.merge_and_unload()
+
+
+def test_continuous_batching_is_refused_in_one_sentence(causal: LineartimeForCausalLM) -> None:
+    with pytest.raises(LineartimeError, match=r"^Continuous batching of transformers needs a cache of keys and values"):
+        causal.generate_batch([[1, 2, 3]])
+
+
 def test_a_tokenizer_knows_the_longest_text_of_its_model(tmp_path: Path) -> None:
     model = lineartime.build("transformer-tiny", n_blocks=1, d_model=16, n_heads=2, max_positions=32)
     lineartime.save(model, ByteTokenizer(), tmp_path / "own")
     tokenizer = AutoTokenizer.from_pretrained(convert(tmp_path / "own", tmp_path / "hf"))
-    assert tokenizer.model_max_length == 32
+    assert tokenizer.model_max_length == AutoConfig.from_pretrained(tmp_path / "hf").n_positions == 32
     assert len(tokenizer("a" * 99, truncation=True).input_ids) == 32
 
 

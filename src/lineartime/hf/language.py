@@ -13,7 +13,7 @@ from transformers import Cache, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.hf.config import LineartimeConfig, check_task
 from lineartime.hf.inputs import check_labels, new_tokens_mask, packed_boundaries
@@ -103,6 +103,13 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             inputs = {name: batch[name] for name in batch if name not in ("labels", "attention_mask")}
             batch["labels"] = _predicted(batch["labels"], batch.get("attention_mask"), **inputs)
         return super().targets(batch)
+
+    def init_continuous_batching(self, *arguments: Any, **options: Any) -> Any:
+        """Raise LineartimeError: continuous batching of transformers needs keys and values in pages."""
+        raise LineartimeError(
+            "Continuous batching of transformers needs a cache of keys and values, which these models do not have: generate or "
+            "serve without it, or use lineartime.generation.TextBatch."
+        )
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int

@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, d model width.
 """
 
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -63,6 +64,7 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
+        _name_embedding_to_peft()
         embedding: nn.Module = self.base_model.backbone.embedding
         return embedding
 
@@ -95,6 +97,13 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
         self.base_model.gradient_checkpointing = enable
 
 
+def _name_embedding_to_peft() -> None:
+    """Let PEFT, if it is imported, know the embedding by its name: it warns of adapters on tied layers that are merged."""
+    if peft := sys.modules.get("peft.utils.constants"):
+        names = peft.EMBEDDING_LAYER_NAMES
+        names += [name for name in ("embedding",) if name not in names]
+
+
 def _check_places(device_map: Mapping[str, Any]) -> None:
     """Raise ArgumentError for a device map that splits the model or leaves it on disk."""
     places = sorted({str(place) for place in device_map.values()})
@@ -108,6 +117,7 @@ class LineartimeModel(LineartimePreTrainedModel):
 
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config)
+        _name_embedding_to_peft()
         self.backbone = Backbone(config.to_model_config())
         self.post_init()
 
