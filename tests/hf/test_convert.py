@@ -167,6 +167,7 @@ def test_a_folder_has_a_card_and_describes_the_model_in_full(folder: Path) -> No
     data = json.loads((folder / "config.json").read_text())
     assert set(FIELDS) <= set(data)
     assert "auto_map" not in data  # no remote code
+    assert AutoConfig.from_pretrained(folder).auto_map == {}  # which TRL reads
     assert data["mixer"]["chunk_size"] == 8
 
 

@@ -250,6 +250,16 @@ def test_peft_warns_of_merging_an_adapter_on_a_tied_embedding(causal: Lineartime
         adapted.merge_and_unload()
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_a_learned_prompt_is_read_once(causal: LineartimeForCausalLM) -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_attention_heads=1)
+    tuned, ids = peft.get_peft_model(causal, settings).eval(), ids_of(1, 5)
+    found = tuned.generate(input_ids=ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    expected = tuned(input_ids=found.sequences[:, :-1]).logits[0, -4:]
+    torch.testing.assert_close(torch.cat(found.logits), expected, atol=1e-5, rtol=0)
+
+
 def test_continuous_batching_is_refused_in_one_sentence(causal: LineartimeForCausalLM) -> None:
     with pytest.raises(LineartimeError, match=r"^Continuous batching of transformers needs a cache of keys and values"):
         causal.generate_batch([[1, 2, 3]])

@@ -38,6 +38,7 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
     model_type: ClassVar[str] = "lineartime"
     attribute_map: ClassVar[dict[str, str]] = {"hidden_size": "d_model", "num_hidden_layers": "n_blocks"}
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
+    auto_map: ClassVar[dict[str, str]] = {}  # where TRL looks up the Auto class of a model that transformers itself has not
 
     task: str = "clm"
     vocab_size: int = VOCAB_SIZE

@@ -165,6 +165,8 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             input_ids, *arguments, inputs_embeds=inputs_embeds, **kwargs
         )
         cache: LineartimeCache | None = inputs.get(CACHE)
+        if cache is not None:
+            inputs["past_key_values"] = cache  # where PEFT looks whether a learned prompt was read, with every transformers
         if self.config.task == "prefix-lm" and cache is not None and cache.get_seq_length() == 0:
             tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
             mask = inputs.get("attention_mask")
