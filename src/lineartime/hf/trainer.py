@@ -12,8 +12,8 @@ def count_targets(own: type[Any]) -> None:
     """
     from transformers import Trainer  # which takes a second to import, and is imported already if it asks for this
 
-    count = Trainer._get_num_items_in_batch
-    if hasattr(count, "__wrapped__"):
+    count = getattr(Trainer, "_get_num_items_in_batch", None)  # private, so that a later version may count elsewhere
+    if count is None or hasattr(count, "__wrapped__"):
         return
 
     @wraps(count)
