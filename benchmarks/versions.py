@@ -30,6 +30,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "installation.md"
 FILE = RESULTS / "versions.json"
 COLUMNS = ("oldest", "pinned", "newest")
+IGNORED = ("-W", "ignore::DeprecationWarning")
+"""Of old packages that use others: it changes nothing for a user."""
 TRACKED = """
 import pathlib, tempfile, lineartime
 folder = pathlib.Path(tempfile.mkdtemp())
@@ -52,7 +54,7 @@ class Check:
     def command(self, python: Path) -> list[str]:
         if self.tracker:
             return [str(python), "-c", TRACKED.format(self.tracker)]
-        return [str(python), "-m", "pytest", "-q", "-n", str(os.cpu_count()), "-p", "no:cacheprovider", *self.tests]
+        return [str(python), "-m", "pytest", "-q", "-n", str(os.cpu_count()), "-p", "no:cacheprovider", *IGNORED, *self.tests]
 
 
 CORE = ("tests/ops", "tests/layers", "tests/models", "tests/baselines", "tests/generation", "-m", "not slow")

@@ -111,3 +111,15 @@ def test_logits_that_are_not_finite_are_named() -> None:
     torch.nn.init.constant_(model.backbone.embedding.weight, float("nan"))
     with pytest.raises(LineartimeError, match="logits of the model are not finite: its weights are damaged"):
         fill_mask(model, TOKENIZER, "[MASK]")
+
+
+def test_changed_weights_are_read_anew_in_an_autocast_of_the_caller() -> None:
+    model = build()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        before = fill_mask(model, TOKENIZER, "a[MASK]")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-2)
+        after = fill_mask(model, TOKENIZER, "a[MASK]")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert after == fill_mask(model, TOKENIZER, "a[MASK]") != before

@@ -190,6 +190,9 @@ MODULES = {f"module{number}.py": 10 for number in range(9)}
         ("a", {"train.py": 9, "test_a.py": 999, **MODULES}, ["train.py", *MODULES], ["test_a.py"], []),
         ("a", {"dev-test.txt": 9, "README.md": 99, **MODULES}, [*MODULES], ["dev-test.txt"], []),
         ("a", {"test/1.txt": 90, "metadata.csv": 20}, [], ["test/1.txt"], ["metadata.csv"]),
+        ("a", {"lib/a.js": 9, "test/b.js": 99}, ["lib/a.js"], ["test/b.js"], []),
+        ("a", {"training/a.py": 9, "test/b.py": 9, "src/c.py": 5}, ["training/a.py", "src/c.py"], ["test/b.py"], []),
+        ("a", {"test-run/train.txt": 9, "test-run/valid.txt": 9}, ["test-run/train.txt"], ["test-run/valid.txt"], []),
         ("test", {"training-day.txt": 9, **MODULES}, [], ["training-day.txt", *MODULES], []),
         ("test", {"dev.py": 9, **MODULES}, [], ["dev.py", *MODULES], []),
     ],
@@ -205,17 +208,18 @@ def test_what_is_named_for_testing_is_never_trained_on(
     assert isinstance(corpus, LocalCorpus)
     found = {split: {part.path.relative_to(root).as_posix() for part in parts} for split, parts in corpus.splits.items()}
     assert found.get("train", set()) == set(train)
-    assert (found.get("validation", set()) | found["test"]) - set(train) == set(held_out)
+    assert (found.get("validation", set()) | found.get("test", set())) - set(train) == set(held_out)
     assert list(corpus.notes) == [
         f"Left out of {root}, because the names of other files state the splits: {name}." for name in left_out
     ]
 
 
 def test_a_name_for_training_among_others_means_nothing(tmp_path: Path) -> None:
-    for name in ("training-day.txt", *MODULES):
-        (tmp_path / name).write_text("x" * 10)
+    names = [name.ljust(16) for name in ("training-day.txt", *MODULES)]
+    for name in names:
+        (tmp_path / name.rstrip()).write_text(name)
     corpus = load_corpus(tmp_path)
-    assert sorted(text for split in SPLITS for text in documents(corpus, split)) == ["x" * 10] * 10
+    assert sorted(text for split in SPLITS for text in documents(corpus, split)) == sorted(names)
     assert all(documents(corpus, split) for split in SPLITS)
 
 
@@ -232,6 +236,7 @@ def test_a_name_for_training_among_others_means_nothing(tmp_path: Path) -> None:
         ("training_notes.txt", "train"),
         ("training_data/test.txt", "test"),
         ("test/train-robbery.txt", "test"),
+        ("test-run/train.txt", "train"),
         ("dev-test.txt", "test"),
         ("latest.txt", None),
         ("contest", None),

@@ -196,10 +196,11 @@ SHARDS: dict[str, dict[str, bytes]] = {
         "prepare.py": b"# encodes\n" * 99,
         "readme.md": b"## tokens\n" * 999,
     },
-    "such as token files of Megatron-LM (c_document.idx): give the text that the tokens were made from.": {
+    "such as token files of Megatron-LM (c_document.idx): give the text that the tokens were made from, or choose other files "
+    "by include='*.json'.": {
         "c_document.bin": IDS,
         "c_document.idx": b"MMIDIDX\0\0" + bytes(200),
-        "vocab.json": b'{"a": 1}' * 999,
+        "vocab.json": b'{"a": 1}',
     },
     "such as shards of MosaicML Streaming (index.json): write the texts to Parquet or JSON lines and give those files.": {
         "index.json": b'{"shards": [{"column_names": ["text"], "format": "mds"}], "version": 2}',
@@ -255,7 +256,7 @@ def test_shards_within_a_folder_of_text_are_left_out_with_all_that_is_theirs(fol
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.txt.xz"])
-def test_a_pointer_of_git_lfs_is_no_text(folder: Path, name: str) -> None:
+def test_a_pointer_of_git_lfs_is_not_text(folder: Path, name: str) -> None:
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
     for given in (folder, folder / name):
         with pytest.raises(LineartimeError, match=rf"{name} is a pointer of Git LFS: fetch the file itself by `git lfs pull`"):

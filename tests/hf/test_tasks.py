@@ -275,6 +275,17 @@ def test_accumulated_batches_have_the_gradient_of_one_batch(kind: str, side: str
     assert norms == pytest.approx(norms[-1:] * 3, rel=1e-4)
 
 
+def test_a_trainer_with_batches_of_its_own_counts_as_it_does(tiny: Tiny, tmp_path: Path) -> None:
+    class Own(Trainer):  # type: ignore[misc]  # transformers has no types here
+        def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+            ids = torch.stack([row["input_ids"] for row in inputs])
+            return model(ids, labels=ids).loss
+
+    data = [{"input_ids": torch.arange(1, 9)}] * 4
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, remove_unused_columns=False, **QUIET)
+    Own(LineartimeForCausalLM(tiny()), arguments, train_dataset=data, data_collator=lambda rows: rows).train()
+
+
 @pytest.mark.parametrize("task", ["clm", "prefix-lm"])
 def test_a_token_after_padding_is_not_predicted(task: str, tiny: Tiny, awake: Awake) -> None:
     model = awake(LineartimeForCausalLM(tiny(task=task)))

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import lineartime
 from lineartime.layers import FLASH
+from lineartime.ops.precision import look_up
 
 TOKENS = 4096
 
@@ -27,6 +28,7 @@ def errors(model: nn.Module, inputs: Tensor, half: nn.Module, *, autocast: bool)
     ("system", "options"),
     [
         ("flash", {"d_qk": 8, "chunk_size": 32}),  # a table of relative biases
+        ("combiner", {"n_heads": 2, "chunk_size": 32}),  # a norm of summaries
         ("flash-quad", {"d_qk": 8}),  # rotary biases
         ("transformer", {"n_heads": 2, "absolute_position": "learned", "max_positions": TOKENS // 16}),
     ],
@@ -37,6 +39,14 @@ def test_sums_over_tokens_of_a_bf16_model_are_exact(system: str, options: dict[s
     half.load_state_dict(model.state_dict())
     found = errors(model, torch.randint(8, (16, TOKENS // 16)), half.bfloat16(), autocast=False)
     assert max(found.values()) < 0.1, found
+
+
+@pytest.mark.parametrize("width", [(), (4,)])  # a table of biases, and of vectors
+def test_rows_that_are_looked_up_often_get_all_of_their_gradient(width: tuple[int, ...]) -> None:
+    table = torch.zeros(3, *width, dtype=torch.bfloat16, requires_grad=True)
+    look_up(table, torch.zeros(TOKENS, dtype=torch.long)).sum().backward()
+    assert table.grad is not None
+    assert table.grad[0].unique().item() == TOKENS
 
 
 def test_norms_of_layers_sum_over_tokens_in_fp32_under_autocast() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN
 from lineartime.data.layouts import BINARY, Layout, layouts_of
-from lineartime.data.local_files import LEAVE_OUT, SourceFile
+from lineartime.data.local_files import COMPRESSED, LEAVE_OUT, RECORDS, SourceFile
 from lineartime.data.readers import FilePart
 from lineartime.data.records import file_format, is_named_text, why_no_records
 from lineartime.data.splits import has_no_text, listed, side_files
@@ -135,7 +135,7 @@ class FilesOfText:
         unread = {part.path: layouts.get(part.path, BINARY) for part in parts if part.path in layouts or _is_binary(part.file)}
         kept = [part for part in parts if part.path not in unread]
         texts = [part for part in kept if not has_no_text(part.path.name)]
-        if (kept or layouts) and sum(map(_bytes, unread)) > sum(_bytes(part.path) for part in texts):
+        if (kept or layouts) and sum(map(_bytes, unread)) > sum(_bytes(part.path) for part in texts or kept):
             raise _mostly_unread(folder, unread, [part.path for part in texts or kept])
         for what in dict.fromkeys(layout.what for layout in unread.values()):
             names = _names(folder, [path for path, layout in unread.items() if layout.what == what])
@@ -221,10 +221,10 @@ def _has_markers(part: FilePart) -> bool:
 
 
 def _head(path: Path) -> bytes:
-    """The beginning of a file. Raises LineartimeError for a pointer of Git LFS in place of the file."""
+    """The beginning of a file. Raises LineartimeError for a pointer of Git LFS in place of a text, by its suffix."""
     with path.open("rb") as stream:
         head = stream.read(_HEAD)
-    if head.startswith(_POINTER):
+    if head.startswith(_POINTER) and path.suffix.lower() in (".txt", ".md", *RECORDS, *COMPRESSED):
         raise LineartimeError(f"{path} is a pointer of Git LFS: fetch the file itself by `git lfs pull`, or ", *LEAVE_OUT)
     return head
 
@@ -233,7 +233,7 @@ def _is_binary(file: SourceFile) -> bool:
     """Whether a file that is text by its name is binary. UTF-16 is not: the error for it says how to convert it."""
     head = _head(file.path)
     is_zero = b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return is_named_text(file) and (is_zero or head.startswith(b"%PDF-"))
+    return is_named_text(file) and (is_zero or head.startswith((b"%PDF-", _POINTER)))
 
 
 def _is_run(folder: Path) -> bool:

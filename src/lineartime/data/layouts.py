@@ -18,6 +18,7 @@ class Layout:
         name: a pattern of the names of the files that tell it.
         marks: what these files have at their beginning.
         whole: whether all in the folder of such a file, and below, is of this kind; otherwise, only the file itself.
+        beside: the suffix of a file of the same name that is of this kind, too; then `whole` does not count.
     """
 
     what: str
@@ -25,6 +26,7 @@ class Layout:
     name: str = ""
     marks: tuple[bytes, ...] = ()
     whole: bool = True
+    beside: str = ""
 
     def is_told_by(self, path: Path) -> bool:
         """Whether a file tells this kind. Raises OSError if it cannot be read."""
@@ -45,8 +47,8 @@ LAYOUTS = (
     Layout(*_SAVED, r"state\.json", (b'"_data_files"',)),
     Layout(*_SAVED, r".*\.arrow", whole=False),
     Layout("shards of MosaicML Streaming", _WRITE, r"index\.json", (b'"shards"', b'"mds"')),
-    Layout("chunks of litdata", _WRITE, r"index\.json", (b'"chunks"', b'"filename"')),
-    Layout("token files of Megatron-LM", _TOKENS, r".*\.idx", (b"MMIDIDX",)),
+    Layout("chunks of litdata", _WRITE, r"index\.json", (b'"chunk_bytes"', b'"filename"')),
+    Layout("token files of Megatron-LM", _TOKENS, r".*\.idx", (b"MMIDIDX",), beside=".bin"),
     Layout("token files", _TOKENS, r"(.*_)?(train|val)(_\d+)?\.(bin|npy)", (b"\0",), whole=False),
     Layout("tar archives", "unpack them and give the folder", r".*\.(tar(\.\w+)?|t(gz|bz2?|xz|zst))", whole=False),
 )
@@ -57,7 +59,14 @@ def layouts_of(paths: Iterable[Path]) -> dict[Path, Layout]:
     paths = sorted(paths, key=lambda path: len(path.parts))  # of nested folders, the outermost counts
     told = {path: layout for path in paths if (layout := next((each for each in LAYOUTS if each.is_told_by(path)), None))}
     folders: dict[Path, Layout] = {}
+    pairs: dict[Path, Layout] = {}
     for path, layout in told.items():
-        if layout.whole:
+        if layout.beside:
+            pairs[path.with_suffix(layout.beside)] = layout
+        elif layout.whole:
             folders.setdefault(path.parent, layout)
-    return told | {path: folders[each] for path in paths for each in path.parents if each in folders}
+    return (
+        told
+        | {path: pairs[path] for path in paths if path in pairs}
+        | {path: folders[each] for path in paths for each in path.parents if each in folders}
+    )

@@ -206,7 +206,7 @@ def not_utf8(where: str, content: bytes, place: int, offset: int) -> LineartimeE
 def _streams(raw: IO[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
     """Decompress stream by stream, also after padding with zeros, at which the readers of lzma and bz2 stop."""
     decoder: Any = new()
-    if (compressed := raw.read(1 << 14)).startswith(b"\0"):  # which lzma takes for an empty file
+    if (compressed := raw.read(1 << 14)).startswith(bytes(5)):  # which lzma takes for an empty file
         raise EOFError("it starts with zeros")
     while compressed := compressed or raw.read(1 << 14):
         if decoder is None:

@@ -33,9 +33,11 @@ def named_split(name: str) -> Split | None:
 
 
 def split_of_path(relative: PurePath) -> Split | None:
-    """The split that the name of a file, or of the nearest folder, states; one that is held out comes before training."""
-    found = [split for name in reversed(relative.parts) if (split := named_split(name))]
-    return next((split for split in found if split != "train"), found[0] if found else None)
+    """The split that the name of a file, or of the nearest folder, states; all in a folder test/ or dev/ is held out."""
+    folders = [named_split(name) for name in relative.parts[:-1] if name.isalpha()]
+    nearest = [named_split(name) for name in reversed(relative.parts)]
+    held_out = [split for split in folders if split not in (None, "train")]
+    return next(filter(None, [*held_out, *nearest]), None)
 
 
 def _stated(root: Path, parts: Iterable[FilePart]) -> dict[FilePart, Split | None]:
@@ -46,19 +48,22 @@ def _stated(root: Path, parts: Iterable[FilePart]) -> dict[FilePart, Split | Non
 
 
 def side_files(root: Path, parts: Sequence[FilePart]) -> set[FilePart]:
-    """The files of a folder that state no split, beside others that hold the text.
+    """The files of a folder that state no split and lie beside or above those of its splits, which hold the text.
 
-    If folders directly below `root` are named for training and for held-out data, these hold the text. Otherwise, the files
-    that are named for training hold it, or without any, those held out, if they have more bytes than the files without a split.
+    There are none unless some text is held out by name. They have fewer bytes than the files that are named for training, or
+    without any, than those held out; if folders directly below `root` are named for both, they may have more.
     """
     stated = _stated(root, parts)
+    named = {split for split in stated.values() if split}
+    if named <= {"train"}:
+        return set()
     folders = {named_split(names[0]) for part in stated if len(names := part.path.relative_to(root).parts) > 1} - {None}
-    sizes: dict[Split | None, int] = dict.fromkeys((*SPLITS, None), 0)
-    for part, split in stated.items():
-        sizes[split] += part.path.stat().st_size
-    named = sizes["train"] or sizes["validation"] + sizes["test"]
+    text = [part for part, split in stated.items() if split and ("train" not in named or split == "train")]
+    above = {folder for part in text for folder in part.path.parents}
+    others = [part for part, split in stated.items() if split is None]
+    size, size_of_others = (sum(part.path.stat().st_size for part in each) for each in (text, others))
     divided = "train" in folders and len(folders) > 1
-    return {part for part, split in stated.items() if split is None and (divided or sizes[None] < named)}
+    return {part for part in others if part.path.parent in above and (divided or size_of_others < size)}
 
 
 def by_path(path: Path, parts: Sequence[FilePart], *, beside: bool) -> Files | None:

@@ -171,6 +171,8 @@ class JsonTokenizer:
         self._definition = definition
         self._source = source
         self._joins_within_words = type(self._tokenizer.model).__name__ == "BPE"
+        if self._joins_within_words:
+            self._tokenizer.model.dropout = None  # which would give a text other tokens each time
         self._known: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.end_of_document, size = self._special(self._END_NAMES, self._known)
         self.mask, self.vocab_size = self._special(self._MASK_NAMES, size)

@@ -24,7 +24,8 @@ _UNKNOWN = "<unk>"  # Unigram requires one, but byte fallback never uses it
 _LIKE_A_NAME = (
     "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in [*_SPECIAL, _UNKNOWN]) + "|<(?=0x[0-9A-F]{2}>)"
 )
-_LONG_RUN = re.compile(r"[^\W\d_]{500}|\d{500}|[^\w\s]{500}|_{500}|\s{500}")
+_LONG_SPACE = re.compile(r"\s{500}")
+_LONG_RUN = re.compile(r"[^\W\d_]{500}|\d{500}|(?:[^\w\s]|_){500}|\s{500}")
 """Characters that would be one word, as DNA is. Merging pairs in a word takes a time that grows with its length squared."""
 _MIN_VOCABULARY: dict[TokenizerKind, int] = {"bpe": 256 + len(_SPECIAL), "unigram": 256 + len(_SPECIAL) + 1 + 256}
 _MAX_VOCABULARY = 2**24
@@ -81,7 +82,7 @@ def _texts(corpus: Corpus, limit: int, progress: Progress) -> Iterator[str]:
         if size > limit:
             text = text.encode()[:limit].decode(errors="ignore") or text[:1]
         # The pattern alone would take a third of the time of training.
-        has_long_run = max(map(len, text.split()), default=0) >= 500 or " " * 500 in text
+        has_long_run = max(map(len, text.split()), default=0) >= 500 or bool(_LONG_SPACE.search(text))
         cuts = [0, *(run.end() for run in _LONG_RUN.finditer(text if has_long_run else "")), len(text)]
         yield from (text[start:stop] for start, stop in pairwise(cuts))
         progress.advance(size)
@@ -134,7 +135,7 @@ def _train_unigram(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> st
     try:
         tokenizer.train_from_iterator(texts, trainer)
     except Exception as error:
-        if type(error) is not Exception:  # an error of reading the text
+        if "vocabulary" not in str(error):
             raise
         problem = f"is {vocab_size:,}, too few for the characters of this text ({first_line(error)}): give more, or train bpe."
         raise ArgumentError("vocab_size", problem) from None

@@ -61,7 +61,7 @@ class Call(NamedTuple):
 class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types here
     """The state of a batch of streams: `model(ids, cache=cache)` continues them and updates the cache.
 
-    `generate` creates one by itself, and `generate(..., return_dict_in_generate=True).past_key_values` is one to continue from.
+    `generate` creates one by itself, and with return_dict_in_generate=True it returns one to continue from, as `CACHE`.
     Streams may be at different positions, as they are after a batch that is padded on the left.
     """
 

@@ -173,7 +173,7 @@ class LineartimeForQuestionAnswering(TaskModel):
 
 
 def _real(tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Which tokens [B, T, ...] are no padding, bool [B, T]."""
+    """Which tokens [B, T, ...] are not padding, bool [B, T]."""
     mask = checked_mask(attention_mask, tokens)
     return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
 

@@ -21,13 +21,14 @@ class LayerNorm(nn.LayerNorm):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d], in the dtype of x; on a CPU computed in float32 or better.
+        """[..., d] -> [..., d], in the dtype of x.
 
         PyTorch's kernel for a CPU sums the gradients of weight and bias over all tokens in the dtype of its input.
         """
-        wide = x.to(acc_dtype(x)) if x.device.type == "cpu" else x
+        wide = x.to(acc_dtype(x)) if x.device.type == "cpu" and torch.is_grad_enabled() else x
         weight, bias = (None if part is None else part.to(wide.dtype) for part in (self.weight, self.bias))
-        return F.layer_norm(wide, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+        out = F.layer_norm(wide, self.normalized_shape, weight, bias, self.eps)
+        return out if wide is x else out.to(x.dtype)
 
 
 class ScaleNorm(nn.Module):
