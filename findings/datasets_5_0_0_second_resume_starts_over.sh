@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # datasets 5.0.0: an IterableDataset.from_generator that is resumed twice by its state_dict starts again from the first example.
 # Expected: state_dict after a resume holds the position from the beginning, so that a second resume continues.
-# Seen: the state after a resume has lost it: the second resume gives examples again that were read before. 5.0.1 to 5.2.0 are right.
+# Seen: the state after a resume has lost it: the second resume gives examples again that were read before. 5.2.0 is right.
 # A training run that is interrupted twice therefore reads the beginning of its text once more, without a word.
 # Output seen, datasets 5.0.0 and 5.2.0: see the end of this script.
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Python 3.11.7, module lzma; datasets 5.2.0, which reads .xz with it: an .xz file of two streams with padding between them ends at the padding.
+# Python 3.11.7 (the version is printed), module lzma; datasets 5.2.0, which reads .xz with it: an .xz file of two streams with padding between them ends at the padding.
 # Expected: both streams. The .xz format (section 2.2, Stream Padding) allows zero bytes, a multiple of four, after each stream, and `xz -dc` reads on.
 # Seen: LZMAFile returns the first stream alone, without an error, so that a corpus is cut in half in silence. With the same padding at the end of a
 # file, it raises EOFError instead, so that a valid file is taken for one that is cut off.
@@ -26,6 +26,7 @@ try:
     end = len(lzma.open("end.xz").read())
 except EOFError as error:
     end = type(error).__name__
+print(sys.version.split()[0])
 print(f"xz: {sys.argv[1].strip()} lines, lzma: {lines} lines, datasets: {sum(1 for _ in rows)} rows; padding at the end: {end}")
 PY
 grep -qx "xz: 4 lines, lzma: 2 lines, datasets: 2 rows; padding at the end: EOFError" out

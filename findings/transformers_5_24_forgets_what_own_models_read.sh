@@ -15,23 +15,14 @@ for version in 5.23.0 5.24.0; do
     HF_HUB_OFFLINE=1 "$tmp/env/bin/python" -W ignore - <<'PY' | tee -a "$tmp/out"
 import torch
 import transformers
-from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-
-
-class Sums(Cache):
-    def __init__(self):
-        super().__init__(layers=[])
-        self.total, self.length = 0, 0
-
-    def get_seq_length(self, layer_idx=0):
-        return self.length
 
 
 class Config(PreTrainedConfig):
     model_type = "sums"
     vocab_size = 64
-    num_hidden_layers = 1
+    hidden_size = num_hidden_layers = num_attention_heads = 1
 
 
 class Model(PreTrainedModel, GenerationMixin):
@@ -42,16 +33,12 @@ class Model(PreTrainedModel, GenerationMixin):
         self.unused = torch.nn.Parameter(torch.zeros(1))
         self.post_init()
 
-    def _prepare_cache_for_generation(self, config, model_kwargs, *args, **kwargs):
-        name = "past_key_values" if transformers.__version__ < "5.24" else "cache"
-        model_kwargs[name] = Sums()
-
     def forward(self, input_ids, past_key_values=None, **kwargs):
-        sums = Sums() if past_key_values is None else past_key_values
-        totals = sums.total + input_ids.cumsum(1)
-        sums.total, sums.length = totals[:, -1:], sums.length + input_ids.shape[1]
-        logits = torch.nn.functional.one_hot(totals % 64, 64).float()
-        return CausalLMOutputWithPast(logits=logits, past_key_values=sums)
+        new = input_ids[:, None, :, None].float()
+        past_key_values = DynamicCache() if past_key_values is None else past_key_values
+        read, _ = past_key_values.update(new, new, 0)  # the tokens read so far, kept as keys
+        totals = read.sum((1, 3)).cumsum(1)[:, -input_ids.shape[1] :].long()
+        return CausalLMOutputWithPast(logits=torch.nn.functional.one_hot(totals % 64, 64).float(), past_key_values=past_key_values)
 
 
 transformers.logging.set_verbosity_error()
