@@ -90,7 +90,7 @@ CHECKS = (
 
 
 def bounds(package: str) -> Requirement:
-    """The requirement of the project, with the tightest lower bound of all extras."""
+    """The first requirement of a package in pyproject.toml."""
     lines = re.findall(
         rf'^ *(?:[\w-]+ = \[)?.*?"({re.escape(package)}(?:\[[a-z]+\])?[=<>~][^"]*)"',
         (ROOT / "pyproject.toml").read_text(),
@@ -119,7 +119,7 @@ def chosen(package: str) -> dict[str, str]:
         return versions
 
 
-def run(check: Check, version: str, folder: Path) -> str:
+def run(check: Check, version: str, folder: Path, logs: Path | None) -> str:
     """Install a version and run what concerns it: "123 passed", or what went wrong in a few words."""
     python = Path(sys.executable)
     if not is_installed(check.package, version):
@@ -134,7 +134,8 @@ def run(check: Check, version: str, folder: Path) -> str:
             return "does not install"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
     done = subprocess.run(check.command(python), cwd=ROOT, capture_output=True, text=True, env=environment)
-    (folder.parent / f"{check.package}-{version}.log").write_text(done.stdout + done.stderr)
+    if logs is not None:
+        (logs / f"{check.package}-{version}.log").write_text(done.stdout + done.stderr)
     if check.tracker:
         return "fails" if done.returncode else "a run"
     counts = re.findall(r"(\d+) (failed|passed|error)", (done.stdout.strip().splitlines() or [""])[-1])
@@ -185,7 +186,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for column, version in chosen(check.package).items():
                 if version not in said:
-                    said[version] = run(check, version, (options.logs or Path(folder)) / f"{check.package}-{version}")
+                    said[version] = run(check, version, Path(folder) / version, options.logs)
                 results.setdefault(check.package, {})[column] = [version, said[version]]
                 print(check.package, column, version, said[version], flush=True)
         FILE.write_text(json.dumps({**origin(), "packages": results}, indent=1) + "\n")

@@ -262,6 +262,17 @@ def test_a_step_in_onnx_gives_the_logits_of_the_model(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.cat(logits, 1), model(ids), atol=1e-4, rtol=0)
 
 
+def test_an_onnxscript_of_another_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'onnxscript._framework_apis.torch_2_11'")
+
+    monkeypatch.setattr(torch.onnx, "export", lacks)
+    with pytest.raises(
+        LineartimeError, match=r"too old or too new for PyTorch .* \(ModuleNotFoundError: .*pip install --upgrade"
+    ):
+        write_onnx(torch.export.export(nn.Identity(), (torch.zeros(1),)), tmp_path / "step.onnx")
+
+
 def test_onnx_without_its_extra_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(LineartimeError, match=r"needs onnxscript, which is not installed: pip install 'lineartime\[onnx\]'"):
