@@ -30,8 +30,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "installation.md"
 FILE = RESULTS / "versions.json"
 COLUMNS = ("oldest", "pinned", "newest")
-IGNORED = ("-W", "ignore::DeprecationWarning")
-"""Of old packages that use others: it changes nothing for a user."""
+IGNORED = ("-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning")
+"""What packages say of names that will go: it changes nothing for a user yet."""
 TRACKED = """
 import pathlib, tempfile, lineartime
 folder = pathlib.Path(tempfile.mkdtemp())
