@@ -209,7 +209,7 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
             )
         except ImportError as error:  # each onnxscript knows the PyTorch of its time
             why = f"onnxscript is too old or too new for PyTorch {torch.__version__} ({typed_first_line(error)})"
-            raise LineartimeError(f"{why}: pip install --upgrade 'lineartime[onnx]'.") from None
+            raise LineartimeError(f"{why}: pip install -U 'lineartime[onnx]'.") from None
         except torch.onnx.OnnxExporterError as error:
             cause: Exception = error
             while isinstance(cause.__cause__, Exception):

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.data.readers import BLOCK
-from lineartime.data.tokenizers import Seam, Tokenizer
+from lineartime.data.seams import Seam
+from lineartime.data.tokenizers import Tokenizer
 from lineartime.fields import Count, Digest, Matching
 from lineartime.host import available_cores
 
