@@ -23,7 +23,7 @@ from lineartime.layers import FLASH, Attention
 from lineartime.markdown import markdown_table
 from lineartime.models import ModelConfig
 from lineartime.models.language_model import LanguageModel, build_model
-from lineartime.ops.layout import Layout
+from lineartime.ops.batch import Batch
 from lineartime.ops.mixed_chunk import attend_part
 from lineartime.ops.mixed_chunk.inputs import Heads, queries_and_keys
 from lineartime.runs.metrics import losses, read_metrics
@@ -41,32 +41,30 @@ class Candidate(FLASH):
     def begin(self) -> None:
         """Add the parameters of a candidate, and set initial values."""
 
-    def mix(self, normed: Tensor, layout: Layout) -> Tensor:
+    def mix(self, normed: Tensor, batch: Batch) -> Tensor:
         """As in FLASH, without its fused forms."""
         gate, v, z = F.silu(self.to_gate_value_base(normed)).split([self.d_gate, self.d_value, self.d_qk], -1)
-        out: Tensor = self.to_output(
-            gate * self.attended(z, self.changed(self.queries_and_keys(z, layout.rotations)), v, layout)
-        )
+        maps = self.changed(torch.stack(list(self.queries_and_keys(z, batch.rotations)), 1))
+        out: Tensor = self.to_output(gate * self.attended(z, maps, v, batch))
         return out
 
     def changed(self, maps: Tensor) -> Tensor:
         """What becomes of queries and keys, [B, 4, T, s]."""
         return maps
 
-    def attended(self, z: Tensor, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
+    def attended(self, z: Tensor, maps: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """The local and the global part."""
         heads = Heads(*(*maps.unbind(1), v))
-        local = attend_part("local", heads, self.chunk_bias(layout), layout, self.options)
-        return local + self.from_earlier_chunks(z, heads, layout)
+        local = attend_part("local", heads, self.chunk_bias(batch), batch, self.options)
+        return local + self.from_earlier_chunks(z, heads, batch)
 
-    def from_earlier_chunks(self, z: Tensor, heads: Heads, layout: Layout) -> Tensor:
+    def from_earlier_chunks(self, z: Tensor, heads: Heads, batch: Batch) -> Tensor:
         """The global part."""
-        return attend_part("global", heads, None, layout, self.options)
+        return attend_part("global", heads, None, batch, self.options)
 
-    def summaries(self, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+    def summaries(self, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """K^T V / C of each chunk: [B, T, s] and [B, T, e] -> [B, G, s, e]."""
-        chunks = layout.require_chunks()
-        return (chunks.cut(k).mT @ chunks.cut(v)).float() / self.chunk_size
+        return (batch.cut(k).mT @ batch.cut(v)).float() / self.chunk_size
 
 
 class GlobalAwake(Candidate):
@@ -94,16 +92,15 @@ class Decayed(Candidate):
     def begin(self) -> None:
         self.keep = nn.Parameter(torch.linspace(0.0, 4.0, self.d_qk))  # factors from 0.5 to 0.98 for a chunk
 
-    def from_earlier_chunks(self, z: Tensor, heads: Heads, layout: Layout) -> Tensor:
-        chunks = layout.require_chunks()
-        made = self.summaries(heads.k_lin, heads.v, layout)
-        place = torch.arange(chunks.n_chunks, device=z.device)
+    def from_earlier_chunks(self, z: Tensor, heads: Heads, batch: Batch) -> Tensor:
+        made = self.summaries(heads.k_lin, heads.v, batch)
+        place = torch.arange(batch.n_chunks, device=z.device)
         since = (place[:, None] - place - 1).clamp(min=0)[..., None]
         before = (place[:, None] > place)[..., None]
         weights = torch.sigmoid(self.keep) ** since * before  # [G, G, s]
         weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-6)
         read = torch.einsum("ghs,bhse->bgse", weights, made)
-        return chunks.join(chunks.cut(heads.q_lin) @ read.to(heads.q_lin.dtype))
+        return batch.join(batch.cut(heads.q_lin) @ read.to(heads.q_lin.dtype))
 
 
 class SeveralHeads(Candidate):
@@ -113,10 +110,10 @@ class SeveralHeads(Candidate):
         self.head_gamma = nn.Parameter(0.02 * torch.randn(2 * HEADS, self.d_qk))
         self.head_beta = nn.Parameter(torch.zeros(2 * HEADS, self.d_qk))
 
-    def from_earlier_chunks(self, z: Tensor, heads: Heads, layout: Layout) -> Tensor:
-        maps = queries_and_keys(z, self.head_gamma, self.head_beta, layout.rotations).unbind(1)
+    def from_earlier_chunks(self, z: Tensor, heads: Heads, batch: Batch) -> Tensor:
+        maps = queries_and_keys(z, self.head_gamma, self.head_beta, batch.rotations).unbind(1)
         parts = [
-            attend_part("global", Heads(heads.q_quad, heads.k_quad, q, k, v), None, layout, self.options)
+            attend_part("global", Heads(heads.q_quad, heads.k_quad, q, k, v), None, batch, self.options)
             for q, k, v in zip(maps[::2], maps[1::2], heads.v.chunk(HEADS, -1), strict=True)
         ]
         return torch.cat(parts, -1)
@@ -128,10 +125,10 @@ class Convolved(Candidate):
     def begin(self) -> None:
         self.filters = nn.Parameter(torch.zeros(self.d_model, 1, TAPS))
 
-    def mix(self, normed: Tensor, layout: Layout) -> Tensor:
+    def mix(self, normed: Tensor, batch: Batch) -> Tensor:
         before = F.pad(normed.mT, (TAPS - 1, 0))
         added = F.conv1d(before, self.filters.to(normed.dtype), groups=self.d_model).mT
-        return super().mix(normed + added, layout)
+        return super().mix(normed + added, batch)
 
 
 class NormedAttention(Attention):

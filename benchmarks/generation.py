@@ -27,8 +27,8 @@ from lineartime.bench.measure import median_seconds, synchronized
 from lineartime.bench.subjects import Case, Subject, prepare
 from lineartime.machine import choose_precision, using_threads
 from lineartime.markdown import markdown_table
+from lineartime.models.decoder import NativeDecoder
 from lineartime.models.presets import resolve
-from lineartime.native import NativeFunctions
 from lineartime.ops.dense import dense
 
 CPU = torch.device("cpu")
@@ -89,13 +89,14 @@ def time_first(dtype: Any) -> float:
 def causes() -> dict[str, float]:
     """For an eager float32 step of flash-tiny: its calls, the time share of C++, and the bandwidth of reading weights."""
     step = prepare(Subject("flash-tiny", "eager", resolve("flash-tiny")), Case("decode", 1024, "fp32", 1), CPU).step
-    calls, inside, plain = 0, 0.0, NativeFunctions.call
+    calls, inside, plain = 0, 0.0, NativeDecoder.logits
 
-    def timed(self: NativeFunctions, *arguments: Any) -> None:
+    def timed(self: NativeDecoder, *arguments: Any) -> torch.Tensor:
         nonlocal calls, inside
         start = time.perf_counter()
-        plain(self, *arguments)
+        out = plain(self, *arguments)
         calls, inside = calls + 1, inside + time.perf_counter() - start
+        return out
 
     steps = 50
     with using_threads(1):
@@ -103,7 +104,7 @@ def causes() -> dict[str, float]:
             step()
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             step()
-        with mock.patch.object(NativeFunctions, "call", timed):
+        with mock.patch.object(NativeDecoder, "logits", timed):
             start = time.perf_counter()
             for _ in range(steps):
                 step()

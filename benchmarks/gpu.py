@@ -2,8 +2,8 @@
 
     smoke        one shape in three dtypes: are values and gradients those of plain PyTorch in float64?
     models       training steps of flash-base at 8K, and of what it is compared with, as a share of the measured peak
-    generation   a token by `extend`, by `step`, by `step` as a CUDA graph, and by one that draws the token, of the eager and of
-                 the compiled step; a prompt beside a forward pass
+    generation   a token by `extend`, by `extend` as a CUDA graph, and by one that draws the token, of the eager and of the
+                 compiled step; a prompt beside a forward pass
     ops          mixed chunk attention, also with all that a layer has around it, beside the compiled PyTorch form
     lengths      the models at 1K and 64K, flash-quad, and flash-base without compilation
     kernels      each kernel alone: TFLOP/s, GB/s, registers and spills
@@ -30,6 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+import interpreter  # noqa: F401  # repaired before kernels are defined
 import torch
 import triton
 from gpu_exactness import Computation, compared, op_and_gradients, prompt_and_state
@@ -43,14 +44,14 @@ from lineartime.bench.measure import median_seconds, peak_flops, release, separa
 from lineartime.bench.peers import check_peer
 from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
-from lineartime.generation.decoding import drawing, recorded_step
+from lineartime.generation.decoding import continuing, drawing
 from lineartime.generation.prompts import prefill_batch
 from lineartime.generation.sampling import Sampling
 from lineartime.layers import FLASH
 from lineartime.models import CausalLM
 from lineartime.models.presets import resolve
 from lineartime.ops import gated_mixed_chunk_attention, mixed_chunk_attention, quadratic_attention
-from lineartime.ops.triton import chunk_kernels, common, gated_kernels, mixed_chunk, score_kernels
+from lineartime.ops.triton import chunk_kernels, common, gated_kernels, score_kernels
 
 LENGTHS = {1024: "1K", 8192: "8K", 65536: "64K"}
 TOKENS = 65536
@@ -299,18 +300,15 @@ class Run:
         for position in [64] if self.small else [1024, 65536]:
             ids = torch.zeros(1, position, dtype=torch.long, device=self.device)
             state, token = state_after(model, ids), ids[:, :1]
-            steps: dict[str, Callable[[], object]] = {
-                "extend": partial(model.extend, token, state),
-                "step": partial(model.step, token, model.join_streams([state])),
-            }
+            steps: dict[str, Callable[[], object]] = {"extend": partial(model.extend, token, state.clone())}  # in place
             if self.device.type == "cuda":
-                recorded = recorded_step(model, model.join_streams([state]))
-                if not torch.allclose(recorded(token), model.extend(token, state)[0], atol=1e-3):
+                recorded = continuing(model, state.clone())
+                if not torch.allclose(recorded(token[:, 0]), model.extend(token, state.clone())[0][:, 0], atol=1e-3):
                     self.report.failed.append(f"generation at {position}: the CUDA graph does not give the logits of extend")
-                steps["graph"] = partial(recorded, token)
+                steps["graph"] = partial(recorded, token[:, 0])
                 # As `generate` takes a token, without and with --compile: drawn inside the graph.
                 for name, drawer in (("drawing", model), ("compiled drawing", compiled)):
-                    steps[name] = partial(drawing(drawer, [state], Sampling(), torch.Generator()), token[:, 0])
+                    steps[name] = partial(drawing(drawer, state.clone(), Sampling(), torch.Generator()), token[:, 0])
             steps["prompt"] = partial(prefill_batch, model, ids)
             steps["forward"] = partial(last_logits, model, ids)
             ms = {name: None if (s := self.seconds(step)) is None else round(1e3 * s, 3) for name, step in steps.items()}
@@ -332,7 +330,7 @@ class Run:
         starts = torch.tensor([0, count], dtype=torch.int32, device=self.device)
         scales = torch.rand(1, count, device=self.device)
         options: dict[str, Any] = {"causal": True, "activation": "relu2"}
-        states = mixed_chunk.chunk_states(k[None], v[None], scales, starts, causal=True, transposed=False)[0]
+        states = chunk_kernels.chunk_states(k[None], v[None], scales, starts, causal=True, transposed=False)[0]
         of_chunks = partial(score_kernels.attention_weights, q, k, bias, rows, 0.1, dtype=dtype, **options)
         weights = of_chunks()
         read_all = partial(chunk_kernels.read_chunks, weights, v, q, states, causal=True)
@@ -350,7 +348,7 @@ class Run:
                 2 * v.numel() + 2 * q.numel() + 2 * weights.numel(),
             ),
             "chunk_states": (
-                partial(mixed_chunk.chunk_states, k[None], v[None], scales, starts, causal=True, transposed=False),
+                partial(chunk_kernels.chunk_states, k[None], v[None], scales, starts, causal=True, transposed=False),
                 across,
                 v.numel() + q.numel() + 3 * states.numel(),
             ),

@@ -59,7 +59,7 @@ def stepper(preset: str, form: str, dtype: torch.dtype, compiled: bool) -> Any:
     if compiled:
         model.compile_step()
     with torch.no_grad():
-        read_next = continuing(model, [state_after(model, torch.zeros(1, POSITION, dtype=torch.long))])
+        read_next = continuing(model, state_after(model, torch.zeros(1, POSITION, dtype=torch.long)))
     token = torch.zeros(1, dtype=torch.long)
     return partial(torch.no_grad()(read_next), token)
 

@@ -39,6 +39,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 
+from lineartime.foreign import ForeignFLASH
 from lineartime.layers import FLASH, GAU, set_backend
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.triton.common import pin_configurations
@@ -98,10 +99,16 @@ def run_layer(layer: FLASH | GAU, shape: tuple[int, int], dtype: torch.dtype) ->
     out.float().sum().backward()
 
 
-def flash(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, causal: bool = True, **options: Any) -> None:
+def flash(
+    shape: tuple[int, int],
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = True,
+    kind: type[FLASH] = FLASH,
+    **options: Any,
+) -> None:
     """The kernels see widths s = 128 and e = 1536; with 16 features, the dense maps cost almost nothing."""
     options = {"d_qk": 128, **options}
-    run_layer(FLASH(16, expansion=96, causal=causal, **options), shape, dtype)
+    run_layer(kind(16, expansion=96, causal=causal, **options), shape, dtype)
 
 
 @torch.no_grad()
@@ -135,7 +142,7 @@ CASES: dict[str, Callable[[], None]] = {
     "flash-quad fp32, rotary bias": partial(gau, (2, 2048), torch.float32),
     "flash fp16": partial(flash, (2, 2048), torch.float16),
     "flash-quad fp16, rotary bias": partial(gau, (2, 2048), torch.float16),
-    "flash bf16, both ways, laplace": partial(flash, (2, 2048), causal=False, activation="laplace"),
+    "flash bf16, both ways, laplace": partial(flash, (2, 2048), causal=False, kind=ForeignFLASH, activation="laplace"),
     "flash-quad bf16, s = 512": partial(gau, (2, 2048), d_qk=512, relative_bias=False),
     "flash bf16, s = 256": partial(flash, (2, 2048), d_qk=256),
     "flash bf16, s = 512": partial(flash, (2, 2048), d_qk=512),

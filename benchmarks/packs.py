@@ -41,13 +41,13 @@ def packs() -> dict[str, list[int]]:
     }
 
 
-def build(name: str) -> Mixer[Any]:
+def build(name: str) -> Mixer:
     mixer = KINDS["mixer"][name]
     options = {option: value for option, value in SMALL.items() if option in constructor_options(mixer)}
     if name not in ("gau", "gau-multi-head"):
         options.pop("max_length", None)
     torch.manual_seed(0)
-    built: Mixer[Any] = mixer(D_MODEL, causal=mixer.why_not_causal is None, **options)
+    built: Mixer = mixer(D_MODEL, causal=mixer.why_not_causal is None, **options)
     return built
 
 
@@ -57,13 +57,13 @@ def held() -> int:
     return 1024 * int(lines["VmHWM"].split()[0])
 
 
-def step(mixer: Mixer[Any], x: torch.Tensor, *rest: Any) -> float:
+def step(mixer: Mixer, x: torch.Tensor, *rest: Any) -> float:
     start = time.process_time()
     mixer(x, *rest).square().sum().backward()
     return time.process_time() - start
 
 
-def measure(mixer: Mixer[Any], lengths: list[int], repeat: int) -> dict[str, float]:
+def measure(mixer: Mixer, lengths: list[int], repeat: int) -> dict[str, float]:
     ends = torch.tensor([0, *accumulate(lengths)])
     x = torch.randn(1, sum(lengths), D_MODEL)
     step(mixer, x, None, ends)
@@ -78,7 +78,7 @@ def measure(mixer: Mixer[Any], lengths: list[int], repeat: int) -> dict[str, flo
     return {"seconds": min(times), "peak_bytes": peak}
 
 
-def alone(mixer: Mixer[Any], lengths: list[int]) -> float:
+def alone(mixer: Mixer, lengths: list[int]) -> float:
     documents = [torch.randn(1, tokens, D_MODEL) for tokens in lengths]
     return sum(step(mixer, document) for document in documents)
 

@@ -17,6 +17,8 @@ from lineartime.data import load_corpus, token_stream
 from lineartime.evaluation import Evaluation, evaluate_windowed
 from lineartime.host import cache_folder
 from lineartime.markdown import markdown_table
+from lineartime.models import presets
+from lineartime.ops.activations import ACTIVATIONS
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
@@ -66,15 +68,19 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for preset, activation, normalization, initial_scores in SWITCHES:
         out = options.out / f"{preset}-{activation}-{normalization}-{initial_scores}"
+        switches = {"activation": activation, "normalization": normalization, "initial_scores": initial_scores}
+        changed: dict[str, Any] = dict(switches)
+        if activation not in ACTIVATIONS:
+            own = presets()[preset].mixer.options
+            changed |= {"mixer": "flash-foreign", "d_qk": own["d_qk"], "chunk_size": own["chunk_size"]}
         config = TrainConfig(
             preset=preset,
-            override=(f"activation={activation}", f"normalization={normalization}", f"initial_scores={initial_scores}"),
+            override=tuple(f"{name}={value}" for name, value in changed.items()),
             context_length=TRAINED,
             steps=options.steps,
             out=out,
             resume=bool(list_checkpoints(out)),
         )
-        switches = {"activation": activation, "normalization": normalization, "initial_scores": initial_scores}
         rows.append({"preset": preset, **switches, "steps": options.steps, **measure(config)})
         print(rows[-1], flush=True)
     header = ["preset", "activation", "`normalization`", "start", f"windows of {TRAINED}", f"windows of {LONG:,}"]

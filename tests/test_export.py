@@ -18,10 +18,9 @@ from torch.export import Dim
 import lineartime
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.export import STATE, export_step, export_text, write_onnx, write_package, write_program
-from lineartime.layers import FLASH, GAU
+from lineartime.foreign import ForeignFLASH, ForeignGAU
 from lineartime.machine import compiler_missing
 from lineartime.models.language_model import CausalLM
-from lineartime.ops.activations import ACTIVATIONS
 
 # PyTorch's own, within torch.export, where a user does not see them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*:FutureWarning")
@@ -163,7 +162,7 @@ class Layers(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [FLASH, GAU])
+@pytest.mark.parametrize("kind", [ForeignFLASH, ForeignGAU])
 def test_layers_with_every_option_are_the_same_in_onnx(kind: Any, tmp_path: Path) -> None:
     options: list[dict[str, Any]] = [
         {"activation": "relu2", "normalization": "paper"},
@@ -172,13 +171,13 @@ def test_layers_with_every_option_are_the_same_in_onnx(kind: Any, tmp_path: Path
         {"activation": "laplace", "relative_bias": False, "normalization": kind.normalizations[-1]},
         {"rotary_width": 4, "token_shift": True},
     ]
-    assert {each.get("activation") for each in options} >= {*ACTIVATIONS}
-    if kind is FLASH:
+    assert {each.get("activation") for each in options} >= {*kind.activations}
+    if kind is ForeignFLASH:
         options = [{"chunk_size": 8, **each} for each in options] + [{"chunk_size": 513}]  # whose bias is rotary
     else:
         options += [{"max_length": 300}]  # a table of biases instead of the rotary form
     # Every other one is causal, in GAU those that are not in FLASH. Texts without a mask are those of whole models, above.
-    first = kind is FLASH
+    first = kind is ForeignFLASH
     layers = Layers([kind(8, d_qk=8, causal=(index % 2 == 0) == first, **each) for index, each in enumerate(options)])
     sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=300)}
 

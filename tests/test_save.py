@@ -99,7 +99,6 @@ class Ungated(FLASH):
             "model has normalization = 'paper' in backbone.blocks.0.mixer, but 'count' in its config, so another model would "
             "be loaded: build it with normalization='paper'",
         ),
-        (lambda block: setattr(block.mixer, "norm_position", "post"), "model has norm_position = 'post' in backbone"),
         (
             lambda block: setattr(block.mixer.norm, "eps", 1e-3),
             "model has eps = 0.001 in backbone.blocks.0.mixer.norm, but 1e-05",

@@ -110,7 +110,7 @@ def test_the_prompt_is_not_searched_for_stop_texts(writes: Writes) -> None:
 @pytest.mark.parametrize("preset", ["flash-tiny", "transformer++-tiny"])
 def test_samples_are_as_many_as_asked_for_and_repeat_with_their_seed(preset: str, tokenizer: Tokenizer) -> None:
     model = build(preset, tokenizer)
-    assert model.steps_in_place == (preset == "flash-tiny")
+    assert model.constant_state == (preset == "flash-tiny")
     first, again = (list(generate_samples(model, tokenizer, "the ", 4, 12, SEED)) for _ in range(2))
     assert first == again
     assert len({sample.text for sample in first}) > 1

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lineartime.errors import Argument, ArgumentError, LineartimeError, require_packages, typed_first_line
 from lineartime.files import check_new, new_file
@@ -40,7 +39,7 @@ class Step(nn.Module):
     The state is a list of tensors [B, ...], all zero before the first token. The given state is not modified.
 
     Args:
-        model: a model that `steps_in_place`, such as FLASH.
+        model: a model with a `constant_state`, such as FLASH.
 
     Raises:
         ArgumentError: for any other model.
@@ -49,21 +48,20 @@ class Step(nn.Module):
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
         model = check_model(model, CausalLM, "continue a text")
-        if not model.steps_in_place:
+        if not model.constant_state:
             mixer = type(next(iter(model.backbone.blocks)).mixer).__name__
             raise ArgumentError("model", f"is made of {mixer}, which has no step with a state of constant size: FLASH has one.")
         self.model = model
-        self._spec = tree_flatten(model.join_streams([model.init_state(1)]))[1]
 
     def init_state(self, batch_size: int) -> list[Tensor]:
         """The state before the first token of `batch_size` streams."""
-        return [torch.zeros_like(x) for x in tree_flatten(self.model.join_streams([self.model.init_state(batch_size)]))[0]]
+        return list(self.model.init_state(batch_size).tensors())
 
     def forward(self, ids: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Continue streams by one token: ids [B, 1] -> logits [B, 1, V], and the new state."""
-        after = [x.clone() for x in state]
-        logits = self.model.step(ids, tree_unflatten(after, self._spec))
-        return logits, after
+        given = iter(state)
+        logits, after = self.model.extend(ids, self.model.init_state(0).map(lambda _: next(given).clone()))
+        return logits, list(after.tensors())
 
 
 def export_text(model: LanguageModel) -> ExportedProgram:
@@ -78,7 +76,7 @@ def export_text(model: LanguageModel) -> ExportedProgram:
     model = check_model(model, LanguageModel, "be exported")
     longest = min(LONGEST, model.config.longest_sequence or LONGEST)
     # With an example of a single chunk, the ONNX program would only accept a single chunk.
-    chunk_size = max(block.mixer.plan().chunk_size or 0 for block in model.backbone.blocks)
+    chunk_size = max(block.mixer.needs().chunk_size or 0 for block in model.backbone.blocks)
     ids = torch.zeros(2, min(longest, 2 * chunk_size + 37), dtype=torch.long, device=next(model.parameters()).device)
     inputs = (ids, torch.ones_like(ids, dtype=torch.bool)) if isinstance(model, MaskedLM) else (ids,)
     sizes = {0: Dim("batch", min=1, max=MAX_STREAMS), 1: Dim("length", min=1, max=longest)}

@@ -79,6 +79,12 @@ class NativeFunctions:
             self._by_name[name, dtype] = function
         function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments], torch.get_num_threads())
 
+    def function(self, name: str, dtype: torch.dtype, *types: type) -> Any:
+        """A function that takes these types of ctypes and returns int64, for many calls: `call` looks at every argument."""
+        function = self._library[f"{name}_{str(dtype).removeprefix('torch.')}"]  # an item is a new object at each access
+        function.restype, function.argtypes = ctypes.c_int64, types
+        return function
+
 
 def _type_in_c(argument: Tensor | int | float | None) -> type:
     if argument is None or isinstance(argument, Tensor):

@@ -14,6 +14,7 @@ from lineartime.baselines.bigbird import (
     choose_blocks,
 )
 from lineartime.ops import KVCache
+from lineartime.ops.make_batch import stream_batch
 
 SEEDS = torch.tensor([1, 2**32 - 1])
 SIZES = {"n_global": 1, "n_random": 2}
@@ -85,9 +86,11 @@ def test_heads_and_layers_draw_other_blocks() -> None:
 
 def test_a_stream_reads_what_the_parallel_form_reads() -> None:
     q, k, v = (torch.randn(2, 2, 53, 6, dtype=torch.float64) for _ in range(3))
-    state, pieces = KVCache(k[:, :, :0], v[:, :, :0]), []
+    state, pieces = KVCache(torch.zeros(2, dtype=torch.long), k[:, :, :0], v[:, :, :0]), []
     for new in (slice(0, 2), slice(2, 2), slice(2, 30), slice(30, 53)):
-        piece, state = bigbird_attention_extend(q[:, :, new], k[:, :, new], v[:, :, new], state, SEEDS, block_size=3, **SIZES)
+        parts = q[:, :, new], k[:, :, new], v[:, :, new]
+        batch = stream_batch(state.position, (2, parts[0].shape[2]))
+        piece, state = bigbird_attention_extend(*parts, state, batch, SEEDS, block_size=3, **SIZES)
         pieces.append(piece)
     whole = bigbird_attention(q, k, v, SEEDS, block_size=3, **SIZES, causal=True)
     torch.testing.assert_close(torch.cat(pieces, 2), whole, atol=1e-10, rtol=0)

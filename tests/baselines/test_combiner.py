@@ -41,7 +41,7 @@ def test_the_layer_is_the_definition_on_its_projections(causal: bool) -> None:
         torch.nn.init.normal_(parameter, std=0.5)
     x = torch.randn(1, 14, 8, dtype=torch.float64)
     normed = mixer.norm(x)
-    q, k, v = mixer.project(normed, mixer.layout(x.shape, device=x.device))
+    q, k, v = mixer.project(normed, mixer.describe(x.shape, device=x.device))
     own = v[0, ..., :4]
     heads = combiner_attention_oracle(q[0], k[0], own, normed[0], mixer.key_summary, chunk_size=4, causal=causal)
     torch.testing.assert_close(mixer(x), x + mixer.to_output(heads.transpose(0, 1).flatten(1))[None])

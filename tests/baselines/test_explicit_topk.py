@@ -12,6 +12,7 @@ from lineartime.baselines.explicit_topk import (
     explicit_topk_attention_oracle,
 )
 from lineartime.ops import KVCache
+from lineartime.ops.make_batch import stream_batch
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 17])
@@ -47,9 +48,11 @@ def test_equal_scores_are_read_alike(causal: bool) -> None:
 def test_streaming_is_the_causal_form_however_many_pairs_are_compared(monkeypatch: pytest.MonkeyPatch, compared: int) -> None:
     monkeypatch.setattr(explicit_topk, "COMPARED", compared)
     q, k, v = (torch.randn(2, 2, 23, 6, dtype=torch.float64) for _ in range(3))
-    state, pieces = KVCache(k[:, :, :0], v[:, :, :0]), []
+    state, pieces = KVCache(torch.zeros(2, dtype=torch.long), k[:, :, :0], v[:, :, :0]), []
     for new in (slice(0, 2), slice(2, 2), slice(2, 14), slice(14, 23)):
-        piece, state = explicit_topk_attention_extend(q[:, :, new], k[:, :, new], v[:, :, new], state, n_largest=3)
+        parts = q[:, :, new], k[:, :, new], v[:, :, new]
+        batch = stream_batch(state.position, (2, parts[0].shape[2]))
+        piece, state = explicit_topk_attention_extend(*parts, state, batch, n_largest=3)
         pieces.append(piece)
     whole = ExplicitTopK(12, n_heads=2, n_largest=3, causal=True).attend(q, k, v, None)
     torch.testing.assert_close(torch.cat(pieces, 2), whole, atol=1e-10, rtol=0)

@@ -15,7 +15,7 @@ from lineartime.baselines.flash_overlapping import FLASHOverlapping, flash_overl
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.baselines.flash_weighted import FLASHWeighted, flash_weighted_oracle, weighted_summaries
 from lineartime.layers import FLASH, GAU
-from lineartime.ops.make_layout import cut_chunks
+from lineartime.ops.batch import cut_chunks
 from lineartime.ops.mixed_chunk import mixed_chunk_attention_oracle
 from lineartime.ops.mixed_chunk.chunked import summary_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
@@ -32,13 +32,13 @@ def far_from_silent(layer: FLASH) -> FLASH:
     return layer
 
 
-def bias_of(layer: FLASHInParts[Any]) -> Tensor:
-    bias = layer.chunk_bias(layer.layout((1, CHUNK), device=layer.gamma.device))
+def bias_of(layer: FLASHInParts) -> Tensor:
+    bias = layer.chunk_bias(cut_chunks(torch.zeros(1, CHUNK), CHUNK))
     assert bias is not None
     return bias
 
 
-def quadratic_part(layer: FLASHInParts[Any], method: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+def quadratic_part(layer: FLASHInParts, method: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
     """The quadratic part of a layer, or of a base of it, for one document: [T, s], [T, s], [T, e] -> [T, e]."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def test_each_part_alone_is_the_definition_without_the_other(
     local = FLASHLocal(8, d_qk=4, chunk_size=CHUNK, causal=causal, relative_bias=False).double()
     across = FLASHGlobal(8, d_qk=4, chunk_size=CHUNK, causal=causal).double()
 
-    def alone(layer: FLASHInParts[Any]) -> Callable[..., Tensor]:
+    def alone(layer: FLASHInParts) -> Callable[..., Tensor]:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             chunks = cut_chunks(v, CHUNK)
             return chunks.join(layer.attend_chunks(layer.parts, [chunks.cut(q), chunks.cut(k)], chunks.cut(v), chunks, None))
@@ -207,7 +207,7 @@ def test_each_part_alone_is_the_definition_without_the_other(
 
 
 @pytest.mark.parametrize("variant", [FLASHOverlapping, FLASHWeighted, FLASHFirstToAll, FLASHCLS, FLASHLocal])
-def test_documents_of_a_pack_cannot_harm_each_other(variant: type[FLASHInParts[Any]]) -> None:
+def test_documents_of_a_pack_cannot_harm_each_other(variant: type[FLASHInParts]) -> None:
     layer, x = variant(8, d_qk=4, chunk_size=CHUNK), torch.randn(1, 20, 8)
     broken = x.clone()
     broken[:, 10:] = torch.inf

@@ -15,6 +15,7 @@ from lineartime.baselines.flowformer import (
     flowformer_attention_extend,
     flowformer_attention_oracle,
 )
+from lineartime.ops.make_batch import stream_batch
 
 
 @pytest.mark.parametrize("length", [1, 3, 17, 130])
@@ -62,13 +63,15 @@ def test_no_causal_output_has_a_gradient_for_a_later_token() -> None:
 def test_a_stream_is_the_causal_form_with_constant_memory() -> None:
     q, k, v = (torch.randn(2, 2, 23, 4, dtype=torch.float64) for _ in range(3))
     state, pieces = empty_state(k, v.shape[-1]), []
-    shapes = [part.shape for part in state[:3]]
+    shapes = [part.shape for part in state.tensors()]
     for new in (slice(0, 2), slice(2, 2), slice(2, 14), slice(14, 23)):
-        piece, state = flowformer_attention_extend(q[:, :, new], k[:, :, new], v[:, :, new], state)
+        parts = q[:, :, new], k[:, :, new], v[:, :, new]
+        batch = stream_batch(state.position, (2, parts[0].shape[2]))
+        piece, state = flowformer_attention_extend(*parts, state, batch)
         pieces.append(piece)
     torch.testing.assert_close(torch.cat(pieces, 2), flowformer_attention(q, k, v, causal=True), atol=1e-10, rtol=0)
-    assert [part.shape for part in state[:3]] == shapes
-    assert state.position == 23
+    assert [part.shape for part in state.tensors()] == shapes
+    assert state.position.tolist() == [23, 23]
 
 
 @pytest.mark.parametrize("causal", [False, True])

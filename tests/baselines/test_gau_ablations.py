@@ -122,7 +122,7 @@ def test_heads_that_do_not_fit_are_named(arguments: dict[str, Any], message: str
 def test_scores_of_every_head_start_near_one_if_asked() -> None:
     layer = GAUMultiHead(64, d_qk=64, n_heads=4, initial_scores="unit", rope=False)
     base = F.silu(torch.randn(1, 50, 64))
-    q, k = layer.queries_and_keys(base, None)[0, :2].unflatten(-1, (4, 16))
+    q, k = (x[0].unflatten(-1, (4, 16)) for x in layer.queries_and_keys(base, None))
     scores = (q[1:] * k[:-1]).sum(-1).mean(0) / 16**0.5
     assert ((scores > 0.7) & (scores < 3)).all()
     torch.testing.assert_close((layer.beta[0] * layer.beta[1]).unflatten(0, (4, 16)).sum(-1) / 16**0.5, torch.ones(4))

@@ -40,7 +40,7 @@ def test_memory_of_a_stream_stops_growing_and_a_long_prompt_is_read_by_windows()
     x = torch.randn(1, 50, 16)
     out, state = layer.extend(x, layer.init_state(1))
     torch.testing.assert_close(out, layer(x), atol=1e-6, rtol=0)
-    assert [part.shape[2] for part in state[:4]] == [6, 6, 3, 3]
+    assert [part.shape[2] for part in (state.k_global, state.v_global, state.k, state.v)] == [6, 6, 3, 3]
 
 
 @pytest.mark.parametrize("argument", ["window", "n_global"])

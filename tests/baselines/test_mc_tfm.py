@@ -44,4 +44,4 @@ def test_two_chunks_are_more_than_softmax_attention_inside_each() -> None:
 
 def test_the_state_keeps_the_keys_of_the_open_chunk_once() -> None:
     state = MCTFM(16, n_heads=2, chunk_size=8, causal=True).init_state(1)
-    assert [tuple(part.shape) for part in state[:3]] == [(1, 2, 8, 8)] * 3
+    assert [tuple(part.shape) for part in state.tensors()] == [(1,), (1, 2, 8, 8), (1, 2, 1, 8, 8), (1, 2, 8, 8)]

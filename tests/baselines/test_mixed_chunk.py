@@ -55,10 +55,10 @@ def test_one_chunk_is_softmax_attention_and_nothing_more(causal: bool) -> None:
 def test_memory_of_a_stream_is_constant(local: str, features: str) -> None:
     layer = build(local, features, causal=True)
     state = layer.init_state(1)
-    shapes = [part.shape for part in state[:3]]
-    assert shapes[1] == (1, 2, CHUNK * (2 if local == "overlapping" else 1), 6)
+    shapes = [part.shape for part in state.tensors()]
+    assert shapes[2] == (1, 2, CHUNK * (2 if local == "overlapping" else 1), 6)
     _, state = layer.extend(torch.randn(1, 30, 12), state)
-    assert [part.shape for part in state[:3]] == shapes
+    assert [part.shape for part in state.tensors()] == shapes
 
 
 def test_a_far_chunk_with_small_similarities_is_not_lost_in_those_of_the_own_chunk() -> None:

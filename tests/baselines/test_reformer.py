@@ -60,13 +60,15 @@ def test_streaming_is_the_causal_form_however_few_are_compared(
     monkeypatch.setattr(reformer, "COMPARED", compared)
     q, v = (torch.randn(2, 2, 23, 6, dtype=torch.float64) for _ in range(2))
     buckets = random_buckets(23, used)
-    state, pieces = ReformerState(q[:, :, :0], v[:, :, :0], buckets[..., :0], buckets[..., :0]), []
+    none = q[:, :, :0], v[:, :, :0], buckets[..., :0], buckets[..., :0]
+    state, pieces = ReformerState(torch.zeros(2, dtype=torch.long), *none), []
     for new in (slice(0, 2), slice(2, 2), slice(2, 14), slice(14, 23)):
-        piece, state = reformer_attention_extend(q[:, :, new], v[:, :, new], buckets[..., new], state, chunk_size=CHUNK)
+        parts = q[:, :, new], v[:, :, new], buckets[..., new]
+        piece, state = reformer_attention_extend(*parts, state, new.start, chunk_size=CHUNK)
         pieces.append(piece)
     whole = reformer_attention(q, v, buckets, n_buckets=BUCKETS, chunk_size=CHUNK, causal=True)
     torch.testing.assert_close(torch.cat(pieces, 2), whole, atol=1e-10, rtol=0)
-    assert state.position == 23
+    assert state.position.tolist() == [23, 23]
 
 
 # The leak -------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from lineartime.baselines.sparse import (
     sparse_attention_oracle,
 )
 from lineartime.ops import KVCache
+from lineartime.ops.make_batch import stream_batch
 
 STRIDE = 4
 LENGTHS = [0, 1, 3, 4, 5, 8, 17]
@@ -57,13 +58,15 @@ def test_a_token_reads_its_window_and_every_fourth_token() -> None:
 def test_streaming_is_the_causal_form_however_few_keys_are_gathered(monkeypatch: pytest.MonkeyPatch, gathered: int) -> None:
     monkeypatch.setattr(sparse, "GATHERED", gathered)
     q, k, v = (torch.randn(2, 2, 23, 6, dtype=torch.float64) for _ in range(3))
-    state, pieces = KVCache(k[:, :, :0], v[:, :, :0]), []
+    state, pieces = KVCache(torch.zeros(2, dtype=torch.long), k[:, :, :0], v[:, :, :0]), []
     for new in (slice(0, 2), slice(2, 2), slice(2, 14), slice(14, 23)):
-        piece, state = sparse_attention_extend(q[:, :, new], k[:, :, new], v[:, :, new], state, stride=STRIDE)
+        parts = q[:, :, new], k[:, :, new], v[:, :, new]
+        batch = stream_batch(state.position, (2, parts[0].shape[2]))
+        piece, state = sparse_attention_extend(*parts, state, batch, stride=STRIDE)
         pieces.append(piece)
     whole = sparse_attention(q, k, v, stride=STRIDE, causal=True)
     torch.testing.assert_close(torch.cat(pieces, 2), whole, atol=1e-10, rtol=0)
-    assert state.position == 23
+    assert state.position.tolist() == [23, 23]
 
 
 def test_a_stride_below_one_is_named() -> None:

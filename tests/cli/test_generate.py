@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     compile_step = CausalLM.compile_step
     monkeypatch.setattr(CausalLM, "compile_step", lambda model: (compiled.append(model), compile_step(model)))
     monkeypatch.setattr("lineartime.machine.why_not_compile", lambda device: "")
-    monkeypatch.setattr(Backbone, "has_native_step", False)
+    monkeypatch.setattr("lineartime.models.decoding.native_decoder", lambda *_: None)
     arguments = ["generate", str(folder / "run"), "--prompt", "the", "--max-tokens", "12", "--temperature", "0"]
     assert main(arguments) == 0
     plain = capsys.readouterr()
@@ -65,12 +66,13 @@ def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     without = capsys.readouterr()
     assert without.out == plain.out
     assert without.err.endswith("cpu, fp32, not compiled: there is no C++ compiler here\n")
-    monkeypatch.setattr(Backbone, "has_native_step", True)
+    found: Any = iter([object()])  # of the first to ask, which computes nothing
+    monkeypatch.setattr("lineartime.models.decoding.native_decoder", lambda *_: next(found, None))
     assert main([*arguments, "--compile"]) == 0
     native = capsys.readouterr()
     assert native.out == plain.out
     assert native.err.endswith("not compiled: the step of this system is one function in C++, which is faster\n")
-    monkeypatch.setattr(Backbone, "steps_in_place", False)
+    monkeypatch.setattr(Backbone, "constant_state", False)
     assert main([*arguments, "--compile"]) == 0
     why = "only steps with a state of constant size can be compiled, such as those of FLASH"
     assert capsys.readouterr().err.endswith(f"not compiled: {why}\n")

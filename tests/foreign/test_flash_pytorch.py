@@ -9,7 +9,7 @@ from torch import Tensor
 
 import lineartime
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.foreign import from_flash_pytorch, to_flash_pytorch
+from lineartime.foreign import ForeignFLASH, from_flash_pytorch, to_flash_pytorch
 from lineartime.layers import FLASH, ScaleNorm
 
 D, S, CHUNK = 16, 40, 8
@@ -104,6 +104,7 @@ def test_a_causal_model_streams_what_it_reads_at_once(theirs: Callable[..., Any]
 def test_a_model_of_ours_becomes_one_of_theirs(norm: Any, theirs: Callable[..., Any]) -> None:
     eps = {"scalenorm": 1e-10, "layernorm": 1e-5}[norm]
     options: dict[str, Any] = {
+        "mixer": "flash-foreign",
         "normalization": "paper_sum",
         "bias_form": "buckets",
         "rotary_width": 32,
@@ -143,21 +144,26 @@ def test_a_model_of_ours_becomes_one_of_theirs(norm: Any, theirs: Callable[..., 
 )
 def test_an_option_that_flash_pytorch_does_not_have_is_named(options: dict[str, Any], message: str) -> None:
     fitting = {"normalization": "paper_sum", "bias_form": "buckets", "rotary_width": 32, "final_norm": "layernorm"}
+    fitting["mixer"] = "flash-foreign"
     model = lineartime.build("flash-tiny", n_blocks=1, d_model=D, d_qk=S, chunk_size=CHUNK, **{**fitting, **options})
     with pytest.raises(ArgumentError, match=message):
         to_flash_pytorch(model)
 
 
 def test_a_layer_that_computes_something_else_is_not_converted() -> None:
-    class Ungated(lineartime.FLASH):
+    class Ungated(ForeignFLASH):
         pass
 
     options: dict[str, Any] = {"d_qk": S, "chunk_size": CHUNK, "normalization": "paper_sum", "bias_form": "buckets"}
     with pytest.raises(ArgumentError, match="model is a Ungated, which may compute something else"):
         to_flash_pytorch(Ungated(D, **options))
-    model = lineartime.build("flash-tiny", n_blocks=1, d_model=D, rotary_width=32, final_norm="layernorm", **options)
+    model = lineartime.build(
+        "flash-tiny", n_blocks=1, d_model=D, mixer="flash-foreign", rotary_width=32, final_norm="layernorm", **options
+    )
     next(iter(model.backbone.blocks)).mixer = Ungated(D, causal=True, rotary_width=32, **options)
-    with pytest.raises(ArgumentError, match=r"model has a Ungated as backbone.blocks.0.mixer, but a FLASH in its config"):
+    with pytest.raises(
+        ArgumentError, match=r"model has a Ungated as backbone.blocks.0.mixer, but a ForeignFLASH in its config"
+    ):
         to_flash_pytorch(model)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import lineartime
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import Sampling, TextBatch, generate, read_prompt
 from lineartime.models import CausalLM
+from lineartime.ops.state import State
 
 from .test_prompts import SYSTEMS
 
@@ -49,9 +49,8 @@ def test_a_text_may_begin_with_a_state(awake: Build) -> None:
 
 
 def test_an_unchanged_batch_copies_no_state(awake: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, joined = awake("flash-tiny"), []
-    batch, join = TextBatch(model), model.join_streams
-    monkeypatch.setattr(model, "join_streams", lambda states: joined.append(len(states)) or join(states))
+    joined, join, batch = [], State.concatenate, TextBatch(awake("flash-tiny"))
+    monkeypatch.setattr(State, "concatenate", lambda states: joined.append(len(states)) or join(states))
     first = batch.add([1])
     batch.add([2])
     for _ in range(5):
@@ -129,16 +128,6 @@ def test_mistakes_are_named(awake: Build) -> None:
         batch.step()
 
 
-def with_nan(state: Any) -> Any:
-    """A state in which all numbers are NaN."""
-    if isinstance(state, torch.Tensor):
-        return torch.full_like(state, torch.nan)
-    if not isinstance(state, tuple):
-        return state
-    parts = [with_nan(part) for part in state]
-    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
-
-
 @pytest.mark.parametrize("system", ["flash-tiny", "transformer++-tiny", "combiner-tiny"])
 def test_a_text_that_fails_does_not_change_the_others(system: str, awake: Build) -> None:
     model = awake(system)
@@ -147,7 +136,8 @@ def test_a_text_that_fails_does_not_change_the_others(system: str, awake: Build)
     state = read_prompt(model, [5, 6])
     for step in range(12):
         if step == 4:  # its first token can be drawn; what comes after is not finite
-            bad = batch.add([], dataclasses.replace(state, state=with_nan(state.state)))
+            damaged = state.state.map(lambda x: torch.full_like(x, torch.nan) if x.is_floating_point() else x)
+            bad = batch.add([], dataclasses.replace(state, state=damaged))
         if step == 5:
             for _ in range(3):
                 with pytest.raises(LineartimeError, match=rf"^The logits of text {bad} are not finite: remove it"):

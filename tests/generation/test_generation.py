@@ -14,8 +14,8 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import Sampling, TextBatch, decoding, generate, generate_batch, prompts, read_prompt
 from lineartime.generation import sampling as sampling_module
 from lineartime.generation.sampling import draw, pick
-from lineartime.layers.streams import tensors_of
 from lineartime.models import CausalLM
+from lineartime.ops.state import State
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -46,11 +46,8 @@ def test_greedy_text_is_that_of_the_forward_pass(model: CausalLM, monkeypatch: p
 def test_the_prefix_is_never_read_again(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
 
-    def counting(read_by: Any) -> Any:
-        return lambda ids, *state, **streams: read.append(ids.shape[1]) or read_by(ids, *state, **streams)
-
-    for name in ("extend", "step"):
-        monkeypatch.setattr(model.backbone, name, counting(getattr(model.backbone, name)))
+    extend = model.backbone.extend
+    monkeypatch.setattr(model.backbone, "extend", lambda ids, *state: read.append(ids.shape[1]) or extend(ids, *state))
     monkeypatch.setattr(model, "forward", None)
     list(generate(model, [1, 2, 3], 5, GREEDY))
     assert read == [3, 1, 1, 1, 1]
@@ -226,14 +223,14 @@ def test_tokens_of_the_prompt_and_of_the_text_are_penalised(model: CausalLM, pen
 def test_a_step_compiled_with_the_drawing_inside_is_one_graph_and_draws_the_same_tokens(
     model: CausalLM, sampling: Sampling
 ) -> None:
-    states = [prompts.read(model, prompt).state for prompt in ([1, 2, 3], [5])]
+    begun = State.concatenate([prompts.read(model, prompt).state for prompt in ([1, 2, 3], [5])])
     compiled = torch.compile(decoding.step_and_pick, fullgraph=True, backend="aot_eager")
     texts = []
     for step in (decoding.step_and_pick, compiled):
-        joined, tokens, generator = model.join_streams(states), torch.tensor([7, 8]), torch.Generator().manual_seed(0)
+        state, tokens, generator = begun.clone(), torch.tensor([7, 8]), torch.Generator().manual_seed(0)
         text, seen = [], sampling_module.seen_in([[1, 2], [5]], model.config.vocab_size, sampling)
         for _ in range(12):
-            tokens = step(model, joined, sampling, tokens, torch.rand(2, generator=generator), seen)
+            tokens = step(model, state, sampling, tokens, torch.rand(2, generator=generator), seen)
             text.append(tokens.tolist())
         texts.append(text)
     assert texts[0] == texts[1]
@@ -241,20 +238,20 @@ def test_a_step_compiled_with_the_drawing_inside_is_one_graph_and_draws_the_same
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("model", ["flash-tiny"], indirect=True)
+@pytest.mark.parametrize("model", ["flash-tiny", "flash-tiny shifted"], indirect=True)
 def test_a_recorded_step_continues_texts_as_the_plain_one(
     model: CausalLM, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
 
-    def compiled(model: CausalLM, ids: torch.Tensor, joined: Any) -> torch.Tensor:
+    def compiled(model: CausalLM, ids: torch.Tensor, state: Any) -> Any:
         calls.append(ids)
-        return model.logits(model.backbone.step(ids, joined))
+        return model.extend(ids, state)
 
     def recorded(function: Any, inputs: Any, changed: Any) -> Any:
         """As a CUDA graph: arguments are read from, and results written to, memory that stays."""
         out = torch.zeros_like(inputs[0])
-        assert len(changed) == len(list(tensors_of(function.args[1])))
+        assert len(changed) == len(list(function.args[1].tensors()))
 
         def replayed(*given: torch.Tensor) -> torch.Tensor:
             for tensor, value in zip(inputs, given, strict=True):
@@ -266,9 +263,7 @@ def test_a_recorded_step_continues_texts_as_the_plain_one(
     prompts, seeded = [[1, 2, 3], [5], [1, 2, 3]], Sampling(1.0, seed=3)
     plain, drawn = (generate_batch(model, prompts, 20, sampling) for sampling in (GREEDY, seeded))
     if is_compiled:
-        monkeypatch.setattr("lineartime.models.language_model.compiled_step", lambda: compiled)
-        monkeypatch.setattr(model, "_compiled_step", None)
-        model.compile_step()
+        monkeypatch.setattr(model, "compiled_step", compiled)
     monkeypatch.setattr(decoding, "_can_record", lambda _model: True)
     monkeypatch.setattr(decoding, "recorded", recorded)
     assert generate_batch(model, prompts, 20, GREEDY) == plain
@@ -288,26 +283,19 @@ def test_a_recorded_step_keeps_the_memory_of_its_graph(model: CausalLM, monkeypa
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(decoding, "_can_record", lambda _model: True)
     for continue_texts in (
-        lambda states: decoding.continuing(model, states),
-        lambda states: decoding.drawing(model, states, Sampling(1.0), torch.Generator()),
+        lambda state: decoding.continuing(model, state),
+        lambda state: decoding.drawing(model, state, Sampling(1.0), torch.Generator()),
     ):
-        memory: list[weakref.ref[torch.Tensor]] = []
-        join = model.join_streams
-
-        def joined(states: Any, join: Any = join, memory: Any = memory) -> Any:
-            found = join(states)
-            memory.extend(weakref.ref(tensor) for tensor in tensors_of(found))
-            return found
-
-        monkeypatch.setattr(model, "join_streams", joined)
-        step = continue_texts([prompts.read(model, [1, 2, 3]).state])
+        state = prompts.read(model, [1, 2, 3]).state
+        memory = [weakref.ref(tensor) for tensor in state.tensors()]
+        step = continue_texts(state)
+        del state
         gc.collect()
         assert memory
         assert all(reference() is not None for reference in memory)
         del step
         gc.collect()
         assert all(reference() is None for reference in memory), "a step that is gone must free its memory"
-        monkeypatch.setattr(model, "join_streams", join)
 
 
 @pytest.mark.parametrize(
@@ -441,7 +429,7 @@ def test_a_prefix_model_reads_its_prompt_in_both_directions(preset: str) -> None
     assert generate_batch(model, prompts, 8, GREEDY) == written
     logits, state = model.read_prefix(torch.tensor([prompts[1]]))
     torch.testing.assert_close(logits, model(torch.tensor([prompts[1]]), prefix_lengths=torch.tensor([11])))
-    assert state.position == 11
+    assert state.position.tolist() == [11]
 
 
 def test_every_text_of_a_batch_is_drawn_from_its_own_logits() -> None:

@@ -8,7 +8,6 @@ import torch
 import lineartime
 from lineartime.errors import ArgumentError
 from lineartime.generation import PromptState, Sampling, generate, generate_batch, prompts, read_prompt
-from lineartime.layers.streams import tensors_of
 from lineartime.models import CausalLM
 
 GREEDY = Sampling(temperature=0.0)
@@ -49,11 +48,11 @@ def test_a_text_read_in_parts_is_continued_like_the_whole(system: str, awake: Bu
 def test_a_state_is_as_it_was_after_it_was_continued(system: str, awake: Build) -> None:
     model = awake(system)
     state = read_prompt(model, [1, 2, 3])
-    before = [tensor.clone() for tensor in tensors_of((state.state, state.logits))]
+    before = [tensor.clone() for tensor in (*state.state.tensors(), state.logits)]
     first = list(generate(model, [4], 20, GREEDY, state=state))
     list(generate(model, [], 20, Sampling(2.0, seed=0), state=state))
     read_prompt(model, [7, 8, 9], state)
-    for tensor, was in zip(tensors_of((state.state, state.logits)), before, strict=True):
+    for tensor, was in zip((*state.state.tensors(), state.logits), before, strict=True):
         torch.testing.assert_close(tensor, was, rtol=0, atol=0)
     assert list(generate(model, [4], 20, GREEDY, state=state)) == first
 
@@ -80,11 +79,11 @@ def test_a_conversation_reads_every_token_once(awake: Build, monkeypatch: pytest
     model = awake("flash-tiny")
     read = []
     extend = model.backbone.extend
-    monkeypatch.setattr(model.backbone, "extend", lambda ids, state: read.append(ids.shape[1]) or extend(ids, state))
+    monkeypatch.setattr(model.backbone, "extend", lambda ids, *state: read.append(ids.shape[1]) or extend(ids, *state))
     state = read_prompt(model, [1, 2, 3, 4])
     answer = list(generate(model, [5, 6], 3, GREEDY, state=state))
     state = read_prompt(model, [5, 6, *answer, 7], state)
-    assert read == [4, 2, 6]
+    assert read == [4, 2, 1, 1, 6]
     assert state.position == 10
 
 

@@ -13,7 +13,6 @@ import lineartime
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import Sampling, generate, load_state, read_prompt, save_state
-from lineartime.layers.streams import tensors_of
 from lineartime.models import CausalLM
 
 from .test_prompts import SYSTEMS
@@ -38,7 +37,7 @@ def test_a_file_holds_the_same_bits(dtype: torch.dtype, awake: Build, tmp_path: 
     state = read_prompt(model, [1, 2, 3])
     save_state(model, state, file)
     loaded = load_state(model, file)
-    for found, expected in zip(tensors_of(loaded.state), tensors_of(state.state), strict=True):
+    for found, expected in zip(loaded.state.tensors(), state.state.tensors(), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.testing.assert_close(loaded.logits, state.logits, rtol=0, atol=0)
 
@@ -90,12 +89,12 @@ def changed(file: Path, what: str) -> None:
         tensors["0.v"] = tensors["0.v"] + 1
     elif what == "missing tensor":
         del tensors["0.v"]
-    elif what == "position":
-        facts["numbers"]["0.position"] += 1
+    elif what == "number":
+        facts["numbers"]["0.longest"] += 1
     elif what == "facts":
         facts = [facts]
-    elif what == "huge position":
-        facts["numbers"]["0.position"] = 10**400
+    elif what == "huge number":
+        facts["numbers"]["0.longest"] = 10**400
     elif what == "nested facts":
         save_file(tensors, file, {**metadata, "facts": "[" * 100_000})
         return
@@ -109,15 +108,15 @@ def changed(file: Path, what: str) -> None:
     [
         ("tensor", r"text.state is damaged \(its contents differ from what was written\): read the prompt again"),
         ("missing tensor", "text.state is damaged .its contents differ"),
-        ("position", "text.state is damaged .its contents differ"),
+        ("number", "text.state is damaged .its contents differ"),
         ("facts", "text.state is damaged .its facts cannot be read"),
-        ("huge position", "text.state is damaged .its facts cannot be read"),
+        ("huge number", "text.state is damaged .its facts cannot be read"),
         ("nested facts", "text.state is damaged .its facts cannot be read"),
         ("format", "text.state is no file of a state: give one that save_state wrote"),
     ],
 )
 def test_a_damaged_file_is_an_error(what: str, message: str, awake: Build, tmp_path: Path) -> None:
-    model, file = awake("flash-tiny"), tmp_path / "text.state"
+    model, file = awake("flash-quad-tiny"), tmp_path / "text.state"
     save_state(model, read_prompt(model, [1]), file)
     changed(file, what)
     with pytest.raises(LineartimeError, match=message):

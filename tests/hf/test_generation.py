@@ -11,11 +11,12 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 import lineartime
+from lineartime.generation.prompts import PREFILL
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM
+from lineartime.hf import cache as cache_module
 from lineartime.hf.cache import CACHE
-from lineartime.models.backbone import Backbone
-from lineartime.models.streams import is_joined
 from lineartime.models.systems import SYSTEMS
+from lineartime.ops.state import State
 
 Tiny = Callable[..., LineartimeConfig]
 Awake = Callable[[Any], Any]
@@ -103,23 +104,18 @@ def test_generation_goes_on_from_a_returned_cache(system: str, tiny: Tiny, awake
 
 
 @pytest.mark.parametrize("prompts", ["of one length", "padded on the left"])
-def test_a_model_that_steps_in_place_copies_no_state_at_a_token(
+def test_tokens_update_the_state_of_flash_in_place(
     prompts: str, causal: LineartimeForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[str] = []
-    for name in ("join_streams", "step_embedded", "extend_embedded"):
-        method = getattr(Backbone, name)
-
-        def counted(*args: Any, _method: Callable[..., Any] = method, _name: str = name, **kwargs: Any) -> Any:
-            calls.append(_name)
-            return _method(*args, **kwargs)
-
-        monkeypatch.setattr(Backbone, name, counted)
     ids, mask = left_padded()
     mask = torch.ones_like(ids) if prompts == "of one length" else mask
-    causal.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
-    prompt_calls = ["extend_embedded"] * (1 if prompts == "of one length" else 3)
-    assert calls == [*prompt_calls, "join_streams", *["step_embedded"] * 8]
+    monkeypatch.setattr(State, "map", None)  # by which states are copied, selected and joined
+    options = {"do_sample": False, "return_dict_in_generate": True}
+    cache = causal.generate(ids, attention_mask=mask, max_new_tokens=9, **options).past_key_values
+    before = [(block.summary.data_ptr(), block.keys.data_ptr()) for block in cache.state.blocks]
+    with torch.no_grad():
+        causal(ids[:, :1], past_key_values=cache)
+    assert [(block.summary.data_ptr(), block.keys.data_ptr()) for block in cache.state.blocks] == before
 
 
 @torch.no_grad()
@@ -140,10 +136,8 @@ def test_many_tokens_after_steps_in_place_are_read_at_once(causal: LineartimeFor
     for at in range(9, 14):
         found = causal(ids[:, at, None], past_key_values=cache).logits[:, 0]
         torch.testing.assert_close(found, expected[:, at], atol=1e-5, rtol=0)
-    assert is_joined(cache.state)
     copied = cache.copy()
     torch.testing.assert_close(causal(ids[:, 14:50], past_key_values=cache).logits, expected[:, 14:50], atol=1e-5, rtol=0)
-    assert not is_joined(cache.state)  # at one position: they were not read one by one
     copied.activate_past_recording()
     causal(torch.full((2, 1), 3), past_key_values=copied)
     copied.crop(-1)
@@ -152,24 +146,20 @@ def test_many_tokens_after_steps_in_place_are_read_at_once(causal: LineartimeFor
 
 @pytest.mark.parametrize("system", ["flash", "flash-next"])  # the second has a token shift here
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_cache_of_a_padded_batch_continues_with_the_gradients_of_separate_streams(
-    system: str, masked: bool, tiny: Tiny, awake: Awake
-) -> None:
+def test_a_cache_that_generate_filled_continues_with_gradients(system: str, masked: bool, tiny: Tiny, awake: Awake) -> None:
     model = awake(LineartimeForCausalLM(tiny(system)))
     ids, mask = left_padded()
     generated = model.generate(
         ids, attention_mask=mask, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True
     )
-    joined = generated.past_key_values
-    assert is_joined(joined.state)
     read = generated.sequences[:, :-1]
     with torch.no_grad():
-        separate = model(read, attention_mask=torch.cat([mask, torch.ones(3, 5, dtype=torch.long)], 1), use_cache=True)
+        at_once = model(read, attention_mask=torch.cat([mask, torch.ones(3, 5, dtype=torch.long)], 1), use_cache=True)
     new, real = ids_of(3, 10), torch.ones(3, 10, dtype=torch.long)
     if masked:
         real[0, 7:] = real[2, :2] = 0
     results = []
-    for cache in (joined, separate.past_key_values):
+    for cache in (generated.past_key_values, at_once.past_key_values):
         model.zero_grad()
         logits = model(new, attention_mask=real, past_key_values=cache).logits[real == 1]
         logits.square().mean().backward()
@@ -215,14 +205,22 @@ def test_a_streamer_gets_every_token(causal: LineartimeForCausalLM) -> None:
     assert streamer.ended
 
 
-def test_a_long_prompt_is_read_in_pieces_if_asked_to(causal: LineartimeForCausalLM) -> None:
-    prompt = ids_of(2, 21)
-    whole = causal.generate(prompt, max_new_tokens=6, do_sample=False)
-    pieces = causal.generate(prompt, max_new_tokens=6, do_sample=False, prefill_chunk_size=8, cache=LineartimeCache())
-    assert whole.tolist() == pieces.tolist()
+@pytest.mark.parametrize("by", ["generate", "the cache"])
+def test_a_long_prompt_is_read_in_pieces(by: str, causal: LineartimeForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, mask = left_padded()
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    whole = causal.generate(ids, **options)
+    if by == "generate":
+        options |= {"prefill_chunk_size": 5, "cache": LineartimeCache()}
+    monkeypatch.setitem(PREFILL, "cpu", 5)
+    assert causal.generate(ids, **options).tolist() == whole.tolist()
 
 
-def test_a_cache_takes_back_what_it_read_since_the_last_crop(causal: LineartimeForCausalLM) -> None:
+@pytest.mark.parametrize("at_once", [64, 0])
+def test_a_cache_takes_back_what_it_read_since_the_last_crop(
+    at_once: int, causal: LineartimeForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "REREAD", at_once)
     ids = ids_of(1, 20)
     expected = causal(ids).logits
     cache = causal(ids[:, :6], use_cache=True).past_key_values
@@ -265,10 +263,30 @@ def test_a_cache_that_was_changed_in_inference_mode_is_continued_outside(
             cache = cache.copy()
         else:
             cache.batch_select_indices(torch.arange(3))
-    assert is_joined(cache.state)
     with torch.no_grad():
         found = causal(ids[:, 10:11], past_key_values=cache).logits
         torch.testing.assert_close(found, causal(ids[:, :11]).logits[:, -1:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_a_gradient_of_what_a_token_overwrote_is_refused(
+    native: str, causal: LineartimeForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LINEARTIME_NATIVE", native)
+    ids = ids_of(2, 9)  # a chunk, which is read with a gradient, and the first token of the next one
+    begun = causal(ids[:, :8], use_cache=True)
+    with torch.no_grad():
+        causal(ids[:, 8:], past_key_values=begun.past_key_values)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        begun.logits.sum().backward()
+
+
+@torch.no_grad()
+def test_embedded_tokens_may_be_slices(causal: LineartimeForCausalLM) -> None:
+    embedded = causal.get_input_embeddings()(ids_of(2, 9))
+    cache = causal(inputs_embeds=embedded[:, :7], use_cache=True).past_key_values
+    found = [causal(inputs_embeds=embedded[:, at, None], past_key_values=cache).logits for at in (7, 8)]
+    torch.testing.assert_close(torch.cat(found, 1), causal(inputs_embeds=embedded).logits[:, 7:], atol=1e-5, rtol=0)
 
 
 def test_a_cache_without_streams_is_continued(causal: LineartimeForCausalLM) -> None:
@@ -289,7 +307,9 @@ def test_a_cache_that_an_assisted_text_returned_grows_no_more(causal: Lineartime
         rest.past_key_values.crop(-1)
 
 
-def test_a_call_that_fails_leaves_the_cache_as_it_was(tiny: Tiny, awake: Awake) -> None:
+@torch.no_grad()
+def test_a_call_that_fails_leaves_the_cache_as_it_was(tiny: Tiny, awake: Awake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PREFILL, "cpu", 2)
     model = awake(LineartimeForCausalLM(tiny("transformer", max_positions=12)))
     ids = ids_of(2, 12)
     cache = model(ids[:, :8], use_cache=True).past_key_values

@@ -128,7 +128,7 @@ def test_hidden_states_are_what_each_block_reads_and_the_last_ones(causal: Linea
     assert len(whole.hidden_states) == causal.config.num_hidden_layers + 1
     torch.testing.assert_close(causal.lm_head(whole.hidden_states[-1]), whole.logits)
     blocks = list(causal.model.backbone.blocks)
-    second = blocks[0](whole.hidden_states[0], blocks[0].mixer.layout(ids.shape, device=ids.device))
+    second = blocks[0](whole.hidden_states[0], blocks[0].mixer.describe(ids.shape, device=ids.device))
     torch.testing.assert_close(second, whole.hidden_states[1])
     mask = torch.ones_like(ids)
     mask[1, :3] = 0

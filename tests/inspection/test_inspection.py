@@ -79,8 +79,8 @@ def test_contributions_and_states_are_what_the_layers_compute() -> None:
         backbone.forward_embedded(backbone.embedding(ids), inputs=inputs)
         for block, x, layer in zip(backbone.blocks, inputs, seen.layers, strict=True):
             mixer: Any = block.mixer
-            layout = mixer.layout(x.shape, device=x.device)
-            gate, v, maps = mixer.split(mixer.to_gate_value_base(mixer.norm(x)), layout)
+            rotations = mixer.describe(x.shape, device=x.device).rotations
+            gate, v, maps = mixer.split(mixer.to_gate_value_base(mixer.norm(x)), rotations)
             near, across = (layer.weights[part] @ v[0] for part in ("local", "global"))
             out = mixer.to_output(gate[0] * (near + across))
             torch.testing.assert_close(x[0] + out, mixer(x)[0], atol=1e-6, rtol=0)
@@ -91,7 +91,7 @@ def test_contributions_and_states_are_what_the_layers_compute() -> None:
             assert share is not None
             assert not share[:8].any()  # the first chunk reads no earlier one
             assert 0 < float(share[8:].mean()) < 1
-            k_lin = maps[0, 3]
+            k_lin = maps[3][0]
             for read, norm in layer.states.items():
                 whole = read // 8 * 8
                 assert norm == pytest.approx(float((k_lin[:whole].T @ v[0, :whole]).norm()), abs=1e-5)
@@ -116,7 +116,8 @@ def test_a_mixer_that_cannot_be_opened_is_not_said_to_have_no_state() -> None:
     model = build("flash")
     next(iter(model.backbone.blocks)).mixer = Average(16, causal=True)
     first, *_ = inspect(model, BYTES, TEXT).layers
-    assert first.missing == ("Average cannot show attention weights: it does not expose the parts of its attention.",)
+    why = "it does not say how its attention depends on its values"
+    assert first.missing == (f"Average cannot show attention weights: {why}.",)
 
 
 def test_a_masked_model_shows_losses_at_the_selected_tokens_alone() -> None:

@@ -50,9 +50,7 @@ def test_a_token_of_a_stream_in_bf16_is_as_exact_as_all_tokens_at_once(length: i
     layer = Attention(64, n_heads=4, causal=True).to(torch.bfloat16)
     x = torch.randn(2, length + 1, 64, dtype=torch.bfloat16)
     exact = copy.deepcopy(layer).double()(x.double())[:, -1:] - x[:, -1:].double()
-    state = layer.init_state(2)
-    if length:
-        state = layer.extend(x[:, :-1], state)[1]
+    state = layer.extend(x[:, :-1])[1]
     by_step, at_once = layer.extend(x[:, -1:], state)[0], layer(x)[:, -1:]
     errors = [(found.double() - x[:, -1:].double() - exact).abs().max() for found in (by_step, at_once)]
     assert errors[0] <= max(2 * errors[1], 2.0**-7)
@@ -61,5 +59,5 @@ def test_a_token_of_a_stream_in_bf16_is_as_exact_as_all_tokens_at_once(length: i
 def test_a_token_of_no_streams_in_bf16_is_no_output_however_many_keys_there_are() -> None:
     layer = Attention(8, n_heads=2, causal=True).to(torch.bfloat16)
     keys = torch.zeros(0, 2, MANY_KEYS, 4, dtype=torch.bfloat16)
-    out, _ = layer.extend(torch.zeros(0, 1, 8, dtype=torch.bfloat16), KVCache(keys, keys))
+    out, _ = layer.extend(torch.zeros(0, 1, 8, dtype=torch.bfloat16), KVCache(torch.zeros(0, dtype=torch.long), keys, keys))
     assert out.shape == (0, 1, 8)

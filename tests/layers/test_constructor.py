@@ -9,7 +9,6 @@ from torch import nn
 
 import lineartime
 from lineartime.layers import (
-    BucketBias,
     CrossGAU,
     LearnedPositions,
     RMSNorm,
@@ -83,7 +82,7 @@ def test_a_layer_made_without_memory_is_drawn_as_the_constructor_draws_it(layer:
 
 @pytest.mark.parametrize(
     "part",
-    [ScaleNorm(), RMSNorm(8), ScaledSin(8), TableBias(9), RotaryBias(8), BucketBias(causal=True), LearnedPositions(9, 8)],
+    [ScaleNorm(), RMSNorm(8), ScaledSin(8), TableBias(9), RotaryBias(8), LearnedPositions(9, 8)],
     ids=lambda part: str(part),
 )
 def test_a_part_is_drawn_anew_in_place(part: nn.Module) -> None:

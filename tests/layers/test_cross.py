@@ -92,7 +92,6 @@ OTHER: dict[str, Any] = {
     "activation": "softmax",
     "norm": "scalenorm",
     "norm_eps": 0.9,
-    "norm_position": "post",
     "dropout": 0.5,
 }
 

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.export import Dim, export
 from torch.func import jvp
 
+from lineartime.foreign import ForeignFLASH, ForeignGAU
 from lineartime.layers import FLASH, GAU, Attention, set_backend
 from lineartime.layers.mixer import Mixer
 
@@ -25,13 +26,17 @@ LAYERS: dict[str, Any] = {
     "flash, rotary bias": lambda causal: FLASH(8, d_qk=4, chunk_size=513, causal=causal),
     "gau": lambda causal: GAU(8, d_qk=4, causal=causal),
     "gau, paper": lambda causal: GAU(8, d_qk=4, causal=causal, normalization="paper", relative_bias=False),
-    "gau, softmax_plus": lambda causal: GAU(8, d_qk=4, causal=causal, activation="softmax_plus", max_length=60),
+    "gau, softmax_plus": lambda causal: ForeignGAU(8, d_qk=4, causal=causal, activation="softmax_plus", max_length=60),
+    "gau, divided bias of buckets": lambda causal: ForeignGAU(
+        8, d_qk=4, causal=causal, normalization="paper_bias", bias_form="buckets"
+    ),
+    "flash, rotated in part": lambda causal: ForeignFLASH(8, d_qk=4, chunk_size=16, causal=causal, rotary_width=2),
 }
 SIZES = [(1, 1), (2, 16), (5, 48), (2, 60), (4, 5)]
 
 
-def build(name: str, causal: bool) -> Mixer[Any]:
-    layer: Mixer[Any] = LAYERS[name](causal).double()
+def build(name: str, causal: bool) -> Mixer:
+    layer: Mixer = LAYERS[name](causal).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -101,7 +106,7 @@ def test_the_parameters_of_an_exported_layer_get_the_layers_gradients() -> None:
 
 
 class Extended(nn.Module):
-    def __init__(self, layer: Mixer[Any]) -> None:
+    def __init__(self, layer: Mixer) -> None:
         super().__init__()
         self.layer = layer
 
@@ -113,7 +118,7 @@ class Extended(nn.Module):
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_layer_streams_before_and_after_a_stream_is_exported(kind: str, used: bool, strict: bool) -> None:
-    layer: Mixer[Any] = {
+    layer: Mixer = {
         "flash": lambda: FLASH(8, d_qk=4, chunk_size=16, causal=True),
         "gau": lambda: GAU(8, d_qk=4, causal=True),
         "attention": lambda: Attention(8, n_heads=2, causal=True),

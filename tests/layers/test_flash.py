@@ -1,4 +1,5 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -9,9 +10,8 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.layers import FLASH, GAU, RotaryBias, TableBias
-from lineartime.ops import MixedChunkState, mixed_chunk_attention_oracle, rope
+from lineartime.ops import mixed_chunk_attention_oracle, rope
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.layout import Layout
 
 
 def test_flash_is_its_formula() -> None:
@@ -36,20 +36,16 @@ def test_the_form_of_the_bias_follows_from_the_chunk_size() -> None:
     assert isinstance(FLASH(8, d_qk=4, chunk_size=513).bias, RotaryBias)
 
 
-def size_in_bytes(state: MixedChunkState) -> int:
-    return sum(part.numel() * part.element_size() for part in state if isinstance(part, Tensor))
-
-
 def test_the_state_is_as_large_after_100_000_tokens_as_after_1_000() -> None:
     layer = FLASH(8, d_qk=4, chunk_size=256, causal=True)
     state = layer.init_state(1)
-    sizes = {0: size_in_bytes(state)}
+    sizes = {0: state.nbytes}
     with torch.no_grad():
         for read in (1_000, 100_000):
-            _, state = layer.extend(torch.randn(1, read - state.position, 8), state)
-            assert state.position == read
-            sizes[read] = size_in_bytes(state)
-            assert all(part.untyped_storage().nbytes() <= sizes[0] for part in state if isinstance(part, Tensor))
+            _, state = layer.extend(torch.randn(1, read - int(state.position), 8), state)
+            assert state.position.tolist() == [read]
+            sizes[read] = state.nbytes
+            assert all(part.untyped_storage().nbytes() <= sizes[0] for part in state.tensors())
     assert len(set(sizes.values())) == 1, sizes
 
 
@@ -57,7 +53,7 @@ def test_far_out_tokens_still_equal_the_forward_pass() -> None:
     layer = FLASH(8, d_qk=4, chunk_size=16, causal=True)
     x = torch.randn(1, 5_000, 8)
     with torch.no_grad():
-        _, state = layer.extend(x[:, :4_990], layer.init_state(1))
+        _, state = layer.extend(x[:, :4_990])
         last, _ = layer.extend(x[:, 4_990:], state)
         torch.testing.assert_close(last, layer(x)[:, 4_990:], atol=1e-5, rtol=0)
 
@@ -73,8 +69,8 @@ def test_a_padded_chunk_at_the_end_never_counts(length: int) -> None:
 @pytest.mark.parametrize("layer", [FLASH, GAU])
 def test_scores_of_neighbours_start_near_one_if_asked(layer: type[FLASH] | type[GAU]) -> None:
     unit = layer(64, d_qk=32, initial_scores="unit")
-    maps = unit.queries_and_keys(F.silu(torch.randn(1, 50, 32)), unit.layout((1, 50), device=torch.device("cpu")).rotations)
-    q, k = maps[0, :2]
+    rotations = unit.describe((1, 50), device=torch.device("cpu")).rotations
+    q, k = (x[0] for x in unit.queries_and_keys(F.silu(torch.randn(1, 50, 32)), rotations)[:2])
     near = (q[1:] * k[:-1]).sum(-1).mean() / 32**0.5
     far = (q[40:] * k[:10]).sum(-1).mean() / 32**0.5
     assert 0.8 < near < 4
@@ -88,14 +84,14 @@ def test_scores_of_neighbours_start_near_one_if_asked(layer: type[FLASH] | type[
 
 
 class LargerGate(FLASH):
-    def split(self, projected: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        gate, v, maps = super().split(projected, layout)
+    def split(self, *given: Any) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        gate, v, maps = super().split(*given)
         return 2 * gate, v, maps
 
 
 class LargerKeys(FLASH):
-    def queries_and_keys(self, base: Tensor, rotations: Tensor | None) -> Tensor:
-        return 1.5 * super().queries_and_keys(base, rotations)
+    def queries_and_keys(self, base: Tensor, rotations: Tensor | None) -> Sequence[Tensor]:
+        return [1.5 * x for x in super().queries_and_keys(base, rotations)]
 
 
 class GateAdded(FLASH):
@@ -104,15 +100,12 @@ class GateAdded(FLASH):
 
 
 class Doubled(FLASH):
-    def attend(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        return 2 * super().attend(maps, v, layout)
+    def attend(self, *given: Any, **options: Any) -> Tensor:
+        return 2 * super().attend(*given, **options)
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
-        attended, state = super().attend_next(maps, v, state, layout)
+    def attend_next(self, *given: Any) -> tuple[Tensor, Any]:
+        attended, state = super().attend_next(*given)
         return 2 * attended, state
-
-    def attend_step(self, maps: Tensor, v: Tensor, streams: Any, layout: Layout) -> Tensor:
-        return 2 * super().attend_step(maps, v, streams, layout)
 
 
 def gate_added() -> FLASH:
@@ -145,18 +138,18 @@ def test_every_form_calls_a_replaced_step_of_the_attention(name: str, compiled: 
             torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
             return
         torch.testing.assert_close(layer(x), expected)
-        first, state = layer.extend(x[:, :6], None)
-        streams = layer.join_streams([state])
-        torch.testing.assert_close(torch.cat([first, layer.extend(x[:, 6:], state)[0]], 1), expected)
-        steps = [layer.step(x[:, [token]], streams) for token in range(6, 11)]
-        torch.testing.assert_close(torch.cat([first, *steps], 1), expected)
+        pieces, state = [], None
+        for piece in x.split([6, 1, 1, 3], 1):
+            out, state = layer.extend(piece, state)
+            pieces.append(out)
+        torch.testing.assert_close(torch.cat(pieces, 1), expected)
 
 
 def test_a_replaced_step_refuses_sequences_split_over_processes() -> None:
     layer = GateAdded(8, **SMALL)
-    layout = layer.layout((1, 8), device=torch.device("cpu"))._replace(context=cast("ContextGroup", object()))
+    batch = replace(layer.describe((1, 8), device=torch.device("cpu")), context=cast("ContextGroup", object()))
     with pytest.raises(ArgumentError, match="context is given, but GateAdded replaces a step of FLASH"):
-        layer.forward_with_layout(torch.randn(1, 8, 8, dtype=torch.float64), layout)
+        layer(torch.randn(1, 8, 8, dtype=torch.float64), batch=batch)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,6 +1,7 @@
 """The one contract that everything which moves information between tokens has to keep."""
 
 import copy
+import dataclasses
 import inspect
 import re
 from collections import Counter
@@ -16,17 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from lineartime.errors import ArgumentError
+from lineartime.foreign.mixers import PostNorm, post_norm
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.options import constructor_options
-from lineartime.layers.streams import RaggedState
 from lineartime.models.layer_config import KINDS
-from lineartime.ops import make_layout as maker
-from lineartime.ops import packs
+from lineartime.ops import cache, packs
+from lineartime.ops import make_batch as maker
+from lineartime.ops.batch import Batch
 from lineartime.ops.cache import KVCache
 from lineartime.ops.linear import LinearState
+from lineartime.ops.state import State
 
 D_MODEL, CHUNK = 16, 8
 SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": CHUNK}  # where a mixer has such an option, and its row does not say otherwise
@@ -39,18 +42,22 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"normalization": "paper_sum"},
         {"activation": "softmax"},
         {"chunk_size": 513},  # the rotary bias
-        {"bias_form": "buckets", "rotary_width": 4, "normalization": "paper_sum"},
-        {"norm_position": "post", "norm": "scalenorm"},
     ],
     "gau": [
         {},
         {"max_length": 128},
         {"normalization": "paper"},
+    ],
+    "flash-foreign": [
+        {"bias_form": "buckets", "rotary_width": 4, "normalization": "paper_sum"},
+        {"activation": "laplace", "rotary_width": 2},
+        {"activation": "softmax_plus"},
+    ],
+    "gau-foreign": [
+        {"bias_form": "buckets", "rotary_width": 4, "normalization": "paper_bias"},
         {"activation": "softmax_plus"},
         {"activation": "laplace"},
-        {"bias_form": "buckets", "rotary_width": 4, "normalization": "paper_bias"},
         {"normalization": "paper_bias", "activation": "laplace"},
-        {"norm_position": "post", "norm": "scalenorm"},
     ],
     "attention": [{}],
     "flash-local": [{}],
@@ -59,7 +66,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "flash-weighted": [{}, {"normalization": "paper"}],
     "flash-first-to-all": [{}],
     "flash-cls": [{}],
-    "gau-multi-head": [{}, {"rotary_width": 2}],
+    "gau-multi-head": [{}],
     "gau-ungated": [{}],
     "mhsa-relu2": [{}],
     "mhsa-gated": [{}],
@@ -87,7 +94,10 @@ def case_name(kind: str, options: dict[str, Any]) -> str:
     return ", ".join([kind, *(f"{name}={value}" for name, value in options.items())])
 
 
-CASES = {case_name(kind, options): (KINDS["mixer"][kind], options) for kind, row in ROWS.items() for options in row}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    case_name(kind, options): (KINDS["mixer"][kind], options) for kind, row in ROWS.items() for options in row
+}
+CASES |= {f"{kind}, post-norm": (post_norm(KINDS["mixer"][kind]), {"norm": "scalenorm"}) for kind in ("flash", "gau")}
 ONE_OF_EACH = [case_name(kind, row[0]) for kind, row in ROWS.items()]
 ONLY_BIDIRECTIONAL = [name for name, (mixer, _) in CASES.items() if mixer.why_not_causal is not None]
 CAUSAL = [name for name in CASES if name not in ONLY_BIDIRECTIONAL]
@@ -140,9 +150,9 @@ def test_future_tokens_leave_extend_unchanged_to_the_bit(name: str) -> None:
     mixer = build(name, causal=True)
     x = torch.randn(1, LENGTH, D_MODEL)
     _, state = mixer.extend(x[:, :10], mixer.init_state(1))
-    one, _ = mixer.extend(x[:, 10:], state)
-    mixer.extend(torch.randn(1, 30, D_MODEL), state)  # another continuation of the same state
-    again, _ = mixer.extend(x[:, 10:], state)
+    one, _ = mixer.extend(x[:, 10:], state.clone())
+    mixer.extend(torch.randn(1, 30, D_MODEL), state.clone())  # another continuation of the same state
+    again, _ = mixer.extend(x[:, 10:], state.clone())
     assert torch.equal(one, again)
     changed = x.clone()
     changed[:, 20:] = torch.randn(1, LENGTH - 20, D_MODEL)
@@ -163,7 +173,7 @@ def test_extend_over_any_cutting_is_the_forward_pass(name: str, cuts: list[int])
         pieces.append(piece)
         start += size
     close(torch.cat(pieces, 1), mixer(x))
-    assert state.position == sum(cuts)
+    assert state.position.tolist() == [sum(cuts)] * 2
 
 
 @every_causal_mixer
@@ -173,7 +183,7 @@ def test_no_state_begins_streams(name: str) -> None:
     first, state = mixer.extend(x[:, :10], None)
     rest, state = mixer.extend(x[:, 10:], state)
     close(torch.cat([first, rest], 1), mixer(x))
-    assert state.position == LENGTH
+    assert state.position.tolist() == [LENGTH] * 2
 
 
 @every_causal_mixer
@@ -184,7 +194,7 @@ def test_left_padded_prompts_are_continued_as_each_would_be_alone(name: str) -> 
     mask = torch.arange(LENGTH + 4) >= LENGTH - torch.tensor(lengths)[:, None]
     prompts = x[:, :LENGTH].masked_fill(~mask[:, :LENGTH, None], torch.nan)  # whatever stands in padding
     out, state = mixer.extend(prompts, None, mask=mask[:, :LENGTH].long())
-    assert state.position == lengths
+    assert state.position.tolist() == lengths
     assert not out[~mask[:, :LENGTH]].any()
     pieces = [out]
     for step in range(LENGTH, LENGTH + 4):
@@ -207,16 +217,85 @@ def test_streams_may_pause_and_meet_again(name: str) -> None:
     x = torch.randn(3, 12, D_MODEL)
     masks = torch.tensor([[1, 1, 1, 1, 0, 1], [1, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1]]), torch.tensor([[0], [1], [0]])
     first, state = mixer.extend(x[:, :6], None, masks[0])
-    assert state.position == [5, 4, 5]
-    before = state
+    assert state.position.tolist() == [5, 4, 5]
+    before = state.clone()
     second, state = mixer.extend(x[:, 6:7], state, masks[1])
-    assert state.position == 5  # one position again, and the state that any stream has
+    assert state.position.tolist() == [5, 5, 5]
     rest, _ = mixer.extend(x[:, 7:], state)
     close(torch.cat([first, second, rest], 1), mixer(x, mask=torch.cat([*masks, torch.ones(3, 5, dtype=torch.long)], 1)))
-    again, _ = mixer.extend(x[:, 6:7], before, masks[1])  # no state is changed
+    again, _ = mixer.extend(x[:, 6:7], before, masks[1])  # no clone is changed
     assert torch.equal(again, second)
     none, state = mixer.extend(x[:0, :3], None, mask=torch.ones(0, 3, dtype=torch.bool))
     assert none.shape == (0, 3, D_MODEL)
+
+
+SHIFTS = [(name, shift) for name in CAUSAL for shift in ([False, True] if name in ONE_OF_EACH else [False])]
+every_stream = pytest.mark.parametrize(("name", "token_shift"), SHIFTS)
+
+
+def streams_after(mixer: Mixer, x: Tensor, lengths: list[int]) -> State:
+    """Streams that have each read so many tokens, alone, put together."""
+    states = [mixer.extend(x[row : row + 1, :length], None)[1] for row, length in enumerate(lengths)]
+    together: State = State.concatenate(states)
+    return together
+
+
+@every_stream
+@torch.no_grad()
+def test_streams_of_other_lengths_step_together_as_each_alone(name: str, token_shift: bool) -> None:
+    mixer = build(name, causal=True, token_shift=token_shift).double()
+    lengths, steps = [0, 1, CHUNK, 2 * CHUNK + 3], CHUNK + 2
+    x = torch.randn(4, LENGTH + 5, D_MODEL, dtype=torch.float64)
+    expected = mixer(x)
+    with patch.object(cache, "MIN_ROOM", 4):  # the room of a cache is full several times
+        state = streams_after(mixer, x, lengths)
+        branch, places = state.clone(), [tensor.data_ptr() for tensor in state.tensors()]
+        kept = [tensor.clone() for tensor in branch.tensors()]
+        for step in range(steps):
+            at = torch.tensor(lengths) + step
+            out, state = mixer.extend(x[range(4), at][:, None], state)
+            torch.testing.assert_close(out[:, 0], expected[range(4), at], atol=1e-9, rtol=1e-9)
+    assert state.position.tolist() == [length + steps for length in lengths]
+    assert all(torch.equal(tensor, value) for tensor, value in zip(branch.tensors(), kept, strict=True))
+    if mixer.constant_state:  # what a CUDA graph goes on with
+        assert [tensor.data_ptr() for tensor in state.tensors()] == places
+    more = torch.stack([x[row, length + steps :][:5] for row, length in enumerate(lengths)])
+    out, _ = mixer.extend(more, state)
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(out[row], expected[row, length + steps :][:5], atol=1e-9, rtol=1e-9)
+
+
+@every_stream
+@torch.no_grad()
+def test_streams_are_taken_in_any_order_each_with_its_own_memory(name: str, token_shift: bool) -> None:
+    mixer = build(name, causal=True, token_shift=token_shift).double()
+    x, new = torch.randn(3, LENGTH, D_MODEL, dtype=torch.float64), torch.randn(3, 3, D_MODEL, dtype=torch.float64)
+    state = streams_after(mixer, x, [LENGTH, 2, CHUNK])
+    expected, _ = mixer.extend(new, state.clone())
+    for rows in ([2, 0, 0, 1], [1], []):
+        index = torch.tensor(rows, dtype=torch.long)
+        taken = state.take(index)
+        for tensor in taken.tensors():
+            assert not tensor.requires_grad
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes  # which torch.save writes
+        found, _ = mixer.extend(new[index], taken)
+        torch.testing.assert_close(found, expected[index], atol=1e-9, rtol=1e-9)
+
+
+@every_stream
+def test_streams_put_together_in_inference_mode_go_on_outside(name: str, token_shift: bool) -> None:
+    mixer, x = build(name, causal=True, token_shift=token_shift), torch.randn(2, LENGTH, D_MODEL)
+    whole = mixer(x)
+    with torch.inference_mode():
+        state = streams_after(mixer, x, [9, 9])
+    pieces = [whole[:, :9]]
+    for stop, mode in zip(
+        (10, 11, 12, 14), (torch.no_grad, torch.inference_mode, torch.no_grad, torch.enable_grad), strict=True
+    ):
+        with mode():
+            piece, state = mixer.extend(x[:, sum(piece.shape[1] for piece in pieces) : stop], state)
+        pieces.append(piece)
+    close(torch.cat(pieces, 1), whole[:, :14])
 
 
 @every_mixer
@@ -374,7 +453,7 @@ def test_no_tokens_and_no_real_tokens_give_finite_zeros(name: str, causal: bool)
 def test_half_precision_autocast_stays_finite_on_large_inputs(name: str, causal: bool, dtype: torch.dtype) -> None:
     mixer = build(name, causal)
     x = 1e3 * torch.randn(2, LENGTH, D_MODEL)
-    if mixer.norm_position == "post":  # it reads what the norm of the layer before has made small
+    if isinstance(mixer, PostNorm):  # it reads what the norm of the layer before has made small
         x = mixer.norm(x).detach()
     x.requires_grad_()
     mask = torch.arange(LENGTH) < torch.tensor([[LENGTH], [5]])
@@ -411,7 +490,7 @@ def test_streaming_under_autocast_keeps_its_state_in_float32(name: str) -> None:
     mixer = build(name, causal=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, state = mixer.extend(torch.randn(1, 11, D_MODEL), mixer.init_state(1))
-    numbers = [part for part in state if isinstance(part, Tensor) and part.is_floating_point()]
+    numbers = [part for part in state.tensors() if part.is_floating_point()]
     assert numbers
     assert all(part.dtype == torch.float32 for part in numbers)
 
@@ -481,24 +560,35 @@ def test_a_state_of_another_layer_is_named(name: str) -> None:
     own = mixer.init_state(1)
     wider = fresh(name, causal=True, d_model=2 * D_MODEL).init_state(1)
     tokens = torch.zeros(1, 1, D_MODEL)
-    for state in (wider, RaggedState(((0,),), (wider,))):
-        with pytest.raises(ArgumentError, match=rf"^state\.[\w.]+ has shape .*, but {type(mixer).__name__} needs \[B, "):
-            mixer.extend(tokens, state)
-    other = LinearState(torch.zeros(1, 2), 0) if not isinstance(own, LinearState) else KVCache(torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ArgumentError, match=rf"^state\.[\w.]+ has shape .*, but {type(mixer).__name__} needs \[B, "):
+        mixer.extend(tokens, wider)
+    numbers = torch.zeros(1), torch.zeros(1)
+    other = LinearState(*numbers) if not isinstance(own, LinearState) else KVCache(*numbers, *numbers[:1])
     for wrong in (other, torch.zeros(1), "state"):
         with pytest.raises(ArgumentError, match=rf"^state is a {type(wrong).__name__}, but {type(mixer).__name__} needs a "):
-            mixer.extend(tokens, wrong)  # type: ignore[arg-type]
+            mixer.extend(tokens, wrong)
+
+
+def without_values(batch: Any) -> Any:
+    """The same batch on the meta device."""
+    if isinstance(batch, tuple):
+        return tuple(map(without_values, batch))
+    if not isinstance(batch, Batch):
+        return batch.to("meta") if isinstance(batch, Tensor) else batch
+    parts = {field.name: without_values(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
+    return dataclasses.replace(batch, **parts)
 
 
 @every_mixer_in_both_directions
-def test_reading_with_a_layout_copies_nothing_to_the_host(name: str, causal: bool) -> None:
+def test_reading_a_described_batch_copies_nothing_to_the_host(name: str, causal: bool) -> None:
     """On the meta device there are no values to copy: whatever looks at one fails."""
-    mixer = build(name, causal, token_shift=True)  # which a mask and documents make a part of the layout
+    mixer = build(name, causal, token_shift=True)
     mask = torch.rand(1, LENGTH) > 0.3
-    layout = mixer.layout((1, LENGTH), mask, torch.tensor([0, 3, 3, LENGTH]), device=mask.device)
-    far = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, layout)
+    with small_parts():
+        batch = mixer.describe((1, LENGTH), mask, torch.tensor([0, 3, 3, LENGTH]), device=mask.device)
+    far = without_values(batch)
     x = torch.zeros(1, LENGTH, D_MODEL, device="meta", requires_grad=True)
-    out = mixer.to("meta").forward_with_layout(x, far)
+    out = far.unpack(mixer.to("meta")(far.pack(x), batch=far))
     out.sum().backward()
     assert out.shape == x.shape
 
@@ -557,7 +647,7 @@ def test_a_shifted_stream_remembers_the_token_before(name: str) -> None:
     x = torch.randn(4, prompt + 3, D_MODEL, dtype=torch.float64)
     mask = torch.arange(prompt) >= prompt - torch.tensor(lengths)[:, None]
     out, state = mixer.extend(x[:, :prompt].masked_fill(~mask[..., None], torch.nan), None, mask=mask)
-    assert state.position == lengths
+    assert state.position.tolist() == lengths
     pieces = [out]
     for stop in (prompt + 1, prompt + 1, prompt + 3):
         piece, state = mixer.extend(x[:, sum(piece.shape[1] for piece in pieces) : stop], state)
@@ -609,25 +699,6 @@ def test_a_norm_may_have_no_parameters(name: str, causal: bool) -> None:
     torch.testing.assert_close(bare(x), mixer(x))
     if causal:
         torch.testing.assert_close(bare.extend(x, None)[0], mixer.extend(x, None)[0])
-
-
-@pytest.mark.parametrize("name", [name for name in CAUSAL if name in ONE_OF_EACH])
-def test_a_layout_of_another_batch_is_refused(name: str) -> None:
-    mixer, x = build(name, causal=True), torch.randn(2, LENGTH, D_MODEL)
-    here = {"device": x.device}
-    rows, shorter = torch.ones(3, LENGTH, dtype=torch.bool), (2, LENGTH - 1)
-    ends = torch.tensor([0, 3, LENGTH])
-    for layout, made_for in (
-        (mixer.layout(shorter, **here), f"{LENGTH - 1} tokens"),
-        (mixer.layout((3, LENGTH), rows, **here), "3 rows"),
-        (mixer.layout((1, LENGTH), cu_seqlens=ends, **here), "1 rows"),
-    ):
-        with pytest.raises(
-            ArgumentError, match=rf"^layout was made for {made_for}, but x has shape \[2, {LENGTH}, {D_MODEL}\]"
-        ):
-            mixer.forward_with_layout(x, layout)
-    with pytest.raises(ArgumentError, match=r"^layout was made for 3 tokens, but x has shape"):
-        mixer.extend_with_layout(x, mixer.init_state(2), mixer.stream_layout(0, 3, x.device))
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)

@@ -9,7 +9,7 @@ from torch import Tensor
 from lineartime.baselines.combiner import Combiner
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers import FLASH, GAU, set_backend
-from lineartime.layers.opened import Opened, OpenMixer
+from lineartime.layers.mixer import Mixer, Opened
 from lineartime.layers.options import constructor_options
 from lineartime.models.layer_config import KINDS
 from lineartime.ops.mixed_chunk.inputs import Heads
@@ -17,22 +17,23 @@ from lineartime.ops.mixed_chunk.reference import attend
 
 MIXERS: dict[str, Any] = KINDS["mixer"]
 SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": 8, "block_size": 4, "window": 6, "stride": 4, "n_landmarks": 6, "n_largest": 4}
-BOTH = {"flash", "flash-overlapping", "flash-weighted", "flash-first-to-all", "flash-cls", "mc-tfm", "mixed-chunk"}
+BOTH = {"flash", "flash-foreign", "flash-overlapping", "flash-weighted", "flash-first-to-all", "flash-cls", "mc-tfm"}
+BOTH |= {"mixed-chunk"}
 
 
-def build(name: str, causal: bool, **options: Any) -> OpenMixer[Any]:
+def build(name: str, causal: bool, **options: Any) -> Mixer:
     kind = MIXERS[name]
     known = constructor_options(kind)
     small = {option: value for option, value in SMALL.items() if option in known}
-    mixer: OpenMixer[Any] = kind(16, causal=causal, **{**small, **options}).double().eval()
+    mixer: Mixer = kind(16, causal=causal, **{**small, **options}).double().eval()
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return mixer
 
 
-def opened(mixer: OpenMixer[Any], x: Tensor, prefix: Tensor | None = None) -> Opened:
-    return mixer.open(x, mixer.layout(x.shape, prefix_lengths=prefix, device=x.device))
+def opened(mixer: Mixer, x: Tensor, prefix: Tensor | None = None) -> Opened:
+    return mixer.open(x, mixer.describe(x.shape, prefix_lengths=prefix, device=x.device))
 
 
 def added(parts: Opened) -> Tensor:
@@ -81,13 +82,14 @@ def test_the_parts_of_flash_are_those_of_its_definition(causal: bool, normalizat
     set_backend(mixer, "oracle")
     torch.testing.assert_close(x + added(parts), mixer(x, prefix_lengths=lengths), atol=1e-6, rtol=0)
 
-    layout = mixer.layout(x.shape, prefix_lengths=lengths, device=x.device)
-    _, v, maps = mixer.split(mixer.to_gate_value_base(mixer.norm(x)), layout)
-    heads, nothing = Heads(*maps.unbind(1), v), torch.zeros_like(maps[:, 0])
-    bias = mixer.chunk_bias(layout)
+    batch = mixer.describe(x.shape, prefix_lengths=lengths, device=x.device)
+    x = batch.pack(x)
+    _, v, maps = mixer.split(mixer.to_gate_value_base(mixer.norm(x)), batch.rotations)
+    heads, nothing = Heads(*maps, v), torch.zeros_like(maps[0])
+    bias = mixer.chunk_bias(batch)
     silent = None if bias is None else torch.zeros_like(bias)  # relu(0)^2 is zero
-    across = attend(heads._replace(q_quad=nothing), silent, layout, mixer.options)
-    near = attend(heads._replace(q_lin=nothing), bias, layout, mixer.options)
+    across = attend(heads._replace(q_quad=nothing), silent, batch, mixer.options)
+    near = attend(heads._replace(q_lin=nothing), bias, batch, mixer.options)
     torch.testing.assert_close(parts.parts["global"](v), across, atol=1e-9, rtol=0)
     torch.testing.assert_close(parts.parts["local"](v), near, atol=1e-9, rtol=0)
 
@@ -112,11 +114,11 @@ def test_a_mixer_whose_attention_has_no_weights_says_why() -> None:
 @pytest.mark.parametrize("name", ["flash", "gau", "attention"])
 def test_packs_and_tokens_of_another_width_are_named(name: str) -> None:
     mixer, x = build(name, causal=True), torch.randn(1, 12, 16, dtype=torch.float64)
-    pack = mixer.layout(x.shape, cu_seqlens=torch.tensor([0, 5, 12]), device=x.device)
-    with pytest.raises(ArgumentError, match="layout holds packed documents, but must not: open them one by one"):
+    pack = mixer.describe(x.shape, cu_seqlens=torch.tensor([0, 5, 12]), device=x.device)
+    with pytest.raises(ArgumentError, match="batch has padding or packed documents, but must not: open one text at a time"):
         mixer.open(x, pack)
     with pytest.raises(ArgumentError, match=r"x has shape \[1, 12, 8\], but must be \[B, T, d_model\] with d_model = 16"):
-        mixer.open(x[..., :8], mixer.layout(x.shape, device=x.device))
+        mixer.open(x[..., :8], mixer.describe(x.shape, device=x.device))
 
 
 @pytest.mark.parametrize(("name", "causal"), [case for case in cases() if case[1]])

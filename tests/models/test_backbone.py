@@ -10,7 +10,6 @@ from torch import Tensor
 from lineartime import build
 from lineartime.errors import ArgumentError
 from lineartime.models import CausalLM
-from lineartime.models import backbone as backbone_module
 from lineartime.models.backbone import Backbone
 
 
@@ -22,10 +21,10 @@ def backbone() -> Backbone:
 def chain(backbone: Backbone, inputs: list[Tensor], hidden: Tensor) -> None:
     """Each block's output is what the next one reads, and the norm of the last one's is what comes out."""
     first, second = backbone.blocks
-    layout = first.mixer.layout(hidden.shape, device=hidden.device)
+    batch = first.mixer.describe(hidden.shape, device=hidden.device)
     assert len(inputs) == 2
-    torch.testing.assert_close(first(inputs[0], layout), inputs[1])
-    torch.testing.assert_close(backbone.norm(second(inputs[1], layout)), hidden)
+    torch.testing.assert_close(first(inputs[0], batch), inputs[1])
+    torch.testing.assert_close(backbone.norm(second(inputs[1], batch)), hidden)
 
 
 def test_every_way_to_read_hands_out_what_each_block_reads(backbone: Backbone) -> None:
@@ -37,14 +36,14 @@ def test_every_way_to_read_hands_out_what_each_block_reads(backbone: Backbone) -
     chain(backbone, inputs, hidden)
 
     pieces: list[Tensor] = []
-    streamed, _ = backbone.extend_embedded(embedded, backbone.init_state(2), inputs=pieces)
+    streamed, _ = backbone.extend_embedded(embedded, inputs=pieces)
     torch.testing.assert_close(streamed, hidden, atol=1e-5, rtol=0)
     torch.testing.assert_close(pieces, inputs, atol=1e-5, rtol=0)
 
-    _, state = backbone.extend(ids[:, :8], backbone.init_state(2))
+    _, state = backbone.extend(ids[:, :8])
     last: list[Tensor] = []
     with torch.no_grad():
-        stepped = backbone.step_embedded(embedded[:, 8:], backbone.join_streams([state]), inputs=last)
+        stepped, _ = backbone.extend_embedded(embedded[:, 8:], state, inputs=last)
     torch.testing.assert_close(stepped, hidden[:, 8:], atol=1e-5, rtol=0)
     torch.testing.assert_close(last, [x[:, 8:] for x in inputs], atol=1e-5, rtol=0)
 
@@ -56,7 +55,7 @@ def test_a_prefix_of_embedded_tokens_is_read_in_both_directions() -> None:
     hidden, state = backbone.prefix_embedded(backbone.embedding(ids), inputs=inputs)
     torch.testing.assert_close(hidden, backbone(ids, prefix_lengths=torch.tensor([9, 9])), atol=1e-5, rtol=0)
     assert [x.shape for x in inputs] == [(2, 9, 16)] * 2
-    assert state.position == 9
+    assert state.position.tolist() == [9, 9]
 
 
 def test_padding_on_the_right_needs_no_learned_positions() -> None:
@@ -74,22 +73,18 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("native", [False, True])
 @torch.no_grad()
-def test_streams_of_another_model_are_named_when_they_are_stepped(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not native:
-        monkeypatch.setattr(backbone_module, "flash_stack", lambda *_: None)
-    models, streams, ids = {}, {}, torch.zeros(2, 1, dtype=torch.long)
+def test_states_of_another_model_are_named() -> None:
+    models, states, ids = {}, {}, torch.zeros(2, 1, dtype=torch.long)
     for name, options in SYSTEMS.items():
         model = build(name.split()[0], d_model=16, n_blocks=2, vocab_size=11, **options).eval()
         assert isinstance(model, CausalLM)
-        _, longer = model.extend(ids[:1], model.init_state(1))
-        models[name], streams[name] = model, model.join_streams([model.init_state(1), longer])
+        models[name], states[name] = model, model.extend(ids)[1]
     for name, model in models.items():
-        for other, of_other in streams.items():
+        for other, of_other in states.items():
             if other != name:
-                with pytest.raises(ArgumentError, match=r"^streams .*: give it join_streams\(\[state\]\) of the same layer"):
-                    model.step(ids, of_other)
-                with pytest.raises(ArgumentError, match=r"^streams .*: give it join_streams\(\[state\]\) of the same layer"):
-                    model.backbone.step_embedded(model.backbone.embedding(ids), of_other)
-        model.step(ids, streams[name])
+                with pytest.raises(
+                    ArgumentError, match=r"^state.* (is|has) .*: give it the state that init_state or extend of"
+                ):
+                    model.extend(ids, of_other.clone())
+        model.extend(ids, states[name])

@@ -13,6 +13,7 @@ import lineartime
 from lineartime.errors import ArgumentError
 from lineartime.generation import Sampling, generate, generate_batch
 from lineartime.models import build_model
+from lineartime.models.backbone import ModelState
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from lineartime.models.layer_config import LayerConfig
 
@@ -51,14 +52,12 @@ WRONG_IDS: dict[str, Any] = {
     "beyond the vocabulary": IDS + V,
     "on the meta device": IDS.to("meta"),
 }
-STREAMS = FLASH.join_streams([FLASH.init_state(1), FLASH.init_state(1)])
 READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "forward": (FLASH, "ids"),
     "masked": (MASKED, "ids"),
     "loss": (lambda ids: FLASH.loss(ids, IDS), "ids"),
     "extend": (lambda ids: FLASH.extend(ids, FLASH.init_state(2)), "ids"),
     "read_prefix": (GAU.read_prefix, "ids"),
-    "step": (lambda ids: FLASH.step(ids, STREAMS), "ids"),
     "source": (lambda ids: PAIR(ids, IDS), "source_ids"),
     "target": (lambda ids: PAIR(IDS, ids), "target_ids"),
     "source of a state": (PAIR.init_state, "source_ids"),
@@ -88,10 +87,10 @@ WRONG_STATES: dict[str, Any] = {
     "None": None,
     "of another batch": FLASH.init_state(3),
     "of another model": GAU.init_state(2),
-    "of fewer blocks": FLASH.init_state(2)[:1],
-    "of one block": FLASH.init_state(2)[0],
+    "of fewer blocks": ModelState(FLASH.init_state(2).blocks[:1]),
+    "of one block": FLASH.init_state(2).blocks[0],
     "of nothing": (None, None),
-    "a list": list(FLASH.init_state(2)),
+    "a list": list(FLASH.init_state(2).blocks),
     "a text": "state",
     "of another chunk size": lineartime.build("flash-tiny", **SIZES, chunk_size=4).init_state(2),
     "of an encoder and decoder": PAIR.init_state(IDS),
@@ -103,9 +102,6 @@ def test_states_of_anything_else_are_named(case: str) -> None:
     if case != "None":  # begins new streams
         with pytest.raises(ArgumentError, match=r"^(state(\.\w+)*|x) (is|has|belongs) "):
             FLASH.extend(IDS, WRONG_STATES[case])
-    if case != "of another batch":
-        refuses(lambda: FLASH.join_streams([WRONG_STATES[case]]), "states")
-    refuses(lambda: FLASH.step(IDS[:, :1], WRONG_STATES[case]), "streams")
     if case != "of an encoder and decoder":
         refuses(lambda: PAIR.extend(IDS, WRONG_STATES[case]), "state")
 

@@ -7,6 +7,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import lineartime
+from lineartime.models.decoding import read_token
+from lineartime.ops.state import State
 
 # PyTorch's own, within torch.compile, where a user does not see them.
 pytestmark = [
@@ -99,13 +101,16 @@ def test_a_compiled_step_is_one_compilation_for_all_positions(n_streams: int) ->
     model = lineartime.build("flash-next-tiny", **options).eval()
     ids = torch.randint(0, 30, (n_streams, 14))
     with torch.no_grad():
-        states = [model.extend(ids[row : row + 1, : 2 + row], model.init_state(1))[1] for row in range(n_streams)]
+        begun = State.concatenate([model.extend(ids[row : row + 1, : 2 + row])[1] for row in range(n_streams)])
         texts = []
         for compiled in (False, True):
             if compiled:
                 model.compile_step()
-            streams = model.join_streams(states)
-            texts.append(torch.cat([model.step(ids[:, place : place + 1], streams) for place in range(9)], 1))
+            state, logits = begun.clone(), []
+            for tokens in ids[:, :9].T:
+                after, state = read_token(model, tokens, state)
+                logits.append(after)
+            texts.append(torch.stack(logits, 1))
     torch.testing.assert_close(texts[1], texts[0], atol=1e-5, rtol=1e-5)
     assert counters["stats"]["unique_graphs"] == 1
     assert sum(counters["graph_break"].values()) == 0
@@ -117,8 +122,7 @@ def test_compiled_steps_of_models_of_different_widths_keep_their_own_sizes() -> 
     for d_model in (16, 32):
         model = lineartime.build("flash-tiny", d_model=d_model, n_blocks=1, vocab_size=30, d_qk=8, chunk_size=4).eval()
         with torch.no_grad():
-            streams = [model.join_streams([model.init_state(1)]) for _ in range(2)]
-            expected = model.step(torch.zeros(1, 1, dtype=torch.long), streams[0])
+            expected, _ = read_token(model, torch.zeros(1, dtype=torch.long), model.init_state(1))
             model.compile_step()
-            found = model.step(torch.zeros(1, 1, dtype=torch.long), streams[1])
+            found, _ = read_token(model, torch.zeros(1, dtype=torch.long), model.init_state(1))
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

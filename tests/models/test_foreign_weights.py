@@ -55,7 +55,9 @@ def test_packed_weights_give_what_the_weights_give(preset: str, n_streams: int) 
                 packed += 1
         assert packed
         torch.testing.assert_close(model(ids), expected)
-        read, state = model.extend(ids[:, :5], model.init_state(n_streams))
-        streams = model.join_streams([state])
-        steps = [model.step(ids[:, place, None], streams) for place in range(5, 12)]
-    torch.testing.assert_close(torch.cat([read, *steps], 1), expected, atol=1e-5, rtol=1e-5)
+        read, state = model.extend(ids[:, :5])
+        decoder, steps = model.compile_for_decoding(), []
+        for tokens in ids[:, 5:].T:
+            logits, state = decoder.extend(tokens, state)
+            steps.append(logits)
+    torch.testing.assert_close(torch.cat([read, torch.stack(steps, 1)], 1), expected, atol=1e-5, rtol=1e-5)

@@ -38,27 +38,21 @@ def test_a_training_step_copies_nothing_to_the_host(preset: str, token_shift: bo
 
 @pytest.mark.parametrize("token_shift", [False, True])
 @pytest.mark.parametrize("preset", ["flash-tiny", "flash-next-tiny"])
-def test_padding_is_read_without_a_copy_where_chunks_are_cut(preset: str, token_shift: bool) -> None:
-    ids = torch.zeros(2, 40, dtype=torch.long, device="meta")
-    on_meta(preset, token_shift=token_shift).loss(ids, ids, torch.ones(2, 40, dtype=torch.bool, device="meta")).backward()
-
-
-@pytest.mark.parametrize("token_shift", [False, True])
-@pytest.mark.parametrize("preset", ["flash-tiny", "flash-next-tiny"])
 @torch.no_grad()
 def test_a_decode_step_copies_nothing_to_the_host(preset: str, token_shift: bool) -> None:
     model, token = on_meta(preset, token_shift=token_shift).eval(), torch.zeros(3, 1, dtype=torch.long, device="meta")
-    streams = model.join_streams([model.init_state(3)])
-    assert model.step(token, streams).shape == (3, 1, 30)
+    state = model.init_state(3)
+    logits, state = model.extend(token, state)
+    assert logits.shape == (3, 1, 30)
     for sampling in (Sampling(temperature=0.0), Sampling(1.0, 5, 0.9)):
         uniform = torch.zeros(3, device="meta")
-        assert step_and_pick(model, streams, sampling, token[:, 0], uniform).shape == (3,)
+        assert step_and_pick(model, state, sampling, token[:, 0], uniform).shape == (3,)
 
 
 @torch.no_grad()
 def test_a_token_of_flash_quad_copies_nothing_to_the_host() -> None:
     model, token = on_meta("flash-quad-tiny").eval(), torch.zeros(3, 1, dtype=torch.long, device="meta")
-    state = model.init_state(3)
+    state = None
     for _ in range(2):
         logits, state = model.extend(token, state)
     assert logits.shape == (3, 1, 30)
@@ -77,15 +71,19 @@ class Reads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+LENGTHS = {"cu_seqlens": torch.tensor([0, 10, 40]), "mask": torch.arange(40)[None] > 4}
+
+
+@pytest.mark.parametrize("argument", LENGTHS)
 @pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny"])
-def test_the_lengths_of_a_pack_are_read_once_and_not_in_every_layer(preset: str) -> None:
-    ids, ends = torch.zeros(1, 40, dtype=torch.long), torch.tensor([0, 10, 40])
+def test_the_lengths_of_a_batch_are_read_once_and_not_in_every_layer(preset: str, argument: str) -> None:
+    ids = torch.zeros(1, 40, dtype=torch.long)
     found = []
     for n_blocks in (1, 4):
         model = lineartime.build(preset, n_blocks=n_blocks, **OPTIONS)
         assert isinstance(model, CausalLM)
         with Reads() as reads:
-            model.loss(ids, ids, cu_seqlens=ends)
+            model.loss(ids, ids, **{argument: LENGTHS[argument]})
         found.append(reads.found)
     assert found[0] == found[1]
     assert found[0]["tolist"] >= 1

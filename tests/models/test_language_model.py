@@ -9,6 +9,7 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.models import CausalLM, MaskedLM, ModelConfig, build_model, presets
 from lineartime.models.config import Task
 from lineartime.models.presets import PRESETS, resolve
+from lineartime.ops.state import State
 
 TINY = {"d_model": 16, "n_blocks": 2, "vocab_size": 50}
 SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": 8, "stride": 4, "max_length": 40, "max_positions": 40, "n_landmarks": 8}
@@ -71,7 +72,7 @@ def test_a_masked_model_looks_both_ways(name: str) -> None:
 @every_causal_preset
 def test_extend_is_the_forward_pass(name: str) -> None:
     model, ids = causal(name), torch.randint(0, 50, (2, 30))
-    state, pieces = model.init_state(2), []
+    state, pieces = None, []
     for start, stop in pairwise([0, 1, 9, 10, 27, 30]):
         logits, state = model.extend(ids[:, start:stop], state)
         pieces.append(logits)
@@ -119,54 +120,35 @@ def test_dropout_and_position_switches_reach_the_model() -> None:
 
 
 @every_causal_preset
+@torch.no_grad()
 def test_streams_at_different_positions_are_continued_together_as_each_would_be_alone(name: str) -> None:
-    model, ids, lengths = causal(name), torch.randint(0, 50, (4, 30)), [9, 3, 17, 3]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-        states = [model.extend(ids[row : row + 1, :length], model.init_state(1))[1] for row, length in enumerate(lengths)]
-        streams = model.join_streams(states)
-        for step in range(8):
-            at = torch.tensor(lengths) + step
-            logits = model.step(ids[range(4), at][:, None], streams)
-            for row, place in enumerate(at.tolist()):
-                alone = model(ids[row : row + 1, : place + 1])[0, -1]
-                torch.testing.assert_close(logits[row, 0], alone, atol=1e-4, rtol=1e-4)
-        for row, state in enumerate(model.separate_streams(streams)):
-            together, _ = model.extend(ids[row : row + 1, lengths[row] + 8 :][:, :5], state)
-            alone = model(ids[row : row + 1, : lengths[row] + 13])[0, -together.shape[1] :]
-            torch.testing.assert_close(together[0], alone, atol=1e-4, rtol=1e-4)
-        for row, length in enumerate(lengths):  # what was joined stays as it was
-            again, _ = model.extend(ids[row : row + 1, length : length + 1], states[row])
-            torch.testing.assert_close(again[0, 0], model(ids[row : row + 1, : length + 1])[0, -1], atol=1e-4, rtol=1e-4)
+    model, ids, lengths = causal(name), torch.randint(0, 50, (4, 30)), torch.tensor([9, 3, 17, 3])
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    wholes = [model(ids[row, None]) for row in range(4)]
+    begun = [model.extend(ids[row, None, :length])[1] for row, length in enumerate(lengths)]
+    state, read = State.concatenate(begun), lengths.clone()
+    for count in (1, 1, 1, 1, 1, 1, 1, 1, 5):
+        places = read[:, None] + torch.arange(count)
+        logits, state = model.extend(ids.gather(1, places), state)
+        read += count
+        assert state.position.tolist() == read.tolist()
+        for row in range(4):
+            torch.testing.assert_close(logits[row], wholes[row][0, places[row]], atol=1e-4, rtol=1e-4)
+    for row, length in enumerate(lengths.tolist()):  # what was put together stays as it was
+        again, _ = model.extend(ids[row, None, length : length + 1], begun[row])
+        torch.testing.assert_close(again[0], wholes[row][0, length : length + 1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
-def test_joined_streams_know_their_positions_and_their_number(name: str) -> None:
-    model = causal(name)
-    states = [model.extend(torch.zeros(count, 2 + count, dtype=torch.long), model.init_state(count))[1] for count in (2, 1)]
-    streams: Any = model.join_streams(states)
-    assert streams.position.tolist() == [4, 4, 3]
-    model.step(torch.zeros(3, 1, dtype=torch.long), streams)
-    assert streams.position.tolist() == [5, 5, 4]
-    for shape in ((2, 1), (3, 2)):
-        with pytest.raises(ArgumentError, match=r"ids has shape .*, but must be \[3, 1\], one token per stream"):
-            model.step(torch.zeros(shape, dtype=torch.long), streams)
-
-
-def test_states_of_other_models_are_named_before_they_are_joined() -> None:
-    model = causal("transformer++-tiny")
-    wider = build_model(small("transformer++-tiny", "clm").override(d_model=32)).eval()
-    assert isinstance(wider, CausalLM)
-    for other in (causal("flash-tiny"), wider):
-        with pytest.raises(ArgumentError, match=r"^states(\.k)? (is|has) .*, but Attention needs"):
-            model.join_streams([model.init_state(1), other.init_state(1)])
-
-
-def test_streams_of_other_layers_are_not_separated() -> None:
-    other, model = causal("combiner-tiny"), causal("flash-tiny")
-    with pytest.raises(ArgumentError, match=r"^streams (is|has) .*, but FLASH needs"):
-        model.separate_streams(other.join_streams([other.init_state(1)]))
+@every_causal_preset
+def test_prompts_that_are_padded_on_the_left_are_read_as_each_alone(name: str) -> None:
+    model, ids = causal(name), torch.randint(0, 50, (3, 12))
+    padded, state = model.extend(ids, mask=torch.arange(12) >= torch.tensor([[5], [0], [11]]))
+    more, state = model.extend(ids[:, :4], state)
+    assert state.position.tolist() == [11, 16, 5]
+    for row, missing in enumerate((5, 0, 11)):
+        alone = model(torch.cat([ids[row, missing:], ids[row, :4]])[None])[0]
+        torch.testing.assert_close(torch.cat([padded[row, missing:], more[row]]), alone, atol=1e-5, rtol=0)
 
 
 def test_states_that_are_none_of_this_model_are_named() -> None:
@@ -181,14 +163,6 @@ def test_states_that_are_none_of_this_model_are_named() -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             some.extend(ids, state)
-    with pytest.raises(ArgumentError, match="streams belongs to a model with 3 blocks"):
-        some.step(ids, other.join_streams([other.init_state(1)]))
-    with pytest.raises(ArgumentError, match="streams belongs to a model with 3 blocks"):
-        some.separate_streams(other.join_streams([other.init_state(1)]))
-    with pytest.raises(ArgumentError, match="states is empty"):
-        some.join_streams([])
-    with pytest.raises(ArgumentError, match="states is of type list"):
-        some.join_streams([[1, 2]])
     for wrong in ([[1, 2]], "text", torch.zeros(1, 2).numpy()):
         with pytest.raises(ArgumentError, match=r"ids is a .*, but must be a tensor"):
             some(wrong)
@@ -248,11 +222,11 @@ def test_logits_of_their_own_types_and_norms_at_both_ends_are_the_formula() -> N
 def test_a_stream_of_a_model_with_other_ends_is_its_forward_pass() -> None:
     model = lineartime.build("flash-tiny", **FLASH, **OTHER_ENDS).double().eval()
     ids = torch.randint(0, 50, (2, 21))
-    state, pieces = model.init_state(2), []
+    state, pieces = None, []
     for start, stop in pairwise((0, 7, 8, 20)):
         logits, state = model.extend(ids[:, start:stop], state)
         pieces.append(logits)
-    pieces.append(model.step(ids[:, 20:], model.join_streams([state])))
+    pieces.append(model.compile_for_decoding().extend(ids[:, 20], state)[0][:, None])
     torch.testing.assert_close(torch.cat(pieces, 1), model(ids), atol=1e-12, rtol=0)
 
 
@@ -327,13 +301,4 @@ def test_without_a_state_streams_begin(name: str) -> None:
         expected, state = model.extend(ids, model.init_state(2))
         logits, begun = model.extend(ids, None)
     assert torch.equal(logits, expected)
-    assert begun.position == state.position == 11
-
-
-def test_one_state_instead_of_a_list_is_named() -> None:
-    model = causal("flash-tiny")
-    with pytest.raises(ArgumentError, match=r"^states is one state, but must be a list of states: write \[state\]"):
-        model.join_streams(model.init_state(1))  # type: ignore[arg-type]
-    joined: Any = model.join_streams(state for state in [model.init_state(1)])  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"^state is of joined streams, which step continues"):
-        model.extend(torch.zeros(1, 1, dtype=torch.long), joined)
+    assert begun.position.tolist() == state.position.tolist() == [11, 11]

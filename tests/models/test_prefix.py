@@ -12,8 +12,8 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers import set_backend
 from lineartime.models import CausalLM, LayerConfig
 from lineartime.models.systems import SYSTEMS
+from lineartime.ops.context import ContextGroup
 from lineartime.ops.cross_entropy import IGNORED
-from lineartime.ops.layout import ContextGroup
 
 SIZES: dict[str, dict[str, Any]] = {
     "flash": {"d_qk": 16, "chunk_size": 8},

@@ -66,7 +66,7 @@ class NameOfAnMLP(Squared):
     name = "mlp"
 
 
-class NoName(Mixer[Any]):
+class NoName(Mixer):
     """Without a name."""
 
     def mix(self, *_: Any) -> Tensor:
@@ -148,7 +148,7 @@ def test_sizes_of_the_model_reach_the_mixer() -> None:
 def test_a_class_that_is_defined_again_replaces_the_first() -> None:
     """As when a cell of a notebook is run again."""
 
-    def cell() -> type[Mixer[Any]]:
+    def cell() -> type[Mixer]:
         class Again(Squared):
             name = "again"
 
@@ -188,7 +188,7 @@ def test_a_class_that_is_defined_again_replaces_the_first() -> None:
     ],
 )
 def test_what_cannot_be_registered_is_named_and_leaves_nothing(
-    name: str, mixer: type[Mixer[Any]], options: dict[str, Any], message: str
+    name: str, mixer: type[Mixer], options: dict[str, Any], message: str
 ) -> None:
     before = dict(SYSTEMS), dict(PRESETS), dict(KINDS["mixer"])
     with pytest.raises(ArgumentError, match=message):
@@ -349,7 +349,7 @@ def test_a_tuple_of_options_is_recorded_and_read_back(config: Callable[..., Trai
         lineartime.build("powers-tiny", powers=["a"])
 
 
-def with_option(hint: Any, default: Any) -> type[Mixer[Any]]:
+def with_option(hint: Any, default: Any) -> type[Mixer]:
     """A mixer with an option `extra` of a type."""
 
     class Own(Squared):
@@ -378,7 +378,7 @@ def test_an_option_that_no_checkpoint_can_record_is_named(hint: Any, default: An
 
 
 @pytest.mark.parametrize("kind", KINDS["mixer"].values())
-def test_the_options_of_the_library_can_all_be_recorded(kind: type[Mixer[Any]]) -> None:
+def test_the_options_of_the_library_can_all_be_recorded(kind: type[Mixer]) -> None:
     registering._check_options(kind)
 
 
@@ -402,8 +402,8 @@ class Leaky(Squared):
 
     name = "leaky"
 
-    def mix(self, normed: Tensor, layout: Any) -> Tensor:
-        return super().mix(normed.roll(-1, 1), layout)
+    def mix(self, normed: Tensor, batch: Any) -> Tensor:
+        return super().mix(normed.roll(-1, 1), batch)
 
 
 class Unstreamed(Squared):

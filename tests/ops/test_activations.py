@@ -25,16 +25,7 @@ def test_relu2_counts_visible_keys_alone() -> None:
     assert weights([4.0, 9.0], "relu2", [True, False]) == [4.0, 0.0]
 
 
-def test_laplace_at_its_mean_is_a_half_over_the_count() -> None:
-    assert math.isclose(weights([2 * math.sqrt(0.5), 0.0], "laplace")[0], 0.25)
-
-
 def test_softmax_sums_to_one_over_visible_keys_and_not_at_all_where_there_are_none() -> None:
     assert math.isclose(sum(weights([1.0, 2.0, 3.0], "softmax", [True, True, False])), 1.0)
     assert weights([1.0, 2.0], "softmax", [False, False]) == [0.0, 0.0]
     assert weights([1.0, 2.0], "relu2", [False, False]) == [0.0, 0.0]
-
-
-def test_softmax_plus_is_plain_softmax_at_512_keys() -> None:
-    products = torch.randn(1, 512).tolist()[0]
-    torch.testing.assert_close(weights(products, "softmax_plus"), weights(products, "softmax"))

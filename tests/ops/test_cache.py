@@ -1,102 +1,111 @@
-"""The cache of keys and values: it grows in place, and every state that was handed out stays as it is."""
+"""The cache of keys and values: streams at any positions, in memory that grows by doubling."""
 
-import copy
-import pickle
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.reduction import ForkingPickler
+from itertools import pairwise
 
 import pytest
 import torch
-import torch.multiprocessing  # makes ForkingPickler share the memory of tensors
 from torch import Tensor
 
 from lineartime.ops import KVCache, quadratic_attention_extend
+from lineartime.ops.batch import Batch
 from lineartime.ops.cache import MIN_ROOM
+from lineartime.ops.make_batch import stream_batch
+from lineartime.ops.state import State
 
 
-def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def tokens(count: int, seed: int = 0, heads: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, count, 3, generator=generator), torch.randn(2, count, 5, generator=generator)
+    return torch.randn(2, *heads, count, 3, generator=generator), torch.randn(2, *heads, count, 5, generator=generator)
 
 
-def empty() -> KVCache:
-    k, v = tokens(0)
-    return KVCache(k, v)
+def empty(heads: tuple[int, ...] = ()) -> KVCache:
+    return KVCache(torch.zeros(2, dtype=torch.long), *tokens(0, heads=heads))
+
+
+def new(cache: KVCache, count: int, counts: list[int] | None = None) -> Batch:
+    """`count` tokens of each stream, of which the first `counts` are real."""
+    mask = None if counts is None else torch.arange(count) < torch.tensor(counts)[:, None]
+    return stream_batch(cache.position, (2, count), mask)
+
+
+def grown(cache: KVCache, k: Tensor, v: Tensor) -> KVCache:
+    return cache.append(k, v, new(cache, k.shape[-2]))[0]
 
 
 @torch.no_grad()
 def test_token_by_token_memory_is_allocated_only_when_it_has_doubled() -> None:
     k, v = tokens(5 * MIN_ROOM)
-    cache, places = empty(), set()
+    cache, memory = empty(), set()
     for place in range(k.shape[1]):
-        cache = cache.append(k[:, place : place + 1], v[:, place : place + 1])
-        places.add(cache.k.untyped_storage().data_ptr())
-    assert torch.equal(cache.k, k)
-    assert torch.equal(cache.v, v)
-    assert len(places) <= 4  # room for 64, 128, 256 and 512 tokens
-    sent = pickle.loads(pickle.dumps(cache))
-    assert torch.equal(sent.k, k)
-    assert sent.k.untyped_storage().nbytes() == k.nbytes  # the free room was never written
+        here = slice(place, place + 1)
+        cache, keys, values, visible = cache.append(k[:, here], v[:, here], new(cache, 1))
+        memory.add(cache.k.untyped_storage().data_ptr())
+        assert torch.equal(keys, k[:, : place + 1])
+        assert torch.equal(values, v[:, : place + 1])
+        assert visible.tolist() == [[True] * (place + 1)]
+    assert len(memory) <= 4  # room for 64, 128, 256 and 512 tokens
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("heads", [(), (2,)])
+def test_tokens_follow_those_of_their_stream_at_any_positions(gradients: bool, heads: tuple[int, ...]) -> None:
+    pieces = [(3, [3, 1]), (1, [0, 1]), (2, None), (1, None), (0, None), (MIN_ROOM, [2, MIN_ROOM]), (4, [0, 0]), (1, None)]
+    cache, read = empty(heads), [[torch.zeros(*heads, 0, 3)] for _ in range(2)]
+    with torch.set_grad_enabled(gradients):
+        for seed, (size, counts) in enumerate(pieces):
+            before = cache.position.clone()
+            k, v = tokens(size, seed, heads)
+            cache, keys, values, visible = cache.append(k, v, new(cache, size, counts))
+            for row, count in enumerate(counts or [size] * 2):
+                read[row].append(k[row, ..., :count, :])
+                whole = torch.cat(read[row], -2)
+                assert torch.equal(keys[row, ..., : whole.shape[-2], :], whole)
+                seen = visible if visible.dim() == 2 else visible[row]
+                expected = torch.arange(keys.shape[-2]) <= (before[row] + torch.arange(count))[:, None]
+                assert torch.equal(seen[:count], expected)
+            assert keys.isfinite().all()
+            assert values.isfinite().all()
+    assert cache.position.tolist() == [sum(part.shape[-2] for part in parts) for parts in read]
 
 
 @torch.no_grad()
-def test_a_cache_that_is_continued_twice_gives_each_its_own_tokens() -> None:
-    first = empty().append(*tokens(4))
-    one, other = first.append(*tokens(2, 1)), first.append(*tokens(2, 2))
-    assert torch.equal(first.k, tokens(4)[0])
-    assert torch.equal(one.k[:, 4:], tokens(2, 1)[0])
-    assert torch.equal(other.k[:, 4:], tokens(2, 2)[0])
-    assert torch.equal(one.append(*tokens(1, 3)).v[:, :6], one.v)
-    assert torch.equal(other.append(*tokens(1, 4)).v[:, :6], other.v)
-    assert torch.equal(one.append(*tokens(1, 5)).v[:, 4:6], tokens(2, 1)[1])
+def test_a_clone_and_taken_and_concatenated_streams_have_memory_of_their_own() -> None:
+    first = grown(empty(), *tokens(4))
+    branches = [first.clone(), first.take(torch.tensor([0, 1])), State.concatenate([first]), first]
+    continued = [grown(branch, *tokens(2, seed)) for seed, branch in enumerate(branches)]
+    for seed, cache in enumerate(continued):
+        assert torch.equal(cache.k[:, :6], torch.cat([tokens(4)[0], tokens(2, seed)[0]], 1))
 
 
 @torch.no_grad()
-def test_threads_that_continue_one_cache_do_not_write_over_each_other() -> None:
-    for _ in range(20):
-        first = empty().append(*tokens(4))
-        with ThreadPoolExecutor(8) as pool:
-            grown = list(pool.map(lambda seed, state=first: state.append(*tokens(3, seed)), range(8)))
-        for seed, cache in enumerate(grown):
-            assert torch.equal(cache.k[:, 4:], tokens(3, seed)[0])
-
-
-@torch.no_grad()
-def test_a_copied_cache_is_one_of_its_own() -> None:
-    first = empty().append(*tokens(4))
-    copied = copy.deepcopy(first)
-    copied.append(*tokens(2, 1))
-    grown = first.append(*tokens(2, 2))
-    again = copied.append(*tokens(2, 3))
-    assert torch.equal(grown.k[:, 4:], tokens(2, 2)[0])
-    assert torch.equal(again.k[:, 4:], tokens(2, 3)[0])
-
-
-@torch.no_grad()
-def test_a_cache_that_is_sent_to_two_processes_gives_each_its_own_tokens() -> None:
-    first = empty().append(*tokens(4))
-    one, other = (pickle.loads(ForkingPickler.dumps(first)) for _ in range(2))
-    grown, also = one.append(*tokens(2, 1)), other.append(*tokens(2, 2))
-    for cache, seed in ((grown, 1), (also, 2)):
-        assert torch.equal(cache.k, torch.cat([tokens(4)[0], tokens(2, seed)[0]], 1))
+def test_streams_of_different_rooms_are_concatenated() -> None:
+    short, long = grown(empty(), *tokens(2)), grown(empty(), *tokens(MIN_ROOM + 3, 1))
+    joined = State.concatenate([short, long])
+    k, v = (x.repeat(2, 1, 1) for x in tokens(1, 2))
+    _, keys, _, visible = joined.append(k, v, stream_batch(joined.position, (4, 1)))
+    for rows, old, count in ((slice(0, 2), tokens(2), 2), (slice(2, 4), tokens(MIN_ROOM + 3, 1), MIN_ROOM + 3)):
+        assert torch.equal(keys[rows, : count + 1], torch.cat([old[0], tokens(1, 2)[0]], 1))
+        assert visible[rows].sum(-1).tolist() == [[count + 1]] * 2
 
 
 def test_a_cache_made_in_inference_mode_can_be_continued_outside() -> None:
     with torch.inference_mode():
-        first = empty().append(*tokens(2))
+        first = grown(empty(), *tokens(2))
     with torch.no_grad():
-        grown = first.append(*tokens(1, 1))
-    assert torch.equal(grown.k, torch.cat([tokens(2)[0], tokens(1, 1)[0]], 1))
+        cache = grown(first, *tokens(1, 1))
+    assert torch.equal(cache.k[:, :3], torch.cat([tokens(2)[0], tokens(1, 1)[0]], 1))
 
 
 def test_gradients_flow_through_a_cache() -> None:
     k, v = (x.double().requires_grad_() for x in tokens(6))
 
-    def grown(k: Tensor, v: Tensor) -> Tensor:
-        cache = KVCache(k[:, :2], v[:, :2]).append(k[:, 2:5], v[:, 2:5]).append(k[:, 5:], v[:, 5:])
-        return cache.k.sum() + (cache.v**2).sum()
+    def weighted(k: Tensor, v: Tensor) -> Tensor:
+        cache = KVCache(torch.full((2,), 2), k[:, :2], v[:, :2], 2)
+        cache, *_ = cache.append(k[:, 2:5], v[:, 2:5], new(cache, 3, [3, 1]))
+        cache, keys, values, _ = cache.append(k[:, 5:], v[:, 5:], new(cache, 1))
+        return (keys * torch.arange(keys.numel()).view_as(keys)).sum() + (values**2).sum()
 
-    assert torch.autograd.gradcheck(grown, (k, v))
+    assert torch.autograd.gradcheck(weighted, (k, v))
 
 
 def test_a_cache_without_gradients_keeps_what_the_gradients_of_queries_need() -> None:
@@ -109,11 +118,13 @@ def test_a_cache_without_gradients_keeps_what_the_gradients_of_queries_need() ->
     torch.testing.assert_close(gradient, torch.autograd.grad(at_once.sum(), q)[0])
 
 
-@pytest.mark.parametrize("count", [1, MIN_ROOM + 1])
-def test_a_cache_holds_what_two_pieces_hold(count: int) -> None:
-    k, v = tokens(count + 7)
+@pytest.mark.parametrize("ends", [[0, 1, 8], [0, MIN_ROOM + 1, MIN_ROOM + 8], [0, 4, 4, 9]])
+def test_a_cache_holds_what_its_pieces_hold(ends: list[int]) -> None:
+    k, v = tokens(ends[-1])
+    cache = empty()
     with torch.no_grad():
-        cache = empty().append(k[:, :count], v[:, :count]).append(k[:, count:], v[:, count:])
-    assert cache.position == count + 7
-    assert torch.equal(cache.k, k)
-    assert torch.equal(cache.v, v)
+        for start, stop in pairwise(ends):
+            cache = grown(cache, k[:, start:stop], v[:, start:stop])
+    assert cache.position.tolist() == [ends[-1]] * 2
+    assert torch.equal(cache.k[:, : ends[-1]], k)
+    assert torch.equal(cache.v[:, : ends[-1]], v)

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from lineartime.layers import FLASH
 from lineartime.machine import using_threads
 from lineartime.ops import gated_mixed_chunk_attention
+from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.layout import Layout, LayoutPlan
-from lineartime.ops.make_layout import make_layout
-from lineartime.ops.mixed_chunk import attend_projected, chunked, tiled, tiles
+from lineartime.ops.make_batch import make_batch
+from lineartime.ops.mixed_chunk import attend_projected, chunked, cpu, cpu_tiles
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 
 pytestmark = pytest.mark.usefixtures("work")
@@ -27,7 +28,7 @@ CHUNK, D_QK, D_VALUE = 4, 6, 5
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "TILE_TOKENS", 8)
+    monkeypatch.setattr(cpu_tiles, "TILE_TOKENS", 8)
 
 
 @pytest.fixture
@@ -79,10 +80,10 @@ def test_tiled_form_is_the_definition(length: int, causal: bool, normalization: 
 def test_divisors_of_the_tiled_form_count_tokens_that_other_processes_hold(causal: bool, normalization: Any) -> None:
     tokens, gamma, beta, bias = make_inputs(3, 4 * CHUNK)
     projected, options = Projected(tokens, gamma, beta), MixedChunkOptions(CHUNK, causal, normalization=normalization)
-    plan = LayoutPlan(rotary_width=D_QK, chunk_size=CHUNK, dtype=torch.float64)
-    layout = make_layout(tokens.shape, device=tokens.device, plan=plan, context=ContextGroup("", rank=1, size=3))
-    gate, heads = projected.heads(layout.rotations)
-    outputs = tiled.attend(projected, bias, layout, options), gate * chunked.attend(heads, bias, layout, options)
+    needs = Needs(CHUNK, rotary_width=D_QK, dtype=torch.float64)
+    batch = make_batch(tokens.shape, device=tokens.device, needs=needs, context=ContextGroup("", rank=1, size=3))
+    gate, heads = projected.heads(batch.rotations)
+    outputs = cpu.attend(projected, bias, batch, options), gate * chunked.attend(heads, bias, batch, options)
     results = [[out, *torch.autograd.grad(out.square().sum(), (tokens, gamma, beta, bias))] for out in outputs]
     assert_same(*results)
 
@@ -178,7 +179,7 @@ def test_what_is_no_number_stays_so_and_large_inputs_do_not_overflow(dtype: torc
     assert out[0, :4].isnan().sum() == 1
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Tensor]]] = {
+BATCHES: dict[str, tuple[int, dict[str, Tensor]]] = {
     "whole chunks": (6 * CHUNK, {}),
     "one token": (1, {}),
     "ragged": (23, {}),
@@ -189,35 +190,36 @@ LAYOUTS: dict[str, tuple[int, dict[str, Tensor]]] = {
 
 
 def with_dense_maps(
-    inputs: tuple[Tensor, ...], layout: Layout, causal: bool, projection_bias: Tensor, output: Tensor, backend: Any
+    inputs: tuple[Tensor, ...], batch: Batch, causal: bool, projection_bias: Tensor, output: Tensor, backend: Any
 ) -> list[Tensor]:
     tokens, gamma, beta, bias = inputs
     options = MixedChunkOptions(CHUNK, causal)
-    out = attend_projected(Projected(tokens, gamma, beta, projection_bias), bias, layout, options, backend, output)
+    packed = Projected(batch.pack(tokens), gamma, beta, projection_bias)
+    out = batch.unpack(attend_projected(packed, bias, batch, options, backend, output))
     weighted = (out * (1 + torch.arange(out.numel()) % 7).view_as(out)).sum()
     return [out, *torch.autograd.grad(weighted, (*inputs, projection_bias, output))]
 
 
 @pytest.mark.usefixtures("small_tiles", "poisoned_memory")
-@pytest.mark.parametrize(("name", "causal"), [(name, causal) for name in LAYOUTS for causal in {True, name == "a prefix"}])
+@pytest.mark.parametrize(("name", "causal"), [(name, causal) for name in BATCHES for causal in {True, name == "a prefix"}])
 def test_what_is_done_of_the_dense_maps_is_the_definition_between_them(name: str, causal: bool) -> None:
-    length, parts = LAYOUTS[name]
+    length, parts = BATCHES[name]
     inputs, output = make_inputs(1 if "cu_seqlens" in parts else 2, length), torch.randn(3, D_VALUE, dtype=torch.float64)
-    plan = LayoutPlan(chunk_size=CHUNK, rotary_width=D_QK, dtype=torch.float64)
-    layout = make_layout(inputs[0].shape, **parts, device=inputs[0].device, plan=plan)
+    needs = Needs(CHUNK, rotary_width=D_QK, dtype=torch.float64)
+    batch = make_batch(inputs[0].shape, **parts, device=inputs[0].device, needs=needs)
     maps = (torch.randn(inputs[0].shape[-1], dtype=torch.float64).requires_grad_(), output.requires_grad_())
-    results = [with_dense_maps(inputs, layout, causal, *maps, backend) for backend in ("tiled", "oracle")]
+    results = [with_dense_maps(inputs, batch, causal, *maps, backend) for backend in ("tiled", "oracle")]
     assert_same(*results)
 
 
 def test_the_gated_output_is_not_kept_for_an_output_map() -> None:
     inputs, output = make_inputs(2, 64), torch.randn(3, D_VALUE, dtype=torch.float64, requires_grad=True)
-    plan = LayoutPlan(chunk_size=CHUNK, rotary_width=D_QK, dtype=torch.float64)
-    layout = make_layout(inputs[0].shape, device=inputs[0].device, plan=plan)
+    needs = Needs(CHUNK, rotary_width=D_QK, dtype=torch.float64)
+    batch = make_batch(inputs[0].shape, device=inputs[0].device, needs=needs)
 
     def attend(output: Tensor | None = None) -> Tensor:
         tokens, gamma, beta, bias = inputs
-        return attend_projected(Projected(tokens, gamma, beta), bias, layout, MixedChunkOptions(CHUNK), "tiled", output)
+        return attend_projected(Projected(tokens, gamma, beta), bias, batch, MixedChunkOptions(CHUNK), "tiled", output)
 
     gated_bytes = 2 * 64 * D_VALUE * 8
     assert kept_bytes(lambda: attend(output)) == kept_bytes(lambda: attend() @ output.mT) - gated_bytes
@@ -257,17 +259,17 @@ def test_pytorch_can_check_compile_and_export_it() -> None:
     document, n_documents = torch.tensor([0, 1, 1]), 2
     output, projection_bias = torch.randn(7, D_VALUE, requires_grad=True), torch.randn(chunks.shape[-1], requires_grad=True)
     arguments = (chunks, None, gamma, beta, bias, rotations, scale, torch.ones(1, 3), document, None, n_documents, 0.5, True)
-    torch.library.opcheck(tiled._forward_operator, (*arguments, True))
+    torch.library.opcheck(cpu._fused.operator, (*arguments, True))
     mapped = (chunks, projection_bias, *arguments[2:9], output, *arguments[10:], True)
-    torch.library.opcheck(tiled._forward_operator, mapped)
+    torch.library.opcheck(cpu._fused.operator, mapped)
     without = (chunks.detach(), None, gamma.detach(), beta.detach(), None, None, *arguments[6:], False)
-    torch.library.opcheck(tiled._forward_operator, without)
+    torch.library.opcheck(cpu._fused.operator, without)
     kept = (torch.randn(2, 3, CHUNK, D_VALUE), torch.randn(2, 3, CHUNK, D_VALUE), torch.randn(2, 3, D_QK, D_VALUE))
     strided = chunks.detach().transpose(0, 1).contiguous().transpose(0, 1)
     fixed = (strided, None, gamma.detach(), beta.detach(), bias.detach(), *arguments[5:])
-    torch.library.opcheck(tiled._backward_operator, (*kept, *fixed))
+    torch.library.opcheck(cpu._fused.backward, (*kept, *fixed, [True, False, True, True, True, False]))
     both = (strided, projection_bias.detach(), *fixed[2:9], output.detach(), *fixed[10:])
-    torch.library.opcheck(tiled._backward_operator, (torch.randn(2, 3, CHUNK, 7), *kept[1:], *both))
+    torch.library.opcheck(cpu._fused.backward, (torch.randn(2, 3, CHUNK, 7), *kept[1:], *both, [True] * 6))
 
     def run(*inputs: Tensor) -> Tensor:
         return gated_mixed_chunk_attention(
@@ -348,3 +350,14 @@ def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> Non
     arguments = {"projected": projected, "gamma": gamma, "beta": beta, "bias": bias, "positions": None} | options
     with pytest.raises(ValueError, match=message):
         gated_mixed_chunk_attention(**arguments, chunk_size=CHUNK)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_tiles_compute_in_the_dtype_of_autocast(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dtype is chosen before autocast is turned off: otherwise, a bf16 layer would compute in fp32."""
+    seen, fused = [], cpu._fused
+    monkeypatch.setattr(cpu, "_fused", lambda inputs: (seen.append(inputs.projected.dtype), fused(inputs))[1])
+    layer = FLASH(16, d_qk=8, chunk_size=CHUNK)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        layer(torch.randn(1, 9, 16)).sum().backward()
+    assert seen == [torch.bfloat16 if enabled else torch.float32]

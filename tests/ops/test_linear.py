@@ -60,14 +60,45 @@ def test_prefix_sum_matrix_product_chunks_and_recurrence_agree(length: int) -> N
     chunked, prefix, matmul = (
         linear_attention(q, k, v, causal=True, causal_sums=sums) for sums in (chunked_sums, prefix_sums, matmul_sums)
     )
-    state = LinearState(v.new_zeros(2, 3, 4, 6), 0)
+    state = LinearState(torch.zeros(2, dtype=torch.long), v.new_zeros(2, 3, 4, 6))
     pieces = []
     for start, stop in pairwise(sorted({0, 1, length // 2, length - 1, length})):
         piece, state = linear_attention_extend(*(x[:, :, start:stop] for x in (q, k, v)), state)
         pieces.append(piece)
     for other in (prefix, matmul, torch.cat(pieces, 2)):
         torch.testing.assert_close(chunked, other, atol=1e-12, rtol=0)
-    assert state.position == length
+    assert state.position.tolist() == [length] * 2
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_streams_at_different_positions_are_each_the_whole_form(gradients: bool, rotated: bool) -> None:
+    """In pieces of which only the first tokens of each stream are real; others are no numbers."""
+    pieces = [(5, [5, 2, 0]), (1, [1, 0, 1]), (3, None), (1, None), (130, [130, 1, 0]), (1, [0, 1, 1])]
+    total = sum(size for size, _ in pieces)
+    inputs = [features(3, 2, total, width).requires_grad_(gradients) for width in (4, 4, 5, 4, 4)]
+    real = torch.cat([torch.arange(size) < torch.tensor([size] * 3 if counts is None else counts)[:, None]
+                      for size, counts in pieces], 1)  # fmt: skip
+    state, outputs, start = LinearState(torch.zeros(3, dtype=torch.long), torch.zeros(3, 2, 4, 6).double()), [], 0
+    for size, counts in pieces:
+        q, k, v, *plain = (x[:, :, start : start + size] for x in inputs)
+        k = k.masked_fill(~real[:, None, start : start + size, None], torch.nan)
+        own = {"counts": None if counts is None else torch.tensor(counts), "plain": (plain[0], plain[1]) if rotated else None}
+        out, state = linear_attention_extend(q, k, v, state, **own)
+        outputs.append(out)
+        start += size
+    assert torch.equal(state.position, real.sum(1))
+    found, direction = torch.cat(outputs, 2), torch.randn(3, 2, total, 5).double()
+    for row in range(3):
+        q, k, v, *plain = (x[row, :, real[row]] for x in inputs)
+        alone = linear_attention(q, k, v, causal=True, plain=(plain[0], plain[1]) if rotated else None)
+        own, weights = found[row, :, real[row]], direction[row, :, real[row]]
+        torch.testing.assert_close(own, alone, atol=1e-12, rtol=0)
+        if gradients:
+            wanted = inputs if rotated else inputs[:3]
+            results = (torch.autograd.grad((y * weights).sum(), wanted, retain_graph=True) for y in (own, alone))
+            for one, other in zip(*results, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -103,7 +134,7 @@ def test_the_chunked_form_stores_no_state_for_every_token() -> None:
 
 def test_tokens_of_other_streams_than_those_of_the_state_are_refused() -> None:
     q, k, v = make_stream(2)
-    _, state = linear_attention_extend(q, k, v, LinearState(torch.zeros(2, 1, 3, 6), 0))
+    _, state = linear_attention_extend(q, k, v, LinearState(torch.zeros(2, dtype=torch.long), torch.zeros(2, 1, 3, 6)))
     for wrong in (1, 3):
         with pytest.raises(ArgumentError, match=r"state needs v of shape \[2, 1, N, 5\], but it is"):
             linear_attention_extend(*make_stream(wrong), state)

@@ -11,15 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lineartime.ops import (
-    mixed_chunk_attention,
-    mixed_chunk_attention_oracle,
-    quadratic_attention,
-)
+from lineartime.ops import mixed_chunk_attention, mixed_chunk_attention_oracle, quadratic_attention
 from lineartime.ops.activations import ACTIVATIONS
+from lineartime.ops.batch import Needs
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.layout import LayoutPlan
-from lineartime.ops.make_layout import make_layout
+from lineartime.ops.make_batch import make_batch
 from lineartime.ops.mixed_chunk import chunked, reference
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 
@@ -179,8 +175,8 @@ def test_states_and_counts_accumulate_in_float32() -> None:
 
 def test_backend_oracle_is_the_definition_and_not_the_chunked_form() -> None:
     inputs = make_inputs(1, 9)
-    layout = make_layout(inputs[-1].shape, device=inputs[-1].device, plan=LayoutPlan(chunk_size=CHUNK))
-    definition = reference.attend(Heads(*inputs), None, layout, MixedChunkOptions(CHUNK))
+    batch = make_batch(inputs[-1].shape, device=inputs[-1].device, needs=Needs(CHUNK))
+    definition = reference.attend(Heads(*inputs), None, batch, MixedChunkOptions(CHUNK))
     assert torch.equal(mixed_chunk_attention(*inputs, chunk_size=CHUNK, backend="oracle"), definition)
 
 
@@ -219,10 +215,10 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 def test_divisors_count_tokens_that_other_processes_hold(causal: bool, normalization: Any, form: ModuleType) -> None:
     inputs = make_inputs(2, 4 * CHUNK)
     options = MixedChunkOptions(CHUNK, causal, normalization=normalization)
-    plan = LayoutPlan(chunk_size=CHUNK)
+    needs = Needs(CHUNK)
     here, there = Heads(*(x[:, 2 * CHUNK :] for x in inputs)), Heads(*(x[:, : 2 * CHUNK] for x in inputs))
-    second = make_layout(here.v.shape, device=here.v.device, plan=plan, context=ContextGroup("", rank=1, size=2))
-    whole = form.attend(Heads(*inputs), None, make_layout((2, 4 * CHUNK), device=here.v.device, plan=plan), options)
+    second = make_batch(here.v.shape, device=here.v.device, needs=needs, context=ContextGroup("", rank=1, size=2))
+    whole = form.attend(Heads(*inputs), None, make_batch((2, 4 * CHUNK), device=here.v.device, needs=needs), options)
     part = form.attend(here, None, second, options)
     before = torch.arange(2 * CHUNK) // CHUNK * CHUNK if causal else torch.tensor([2 * CHUNK])
     read = here.q_lin @ (there.k_lin.mT @ there.v) / (2 * CHUNK + before)[:, None]

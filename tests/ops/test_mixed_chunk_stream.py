@@ -1,4 +1,4 @@
-"""FLASH's attention of streams: against the causal form, and, at different positions, against each stream alone."""
+"""FLASH's attention of streams, cut anywhere and at any positions, against the definition of the causal form."""
 
 from typing import Any
 
@@ -11,176 +11,249 @@ from torch import Tensor
 from lineartime import native
 from lineartime.errors import ArgumentError
 from lineartime.layers import FLASH, set_backend
-from lineartime.ops import mixed_chunk_attention, mixed_chunk_attention_extend, mixed_chunk_state
+from lineartime.ops import (
+    MixedChunkState,
+    gated_mixed_chunk_attention,
+    mixed_chunk_attention_extend,
+    mixed_chunk_attention_oracle,
+    mixed_chunk_state,
+)
 from lineartime.ops.activations import ACTIVATIONS
-from lineartime.ops.mixed_chunk import tiled, tiles
+from lineartime.ops.batch import Needs
+from lineartime.ops.make_batch import stream_batch
+from lineartime.ops.mixed_chunk import cpu, cpu_tiles
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
-from lineartime.ops.mixed_chunk.step import mixed_chunk_streams, step
-from lineartime.ops.mixed_chunk.stream import extend_projected
+from lineartime.ops.mixed_chunk.stream import extend, extend_projected
+from lineartime.ops.state import State
 
 CHUNK, D_QK, D_VALUE = 4, 6, 5
+NORMALIZATIONS = ["count", "paper", "paper_sum"]
 READ = [0, 1, 3, 4, 11]
-"""How many tokens the streams have read before they are joined."""
+"""How many tokens the streams have read before they are concatenated."""
 
 
 def make_inputs(length: int, batch: int = 1) -> list[Tensor]:
     return [torch.randn(batch, length, width, dtype=torch.float64) for width in (D_QK, D_QK, D_QK, D_QK, D_VALUE)]
 
 
-@settings(max_examples=40, deadline=None)
+def make_bias() -> Tensor:
+    return torch.randn(CHUNK, CHUNK, dtype=torch.float64)
+
+
+def empty_state(batch: int = 1) -> MixedChunkState:
+    return mixed_chunk_state(batch, CHUNK, D_QK, D_VALUE, like=torch.zeros((), dtype=torch.float64))
+
+
+def read(inputs: list[Tensor], state: MixedChunkState, mask: Tensor | None, bias: Tensor | None, **options: Any) -> Any:
+    """Read a piece of streams as a layer does: its padding holds no number."""
+    if mask is None:
+        return mixed_chunk_attention_extend(*inputs, state, bias=bias, **options)
+    batch = stream_batch(state.position, inputs[-1].shape, mask)
+    q_quad, k_quad, q_lin, k_lin, v = (batch.pack(x.masked_fill(~mask[..., None], torch.nan)) for x in inputs)
+    rows = None if bias is None else bias.__getitem__
+    out, state = extend(q_quad, q_lin, [k_quad, k_lin], v, rows, MixedChunkOptions(CHUNK, True, **options), state, batch)
+    return batch.unpack(out), state
+
+
+@settings(max_examples=100, deadline=None)
 @given(
-    cuts=st.lists(st.integers(0, 7), min_size=1, max_size=8),
+    pieces=st.lists(st.tuples(st.integers(0, 7) | st.just(1), st.booleans()), min_size=1, max_size=9),
     activation=st.sampled_from(ACTIVATIONS),
-    normalization=st.sampled_from(["count", "paper", "paper_sum"]),
+    normalization=st.sampled_from(NORMALIZATIONS),
+    biased=st.booleans(),
+    gradients=st.booleans(),
 )
-def test_streaming_in_any_pieces_is_the_causal_form(cuts: list[int], activation: Any, normalization: Any) -> None:
-    inputs, bias = make_inputs(sum(cuts), 2), torch.randn(CHUNK, CHUNK, dtype=torch.float64)
-    options: dict[str, Any] = {"bias": bias, "activation": activation, "normalization": normalization}
-    state = mixed_chunk_state(2, CHUNK, D_QK, D_VALUE, like=bias)
-    pieces, start = [], 0
-    for size in cuts:
-        piece, state = mixed_chunk_attention_extend(*(x[:, start : start + size] for x in inputs), state, **options)
-        pieces.append(piece)
-        start += size
-    whole = mixed_chunk_attention(*inputs, chunk_size=CHUNK, causal=True, **options)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-10, rtol=0)
-    assert state.position == sum(cuts)
+def test_streams_in_any_pieces_with_and_without_padding_are_the_definition(
+    pieces: list[tuple[int, bool]], activation: Any, normalization: Any, biased: bool, gradients: bool
+) -> None:
+    """After the first piece with padding, the streams are at different positions."""
+    sizes, options = [size for size, _ in pieces], {"activation": activation, "normalization": normalization}
+    inputs, bias = make_inputs(sum(sizes), 3), make_bias() if biased else None
+    mask = torch.cat([torch.rand(3, size) > 0.4 * padded for size, padded in pieces], 1)
+    leaves = [*inputs, *([] if bias is None else [bias])]
+    for x in leaves:
+        x.requires_grad_(gradients)
+    state, outputs, start = empty_state(3), [], 0
+    for size, padded in pieces:
+        here = slice(start, start := start + size)
+        out, state = read([x[:, here] for x in inputs], state, mask[:, here] if padded else None, bias, **options)
+        outputs.append(out)
+    out = torch.cat(outputs, 1)
+    expected = mixed_chunk_attention_oracle(*inputs, chunk_size=CHUNK, causal=True, mask=mask, bias=bias, **options)
+    torch.testing.assert_close(out, expected, atol=1e-10, rtol=0)
+    assert torch.equal(state.position, mask.sum(1))
+    if gradients and sum(sizes):
+        direction = torch.randn_like(out)
+        found, exact = (
+            torch.autograd.grad((y * direction).sum(), leaves, materialize_grads=True, allow_unused=True)
+            for y in (out, expected)
+        )
+        torch.testing.assert_close(found, exact, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
-@pytest.mark.parametrize(("d_qk", "biased", "rotated"), [(6, True, True), (6, False, False), (5, True, False)])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("sizes", [[1] * 10, [3, 1, 6]])
+def test_concatenated_taken_and_cloned_streams_continue_as_each_would_alone(
+    activation: Any, normalization: Any, sizes: list[int]
+) -> None:
+    """Through the ends of two chunks, which the streams reach at different tokens."""
+    options: dict[str, Any] = {"activation": activation, "normalization": normalization, "bias": make_bias()}
+    inputs = [make_inputs(start + 10) for start in READ]
+    alone = [mixed_chunk_attention_oracle(*whole, chunk_size=CHUNK, causal=True, **options) for whole in inputs]
+    states = [
+        mixed_chunk_attention_extend(*(x[:, :start] for x in whole), empty_state(), **options)[1]
+        for whole, start in zip(inputs, READ, strict=True)
+    ]
+    joined = State.concatenate(states)
+    rows = [3, 0, 3, 4]
+    branches = [(joined.clone(), [0, 1, 2, 3, 4]), (joined.take(torch.tensor(rows)), rows), (joined, [0, 1, 2, 3, 4])]
+    for state, streams in branches:
+        done = 0
+        for size in sizes:
+            tokens = [torch.cat([inputs[row][part][:, READ[row] + done :][:, :size] for row in streams]) for part in range(5)]
+            out, state = mixed_chunk_attention_extend(*tokens, state, **options)
+            expected = torch.cat([alone[row][:, READ[row] + done :][:, :size] for row in streams])
+            torch.testing.assert_close(out, expected, atol=1e-10, rtol=0)
+            done += size
+        assert state.position.tolist() == [READ[row] + 10 for row in streams]
+    assert [state.position.tolist() for state in states] == [[start] for start in READ], "concatenating must copy"
+
+
+def test_a_token_is_written_into_the_memory_of_the_state_unless_a_gradient_needs_the_old_one() -> None:
+    state = empty_state(2)
+    memory = [x.data_ptr() for x in state.tensors()]
+    for _ in range(2 * CHUNK + 1):
+        _, state = mixed_chunk_attention_extend(*make_inputs(1, 2), state)
+    assert [x.data_ptr() for x in state.tensors()] == memory
+    before = state.clone()
+    q, *others = make_inputs(1, 2)
+    mixed_chunk_attention_extend(q.requires_grad_(), *others, state)
+    assert all(torch.equal(one, other) for one, other in zip(before.tensors(), state.tensors(), strict=True))
+
+
+def test_a_state_made_in_inference_mode_is_continued_outside() -> None:
+    inputs = make_inputs(CHUNK + 2)
+    with torch.inference_mode():
+        _, state = mixed_chunk_attention_extend(*(x[:, :-2] for x in inputs), empty_state())
+    outputs = []
+    for start in (CHUNK, CHUNK + 1):
+        out, state = mixed_chunk_attention_extend(*(x[:, start : start + 1] for x in inputs), state)
+        outputs.append(out)
+    whole = mixed_chunk_attention_oracle(*inputs, chunk_size=CHUNK, causal=True)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole[:, CHUNK:], atol=1e-10, rtol=0)
+
+
+def test_a_step_can_be_recorded() -> None:
+    """A CUDA graph repeats the same operations on the same memory: no shape may depend on a position."""
+    state, bias = empty_state(2), make_bias()
+    memory = [x.data_ptr() for x in state.tensors()]
+    torch._dynamo.reset()
+    compiled = torch.compile(mixed_chunk_attention_extend, backend="aot_eager", fullgraph=True, dynamic=False)
+    inputs, outputs = make_inputs(2 * CHUNK + 1, 2), []
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for start in range(2 * CHUNK + 1):
+            out, state = compiled(*(x[:, start : start + 1].clone() for x in inputs), state, bias=bias)
+            outputs.append(out)
+    assert [x.data_ptr() for x in state.tensors()] == memory
+    assert state.position.tolist() == [2 * CHUNK + 1] * 2
+    whole = mixed_chunk_attention_oracle(*inputs, chunk_size=CHUNK, causal=True, bias=bias)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 600])
+def test_states_accumulate_in_float32(size: int) -> None:
+    # 1 + 1 + ... stops at 256 in bfloat16.
+    ones = torch.ones(1, 600, 1, dtype=torch.bfloat16)
+    state = mixed_chunk_state(1, 1, 1, 1, like=ones)
+    for piece in ones.split(size, 1):
+        _, state = mixed_chunk_attention_extend(0 * piece, piece, piece, piece, piece, state)
+    assert state.summary.dtype == torch.float32
+    assert state.summary.item() == 600.0
+
+
+@pytest.mark.parametrize(("batch", "d_qk"), [(1, D_QK), (3, D_QK), (2, D_QK + 1)])
+def test_tokens_of_other_streams_than_those_of_the_state_are_refused(batch: int, d_qk: int) -> None:
+    inputs = [torch.randn(batch, 3, width) for width in (d_qk, d_qk, d_qk, d_qk, D_VALUE)]
+    with pytest.raises(ArgumentError, match=r"state needs k_quad of shape .*N.*, but it is"):
+        mixed_chunk_attention_extend(*inputs, empty_state(2))
+
+
+# From the projected tokens of a layer ---------------------------------------------------------------------------------
+
+
+def make_projected(length: int, d_qk: int = D_QK, dtype: torch.dtype = torch.float64) -> Projected:
+    shapes = (3, length, 2 * D_VALUE + d_qk), (4, d_qk), (4, d_qk)
+    return Projected(*(torch.randn(*shape, dtype=torch.float64).to(dtype) for shape in shapes))
+
+
+def read_projected(
+    projected: Projected, sizes: list[int], bias: Tensor | None, rope: bool, options: MixedChunkOptions, backend: Any = "auto"
+) -> tuple[Tensor, MixedChunkState]:
+    dtype, d_qk, outputs = projected.gamma.dtype, projected.d_qk, []
+    needs = Needs(CHUNK, rotary_width=d_qk if rope else None, dtype=torch.promote_types(dtype, torch.float32))
+    state = mixed_chunk_state(3, CHUNK, d_qk, D_VALUE, like=projected.gamma)
+    for piece in projected.tokens.split(sizes, 1):
+        tokens, batch = projected._replace(tokens=piece.contiguous()), stream_batch(state.position, piece.shape, needs=needs)
+        rows = None if bias is None else bias.__getitem__
+        out, state = extend_projected(tokens, rows, batch, options, state, backend)
+        outputs.append(out)
+    return torch.cat(outputs, 1), state
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize(("rope", "biased"), [(True, True), (False, True), (True, False)])
+def test_tokens_one_by_one_are_the_gated_definition(
+    dtype: torch.dtype, tolerance: float, normalization: Any, rope: bool, biased: bool
+) -> None:
+    projected, bias = make_projected(23, dtype=dtype), make_bias().to(dtype) if biased else None
+    exact = Projected(*(x.double() for x in projected[:3] if x is not None))
+    options: dict[str, Any] = {"positions": torch.arange(23) if rope else None, "normalization": normalization}
+    options["bias"] = None if bias is None else bias.double()
+    truth = gated_mixed_chunk_attention(*exact[:3], chunk_size=CHUNK, causal=True, backend="oracle", **options)
+    out, _ = read_projected(projected, [1] * 23, bias, rope, MixedChunkOptions(CHUNK, True, "relu2", normalization))
+    assert out.dtype == dtype
+    assert (out - truth).abs().max() < tolerance * truth.abs().max()
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize(("d_qk", "biased", "rope"), [(6, True, True), (6, False, False), (5, True, False)])
 @pytest.mark.parametrize("tile_tokens", [8, 1024])
 def test_tiles_read_whole_chunks_of_streams_as_the_plain_form_does(
-    normalization: Any, d_qk: int, biased: bool, rotated: bool, tile_tokens: int, monkeypatch: pytest.MonkeyPatch
+    normalization: Any, d_qk: int, biased: bool, rope: bool, tile_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces that begin and end inside chunks, with one chunk, or several tiles of them; d_qk 5 has no C++ functions."""
-    monkeypatch.setattr(tiles, "TILE_TOKENS", tile_tokens)
-    lengths = []
-    form = tiled.extend_gated
+    monkeypatch.setattr(cpu_tiles, "TILE_TOKENS", tile_tokens)
+    lengths, form = [], cpu.extend_gated
 
     def counted(projected: Projected, *rest: Any) -> tuple[Tensor, Tensor]:
         lengths.append(projected.tokens.shape[1])
         return form(projected, *rest)
 
-    monkeypatch.setattr(tiled, "extend_gated", counted)
-    cuts = [3, 6, CHUNK, 0, 7 * CHUNK + 1, 2, 30]
-    shapes = (3, sum(cuts), 10 + d_qk), (4, d_qk), (4, d_qk)
-    whole, gamma, beta = (torch.randn(*shape, dtype=torch.float64) for shape in shapes)
-    bias = torch.randn(CHUNK, CHUNK, dtype=torch.float64) if biased else None
-    angles = torch.randn(sum(cuts), d_qk // 2, dtype=torch.float64)
+    monkeypatch.setattr(cpu, "extend_gated", counted)
+    sizes = [3, 6, CHUNK, 0, 7 * CHUNK + 1, 2, 30]
+    projected, bias = make_projected(sum(sizes), d_qk), make_bias() if biased else None
     options = MixedChunkOptions(CHUNK, True, "relu2", normalization)
-    states = {form: mixed_chunk_state(3, CHUNK, d_qk, 5, like=gamma) for form in ("torch", "auto", "tiled")}
-    start = 0
-    for size in cuts:
-        here = slice(start, start := start + size)
-        rotations = torch.stack([angles[here].cos(), angles[here].sin()]) if rotated else None
-        found = {}
-        for name, state in states.items():
-            before = state.summary.clone()
-            tokens = Projected(whole[:, here].contiguous(), gamma, beta)
-            found[name], states[name] = extend_projected(tokens, bias, rotations, options, state, name)
-            assert torch.equal(state.summary, before)
-        for name in ("auto", "tiled"):
-            torch.testing.assert_close(found[name], found["torch"], atol=1e-11, rtol=0)
-            for one, other in zip(states[name], states["torch"], strict=True):
-                torch.testing.assert_close(one, other, atol=1e-11, rtol=0)
+    expected, plain = read_projected(projected, sizes, bias, rope, options, "torch")
+    for backend in ("auto", "tiled"):
+        found, state = read_projected(projected, sizes, bias, rope, options, backend)
+        torch.testing.assert_close(found, expected, atol=1e-11, rtol=0)
+        torch.testing.assert_close(state.summary, plain.summary, atol=1e-11, rtol=0)
+        assert torch.equal(state.position, plain.position)
     can_run = native.why_not_native() is None and d_qk % 2 == 0
     assert sorted(set(lengths)) == ([CHUNK, 6 * CHUNK, 7 * CHUNK] if can_run else []), "whole chunks must be read by tiles"
 
 
 def test_streams_that_need_gradients_are_read_in_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "extend_gated", None)
-    whole, gamma, beta = (torch.randn(*shape, dtype=torch.float64) for shape in ((1, CHUNK, 16), (4, 6), (4, 6)))
-    state = mixed_chunk_state(1, CHUNK, 6, 5, like=gamma)
-    tokens = Projected(whole.requires_grad_(), gamma, beta)
-    out, _ = extend_projected(tokens, None, None, MixedChunkOptions(CHUNK, causal=True), state)
+    monkeypatch.setattr(cpu, "extend_gated", None)
+    projected = make_projected(CHUNK)
+    projected.tokens.requires_grad_()
+    out, _ = read_projected(projected, [CHUNK], None, False, MixedChunkOptions(CHUNK, causal=True))
     out.sum().backward()
-    assert whole.grad is not None
-
-
-def test_extend_leaves_the_state_it_was_given_as_it_was() -> None:
-    inputs = make_inputs(7)
-    _, state = mixed_chunk_attention_extend(*inputs, mixed_chunk_state(1, CHUNK, D_QK, D_VALUE, like=inputs[0]))
-    before = [x.clone() if isinstance(x, Tensor) else x for x in state]
-    mixed_chunk_attention_extend(*make_inputs(9), state)
-    for old, new in zip(before, state, strict=True):
-        assert torch.equal(old, new) if isinstance(old, Tensor) else old == new
-
-
-def test_states_accumulate_in_float32() -> None:
-    # 1 + 1 + ... stops at 256 in bfloat16.
-    ones = torch.ones(1, 600, 1, dtype=torch.bfloat16)
-    state = mixed_chunk_state(1, 1, 1, 1, like=ones)
-    assert state.summary.dtype == torch.float32
-    _, state = mixed_chunk_attention_extend(0 * ones, ones, ones, ones, ones, state)
-    assert state.summary.item() == 600.0
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
-@pytest.mark.parametrize("biased", [False, True])
-def test_joined_streams_continue_as_each_would_alone(activation: Any, normalization: Any, biased: bool) -> None:
-    options: dict[str, Any] = {"activation": activation, "normalization": normalization}
-    options["bias"] = torch.randn(CHUNK, CHUNK, dtype=torch.float64) if biased else None
-    inputs = [make_inputs(read + 10) for read in READ]
-    empty = mixed_chunk_state(1, CHUNK, D_QK, D_VALUE, like=inputs[0][0])
-    alone = [mixed_chunk_attention_extend(*whole, empty, **options)[0] for whole in inputs]
-
-    states = []
-    for whole, read in zip(inputs, READ, strict=True):
-        states.append(mixed_chunk_attention_extend(*(x[:, :read] for x in whole), empty, **options)[1])
-    before = [part.clone() for state in states for part in state if isinstance(part, Tensor)]
-    streams = mixed_chunk_streams(states)
-    for new in range(10):  # through the end of two chunks
-        tokens = [
-            torch.cat([whole[part][:, read + new, None] for whole, read in zip(inputs, READ, strict=True)]) for part in range(5)
-        ]
-        bias = options["bias"]
-        row = None if bias is None else bias[streams.position % CHUNK]
-        out = step(
-            torch.stack(tokens[:4], 1), tokens[4], row, MixedChunkOptions(CHUNK, True, activation, normalization), streams
-        )
-        expected = torch.cat([whole[:, read + new, None] for whole, read in zip(alone, READ, strict=True)])
-        torch.testing.assert_close(out, expected, atol=1e-10, rtol=0)
-    assert streams.position.tolist() == [read + 10 for read in READ]
-    after = [part for state in states for part in state if isinstance(part, Tensor)]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "joining must leave the states as they are"
-
-
-@pytest.mark.parametrize(("chunk_size", "read", "summed"), [(16, 15, 8), (16, 7, 0), (16, 20, 0), (12, 11, 8), (5, 4, 4)])
-def test_joining_adds_the_full_groups_of_the_open_chunk_to_the_sums_as_they_are_rounded(
-    chunk_size: int, read: int, summed: int
-) -> None:
-    """A step takes them out of the sums again, by the keys and values that are kept."""
-    *keys_and_queries, v = make_inputs(read)
-    _, state = mixed_chunk_attention_extend(*keys_and_queries, v, mixed_chunk_state(1, chunk_size, D_QK, D_VALUE, like=v))
-    streams = mixed_chunk_streams([state], torch.bfloat16)
-    assert streams.keys.dtype == streams.values.dtype == torch.bfloat16
-    k_lin, values = streams.keys[:, 1, :summed].double(), streams.values[:, :summed].double()
-    torch.testing.assert_close(streams.sums, state.summary + k_lin.mT @ values, atol=1e-12, rtol=0)
-
-
-def test_a_step_can_be_recorded() -> None:
-    """A CUDA graph repeats the same operations on the same memory: no shape may depend on a position."""
-    state = mixed_chunk_state(2, CHUNK, D_QK, D_VALUE, like=torch.empty(0, dtype=torch.float64))
-    streams = mixed_chunk_streams([state])
-    places = [tensor.data_ptr() for tensor in streams]
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=False)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for _ in range(2 * CHUNK + 1):
-            maps, v = (torch.randn(2, *shape, dtype=torch.float64) for shape in ((4, 1, D_QK), (1, D_VALUE)))
-            compiled(maps, v, None, MixedChunkOptions(CHUNK, causal=True), streams)
-    assert [tensor.data_ptr() for tensor in streams] == places
-    assert streams.position.tolist() == [2 * CHUNK + 1] * 2
-
-
-@pytest.mark.parametrize(("batch", "d_qk", "name"), [(1, D_QK, "k_quad"), (3, D_QK, "k_quad"), (2, D_QK + 1, "k_quad")])
-def test_tokens_of_other_streams_than_those_of_the_state_are_refused(batch: int, d_qk: int, name: str) -> None:
-    state = mixed_chunk_state(2, CHUNK, D_QK, D_VALUE, like=torch.zeros(()))
-    inputs = [torch.randn(batch, 3, width) for width in (d_qk, d_qk, d_qk, d_qk, D_VALUE)]
-    with pytest.raises(ArgumentError, match=f"state needs {name} of shape .*N.*, but it is"):
-        mixed_chunk_attention_extend(*inputs, state)
+    assert projected.tokens.grad is not None
 
 
 @pytest.mark.parametrize("backend", ["triton", "tiled"])

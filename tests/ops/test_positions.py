@@ -7,7 +7,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lineartime.errors import ArgumentError
 from lineartime.ops import rope, rotary_bias, sinusoid, table_bias
-from lineartime.ops.positions import bucket_bias, distance_buckets, partial_rotary_table, rotate
 
 
 def test_rope_turns_a_pair_by_its_angle() -> None:
@@ -77,35 +76,6 @@ def test_positions_that_are_changed_in_place_are_not_taken_for_the_old_ones() ->
     positions += 1
     torch.testing.assert_close(rope(x, positions), rope(x, torch.arange(1, 4)))
     assert not torch.equal(before, rope(x, positions))
-
-
-def test_buckets_of_distances_are_those_of_t5() -> None:
-    """Also where the logarithm of a distance is exactly at a border, as at powers of two."""
-    distances = torch.tensor([0, 1, 7, 8, 11, 12, 15, 16, 31, 32, 63, 64, 90, 91, 127, 128, 10_000])
-    both_ways = torch.tensor([0, 1, 7, 8, 8, 9, 9, 10, 11, 12, 13, 14, 14, 15, 15, 15, 15])
-    assert torch.equal(distance_buckets(-distances, causal=False), both_ways)
-    assert torch.equal(distance_buckets(distances[1:], causal=False), both_ways[1:] + 16)
-    causal = torch.tensor([0, 1, 7, 8, 11, 12, 15, 16, 21, 21, 26, 26, 29, 29, 31, 31, 31])
-    assert torch.equal(distance_buckets(-distances, causal=True), causal)
-    assert not distance_buckets(distances, causal=True).any()
-
-
-def test_a_bias_by_buckets_depends_on_the_distance_alone_and_has_no_limit() -> None:
-    values, near = torch.randn(32), torch.arange(300)
-    bias = bucket_bias(values, near, near, causal=False)
-    assert torch.equal(bias[0, 1:], values[distance_buckets(near[1:], causal=False)])
-    assert torch.equal(bias[:-1, :-1], bias[1:, 1:])
-    assert torch.equal(bucket_bias(values, near + 10**6, near + 10**6, causal=False), bias)
-
-
-def test_a_partial_rotation_leaves_the_other_features_as_they_are() -> None:
-    x, positions = torch.randn(5, 12, dtype=torch.float64), torch.arange(5)
-    turned = rotate(x, partial_rotary_table(positions, 12, 4, torch.float64))
-    moving = [0, 1, 6, 7]
-    still = [place for place in range(12) if place not in moving]
-    assert torch.equal(turned[:, still], x[:, still])
-    torch.testing.assert_close(turned[:, moving], rope(x[:, moving], positions))
-    assert torch.equal(rotate(x, partial_rotary_table(positions, 12, None, torch.float64)), rope(x, positions))
 
 
 def test_a_table_of_biases_is_never_read_beyond_its_ends() -> None:

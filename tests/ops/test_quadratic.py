@@ -19,10 +19,16 @@ from lineartime.ops import (
     quadratic_attention_oracle,
 )
 from lineartime.ops.activations import ACTIVATIONS
-from lineartime.ops.quadratic import tiled
+from lineartime.ops.make_batch import stream_batch
+from lineartime.ops.quadratic import attend_rows, cpu
+from lineartime.ops.quadratic.inputs import QuadraticOptions
 
 LENGTHS = [0, 1, 3, 4, 5, 17]
 OPTIONS = st.sampled_from([(activation, normalization) for activation in ACTIVATIONS for normalization in ("count", 7)])
+
+
+def empty_cache(k: Tensor, v: Tensor) -> KVCache:
+    return KVCache(torch.zeros(len(k), dtype=torch.long), k[:, :0], v[:, :0])
 
 
 def make_inputs(batch: int, length: int, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,7 +39,7 @@ def make_inputs(batch: int, length: int, grad: bool = False) -> tuple[Tensor, Te
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("normalization", ["count", "paper", "paper_bias", 7])
+@pytest.mark.parametrize("normalization", ["count", "paper", 7])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_parallel_form_is_the_definition(
@@ -135,28 +141,44 @@ def test_packed_documents_equal_each_document_alone(ends: list[int], causal: boo
                 torch.testing.assert_close(packed[:, start:stop], alone, atol=1e-12, rtol=0)
 
 
-@settings(max_examples=40, deadline=None)
-@given(cuts=st.lists(st.integers(0, 7), min_size=1, max_size=6), options=OPTIONS)
-def test_streaming_in_any_pieces_is_the_causal_form(cuts: list[int], options: tuple[Any, Any]) -> None:
-    activation, normalization = options
-    total = sum(cuts)
-    q, k, v = make_inputs(2, total)
-    bias = torch.randn(total, total, dtype=torch.float64)
-    state = KVCache(k[:, :0], v[:, :0])
-    pieces, start = [], 0
-    for size in cuts:
-        stop = start + size
-        piece, state = quadratic_attention_extend(
-            *(x[:, start:stop] for x in (q, k, v)),
-            state,
-            bias=bias[start:stop, :stop],
-            activation=activation,
-            normalization=normalization,
-        )
-        pieces.append(piece)
-        start = stop
-    whole = quadratic_attention(q, k, v, causal=True, bias=bias, activation=activation, normalization=normalization)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-10, rtol=0)
+@settings(max_examples=60, deadline=None)
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 7) | st.just(1), st.booleans()), min_size=1, max_size=6),
+    options=OPTIONS,
+    gradients=st.booleans(),
+)
+def test_streams_in_any_pieces_with_and_without_padding_are_the_definition(
+    pieces: list[tuple[int, bool]], options: tuple[Any, Any], gradients: bool
+) -> None:
+    """After the first piece with padding, the streams are at different positions."""
+    own: dict[str, Any] = {"activation": options[0], "normalization": options[1]}
+    mask = torch.cat([torch.rand(3, size) > 0.4 * padded for size, padded in pieces], 1)
+    total = mask.shape[1]
+    inputs = make_inputs(3, total, grad=gradients)
+    bias = torch.randn(total, total, dtype=torch.float64, requires_grad=gradients)
+    state, outputs, start = empty_cache(*inputs[1:]), [], 0
+    with torch.set_grad_enabled(gradients):
+        for size, padded in pieces:
+            here = slice(start, start := start + size)
+            real = mask[:, here]
+            batch = stream_batch(state.position, real.shape, real if padded else None)
+            positions = (state.position[:, None] + torch.arange(size)).clamp(max=total - 1)
+            tokens = [batch.pack(x[:, here].masked_fill(~real[..., None], torch.nan)) for x in inputs]
+            rows = lambda n_keys, positions=positions: bias[positions, :n_keys]  # noqa: E731
+            out, state = quadratic_attention_extend(*tokens, state, batch=batch, bias=rows, **own)
+            outputs.append(batch.unpack(out))
+    assert torch.equal(state.position, mask.sum(1))
+    found, exact = torch.cat(outputs, 1), torch.zeros(3, total, 5, dtype=torch.float64)
+    for row, real in enumerate(mask):  # alone: in a batch, a bias is indexed by place, padding included
+        count = int(real.sum())
+        alone = [x[row : row + 1, real] for x in inputs]
+        exact[row, real] = quadratic_attention_oracle(*alone, causal=True, bias=bias[:count, :count], **own)[0]
+    torch.testing.assert_close(found, exact, atol=1e-10, rtol=0)
+    if gradients and mask.any():
+        direction = torch.randn_like(exact)
+        results = (torch.autograd.grad((y * direction).sum(), (*inputs, bias)) for y in (found, exact))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -200,8 +222,8 @@ def test_a_mask_is_never_broadcast_over_the_wrong_axis() -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "QUERIES", 16)
-    monkeypatch.setattr(tiled, "SCORES", 2048)
+    monkeypatch.setattr(cpu, "QUERIES", 16)
+    monkeypatch.setattr(cpu, "SCORES", 2048)
 
 
 def values_and_gradients(inputs: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
@@ -240,7 +262,7 @@ def test_tiled_form_is_the_plain_one_at_ragged_lengths(length: int, causal: bool
 def test_an_option_that_a_stream_does_not_have_is_named(options: dict[str, Any], message: str) -> None:
     q, k, v = make_inputs(1, 2)
     with pytest.raises(ValueError, match=message):
-        quadratic_attention_extend(q, k, v, KVCache(k[:, :0], v[:, :0]), **options)
+        quadratic_attention_extend(q, k, v, empty_cache(k, v), **options)
 
 
 @pytest.mark.parametrize("backend", ["tiled", "torch", "oracle"])
@@ -310,7 +332,7 @@ def test_pytorch_can_check_and_compile_the_tiled_form() -> None:
     q, k, v = (x.detach().float().requires_grad_() for x in make_inputs(2, 10))
     bias = torch.randn(10, 10, requires_grad=True)
     for arguments in ((q, k, v, bias), (q, k, v, None)):
-        torch.library.opcheck(tiled._forward_operator, (*arguments, torch.full((2, 10), 0.1), 0.4, True))
+        torch.library.opcheck(cpu._fused.operator, (*arguments, torch.full((2, 10), 0.1), 0.4, True, True))
 
     def run(*x: Tensor) -> Tensor:
         return quadratic_attention(*x[:3], bias=x[3], causal=True, backend="tiled")
@@ -340,24 +362,26 @@ def test_what_cannot_be_computed_is_named(options: dict[str, Any], message: str)
         quadratic_attention(*make_inputs(1, 5), **options)
 
 
-def test_a_bias_that_is_divided_too_is_that_of_a_document_of_its_length() -> None:
+@pytest.mark.parametrize("backend", ["torch", "oracle"])
+def test_a_bias_of_each_row_is_read_by_its_row(backend: Any) -> None:
     q, k, v = make_inputs(2, 9)
-    bias, mask = torch.randn(9, 9, dtype=torch.float64), torch.arange(9) < torch.tensor([[9], [5]])
-    out = quadratic_attention(q, k, v, bias=bias, mask=mask, normalization="paper_bias")
+    bias, real = torch.randn(2, 9, 9, dtype=torch.float64), torch.arange(9) < torch.tensor([[9], [5]])
+    out = attend_rows(q, k, v, bias, real, QuadraticOptions(causal=True), backend)
     for row, length in enumerate((9, 5)):
-        own = [x[row, :length] for x in (q, k, v)]
-        weights = ((own[0] @ own[1].mT + bias[:length, :length]) / length).relu().square()
-        torch.testing.assert_close(out[row, :length], weights @ own[2], atol=1e-12, rtol=0)
+        own = [x[row : row + 1, :length] for x in (q, k, v)]
+        expected = quadratic_attention_oracle(*own, causal=True, bias=bias[row, :length, :length])
+        torch.testing.assert_close(out[row : row + 1, :length], expected, atol=1e-12, rtol=0)
 
 
-def test_a_form_that_cannot_divide_the_bias_is_refused() -> None:
+def test_a_form_that_cannot_read_a_bias_of_each_row_is_refused() -> None:
+    bias = torch.zeros(1, 3, 3, dtype=torch.float64)
     with pytest.raises(ValueError, match="backend is 'tiled', but must be one of 'auto', 'torch', 'oracle'"):
-        quadratic_attention(*make_inputs(1, 3), normalization="paper_bias", backend="tiled")
+        attend_rows(*make_inputs(1, 3), bias, None, QuadraticOptions(), "tiled")
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 6), (3, 3, 6), (2, 3, 7), (2, 1, 3, 6)])
 def test_tokens_of_other_streams_than_those_of_the_state_are_refused(shape: tuple[int, ...]) -> None:
-    state = KVCache(torch.randn(2, 5, 6), torch.randn(2, 5, 4))
+    state = KVCache(torch.full((2,), 5), torch.randn(2, 5, 6), torch.randn(2, 5, 4), 5)
     q, k, v = torch.randn(shape), torch.randn(shape), torch.randn(*shape[:-1], 4)
     with torch.no_grad(), pytest.raises(ArgumentError, match=r"state needs k of shape \[2, N, 6\], but it is"):
         quadratic_attention_extend(q, k, v, state)

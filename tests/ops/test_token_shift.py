@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lineartime.ops.batch import Batch
 from lineartime.ops.documents import by_document
-from lineartime.ops.layout import Layout, LayoutPlan
-from lineartime.ops.make_layout import make_layout
+from lineartime.ops.make_batch import make_batch, stream_batch
 from lineartime.ops.token_shift import shift_next, shift_tokens
 
 CPU, LENGTH = torch.device("cpu"), 9
@@ -26,8 +26,8 @@ def definition(x: Tensor) -> Tensor:
     )
 
 
-def layout_of(x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Layout:
-    return make_layout(x.shape, mask, cu_seqlens, device=CPU, plan=LayoutPlan(token_shift=True))
+def shifted_in(batch: Batch, x: Tensor) -> Tensor:
+    return batch.unpack(shift_tokens(batch.pack(x), batch.positions))
 
 
 def tokens(batch: int, d: int = 6) -> Tensor:
@@ -41,11 +41,9 @@ def test_whole_sequences_are_the_definition_with_its_gradients(d: int, side: str
     x, mask = tokens(1 if packed else 3, d), None if side is None else MASKS[side]
     if packed and mask is not None:
         mask = mask[1:2]
-    layout = layout_of(x, mask, PACK if packed else None)
-    expected = by_document(definition, x, layout=layout)
-    shifted = shift_tokens(x, layout.previous)
-    if mask is not None:
-        shifted = shifted.masked_fill(~mask[..., None], 0.0)
+    shifted = shifted_in(make_batch(x.shape, mask, PACK if packed else None, device=CPU), x)
+    document = torch.bucketize(torch.arange(LENGTH), PACK[1:], right=True) if packed else None
+    expected = by_document(definition, x, document=document, real=mask)
     assert torch.equal(shifted, expected)
     direction = torch.randn_like(x)
     (gradient,), (wanted,) = (torch.autograd.grad((y * direction).sum(), x) for y in (shifted, expected))
@@ -53,13 +51,19 @@ def test_whole_sequences_are_the_definition_with_its_gradients(d: int, side: str
 
 
 @pytest.mark.parametrize("cuts", [[9], [1] * 9, [0, 4, 0, 5, 0]])
-def test_a_stream_is_the_definition_however_it_is_cut(cuts: list[int]) -> None:
-    x, last, pieces = tokens(2, 5), torch.zeros(2, 3, dtype=torch.float64), []
-    for piece in x.split(cuts, 1):
-        shifted, last = shift_next(piece, last)
-        pieces.append(shifted)
-    assert torch.equal(torch.cat(pieces, 1), torch.stack([definition(row) for row in x]))
-    assert torch.equal(last, x[:, -1, :3])
+@pytest.mark.parametrize("side", [None, *MASKS])
+def test_a_stream_is_the_definition_however_it_is_cut(cuts: list[int], side: str | None) -> None:
+    x, last, position, pieces = tokens(3, 5), torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.long), []
+    mask = torch.ones(3, LENGTH, dtype=torch.bool) if side is None else MASKS[side]
+    for piece, real in zip(x.split(cuts, 1), mask.split(cuts, 1), strict=True):
+        batch = stream_batch(position, piece.shape, None if side is None else real)
+        shifted, last = shift_next(batch.pack(piece), last, batch.counts)
+        position = position + real.sum(1)
+        pieces.append(batch.unpack(shifted))
+    assert torch.equal(torch.cat(pieces, 1), by_document(definition, x, real=mask))
+    for row, real, end in zip(x, mask, last, strict=True):
+        own = row[real]
+        assert torch.equal(end, own[-1, :3] if len(own) else torch.zeros(3, dtype=torch.float64))
 
 
 def test_what_a_stream_remembers_keeps_its_dtype() -> None:
@@ -68,14 +72,9 @@ def test_what_a_stream_remembers_keeps_its_dtype() -> None:
 
 
 def test_no_tokens_are_shifted_to_no_tokens() -> None:
-    empty = torch.zeros(2, 0, 4)
-    assert shift_tokens(empty, layout_of(empty).previous).shape == empty.shape
-    assert shift_tokens(empty, layout_of(empty, torch.zeros(2, 0, dtype=torch.bool)).previous).shape == empty.shape
-    assert shift_tokens(empty[:1], layout_of(empty[:1], None, torch.tensor([0, 0])).previous).shape == (1, 0, 4)
-
-
-def test_a_layout_finds_the_token_before_only_where_it_is_asked_to_and_must() -> None:
-    x = tokens(1)
-    assert layout_of(x).previous is None
-    assert make_layout(x.shape, MASKS["left"][:1], PACK, device=CPU).previous is None
-    assert layout_of(x, None, PACK).previous is not None
+    for shape, mask, ends in (
+        ((2, 0, 4), None, None),
+        ((2, 0, 4), torch.zeros(2, 0, dtype=torch.bool), None),
+        ((1, 0, 4), None, torch.tensor([0, 0])),
+    ):
+        assert shifted_in(make_batch(shape, mask, ends, device=CPU), torch.zeros(shape)).shape == shape

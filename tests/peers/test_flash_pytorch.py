@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import lineartime
-from lineartime.layers import FLASH, GAU
+from lineartime.foreign import ForeignFLASH, ForeignGAU
 
 D_MODEL, D_QK, CHUNK = 16, 8, 8
 
@@ -73,7 +73,9 @@ def test_gau_is_that_of_flash_pytorch(
         .double()
     )
     ours = randomized(
-        GAU(D_MODEL, d_qk=D_QK, causal=causal, rope=False, max_length=length, activation=activation, normalization="paper")
+        ForeignGAU(
+            D_MODEL, d_qk=D_QK, causal=causal, rope=False, max_length=length, activation=activation, normalization="paper"
+        )
     )
     with torch.no_grad():
         ours.bias.table.copy_(table(theirs.rel_pos_bias(torch.zeros(length, length, dtype=torch.float64))) / length)
@@ -99,7 +101,7 @@ def test_flash_is_that_of_flash_pytorch(
     flash_weights: Callable[[Any, Any], dict[str, Tensor]],
 ) -> None:
     options: dict[str, Any] = {"rope": False, "activation": activation, "normalization": "paper", "token_shift": token_shift}
-    ours = randomized(FLASH(D_MODEL, d_qk=D_QK, chunk_size=CHUNK, causal=causal, **options))
+    ours = randomized(ForeignFLASH(D_MODEL, d_qk=D_QK, chunk_size=CHUNK, causal=causal, **options))
     theirs = (
         peer("flash_pytorch")
         .FLASH(

@@ -14,8 +14,8 @@ from torch import Tensor
 from lineartime.baselines.flash_overlapping import FLASHOverlapping
 from lineartime.baselines.sparse import sparse_attention
 from lineartime.ops import mixed_chunk_attention
-from lineartime.ops.layout import LayoutPlan
-from lineartime.ops.make_layout import make_layout
+from lineartime.ops.batch import Needs
+from lineartime.ops.make_batch import make_batch
 
 WINDOW = 4
 
@@ -63,7 +63,7 @@ def test_overlapping_chunks_with_softmax_are_local_attention_that_looks_around(
 ) -> None:
     q, k, v = tokens(length)
     layer = FLASHOverlapping(8, d_qk=8, chunk_size=WINDOW, causal=causal, activation="softmax", relative_bias=False)
-    chunks = make_layout(v.shape, device=v.device, plan=LayoutPlan(chunk_size=WINDOW)).require_chunks()
+    chunks = make_batch(v.shape, device=v.device, needs=Needs(WINDOW))
     cut = [chunks.cut(x) for x in (q, k, v)]
     out = chunks.join(layer.quadratic_part(*cut, chunks, None))
     torch.testing.assert_close(out, near(q, k, v, causal, 1), atol=1e-10, rtol=0)

@@ -132,7 +132,7 @@ def test_every_model_config_becomes_options_that_build_it_again(task: Task) -> N
 
 
 def test_a_run_may_be_given_a_model_as_plain_data(options: dict[str, Any], tmp_path: Path) -> None:
-    model = presets()["flash-tiny"].override(**options.pop("override"), activation="laplace")
+    model = presets()["flash-tiny"].override(**options.pop("override"), activation="softmax")
     result = train(**options, preset=model)
     assert result.model.config == model
     assert read_record(result.run).options["preset"] == "flash-tiny"

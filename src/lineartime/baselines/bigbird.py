@@ -22,6 +22,7 @@ from lineartime.baselines.blocks import cut_blocks, join_blocks, joint_softmax, 
 from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.ops.batch import Batch
 from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_positive
 from lineartime.ops.chunks import open_chunk_pieces
@@ -148,18 +149,27 @@ def _take(x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def bigbird_attention_extend(
-    q: Tensor, k: Tensor, v: Tensor, state: KVCache, seeds: Tensor, *, block_size: int, n_global: int, n_random: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: KVCache,
+    batch: Batch,
+    seeds: Tensor,
+    *,
+    block_size: int,
+    n_global: int,
+    n_random: int,
 ) -> tuple[Tensor, KVCache]:
-    """Continue causal streams by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the extended cache."""
-    position, compute = state.position, acc_dtype(q)
-    state = state.append(k, v)
+    """Continue causal streams at one position by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the extended cache."""
+    position, compute = batch.first_position, acc_dtype(q)
+    state, *cached, _ = state.append(k, v, batch)
     outputs = [v[:, :, :0].to(compute)]
     for new, first, last in open_chunk_pieces(position, q.shape[2], block_size):
         start = position + new.start - first  # of the block
         near_start = max(0, start - block_size)
         near, of_global = slice(near_start, start + last), slice(0, min(n_global * block_size, near_start))
         at_random, there = _random_tokens(start // block_size, seeds, block_size, n_global, n_random)
-        keys, values = ([part.to(compute) for part in (x[:, :, near], x[:, :, of_global], _read(x, at_random))] for x in state)
+        keys, values = ([part.to(compute) for part in (x[:, :, near], x[:, :, of_global], _read(x, at_random))] for x in cached)
         queries = q[:, :, new].to(compute)
         places = torch.arange(near_start, start + last, device=q.device)
         visible = places <= places[len(places) - last + first :, None]
@@ -189,7 +199,7 @@ def _read(cache: Tensor, places: Tensor) -> Tensor:
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class BigBird(MultiHeadMixer[KVCache]):
+class BigBird(MultiHeadMixer):
     """BigBird: near, global and random blocks.
 
     The seeds of the random blocks, one for each head, are drawn when the layer is constructed; they are saved with the weights,
@@ -236,13 +246,8 @@ class BigBird(MultiHeadMixer[KVCache]):
             real=real,
         )
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
         """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
         return bigbird_attention_extend(
-            q, k, v, state, self.seeds, block_size=self.block_size, n_global=self.n_global, n_random=self.n_random
+            q, k, v, state, batch, self.seeds, block_size=self.block_size, n_global=self.n_global, n_random=self.n_random
         )
-
-    def init_own_state(self, batch_size: int) -> KVCache:
-        """The state before the first token of `batch_size` streams."""
-        empty = self.empty_cache(batch_size)
-        return KVCache(empty, empty)

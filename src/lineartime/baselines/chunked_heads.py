@@ -6,7 +6,6 @@ Shapes: B batch, T tokens, d model width, H heads, h head width, C chunk size.
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.layers.mixer import State
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.checks import check_positive
 from lineartime.ops.precision import acc_dtype
@@ -18,7 +17,7 @@ class ChunkedHeadOptions(HeadOptions, total=False):
     chunk_size: int
 
 
-class ChunkedHeads(MultiHeadMixer[State]):
+class ChunkedHeads(MultiHeadMixer):
     """Multi-head attention by chunks, around an `attend` that a subclass supplies: [B, T, d] -> [B, T, d].
 
     Args:

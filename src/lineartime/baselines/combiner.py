@@ -13,7 +13,8 @@ A document is a grid: row r is chunk r, column l is the place inside a chunk. x 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +26,10 @@ from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.layers.dense import Dense, factory, is_untouched
 from lineartime.layers.multi_head import merge_heads, split_heads
 from lineartime.layers.norms import LayerNorm
+from lineartime.ops.batch import Batch, cut_chunks
 from lineartime.ops.chunks import fill, open_chunk_pieces
-from lineartime.ops.layout import Layout
-from lineartime.ops.make_layout import cut_chunks
 from lineartime.ops.positions import rope
+from lineartime.ops.state import State
 
 KeySummary = Callable[[Tensor, Tensor, Tensor], Tensor]
 """o [..., d] of all heads, x [..., d] and the positions [...] of cells -> their k_sum [..., H, h]."""
@@ -112,74 +113,59 @@ def _positions(n_chunks: int, chunk_size: int, device: torch.device) -> Tensor:
 # 3. The streaming form ------------------------------------------------------------------------------------------------
 
 
-class CombinerState(NamedTuple):
+@dataclass(eq=False)
+class CombinerState(State):
     """The state of causal streams; it grows by two vectors for every token, as a cache of keys and values.
 
     Attributes:
+        position: int64 [B], the number of tokens that each stream has read.
         k_sum, o: [B, H, G, C, h], of all complete rows.
-        q, k, v: [B, H, C, h] of the open row, zero beyond its tokens.
+        q, k, v: [B, H, C, h] of the open row; the slots after its tokens hold any numbers.
         x: [B, C, d] of the open row.
-        position: the number of tokens read so far.
     """
 
+    position: Tensor
     k_sum: Tensor
     o: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
     x: Tensor
-    position: int
 
 
 def combiner_attention_extend(
-    q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: CombinerState, key_summary: KeySummary
+    q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: CombinerState, start: int, key_summary: KeySummary
 ) -> tuple[Tensor, CombinerState]:
-    """Continue a causal document by N tokens: q, k, v [B, H, N, h] and x [B, N, d] -> [B, H, N, h], and the state."""
+    """Continue causal documents at position `start` by N tokens: q, k, v [B, H, N, h], x [B, N, d] -> [B, H, N, h]."""
     chunk_size = state.k.shape[-2]
     q, k, v, x = (each.to(state.k.dtype) for each in (q, k, v, x))
     outputs = [v[..., :0, :]]
     triangle = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
-    for new, first, last in open_chunk_pieces(state.position, v.shape[-2], chunk_size):
+    of_keys, of_values = (rows[:, :, : start // chunk_size] for rows in (state.k_sum, state.o))
+    own: tuple[Tensor, ...] = state.q, state.k, state.v, state.x
+    for new, first, last in open_chunk_pieces(start, v.shape[-2], chunk_size):
         queries = q[..., new, :]
-        state = state._replace(
-            q=fill(state.q, first, queries),
-            k=fill(state.k, first, k[..., new, :]),
-            v=fill(state.v, first, v[..., new, :]),
-            x=fill(state.x, first, x[:, new]),
-            position=state.position + last - first,
+        own_q, own_k, own_v, own_x = own = tuple(
+            fill(rows, first, each[..., new, :]) for rows, each in zip(own, (q, k, v, x), strict=True)
         )
-        near = masked_products(queries, state.k[..., :last, :], triangle[first:last, :last])
-        k_sum, o = (rows[:, :, :, first:last].transpose(2, 3) for rows in (state.k_sum, state.o))  # [B, H, n, G, h]
+        near = masked_products(queries, own_k[..., :last, :], triangle[first:last, :last])
+        k_sum, o = (rows[:, :, :, first:last].transpose(2, 3) for rows in (of_keys, of_values))  # [B, H, n, G, h]
         far = scaled_products(queries[..., None, :], k_sum)[..., 0, :]
         weights = torch.cat([near, far], -1).softmax(-1).to(v.dtype)
         near, far = weights.split([last, far.shape[-1]], -1)
-        outputs.append(near @ state.v[..., :last, :] + (far[..., None, :] @ o)[..., 0, :])
-        if last == chunk_size:
-            state = _close_row(state, key_summary)
-    return torch.cat(outputs, -2), state
-
-
-def _close_row(state: CombinerState, key_summary: KeySummary) -> CombinerState:
-    """Add the summaries of the open row, which is full, to the state, and begin an empty row."""
-    chunk_size = state.k.shape[-2]
-    o = scaled_products(state.q, state.k).softmax(-1).to(state.v.dtype) @ state.v
-    positions = torch.arange(state.position - chunk_size, state.position, device=o.device)
-    k_sum = key_summary(merge_heads(o), state.x, positions).transpose(1, 2)
-    return CombinerState(
-        k_sum=torch.cat([state.k_sum, k_sum[:, :, None]], 2),
-        o=torch.cat([state.o, o[:, :, None]], 2),
-        q=torch.zeros_like(state.q),
-        k=torch.zeros_like(state.k),
-        v=torch.zeros_like(state.v),
-        x=torch.zeros_like(state.x),
-        position=state.position,
-    )
+        outputs.append(near @ own_v[..., :last, :] + (far[..., None, :] @ o)[..., 0, :])
+        if last == chunk_size:  # the row is full: summarise it
+            o = scaled_products(own_q, own_k).softmax(-1).to(v.dtype) @ own_v
+            positions = torch.arange(start + new.stop - chunk_size, start + new.stop, device=o.device)
+            k_sum = key_summary(merge_heads(o), own_x, positions).transpose(1, 2)
+            of_keys, of_values = torch.cat([of_keys, k_sum[:, :, None]], 2), torch.cat([of_values, o[:, :, None]], 2)
+    return torch.cat(outputs, -2), CombinerState(state.position + v.shape[-2], of_keys, of_values, *own)
 
 
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class Combiner(ChunkedHeads[CombinerState]):
+class Combiner(ChunkedHeads):
     """Combiner, rowmajor-axial.
 
     A token attends to the tokens of its own chunk, and to the summaries of the other chunks for its column: [B, T, d] ->
@@ -195,9 +181,9 @@ class Combiner(ChunkedHeads[CombinerState]):
         self.summary_norm = LayerNorm(d_model, **factory(options))
         self.summary_to_key = Dense(d_model, d_model, **factory(options))
 
-    def project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, H, T, h], and values followed by the normed tokens, split into heads, [B, H, T, 2 h]."""
-        q, k, v = super().project(x, layout)
+        q, k, v = super().project(x, batch)
         return q, k, torch.cat([v, self.split_heads(x)], -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
@@ -207,10 +193,10 @@ class Combiner(ChunkedHeads[CombinerState]):
             q, k, v, merge_heads(x), self.key_summary, chunk_size=self.chunk_size, causal=self.causal, real=real
         )
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: CombinerState) -> tuple[Tensor, CombinerState]:
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: CombinerState, batch: Batch) -> tuple[Tensor, CombinerState]:
         """Attend to the open row and the summaries before it; return the outputs and the new state."""
         v, x = v.chunk(2, -1)
-        return combiner_attention_extend(q, k, v, merge_heads(x), state, self.key_summary)
+        return combiner_attention_extend(q, k, v, merge_heads(x), state, batch.first_position, self.key_summary)
 
     def key_summary(self, o: Tensor, x: Tensor, positions: Tensor) -> Tensor:
         """The keys of summaries: see `KeySummary`."""
@@ -223,7 +209,7 @@ class Combiner(ChunkedHeads[CombinerState]):
         """The state before the first token of `batch_size` streams."""
         chunk = self.empty_chunk(batch_size)
         none = chunk[:, :, None][:, :, :0]
-        return CombinerState(none, none, chunk, chunk, chunk, merge_heads(chunk), 0)
+        return CombinerState(self.first_position(batch_size), none, none, chunk, chunk, chunk, merge_heads(chunk))
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:

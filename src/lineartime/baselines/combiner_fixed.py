@@ -8,7 +8,7 @@ Source: "Combiner: Full Attention Transformer with Sparse Computation Cost" (arX
     out[t] = one softmax of q[t] over the keys k[j] of t's chunk (causal: j <= t) and the k_bar of the others (causal: before)
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from lineartime.baselines.blocks import joint_softmax
 from lineartime.baselines.chunked_heads import ChunkedHeads
 from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.layers.multi_head import merge_heads, split_heads
+from lineartime.ops.batch import Batch, cut_chunks
 from lineartime.ops.chunks import fill, open_chunk_pieces
-from lineartime.ops.make_layout import cut_chunks
+from lineartime.ops.state import State
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -99,61 +100,52 @@ def _summary(q_bar: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
 # 3. The streaming form ------------------------------------------------------------------------------------------------
 
 
-class CombinerFixedState(NamedTuple):
+@dataclass(eq=False)
+class CombinerFixedState(State):
     """The state of causal streams; it grows by one summary for every chunk.
 
     Attributes:
+        position: int64 [B], the number of tokens that each stream has read.
         k_bar, v_bar: [B, H, G, h], the summaries of all complete chunks.
-        k, v: [B, H, C, h] of the open chunk, zero beyond its tokens.
-        highest_q: [B, H, h], the maximum of the open chunk's queries.
-        position: the number of tokens read so far.
+        k, v: [B, H, C, h] of the open chunk; the slots after its tokens hold any numbers.
+        highest_q: [B, H, h], the maximum of the open chunk's queries, or any numbers if it is empty.
     """
 
+    position: Tensor
     k_bar: Tensor
     v_bar: Tensor
     k: Tensor
     v: Tensor
     highest_q: Tensor
-    position: int
 
 
 def combiner_fixed_attention_extend(
-    q: Tensor, k: Tensor, v: Tensor, state: CombinerFixedState
+    q: Tensor, k: Tensor, v: Tensor, state: CombinerFixedState, start: int
 ) -> tuple[Tensor, CombinerFixedState]:
-    """Continue a causal sequence by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state."""
+    """Continue causal streams at position `start` by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state."""
     chunk_size = state.k.shape[-2]
     q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
     outputs = [v[..., :0, :]]
     triangle = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
-    for new, first, last in open_chunk_pieces(state.position, v.shape[-2], chunk_size):
+    k_bar, v_bar = (x[..., : start // chunk_size, :] for x in (state.k_bar, state.v_bar))
+    own_k, own_v, highest_q = state.k, state.v, state.highest_q
+    for new, first, last in open_chunk_pieces(start, v.shape[-2], chunk_size):
         queries = q[..., new, :]
-        state = state._replace(
-            k=fill(state.k, first, k[..., new, :]),
-            v=fill(state.v, first, v[..., new, :]),
-            highest_q=torch.maximum(state.highest_q, queries.amax(-2)),
-            position=state.position + last - first,
-        )
-        near = masked_products(queries, state.k[..., :last, :], triangle[first:last, :last])
-        far = scaled_products(queries, state.k_bar)
-        outputs.append(joint_softmax([(near, state.v[..., :last, :]), (far, state.v_bar)]))
+        own_k, own_v = fill(own_k, first, k[..., new, :]), fill(own_v, first, v[..., new, :])
+        highest_q = torch.maximum(highest_q, queries.amax(-2)) if first else queries.amax(-2)
+        near = masked_products(queries, own_k[..., :last, :], triangle[first:last, :last])
+        outputs.append(joint_softmax([(near, own_v[..., :last, :]), (scaled_products(queries, k_bar), v_bar)]))
         if last == chunk_size:
-            everything = torch.ones(chunk_size, dtype=torch.bool, device=v.device)
-            v_bar = _summary(state.highest_q, state.k, state.v, everything)
-            state = CombinerFixedState(
-                torch.cat([state.k_bar, state.k.amax(-2, keepdim=True)], -2),
-                torch.cat([state.v_bar, v_bar[..., None, :]], -2),
-                torch.zeros_like(state.k),
-                torch.zeros_like(state.v),
-                torch.full_like(state.highest_q, torch.finfo(state.highest_q.dtype).min),
-                state.position,
-            )
-    return torch.cat(outputs, -2), state
+            summary = _summary(highest_q, own_k, own_v, triangle[-1])
+            k_bar = torch.cat([k_bar, own_k.amax(-2, keepdim=True)], -2)
+            v_bar = torch.cat([v_bar, summary[..., None, :]], -2)
+    return torch.cat(outputs, -2), CombinerFixedState(state.position + v.shape[-2], k_bar, v_bar, own_k, own_v, highest_q)
 
 
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class CombinerFixed(ChunkedHeads[CombinerFixedState]):
+class CombinerFixed(ChunkedHeads):
     """Combiner, fixed: one pooled summary a chunk.
 
     A token attends to the tokens of its own chunk and one summary of each other chunk: [B, T, d] -> [B, T, d]. The options
@@ -166,13 +158,14 @@ class CombinerFixed(ChunkedHeads[CombinerFixedState]):
         """Attend to tokens and summaries: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return combiner_fixed_attention(q, k, v, chunk_size=self.chunk_size, causal=self.causal, real=real)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: CombinerFixedState) -> tuple[Tensor, CombinerFixedState]:
+    def attend_next(
+        self, q: Tensor, k: Tensor, v: Tensor, state: CombinerFixedState, batch: Batch
+    ) -> tuple[Tensor, CombinerFixedState]:
         """Attend to the open chunk and the summaries before it; return the outputs and the new state."""
-        return combiner_fixed_attention_extend(q, k, v, state)
+        return combiner_fixed_attention_extend(q, k, v, state, batch.first_position)
 
     def init_own_state(self, batch_size: int) -> CombinerFixedState:
         """The state before the first token of `batch_size` streams."""
         chunk = self.empty_chunk(batch_size)
-        highest = torch.full_like(chunk[..., 0, :], torch.finfo(chunk.dtype).min)
         none = chunk[..., :0, :]
-        return CombinerFixedState(none, none, chunk, chunk, highest, 0)
+        return CombinerFixedState(self.first_position(batch_size), none, none, chunk, chunk, chunk[..., 0, :])

@@ -59,6 +59,8 @@ class CosFormer(KernelAttention):
     """
 
     name = "cosformer"
+    any_positions = False
+    constant_state = False
 
     def __init__(self, d_model: int, *, max_length: int = 1024, **options: Unpack[HeadOptions]) -> None:
         # Passed explicitly, so that a caller who passes it gets a TypeError.

@@ -24,6 +24,7 @@ from lineartime.baselines.kernel_attention import Rotated
 from lineartime.errors import check_choice
 from lineartime.layers.checks import check_heads
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.ops.batch import Batch
 from lineartime.ops.linear import LinearState, continued_sums
 from lineartime.ops.positions import over_heads, rope, rotate
 from lineartime.ops.precision import acc_dtype
@@ -84,12 +85,17 @@ def efficient_attention(features: Features, v: Tensor, *, causal: bool = False, 
     """Attend in time linear in T: v [R, H, T, h] -> [R, H, T, h]; `real`, bool [R, T], is False for padding."""
     if causal:  # padding comes after the real tokens, and no token attends to later ones
         return _causal(features, v, None)[0]
-    q, k, weights = features
-    if real is not None:
-        k, weights = (x.masked_fill(~real[:, None, :, None], 0.0) for x in (k, weights))
+    q, k, weights = _without_padding(features, real)
     # A row without tokens has weights of zero: avoid a division by zero.
     totals = weights.sum(-2, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
     return q.to(v.dtype) @ ((k / totals).to(v.dtype).mT @ v)
+
+
+def _without_padding(features: Features, real: Tensor | None) -> Features:
+    if real is None:
+        return features
+    k, weights = (x.masked_fill(~real[:, None, :, None], 0.0) for x in (features.k, features.weights))
+    return Features(features.q, k, weights)
 
 
 def _causal(features: Features, v: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -104,16 +110,16 @@ def _causal(features: Features, v: Tensor, before: Tensor | None) -> tuple[Tenso
 # 3. The streaming form, and the layer ---------------------------------------------------------------------------------
 
 
-def efficient_attention_extend(features: Features, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
-    """Continue a causal sequence by N tokens: v [B, H, N, h] -> [B, H, N, h] and the new state.
+def efficient_attention_extend(features: Features, v: Tensor, state: LinearState, batch: Batch) -> tuple[Tensor, LinearState]:
+    """Continue causal sequences by N tokens: v [B, H, N, h] -> [B, H, N, h] and the new state.
 
     The summary in the state is the sum of (k v^T, weights).
     """
-    out, summary = _causal(features, v, state.summary)
-    return out, LinearState(summary, state.position + v.shape[-2])
+    out, summary = _causal(_without_padding(features, batch.is_real), v, state.summary)
+    return out, LinearState(batch.after(state.position), summary)
 
 
-class Efficient(MultiHeadMixer[LinearState]):
+class Efficient(MultiHeadMixer):
     """Efficient attention: softmax over features and positions.
 
     A causal layer streams with constant memory.
@@ -124,6 +130,7 @@ class Efficient(MultiHeadMixer[LinearState]):
     """
 
     name = "efficient"
+    any_positions = True
 
     def __init__(self, d_model: int, *, rotated: Rotated = "inputs", **options: Unpack[HeadOptions]) -> None:
         super().__init__(d_model, **options)
@@ -143,9 +150,9 @@ class Efficient(MultiHeadMixer[LinearState]):
         """Efficient attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return efficient_attention(self._features(q, k), v, causal=self.causal, real=real)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState, batch: Batch) -> tuple[Tensor, LinearState]:
         """Attend with a state of constant size; return the outputs and the new state."""
-        return efficient_attention_extend(self._features(q, k), v, state)
+        return efficient_attention_extend(self._features(q, k), v, state, batch)
 
     def _features(self, q: Tensor, k: Tensor) -> Features:
         if self.rotated == "inputs":
@@ -157,4 +164,5 @@ class Efficient(MultiHeadMixer[LinearState]):
         """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size, acc_dtype(self.any_parameter))
         n_features = self.head_dim * (2 if self.rotated == "features" else 1)
-        return LinearState(empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1), 0)
+        summary = empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1)
+        return LinearState(self.first_position(batch_size), summary)

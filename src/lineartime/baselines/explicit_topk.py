@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.scores import masked_products
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.ops.batch import Batch
 from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_positive
 from lineartime.ops.precision import acc_dtype
@@ -57,22 +58,24 @@ def explicit_topk_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *,
 
 
 def explicit_topk_attention_extend(
-    q: Tensor, k: Tensor, v: Tensor, state: KVCache, *, n_largest: int
+    q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch, *, n_largest: int
 ) -> tuple[Tensor, KVCache]:
     """Continue causal streams by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the extended cache."""
-    state = state.append(k, v)
-    at_a_time = max(1, COMPARED // max(1, state.position))
-    pieces = zip(q.split(at_a_time, 2), state.visible(q.shape[2]).split(at_a_time), strict=True)
-    values = state.v.to(acc_dtype(q))
-    return torch.cat(
-        [explicit_topk_attention(new, state.k, values, seen, n_largest=n_largest) for new, seen in pieces], 2
-    ), state
+    state, keys, values, visible = state.append(k, v, batch)
+    visible = visible if visible.dim() == 2 else visible[:, None]
+    at_a_time = max(1, COMPARED // max(1, keys.shape[2]))
+    values = values.to(acc_dtype(q))
+    outputs = [
+        explicit_topk_attention(new, keys, values, seen, n_largest=n_largest)
+        for new, seen in zip(q.split(at_a_time, 2), visible.split(at_a_time, -2), strict=True)
+    ]
+    return torch.cat(outputs, 2), state
 
 
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class ExplicitTopK(MultiHeadMixer[KVCache]):
+class ExplicitTopK(MultiHeadMixer):
     """Explicit top-k: softmax over the k largest scores.
 
     Two forms of the layer agree up to rounding, unless rounding changes which scores are the k largest.
@@ -83,6 +86,7 @@ class ExplicitTopK(MultiHeadMixer[KVCache]):
     """
 
     name = "explicit-topk"
+    any_positions = True
 
     def __init__(self, d_model: int, *, n_largest: int = 8, **options: Unpack[HeadOptions]) -> None:
         super().__init__(d_model, **options)
@@ -99,11 +103,6 @@ class ExplicitTopK(MultiHeadMixer[KVCache]):
             visible = real[:, None, None, :]
         return explicit_topk_attention(q, k, v, visible, n_largest=self.n_largest)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
         """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
-        return explicit_topk_attention_extend(q, k, v, state, n_largest=self.n_largest)
-
-    def init_own_state(self, batch_size: int) -> KVCache:
-        """The state before the first token of `batch_size` streams."""
-        empty = self.empty_cache(batch_size)
-        return KVCache(empty, empty)
+        return explicit_topk_attention_extend(q, k, v, state, batch, n_largest=self.n_largest)

@@ -13,10 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.flash_parts import FLASHInParts, softmax_attention
-from lineartime.layers.streams import StreamState
-from lineartime.ops.chunks import Chunks
+from lineartime.ops.batch import Batch
+from lineartime.ops.chunks import places
 
 
 def flash_cls_oracle(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_size: int) -> dict[int, Tensor]:
@@ -26,7 +25,7 @@ def flash_cls_oracle(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_siz
     return {0: weights @ v[near]}
 
 
-class FLASHCLS(BidirectionalMixer, FLASHInParts[StreamState]):
+class FLASHCLS(FLASHInParts):
     """FLASH for fine-tuning: [CLS] attends with softmax.
 
     [CLS] is the first token of a document. It attends to its chunk. The options are those of `FLASH`.
@@ -35,10 +34,10 @@ class FLASHCLS(BidirectionalMixer, FLASHInParts[StreamState]):
     name = "flash-cls"
     why_not_causal: ClassVar[str] = "its first token has to see the tokens that follow"
 
-    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
+    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
         """Replace the first row of each document's first chunk."""
         plain = super().quadratic_part(q, k, v, chunks, bias)
         # Every chunk computes such a row, [B, G, 1, e], but only the first chunk of a document uses it.
         row = softmax_attention(q[:, :, :1], k, v, chunks.holds_token(v.device), None if bias is None else bias[:1])
-        first = torch.where((chunks.places() == 0)[:, None, None], row, plain[:, :, :1])
+        first = torch.where((places(chunks) == 0)[:, None, None], row, plain[:, :, :1])
         return torch.cat([first, plain[:, :, 1:]], 2)

@@ -14,10 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.flash_parts import FLASHInParts, softmax_attention
-from lineartime.layers.streams import StreamState
-from lineartime.ops.chunks import Chunks, join_documents, split_documents
+from lineartime.ops.batch import Batch
+from lineartime.ops.chunks import join_documents, split_documents
 
 
 def flash_first_to_all_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int) -> dict[int, Tensor]:
@@ -25,7 +24,7 @@ def flash_first_to_all_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: in
     return {t: (k @ q[t] / q.shape[-1] ** 0.5).softmax(0) @ v for t in range(0, len(v), chunk_size)}
 
 
-class FLASHFirstToAll(BidirectionalMixer, FLASHInParts[StreamState]):
+class FLASHFirstToAll(FLASHInParts):
     """FLASH for fine-tuning: the first token of each chunk attends to all tokens.
 
     These tokens attend to the whole document with softmax. The options are those of `FLASH`.
@@ -34,7 +33,7 @@ class FLASHFirstToAll(BidirectionalMixer, FLASHInParts[StreamState]):
     name = "flash-first-to-all"
     why_not_causal: ClassVar[str] = "the first token of a chunk has to see the whole sequence"
 
-    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
+    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
         """Replace the first row of every chunk, in time T^2 / C."""
         plain = super().quadratic_part(q, k, v, chunks, bias)
         queries = split_documents(q[:, :, 0], chunks)  # [B, D, g, s]

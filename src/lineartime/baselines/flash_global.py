@@ -6,7 +6,7 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "g
     out[t] = o_lin[t]
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,24 +15,9 @@ from typing_extensions import Unpack
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.layers.mixer import MixerOptions
 from lineartime.ops.activations import Normalization
-from lineartime.ops.chunks import fill, open_chunk_pieces
-from lineartime.ops.layout import Layout
-from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
-
-
-class FLASHGlobalState(NamedTuple):
-    """The state of causal streams, of constant size.
-
-    Attributes:
-        summary: [B, s, e], the sum of k v^T over all complete chunks.
-        k, v: [B, C, s] and [B, C, e] of the open chunk, zero beyond its tokens.
-        position: the number of tokens read so far.
-    """
-
-    summary: Tensor
-    k: Tensor
-    v: Tensor
-    position: int
+from lineartime.ops.batch import Batch
+from lineartime.ops.mixed_chunk import stream
+from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
 
 
 class FLASHGlobalOptions(MixerOptions, total=False):
@@ -44,13 +29,12 @@ class FLASHGlobalOptions(MixerOptions, total=False):
     rope: bool
 
 
-class FLASHGlobal(FLASHInParts[FLASHGlobalState]):
+class FLASHGlobal(FLASHInParts):
     """FLASH with linear attention across chunks of 64 alone.
 
     Args:
         chunk_size: C; the length of the input need not be a multiple of it.
-        **options: the options of `FLASH`, except rotary_width and those of the quadratic part: activation, relative_bias,
-            bias_form and initial_scores.
+        **options: the options of `FLASH`, except those of the quadratic part: activation, relative_bias and initial_scores.
     """
 
     name = "flash-global"
@@ -60,35 +44,17 @@ class FLASHGlobal(FLASHInParts[FLASHGlobalState]):
     def __init__(self, d_model: int, *, chunk_size: int = 64, **options: Unpack[FLASHGlobalOptions]) -> None:
         # Passed explicitly, so that a caller who passes them gets a TypeError.
         super().__init__(
-            d_model,
-            chunk_size=chunk_size,
-            activation="relu2",
-            relative_bias=False,
-            bias_form="auto",
-            rotary_width=None,
-            initial_scores="small",
-            **options,
+            d_model, chunk_size=chunk_size, activation="relu2", relative_bias=False, initial_scores="small", **options
         )
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: FLASHGlobalState, layout: Layout) -> tuple[Tensor, FLASHGlobalState]:
+    def attend_next(
+        self, maps: Sequence[Tensor], v: Tensor, state: MixedChunkState, batch: Batch
+    ) -> tuple[Tensor, MixedChunkState]:
         """Attend to the summary of all complete chunks; return the outputs and the new state."""
-        compute = matmul_dtype(maps, v)
-        q, k = maps.unbind(1)
-        outputs = [v[:, :0].to(output_dtype(v, compute))]
-        with without_autocast(v):
-            for new, first, last in open_chunk_pieces(state.position, v.shape[1], self.chunk_size):
-                context = state.summary / self.options.linear_divisor(state.position - first)
-                outputs.append((q[:, new].to(compute) @ context.to(compute)).to(outputs[0].dtype))
-                k_open, v_open = fill(state.k, first, k[:, new]), fill(state.v, first, v[:, new])
-                position = state.position + last - first
-                if last == self.chunk_size:
-                    summary = state.summary + k_open.mT @ v_open
-                    state = FLASHGlobalState(summary, torch.zeros_like(k_open), torch.zeros_like(v_open), position)
-                else:
-                    state = FLASHGlobalState(state.summary, k_open, v_open, position)
-        return torch.cat(outputs, 1), state
+        q, k = maps
+        nothing = torch.zeros_like(q)  # relu(0)^2, the weight of every key of the open chunk, is zero
+        return stream.extend(nothing, q, [k], v, None, self.options, state, batch)
 
-    def init_own_state(self, batch_size: int) -> FLASHGlobalState:
+    def init_own_state(self, batch_size: int) -> MixedChunkState:
         """The state before the first token of `batch_size` streams."""
-        mixed = self.init_mixed_state(batch_size)
-        return FLASHGlobalState(mixed.summary, mixed.k_lin, mixed.v, 0)
+        return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, self.any_parameter, maps=1)

@@ -6,14 +6,17 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "l
     out[t] = o_quad[t]
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.ops.layout import Layout
-from lineartime.ops.mixed_chunk.stream import MixedChunkState
+from lineartime.ops.batch import Batch
+from lineartime.ops.mixed_chunk import stream
+from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
 
 
-class FLASHLocal(FLASHInParts[MixedChunkState]):
+class FLASHLocal(FLASHInParts):
     """FLASH whose tokens attend only within their chunk.
 
     `FLASH` without its linear part. The options are those of `FLASH`.
@@ -23,11 +26,14 @@ class FLASHLocal(FLASHInParts[MixedChunkState]):
     n_maps = 2
     parts = ("local",)
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
+    def attend_next(
+        self, maps: Sequence[Tensor], v: Tensor, state: MixedChunkState, batch: Batch
+    ) -> tuple[Tensor, MixedChunkState]:
         """Attend to the open chunk; return the outputs and the new state."""
-        q, k = maps.unbind(1)
-        return self.quadratic_next(q, k, v, state, layout)
+        q, k = maps
+        return stream.extend(q, None, [k], v, self.slot_bias(batch), self.options, state, batch)
 
     def init_own_state(self, batch_size: int) -> MixedChunkState:
         """The state before the first token of `batch_size` streams."""
-        return self.quadratic_state(batch_size)
+        like = self.any_parameter
+        return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like, maps=1, linear=False)

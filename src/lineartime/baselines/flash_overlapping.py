@@ -7,16 +7,18 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), which mentions 
     L(t) = tokens of t's own chunk and of the chunks beside it; causal: those with j <= t
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.ops.activations import Activation, attention_weights, attention_weights_oracle
-from lineartime.ops.chunks import Chunks, fill, open_chunk_pieces, shift_chunks
-from lineartime.ops.layout import Layout, LayoutPlan
-from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.batch import Batch
+from lineartime.ops.chunks import fill, open_chunk_pieces, shift_chunks
+from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.state import State
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -46,13 +48,13 @@ def flash_overlapping_oracle(
 # 2. The chunked form --------------------------------------------------------------------------------------------------
 
 
-def with_neighbours(x: Tensor, chunks: Chunks, causal: bool) -> Tensor:
+def with_neighbours(x: Tensor, chunks: Batch, causal: bool) -> Tensor:
     """Concatenate every chunk with its neighbours, or zeros where there is none: [B, G, C, f] -> [B, G, M C, f]."""
     before, after = shift_chunks(x, chunks, 1), shift_chunks(x, chunks, -1)
     return torch.cat([before, x] if causal else [before, x, after], 2)
 
 
-def visible_neighbours(chunks: Chunks, causal: bool, like: Tensor) -> Tensor:
+def visible_neighbours(chunks: Batch, causal: bool, like: Tensor) -> Tensor:
     """Which keys in reach are visible to the queries of a chunk: bool [B or 1, G, C or 1, M C]."""
     visible = with_neighbours(chunks.holds_token(like.device)[..., None], chunks, causal).mT
     if not causal:
@@ -64,45 +66,44 @@ def visible_neighbours(chunks: Chunks, causal: bool, like: Tensor) -> Tensor:
 # 3. The streaming form, and the layer ---------------------------------------------------------------------------------
 
 
-class FLASHOverlappingState(NamedTuple):
-    """The state of causal streams, of constant size.
+@dataclass(eq=False)
+class FLASHOverlappingState(State):
+    """The state of causal streams, of constant size; slots that hold no token hold any numbers.
 
     Attributes:
+        position: int64 [B], the number of tokens that each stream has read.
         summary: [B, s, e], the sum of k_lin v^T over all complete chunks.
-        k_quad, v: [B, 2 C, s] and [B, 2 C, e] of the previous chunk and the open one, zero where there is no token.
+        k_quad, v: [B, 2 C, s] and [B, 2 C, e] of the previous chunk and the open one.
         k_lin: [B, C, s] of the open chunk.
-        position: the number of tokens read so far.
     """
 
+    position: Tensor
     summary: Tensor
     k_quad: Tensor
     v: Tensor
     k_lin: Tensor
-    position: int
 
 
-class FLASHOverlapping(FLASHInParts[FLASHOverlappingState]):
+class FLASHOverlapping(FLASHInParts):
     """FLASH whose chunks also read their neighbours.
 
-    A causal chunk attends to itself and to the previous chunk. The options are those of `FLASH`. With bias_form="auto", the
-    relative bias is a table for chunks of up to 256 tokens.
+    A causal chunk attends to itself and to the previous chunk. The options are those of `FLASH`. The relative bias is a table
+    for chunks of up to 256 tokens.
     """
 
     name = "flash-overlapping"
     bias_chunks = 2
+    any_positions = False
+    constant_state = False
 
-    def plan(self) -> LayoutPlan:
-        """Request what `FLASH` needs, with places for all chunks in reach."""
-        return super().plan()._replace(bias_places=3 * self.chunk_size)
-
-    def chunk_bias(self, layout: Layout) -> Tensor | None:
-        """The relative bias, [C, M C], or None; C is the chunk size of the layout."""
+    def chunk_bias(self, batch: Batch) -> Tensor | None:
+        """The relative bias, [C, M C], or None; C is the chunk size of the batch."""
         if self.bias is None:
             return None
-        size = self.layout_chunk_size(layout)
-        return self.bias.consecutive(size, (2 if self.causal else 3) * size, size, layout.place_rotations)
+        size = batch.chunk_size or self.chunk_size
+        return self.bias.consecutive(size, (2 if self.causal else 3) * size, size, self._places(batch, 3 * size))
 
-    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
+    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
         """Attend inside chunks and to their neighbours."""
         weights = self._weights(
             q @ with_neighbours(k, chunks, self.causal).mT, visible_neighbours(chunks, self.causal, v), bias
@@ -120,52 +121,41 @@ class FLASHOverlapping(FLASHInParts[FLASHOverlappingState]):
         )
 
     def attend_next(
-        self, maps: Tensor, v: Tensor, state: FLASHOverlappingState, layout: Layout
+        self, maps: Sequence[Tensor], v: Tensor, state: FLASHOverlappingState, batch: Batch
     ) -> tuple[Tensor, FLASHOverlappingState]:
         """Attend to the open chunk, the previous one and the summary; return the outputs and the new state."""
-        size, compute = self.chunk_size, matmul_dtype(maps, v)
-        q_quad, k_quad, q_lin, k_lin = maps.unbind(1)
-        bias = self.chunk_bias(layout)
+        size, compute = self.chunk_size, matmul_dtype(*maps, v)
+        q_quad, new_keys, q_lin, new_lin = maps
+        summary, k_quad, values, k_lin = state.summary, state.k_quad, state.v, state.k_lin
+        bias = self.chunk_bias(batch)
         places = torch.arange(2 * size, device=v.device)
         outputs = [v[:, :0].to(output_dtype(v, compute))]
         with without_autocast(v):
-            for new, first, last in open_chunk_pieces(state.position, v.shape[1], size):
-                complete = state.position - first
-                state = FLASHOverlappingState(
-                    state.summary,
-                    fill(state.k_quad, size + first, k_quad[:, new]),
-                    fill(state.v, size + first, v[:, new]),
-                    fill(state.k_lin, first, k_lin[:, new]),
-                    complete + last,
-                )
+            for new, first, last in open_chunk_pieces(batch.first_position, v.shape[1], size):
+                complete = batch.first_position + new.start - first
+                if not first:  # the last chunk, which is full, becomes the previous one
+                    k_quad, values = (x.roll(-size, 1) for x in (k_quad, values))
+                k_quad, values = fill(k_quad, size + first, new_keys[:, new]), fill(values, size + first, v[:, new])
+                k_lin = fill(k_lin, first, new_lin[:, new])
                 visible = places[: size + last] <= places[size + first : size + last, None]
                 if not complete:  # the first chunk has no previous one
                     visible = visible & (places[: size + last] >= size)
                 weights = self._weights(
-                    q_quad[:, new].to(compute) @ state.k_quad[:, : size + last].to(compute).mT,
+                    q_quad[:, new].to(compute) @ k_quad[:, : size + last].to(compute).mT,
                     visible,
                     None if bias is None else bias[first:last, : size + last],
                 )
-                mean = (state.summary / self.options.linear_divisor(complete)).to(compute)
-                out = weights.to(compute) @ state.v[:, : size + last].to(compute) + q_lin[:, new].to(compute) @ mean
+                mean = (summary / self.options.linear_divisor(complete)).to(compute)
+                out = weights.to(compute) @ values[:, : size + last].to(compute) + q_lin[:, new].to(compute) @ mean
                 outputs.append(out.to(outputs[0].dtype))
                 if last == size:
-                    state = self._fold(state)
-        return torch.cat(outputs, 1), state
-
-    def _fold(self, state: FLASHOverlappingState) -> FLASHOverlappingState:
-        """Add the open chunk, which is full, to the summary; it becomes the previous chunk."""
-        size = self.chunk_size
-        return FLASHOverlappingState(
-            state.summary + state.k_lin.mT @ state.v[:, size:],
-            torch.cat([state.k_quad[:, size:], torch.zeros_like(state.k_quad[:, size:])], 1),
-            torch.cat([state.v[:, size:], torch.zeros_like(state.v[:, size:])], 1),
-            torch.zeros_like(state.k_lin),
-            state.position,
-        )
+                    summary = summary + k_lin.mT @ values[:, size:]
+        return torch.cat(outputs, 1), FLASHOverlappingState(batch.after(state.position), summary, k_quad, values, k_lin)
 
     def init_own_state(self, batch_size: int) -> FLASHOverlappingState:
         """The state before the first token of `batch_size` streams."""
-        mixed = self.init_mixed_state(batch_size)
-        twice = (1, 2, 1)
-        return FLASHOverlappingState(mixed.summary, mixed.k_quad.repeat(twice), mixed.v.repeat(twice), mixed.k_lin, 0)
+        size, like = self.chunk_size, self.any_parameter
+        position = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+        shapes = (self.d_qk, self.d_value), (2 * size, self.d_qk), (2 * size, self.d_value), (size, self.d_qk)
+        sums = (torch.zeros(batch_size, *shape, dtype=acc_dtype(like), device=like.device) for shape in shapes)
+        return FLASHOverlappingState(position, *sums)

@@ -10,16 +10,12 @@ from operator import add
 
 from torch import Tensor
 
-from lineartime.layers.chunked import ChunkedUnit
-from lineartime.layers.mixer import State
-from lineartime.layers.opened import Part
+from lineartime.layers.flash import FLASH
+from lineartime.layers.mixer import Part
 from lineartime.ops.activations import attention_weights
-from lineartime.ops.chunks import Chunks, Reach
-from lineartime.ops.layout import Layout
-from lineartime.ops.mixed_chunk import stream
+from lineartime.ops.batch import Batch
+from lineartime.ops.chunks import Reach
 from lineartime.ops.mixed_chunk.chunked import chunk_attention, summary_attention
-from lineartime.ops.mixed_chunk.inputs import Heads
-from lineartime.ops.mixed_chunk.stream import MixedChunkState
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
 
@@ -31,27 +27,22 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor, bias: Tenso
     return weights.to(v.dtype) @ v
 
 
-class FLASHInParts(ChunkedUnit[State]):
+class FLASHInParts(FLASH):
     """The same function as `FLASH`, with its quadratic and its linear part as methods on chunks."""
 
-    def attend(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """Cut into chunks, attend and join: [B, maps, T, s] and [B, T, e] -> [B, T, e]."""
-        return self._attend(self.parts, maps, v, layout)
+    splits_context = False
+    reads_prefix = False
+    backend = None
 
-    def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """The quadratic or the linear part alone: [B, maps, T, s] and [B, T, w] -> [B, T, w]."""
-        return self._attend((part,), maps, v, layout)
-
-    def _attend(self, parts: Sequence[Part], maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        compute, chunks = matmul_dtype(maps, v), layout.require_chunks()
+    def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool, part: Part | None = None) -> Tensor:
+        """Cut into chunks, attend and join, or compute one part: [B, T, s] and [B, T, w] -> [B, T, w]."""
+        compute, parts = matmul_dtype(*maps, v), self.parts if part is None else (part,)
         with without_autocast(v):
-            cut = [chunks.cut(x.to(compute)) for x in maps.unbind(1)]
-            out = self.attend_chunks(parts, cut, chunks.cut(v.to(compute)), chunks, self.chunk_bias(layout))
-            return chunks.join(out.to(output_dtype(v, compute)))
+            cut = [batch.cut(x.to(compute)) for x in maps]
+            out = self.attend_chunks(parts, cut, batch.cut(v.to(compute)), batch, self.chunk_bias(batch))
+            return batch.join(out.to(output_dtype(v, compute)))
 
-    def attend_chunks(
-        self, parts: Sequence[Part], maps: list[Tensor], v: Tensor, chunks: Chunks, bias: Tensor | None
-    ) -> Tensor:
+    def attend_chunks(self, parts: Sequence[Part], maps: list[Tensor], v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
         """The sum of parts: queries and keys, each [B, G, C, s], and values [B, G, C, w] -> [B, G, C, w].
 
         Queries and keys of the quadratic part come first, those of the linear part last.
@@ -63,23 +54,11 @@ class FLASHInParts(ChunkedUnit[State]):
             outputs.append(self.linear_part(maps[-2], maps[-1], v, chunks))
         return reduce(add, outputs)
 
-    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None) -> Tensor:
+    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
         """Attend inside chunks: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""
         return chunk_attention(q, k, v, chunks, bias, self.options)
 
-    def linear_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
+    def linear_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Batch) -> Tensor:
         """Attend across chunks; shapes as for `quadratic_part`."""
         reach: Reach = "before" if self.causal else "all"
         return summary_attention(q, k, v, chunks, self.options, reach=reach)
-
-    def quadratic_next(
-        self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkState, layout: Layout
-    ) -> tuple[Tensor, MixedChunkState]:
-        """The quadratic part for N more tokens of streams, and the new state."""
-        no_map = v.new_zeros(*v.shape[:2], 0)  # a linear part without features adds nothing
-        return stream.extend(Heads(q, k, no_map, no_map, v), self.chunk_bias(layout), self.options, state)
-
-    def quadratic_state(self, batch_size: int) -> MixedChunkState:
-        """The state of the quadratic part alone, before the first token."""
-        state = self.init_mixed_state(batch_size)
-        return state._replace(summary=state.summary[:, :0], k_lin=state.k_lin[..., :0])

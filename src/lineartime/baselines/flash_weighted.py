@@ -13,18 +13,20 @@ Equal scores give the mean over tokens, as in FLASH. A stream keeps the summarie
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.layers.streams import ShiftedState
 from lineartime.ops.activations import NORMALIZATIONS, attention_weights
-from lineartime.ops.chunks import Chunks, fill, join_documents, open_chunk_pieces, shift_chunks, split_documents
-from lineartime.ops.layout import Layout
-from lineartime.ops.mixed_chunk.stream import MixedChunkState
+from lineartime.ops.batch import Batch
+from lineartime.ops.chunks import join_documents, open_chunk_pieces, shift_chunks, split_documents
+from lineartime.ops.mixed_chunk import stream
+from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.state import State
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -53,7 +55,7 @@ def flash_weighted_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, c
 
 
 def weighted_summaries(
-    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, *, causal: bool, published_size: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, chunks: Batch, *, causal: bool, published_size: float | None = None
 ) -> Tensor:
     """Attend from every chunk to a weighted mean of summaries: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e].
 
@@ -91,28 +93,27 @@ def _chunk_weights(q_bar: Tensor, k_bar: Tensor, sizes: Tensor, visible: Tensor 
 # 3. The streaming form, and the layer ---------------------------------------------------------------------------------
 
 
-class FLASHWeightedState(NamedTuple):
+@dataclass(eq=False)
+class FLASHWeightedState(State):
     """The state of causal streams; it grows by one summary for every chunk.
 
     Attributes:
-        context: [B, s, e], the weighted mean of summaries for the open chunk.
+        position: int64 [B], the number of tokens that each stream has read.
+        summary: [B, s, e], the weighted mean of summaries for the open chunk.
         summaries, k_bar: [B, G, s, e] and [B, G, s] of all complete chunks.
         q_sum: [B, s], the sum of q_lin over the open chunk.
-        k_lin: [B, C, s] of the open chunk.
-        quadratic: the state of the quadratic part, which holds the open chunk's values.
-        position: the number of tokens read so far.
+        open_chunk: the keys of both parts and the values of the open chunk.
     """
 
-    context: Tensor
+    position: Tensor
+    summary: Tensor
     summaries: Tensor
     k_bar: Tensor
     q_sum: Tensor
-    k_lin: Tensor
-    quadratic: MixedChunkState
-    position: int
+    open_chunk: MixedChunkState
 
 
-class FLASHWeighted(FLASHInParts[FLASHWeightedState]):
+class FLASHWeighted(FLASHInParts):
     """FLASH with attention between chunk summaries.
 
     Its state grows by s x e numbers with every chunk. The options are those of `FLASH`.
@@ -120,56 +121,41 @@ class FLASHWeighted(FLASHInParts[FLASHWeightedState]):
 
     name = "flash-weighted"
     normalizations = NORMALIZATIONS
+    any_positions = False
+    constant_state = False
 
-    def linear_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
+    def linear_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Batch) -> Tensor:
         """Attend across chunks, by weighted summaries."""
         return weighted_summaries(q, k, v, chunks, causal=self.causal, published_size=self.options.published_length)
 
     def attend_next(
-        self, maps: Tensor, v: Tensor, state: FLASHWeightedState, layout: Layout
+        self, maps: Sequence[Tensor], v: Tensor, state: FLASHWeightedState, batch: Batch
     ) -> tuple[Tensor, FLASHWeightedState]:
         """Attend to the open chunk and the weighted summaries before it; return the outputs and the new state."""
-        compute = matmul_dtype(maps, v)
+        size, compute, start = self.chunk_size, matmul_dtype(*maps, v), batch.first_position
+        summary, q_sum, own, bias = state.summary, state.q_sum, state.open_chunk, self.slot_bias(batch)
+        summaries, k_bar = state.summaries[:, : start // size], state.k_bar[:, : start // size]
         outputs = [v[:, :0].to(output_dtype(v, compute))]
-        for new, first, last in open_chunk_pieces(state.position, v.shape[1], self.chunk_size):
-            q_quad, k_quad, q_lin, k_lin = maps[:, :, new].unbind(1)
-            v_open = fill(state.quadratic.v, first, v[:, new])
-            local, quadratic = self.quadratic_next(q_quad, k_quad, v[:, new], state.quadratic, layout)
+        for new, _, last in open_chunk_pieces(start, v.shape[1], size):
+            q_quad, k_quad, q_lin, k_lin = (x[:, new] for x in maps)
+            here = replace(batch, start=start + new.start)
+            local, own = stream.extend(q_quad, None, [k_quad, k_lin], v[:, new], bias, self.options, own, here)
             with without_autocast(v):
-                outputs.append(local + (q_lin.to(compute) @ state.context.to(compute)).to(local.dtype))
-                state = state._replace(
-                    q_sum=state.q_sum + q_lin.to(state.q_sum.dtype).sum(1),
-                    k_lin=fill(state.k_lin, first, k_lin),
-                    quadratic=quadratic,
-                    position=state.position + last - first,
-                )
-                if last == self.chunk_size:
-                    state = self._fold(state, v_open)
-        return torch.cat(outputs, 1), state
-
-    def _fold(self, state: FLASHWeightedState, v_open: Tensor) -> FLASHWeightedState:
-        """Summarise the open chunk, which is full, and compute the context of the next one."""
-        summary, size = state.k_lin.mT @ v_open / self.chunk_size, self.chunk_size
-        summaries = torch.cat([state.summaries, summary[:, None]], 1)
-        k_bar = torch.cat([state.k_bar, state.k_lin.mean(1, keepdim=True)], 1)
-        weights = _chunk_weights(state.q_sum[:, None] / size, k_bar, torch.full_like(k_bar[:1, :, 0], size), None)
-        return state._replace(
-            context=(weights @ summaries.flatten(2)).view_as(summary),
-            summaries=summaries,
-            k_bar=k_bar,
-            q_sum=torch.zeros_like(state.q_sum),
-            k_lin=torch.zeros_like(state.k_lin),
-        )
-
-    def global_state(self, state: FLASHWeightedState | ShiftedState) -> Tensor:
-        """The weighted mean of summaries for the open chunk."""
-        context: Tensor = (state.own if isinstance(state, ShiftedState) else state).context
-        return context
+                outputs.append(local + (q_lin.to(compute) @ summary.to(compute)).to(local.dtype))
+                q_sum = q_sum + q_lin.to(q_sum.dtype).sum(1)
+                if last == size:  # the chunk is full: summarise it, and compute the context of the next one
+                    keys, values = own.keys[:, 1].to(summary.dtype), own.values.to(summary.dtype)
+                    summaries = torch.cat([summaries, (keys.mT @ values / size)[:, None]], 1)
+                    k_bar = torch.cat([k_bar, keys.mean(1, keepdim=True)], 1)
+                    weights = _chunk_weights(q_sum[:, None] / size, k_bar, torch.full_like(k_bar[:1, :, 0], size), None)
+                    summary, q_sum = (weights @ summaries.flatten(2)).view_as(summary), torch.zeros_like(q_sum)
+        position = batch.after(state.position)
+        return torch.cat(outputs, 1), FLASHWeightedState(position, summary, summaries, k_bar, q_sum, own)
 
     def init_own_state(self, batch_size: int) -> FLASHWeightedState:
         """The state before the first token of `batch_size` streams."""
-        mixed = self.init_mixed_state(batch_size)
-        context, k_lin = mixed.summary, mixed.k_lin
-        return FLASHWeightedState(
-            context, context[:, None][:, :0], k_lin[:, :0], k_lin[:, 0], k_lin, self.quadratic_state(batch_size), 0
-        )
+        like = self.any_parameter
+        summary = torch.zeros(batch_size, self.d_qk, self.d_value, dtype=acc_dtype(like), device=like.device)
+        own = mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like, linear=False)
+        k_bar = summary.new_zeros(batch_size, 0, self.d_qk)
+        return FLASHWeightedState(own.position.clone(), summary, summary[:, None][:, :0], k_bar, summary[..., 0], own)

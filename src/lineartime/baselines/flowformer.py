@@ -21,14 +21,16 @@ So no token depends on later ones. The outgoing flow of a key is estimated from 
 queries that attend to it come later. A stream stores only the sums.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lineartime.layers.multi_head import MultiHeadMixer
+from lineartime.ops.batch import Batch
 from lineartime.ops.linear import continued_sums
 from lineartime.ops.precision import acc_dtype
+from lineartime.ops.state import State
 
 EPS = 1e-6
 MAX_FLOW = 5.0
@@ -69,7 +71,7 @@ def flowformer_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = Fals
     `real`, bool, broadcastable to [..., L], is False for the padding at the end of shorter rows; None if there is none.
     """
     if causal:  # padding comes after the real tokens, and no token attends to later ones
-        return flowformer_attention_extend(q, k, v, empty_state(k, v.shape[-1]))[0]
+        return _continued(q, k, v, empty_state(k, v.shape[-1]), 0)[0]
     a, b = _features(q), _features(k)
     if real is None:
         real = torch.ones(v.shape[-2], dtype=torch.bool, device=v.device)
@@ -109,20 +111,21 @@ def _allot(out: Tensor, sinks: Tensor) -> Tensor:
 # 3. The causal and the streaming form ---------------------------------------------------------------------------------
 
 
-class FlowformerState(NamedTuple):
+@dataclass(eq=False)
+class FlowformerState(State):
     """The state of causal streams, of constant size, in float32 or better: sums over all tokens so far.
 
     Attributes:
+        position: int64 [B], the number of tokens that each stream has read.
         summary: [B, H, h, h], the sum of b (w v)^T.
         flows: [B, H, 4, h], the sums of b, of a, of n b / O and of n a / I.
         strength: [B, H, 1, 1], the sum of the exponentials that compete.
-        position: the number of tokens read so far.
     """
 
+    position: Tensor
     summary: Tensor
     flows: Tensor
     strength: Tensor
-    position: int
 
 
 def empty_state(keys: Tensor, d_value: int) -> FlowformerState:
@@ -132,43 +135,62 @@ def empty_state(keys: Tensor, d_value: int) -> FlowformerState:
     def zeros(*shape: int) -> Tensor:
         return keys.new_zeros(*leading, *shape, dtype=acc_dtype(keys))
 
-    return FlowformerState(zeros(width, d_value), zeros(4, width), zeros(1, 1), 0)
+    position = keys.new_zeros(leading[:1], dtype=torch.long)
+    return FlowformerState(position, zeros(width, d_value), zeros(4, width), zeros(1, 1))
 
 
-def flowformer_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: FlowformerState) -> tuple[Tensor, FlowformerState]:
-    """Continue causal sequences by N tokens: q, k, v [..., N, h] -> [..., N, h] and the new state."""
-    a, b = _features(q), _features(k)
-    count = torch.arange(1, v.shape[-2] + 1, dtype=a.dtype, device=a.device)[:, None] + state.position
+def flowformer_attention_extend(
+    q: Tensor, k: Tensor, v: Tensor, state: FlowformerState, batch: Batch
+) -> tuple[Tensor, FlowformerState]:
+    """Continue causal streams by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state."""
+    out, *sums = _continued(q, k, v, state, state.position[:, None, None, None], batch.is_real)
+    return out, FlowformerState(batch.after(state.position), *sums)
+
+
+def _continued(
+    q: Tensor, k: Tensor, v: Tensor, state: FlowformerState, position: Tensor | int, real: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The outputs [..., N, h] of N tokens after `position` others, and the new sums; `real`, bool [B, N], comes first."""
+
+    def kept(x: Tensor) -> Tensor:
+        return x if real is None else x.masked_fill(~real[:, None, :, None], 0.0)
+
+    a, b = kept(_features(q)), kept(_features(k))
+    count = torch.arange(1, v.shape[-2] + 1, dtype=a.dtype, device=a.device)[:, None] + position
     before = state.flows.split(1, -2)
     incoming, outgoing = _flow(a, before[0] + b.cumsum(-2)) / count, _flow(b, before[1] + a.cumsum(-2)) / count
     given, taken = b / outgoing, a / incoming
     sinks, sources = _flow(a, before[2] + given.cumsum(-2)) / count, _flow(b, before[3] + taken.cumsum(-2)) / count
-    strength = _strength(sources)
-    share = strength / (state.strength + strength.cumsum(-2)) * count
+    strength = kept(_strength(sources))
+    # The strength of a token is at least 1, so the sum is smaller only for a stream without tokens.
+    share = strength / (state.strength + strength.cumsum(-2)).clamp(min=1.0) * count
     out, summary = continued_sums((taken / count).to(v.dtype), b.to(v.dtype), (share * v).to(v.dtype), state.summary)
     flows = state.flows + torch.stack([x.sum(-2) for x in (b, a, given, taken)], -2)
     total = state.strength + strength.sum(-2, keepdim=True)
-    return _allot(out, sinks), FlowformerState(summary, flows, total, state.position + v.shape[-2])
+    return _allot(out, sinks), summary, flows, total
 
 
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class Flowformer(MultiHeadMixer[FlowformerState]):
+class Flowformer(MultiHeadMixer):
     """Flowformer: linear attention with conserved flows.
 
     A causal layer streams with constant memory. The options are those of `MultiHeadMixer`.
     """
 
     name = "flowformer"
+    any_positions = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Flow attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return flowformer_attention(q, k, v, causal=self.causal, real=None if real is None else real[:, None])
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: FlowformerState) -> tuple[Tensor, FlowformerState]:
+    def attend_next(
+        self, q: Tensor, k: Tensor, v: Tensor, state: FlowformerState, batch: Batch
+    ) -> tuple[Tensor, FlowformerState]:
         """Attend with a state of constant size; return the outputs and the new state."""
-        return flowformer_attention_extend(q, k, v, state)
+        return flowformer_attention_extend(q, k, v, state, batch)
 
     def init_own_state(self, batch_size: int) -> FlowformerState:
         """The state before the first token of `batch_size` streams."""

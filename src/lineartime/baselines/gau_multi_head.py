@@ -7,6 +7,8 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "s
     attention = the attentions of all heads, with widths s / H and e / H instead of s and e, concatenated
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -14,17 +16,15 @@ from lineartime.layers.checks import check_heads
 from lineartime.layers.gated import GatedOptions
 from lineartime.layers.gau import GAU
 from lineartime.layers.multi_head import fold_heads
-from lineartime.ops.cache import KVCache, KVStreams
-from lineartime.ops.checks import check_rotary_width
-from lineartime.ops.layout import Layout, LayoutPlan
+from lineartime.ops.batch import Batch, Needs
+from lineartime.ops.cache import KVCache
 from lineartime.ops.positions import over_heads, rotate
 
 
 class GAUMultiHead(GAU):
     """GAU with several heads.
 
-    It has as many parameters as a `GAU`. The relative bias has the rotary form and is the same for all heads. `rotary_width`
-    applies to each head.
+    It has as many parameters as a `GAU`. The relative bias has the rotary form and is the same for all heads.
 
     Args:
         n_heads: H, which must divide d_qk and expansion * d.
@@ -35,43 +35,37 @@ class GAUMultiHead(GAU):
     name = "gau-multi-head"
 
     def __init__(self, d_model: int, *, n_heads: int = 4, relative_bias: bool = True, **options: Unpack[GatedOptions]) -> None:
-        # Passed explicitly, so that a caller who passes them gets a TypeError.
-        super().__init__(d_model, relative_bias=relative_bias, bias_form="auto", max_length=None, **options)
+        # Passed explicitly, so that a caller who passes it gets a TypeError.
+        super().__init__(d_model, relative_bias=relative_bias, max_length=None, **options)
         check_heads(n_heads, {"d_qk": self.d_qk}, in_pairs=True)
         check_heads(n_heads, {"expansion * d_model": self.d_value}, in_pairs=False)
         self.n_heads = n_heads
-        check_rotary_width(self.rotary_width, self.head_dim)
         self.init_own()
 
-    def plan(self) -> LayoutPlan:
+    def needs(self) -> Needs:
         """Request what `GAU` needs, with rotations for the width of a head."""
-        plan = super().plan()
-        return plan._replace(rotary_width=self.head_dim if self.rope else None)
+        return super().needs()._replace(rotary_width=self.head_dim if self.rope else None)
 
-    def queries_and_keys(self, base: Tensor, rotations: Tensor | None) -> Tensor:
-        """Z [B, T, s] -> [B, maps, T, s], with each head rotated separately."""
-        heads = super().queries_and_keys(base, None).unflatten(-1, (self.n_heads, -1))  # [B, maps, T, H, s / H]
-        rotations = over_heads(rotations)
-        return rotate(heads, None if rotations is None else rotations[..., None, :]).flatten(-2)
+    def queries_and_keys(self, base: Tensor, rotations: Tensor | None) -> Sequence[Tensor]:
+        """Z [B, T, s] -> [B, T, s] for each map, with each head rotated separately."""
+        table = over_heads(rotations)
+        return [self._merge(rotate(self._split(x), table)) for x in super().queries_and_keys(base, None)]
 
-    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, layout: Layout, causal: bool) -> Tensor:
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, causal: bool, batch: Batch) -> Tensor:
         """Attend within each row, separately for each head: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]."""
         mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
         q, k, v = (fold_heads(self._split(x)) for x in (q, k, v))
-        return self._merge(super().attend_rows(q, k, v, mask, layout, causal).unflatten(0, (-1, self.n_heads)))
+        return self._merge(super().attend_rows(q, k, v, mask, causal, batch).unflatten(0, (-1, self.n_heads)))
 
     def init_own_state(self, batch_size: int) -> KVCache:
         """The state before the first token of `batch_size` streams."""
-        return KVCache(*(self._split(x) for x in super().init_own_state(batch_size)))
+        state = super().init_own_state(batch_size)
+        return KVCache(state.position, self._split(state.k), self._split(state.v))
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: KVCache, layout: Layout) -> tuple[Tensor, KVCache]:
+    def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
         """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
-        attended, state = super().attend_next(self._split(maps), self._split(v), state, layout)
+        attended, state = super().attend_next([self._split(x) for x in maps], self._split(v), state, batch)
         return self._merge(attended), state
-
-    def attend_step(self, maps: Tensor, v: Tensor, streams: KVStreams, layout: Layout) -> Tensor:
-        """Attend from one token of every stream, [B, 2, 1, s] and [B, 1, e] -> [B, 1, e]; updates `streams` in place."""
-        return self._merge(super().attend_step(self._split(maps), self._split(v), streams, layout))
 
     def _split(self, x: Tensor) -> Tensor:
         """[..., L, f] -> [..., H, L, f / H]."""

@@ -5,7 +5,6 @@ The definition is in `lineartime.ops.linear`; its q and k are features(q) and fe
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -13,20 +12,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.errors import check_choice
-from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer, merge_heads
-from lineartime.layers.stepping import SteppingMixer
-from lineartime.ops.layout import Layout
-from lineartime.ops.linear import (
-    LinearState,
-    LinearStreams,
-    chunked_sums,
-    linear_attention,
-    linear_attention_extend,
-    linear_attention_step,
-    linear_states,
-    linear_streams,
-)
-from lineartime.ops.precision import acc_dtype, output_dtype, without_autocast
+from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.ops.batch import Batch
+from lineartime.ops.linear import LinearState, chunked_sums, linear_attention, linear_attention_extend
+from lineartime.ops.precision import acc_dtype
 
 Rotated = Literal["inputs", "features"]
 """What rotary positions rotate in a linear attention."""
@@ -38,7 +27,7 @@ class KernelOptions(HeadOptions, total=False):
     rotated: Rotated
 
 
-class KernelAttention(MultiHeadMixer[LinearState]):
+class KernelAttention(MultiHeadMixer):
     """Linear attention with similarity features(q).features(k), streaming with constant memory: [B, T, d] -> [B, T, d].
 
     Only a causal layer can stream.
@@ -50,6 +39,9 @@ class KernelAttention(MultiHeadMixer[LinearState]):
 
     Source: "Transformers are RNNs" (arXiv 2006.16236).
     """
+
+    any_positions = True
+    constant_state = True
 
     def __init__(self, d_model: int, *, rotated: Rotated = "inputs", **options: Unpack[HeadOptions]) -> None:
         super().__init__(d_model, **options)
@@ -63,7 +55,7 @@ class KernelAttention(MultiHeadMixer[LinearState]):
     def weigh(self, features: Tensor, first: int) -> Tensor:
         """Weight the features [..., T, f] of tokens at positions `first`, `first` + 1, ... by their positions: [..., T, g].
 
-        By default, they are returned unchanged.
+        By default, they are returned unchanged. A mixer that changes them has any_positions = False.
         """
         return features
 
@@ -89,10 +81,10 @@ class KernelAttention(MultiHeadMixer[LinearState]):
         real = None if real is None else real[:, None]
         return linear_attention(q, k, v, causal=self.causal, real=real, causal_sums=self.sums, plain=plain)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState, batch: Batch) -> tuple[Tensor, LinearState]:
         """Attend with a state of constant size; return the outputs and the new state."""
-        q, k, plain = self._features(q, k, first=state.position)
-        return linear_attention_extend(q, k, v, state, plain=plain)
+        q, k, plain = self._features(q, k, first=0 if self.any_positions else batch.first_position)
+        return linear_attention_extend(q, k, v, state, counts=batch.counts, plain=plain)
 
     def _features(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """The features of what `rotate` returned, and of the denominator if they differ; `first` is the first position."""
@@ -105,27 +97,5 @@ class KernelAttention(MultiHeadMixer[LinearState]):
         """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size, acc_dtype(self.any_parameter))
         n_features = self.weigh(self.features(empty), first=0).shape[-1]
-        return LinearState(empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1), 0)
-
-
-class SteppingKernelAttention(KernelAttention, SteppingMixer[LinearState, LinearStreams]):
-    """A `KernelAttention` whose features do not depend on positions, so that streams at different positions step together."""
-
-    steps_in_place = True
-
-    def join_own_streams(self, states: Sequence[LinearState]) -> LinearStreams:
-        """Join streams at different positions."""
-        return linear_streams(states)
-
-    def separate_own_streams(self, streams: LinearStreams, positions: Sequence[int]) -> list[LinearState]:
-        """The state of each stream."""
-        return linear_states(streams, positions)
-
-    def mix_step(self, normed: Tensor, streams: LinearStreams, layout: Layout) -> Tensor:
-        """Compute one more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
-        q, k, v = self.project(normed, layout)
-        compute = self.compute_dtype(q, k, v)
-        with without_autocast(v):
-            q, k, plain = self._features(q.to(compute), k.to(compute), first=0)
-            attended = linear_attention_step(q, k, v.to(compute), streams, plain=plain)
-        return self.combine(normed, merge_heads(attended.to(output_dtype(v, compute))))
+        summary = empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1)
+        return LinearState(self.first_position(batch_size), summary)

@@ -8,7 +8,7 @@ Source: "Transformers are RNNs" (arXiv 2006.16236), eq. 7.
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.baselines.kernel_attention import SteppingKernelAttention
+from lineartime.baselines.kernel_attention import KernelAttention
 
 
 def elu_features(x: Tensor) -> Tensor:
@@ -16,7 +16,7 @@ def elu_features(x: Tensor) -> Tensor:
     return F.elu(x) + 1
 
 
-class LinearELU(SteppingKernelAttention):
+class LinearELU(KernelAttention):
     """Linear attention with features elu + 1."""
 
     name = "linear-elu"

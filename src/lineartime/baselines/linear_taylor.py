@@ -8,10 +8,10 @@ Source: Su, "Exploring linear attention" (2020), https://kexue.fm/archives/7546.
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.baselines.kernel_attention import SteppingKernelAttention
+from lineartime.baselines.kernel_attention import KernelAttention
 
 
-class LinearTaylor(SteppingKernelAttention):
+class LinearTaylor(KernelAttention):
     """Linear attention with similarity 1 + cos(q, k).
 
     Its features are (1, x / |x|).

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.scores import scaled_products
 from lineartime.layers.checks import check_fits
 from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
-from lineartime.layers.streams import StreamState
 from lineartime.ops.checks import check_positive
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
@@ -54,7 +52,7 @@ def linformer_attention(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -
 # 3. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class Linformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
+class Linformer(MultiHeadMixer):
     """Linformer: 512 positions mixed into 128 landmarks.
 
     Args:

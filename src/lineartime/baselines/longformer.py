@@ -9,7 +9,7 @@ dilation.
     A(i) = tokens with |i - j| < W, and the first n; all tokens if i is one of the first n; causal: those of them with j <= i
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,8 +25,10 @@ from lineartime.baselines.blocks import (
 )
 from lineartime.baselines.scores import masked_products
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_positive
 from lineartime.ops.precision import acc_dtype
+from lineartime.ops.state import State
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -76,55 +78,54 @@ def longformer_attention(
 # 3. The streaming form ------------------------------------------------------------------------------------------------
 
 
-class LongformerState(NamedTuple):
+@dataclass(eq=False)
+class LongformerState(State):
     """The state of causal streams, which stops growing after W + n tokens.
 
     Attributes:
+        position: int64 [B], the number of tokens that each stream has read.
         k_global, v_global: [B, H, up to n, h] of the first n tokens.
         k, v: [B, H, up to W - 1, h] of the last W - 1 tokens.
-        position: the number of tokens read so far.
     """
 
+    position: Tensor
     k_global: Tensor
     v_global: Tensor
     k: Tensor
     v: Tensor
-    position: int
 
 
 def longformer_attention_extend(
-    q: Tensor, k: Tensor, v: Tensor, state: LongformerState, *, window: int, n_global: int
+    q: Tensor, k: Tensor, v: Tensor, state: LongformerState, start: int, *, window: int, n_global: int
 ) -> tuple[Tensor, LongformerState]:
-    """Continue causal streams by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state."""
+    """Continue causal streams at position `start` by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state."""
     compute = acc_dtype(q)
-    outputs = []
+    k_global, v_global, k_near, v_near = (x[:, :, :start] for x in (state.k_global, state.v_global, state.k, state.v))
+    position, outputs = start, []
     for queries, keys, values in zip(*(x.split(window, 2) for x in (q, k, v)), strict=True):
-        keys, values = torch.cat([state.k, keys.to(state.k.dtype)], 2), torch.cat([state.v, values.to(state.v.dtype)], 2)
-        position = state.position + queries.shape[2]
-        first = position - keys.shape[2]  # the position of the first key
-        still_global = slice(state.position - first, max(state.position, n_global) - first)
-        in_reach = slice(max(0, keys.shape[2] - window + 1), None)  # of the next token
-        state = LongformerState(
-            torch.cat([state.k_global, keys[:, :, still_global]], 2),
-            torch.cat([state.v_global, values[:, :, still_global]], 2),
-            keys[:, :, in_reach],
-            values[:, :, in_reach],
-            position,
+        keys, values = torch.cat([k_near, keys.to(k_near.dtype)], 2), torch.cat([v_near, values.to(v_near.dtype)], 2)
+        stop = position + queries.shape[2]
+        first = stop - keys.shape[2]  # the position of the first key
+        still_global = slice(position - first, max(position, n_global) - first)
+        k_global, v_global = (
+            torch.cat([old, new[:, :, still_global]], 2) for old, new in ((k_global, keys), (v_global, values))
         )
-        i = torch.arange(position - queries.shape[2], position, device=q.device)[:, None]
-        j = torch.arange(first, position, device=q.device)
+        i = torch.arange(position, stop, device=q.device)[:, None]
+        j = torch.arange(first, stop, device=q.device)
         band = (j <= i) & (i - j < window) & (j >= n_global)
         near = masked_products(queries.to(compute), keys.to(compute), band)
-        before = torch.arange(state.k_global.shape[2], device=q.device) <= i
-        of_global = masked_products(queries.to(compute), state.k_global.to(compute), before)
-        outputs.append(joint_softmax([(near, values.to(compute)), (of_global, state.v_global.to(compute))]))
-    return torch.cat(outputs, 2), state
+        before = torch.arange(k_global.shape[2], device=q.device) <= i
+        of_global = masked_products(queries.to(compute), k_global.to(compute), before)
+        outputs.append(joint_softmax([(near, values.to(compute)), (of_global, v_global.to(compute))]))
+        in_reach = slice(max(0, keys.shape[2] - window + 1), None)  # of the next token
+        k_near, v_near, position = keys[:, :, in_reach], values[:, :, in_reach], stop
+    return torch.cat(outputs, 2), LongformerState(state.position + q.shape[2], k_global, v_global, k_near, v_near)
 
 
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class Longformer(MultiHeadMixer[LongformerState]):
+class Longformer(MultiHeadMixer):
     """Longformer: a sliding window and global tokens.
 
     A causal layer streams with constant memory.
@@ -148,11 +149,13 @@ class Longformer(MultiHeadMixer[LongformerState]):
         """Attend to the window and the global tokens: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return longformer_attention(q, k, v, window=self.window, n_global=self.n_global, causal=self.causal, real=real)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LongformerState) -> tuple[Tensor, LongformerState]:
+    def attend_next(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LongformerState, batch: Batch
+    ) -> tuple[Tensor, LongformerState]:
         """Attend to the window and the global tokens; return the outputs and the new state."""
-        return longformer_attention_extend(q, k, v, state, window=self.window, n_global=self.n_global)
+        return longformer_attention_extend(q, k, v, state, batch.first_position, window=self.window, n_global=self.n_global)
 
     def init_own_state(self, batch_size: int) -> LongformerState:
         """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size)
-        return LongformerState(empty, empty, empty, empty, 0)
+        return LongformerState(self.first_position(batch_size), empty, empty, empty, empty)

@@ -10,21 +10,22 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), its comparison 
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import reduce
 from operator import add
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lineartime.baselines.chunked_heads import ChunkedHeads
+from lineartime.layers.mixer import Part
 from lineartime.layers.multi_head import fold_heads
-from lineartime.layers.opened import Part
+from lineartime.ops.batch import Batch, cut_chunks
 from lineartime.ops.chunks import Reach
-from lineartime.ops.make_layout import cut_chunks
 from lineartime.ops.mixed_chunk.chunked import chunk_attention, summary_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
-from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_attention_extend
+from lineartime.ops.mixed_chunk.stream import MixedChunkState, extend, mixed_chunk_state
+from lineartime.ops.precision import acc_dtype
 
 # 1. The definition ----------------------------------------------------------------------------------------------------
 
@@ -75,32 +76,7 @@ def mc_tfm_attention(
 # 3. The streaming form, and the layer ---------------------------------------------------------------------------------
 
 
-class MCTFMState(NamedTuple):
-    """The state of causal streams, of constant size.
-
-    Attributes:
-        summary: [B, H, h, h], the sum of k v^T over all complete chunks, in float32 or better.
-        k, v: [B, H, C, h] of the open chunk, zero beyond its tokens.
-        position: the number of tokens read so far.
-    """
-
-    summary: Tensor
-    k: Tensor
-    v: Tensor
-    position: int
-
-
-def mc_tfm_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: MCTFMState) -> tuple[Tensor, MCTFMState]:
-    """Continue a causal sequence by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state."""
-    heads = v.shape[:2]
-    q, k, v, summary, keys, values = (fold_heads(x) for x in (q, k, v, state.summary, state.k, state.v))
-    mixed = MixedChunkState(summary, keys, keys, values, state.position)  # both parts share their keys
-    out, mixed = mixed_chunk_attention_extend(q, k, q * q.shape[-1] ** -0.5, k, v, mixed, activation="softmax")
-    out, summary, keys, values = (x.unflatten(0, heads) for x in (out, mixed.summary, mixed.k_quad, mixed.v))
-    return out, MCTFMState(summary, keys, values, mixed.position)
-
-
-class MCTFM(ChunkedHeads[MCTFMState]):
+class MCTFM(ChunkedHeads):
     """Multi-head mixed chunk attention: softmax inside chunks, linear across them.
 
     A causal layer streams with constant memory. The options are those of `ChunkedHeads`.
@@ -108,25 +84,41 @@ class MCTFM(ChunkedHeads[MCTFMState]):
 
     name = "mc-tfm"
     parts = ("local", "global")
+    any_positions = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Mixed chunk attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
-        return self._attend(self.parts, q, k, v, real)
+        return self._read_parts(self.parts, q, k, v, real)
 
     def attend_part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """The local or the global part: q, k [R, H, L, h] and v [R, H, L, w] -> [R, H, L, w]."""
-        return self._attend((part,), q, k, v, real)
+        return self._read_parts((part,), q, k, v, real)
 
-    def _attend(self, parts: Collection[Part], q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+    def _read_parts(self, parts: Collection[Part], q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
         rows = (fold_heads(x) for x in (q, k, v))
         return mc_tfm_attention(*rows, chunk_size=self.chunk_size, causal=self.causal, mask=mask, parts=parts).view_as(v)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: MCTFMState) -> tuple[Tensor, MCTFMState]:
-        """Attend with a state of constant size; return the outputs and the new state."""
-        return mc_tfm_attention_extend(q, k, v, state)
+    def attend_next(
+        self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkState, batch: Batch
+    ) -> tuple[Tensor, MixedChunkState]:
+        """Attend with a state of constant size, whose tensors are [B, H, ...]; return the outputs and the new state."""
+        heads = v.shape[:2]
 
-    def init_own_state(self, batch_size: int) -> MCTFMState:
+        def of_heads(x: Tensor) -> Tensor:
+            return x.repeat_interleave(self.n_heads)
+
+        q, k, v, *parts = (fold_heads(x) for x in (q, k, v, state.summary, state.keys, state.values))
+        folded = MixedChunkState(of_heads(state.position), *parts)
+        batch = replace(batch, counts=None if batch.counts is None else of_heads(batch.counts))
+        options = MixedChunkOptions(self.chunk_size, causal=True, activation="softmax")
+        out, new = extend(q, q * q.shape[-1] ** -0.5, [k], v, None, options, folded, batch)  # both parts share their keys
+        out, *parts = (x.unflatten(0, heads) for x in (out, new.summary, new.keys, new.values))
+        return out, MixedChunkState(new.position[:: self.n_heads], *parts)
+
+    def init_own_state(self, batch_size: int) -> MixedChunkState:
         """The state before the first token of `batch_size` streams."""
-        chunk = self.empty_chunk(batch_size)
-        return MCTFMState(chunk.new_zeros(*chunk.shape[:2], self.head_dim, self.head_dim), chunk, chunk, 0)
+        like = self.empty_cache(0, acc_dtype(self.any_parameter))
+        folded = mixed_chunk_state(batch_size * self.n_heads, self.chunk_size, self.head_dim, self.head_dim, like, maps=1)
+        parts = (x.unflatten(0, (batch_size, self.n_heads)) for x in (folded.summary, folded.keys, folded.values))
+        return MixedChunkState(self.first_position(batch_size), *parts)

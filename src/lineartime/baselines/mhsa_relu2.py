@@ -8,8 +8,8 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "s
 
 from torch import Tensor
 
-from lineartime.layers.gated import HasBackends
 from lineartime.layers.multi_head import MultiHeadMixer, fold_heads
+from lineartime.ops.batch import Batch
 from lineartime.ops.cache import KVCache
 from lineartime.ops.precision import acc_dtype
 from lineartime.ops.quadratic import attend_rows
@@ -17,25 +17,27 @@ from lineartime.ops.quadratic.inputs import QuadraticOptions
 from lineartime.ops.quadratic.stream import quadratic_attention_extend
 
 
-class MHSARelu2(MultiHeadMixer[KVCache], HasBackends):
+class MHSARelu2(MultiHeadMixer):
     """Multi-head attention with relu^2 instead of softmax.
 
     Each head attends like a GAU. The options are those of `MultiHeadMixer`.
     """
 
     name = "mhsa-relu2"
+    any_positions = True
+    backend = "auto"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """relu^2 attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
         options = QuadraticOptions(self.causal)
-        return attend_rows(fold_heads(q), fold_heads(k), fold_heads(v), None, mask, options, self.backend).view_as(v)
+        return attend_rows(fold_heads(q), fold_heads(k), fold_heads(v), None, mask, options, self.backend or "auto").view_as(v)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
         """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
-        return quadratic_attention_extend(q, k, v, state)
+        return quadratic_attention_extend(q, k, v, state, batch=batch)
 
     def init_own_state(self, batch_size: int) -> KVCache:
         """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size, acc_dtype(self.any_parameter))
-        return KVCache(empty, empty)
+        return KVCache(self.first_position(batch_size), empty, empty)

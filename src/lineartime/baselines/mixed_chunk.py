@@ -12,7 +12,8 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.2, wi
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,11 +27,13 @@ from lineartime.baselines.performer import relu_features
 from lineartime.baselines.scores import masked_products
 from lineartime.errors import check_choice
 from lineartime.layers.checks import check_fits
-from lineartime.layers.opened import Part
+from lineartime.layers.mixer import Part
+from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_positive
 from lineartime.ops.chunks import exclusive_cumsum, fill, open_chunk_pieces
 from lineartime.ops.linear import normalized, with_ones
 from lineartime.ops.precision import acc_dtype
+from lineartime.ops.state import State
 
 Local = Literal["own", "overlapping"]
 FeatureMap = Literal["relu", "elu", "cos"]
@@ -103,19 +106,21 @@ def global_attention(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal
 # 3. The streaming form ------------------------------------------------------------------------------------------------
 
 
-class MixedChunkSchemeState(NamedTuple):
+@dataclass(eq=False)
+class MixedChunkSchemeState(State):
     """The state of causal streams, of constant size.
 
     Attributes:
+        position: int64 [B], the number of tokens that each stream has read.
         summary: [B, H, f, h + 1], the sum of features(k) (v, 1)^T over all complete chunks, in float32 or better.
-        k, v: [B, H, M C, h] of the open chunk, after the previous one if the local part overlaps; zero beyond its tokens.
-        position: the number of tokens read so far.
+        k, v: [B, H, M C, h] of the open chunk, after the previous one if the local part overlaps; the slots after its tokens
+            hold any numbers.
     """
 
+    position: Tensor
     summary: Tensor
     k: Tensor
     v: Tensor
-    position: int
 
 
 def mixed_chunk_scheme_extend(
@@ -123,41 +128,42 @@ def mixed_chunk_scheme_extend(
     k: Tensor,
     v: Tensor,
     state: MixedChunkSchemeState,
+    position: int,
     features: Callable[[Tensor, int], Tensor],
     *,
     chunk_size: int,
 ) -> tuple[Tensor, MixedChunkSchemeState]:
-    """Continue a causal sequence by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state.
+    """Continue causal streams at one position by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state.
 
     `features` maps [..., T, h] and the position of the first of these tokens to [..., T, f].
     """
     q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
     start = state.k.shape[-2] - chunk_size  # of the open chunk
     places = torch.arange(start + chunk_size, device=v.device)
+    summary, keys, values = state.summary, state.k, state.v
     outputs = [v[..., :0, :]]
-    for new, first, last in open_chunk_pieces(state.position, v.shape[-2], chunk_size):
-        complete = state.position - first
+    for new, first, last in open_chunk_pieces(position, v.shape[-2], chunk_size):
+        complete = position + new.start - first
         queries, stop = q[..., new, :], start + last
-        keys, values = fill(state.k, start + first, k[..., new, :]), fill(state.v, start + first, v[..., new, :])
+        if not first:  # the last chunk, which is full, becomes the previous one
+            keys, values = (x.roll(-chunk_size, -2) for x in (keys, values))
+        keys, values = fill(keys, start + first, k[..., new, :]), fill(values, start + first, v[..., new, :])
         visible = places[:stop] <= places[start + first : stop, None]
         if not complete:  # the first chunk has no previous one
             visible = visible & (places[:stop] >= start)
         local = masked_products(queries, keys[..., :stop, :], visible).softmax(-1).to(v.dtype) @ values[..., :stop, :]
-        across = normalized(features(queries, state.position) @ state.summary.to(v.dtype))
+        across = normalized(features(queries, complete + first) @ summary.to(v.dtype))
         outputs.append(local + across)
-        state = MixedChunkSchemeState(state.summary, keys, values, complete + last)
         if last == chunk_size:
             of_chunk = features(keys[..., start:, :], complete).mT @ with_ones(values[..., start:, :])
-            empty = torch.zeros_like(keys[..., start:, :])
-            keys, values = (torch.cat([x, empty], -2)[..., chunk_size:, :] for x in (keys, values))
-            state = MixedChunkSchemeState(state.summary + of_chunk.to(state.summary.dtype), keys, values, state.position)
-    return torch.cat(outputs, -2), state
+            summary = summary + of_chunk.to(summary.dtype)
+    return torch.cat(outputs, -2), MixedChunkSchemeState(state.position + v.shape[-2], summary, keys, values)
 
 
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class MixedChunk(ChunkedHeads[MixedChunkSchemeState]):
+class MixedChunk(ChunkedHeads):
     """Mixed chunk attention of any local and global part.
 
     A causal layer streams with constant memory.
@@ -220,10 +226,11 @@ class MixedChunk(ChunkedHeads[MixedChunkSchemeState]):
         return global_attention(self.map_features(q, 0), keys, v, chunk_size=size, causal=self.causal)
 
     def attend_next(
-        self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkSchemeState
+        self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkSchemeState, batch: Batch
     ) -> tuple[Tensor, MixedChunkSchemeState]:
         """Attend with a state of constant size; return the outputs and the new state."""
-        return mixed_chunk_scheme_extend(q, k, v, state, self.map_features, chunk_size=self.chunk_size)
+        start = batch.first_position
+        return mixed_chunk_scheme_extend(q, k, v, state, start, self.map_features, chunk_size=self.chunk_size)
 
     def init_own_state(self, batch_size: int) -> MixedChunkSchemeState:
         """The state before the first token of `batch_size` streams."""
@@ -231,4 +238,4 @@ class MixedChunk(ChunkedHeads[MixedChunkSchemeState]):
         n_features = self.map_features(chunk[..., :1, :], 0).shape[-1]
         summary = chunk.new_zeros(*chunk.shape[:2], n_features, self.head_dim + 1)
         kept = torch.cat([chunk, chunk], -2) if self.local == "overlapping" else chunk
-        return MixedChunkSchemeState(summary, kept, kept, 0)
+        return MixedChunkSchemeState(self.first_position(batch_size), summary, kept, kept)

@@ -18,12 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.baselines.bidirectional import BidirectionalMixer
 from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.errors import ArgumentError
 from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
-from lineartime.layers.streams import StreamState
 from lineartime.ops.checks import check_positive
 
 ITERATIONS = 6
@@ -111,7 +109,7 @@ def pseudo_inverse(a: Tensor) -> Tensor:
 # 3. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class Nystromformer(BidirectionalMixer, MultiHeadMixer[StreamState]):
+class Nystromformer(MultiHeadMixer):
     """Nyströmformer: softmax attention approximated with 64 landmarks.
 
     Args:

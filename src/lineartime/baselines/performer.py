@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.kernel_attention import KernelOptions, SteppingKernelAttention
+from lineartime.baselines.kernel_attention import KernelAttention, KernelOptions
 from lineartime.errors import check_choice
 from lineartime.ops.linear import chunked_sums, matmul_sums, prefix_sums
 
@@ -26,7 +26,7 @@ def relu_features(x: Tensor) -> Tensor:
     return torch.relu(x) + MIN_FEATURE
 
 
-class Performer(SteppingKernelAttention):
+class Performer(KernelAttention):
     """Performer with its ReLU kernel, as published.
 
     Linear attention with features relu(x) + eps.

@@ -15,7 +15,7 @@ The published chunks are cut from all tokens sorted by bucket. Their boundaries 
 buckets, including future tokens, so a causal token receives information from the future. Chunks inside a bucket do not leak.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,11 @@ from lineartime.baselines.scores import masked_products
 from lineartime.layers.checks import check_even
 from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_positive
 from lineartime.ops.chunks import exclusive_cumsum
 from lineartime.ops.precision import acc_dtype
+from lineartime.ops.state import State
 
 SELF_SCORE = -1e5
 """The published score of a token with itself: it attends to itself only if there is no other token to attend to."""
@@ -159,33 +161,33 @@ def _keys(q: Tensor) -> Tensor:
 # 3. The streaming form ------------------------------------------------------------------------------------------------
 
 
-class ReformerState(NamedTuple):
+@dataclass(eq=False)
+class ReformerState(State):
     """The state of causal streams: a cache of all T tokens so far.
 
     Attributes:
+        position: int64 [B], the number of tokens that each stream has read.
         k: [B, H, T, h], the keys.
         v: [B, H, T, h], the values.
         buckets: int64 [B, H, P, T], the bucket of every token in every round.
         ranks: int64 [B, H, P, T], how many earlier tokens are in the same bucket.
     """
 
+    position: Tensor
     k: Tensor
     v: Tensor
     buckets: Tensor
     ranks: Tensor
 
-    @property
-    def position(self) -> int:
-        """The number of tokens read so far."""
-        return self.k.shape[2]
-
 
 def reformer_attention_extend(
-    q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, *, chunk_size: int
+    q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, start: int, *, chunk_size: int
 ) -> tuple[Tensor, ReformerState]:
-    """Continue causal streams by N tokens, q and v [B, H, N, h], buckets [B, H, P, N] -> [B, H, N, h] and the state."""
+    """Continue causal streams at position `start` by N tokens: q and v [B, H, N, h], buckets [B, H, P, N] -> [B, H, N, h]."""
+    keys, values = state.k[:, :, :start], state.v[:, :, :start]
+    state = ReformerState(state.position, keys, values, state.buckets[..., :start], state.ranks[..., :start])
     outputs = []
-    at_a_time = max(1, COMPARED // max(1, state.position + q.shape[2]))
+    at_a_time = max(1, COMPARED // max(1, start + q.shape[2]))
     for new in zip(q.split(at_a_time, 2), v.split(at_a_time, 2), buckets.split(at_a_time, 3), strict=True):
         out, state = _extend_slice(*new, state, chunk_size)
         outputs.append(out)
@@ -194,12 +196,14 @@ def reformer_attention_extend(
 
 def _extend_slice(q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, chunk_size: int) -> tuple[Tensor, ReformerState]:
     """Compare all new tokens with the whole cache, with N T scores."""
-    tokens = torch.arange(state.position + q.shape[2], device=q.device)
-    new = tokens[state.position :, None]
+    read = state.k.shape[2]
+    tokens = torch.arange(read + q.shape[2], device=q.device)
+    new = tokens[read:, None]
     all_buckets = torch.cat([state.buckets, buckets], -1)
     together = (buckets[..., None] == all_buckets[..., None, :]) & (tokens <= new)  # [B, H, P, N, T]
     ranks = together.sum(-1) - 1
     state = ReformerState(
+        state.position + q.shape[2],
         torch.cat([state.k, _keys(q).to(state.k.dtype)], 2),
         torch.cat([state.v, v.to(state.v.dtype)], 2),
         all_buckets,
@@ -214,7 +218,7 @@ def _extend_slice(q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, c
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class Reformer(MultiHeadMixer[ReformerState]):
+class Reformer(MultiHeadMixer):
     """Reformer: attention inside buckets of a hash.
 
     The hash is drawn when the layer is constructed; it is saved with the weights, but not learned. Two forms of the layer agree
@@ -268,12 +272,13 @@ class Reformer(MultiHeadMixer[ReformerState]):
             q, v, buckets, n_buckets=self.n_buckets, chunk_size=self.chunk_size, causal=self.causal, real=real
         )
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: ReformerState) -> tuple[Tensor, ReformerState]:
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: ReformerState, batch: Batch) -> tuple[Tensor, ReformerState]:
         """Attend to the cache of all earlier tokens; return the outputs and the cache extended by N tokens."""
-        return reformer_attention_extend(q, v, reformer_buckets(k, self.directions), state, chunk_size=self.chunk_size)
+        buckets = reformer_buckets(k, self.directions)
+        return reformer_attention_extend(q, v, buckets, state, batch.first_position, chunk_size=self.chunk_size)
 
     def init_own_state(self, batch_size: int) -> ReformerState:
         """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size)
         no_buckets = self.directions.new_zeros(batch_size, *self.directions.shape[:2], 0, dtype=torch.long)
-        return ReformerState(empty, empty, no_buckets, no_buckets)
+        return ReformerState(self.first_position(batch_size), empty, empty, no_buckets, no_buckets)

@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 from lineartime.baselines.blocks import cut_blocks, join_blocks, visible_band, with_neighbours
 from lineartime.baselines.scores import masked_products
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.ops.batch import Batch
 from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_positive
 from lineartime.ops.precision import acc_dtype
@@ -71,20 +72,23 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bo
 # 3. The streaming form ------------------------------------------------------------------------------------------------
 
 
-def sparse_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: KVCache, *, stride: int) -> tuple[Tensor, KVCache]:
-    """Continue causal streams by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the extended cache."""
-    first = state.position
-    state = state.append(k, v)
+def sparse_attention_extend(
+    q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch, *, stride: int
+) -> tuple[Tensor, KVCache]:
+    """Continue causal streams at one position by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the extended cache."""
+    first = batch.first_position
+    state, *cached, _ = state.append(k, v, batch)
+    length = first + q.shape[2]
     # The distances that a token attends to: its window, then every S-th token before it.
-    window = torch.arange(min(stride, state.position), device=q.device)
-    distances = torch.cat([window, torch.arange(stride, max(stride, state.position), stride, device=q.device)])
+    window = torch.arange(min(stride, length), device=q.device)
+    distances = torch.cat([window, torch.arange(stride, max(stride, length), stride, device=q.device)])
     at_a_time = max(1, GATHERED // max(1, len(distances)))
     outputs = []
     for new in q.split(at_a_time, 2):
         queries = torch.arange(first, first + new.shape[2], device=q.device)
         first += new.shape[2]
         reads = queries[:, None] - distances  # [N, K]
-        keys, values = (x[:, :, reads.clamp(min=0)].to(acc_dtype(q)) for x in state)  # [B, H, N, K, h]
+        keys, values = (x[:, :, reads.clamp(min=0)].to(acc_dtype(q)) for x in cached)  # [B, H, N, K, h]
         scores = masked_products(new[..., None, :].to(keys.dtype), keys, (reads >= 0)[:, None, :])
         outputs.append((scores.softmax(-1) @ values)[..., 0, :])
     return torch.cat(outputs, 2), state
@@ -93,7 +97,7 @@ def sparse_attention_extend(q: Tensor, k: Tensor, v: Tensor, state: KVCache, *, 
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
-class Sparse(MultiHeadMixer[KVCache]):
+class Sparse(MultiHeadMixer):
     """Sparse Transformer: nearby tokens and every n-th token.
 
     Args:
@@ -112,11 +116,6 @@ class Sparse(MultiHeadMixer[KVCache]):
         """Strided attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return sparse_attention(q, k, v, stride=self.stride, causal=self.causal, real=real)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
         """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
-        return sparse_attention_extend(q, k, v, state, stride=self.stride)
-
-    def init_own_state(self, batch_size: int) -> KVCache:
-        """The state before the first token of `batch_size` streams."""
-        empty = self.empty_cache(batch_size)
-        return KVCache(empty, empty)
+        return sparse_attention_extend(q, k, v, state, batch, stride=self.stride)

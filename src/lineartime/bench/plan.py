@@ -132,7 +132,7 @@ def _subjects(
         return tuple(
             Subject(name, mode, config)
             for name, config in configs.items()
-            for mode in (modes if measure == "decode" and config.mixer.layer.steps_in_place else ("eager",))
+            for mode in (modes if measure == "decode" and config.mixer.layer.constant_state else ("eager",))
         )
     subjects = [Subject(name, mode, config) for name, config in configs.items() for mode in modes]
     for peer in dict.fromkeys(options.peers):

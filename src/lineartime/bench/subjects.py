@@ -19,12 +19,11 @@ from lineartime.bench.measure import RewindingStep
 from lineartime.bench.peers import build_peer
 from lineartime.generation.decoding import continuing
 from lineartime.generation.prompts import prefill_batch
-from lineartime.layers.streams import map_tensors
 from lineartime.machine import autocast
+from lineartime.models.backbone import ModelState
 from lineartime.models.config import ModelConfig
-from lineartime.models.cost import cost, state_bytes
+from lineartime.models.cost import cost
 from lineartime.models.language_model import CausalLM, LanguageModel, build_model
-from lineartime.models.streams import BackboneState
 from lineartime.shapes import shapes_only
 
 
@@ -111,9 +110,9 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
             model.compile_step()
         with torch.no_grad():
             state = state_after(model, context)
-            endless = model.steps_in_place and model.config.longest_sequence is None
+            endless = model.constant_state and model.config.longest_sequence is None
             step = (Decoding if endless else GrowingDecoding)(model, state, ids[:, -1])
-        return Ready(model, step, state_bytes(state) // case.batch)
+        return Ready(model, step, state.nbytes // case.batch)
     if subject.mode == "compiled":
         compile_model = model.compile_blocks if isinstance(model, LanguageModel) else model.compile
         compile_model()
@@ -133,9 +132,9 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
 class Decoding:
     """Reads one more token of each stream, from a state on."""
 
-    def __init__(self, model: CausalLM, state: BackboneState, tokens: Tensor) -> None:
+    def __init__(self, model: CausalLM, state: ModelState, tokens: Tensor) -> None:
         self._model, self._state, self._tokens = model, state, tokens
-        self._read_next = continuing(model, [state])
+        self._read_next = continuing(model, state.clone())
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -146,9 +145,9 @@ class Decoding:
 class GrowingDecoding(Decoding, RewindingStep):
     """The same with a state that grows or ends: it goes back before it grows by more than a thirty-second, or nine tokens."""
 
-    def __init__(self, model: CausalLM, state: BackboneState, tokens: Tensor) -> None:
+    def __init__(self, model: CausalLM, state: ModelState, tokens: Tensor) -> None:
         super().__init__(model, state, tokens)
-        position, longest = state.position, model.config.longest_sequence
+        position, longest = int(state.position.max()), model.config.longest_sequence
         self.burst = max(8, position // 32 - 1)
         if longest is not None:
             self.burst = min(self.burst, longest - position - 1)
@@ -156,7 +155,7 @@ class GrowingDecoding(Decoding, RewindingStep):
     @torch.no_grad()
     def rewind(self) -> None:
         """Begin again from the state, and read a token, which makes room for those that follow."""
-        self._read_next = continuing(self._model, [self._state])
+        self._read_next = continuing(self._model, self._state.clone())
         self()
 
 
@@ -183,11 +182,12 @@ def state_after(model: CausalLM, ids: Tensor) -> Any:
     state = model.init_state(batch)
     for at in range(min(2, tokens)):  # after two tokens, every part has its final dtype
         _, state = model.extend(ids[:, at : at + 1], state)
-    return BackboneState(tuple(map_tensors(_zeros_like, shape.blocks[0], block) for block in state.blocks))
 
+    def filled(shape: Tensor, like: Tensor) -> Tensor:
+        value = tokens if like.dtype == torch.long else 0  # the position
+        return torch.full(shape.shape, value, dtype=like.dtype, device=like.device)
 
-def _zeros_like(shape: Tensor, like: Tensor) -> Tensor:
-    return torch.zeros(shape.shape, dtype=like.dtype, device=like.device)
+    return ModelState(tuple(shape.blocks[0].map(filled, block) for block in state.blocks))
 
 
 @lru_cache

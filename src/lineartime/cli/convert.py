@@ -89,7 +89,7 @@ def _read_foreign(options: Options) -> str:
 def _write_flash_pytorch(options: Options) -> str:
     from lineartime.checkpoint import load
     from lineartime.foreign import write_flash_pytorch
-    from lineartime.foreign.to_flash_pytorch import check_destination
+    from lineartime.foreign.flash_pytorch_export import check_destination
 
     _refuse(options, "flash_pytorch", "tokenizer")
     check_destination(options.destination)  # before the slow part

@@ -150,9 +150,9 @@ def _prepared(model: "LanguageModel", options: Options, device: "torch.device") 
         model = model.to(torch.bfloat16)
     if not options.compile:
         return model, options.precision
-    if not model.steps_in_place:
+    if not model.constant_state:
         why_not = "only steps with a state of constant size can be compiled, such as those of FLASH"
-    elif model.has_native_step:
+    elif model.compile_for_decoding().native is not None:
         why_not = "the step of this system is one function in C++, which is faster"
     else:
         why_not = why_not_compile(device)

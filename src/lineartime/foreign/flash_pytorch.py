@@ -1,7 +1,8 @@
 """Import GAU, FLASH and FLASHTransformer of FLASH-pytorch 0.1.9 from their state dicts.
 
-Each difference from our defaults is an option of our layers: scores divided by a constant and chunk sums that are not averaged
-("paper_sum"; in GAU "paper_bias"), T5's relative bias, rotation of at most 32 features, a token shift, and untied logits.
+Each difference from our defaults is an option of our layers and those in mixers.py: scores divided by a constant and chunk sums
+that are not averaged ("paper_sum"; in GAU "paper_bias"), T5's relative bias, rotation of at most 32 features, a token shift,
+and untied logits.
 Its norm divides by max(rms(x), 1e-5) and ours by sqrt(mean(x^2) + 1e-10), which is the same to 1e-10 unless all x are tiny.
 
 Shapes: d model width, e value width, s query/key width, V vocabulary.
@@ -15,16 +16,14 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import check_type
+from lineartime.foreign.mixers import ForeignActivation, ForeignFLASH, ForeignGAU
+from lineartime.foreign.positions import N_BUCKETS
 from lineartime.foreign.weights import StateDict, interleaved_order
-from lineartime.layers.flash import FLASH
-from lineartime.layers.gau import GAU
 from lineartime.layers.norms import Norm
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
-from lineartime.ops.activations import Activation
 from lineartime.ops.checks import check_positive
-from lineartime.ops.positions import N_BUCKETS
 
 PACKAGE = "FLASH-pytorch"
 ROTATED = 32
@@ -60,7 +59,7 @@ def from_flash_pytorch(
     reduce_group_non_causal_attn: bool = True,
     add_residual: bool = True,
     sequence_length: int | None = None,
-) -> CausalLM | MaskedLM | FLASH | GAU:
+) -> CausalLM | MaskedLM | ForeignFLASH | ForeignGAU:
     """Build the model or layer of a FLASH-pytorch state dict, in evaluation mode.
 
     Args:
@@ -91,15 +90,15 @@ def from_flash_pytorch(
         )
     if not add_residual:
         raise ArgumentError("add_residual", "is False, but must be True: the residual is a part of our layers.")
-    activation: Activation = "laplace" if laplace_attn_fn else "relu2"
-    built: CausalLM | MaskedLM | FLASH | GAU
+    activation: ForeignActivation = "laplace" if laplace_attn_fn else "relu2"
+    built: CausalLM | MaskedLM | ForeignFLASH | ForeignGAU
     if is_model(weights):
         shift = shift_tokens is not False
         built = _model(state, causal, {"chunk_size": group_size, "token_shift": shift, "activation": activation})
     elif "qk_offset_scale.gamma" in weights:
         options, own = _flash(state, "")
         options |= {"chunk_size": group_size, "token_shift": bool(shift_tokens), "activation": activation}
-        built = FLASH(**options, causal=causal).to(own["gamma"].dtype)
+        built = ForeignFLASH(**options, causal=causal).to(own["gamma"].dtype)
         built.load_state_dict(own)
     elif "offsetscale.gamma" in weights:
         if causal and sequence_length is None:
@@ -110,7 +109,7 @@ def from_flash_pytorch(
             )
         options, own = _gated(state, "", "offsetscale", [0, 1], "to_out.0", rotated=0)
         own["bias.values"] *= options["d_model"] ** 0.5
-        built = GAU(
+        built = ForeignGAU(
             **options,
             causal=causal,
             activation=activation,
@@ -156,7 +155,7 @@ def _model(state: StateDict, causal: bool, chosen: dict[str, Any]) -> CausalLM |
         norm_eps=options.pop("norm_eps"),
         final_norm="layernorm",
         tie_word_embeddings=False,
-        mixer=LayerConfig("flash", **options, **chosen),
+        mixer=LayerConfig(ForeignFLASH.name, **options, **chosen),
     )
     model = build_model(config).to(weights["backbone.embedding.weight"].dtype)
     model.load_state_dict(weights)

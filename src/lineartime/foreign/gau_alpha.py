@@ -16,16 +16,16 @@ from torch import Tensor
 from lineartime.data.tokenizers import JsonTokenizer
 from lineartime.errors import LineartimeError, missing_extra, reporting_file_errors
 from lineartime.fields import shown
+from lineartime.foreign.mixers import ForeignActivation, ForeignGAU
 from lineartime.foreign.weights import StateDict, interleaved_order
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
-from lineartime.ops.activations import Activation
 
 PACKAGE = "GAU-alpha"
 MODEL_TYPE = "gau_alpha"
 VOCABULARY = "vocab.txt"
-_ACTIVATIONS: dict[str, Activation] = {"softmax_plus": "softmax_plus", "softmax": "softmax", "squared_relu": "relu2"}
+_ACTIVATIONS: dict[str, ForeignActivation] = {"softmax_plus": "softmax_plus", "softmax": "softmax", "squared_relu": "relu2"}
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 12000,
     "hidden_size": 768,
@@ -97,7 +97,7 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
             token_types=values["type_vocab_size"],
             tie_word_embeddings=tied,
             mixer=LayerConfig(
-                "gau",
+                ForeignGAU.name,
                 d_qk=d_qk,
                 expansion=width // d_model,
                 activation=_ACTIVATIONS[values["normalization"]],

@@ -19,6 +19,7 @@ from lineartime.generation.sampling import Sampling, checked_sampling, draw, see
 from lineartime.generation.state_files import load_state, save_state
 from lineartime.models.language_model import CausalLM, LanguageModel, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
+from lineartime.ops.state import State
 
 __all__ = [
     "Ids",
@@ -86,8 +87,9 @@ def _drawn(model: CausalLM, starts: Sequence[_Start], max_tokens: int, sampling:
     if max_tokens == 1:  # there may be no position for another one
         return
     with torch.no_grad():
-        draw_next = drawing(model, [once[start.key].state for start in starts], sampling, generator, seen)
-    del once  # the state of a long prompt may be large
+        state = State.concatenate([once[start.key].state for start in starts])  # in memory of its own
+        draw_next = drawing(model, state, sampling, generator, seen)
+    del once, state  # the state of a long prompt may be large
     for _ in range(1, max_tokens):
         with torch.no_grad():
             tokens = draw_next(tokens)
@@ -112,10 +114,9 @@ def generate_batch(
 ) -> list[list[int]]:
     """Continue several prompts of any lengths together. The probabilities of a text do not depend on the other prompts.
 
-    The model reads each prompt by itself, and equal prompts only once. Every step then adds a token to each text. A model that
-    `steps_in_place`, such as FLASH, computes all texts at once, in constant time and memory per step, on a GPU as a CUDA
-    graph. Softmax attention and GAU compute all texts at once, too, with memory that grows. Other models compute the texts of
-    equally long prompts at once, one group after another.
+    The model reads each prompt by itself, and equal prompts only once. Every step then adds a token to each text: at once with
+    FLASH and the linear attentions, in constant time and memory, on a GPU as a CUDA graph; at once with softmax attention and
+    GAU, in memory that grows; with others, one group of equally long texts after another.
 
     Args:
         model: a causal language model, in evaluation mode.

@@ -12,9 +12,9 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation.ids import Ids
 from lineartime.generation.prompts import PromptState, checked_prompt, read
 from lineartime.generation.sampling import Sampling, Seen, checked_sampling, pick, seen_in, uniform_numbers
-from lineartime.models.backbone import BackboneStreams
+from lineartime.models.backbone import ModelState
 from lineartime.models.language_model import CausalLM, LanguageModel, are_finite, check_model
-from lineartime.models.streams import BackboneState
+from lineartime.ops.state import State
 
 
 @dataclass
@@ -23,7 +23,7 @@ class _Text:
 
     Attributes:
         position: the number of tokens read.
-        state: what the model remembers; None while the text is one of the joined streams.
+        state: what the model remembers; None while it is in the state of the batch.
         logits: [V], after the last token read; None if a drawn token is to be read first.
         sampling: how to draw, without the seed.
         generator: its random numbers; None for those that texts share.
@@ -32,7 +32,7 @@ class _Text:
     """
 
     position: int
-    state: BackboneState | None
+    state: ModelState | None
     logits: Tensor | None
     sampling: Sampling
     generator: torch.Generator | None
@@ -43,8 +43,8 @@ class _Text:
 class TextBatch:
     """Continues texts together, one token of each per step. Texts are added and removed between steps.
 
-    With a model that steps in place, such as FLASH, a step takes the same time and memory however long the texts are. When
-    texts were added or removed, the next step copies all states once.
+    With a state of constant size, as that of FLASH, a step takes the same time and memory however long the texts are. When
+    texts were added or removed, the next step copies all states once. The batch takes the weights as they are when it is made.
 
     Args:
         model: a causal language model, in evaluation mode.
@@ -63,7 +63,8 @@ class TextBatch:
         self._texts: dict[int, _Text] = {}
         self._added = 0
         self._joined: list[int] = []
-        self._streams: BackboneStreams | None = None
+        self._state: ModelState | None = None
+        self._decoder = self._model.compile_for_decoding()
 
     def __len__(self) -> int:
         """The number of texts, B."""
@@ -100,7 +101,7 @@ class TextBatch:
             raise ArgumentError("number", f"is {number!r}, but must be that of a text in this batch, as `add` returned it.")
         del self._texts[number]
         if not self._texts:  # their memory may be large
-            self._joined, self._streams = [], None
+            self._joined, self._state = [], None
 
     def step(self) -> dict[int, int]:
         """Draw the next token of every text: tokens by the number of the text.
@@ -153,22 +154,24 @@ class TextBatch:
         if not numbers:
             return
         self._join(numbers)
-        assert self._streams is not None
-        ids = torch.tensor([[self._texts[number].token] for number in numbers], device=next(self._model.parameters()).device)
-        for number, logits in zip(numbers, self._model.step(ids, self._streams)[:, 0], strict=True):
+        assert self._state is not None
+        tokens = torch.tensor([self._texts[number].token for number in numbers], device=next(self._model.parameters()).device)
+        read, self._state = self._decoder.extend(tokens, self._state)
+        for number, logits in zip(numbers, read, strict=True):
             text = self._texts[number]
             text.position, text.logits = text.position + 1, logits
 
     def _join(self, numbers: list[int]) -> None:
-        """Let the streams be those of some texts, in this order."""
+        """Let the state of the batch be that of some texts, in this order."""
         if numbers == self._joined:
             return
-        if self._streams is not None:
-            for number, state in zip(self._joined, self._model.separate_streams(self._streams), strict=True):
+        if self._state is not None:
+            device = self._state.position.device
+            for row, number in enumerate(self._joined):
                 if number in self._texts:
-                    self._texts[number].state = state
+                    self._texts[number].state = self._state.take(torch.tensor([row], device=device))
         states = [self._texts[number].state for number in numbers]
-        self._streams = self._model.join_streams([each for each in states if each is not None])
+        self._state = State.concatenate([each for each in states if each is not None])
         self._joined = numbers
         for number in numbers:
             self._texts[number].state = None

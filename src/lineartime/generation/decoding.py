@@ -11,71 +11,78 @@ import torch
 from torch import Tensor
 
 from lineartime.generation.sampling import Sampling, Seen, draw, pick, uniform_numbers
-from lineartime.layers.streams import tensors_of
-from lineartime.models.backbone import BackboneStreams
+from lineartime.models.backbone import ModelState
+from lineartime.models.decoder import MAX_STREAMS
+from lineartime.models.decoding import read_token
 from lineartime.models.language_model import CausalLM
-from lineartime.models.streams import BackboneState, GroupedStreams
 from lineartime.ops.backends import GPU_LOCK
 
 Next = Callable[[Tensor], Tensor]
 """Reads one more token of each text, int64 [B], and returns the logits after them, [B, V]."""
 
 
-def continuing(model: CausalLM, states: Sequence[BackboneState]) -> Next:
-    """Continue texts token by token; a model that steps in place is recorded as one CUDA graph.
-
-    Args:
-        model: the model.
-        states: of one or more texts each, as `prefill` returns them; they are not modified.
-    """
-    streams, device = model.join_streams(states), next(model.parameters()).device
-    step: Callable[[Tensor], Tensor] = partial(model.step, streams=streams)
+def continuing(model: CausalLM, state: ModelState) -> Next:
+    """Continue texts token by token; with a state of constant size on a GPU, as one CUDA graph. The state is consumed."""
+    device = next(model.parameters()).device
     if _can_record(model):
-        step = recorded_step(model, streams)
-    return lambda tokens: step(tokens.to(device)[:, None])[:, 0]
+        step = recorded(partial(_logits, model, state), (torch.zeros_like(state.position),), list(state.tensors()))
+        return lambda tokens: step(tokens)
+    decoder = model.compile_for_decoding()
+
+    def read(tokens: Tensor) -> Tensor:
+        nonlocal state
+        logits, state = decoder.extend(tokens.to(device), state)
+        return logits
+
+    return read
 
 
 def drawing(
-    model: CausalLM,
-    states: Sequence[BackboneState],
-    sampling: Sampling,
-    generator: torch.Generator,
-    seen: Seen | None = None,
+    model: CausalLM, state: ModelState, sampling: Sampling, generator: torch.Generator, seen: Seen | None = None
 ) -> Callable[[Tensor], Tensor]:
     """Continue texts by the tokens that were drawn last, int64 [B], and draw the next ones.
 
-    Where CUDA records the step, drawing is a part of the graph, and the next token waits for no copy of the last.
+    Where one function reads a token, on a CPU or as a CUDA graph, it also draws the next one.
 
     Args:
-        model, states: as for `continuing`.
+        model: the model.
+        state: of the texts; it is consumed.
         sampling: how to draw.
         generator: on the CPU.
         seen: the tokens of the texts, on the CPU, for a penalty of repetitions.
     """
-    if not _can_record(model):
-        read_next = continuing(model, states)
+    if _can_record(model):
+        tokens = torch.zeros_like(state.position)
+        uniform = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
+        inputs, changed = (tokens, uniform), list(state.tensors())
+        if seen is not None:
+            seen.mask = seen.mask.to(tokens.device)
+            changed.append(seen.mask)
+        step = recorded(partial(step_and_pick, model, state, sampling, seen=seen), inputs, changed)
+        return lambda tokens: step(tokens, uniform_numbers(len(tokens), generator))
+    native = model.compile_for_decoding().native
+    if native is None or seen is not None or len(state) > MAX_STREAMS:
+        read_next = continuing(model, state)
         return lambda tokens: draw(read_next(tokens), sampling, generator, seen)
-    streams = model.join_streams(states)
-    assert not isinstance(streams, GroupedStreams)
-    tokens = torch.zeros_like(streams.position)
-    uniform = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
-    inputs, changed = (tokens, uniform), list(tensors_of(streams))
-    if seen is not None:
-        seen.mask = seen.mask.to(tokens.device)
-        changed.append(seen.mask)
-    step = recorded(partial(step_and_pick, model, streams, sampling, seen=seen), inputs, changed)
-    return lambda tokens: step(tokens, uniform_numbers(len(tokens), generator))
+    draw_next, count = native.draw, len(state)
+    how = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    return lambda tokens: draw_next(tokens, uniform_numbers(count, generator), *how, state)
+
+
+def _logits(model: CausalLM, state: ModelState, tokens: Tensor) -> Tensor:
+    """The logits [B, V] after one more token of each stream, int64 [B]; a state of constant size is updated in place."""
+    return read_token(model, tokens, state)[0]
 
 
 def step_and_pick(
-    model: CausalLM, streams: BackboneStreams, sampling: Sampling, tokens: Tensor, uniform: Tensor, seen: Seen | None = None
+    model: CausalLM, state: ModelState, sampling: Sampling, tokens: Tensor, uniform: Tensor, seen: Seen | None = None
 ) -> Tensor:
-    """Continue joined streams by a token each, int64 [B], and pick the next ones by numbers in [0, 1), [B] -> int64 [B]."""
-    return pick(model.step(tokens[:, None], streams)[:, 0], sampling, uniform, seen)
+    """Continue streams by a token each, int64 [B], and pick the next ones by numbers in [0, 1), [B] -> int64 [B]."""
+    return pick(_logits(model, state, tokens), sampling, uniform, seen)
 
 
 def _can_record(model: CausalLM) -> bool:
-    return next(model.parameters()).is_cuda and model.steps_in_place
+    return next(model.parameters()).is_cuda and model.constant_state
 
 
 @contextmanager
@@ -88,13 +95,6 @@ def _without_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-
-
-def recorded_step(model: CausalLM, streams: BackboneStreams) -> Callable[[Tensor], Tensor]:
-    """`model.step` in place as a CUDA graph."""
-    assert not isinstance(streams, GroupedStreams)
-    ids = torch.zeros_like(streams.position[:, None])
-    return recorded(partial(model.step, streams=streams), (ids,), list(tensors_of(streams)))
 
 
 def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed: Sequence[Tensor]) -> Callable[..., Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.generation.ids import Ids, token_ids
+from lineartime.models.backbone import ModelState
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
-from lineartime.models.streams import BackboneState
 
 PREFILL = {"cpu": 1024, "cuda": 16_384}
 """Tokens of a prompt that a causal model reads at a time, by device: memory does not grow with the prompt beyond that."""
@@ -30,15 +30,14 @@ class PromptState:
         last: the last tokens of the text, at most `LAST`.
     """
 
-    state: BackboneState
+    state: ModelState
     logits: Tensor
     last: tuple[int, ...]
 
     @property
     def position(self) -> int:
         """The number of tokens that were read."""
-        position: int = self.state.position
-        return position
+        return int(self.state.position)
 
 
 def read_prompt(model: LanguageModel, prompt: Ids, state: PromptState | None = None) -> PromptState:
@@ -96,7 +95,8 @@ def check_prompt_state(model: CausalLM, state: object) -> None:
         raise ArgumentError(
             "state", f"is of type {type(state).__name__}, but must be a PromptState, as read_prompt and load_state return it."
         )
-    model.backbone.check_states("state", [state.state])
+    like = model.backbone.embedding.weight
+    model.backbone.check_state(state.state, like.new_empty(1, 0, like.shape[1]))
     vocab_size = model.config.vocab_size
     if tuple(state.logits.shape) != (vocab_size,):
         found = f"has logits of shape {list(state.logits.shape)}, but the model has {vocab_size:,} tokens"
@@ -114,13 +114,17 @@ def read(model: CausalLM, ids: Sequence[int], state: PromptState | None = None) 
         return state
     device = next(model.parameters()).device
     with torch.no_grad():
-        logits, read_state = prefill_batch(model, torch.tensor([ids], device=device), None if state is None else state.state)
+        logits, read_state = prefill_batch(
+            model, torch.tensor([ids], device=device), None if state is None else state.state.clone()
+        )
     before = () if state is None else state.last
     return PromptState(read_state, logits[0], (*before, *ids)[-LAST:])
 
 
-def prefill_batch(model: CausalLM, ids: Tensor, state: BackboneState | None = None) -> tuple[Tensor, BackboneState]:
-    """Read ids [B, N], the beginning of streams or, with their `state`, more of them: the last logits [B, V], and the state.
+def prefill_batch(model: CausalLM, ids: Tensor, state: ModelState | None = None) -> tuple[Tensor, ModelState]:
+    """Read ids [B, N], the beginning of streams or, with their `state`, which is consumed, more of them.
+
+    Returns the last logits [B, V], and the state.
 
     A model of task "prefix-lm" reads the beginning as a prefix, all at once, and others in `pieces`.
     """

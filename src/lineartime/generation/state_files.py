@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ from lineartime.fields import check_type
 from lineartime.files import new_file, os_error_behind, utf8_path
 from lineartime.generation.ids import token_ids
 from lineartime.generation.prompts import LAST, PromptState, check_prompt_state, checked_prompt
-from lineartime.layers.streams import tensors_of
+from lineartime.models.backbone import ModelState
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
-from lineartime.models.streams import BackboneState
 
-_FORMAT = "lineartime prompt state 1"
+_FORMAT = "lineartime prompt state 2"
 _MOST = 2**53
 """More than the tokens of any text; positions are also computed in float64."""
 
@@ -101,15 +101,14 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
         ids = token_ids("last", last, causal.config.vocab_size)[-LAST:]
         logits = tensors.pop("logits").to(device)
         parts = {name: tensor.to(device) for name, tensor in tensors.items()} | numbers
-        template = tuple(block.mixer.no_streams() for block in causal.backbone.blocks)
-        state = PromptState(BackboneState(_filled(template, parts)), logits, ids)
-        if any(len(tensor) != 1 for tensor in tensors_of(state.state)):
+        state = PromptState(ModelState(_filled(causal.init_state(0).blocks, parts)), logits, ids)
+        if any(len(tensor) != 1 for tensor in state.state.tensors()):
             raise ValueError
         checked_prompt(causal, "prompt", (), state)
         longest = causal.config.longest_sequence
         if longest is None or state.position < longest:
             with torch.no_grad():  # sizes that grow must fit each other, too
-                causal.extend(torch.zeros(1, 1, dtype=torch.long, device=device), state.state)
+                causal.extend(torch.zeros(1, 1, dtype=torch.long, device=device), state.state.clone())
     except (KeyError, ValueError, RuntimeError, IndexError, TypeError, OverflowError):
         raise _damaged(file, "it is not the state of a text that this model can read") from None
     return state
@@ -117,27 +116,25 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
 
 def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """The tensors and numbers of a state, by the path of their fields: "0.own.position"."""
-    if isinstance(state, tuple):
-        for field, part in zip(_fields(state), state, strict=True):
-            yield from _leaves(part, f"{name}.{field}" if name else field)
-    else:
+    if isinstance(state, Tensor | int):
         yield name, state
+    for field, part in _fields(state):
+        yield from _leaves(part, f"{name}.{field}" if name else field)
 
 
 def _filled(template: Any, leaves: Mapping[str, Any], name: str = "") -> Any:
     """A state of the structure of `template`. Raises KeyError for a leaf that is not there."""
-    if not isinstance(template, tuple):
+    if isinstance(template, Tensor | int):
         return leaves[name]
-    parts = [
-        _filled(part, leaves, f"{name}.{field}" if name else field)
-        for field, part in zip(_fields(template), template, strict=True)
-    ]
-    return type(template)(*parts) if hasattr(template, "_fields") else tuple(parts)
+    parts = [_filled(part, leaves, f"{name}.{field}" if name else field) for field, part in _fields(template)]
+    return tuple(parts) if isinstance(template, tuple) else type(template)(*parts)
 
 
-def _fields(state: tuple[Any, ...]) -> tuple[str, ...]:
-    names: tuple[str, ...] = getattr(state, "_fields", tuple(map(str, range(len(state)))))
-    return names
+def _fields(state: Any) -> list[tuple[str, Any]]:
+    """The parts of a state or a tuple of states, by name."""
+    if isinstance(state, tuple):
+        return [(str(place), part) for place, part in enumerate(state)]
+    return [(field.name, getattr(state, field.name)) for field in fields(state)] if is_dataclass(state) else []
 
 
 def _digest(facts: Any, tensors: Mapping[str, Tensor]) -> str:

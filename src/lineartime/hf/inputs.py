@@ -42,6 +42,11 @@ def new_tokens_mask(attention_mask: Tensor | None, embedded: Tensor, past: int) 
     return checked_mask(attention_mask[:, -length:] if attention_mask.dim() == 2 and length else attention_mask, embedded)
 
 
+def real_tokens(mask: Tensor | None, tokens: Tensor) -> Tensor:
+    """Which tokens [B, T, ...] are real, bool [B, T]; without a mask, all are."""
+    return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
+
+
 def check_tensor(argument: str, given: object) -> None:
     """Raise ArgumentError unless the argument is a tensor."""
     if not isinstance(given, Tensor):
@@ -62,55 +67,56 @@ def check_labels(labels: Tensor, logits: Tensor) -> None:
 def packed_boundaries(
     cu_seq_lens: Tensor | None, position_ids: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None, embedded: Tensor
 ) -> Tensor | None:
-    """The boundaries [D + 1] of documents packed into one row, from whichever argument gives them; None if none does."""
+    """The boundaries, int64 [D + 1], of documents packed into one row, from whichever argument gives them; None if none does.
+
+    A document begins where its position is 0, or where the index of the sequence changes.
+
+    Raises:
+        ArgumentError: for positions that differ from those that the model computes itself, or documents that are not alone in
+            a single row without padding.
+    """
     for name, given in (("position_ids", position_ids), ("seq_idx", seq_idx), ("cu_seq_lens_q", cu_seq_lens)):
         if given is not None:
             check_tensor(name, given)
+    begins = None
     if cu_seq_lens is None and position_ids is not None:
-        cu_seq_lens = document_boundaries(position_ids, mask, embedded)
-    if cu_seq_lens is None and seq_idx is not None:
-        cu_seq_lens = _boundaries_of_indices(seq_idx, mask, embedded)
-    return cu_seq_lens
+        begins = _begins_by_positions(position_ids, mask, embedded)
+    if cu_seq_lens is None and begins is None and seq_idx is not None:
+        begins = _begins_by_indices(seq_idx, mask, embedded)
+    return cu_seq_lens if begins is None else F.pad(begins.nonzero()[:, 0], (0, 1), value=embedded.shape[1])
 
 
-def _boundaries_of_indices(seq_idx: Tensor, mask: Tensor | None, embedded: Tensor) -> Tensor | None:
+def _begins_by_indices(seq_idx: Tensor, mask: Tensor | None, embedded: Tensor) -> Tensor | None:
+    """Where documents begin, bool [T]; None if each row is one document."""
     batch, length = embedded.shape[:2]
     if seq_idx.shape != (batch, length):
         raise ArgumentError("seq_idx", f"has shape {list(seq_idx.shape)}, but must be [B, T] = [{batch}, {length}].")
-    begins = seq_idx.diff(dim=1) != 0
-    if not bool(begins.any()):
+    changes = seq_idx.diff(dim=1) != 0
+    if not bool(changes.any()):
         return None
     if batch > 1 or mask is not None:
         raise ArgumentError(
             "seq_idx",
             "has several documents in a row, but only those of a single unpadded row can be told apart: pack one row.",
         )
-    return F.pad(F.pad(begins[0].nonzero()[:, 0] + 1, (1, 0)), (0, 1), value=length)
+    return F.pad(changes[0], (1, 0), value=True)
 
 
-def document_boundaries(position_ids: Tensor, mask: Tensor | None, embedded: Tensor) -> Tensor | None:
-    """The boundaries, int64 [D + 1], of documents packed into one row; None if each row is one document.
-
-    A document begins where the position is 0.
-
-    Raises:
-        ArgumentError: for positions that differ from those that the model computes itself.
-    """
+def _begins_by_positions(position_ids: Tensor, mask: Tensor | None, embedded: Tensor) -> Tensor | None:
+    """Where documents begin, bool [T]; None if each row is one document."""
     batch, length = embedded.shape[:2]
     if position_ids.dim() != 2 or position_ids.shape[1] != length or position_ids.shape[0] not in (1, batch):
         raise ArgumentError("position_ids", f"has shape {list(position_ids.shape)}, but must be [B, T] = [{batch}, {length}].")
-    counted = torch.arange(length, device=position_ids.device)
-    given = position_ids
-    if mask is not None:
-        counted, given = (mask.cumsum(1) - 1) * mask, given * mask
-    if bool((given == counted).all()):
-        return None
     place = torch.arange(length, device=position_ids.device)
-    start = torch.where(position_ids[0] == 0, place, -1).cummax(0).values  # start of each token's document
+    counted = place if mask is None else (mask.cumsum(1) - 1) * mask
+    if bool(((position_ids if mask is None else position_ids * mask) == counted).all()):
+        return None
+    begins = position_ids[0] == 0
+    start = torch.where(begins, place, 0).cummax(0).values  # of each token's document
     if batch > 1 or mask is not None or not bool((position_ids[0] == place - start).all()):
         raise ArgumentError(
             "position_ids",
             "differs from the model's own positions, which count the real tokens of each row from 0, or of each document "
             "packed into a single unpadded row: leave it out.",
         )
-    return F.pad((position_ids[0] == 0).nonzero()[:, 0], (0, 1), value=length)
+    return begins

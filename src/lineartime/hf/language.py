@@ -16,7 +16,7 @@ from transformers.utils import can_return_tuple
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.hf.config import LineartimeConfig, check_task
-from lineartime.hf.inputs import check_labels, new_tokens_mask, packed_boundaries
+from lineartime.hf.inputs import check_labels, new_tokens_mask, packed_boundaries, real_tokens
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
 from lineartime.ops.cross_entropy import IGNORED
 
@@ -169,9 +169,7 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             inputs["past_key_values"] = cache  # where PEFT looks whether a learned prompt was read, with every transformers
         if self.config.task == "prefix-lm" and cache is not None and cache.get_seq_length() == 0:
             tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
-            mask = inputs.get("attention_mask")
-            whole = torch.full(tokens.shape[:1], tokens.shape[1], device=tokens.device)
-            inputs["prefix_lengths"] = whole if mask is None else mask.sum(1)
+            inputs["prefix_lengths"] = real_tokens(inputs.get("attention_mask"), tokens).sum(1)
         return inputs
 
 
@@ -245,8 +243,7 @@ def _predicted(labels: Tensor, mask: Tensor | None, **inputs: Any) -> Tensor:
     first, second, third = (inputs.get(name) for name in ("cu_seq_lens_q", "position_ids", "seq_idx"))
     boundaries = packed_boundaries(first, second, third, mask, labels)
     if boundaries is None:
-        real = torch.ones_like(labels) if mask is None else mask.long()
-        return labels.masked_fill(real.cumsum(1) <= prefix_lengths[:, None], IGNORED)
+        return labels.masked_fill(real_tokens(mask, labels).cumsum(1) <= prefix_lengths[:, None], IGNORED)
     length, boundaries = labels.shape[1], boundaries.to(labels.device)
     starts, prefixes = (x.repeat_interleave(boundaries.diff(), output_size=length) for x in (boundaries[:-1], prefix_lengths))
     return labels.masked_fill(torch.arange(length, device=labels.device) - starts < prefixes, IGNORED)

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, d model width.
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from lineartime.errors import ArgumentError
 from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.folder import CONFIG, INDEX, WEIGHTS, check_blocks
-from lineartime.hf.inputs import check_tensor, checked_mask, new_tokens_mask, packed_boundaries
+from lineartime.hf.inputs import check_tensor, checked_mask, new_tokens_mask, packed_boundaries, real_tokens
 from lineartime.hf.trainer import count_targets
 from lineartime.layers.checks import check_tokens
 from lineartime.layers.residual import ResidualLayer
@@ -176,20 +176,24 @@ class LineartimeModel(LineartimePreTrainedModel):
             raise ArgumentError(
                 "output_attentions", "is True, but these models do not compute attention matrices that could be returned."
             )
-        if (input_ids is None) == (inputs_embeds is None):
+        backbone = self.backbone
+        if input_ids is not None and inputs_embeds is None:
+            backbone.check_ids(input_ids, "input_ids")
+            embedded: Tensor = backbone.embedding(input_ids)
+        elif input_ids is None and inputs_embeds is not None:
+            check_tokens("inputs_embeds", inputs_embeds, "[B, T, d_model]", self.config.d_model, backbone.embedding, backbone)
+            embedded = inputs_embeds
+        else:
             raise ArgumentError("input_ids", "and inputs_embeds are both given or both missing, but one of them is needed.")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        embedded: Tensor = self._embed(input_ids) if inputs_embeds is None else self._checked_embeddings(inputs_embeds)
         every: list[Tensor] | None = [] if output_hidden_states else None
         cache = past_key_values if cache is None else cache
         if cache is None and not use_cache:
             mask = checked_mask(attention_mask, embedded)
             cu_seq_lens_q = packed_boundaries(cu_seq_lens_q, position_ids, seq_idx, mask, embedded)
             types = token_type_ids if self.config.token_types else None
-            hidden = self.backbone.forward_embedded(
-                embedded, mask, cu_seq_lens_q, prefix_lengths, inputs=every, token_types=types
-            )
+            hidden = backbone.forward_embedded(embedded, mask, cu_seq_lens_q, prefix_lengths, inputs=every, token_types=types)
         else:
             cache = self._cache(cache, use_cache is not False)
             mask = new_tokens_mask(attention_mask, embedded, cache.get_seq_length())
@@ -198,23 +202,16 @@ class LineartimeModel(LineartimePreTrainedModel):
             cu_seq_lens_q = packed_boundaries(cu_seq_lens_q, position_ids, seq_idx, mask, embedded)
             if cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2:
                 raise ArgumentError("use_cache", "is True, but the row holds several documents: give each a row of its own.")
-            self._check_types(token_type_ids)
+            if self.config.token_types and token_type_ids is not None and bool(token_type_ids.any()):
+                what = "has types other than 0, but with a cache all tokens are of type 0: leave out the cache."
+                raise ArgumentError("token_type_ids", what)
             prefix = self._all_prefix(prefix_lengths, mask, embedded, cache)
-            hidden = cache.extend(self.backbone, embedded, mask, prefix=prefix, inputs=every)
+            hidden = cache.extend(backbone, embedded, mask, prefix=prefix, inputs=every)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             hidden_states=None if every is None else (*every, hidden),
             **{CACHE: cache if use_cache is not False else None},
         )
-
-    def _embed(self, ids: Tensor | None) -> Tensor:
-        self.backbone.check_ids(cast("Tensor", ids), "input_ids")  # which also reports None
-        embedded: Tensor = self.backbone.embedding(ids)
-        return embedded
-
-    def _checked_embeddings(self, given: Tensor) -> Tensor:
-        check_tokens("inputs_embeds", given, "[B, T, d_model]", self.config.d_model, self.backbone.embedding, self.backbone)
-        return given
 
     def _cache(self, given: LineartimeCache | None, update: bool) -> LineartimeCache:
         if self.config.task == "mlm":
@@ -226,13 +223,6 @@ class LineartimeModel(LineartimePreTrainedModel):
             raise ArgumentError(CACHE, f"is a {type(given).__name__}, but must be a LineartimeCache, as a model returns it.")
         return given if update else given.copy()
 
-    def _check_types(self, token_type_ids: Tensor | None) -> None:
-        """Raise ArgumentError for token types that a cache cannot continue with: any but 0, in a model that has types."""
-        if self.config.token_types and token_type_ids is not None and bool(token_type_ids.any()):
-            raise ArgumentError(
-                "token_type_ids", "has types other than 0, but with a cache all tokens are of type 0: leave out the cache."
-            )
-
     def _all_prefix(self, prefix_lengths: Tensor | None, mask: Tensor | None, embedded: Tensor, cache: LineartimeCache) -> bool:
         """Whether all tokens belong to the prefix; raises ArgumentError if only some do."""
         if prefix_lengths is None:
@@ -243,8 +233,8 @@ class LineartimeModel(LineartimePreTrainedModel):
                 "prefix_lengths",
                 "is given, but the cache has read tokens, and a prefix comes first: leave it out after the prefix.",
             )
-        real = torch.full_like(prefix_lengths, embedded.shape[1]) if mask is None else mask.sum(1)
-        if bool((prefix_lengths != real).any()):
+        real = real_tokens(mask, embedded).sum(1)
+        if not torch.equal(prefix_lengths.to(real), real):
             raise ArgumentError(
                 "prefix_lengths",
                 f"is {prefix_lengths.tolist()} with a cache, but must be the number of tokens of each row, "

@@ -21,7 +21,7 @@ from transformers.utils import can_return_tuple
 
 from lineartime.errors import ArgumentError
 from lineartime.hf.config import LineartimeConfig
-from lineartime.hf.inputs import check_labels, checked_mask, packed_boundaries
+from lineartime.hf.inputs import check_labels, checked_mask, packed_boundaries, real_tokens
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
 from lineartime.ops.checks import require
 from lineartime.ops.cross_entropy import IGNORED
@@ -68,7 +68,7 @@ class TaskModel(LineartimePreTrainedModel):
                 "input_ids",
                 f"is a row of {len(boundaries) - 1} documents, but a row has one label: give each a row of its own.",
             )
-        real = _real(hidden, mask)
+        real = real_tokens(mask, hidden)
         require(real.any(1), "attention_mask", "has a row without tokens, but a label needs at least one token to read.")
         if self.config.task == "mlm":
             return (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
@@ -174,8 +174,7 @@ class LineartimeForQuestionAnswering(TaskModel):
 
 def _real(tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Which tokens [B, T, ...] are not padding, bool [B, T]."""
-    mask = checked_mask(attention_mask, tokens)
-    return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
+    return real_tokens(checked_mask(attention_mask, tokens), tokens)
 
 
 def _answers(start: Tensor, end: Tensor, real: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ Shapes: T tokens that the model reads, d model width.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +15,7 @@ from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.evaluation.perplexity import token_losses
 from lineartime.fields import Between, check_limits
-from lineartime.layers.mixer import Mixer
-from lineartime.layers.opened import OpenMixer, Part
-from lineartime.layers.prefix import PrefixMixer
+from lineartime.layers.mixer import Mixer, Part
 from lineartime.models.language_model import LanguageModel, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
 from lineartime.ops.cross_entropy import IGNORED
@@ -174,15 +171,13 @@ def _pieces(tokenizer: Tokenizer, ids: list[int], losses: list[float | None]) ->
     return tuple(pieces)
 
 
-def _layer(mixer: Mixer[Any], x: Tensor, prefix_lengths: Tensor | None) -> LayerView:
+def _layer(mixer: Mixer, x: Tensor, prefix_lengths: Tensor | None) -> LayerView:
     """What a layer does with its input, [1, T, d]."""
     name, missing = type(mixer).__name__, []
     weights: dict[Part, Tensor] = {}
     added: dict[Part, Tensor] = {}
     try:
-        if not isinstance(mixer, OpenMixer):
-            raise LineartimeError(f"{name} cannot show attention weights: it does not expose the parts of its attention.")
-        opened = mixer.open(x, mixer.layout(x.shape, prefix_lengths=prefix_lengths, device=x.device))
+        opened = mixer.open(x, mixer.describe(x.shape, prefix_lengths=prefix_lengths, device=x.device))
         for part in opened.parts:
             weights[part] = opened.weights(part)[0].mean(0).float().cpu()
             added[part] = opened.contribution(part)[0].float().norm(dim=-1).cpu()
@@ -195,21 +190,21 @@ def _layer(mixer: Mixer[Any], x: Tensor, prefix_lengths: Tensor | None) -> Layer
     states = _states(mixer, x, 0 if prefix_lengths is None else int(prefix_lengths))
     if not mixer.causal:
         missing.append(f"{name} reads in both directions here: no state grows along the text.")
-    elif not states and isinstance(mixer, OpenMixer):  # others were not asked
+    elif not states:
         missing.append(f"{name} has no global state of constant size: it keeps what it has read, or reads no further back.")
     return LayerView(name, weights, added, states, tuple(missing))
 
 
-def _states(mixer: Mixer[Any], x: Tensor, prefix: int) -> dict[int, float]:
+def _states(mixer: Mixer, x: Tensor, prefix: int) -> dict[int, float]:
     """The norm of the global state by the number of tokens read, measured on a stream of the same tokens."""
-    if not mixer.causal or not isinstance(mixer, OpenMixer):
+    if not mixer.causal:
         return {}
     length, position = x.shape[1], 0
     states: dict[int, float] = {}
     state = None
     while position < length:
         stop = min(length, position + -(-length // _STATES))
-        if position < prefix and isinstance(mixer, PrefixMixer):
+        if position < prefix:
             stop = prefix
             _, state = mixer.read_prefix(x[:, :stop])
         else:

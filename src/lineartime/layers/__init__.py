@@ -9,7 +9,7 @@ from lineartime.layers.gated import set_backend
 from lineartime.layers.gau import GAU
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.norms import RMSNorm, ScaleNorm
-from lineartime.layers.positions import BucketBias, LearnedPositions, RotaryBias, ScaledSin, TableBias
+from lineartime.layers.positions import LearnedPositions, RotaryBias, ScaledSin, TableBias
 
 __all__ = [
     "FLASH",
@@ -17,7 +17,6 @@ __all__ = [
     "GLU",
     "MLP",
     "Attention",
-    "BucketBias",
     "CrossGAU",
     "LearnedPositions",
     "Mixer",

@@ -9,7 +9,6 @@ R rows (one for each document), L tokens of the longest row.
     out = input + (o of all heads) Wo + bo
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -19,13 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import Unpack
 
 from lineartime.layers.dense import factory
-from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer, merge_heads
+from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.layers.norms import RMSNorm
-from lineartime.layers.prefix import PrefixMixer
-from lineartime.layers.stepping import SteppingMixer
-from lineartime.ops.cache import KVCache, KVStreams
-from lineartime.ops.layout import Layout
-from lineartime.ops.precision import common_dtype, output_dtype, without_autocast
+from lineartime.ops.batch import Batch
+from lineartime.ops.cache import KVCache
+from lineartime.ops.precision import common_dtype
 from lineartime.ops.tracing import under_transform
 
 MANY_KEYS = 2048
@@ -38,7 +35,7 @@ class AttentionOptions(HeadOptions, total=False):
     qk_norm: bool
 
 
-class Attention(MultiHeadMixer[KVCache], PrefixMixer[KVCache], SteppingMixer[KVCache, KVStreams]):
+class Attention(MultiHeadMixer):
     """Softmax multi-head self-attention.
 
     The layer includes a pre-norm and a residual connection: [B, T, d] -> [B, T, d].
@@ -51,6 +48,8 @@ class Attention(MultiHeadMixer[KVCache], PrefixMixer[KVCache], SteppingMixer[KVC
     """
 
     name = "attention"
+    reads_prefix = True
+    any_positions = True
 
     def __init__(self, d_model: int, *, qk_norm: bool = False, **options: Unpack[HeadOptions]) -> None:
         super().__init__(d_model, **options)
@@ -70,35 +69,14 @@ class Attention(MultiHeadMixer[KVCache], PrefixMixer[KVCache], SteppingMixer[KVC
         """Bidirectional `attend`, for prefixes."""
         return _attend(q, k, v, real, causal=False)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
         """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
-        state = state.append(k, v)
-        q = q.to(state.k.dtype)
+        state, keys, values, visible = state.append(k, v, batch)
+        q = q.to(keys.dtype)
+        visible = visible if visible.dim() == 2 else visible[:, None]
         if q.shape[2] == 1:
-            return _attend_last(q, state.k, state.v), state
-        return _softmax_attention(q, state.k, state.v, state.visible(q.shape[2])), state
-
-    def init_own_state(self, batch_size: int) -> KVCache:
-        """The state before the first token of `batch_size` streams."""
-        empty = self.empty_cache(batch_size)
-        return KVCache(empty, empty)
-
-    def join_own_streams(self, states: Sequence[KVCache]) -> KVStreams:
-        """Join streams at different positions."""
-        return KVStreams(states)
-
-    def separate_own_streams(self, streams: KVStreams, positions: Sequence[int]) -> list[KVCache]:
-        """The state of each stream."""
-        return streams.separate(positions)
-
-    def mix_step(self, normed: Tensor, streams: KVStreams, layout: Layout) -> Tensor:
-        """Compute one more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
-        q, k, v = self.project(normed, layout)
-        compute = self.compute_dtype(q, k, v)
-        with without_autocast(v):
-            keys, values, visible = streams.append(k.to(compute), v.to(compute))
-            attended = _attend_last(q.to(keys.dtype), keys, values, visible[:, None, None])
-        return self.combine(normed, merge_heads(attended.to(output_dtype(v, compute))))
+            return _attend_last(q, keys, values, None if batch.start is not None and batch.counts is None else visible), state
+        return _softmax_attention(q, keys, values, visible), state
 
     def compute_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
         """The dtype of autocast or of the values, float16 included: this softmax computes its scores in float32."""

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError, LineartimeError, typed_first_line
 from lineartime.layers.mixer import Mixer
-from lineartime.layers.prefix import PrefixMixer
-from lineartime.layers.stepping import SteppingMixer
 
 ROWS = 3
 MOST_TOKENS = 600
@@ -26,12 +24,12 @@ NO_FUTURE = "outputs do not depend on later tokens"
 class BrokenPromiseError(LineartimeError):
     """A mixer does not do what every mixer promises; `promise` says what, in words."""
 
-    def __init__(self, mixer: Mixer[Any], promise: str, found: str) -> None:
+    def __init__(self, mixer: Mixer, promise: str, found: str) -> None:
         super().__init__(f"{type(mixer).__name__} breaks a promise of every mixer: {promise}. But {found}.")
         self.promise = promise
 
 
-def check_mixer(mixer: Mixer[Any]) -> tuple[str, ...]:
+def check_mixer(mixer: Mixer) -> tuple[str, ...]:
     """Check on random tokens that a mixer does what every mixer promises.
 
     A copy of the mixer is checked, on the CPU, in evaluation mode, with weights far from their small initial values. It reads
@@ -74,10 +72,10 @@ class _DifferenceError(Exception):
 class _Probe:
     """A mixer to check, and the tokens [B, T, d] that it reads."""
 
-    def __init__(self, mixer: Mixer[Any]) -> None:
+    def __init__(self, mixer: Mixer) -> None:
         self.mixer = _awake(mixer).double()
         self._as_it_is = copy.deepcopy(mixer).cpu().eval()
-        chunk_size = self.mixer.plan().chunk_size or 64
+        chunk_size = self.mixer.needs().chunk_size or 64
         self.length = min(2 * chunk_size + 5, MOST_TOKENS, self.mixer.longest_sequence or MOST_TOKENS)
         self.x = torch.randn(ROWS, self.length, self.mixer.d_model, dtype=torch.float64)
         self._whole: Tensor | None = None
@@ -101,9 +99,8 @@ class _Probe:
         }
         if self.mixer.causal:
             checks["streams continue in any pieces as the whole text is read"] = self._streams
-        if self.mixer.causal and isinstance(self.mixer, SteppingMixer):
-            checks["streams that are joined step as each does alone"] = self._steps
-        if self.mixer.causal and isinstance(self.mixer, PrefixMixer):
+            checks["streams at different positions continue together as each does alone"] = self._ragged
+        if self.mixer.causal and self.mixer.reads_prefix:
             checks["streams can begin with a prefix"] = self._prefix
         return checks
 
@@ -177,14 +174,15 @@ class _Probe:
     @torch.no_grad()
     def _streams(self) -> None:
         for counts in self._cuts():
-            outputs, before, state = [], None, None
+            outputs: list[Tensor] = []
+            state: Any = None
             for piece in self.x.split(counts, dim=1):
-                out, after = self.mixer.extend(piece, state)
-                if before is not None:
-                    again, _ = self.mixer.extend(piece, state)
-                    self._equal(again, out, f"with pieces of {counts} tokens, reading a piece changed the state before it")
+                branch = None if state is None else state.clone()
+                out, state = self.mixer.extend(piece, state)
                 outputs.append(out)
-                before, state = state, after
+                if branch is not None:
+                    again, _ = self.mixer.extend(piece, branch)
+                    self._equal(again, out, f"with pieces of {counts} tokens, a clone of the state is continued differently")
             self._equal(torch.cat(outputs, 1), self._forward(), f"read in pieces of {counts} tokens, outputs differ")
 
     def _cuts(self) -> Iterator[list[int]]:
@@ -194,21 +192,29 @@ class _Probe:
         yield [self.length // 2, self.length - self.length // 2]
 
     @torch.no_grad()
-    def _steps(self) -> None:
-        assert isinstance(self.mixer, SteppingMixer)
-        starts = [max(0, self.length - 4), max(0, self.length // 2 - 1)]
-        rows = [self.x[:1], self.x[1:2]]
-        states = [self.mixer.extend(row[:, :start], None)[1] for row, start in zip(rows, starts, strict=True)]
-        streams = self.mixer.join_streams(states)
-        for ahead in range(min(4, self.length - starts[0])):
-            places = [start + ahead for start in starts]
-            tokens = torch.cat([row[:, place, None] for row, place in zip(rows, places, strict=True)])
-            expected = torch.stack([self._forward()[row, place] for row, place in enumerate(places)])[:, None]
-            self._equal(self.mixer.step(tokens, streams), expected, f"stepping streams at {places} gives other outputs")
+    def _ragged(self) -> None:
+        lengths = torch.tensor([max(0, self.length - 4), max(0, self.length // 2 - 1), 0])
+        longest = int(lengths[0])
+        read = torch.stack(
+            [row.roll(longest - int(length), 0) for row, length in zip(self.x[:, :longest], lengths, strict=True)]
+        )
+        mask = torch.arange(longest) >= longest - lengths[:, None]
+        out, state = self.mixer.extend(read, None, mask)
+        pieces = [1, 1, self.length - longest - 2] if self.length - longest > 2 else [1] * (self.length - longest)
+        outputs, begin = [out], lengths.clone()
+        for count in pieces:
+            tokens = torch.stack([row[start : start + count] for row, start in zip(self.x, begin, strict=True)])
+            out, state = self.mixer.extend(tokens, state)
+            outputs.append(out)
+            begin += count
+        together = torch.cat(outputs, 1)
+        for row, length in enumerate(lengths.tolist()):
+            expected = self._forward()[row : row + 1, : length + sum(pieces)]
+            found = together[row : row + 1, longest - length :]
+            self._equal(found, expected, f"streams that begin with {lengths.tolist()} tokens have other outputs")
 
     @torch.no_grad()
     def _prefix(self) -> None:
-        assert isinstance(self.mixer, PrefixMixer)
         count = max(1, self.length // 2)
         whole = self._read(self.x, prefix_lengths=torch.full((ROWS,), count))
         begun, state = self.mixer.read_prefix(self.x[:, :count])
@@ -220,13 +226,13 @@ class _Probe:
 
 
 @torch.no_grad()
-def _read(mixer: Mixer[Any], x: Tensor, **options: Any) -> Tensor:
+def _read(mixer: Mixer, x: Tensor, **options: Any) -> Tensor:
     torch.random.default_generator.manual_seed(0)  # a mixer that draws numbers draws the same
     read: Tensor = mixer(x, **options)
     return read
 
 
-def _awake(mixer: Mixer[Any]) -> Mixer[Any]:
+def _awake(mixer: Mixer) -> Mixer:
     """A copy in evaluation mode, on the CPU, whose weights let everything in it have a say."""
     awake = copy.deepcopy(mixer).cpu().eval().requires_grad_()
     with torch.no_grad():

@@ -9,7 +9,8 @@ e = expansion * d value width of all heads.
     out = input + (U * attention(Q, K, V)) Wo + bo      with heads: s and e are split into H parts that attend separately
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +25,11 @@ from lineartime.layers.residual import LayerOptions, ResidualLayer, zero_padding
 from lineartime.ops.activations import ACTIVATIONS, Activation
 from lineartime.ops.checks import as_mask, check_positive
 from lineartime.ops.cross import cross_attention
+from lineartime.ops.state import State
 
 
-class SourceState(NamedTuple):
+@dataclass(eq=False)
+class SourceState(State):
     """A source as a layer has read it: keys [B, H, S, s / H], values [B, H, S, e / H], and its real tokens, bool [B, S]."""
 
     k: Tensor
@@ -47,13 +50,15 @@ class CrossGAU(ResidualLayer):
         n_heads: H, which must divide d_qk and expansion * d.
         d_qk: s, the total width of queries and keys over all heads.
         expansion: the values and the gate have a total width of e = expansion * d over all heads.
-        activation: the activation of the scores: "relu2", "softmax", "softmax_plus" or "laplace".
+        activation: the activation of the scores: "relu2" or "softmax".
         **options: the options of `ResidualLayer`.
 
     Source: the unit of "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2, applied across two sequences.
     """
 
     name = "cross-gau"
+    activations: ClassVar[tuple[str, ...]] = ACTIVATIONS
+    """The values of `activation` that it supports."""
 
     def __init__(
         self,
@@ -66,7 +71,7 @@ class CrossGAU(ResidualLayer):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(d_model, **options)
-        check_choice("activation", activation, ACTIVATIONS)
+        check_choice("activation", activation, self.activations)
         check_positive(d_qk=d_qk, expansion=expansion)
         self.d_value = expansion * d_model
         check_heads(n_heads, {"d_qk": d_qk, "expansion * d_model": self.d_value}, in_pairs=False)

@@ -5,172 +5,164 @@ The definition of its attention is in `lineartime.ops.mixed_chunk.reference`.
 """
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError
-from lineartime.layers.chunked import ChunkedUnit
-from lineartime.layers.dense import is_untouched
-from lineartime.layers.gated import HasBackends
-from lineartime.layers.opened import Part
-from lineartime.layers.prefix import PrefixMixer
-from lineartime.layers.stepping import SteppingMixer
+from lineartime.layers.dense import factory, is_untouched
+from lineartime.layers.gated import GatedOptions, GatedUnit
+from lineartime.layers.mixer import Part
+from lineartime.layers.positions import RelativeBias, build_relative_bias
 from lineartime.ops import exported
+from lineartime.ops.activations import CHUNK_NORMALIZATIONS
 from lineartime.ops.backends import Backend
-from lineartime.ops.layout import Layout, LayoutPlan
+from lineartime.ops.batch import Batch, Needs
+from lineartime.ops.checks import check_positive
 from lineartime.ops.mixed_chunk import attend_heads, attend_part, attend_projected, stream
-from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, MixedChunkStreams, Projected
-from lineartime.ops.mixed_chunk.step import (
-    check_streams,
-    mixed_chunk_states,
-    mixed_chunk_streams,
-    open_chunk,
-    step,
-    step_projected,
-)
-from lineartime.ops.mixed_chunk.stream import MixedChunkState
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
+from lineartime.ops.mixed_chunk.stream import SlotBias, mixed_chunk_state
 
-STEPS = ("split", "queries_and_keys", "apply_gate", "attend", "attend_next", "attend_step")
-"""The methods of FLASH that its fused operations compute without calling them."""
+STEPS = ("split", "queries_and_keys", "apply_gate", "attend", "attend_next")
+"""The methods that the fused operations of FLASH compute without calling them."""
 
 
-class FLASH(
-    ChunkedUnit[MixedChunkState],
-    PrefixMixer[MixedChunkState],
-    SteppingMixer[MixedChunkState, MixedChunkStreams],
-    HasBackends,
-):
+class FLASH(GatedUnit):
     """Gated unit with mixed chunk attention: quadratic inside chunks of C tokens, linear across them.
 
     The layer includes a pre-norm and a residual connection: `y = FLASH(256)(x)` maps [B, T, d] to [B, T, d]. A causal layer
     streams with constant memory. With normalization="paper", scores are divided by the constant C, as published, and the linear
     part is averaged over chunks. With "paper_sum", a causal layer sums over chunks without averaging: see `MixedChunkOptions`.
 
-    Everything between the two projections is one fused operation. In a subclass or an instance that replaces one of its steps,
-    the methods in `STEPS`, all forms call these methods instead.
+    Everything between the two projections is one fused operation. In a subclass or an instance that replaces one of its
+    steps, the methods in `STEPS`, all of them are called instead.
 
-    The options are those of `ChunkedUnit`.
+    Args:
+        chunk_size: C; the length of the input need not be a multiple of it.
+        relative_bias: whether to add a learned bias, which depends on the distance, to the scores of the quadratic part: a
+            table for chunks of up to 512 tokens, and the rotary form for longer ones.
+        **options: the options of `GatedUnit`; the activation applies to the quadratic part.
 
     Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.
     """
 
     name = "flash"
+    n_maps = 4
+    parts: ClassVar[tuple[Part, ...]] = ("local", "global")
+    normalizations = CHUNK_NORMALIZATIONS
     splits_context = True
-    steps_in_place = True
+    reads_prefix = True
+    any_positions = True
+    constant_state = True
+    backend: Backend | None = "auto"
+    bias_chunks: ClassVar[int] = 1
+    """The number of consecutive chunks that the relative bias spans."""
 
-    def plan(self) -> LayoutPlan:
+    def __init__(
+        self, d_model: int, *, chunk_size: int = 256, relative_bias: bool = True, **options: Unpack[GatedOptions]
+    ) -> None:
+        super().__init__(d_model, **options)
+        check_positive(chunk_size=chunk_size)
+        self.chunk_size = chunk_size
+        self.relative_bias = relative_bias
+        self.bias: RelativeBias | None = None
+        if relative_bias:
+            self.bias = build_relative_bias(self.bias_chunks * chunk_size, self.d_qk, **factory(options))
+
+    @property
+    def options(self) -> MixedChunkOptions:
+        """The options of its attention."""
+        make = MixedChunkOptions if torch.compiler.is_compiling() else _options  # which the compiler would not cache
+        return make(self.chunk_size, self.causal, self.activation, self.normalization)
+
+    def needs(self) -> Needs:
         """Request chunks, except in an exported program: it accepts any length, so its operator cuts the chunks."""
-        plan = super().plan()._replace(normalization=self.normalization)
-        return plan._replace(chunk_size=None) if torch.compiler.is_exporting() and self.is_fused() else plan
+        cuts = not (torch.compiler.is_exporting() and self._is_fused())
+        return super().needs()._replace(chunk_size=self.chunk_size if cuts else None)
 
-    def mix(self, normed: Tensor, layout: Layout) -> Tensor:
+    def chunk_bias(self, batch: Batch) -> Tensor | None:
+        """The relative bias of the quadratic part, [C, C], or None; C is the chunk size of the batch."""
+        size = self.chunk_size if torch.compiler.is_exporting() else batch.chunk_size or self.chunk_size
+        return None if self.bias is None else self.bias.consecutive(size, size, rotations=self._places(batch, size))
+
+    def slot_bias(self, batch: Batch) -> SlotBias | None:
+        """The relative bias of queries in some slots of a chunk, int64 [...], for the keys of all its slots: [..., C]."""
+        bias = self.bias
+        if bias is None:
+            return None
+        keys, table = torch.arange(self.chunk_size, device=self.gamma.device), self._places(batch, self.chunk_size)
+        return lambda slots: bias(slots.flatten(), keys, table).view(*slots.shape, self.chunk_size)
+
+    def mix(self, normed: Tensor, batch: Batch) -> Tensor:
         """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
-        if not self.is_fused():
-            return super().mix(normed, layout)
-        if not self._fuses_output_projection(normed):
-            out: Tensor = self.to_output(self._attend_and_gate(self.to_gate_value_base(normed), layout))
+        if not self._is_fused():
+            return super().mix(normed, batch)
+        projection, bias = self.to_gate_value_base, self.chunk_bias(batch)
+        if torch.compiler.is_exporting() and batch.context is None:
+            out: Tensor = self.to_output(self._exported(projection(normed), bias, batch))
             return out
-        projection, bias = self.to_gate_value_base, self.chunk_bias(layout)
-        if is_untouched(projection) and layout.require_chunks().real is None:
+        # On a CPU, fusing the output projection, too, keeps less for the backward pass.
+        if not (is_untouched(self.to_output) and torch.is_grad_enabled() and normed.device.type == "cpu"):
+            tokens = Projected(projection(normed), self.gamma, self.beta)
+            unfused: Tensor = self.to_output(attend_projected(tokens, bias, batch, self.options, self._backend))
+            return unfused
+        if is_untouched(projection) and batch.real is None:
             tokens = Projected(F.linear(normed, projection.weight), self.gamma, self.beta, projection.bias)
         else:
             tokens = Projected(projection(normed), self.gamma, self.beta)
-        out = attend_projected(tokens, bias, layout, self.options, self.backend, output=self.to_output.weight)
+        out = attend_projected(tokens, bias, batch, self.options, self._backend, output=self.to_output.weight)
         return out + self.to_output.bias.to(out.dtype)
 
-    def _fuses_output_projection(self, normed: Tensor) -> bool:
-        """Whether the attention also applies the output projection, which keeps less for a backward pass on a CPU."""
-        return (
-            is_untouched(self.to_output)
-            and torch.is_grad_enabled()
-            and normed.device.type == "cpu"
-            and not torch.compiler.is_exporting()
-        )
+    @property
+    def _backend(self) -> Backend:
+        return self.backend or "auto"
 
-    def is_fused(self) -> bool:
+    def _exported(self, projected: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
+        def attend(tokens: Tensor, options: MixedChunkOptions, batch: Batch) -> Tensor:
+            return exported.mixed_chunk(Projected(tokens, self.gamma, self.beta), bias, batch, options, self._backend)
+
+        attended = attend(projected, self.options, batch)
+        return batch.with_prefix(attended, lambda tokens, inner: attend(tokens, self.options.bidirectional, inner), projected)
+
+    def _is_fused(self) -> bool:
         """Whether every step between the projections is FLASH's own, so that one operation may compute all of them."""
-        own = self.__dict__
-        return all(getattr(type(self), step) is getattr(FLASH, step) and step not in own for step in STEPS)
+        kind, own = type(self), self.__dict__
+        return all(step not in own and getattr(kind, step) is getattr(FLASH, step) for step in STEPS)
 
-    def _attend_and_gate(self, projected: Tensor, layout: Layout) -> Tensor:
-        """All `STEPS` of whole sequences as one operation: [B, T, 2 e + s] -> [B, T, e]."""
-        tokens, bias = Projected(projected, self.gamma, self.beta), self.chunk_bias(layout)
-        if torch.compiler.is_exporting() and layout.context is None:
-            attended = exported.mixed_chunk(tokens, bias, layout, self.options, self.backend)
-            bidirectional = self.options.bidirectional
-            return layout.with_prefix(
-                attended, lambda prefix: exported.mixed_chunk(tokens, bias, prefix, bidirectional, self.backend)
-            )
-        return attend_projected(tokens, bias, layout, self.options, self.backend)
-
-    def attend(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """The attention alone: [B, 4, T, s] and [B, T, e] -> [B, T, e]."""
-        if layout.context is not None:
+    def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool, part: Part | None = None) -> Tensor:
+        """The attention alone, or its quadratic or linear part in plain PyTorch: [B, T, s] and [B, T, w] -> [B, T, w]."""
+        if batch.context is not None:
             raise ArgumentError(
                 "context", f"is given, but {type(self).__name__} replaces a step of FLASH: only FLASH can split sequences."
             )
-        return self._attend_heads(maps, v, layout, self.options)
+        options = self.options if causal else self.options.bidirectional
+        q_quad, k_quad, q_lin, k_lin = maps
+        heads, bias = Heads(q_quad, k_quad, q_lin, k_lin, v), self.chunk_bias(batch)
+        if part is not None:
+            return attend_part(part, heads, bias, batch, options)
+        backend: Backend = "torch" if self.backend == "tiled" else self._backend  # tiles begin with the projected tokens
+        return attend_heads(heads, bias, batch, options, backend)
 
-    def _attend_heads(self, maps: Tensor, v: Tensor, layout: Layout, options: MixedChunkOptions) -> Tensor:
-        backend: Backend = "torch" if self.backend == "tiled" else self.backend  # tiles begin with the projected tokens
-        return attend_heads(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), layout, options, backend)
-
-    def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """The quadratic or the linear part alone, in plain PyTorch: [B, 4, T, s] and [B, T, w] -> [B, T, w]."""
-        return attend_part(part, Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), layout, self.options)
-
-    def init_own_state(self, batch_size: int) -> MixedChunkState:
+    def init_own_state(self, batch_size: int) -> Any:
         """The state before the first token of `batch_size` streams."""
-        return self.init_mixed_state(batch_size)
+        return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like=self.any_parameter)
 
-    def mix_next(self, normed: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
+    def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
-        if layout.prefix is not None or not self.is_fused():
-            return super().mix_next(normed, state, layout)
+        if not self._is_fused():
+            return super().mix_next(normed, state, batch)
         tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
-        bias = self.chunk_bias(layout)
-        gated, state = stream.extend_projected(tokens, bias, layout.rotations, self.options, state, self.backend)
+        gated, state = stream.extend_projected(tokens, self.slot_bias(batch), batch, self.options, state, self._backend)
         return self.to_output(gated), state
 
-    def attend_next(self, maps: Tensor, v: Tensor, state: MixedChunkState, layout: Layout) -> tuple[Tensor, MixedChunkState]:
+    def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Attend with a state of constant size; return the outputs and the new state."""
-        return stream.extend(Heads(*(*maps.unbind(1), v)), self.chunk_bias(layout), self.options, state)
+        q_quad, k_quad, q_lin, k_lin = maps
+        return stream.extend(q_quad, q_lin, [k_quad, k_lin], v, self.slot_bias(batch), self.options, state, batch)
 
-    def attend_bidirectional(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """Bidirectional attention within each prefix: [B, 4, T, s] and [B, T, e] -> [B, T, e]."""
-        return self._attend_heads(maps, v, layout, self.options.bidirectional)
 
-    def join_own_streams(self, states: Sequence[MixedChunkState]) -> MixedChunkStreams:
-        """Join streams at different positions."""
-        return mixed_chunk_streams(states, self.gamma.dtype)
-
-    def separate_own_streams(self, streams: MixedChunkStreams, positions: Sequence[int]) -> list[MixedChunkState]:
-        """The state of each stream."""
-        return mixed_chunk_states(streams, positions)
-
-    def step_layout(self, positions: Tensor) -> Layout:
-        """The layout of a step, with the open chunk of each stream, which is the same for all layers."""
-        dtype = acc_dtype(self.any_parameter)
-        return super().step_layout(positions)._replace(open_chunk=open_chunk(positions, self.options, dtype))
-
-    def mix_step(self, normed: Tensor, streams: MixedChunkStreams, layout: Layout) -> Tensor:
-        """Compute one more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
-        if not self.is_fused():
-            return super().mix_step(normed, streams, layout)
-        tokens, row = Projected(self.to_gate_value_base(normed), self.gamma, self.beta), self._bias_row(layout)
-        gated = step_projected(tokens, row, layout.rotations, self.options, streams, layout.require_open_chunk())
-        out: Tensor = self.to_output(gated)
-        return out
-
-    def attend_step(self, maps: Tensor, v: Tensor, streams: MixedChunkStreams, layout: Layout) -> Tensor:
-        """Attend from one token of every stream, [B, 4, 1, s] and [B, 1, e] -> [B, 1, e]; updates `streams` in place."""
-        check_streams(streams, self.chunk_size, self.d_qk, self.d_value)
-        return step(maps, v, self._bias_row(layout), self.options, streams, layout.require_open_chunk())
-
-    def _bias_row(self, layout: Layout) -> Tensor | None:
-        """The relative bias of one token of every stream, [B, C], or None."""
-        chunk = layout.require_open_chunk()
-        return None if self.bias is None else self.bias(chunk.slot, chunk.slots, layout.place_rotations)
+_options = cache(MixedChunkOptions)

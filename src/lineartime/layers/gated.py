@@ -8,8 +8,7 @@ Shapes: B batch, T tokens, d model width, e = expansion * d value width, s query
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -20,13 +19,14 @@ from typing_extensions import Unpack
 from lineartime.errors import check_choice
 from lineartime.layers.checks import check_even
 from lineartime.layers.dense import Dense, factory
-from lineartime.layers.mixer import MixerOptions, State
-from lineartime.layers.opened import Opened, OpenMixer, Part
+from lineartime.layers.mixer import Mixer, MixerOptions, Opened, Part
+from lineartime.layers.positions import RotaryBias
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization
 from lineartime.ops.backends import BACKENDS, Backend
-from lineartime.ops.checks import check_positive, check_rotary_width
-from lineartime.ops.layout import Layout, LayoutPlan
+from lineartime.ops.batch import Batch, Needs
+from lineartime.ops.checks import check_positive
 from lineartime.ops.mixed_chunk.inputs import queries_and_keys
+from lineartime.ops.positions import rotary_table
 from lineartime.ops.precision import acc_dtype
 
 InitialScores = Literal["small", "unit"]
@@ -40,20 +40,18 @@ class GatedOptions(MixerOptions, total=False):
     activation: Activation
     normalization: Normalization
     rope: bool
-    rotary_width: int | None
     initial_scores: InitialScores
 
 
-class GatedUnit(OpenMixer[State]):
+class GatedUnit(Mixer):
     """Projections, gate and output of a gated attention layer (arXiv 2202.10447, section 2.2); a subclass attends.
 
     Args:
         d_qk: s, the width of queries and keys, which must be even.
         expansion: the values and the gate have width e = expansion * d.
-        activation: the activation of the scores: "relu2", "softmax", "softmax_plus" or "laplace".
+        activation: the activation of the scores: "relu2" or "softmax".
         normalization: "count" divides by the number of visible keys; for other values, see the subclass.
         rope: whether to apply rotary positions to queries and keys.
-        rotary_width: the number of their s features that are rotated, half of them in each half of s; None for all.
         initial_scores: "small" draws gamma from N(0, 0.02) and sets beta to 0, as published. "unit" sets gamma to 1 and beta to
             s^(-1/4) for the queries and keys of a quadratic part. q.k / sqrt(s) then starts near 1 and, with RoPE, falls with
             distance. The published values suit normalization="paper"; with "count", attention that starts small learns late.
@@ -64,8 +62,11 @@ class GatedUnit(OpenMixer[State]):
     """The number of queries and keys that are made from Z, each with its own gamma and beta."""
     n_heads: int = 1
     """The number of heads that divide the width of queries, keys and values among them."""
+    activations: ClassVar[tuple[str, ...]] = ACTIVATIONS
+    """The values of `activation` that it supports."""
     normalizations: ClassVar[tuple[str, ...]] = NORMALIZATIONS
     """The values of `normalization` that it supports."""
+    why_not_opened: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -76,24 +77,21 @@ class GatedUnit(OpenMixer[State]):
         activation: Activation = "relu2",
         normalization: Normalization = "count",
         rope: bool = True,
-        rotary_width: int | None = None,
         initial_scores: InitialScores = "small",
         **options: Unpack[MixerOptions],
     ) -> None:
         super().__init__(d_model, **options)
-        check_choice("activation", activation, ACTIVATIONS)
+        check_choice("activation", activation, self.activations)
         check_choice("normalization", normalization, self.normalizations)
         check_choice("initial_scores", initial_scores, get_args(InitialScores))
         check_positive(d_qk=d_qk, expansion=expansion)
         check_even("queries and keys consist of pairs of features", d_qk=d_qk)
-        check_rotary_width(rotary_width, d_qk)
         self.d_qk = d_qk
         self.expansion = expansion
         self.d_gate, self.d_value = self.gate_and_value_widths(expansion * d_model)
         self.activation: Activation = activation
         self.normalization: Normalization = normalization
         self.rope = rope
-        self.rotary_width = rotary_width
         self.initial_scores: InitialScores = initial_scores
         self.to_gate_value_base = Dense(d_model, self.d_gate, self.d_value, d_qk, **factory(options))
         self.gamma = nn.Parameter(torch.empty(self.n_maps, d_qk, **factory(options)))
@@ -114,88 +112,73 @@ class GatedUnit(OpenMixer[State]):
             nn.init.ones_(self.gamma[:2])
             nn.init.constant_(self.beta[:2], self.head_dim**-0.25)
 
-    def plan(self) -> LayoutPlan:
+    def needs(self) -> Needs:
         """Request rotations of queries and keys."""
-        width = self.d_qk if self.rope else None
-        return super().plan()._replace(rotary_width=width, rotary_features=self.rotary_width, dtype=acc_dtype(self.gamma))
+        return Needs(rotary_width=self.d_qk if self.rope else None, dtype=acc_dtype(self.gamma))
+
+    def _places(self, batch: Batch, count: int) -> Tensor | None:
+        """The rotations of the first `count` places of a row or a chunk, [2, n, s / 2], for a rotary relative bias."""
+        if not isinstance(getattr(self, "bias", None), RotaryBias):
+            return None
+        device, dtype = self.gamma.device, acc_dtype(self.gamma)
+        return batch.shared((self.d_qk, count), lambda: rotary_table(torch.arange(count, device=device), self.d_qk // 2, dtype))
 
     def gate_and_value_widths(self, width: int) -> tuple[int, int]:
         """The widths of U and V, given e = expansion * d."""
         return width, width
 
     @abstractmethod
-    def attend(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """Attend over whole sequences: queries and keys [B, maps, T, s], values [B, T, e] -> [B, T, e]."""
+    def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool, part: Part | None = None) -> Tensor:
+        """Attend over whole sequences, or compute one part: queries and keys [B, T, s], values [B, T, w] -> [B, T, w]."""
 
-    @abstractmethod
-    def attend_next(self, maps: Tensor, v: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """Do the same for N more tokens of streams, [B, maps, N, s] and [B, N, e], and return the new state."""
-
-    @abstractmethod
-    def attend_part(self, part: Part, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """Compute one part of `attend`; values may have any width: [B, maps, T, s] and [B, T, w] -> [B, T, w]."""
-
-    def attend_bidirectional(self, maps: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """Bidirectional attention within prefixes, [B, maps, T, s] and [B, T, e] -> [B, T, e], if the layer `reads_prefix`."""
+    def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
+        """Attend for N more tokens of streams, [B, N, s] and [B, N, e], and return the new state."""
         raise NotImplementedError
 
-    def attend_step(self, maps: Tensor, v: Tensor, streams: Any, layout: Layout) -> Tensor:
-        """Attend from one token of every stream, [B, maps, 1, s] and [B, 1, e] -> [B, 1, e], if the layer steps in place."""
-        raise NotImplementedError
-
-    def mix(self, normed: Tensor, layout: Layout) -> Tensor:
+    def mix(self, normed: Tensor, batch: Batch) -> Tensor:
         """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
-        gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
-        out: Tensor = self.to_output(self.apply_gate(gate, self.attend(maps, v, layout)))
+        gate, v, maps = self.split(self.to_gate_value_base(normed), batch.rotations)
+        out: Tensor = self.to_output(self.apply_gate(gate, self._attend(maps, v, batch)))
         return out
 
-    def open_normed(self, normed: Tensor, layout: Layout) -> Opened:
+    def _attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, part: Part | None = None) -> Tensor:
+        """`attend`, bidirectionally within prefixes."""
+
+        def within(*parts: Any) -> Tensor:
+            *own, values, inner = parts
+            return self.attend(own, values, inner, causal=False, part=part)
+
+        return batch.with_prefix(self.attend(maps, v, batch, self.causal, part), within, *maps, v)
+
+    def open_normed(self, normed: Tensor, batch: Batch) -> Opened:
         """The attention of `mix`, split into its parts."""
-        gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
+        gate, v, maps = self.split(self.to_gate_value_base(normed), batch.rotations)
 
         def read(part: Part) -> Callable[[Tensor], Tensor]:
-            return lambda values: self.attend_part(part, maps, values, layout)
+            return lambda values: self._attend(maps, values, batch, part)
 
         return Opened(
             v, self.n_heads, {part: read(part) for part in self.parts}, lambda read: self.to_output(self.apply_gate(gate, read))
         )
 
-    def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+    def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
-        gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
-        attended, state = self.attend_next(maps, v, state, layout)
-        attended = layout.with_prefix(attended, partial(self.attend_bidirectional, maps, v))
+        gate, v, maps = self.split(self.to_gate_value_base(normed), batch.rotations)
+        attended, state = self.attend_next(maps, v, state, batch)
         return self.to_output(self.apply_gate(gate, attended)), state
 
-    def mix_step(self, normed: Tensor, streams: Any, layout: Layout) -> Tensor:
-        """Compute one more normed token of every stream, [B, 1, d] -> [B, 1, d]; updates `streams` in place."""
-        gate, v, maps = self.split(self.to_gate_value_base(normed), layout)
-        out: Tensor = self.to_output(self.apply_gate(gate, self.attend_step(maps, v, streams, layout)))
-        return out
-
-    def split(self, projected: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """Split projected tokens into the gate U and the values V, [B, T, e], and the queries and keys, [B, maps, T, s]."""
+    def split(self, projected: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """Split projected tokens into the gate U and the values V, [B, T, e], and the queries and keys, [B, T, s] each."""
         gate, value, base = F.silu(projected).split([self.d_gate, self.d_value, self.d_qk], dim=-1)
-        return gate, value, self.queries_and_keys(base, layout.rotations)
+        return gate, value, self.queries_and_keys(base, rotations)
 
-    def queries_and_keys(self, base: Tensor, rotations: Tensor | None) -> Tensor:
-        """Z [B, T, s] -> rope(Z * gamma + beta), [B, maps, T, s]."""
-        return queries_and_keys(base, self.gamma, self.beta, rotations)
+    def queries_and_keys(self, base: Tensor, rotations: Tensor | None) -> Sequence[Tensor]:
+        """Z [B, T, s] -> rope(Z * gamma + beta), [B, T, s] for each map."""
+        return queries_and_keys(base, self.gamma, self.beta, rotations).unbind(1)
 
     def apply_gate(self, gate: Tensor, attended: Tensor) -> Tensor:
         """Multiply the output of the attention by the gate U."""
         return gate * attended
-
-
-class HasBackends(nn.Module):
-    """A layer whose attention has several implementations."""
-
-    backend: Backend = "auto"
-    """The one that it uses: see `set_backend`."""
-
-    def extra_repr(self) -> str:
-        """The backend, printed after the options of a layer."""
-        return f"backend={self.backend!r}"
 
 
 def set_backend(module: nn.Module, backend: Backend) -> None:
@@ -203,8 +186,7 @@ def set_backend(module: nn.Module, backend: Backend) -> None:
 
     Other layers stay as they are; the variants of FLASH in `lineartime.baselines` have only one implementation. In streams of
     FLASH, "triton", "tiled" and "auto" apply to whole chunks, if they can run there and no gradient is needed; otherwise,
-    PyTorch's operations read them, without an error. Single steps and streams of GAU do not follow the backend: steps on a CPU
-    are functions in C++, unless LINEARTIME_NATIVE=0 is set in the environment.
+    PyTorch's operations read them, without an error. Single tokens of streams, and streams of GAU, do not follow the backend.
 
     Args:
         module: a layer, or a module that contains layers.
@@ -217,5 +199,5 @@ def set_backend(module: nn.Module, backend: Backend) -> None:
     """
     check_choice("backend", backend, BACKENDS)
     for layer in module.modules():
-        if isinstance(layer, HasBackends):
+        if isinstance(layer, Mixer) and layer.backend is not None:
             layer.backend = backend

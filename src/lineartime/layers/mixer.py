@@ -1,36 +1,30 @@
-"""The contract of a mixer, a layer that moves information between tokens, for whole sequences and for streams.
+"""The base of a mixer, a layer that moves information between tokens: one verb for whole sequences, one for streams.
 
-Shapes: B batch, T tokens, N new tokens of a stream, D documents of a pack, d model width.
+Shapes: B batch or streams, T tokens, N new tokens of a stream, D documents of a pack, d model width.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.layers.residual import LayerOptions, ResidualLayer, zero_padding
-from lineartime.layers.streams import (
-    RaggedState,
-    ShiftedState,
-    StreamState,
-    check_state,
-    count_streams,
-    extend_ragged,
-    structure_of,
-)
-from lineartime.ops.backends import define_operators
+from lineartime.layers.residual import LayerOptions, ResidualLayer
+from lineartime.layers.states import ShiftedState, by_position, check_state
+from lineartime.ops.backends import Backend, define_operators
+from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import as_mask
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.layout import Layout, LayoutPlan
-from lineartime.ops.make_layout import make_layout, prefix_layout, step_layout, stream_layout
+from lineartime.ops.make_batch import make_batch, stream_batch
+from lineartime.ops.state import State
 from lineartime.ops.token_shift import shift_next, shift_tokens, shifted_width
 
+Part = Literal["attention", "local", "global"]
+"""A part of an attention: "local" for nearby tokens, "global" for a sum over all tokens, "attention" if there is one part."""
 READ_PREFIX = "GAU, FLASH and softmax attention"  # the mixers that can, for messages
-
-State = TypeVar("State", bound=StreamState)
 
 
 class MixerOptions(LayerOptions, total=False):
@@ -40,16 +34,41 @@ class MixerOptions(LayerOptions, total=False):
     token_shift: bool
 
 
-class Mixer(ResidualLayer, ABC, Generic[State]):
+class Opened(NamedTuple):
+    """A mixer's attention over a batch, as functions of its values. Attention is linear in them.
+
+    Attributes:
+        values: [B, T, e], with the heads concatenated.
+        n_heads: H.
+        parts: by name, the linear functions whose sum is the attention: values [B, T, H w] -> [B, T, H w], for any w.
+        combine: maps the sum of the parts, [B, T, e], to what the mixer adds to its input, [B, T, d].
+    """
+
+    values: Tensor
+    n_heads: int
+    parts: Mapping[Part, Callable[[Tensor], Tensor]]
+    combine: Callable[[Tensor], Tensor]
+
+    def weights(self, part: Part) -> Tensor:
+        """The attention weights of a part, [B, H, T, T], computed from one-hot values; row t holds those of query t."""
+        batch, length = self.values.shape[:2]
+        each = torch.eye(length, dtype=self.values.dtype, device=self.values.device).repeat(1, self.n_heads)
+        read = self.parts[part](each.expand(batch, -1, -1))
+        weights: Tensor = read.unflatten(-1, (self.n_heads, length)).transpose(1, 2)
+        return weights
+
+    def contribution(self, part: Part) -> Tensor:
+        """What a part adds to the tokens, [B, T, d]; the sum over the parts is what the mixer adds, without its output bias."""
+        read = self.parts[part](self.values)
+        return self.combine(read) - self.combine(torch.zeros_like(read))
+
+
+class Mixer(ResidualLayer, ABC):
     """Base of the layers that move information between tokens: the contract they share.
 
-    y = mixer(x, mask=None, cu_seqlens=None) is parallel over T. A causal mixer also streams: state = mixer.init_state(batch),
-    then y, state = mixer.extend(x, state) for any number of new tokens. A `PrefixMixer` takes `prefix_lengths` too.
-
-    Inside a model, `layout` makes the layout of a batch once, for `forward_with_layout` of every layer. For streams,
-    `stream_layout` and `extend_with_layout` do the same. The norm and the residual are those of `ResidualLayer`. A subclass
-    implements what is between them: `mix`, `mix_next` and `init_own_state`. If it uses more of a layout than positions and
-    rows, it also implements `plan`.
+    y = mixer(x, mask=None, cu_seqlens=None) reads whole sequences. A causal mixer also reads streams, by any number of new
+    tokens: y, state = mixer.extend(x, state). The norm, the token shift, padding, packs and the residual are done here. A
+    subclass implements what is between them: `mix` and, if it can be causal, `mix_next` and `init_own_state`.
 
     Args:
         causal: whether a token attends only to itself and earlier tokens; required for streaming.
@@ -60,12 +79,20 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
 
     why_not_causal: ClassVar[str | None] = None
     """Why a mixer cannot be causal, as the end of a sentence; None for a mixer that can be."""
+    why_not_opened: ClassVar[str | None] = "it does not say how its attention depends on its values"
+    """Why `open` cannot take the attention apart, as the end of a sentence; None if it can."""
+    parts: ClassVar[tuple[Part, ...]] = ("attention",)
+    """The parts whose sum is its attention."""
     splits_context: ClassVar[bool] = False
     """Whether it supports sequences that are split over several processes."""
-    steps_in_place: ClassVar[bool] = False
-    """Whether it is a `SteppingMixer` whose streams keep their buffers, so that a step can be recorded or compiled."""
     reads_prefix: ClassVar[bool] = False
     """Whether a causal mixer can attend bidirectionally within the first tokens of a sequence."""
+    any_positions: ClassVar[bool] = False
+    """Whether `mix_next` takes streams at different positions and with padding; others get one such group after another."""
+    constant_state: ClassVar[bool] = False
+    """Whether one token of each stream updates the state in place, so that a step can be recorded or exported."""
+    backend: Backend | None = None
+    """The implementation of its attention, if there are several: see `set_backend`."""
 
     def __init__(
         self, d_model: int, *, causal: bool = False, token_shift: bool = False, **options: Unpack[LayerOptions]
@@ -89,20 +116,20 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         return next(self.parameters())
 
     @abstractmethod
-    def mix(self, normed: Tensor, layout: Layout) -> Tensor:
+    def mix(self, normed: Tensor, batch: Batch) -> Tensor:
         """Map whole sequences of normed tokens to what is added to the tokens: [B, T, d] -> [B, T, d]."""
 
-    @abstractmethod
-    def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
-        """Do the same for N more tokens of streams, [B, N, d], and return the new state; `state` is not modified."""
+    def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
+        """Do the same for N more tokens of streams, [B, N, d], and return the new state; `state` may be overwritten."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def init_own_state(self, batch_size: int) -> State:
+    def init_own_state(self, batch_size: int) -> Any:
         """The state before the first token of `batch_size` streams, for `mix_next`; only called for a causal mixer."""
+        raise NotImplementedError
 
-    def plan(self) -> LayoutPlan:
-        """What the mixer needs from a layout."""
-        return LayoutPlan(token_shift=self.token_shift)
+    def needs(self) -> Needs:
+        """What the mixer needs to know of a batch."""
+        return Needs()
 
     def forward(
         self,
@@ -110,6 +137,8 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         prefix_lengths: Tensor | None = None,
+        *,
+        batch: Batch | None = None,
     ) -> Tensor:
         """Process whole sequences at once.
 
@@ -119,6 +148,7 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
             prefix_lengths: int [B], or [D] with `cu_seqlens`, for a causal mixer: the number of real tokens at the start of
                 each row, or document, that attend to each other bidirectionally. Later tokens attend causally.
+            batch: inside a model, all of these in one, for tokens that it has packed: see `Batch.pack`.
 
         Returns:
             [B, T, d].
@@ -127,10 +157,13 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
             ArgumentError: if shapes do not match, or a sequence is longer than the mixer allows.
             LineartimeError: if prefixes are given and the mixer does not support them.
         """
+        if batch is not None:
+            return self.after(x, batch.by_part(self.mix, self.normed(x, batch)))
         self.check_input(x)
-        return self.forward_with_layout(x, self.layout(x.shape, mask, cu_seqlens, prefix_lengths, device=x.device))
+        batch = self.describe(x.shape, mask, cu_seqlens, prefix_lengths, device=x.device)
+        return batch.unpack(self.forward(batch.pack(x), batch=batch))
 
-    def layout(
+    def describe(
         self,
         shape: tuple[int, ...],
         mask: Tensor | None = None,
@@ -140,10 +173,8 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
         device: torch.device,
         context: ContextGroup | None = None,
         whole_chunks: bool = False,
-    ) -> Layout:
-        """Make the layout of a batch [B, T, ...] with all that this mixer needs. Mixers with equal plans can share it.
-
-        See `make_layout` for `whole_chunks`.
+    ) -> Batch:
+        """Describe a batch [B, T, ...] with all that this mixer needs; see `make_batch`. Mixers with equal needs can share it.
 
         Raises:
             ArgumentError: if `mask`, `cu_seqlens` or `prefix_lengths` do not match the batch, or this mixer cannot split
@@ -158,130 +189,135 @@ class Mixer(ResidualLayer, ABC, Generic[State]):
                 f"is given, but {type(self).__name__} needs its whole sequence in one process: only FLASH can split sequences "
                 "over several.",
             )
-        plan = self.plan()
-        return make_layout(
-            shape, mask, cu_seqlens, prefix_lengths, device=device, plan=plan, context=context, whole_chunks=whole_chunks
+        return make_batch(
+            shape,
+            mask,
+            cu_seqlens,
+            prefix_lengths,
+            device=device,
+            needs=self.needs(),
+            context=context,
+            whole_chunks=whole_chunks,
         )
 
-    def forward_with_layout(self, x: Tensor, layout: Layout) -> Tensor:
-        """`forward` with a given layout, [B, T, d] -> [B, T, d]; ArgumentError for one of another mixer or another batch."""
-        self.check_layout(layout, x)
-        x = zero_padding(x, layout.mask)
-        return zero_padding(self.after(x, layout.by_part(self.mix, self.normed(x, layout))), layout.mask)
-
-    def normed(self, x: Tensor, layout: Layout) -> Tensor:
-        """The input of `mix`: tokens after the norm, if it is a pre-norm, and after the token shift, if it is on."""
+    def normed(self, x: Tensor, batch: Batch) -> Tensor:
+        """The input of `mix`: tokens after the norm and, if it is on, the token shift."""
         normed = self.before(x)
-        return shift_tokens(normed, layout.previous, layout.context) if self.token_shift else normed
+        if not self.token_shift:
+            return normed
+        return shift_tokens(normed, None if batch.document is None else batch.positions, batch.context)
 
-    def init_state(self, batch_size: int) -> State | ShiftedState | RaggedState:
+    def init_state(self, batch_size: int) -> Any:
         """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""
-        return self._init_state(batch_size)
-
-    def _init_state(self, batch_size: int) -> State | ShiftedState:
-        """`init_state`, whose type allows what later states may be."""
         self.check_causal()
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 0:
             raise ArgumentError("batch_size", f"is {batch_size!r}, but must be a non-negative integer.")
         own = self.init_own_state(batch_size)
-        if not isinstance(own, tuple) or not hasattr(own, "position"):
+        if not isinstance(own, State):
             found = f"{type(self).__name__}.init_own_state returned a {type(own).__name__}"
-            raise LineartimeError(f"{found}, but must return a NamedTuple of a tensor [B, ...] first, and a position.")
+            raise LineartimeError(f"{found}, but must return a State: a dataclass of tensors [B, ...], one of them position.")
         if not self.token_shift:
             return own
         like = self.any_parameter
-        nothing = torch.zeros(batch_size, shifted_width(self.d_model), dtype=like.dtype, device=like.device)
-        return ShiftedState(nothing, own)
+        return ShiftedState(torch.zeros(batch_size, shifted_width(self.d_model), dtype=like.dtype, device=like.device), own)
 
     def extend(
-        self, x: Tensor, state: State | ShiftedState | RaggedState | None, mask: Tensor | None = None
-    ) -> tuple[Tensor, State | ShiftedState | RaggedState]:
-        """Continue streams by N tokens; each stream has the same outputs as if it were continued alone.
+        self, x: Tensor, state: Any = None, mask: Tensor | None = None, *, batch: Batch | None = None
+    ) -> tuple[Tensor, Any]:
+        """Continue streams, at any positions, by N tokens; each has the same outputs as if it were continued alone.
 
         Args:
             x: [B, N, d].
-            state: the state that `extend` returned, or None to begin B streams; it is not modified.
+            state: the state that `extend` returned, or None to begin B streams. It is consumed: its memory may be overwritten,
+                so that `state.clone()` must be made before to continue it in another way, too.
             mask: [B, N], bool or integers 0 and 1, True for real tokens. Positions count only real tokens, so prompts of
-                different lengths can be padded on the left, read in one call and continued without a mask. Streams at the same
-                position that get the same number of tokens are computed together, and one such group after another.
+                different lengths can be padded on the left, read in one call and continued without a mask.
+            batch: inside a model, the description of the tokens, which it has packed.
 
         Returns:
-            [B, N, d], with zeros at padding, and the state: a `RaggedState` if streams are at different positions.
+            [B, N, d], with zeros at padding, and the new state.
 
         Raises:
             ArgumentError: if the mixer is not causal, shapes do not match, or the state has another batch size or layer.
         """
-        self.check_causal()
-        self.check_input(x)
-        mask = as_mask("mask", mask, x.shape[0], x.shape[1], x.device)
-        if state is None:
-            state = self._init_state(x.shape[0])
-        self._check_state(state, x)
-        return extend_ragged(self._extend_together, x, state, mask)
-
-    def prefix_layout(self, shape: tuple[int, ...], device: torch.device) -> Layout:
-        """The layout of the first tokens [B, N, ...] of streams, all in a prefix; LineartimeError without prefix support."""
-        self.check_prefix()
-        return prefix_layout(shape, device=device, plan=self.plan())
-
-    def _extend_together(self, x: Tensor, state: State | ShiftedState) -> tuple[Tensor, State | ShiftedState]:
-        """`extend` for streams at the same position, with tokens without padding."""
-        return self._extend_with_layout(x, state, self.stream_layout(state.position, x.shape[1], x.device))
-
-    def stream_layout(self, position: int, count: int, device: torch.device) -> Layout:
-        """The layout of the next `count` tokens of streams that have read `position` tokens."""
-        return stream_layout(position, count, device=device, plan=self.plan())
-
-    def step_layout(self, positions: Tensor) -> Layout:
-        """The layout of one more token for each of B streams at their own positions, int64 [B]."""
-        return step_layout(positions, plan=self.plan())
-
-    def extend_with_layout(self, x: Tensor, state: State | ShiftedState, layout: Layout) -> tuple[Tensor, State | ShiftedState]:
-        """`extend` with a layout; ArgumentError for a state or a layout of another batch or another mixer."""
-        self._check_state(state, x)
-        self.check_layout(layout, x)
-        return self._extend_with_layout(x, state, layout)
-
-    def _extend_with_layout(
-        self, x: Tensor, state: State | ShiftedState, layout: Layout
-    ) -> tuple[Tensor, State | ShiftedState]:
-        """`extend_with_layout` without its checks."""
+        if batch is None:
+            self.check_causal()
+            self.check_input(x)
+            mask = as_mask("mask", mask, x.shape[0], x.shape[1], x.device)
+            state = self.init_state(x.shape[0]) if state is None else state
+            self.check_state(state, x)
+            batch = stream_batch(state.position, x.shape, mask, needs=self.needs())
+            y, state = self.extend(batch.pack(x), state, batch=batch)
+            return batch.unpack(y), state
         normed = self.before(x)
-        if isinstance(state, ShiftedState):
-            normed, last = shift_next(normed, state.last)
-            out, own = self.mix_next(normed, state.own, layout)
-            return self.after(x, out), ShiftedState(last, own)
-        out, state = self.mix_next(normed, state, layout)
-        return self.after(x, out), state
+        if not isinstance(state, ShiftedState):
+            out, state = self._mix_next(normed, state, batch)
+            return self.after(x, out), state
+        normed, last = shift_next(normed, state.last, batch.counts)
+        out, own = self._mix_next(normed, state.own, batch)
+        return self.after(x, out), ShiftedState(last, own)
 
-    def _check_state(self, state: State | ShiftedState | RaggedState, x: Tensor) -> None:
-        batch = x.shape[0]
-        for part in state.states if isinstance(state, RaggedState) else [state]:
-            check_state(part, self.no_streams(), type(self).__name__)
-            if part[0].device != x.device:
-                raise ArgumentError("state", f"is on {part[0].device}, but must be on {x.device}, like x.")
-        own = count_streams(state)
-        if batch != own:
+    def _mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
+        if self.any_positions or (batch.start is not None and batch.counts is None):
+            return self.mix_next(normed, state, batch)
+        return by_position(self.mix_next, normed, state, batch, self.needs())
+
+    def read_prefix(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Begin streams with tokens that attend to each other bidirectionally; `extend` continues them causally.
+
+        Args:
+            x: [B, N, d].
+            mask: [B, N], bool or integers 0 and 1, True for real tokens. Prefixes of different lengths are padded on the left.
+
+        Returns:
+            [B, N, d], as of `forward` with these tokens as prefixes, and the state, as `extend` returns it for them.
+
+        Raises:
+            LineartimeError: if the mixer is not causal or does not support prefixes, or shapes do not match.
+        """
+        self.check_prefix()
+        self.check_input(x)
+        _, state = self.extend(x, None, mask)
+        return self.forward(x, mask, prefix_lengths=state.position), state
+
+    def open(self, x: Tensor, batch: Batch) -> Opened:
+        """The attention of `forward`, split into its parts, for equal rows.
+
+        Raises:
+            LineartimeError: if the attention cannot be split; the message gives the reason.
+            ArgumentError: if x does not match the mixer, or the batch is a pack.
+        """
+        if self.why_not_opened is not None:
+            raise LineartimeError(f"{type(self).__name__} cannot show attention weights: {self.why_not_opened}.")
+        self.check_input(x)
+        if batch.order is not None or batch.parts or (batch.starts is not None and batch.starts.shape[0] != 2):
+            raise ArgumentError("batch", "has padding or packed documents, but must not: open one text at a time.")
+        return self.open_normed(self.normed(x, batch), batch)
+
+    def open_normed(self, normed: Tensor, batch: Batch) -> Opened:
+        """The attention of `mix`, split into its parts."""
+        raise NotImplementedError
+
+    def global_state(self, state: Any) -> Tensor | None:
+        """The part of a state of `extend` that summarises tokens that are not stored one by one, [B, ...]; None without one."""
+        own = state.own if isinstance(state, ShiftedState) else state
+        summary: Tensor | None = getattr(own, "summary", None)
+        return None if summary is None or 0 in summary.shape[1:] else summary
+
+    def extra_repr(self) -> str:
+        """The options and, if there are several, the implementation of the attention."""
+        return super().extra_repr() + (f", backend={self.backend!r}" if self.backend else "")
+
+    def check_state(self, state: Any, x: Tensor) -> None:
+        """Raise ArgumentError unless a state is of this layer, and of as many streams as x [B, N, d] has."""
+        if self._no_streams is None and not torch.compiler.is_compiling():  # a traced program must not change the layer
+            self._no_streams = self.init_state(0)
+        check_state(state, self._no_streams or self.init_state(0), type(self).__name__, x.device)
+        streams, given = state.position.shape[0], x.shape[0]  # len would fix them
+        if streams != given:
             raise ArgumentError(
-                "state", f"is of {own} streams, but there are tokens of {batch}: give the state of these streams."
+                "state", f"is of {streams} streams, but there are tokens of {given}: give the state of these streams."
             )
-
-    def no_streams(self) -> Any:
-        """The structure of the state of zero streams, to which other states are compared."""
-        if self._no_streams is not None:
-            return self._no_streams
-        structure = structure_of(self.init_state(0))
-        if not torch.compiler.is_compiling():  # a traced program must not change the layer
-            self._no_streams = structure
-        return structure
-
-    def check_layout(self, layout: Layout, x: Tensor) -> None:
-        """Raise ArgumentError unless the layout was made for a mixer like this one, and for a batch of the shape of x."""
-        if layout.plan != self.plan():
-            raise ArgumentError("layout", f"was made for {layout.plan}, but this {type(self).__name__} needs {self.plan()}.")
-        problem = layout.misfit(x.shape[0], x.shape[1])
-        if problem is not None:
-            raise ArgumentError("layout", f"was made for {problem}, but x has shape {list(x.shape)}: make one for this batch.")
 
     def check_prefix(self) -> None:
         """Raise LineartimeError unless this mixer is causal and supports prefixes."""

@@ -7,7 +7,7 @@ R rows (one for each document), L tokens of the longest row.
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from typing_extensions import Unpack
 
 from lineartime.layers.checks import check_heads
 from lineartime.layers.dense import Dense, factory
-from lineartime.layers.mixer import MixerOptions, State
-from lineartime.layers.opened import Opened, OpenMixer, Part
-from lineartime.ops.layout import Layout, LayoutPlan
+from lineartime.layers.mixer import Mixer, MixerOptions, Opened, Part
+from lineartime.ops.batch import Batch, Needs
+from lineartime.ops.cache import KVCache
 from lineartime.ops.positions import over_heads, rotate
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 
@@ -29,7 +29,7 @@ class HeadOptions(MixerOptions, total=False):
     rope: bool
 
 
-class MultiHeadMixer(OpenMixer[State]):
+class MultiHeadMixer(Mixer):
     """Multi-head attention around an `attend` that a subclass supplies: [B, T, d] -> [B, T, d].
 
     `attend` receives every document as a separate row, with its real tokens first.
@@ -42,6 +42,7 @@ class MultiHeadMixer(OpenMixer[State]):
 
     n_maps: ClassVar[int] = 3
     """The number of input projections: 3 for queries, keys and values; 2 if queries and keys are the same."""
+    why_not_opened: ClassVar[str | None] = None
 
     def __init__(self, d_model: int, *, n_heads: int = 12, rope: bool = True, **options: Unpack[MixerOptions]) -> None:
         super().__init__(d_model, **options)
@@ -64,50 +65,40 @@ class MultiHeadMixer(OpenMixer[State]):
         """Compute one part of `attend`, for a mixer with several `parts`; values may have any width."""
         return self.attend(q, k, v, real)
 
-    @abstractmethod
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
-        """Do the same for N more tokens of streams, [B, H, N, h], and return the new state; `state` is not modified."""
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
+        """Do the same for N more tokens of streams, [B, H, N, h], and return the new state; `state` may be overwritten."""
+        raise NotImplementedError
 
     def attend_bidirectional(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Bidirectional `attend`, for prefixes, if the mixer `reads_prefix`."""
         raise NotImplementedError
 
-    def plan(self) -> LayoutPlan:
-        """Request rows and rotations."""
-        width = self.head_dim if self.rope else None
-        return super().plan()._replace(rotary_width=width, dtype=acc_dtype(self.any_parameter))
+    def needs(self) -> Needs:
+        """Request rotations."""
+        return Needs(rotary_width=self.head_dim if self.rope else None, dtype=acc_dtype(self.any_parameter))
 
-    def mix(self, normed: Tensor, layout: Layout) -> Tensor:
+    def mix(self, normed: Tensor, batch: Batch) -> Tensor:
         """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
-        q, k, v = self.project(normed, layout)
-        attended = self._by_row(self.attend, q, k, v, layout)
-        return self.combine(normed, layout.with_prefix(attended, partial(self._by_row, self.attend_bidirectional, q, k, v)))
+        q, k, v = self.project(normed, batch)
+        return self.combine(normed, self._attend(self.attend, q, k, v, batch))
 
-    def open_normed(self, normed: Tensor, layout: Layout) -> Opened:
+    def open_normed(self, normed: Tensor, batch: Batch) -> Opened:
         """The attention of `mix`, split into its parts."""
-        q, k, v = self.project(normed, layout)
+        q, k, v = self.project(normed, batch)
 
         def read(part: Part) -> Callable[[Tensor], Tensor]:
-            def attend(values: Tensor) -> Tensor:
-                v = self.split_heads(values)
-                attended = self._by_row(partial(self.attend_part, part), q, k, v, layout)
-                return layout.with_prefix(attended, partial(self._by_row, self.attend_bidirectional, q, k, v))
-
-            return attend
+            return lambda values: self._attend(partial(self.attend_part, part), q, k, self.split_heads(values), batch)
 
         parts = {part: read(part) for part in self.parts}
         return Opened(merge_heads(v), self.n_heads, parts, partial(self.combine, normed))
 
-    def mix_next(self, normed: Tensor, state: State, layout: Layout) -> tuple[Tensor, State]:
+    def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
-        q, k, v = self.project(normed, layout)
+        q, k, v = self.project(normed, batch)
         compute = self.compute_dtype(q, k, v)
         with without_autocast(v):
-            attended, state = self.attend_next(q.to(compute), k.to(compute), v.to(compute), state)
-        attended = merge_heads(attended.to(output_dtype(v, compute)))
-        return self.combine(
-            normed, layout.with_prefix(attended, partial(self._by_row, self.attend_bidirectional, q, k, v))
-        ), state
+            attended, state = self.attend_next(q.to(compute), k.to(compute), v.to(compute), state, batch)
+        return self.combine(normed, merge_heads(attended.to(output_dtype(v, compute)))), state
 
     def combine(self, normed: Tensor, attended: Tensor) -> Tensor:
         """Apply the output projection: normed tokens and the attention's output, [B, T, d] each -> [B, T, d]."""
@@ -118,10 +109,10 @@ class MultiHeadMixer(OpenMixer[State]):
         """The dtype of the inputs of `attend`."""
         return matmul_dtype(q, k, v)
 
-    def project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Project normed tokens [B, T, d] to queries, keys and values [B, H, T, h]."""
         maps = [self.split_heads(part) for part in self.to_qkv(x).chunk(self.n_maps, dim=-1)]
-        q, k = self.rotate(maps[0], maps[-2], layout.rotations)
+        q, k = self.rotate(maps[0], maps[-2], batch.rotations)
         return q, k, maps[-1]
 
     def split_heads(self, x: Tensor) -> Tensor:
@@ -138,20 +129,38 @@ class MultiHeadMixer(OpenMixer[State]):
         like = self.any_parameter
         return torch.zeros(batch_size, self.n_heads, 0, self.head_dim, dtype=dtype or like.dtype, device=like.device)
 
-    def _by_row(self, form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """Apply `attend`, or a form of it, to every document as a separate row: q, k, v [B, H, T, h] -> [B, T, d]."""
+    def first_position(self, batch_size: int) -> Tensor:
+        """The position of streams before their first token, int64 [B]."""
+        return torch.zeros(batch_size, dtype=torch.long, device=self.any_parameter.device)
 
+    def init_own_state(self, batch_size: int) -> Any:
+        """The state before the first token of `batch_size` streams: by default, a cache of keys and values."""
+        empty = self.empty_cache(batch_size)
+        return KVCache(self.first_position(batch_size), empty, empty)
+
+    def _attend(self, form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """Apply `attend`, or a form of it, to every document, and bidirectionally to prefixes: [B, H, T, h] -> [B, T, d]."""
+        if batch.document is None and batch.prefix is None and batch.is_real is None:
+            return self._in_heads(form, q, k, v, None)
+        tokens = tuple(merge_heads(heads) for heads in (q, k, v))
+
+        def within(*parts: Any) -> Tensor:
+            *own, inner = parts
+            return self._by_row(self.attend_bidirectional, inner, *own)
+
+        return batch.with_prefix(self._by_row(form, batch, *tokens), within, *tokens)
+
+    def _by_row(self, form: Callable[..., Tensor], batch: Batch, *tokens: Tensor) -> Tensor:
         def attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-            compute = self.compute_dtype(q, k, v)
-            with without_autocast(v):
-                return merge_heads(form(q.to(compute), k.to(compute), v.to(compute), real).to(output_dtype(v, compute)))
+            return self._in_heads(form, self.split_heads(q), self.split_heads(k), self.split_heads(v), real)
 
-        def split(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-            return attend(self.split_heads(q), self.split_heads(k), self.split_heads(v), real)
+        return batch.by_row(attend, *tokens)
 
-        if layout.rows is None:
-            return attend(q, k, v, None)
-        return layout.by_row(split, *(merge_heads(heads) for heads in (q, k, v)))
+    def _in_heads(self, form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Apply a form to rows, [R, H, L, h] -> [R, L, d], in the dtype that the layer computes in."""
+        compute = self.compute_dtype(q, k, v)
+        with without_autocast(v):
+            return merge_heads(form(q.to(compute), k.to(compute), v.to(compute), real).to(output_dtype(v, compute)))
 
 
 def split_heads(x: Tensor, n_heads: int) -> Tensor:

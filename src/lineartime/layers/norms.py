@@ -12,7 +12,6 @@ from lineartime.layers.dense import FactoryOptions
 from lineartime.ops.precision import acc_dtype
 
 Norm = Literal["layernorm", "scalenorm", "rmsnorm"]
-NormPosition = Literal["pre", "post"]
 NORMS: tuple[str, ...] = get_args(Norm)
 
 
@@ -26,7 +25,7 @@ class LayerNorm(nn.LayerNorm):
         PyTorch's kernel for a CPU sums the gradients of weight and bias over all tokens in the dtype of its input.
         """
         wide = x.to(acc_dtype(x)) if x.device.type == "cpu" and torch.is_grad_enabled() else x
-        weight, bias = (None if part is None else part.to(wide.dtype) for part in (self.weight, self.bias))
+        weight, bias = [None if part is None else part.to(wide.dtype) for part in (self.weight, self.bias)]
         out = F.layer_norm(wide, self.normalized_shape, weight, bias, self.eps)
         return out if wide is x else out.to(x.dtype)
 

@@ -1,9 +1,9 @@
-"""Learned positional modules: the three relative biases, the scaled sinusoid and the table of absolute positions.
+"""Learned positional modules: the two relative biases, the scaled sinusoid and the table of absolute positions.
 
 Shapes: Q queries, K keys, s query/key width, d model width.
 """
 
-from typing import Literal, get_args
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -13,26 +13,26 @@ from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_even
 from lineartime.layers.dense import FactoryOptions
 from lineartime.ops.checks import is_readable, require
-from lineartime.ops.positions import (
-    N_BUCKETS,
-    FactoredBias,
-    bucket_bias,
-    bucket_values,
-    by_distance,
-    rotary_bias,
-    sinusoid,
-    table_bias,
-)
+from lineartime.ops.positions import FactoredBias, by_distance, rotary_bias, sinusoid, table_bias
 from lineartime.ops.precision import look_up
-
-BiasForm = Literal["auto", "buckets"]
-BIAS_FORMS: tuple[str, ...] = get_args(BiasForm)
 
 MAX_TABLE_LENGTH = 512
 """The largest length for which a relative bias is a table; above it, the bias is rotary (arXiv 2202.10447)."""
 
 
-class TableBias(nn.Module):
+class RelativeBias(nn.Module, ABC):
+    """A learned bias of scores that depends on the offset of a key from the query."""
+
+    @abstractmethod
+    def forward(self, query_positions: Tensor, key_positions: Tensor, rotations: Tensor | None = None) -> Tensor:
+        """The bias [Q, K] for positions [Q] and [K]; only the rotary form uses `rotations`, which may be precomputed."""
+
+    @abstractmethod
+    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
+        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient is summed in a fixed order."""
+
+
+class TableBias(RelativeBias):
     """A learned relative bias for each offset between -(n-1) and n-1, n being `max_length`."""
 
     def __init__(self, max_length: int, **factory: Unpack[FactoryOptions]) -> None:
@@ -50,16 +50,16 @@ class TableBias(nn.Module):
         return f"max_length={self.max_length}"
 
     def forward(self, query_positions: Tensor, key_positions: Tensor, rotations: Tensor | None = None) -> Tensor:
-        """The bias [Q, K] for positions [Q] and [K] within `max_length`; only the rotary form uses `rotations`."""
+        """The bias [Q, K] for positions [Q] and [K] within `max_length`."""
         return table_bias(self.table, query_positions, key_positions)
 
     def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
-        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient is summed in a fixed order."""
+        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ..."""
         first = self.max_length - first_query - n_queries
         return by_distance(self.table[first : first + n_queries + n_keys - 1], n_queries, n_keys)
 
 
-class RotaryBias(nn.Module):
+class RotaryBias(RelativeBias):
     """A learned relative bias of any length, rope(a)_t . rope(b)_j, with a and b in R^s."""
 
     def __init__(self, d_qk: int, **factory: Unpack[FactoryOptions]) -> None:
@@ -91,38 +91,8 @@ class RotaryBias(nn.Module):
         return rotary_bias(self.a, self.b, query_positions, key_positions, rotations)
 
 
-class BucketBias(nn.Module):
-    """A learned relative bias of any length by buckets of distances, as in T5: see `distance_buckets`."""
-
-    def __init__(self, causal: bool, **factory: Unpack[FactoryOptions]) -> None:
-        super().__init__()
-        self.causal = causal
-        self.values = nn.Parameter(torch.empty(N_BUCKETS, **factory))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise the values."""
-        nn.init.normal_(self.values, std=0.02)
-
-    def forward(self, query_positions: Tensor, key_positions: Tensor, rotations: Tensor | None = None) -> Tensor:
-        """The bias [Q, K] for positions [Q] and [K]; only the rotary form uses `rotations`."""
-        return bucket_bias(self.values, query_positions, key_positions, self.causal)
-
-    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
-        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient is summed in a fixed order."""
-        offsets = torch.arange(max(0, n_queries + n_keys - 1), device=self.values.device) - (first_query + n_queries - 1)
-        return by_distance(bucket_values(self.values, offsets, self.causal), n_queries, n_keys)
-
-
-RelativeBias = TableBias | RotaryBias | BucketBias
-
-
-def build_relative_bias(
-    form: BiasForm, max_length: int | None, d_qk: int, causal: bool, **factory: Unpack[FactoryOptions]
-) -> RelativeBias:
-    """Build a relative bias: "auto" is a table if `max_length` is given and at most 512, and the rotary form otherwise."""
-    if form == "buckets":
-        return BucketBias(causal, **factory)
+def build_relative_bias(max_length: int | None, d_qk: int, **factory: Unpack[FactoryOptions]) -> RelativeBias:
+    """Build a relative bias: a table if `max_length` is given and at most 512, and the rotary form otherwise."""
     if max_length is not None and max_length <= MAX_TABLE_LENGTH:
         return TableBias(max_length, **factory)
     return RotaryBias(d_qk, **factory)

@@ -3,16 +3,16 @@
 Shapes: B batch, T tokens, d model width.
 """
 
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lineartime.errors import ArgumentError, check_choice
+from lineartime.errors import ArgumentError
 from lineartime.layers.checks import check_options, check_tokens
 from lineartime.layers.dense import FactoryOptions, reset_parts
-from lineartime.layers.norms import Norm, NormPosition, build_norm
+from lineartime.layers.norms import Norm, build_norm
 from lineartime.layers.options import constructor_options
 from lineartime.ops.checks import check_positive
 
@@ -22,18 +22,16 @@ class LayerOptions(FactoryOptions, total=False):
 
     norm: Norm
     norm_eps: float
-    norm_position: NormPosition
     dropout: float
 
 
 class ResidualLayer(nn.Module):
-    """Base of all layers: y = x + dropout(f(norm(x))), or norm(x + dropout(f(x))); a subclass supplies f.
+    """Base of all layers: y = x + dropout(f(norm(x))); a subclass supplies f.
 
     Args:
         d_model: d, the width of inputs and outputs.
         norm: "layernorm", "scalenorm" or "rmsnorm".
         norm_eps: the epsilon that the norm adds to the mean square, or to the variance.
-        norm_position: "pre", before f; or "post", after the residual, for layers whose input is already normalised.
         dropout: probability of dropping an output before the residual.
         device, dtype: the device and dtype of the parameters, as in torch.nn; None for PyTorch's defaults.
 
@@ -55,7 +53,6 @@ class ResidualLayer(nn.Module):
         *,
         norm: Norm = "layernorm",
         norm_eps: float = 1e-5,
-        norm_position: NormPosition = "pre",
         dropout: float = 0.0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -65,8 +62,6 @@ class ResidualLayer(nn.Module):
         if not 0 <= dropout < 1:
             raise ArgumentError("dropout", f"is {dropout}, but must be at least 0 and below 1.")
         self.d_model = d_model
-        check_choice("norm_position", norm_position, get_args(NormPosition))
-        self.norm_position: NormPosition = norm_position
         self.norm = build_norm(norm, d_model, norm_eps, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
 
@@ -79,19 +74,18 @@ class ResidualLayer(nn.Module):
         self.init_own()
 
     def before(self, x: Tensor) -> Tensor:
-        """The input of f: x, after the norm if it is a pre-norm."""
-        return self.norm(x) if self.norm_position == "pre" else x
+        """The input of f: norm(x)."""
+        normed: Tensor = self.norm(x)
+        return normed
 
     def after(self, x: Tensor, out: Tensor) -> Tensor:
-        """The output of the layer, given the output of f: x + dropout(out), after the norm if it is a post-norm."""
+        """The output of the layer, given the output of f: x + dropout(out)."""
         out = self.dropout(out) if self.training else out
-        out = x + out.to(torch.promote_types(x.dtype, out.dtype))  # adding two dtypes is slower than converting and adding
-        return out if self.norm_position == "pre" else self.norm(out)
+        return x + out.to(torch.promote_types(x.dtype, out.dtype))  # adding two dtypes is slower than converting and adding
 
     def extra_repr(self) -> str:
         """The options, apart from those that submodules show."""
         shown = [name for name in constructor_options(type(self)) if name not in LayerOptions.__annotations__]
-        shown += ["norm_position"] * (self.norm_position != "pre")
         values = {"d_model": self.d_model, **{name: getattr(self, name) for name in shown if hasattr(self, name)}}
         options = [f"{name}={value!r}" for name, value in values.items()]
         return ", ".join(filter(None, [*options, super().extra_repr()]))

@@ -3,8 +3,9 @@
 Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,21 +13,29 @@ from torch import Tensor, nn
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.checks import check_device
 from lineartime.layers.dense import Embedding
-from lineartime.layers.flash_stack import FlashStack, flash_stack
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
-from lineartime.layers.stepping import SteppingMixer
-from lineartime.layers.streams import check_state
 from lineartime.models.block import Block
 from lineartime.models.config import ModelConfig
-from lineartime.models.streams import BackboneState, GroupedStreams, is_joined
-from lineartime.ops.checks import check_whole, is_readable
+from lineartime.ops.batch import Batch
+from lineartime.ops.checks import as_mask, check_whole, is_readable
 from lineartime.ops.context import ContextGroup, check_equal_slices
-from lineartime.ops.layout import Layout
+from lineartime.ops.make_batch import stream_batch
+from lineartime.ops.state import State
 
-BackboneStreams = BackboneState | GroupedStreams
-"""What `join_streams` returns."""
+
+@dataclass(eq=False)
+class ModelState(State):
+    """What a model remembers of streams: the state of each block."""
+
+    blocks: tuple[Any, ...]
+
+    @property
+    def position(self) -> Tensor:
+        """int64 [B], the number of tokens that each stream has read."""
+        position: Tensor = self.blocks[0].position
+        return position
 
 
 class Backbone(nn.Module):
@@ -95,201 +104,105 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Like `forward`, for embedded tokens: [B, T, d] -> [B, T, d]. The input of each block is appended to `inputs`."""
         options: dict[str, Any] = {"device": embedded.device, "context": context, "whole_chunks": self._is_compiled()}
-        layouts = self._layouts(lambda mixer: mixer.layout(embedded.shape, mask, cu_seqlens, prefix_lengths, **options))
+        batches = self._batches(lambda mixer: mixer.describe(embedded.shape, mask, cu_seqlens, prefix_lengths, **options))
         if context is not None:
             check_equal_slices(embedded.shape[:2], context, embedded.device)
-        x = self._first_input(embedded, layouts[0].positions, token_types)
-        for block, layout in zip(self.blocks, layouts, strict=True):
+        first = batches[0]
+        if token_types is not None:
+            self._check_types(token_types, embedded)
+            token_types = first.pack(token_types)
+        x = self._first_input(first.pack(embedded), first.positions, token_types)
+        for block, batch in zip(self.blocks, batches, strict=True):
             if inputs is not None:
-                inputs.append(x)
-            x = block(x, layout, self.recompute and self.training)
-        out: Tensor = self.norm(x)
-        return out
+                inputs.append(first.unpack(x))
+            x = block(x, batch, self.recompute and self.training)
+        return first.unpack(self.norm(x))
 
     def _is_compiled(self) -> bool:
         """Whether torch.nn.Module.compile has been called on a block, which PyTorch shows in this attribute alone."""
         return any(block._compiled_call_impl is not None for block in self.blocks)
 
-    def _layouts(self, make: Callable[[Mixer[Any]], Layout]) -> list[Layout]:
-        """The layout of each block. Mixers with equal plans share a layout: all of them, unless one was replaced."""
-        made: dict[tuple[Any, ...], Layout] = {}
-        layouts = []
+    def _batches(self, describe: Callable[[Mixer], Batch]) -> list[Batch]:
+        """The batch as each block needs it. Mixers with equal needs share it: all of them, unless one was replaced."""
+        made: dict[tuple[Any, ...], Batch] = {}
+        batches = []
         for block in self.blocks:
-            key = (block.mixer.plan(), block.mixer.splits_context, block.mixer.reads_prefix)
+            key = (block.mixer.needs(), block.mixer.splits_context, block.mixer.reads_prefix)
             if key not in made:
-                made[key] = make(block.mixer)
-            layouts.append(made[key])
-        return layouts
+                made[key] = describe(block.mixer)
+            batches.append(made[key])
+        return batches
 
-    def init_state(self, batch_size: int) -> BackboneState:
+    @property
+    def constant_state(self) -> bool:
+        """Whether one token of each stream updates the state of all blocks in place, in constant memory."""
+        return all(block.mixer.constant_state for block in self.blocks)
+
+    def init_state(self, batch_size: int) -> ModelState:
         """The state before the first token of `batch_size` streams. Raises ArgumentError unless the model is causal."""
-        return BackboneState(tuple(block.mixer.init_state(batch_size) for block in self.blocks))
+        return ModelState(tuple(block.mixer.init_state(batch_size) for block in self.blocks))
 
-    def extend(self, ids: Tensor, state: BackboneState | None) -> tuple[Tensor, BackboneState]:
+    def extend(self, ids: Tensor, state: ModelState | None = None, mask: Tensor | None = None) -> tuple[Tensor, ModelState]:
         """Continue streams, or begin them without a state: ids [B, N] -> hidden vectors [B, N, d], and the state after them."""
         self.check_ids(ids)
-        return self.extend_embedded(self.embedding(ids), state)
+        return self.extend_embedded(self.embedding(ids), state, mask)
 
     def extend_embedded(
-        self, embedded: Tensor, state: BackboneState | None, *, inputs: list[Tensor] | None = None
-    ) -> tuple[Tensor, BackboneState]:
-        """Like `extend`, for embedded tokens. The input of each block is appended to `inputs`."""
-        if state is None:
-            state = self.init_state(embedded.shape[0])
-        self._check_states("state", state)
-        if is_joined(state):
-            raise ArgumentError("state", "is of joined streams, which step continues: separate them first by separate_streams.")
-        position, count = state.position, embedded.shape[1]
-        return self._continue(embedded, state, lambda mixer: mixer.stream_layout(position, count, embedded.device), inputs)
-
-    def read_prefix(self, ids: Tensor) -> tuple[Tensor, BackboneState]:
-        """Start streams with a prefix that is read bidirectionally: ids [B, N] -> [B, N, d], and the state after it."""
-        self.check_ids(ids)
-        return self.prefix_embedded(self.embedding(ids))
-
-    def prefix_embedded(self, embedded: Tensor, *, inputs: list[Tensor] | None = None) -> tuple[Tensor, BackboneState]:
-        """Like `read_prefix`, for embedded tokens. The input of each block is appended to `inputs`."""
-        state = self.init_state(embedded.shape[0])
-        return self._continue(embedded, state, lambda mixer: mixer.prefix_layout(embedded.shape[:2], embedded.device), inputs)
-
-    def _continue(
         self,
         embedded: Tensor,
-        state: BackboneState,
-        make: Callable[[Mixer[Any]], Layout],
-        inputs: list[Tensor] | None,
-    ) -> tuple[Tensor, BackboneState]:
-        layouts = self._layouts(make)
-        x = self._first_input(embedded, layouts[0].positions)
-        states = []
-        for block, block_state, layout in zip(self.blocks, state.blocks, layouts, strict=True):
-            if inputs is not None:
-                inputs.append(x)
-            x, block_state = block.extend(x, block_state, layout)
-            states.append(block_state)
-        return self.norm(x), BackboneState(tuple(states))
-
-    @property
-    def steps_in_place(self) -> bool:
-        """Whether all mixers can step streams at different positions together, updating fixed buffers in place."""
-        return all(block.mixer.steps_in_place for block in self.blocks)
-
-    @property
-    def _steps_together(self) -> bool:
-        return all(isinstance(block.mixer, SteppingMixer) for block in self.blocks)
-
-    def join_streams(self, states: Sequence[BackboneState]) -> BackboneStreams:
-        """Join streams at different positions, for `step`. Raises ArgumentError unless they are states of this model."""
-        if isinstance(states, BackboneState):
-            raise ArgumentError("states", "is one state, but must be a list of states: write [state].")
-        states = list(states)
-        if not states:
-            raise ArgumentError("states", "is empty, but must hold the state of at least one stream.")
-        for state in states:
-            self._check_states("states", state)
-        at_one_position = len({state.position for state in states}) == 1
-        if not self._steps_together or (at_one_position and not self.steps_in_place):  # one group need not be copied
-            self.check_states("states", states)
-            return GroupedStreams(states)
-        of_blocks = zip(self.blocks, zip(*(state.blocks for state in states), strict=True), strict=True)
-        return BackboneState(tuple(block.stepping_mixer().join_streams(of_block) for block, of_block in of_blocks))
-
-    def check_states(self, name: str, states: Sequence[BackboneState]) -> None:
-        """Raise ArgumentError, naming the argument, unless all blocks have the layers of these states."""
-        for state in states:
-            self._check_states(name, state)
-            for block, of_block in zip(self.blocks, state.blocks, strict=True):
-                check_state(of_block, block.mixer.no_streams(), type(block.mixer).__name__, name)
-
-    def separate_streams(self, streams: BackboneStreams) -> list[BackboneState]:
-        """The state of each joined stream, for `extend`: the inverse of `join_streams`."""
-        if isinstance(streams, GroupedStreams):
-            states = streams.separate()
-            self.check_states("streams", states)
-            return states
-        self._check_joined(streams)
-        positions: list[int] = streams.position.tolist()
-        of_blocks = (
-            block.stepping_mixer().separate_streams(of_block, positions)
-            for block, of_block in zip(self.blocks, streams.blocks, strict=True)
-        )
-        return [BackboneState(of_stream) for of_stream in zip(*of_blocks, strict=True)]
-
-    def check_step(self, ids: Tensor, streams: BackboneStreams) -> None:
-        """Raise ArgumentError unless `ids` [B, 1] holds one token per stream, and this model joined the `streams`."""
-        self.check_ids(ids)
-        if isinstance(streams, GroupedStreams):
-            _check_one_each(ids, len(streams))
+        state: ModelState | None = None,
+        mask: Tensor | None = None,
+        *,
+        inputs: list[Tensor] | None = None,
+    ) -> tuple[Tensor, ModelState]:
+        """Like `extend`, for embedded tokens. The input of each block is appended to `inputs`."""
+        mask = as_mask("mask", mask, embedded.shape[0], embedded.shape[1], embedded.device)
+        if state is None:
+            state = self.init_state(embedded.shape[0])
         else:
-            self._check_joined(streams)
-            _check_one_each(ids, streams.position.shape[0])
-            first = next(iter(self.blocks)).stepping_mixer()
-            first.check_streams(streams.blocks[0])  # tells models apart; step_embedded checks each
+            self.check_state(state, embedded)
+        batches = self._stream_batches(embedded, state.position, mask)
+        first = batches[0]
+        x = self._first_input(first.pack(embedded), first.positions)
+        states = []
+        for block, of_block, batch in zip(self.blocks, state.blocks, batches, strict=True):
+            if inputs is not None:
+                inputs.append(first.unpack(x))
+            x, of_block = block.extend(x, of_block, batch)
+            states.append(of_block)
+        return first.unpack(self.norm(x)), ModelState(tuple(states))
 
-    def _check_joined(self, streams: BackboneState) -> None:
-        self._check_states("streams", streams)
-        if not is_joined(streams):
-            raise ArgumentError("streams", "is a state of streams at one position, but must be what join_streams returned.")
+    def _stream_batches(self, embedded: Tensor, position: Tensor, mask: Tensor | None) -> list[Batch]:
+        return self._batches(lambda mixer: stream_batch(position, embedded.shape, mask, needs=mixer.needs()))
 
-    @torch.no_grad()
-    def step(self, ids: Tensor, streams: BackboneStreams) -> Tensor:
-        """Continue joined streams by one token: ids [B, 1] -> hidden vectors [B, 1, d], without gradient.
+    def read_prefix(self, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, ModelState]:
+        """Start streams with a prefix that is read bidirectionally: ids [B, N] -> [B, N, d], and the state after it."""
+        self.check_ids(ids)
+        return self.prefix_embedded(self.embedding(ids), mask)
 
-        Updates `streams` in place.
-        """
-        self.check_step(ids, streams)
-        embedded = self.embedding(ids)
-        if isinstance(streams, GroupedStreams):
-            return streams.step(embedded, self.extend_embedded)
-        return self.step_embedded(embedded, streams)
-
-    @torch.no_grad()
-    def step_embedded(self, embedded: Tensor, streams: BackboneState, *, inputs: list[Tensor] | None = None) -> Tensor:
-        """Like `step`, in place and for embedded tokens. The input of each block is appended to `inputs`."""
-        self._check_joined(streams)
-        _check_one_each(embedded, streams.position.shape[0])
-        at_once = self._step_at_once(embedded, streams) if inputs is None else None
-        if at_once is not None:
-            return at_once
-        layouts = self._layouts(lambda mixer: mixer.step_layout(streams.position))
-        x = self._first_input(embedded, layouts[0].positions)
-        for block, block_streams, layout in zip(self.blocks, streams.blocks, layouts, strict=True):
+    def prefix_embedded(
+        self, embedded: Tensor, mask: Tensor | None = None, *, inputs: list[Tensor] | None = None
+    ) -> tuple[Tensor, ModelState]:
+        """Like `read_prefix`, for embedded tokens. The input of each block is appended to `inputs`."""
+        (rows, length), device = embedded.shape[:2], embedded.device
+        mask = as_mask("mask", mask, rows, length, device)
+        whole = torch.full((rows,), length, device=device) if mask is None else mask.sum(1)
+        batches = self._batches(lambda mixer: mixer.describe(embedded.shape, mask, None, whole, device=device))
+        state = self.init_state(rows)
+        streams = self._stream_batches(embedded, state.position, mask)
+        first = batches[0]
+        x = first.unpack(self._first_input(first.pack(embedded), first.positions))
+        states = []
+        for block, of_block, batch, stream in zip(self.blocks, state.blocks, batches, streams, strict=True):
             if inputs is not None:
                 inputs.append(x)
-            x = block.step(x, block_streams, layout)
-        out: Tensor = self.norm(x)
-        return out
-
-    def _step_at_once(self, embedded: Tensor, streams: BackboneState) -> Tensor | None:
-        """`step_embedded` with all blocks in a single C++ function, or None if no function computes the same."""
-        # Not len(embedded), which would make the batch size of an exported step a constant.
-        stack = self._flash_stack(embedded.shape[0])
-        if stack is None:
-            return None
-        layout = stack.step_layout(streams.position)
-        read = stack.step(self._first_input(embedded, layout.positions), streams.blocks, layout)
-        return None if read is None else self.norm(read)
-
-    @property
-    def has_native_step(self) -> bool:
-        """Whether a single C++ function computes the step of all blocks, for a small number of streams."""
-        with torch.no_grad():
-            return self._flash_stack(1) is not None
-
-    def _flash_stack(self, n_streams: int) -> FlashStack | None:
-        return flash_stack(cast("nn.Module", self.blocks), self._mixers_in_a_row, n_streams)
-
-    def _mixers_in_a_row(self) -> list[Mixer[Any]]:
-        """All mixers if the blocks consist of nothing else; otherwise an empty list."""
-        if any(type(block) is not Block or type(block.feed_forward) is not nn.Identity for block in self.blocks):
-            return []
-        return [block.mixer for block in self.blocks]
+            states.append(block.mixer.extend(stream.pack(x), of_block, batch=stream)[1])
+            x = first.unpack(block(first.pack(x), batch))
+        return self.norm(x), ModelState(tuple(states))
 
     def _first_input(self, embedded: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
         """The input of the first block, [B, T, d]. Positions: [T] or [B, T]. Token types: int [B, T]; None for all 0."""
         x = embedded if self.position is None else embedded + self.position(positions)
-        if token_types is not None:
-            self._check_types(token_types, embedded)
         if self.token_types is not None:
             x = x + (self.token_types.weight[0] if token_types is None else self.token_types(token_types))
         normed: Tensor = self.embedding_norm(x)
@@ -305,15 +218,16 @@ class Backbone(nn.Module):
             raise ArgumentError("token_types", f"has shape {list(token_types.shape)}, but must be [B, T] = {wanted}.")
         self._check_range("token_types", token_types, self.token_types, "token_types")
 
-    def _check_states(self, argument: str, given: object) -> None:
-        """Raise ArgumentError unless `given` holds one state per block."""
+    def check_state(self, state: object, embedded: Tensor) -> None:
+        """Raise ArgumentError unless `state` is of this model, and of as many streams as the tokens [B, N, d]."""
         blocks = len(list(self.blocks))
-        if not isinstance(given, BackboneState):
-            raise ArgumentError(
-                argument, f"is of type {type(given).__name__}, but must be a state, as init_state and extend return it."
-            )
-        if len(given.blocks) != blocks:
-            raise ArgumentError(argument, f"belongs to a model with {len(given.blocks)} blocks, but this model has {blocks}.")
+        if not isinstance(state, ModelState):
+            found = type(state).__name__
+            raise ArgumentError("state", f"is of type {found}, but must be a state, as init_state and extend return it.")
+        if len(state.blocks) != blocks:
+            raise ArgumentError("state", f"belongs to a model with {len(state.blocks)} blocks, but this model has {blocks}.")
+        for block, of_block in zip(self.blocks, state.blocks, strict=True):
+            block.mixer.check_state(of_block, embedded)
 
     def check_ids(self, ids: Tensor, argument: str = "ids") -> None:
         """Raise ArgumentError unless `ids` are token ids [B, T] within the vocabulary and on the model's device."""
@@ -331,9 +245,3 @@ class Backbone(nn.Module):
             if low < 0 or high >= rows:
                 wrong = low if low < 0 else high
                 raise ArgumentError(argument, f"holds {wrong}, but must be from 0 to {size} - 1 = {rows - 1}.")
-
-
-def _check_one_each(tokens: Tensor, streams: int) -> None:
-    """Raise ArgumentError unless `tokens` holds exactly one token for each of the `streams` streams."""
-    if tokens.shape[:2] != (streams, 1):
-        raise ArgumentError("ids", f"has shape {list(tokens.shape[:2])}, but must be [{streams}, 1], one token per stream.")

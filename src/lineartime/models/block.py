@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lineartime.errors import Argument, ArgumentError
 from lineartime.layers.mixer import Mixer
-from lineartime.layers.stepping import SteppingMixer
 from lineartime.models.config import ModelConfig
-from lineartime.ops.layout import Layout
+from lineartime.ops.batch import Batch
 
 
 class Block(nn.Module):
@@ -26,37 +25,28 @@ class Block(nn.Module):
         if config.task != "mlm" and reason is not None:
             problem = f"is {config.task!r}, but a model of {config.mixer.kind} cannot be causal: {reason}; use "
             raise ArgumentError("task", problem, Argument("task", "mlm"), ".")
-        self.mixer: Mixer[Any] = config.mixer.build(config.d_model, causal=config.task != "mlm", **options)
+        self.mixer: Mixer = config.mixer.build(config.d_model, causal=config.task != "mlm", **options)
         if config.task == "prefix-lm":
             self.mixer.check_prefix()
         self.feed_forward: nn.Module = nn.Identity()
         if config.feed_forward is not None:
             self.feed_forward = config.feed_forward.build(config.d_model, **options)
 
-    def forward(self, x: Tensor, layout: Layout, recompute: bool = False) -> Tensor:
-        """Map [B, T, d] to [B, T, d]. With `recompute`, only x is kept, and the backward pass recomputes the block."""
+    def forward(self, x: Tensor, batch: Batch, recompute: bool = False) -> Tensor:
+        """Map the tokens of a batch, [B, T, d] or a pack, to the same shape.
+
+        With `recompute`, only x is kept, and the backward pass recomputes the block.
+        """
         if recompute and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(self._forward, x, layout, use_reentrant=False)
+            recomputed: Tensor = checkpoint(self._forward, x, batch, use_reentrant=False)
             return recomputed
-        return self._forward(x, layout)
+        return self._forward(x, batch)
 
-    def _forward(self, x: Tensor, layout: Layout) -> Tensor:
-        out: Tensor = self.feed_forward(self.mixer.forward_with_layout(x, layout))
+    def _forward(self, x: Tensor, batch: Batch) -> Tensor:
+        out: Tensor = self.feed_forward(self.mixer(x, batch=batch))
         return out
 
-    def extend(self, x: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
+    def extend(self, x: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Continue streams by N tokens: [B, N, d] -> [B, N, d], and the mixer's state after them."""
-        x, state = self.mixer.extend_with_layout(x, state, layout)
+        x, state = self.mixer.extend(x, state, batch=batch)
         return self.feed_forward(x), state
-
-    def step(self, x: Tensor, streams: Any, layout: Layout) -> Tensor:
-        """Continue joined streams by one token: [B, 1, d] -> [B, 1, d]. Updates the mixer's streams in place."""
-        out: Tensor = self.feed_forward(self.stepping_mixer().step_with_layout(x, streams, layout))
-        return out
-
-    def stepping_mixer(self) -> SteppingMixer[Any, Any]:
-        """The mixer as a `SteppingMixer`. Raises ArgumentError if it cannot step in place."""
-        if not isinstance(self.mixer, SteppingMixer):
-            kind = type(self.mixer).__name__
-            raise ArgumentError("streams", f"belong to another model: one of {kind} needs what its own join_streams returned.")
-        return self.mixer

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from lineartime.choices import Task
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_names, from_fields
-from lineartime.layers.norms import Norm, NormPosition
-from lineartime.layers.residual import LayerOptions
+from lineartime.foreign.mixers import NormPosition
+from lineartime.layers.norms import Norm
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
 from lineartime.shapes import shapes_only
 
@@ -28,7 +28,7 @@ class ModelConfig:
         feed_forward: the layer after the mixer in each block; None for models of gated attention units, which need none.
         norm: the norm of every layer and, by default, the final norm.
         norm_eps: the epsilon that `norm` adds to the mean square or variance before dividing by it.
-        norm_position: "pre" for a norm before each layer; "post" for a norm after each residual connection.
+        norm_position: "pre" for a norm before each layer; "post" for a norm after each residual connection, as in GAU-alpha.
         final_norm: the norm before the logits: "same" as `norm`; another one, with an epsilon of 1e-5; or "none".
         embedding_norm: whether the input of the first block is normalised.
         absolute_position: "scaled_sin" adds a scaled sinusoid to the embeddings; "learned" adds one learned vector for each
@@ -92,9 +92,9 @@ class ModelConfig:
         return from_fields(cls, parts_from_dict(data), "the model")
 
     @property
-    def layer_options(self) -> LayerOptions:
-        """The options that all layers share."""
-        return LayerOptions(norm=self.norm, norm_eps=self.norm_eps, norm_position=self.norm_position, dropout=self.dropout)
+    def layer_options(self) -> dict[str, Any]:
+        """The arguments of `LayerConfig.build` that all layers share."""
+        return {name: getattr(self, name) for name in ("norm", "norm_eps", "norm_position", "dropout")}
 
     @property
     def override_names(self) -> list[str]:

@@ -4,7 +4,7 @@ Shapes: T tokens of context.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from lineartime.choices import MAX_CONTEXT_LENGTH
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_limits
-from lineartime.layers.streams import tensors_of
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import CausalLM, LanguageModel, build_model
 from lineartime.ops.checks import check_positive
@@ -72,7 +71,7 @@ def stream_bytes(config: ModelConfig, context_length: int) -> int | None:
         if not isinstance(model, CausalLM):
             return None
         _, state = model.extend(torch.zeros(1, context_length, dtype=torch.long), model.init_state(1))
-    return config.n_blocks * state_bytes(state)
+    return config.n_blocks * state.nbytes
 
 
 def _forward_flops(model: LanguageModel, ids: Tensor) -> int:
@@ -80,8 +79,3 @@ def _forward_flops(model: LanguageModel, ids: Tensor) -> int:
         model(ids)
     flops: int = counter.get_total_flops()
     return flops
-
-
-def state_bytes(state: Any) -> int:
-    """The size of all tensors in a state."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(state))

@@ -4,9 +4,9 @@ Shapes: B batch, S tokens of the source, T tokens of the target, N new tokens of
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,11 @@ from lineartime.models.backbone import Backbone
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import check_evaluates
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
+from lineartime.ops.batch import Batch
 from lineartime.ops.checks import as_mask, check_positive
 from lineartime.ops.dense import dense
-from lineartime.ops.layout import Layout
+from lineartime.ops.make_batch import stream_batch
+from lineartime.ops.state import State
 
 # 1. The description ---------------------------------------------------------------------------------------------------
 
@@ -102,33 +104,35 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
-        self.mixer: Mixer[Any] = config.mixer.build(config.d_model, causal=True, norm=config.norm, dropout=config.dropout)
+        self.mixer: Mixer = config.mixer.build(config.d_model, causal=True, norm=config.norm, dropout=config.dropout)
         self.cross: CrossGAU = config.cross.build(config.d_model, norm=config.norm, dropout=config.dropout)
         self.feed_forward: nn.Module = nn.Identity()
         if config.feed_forward is not None:
             self.feed_forward = config.feed_forward.build(config.d_model, norm=config.norm, dropout=config.dropout)
 
-    def forward(self, x: Tensor, layout: Layout, source: SourceState) -> Tensor:
-        """Map target vectors [B, T, d] to [B, T, d]."""
-        out: Tensor = self.feed_forward(self.cross.attend(self.mixer.forward_with_layout(x, layout), source, layout.mask))
+    def forward(self, x: Tensor, batch: Batch, source: SourceState, mask: Tensor | None) -> Tensor:
+        """Map target vectors [B, T, d] to [B, T, d]; `mask`, bool [B, T], is True for real tokens, which the batch packs."""
+        mixed = batch.unpack(self.mixer(batch.pack(x), batch=batch))
+        out: Tensor = self.feed_forward(self.cross.attend(mixed, source, mask))
         return out
 
-    def extend(self, x: Tensor, state: Any, layout: Layout, source: SourceState) -> tuple[Tensor, Any]:
+    def extend(self, x: Tensor, state: Any, batch: Batch, source: SourceState) -> tuple[Tensor, Any]:
         """Continue targets by N tokens: [B, N, d] -> [B, N, d], and the mixer's state after them."""
-        x, state = self.mixer.extend_with_layout(x, state, layout)
+        x, state = self.mixer.extend(x, state, batch=batch)
         return self.feed_forward(self.cross.attend(x, source)), state
 
 
-class EncoderDecoderState(NamedTuple):
+@dataclass(eq=False)
+class EncoderDecoderState(State):
     """For each block of the decoder, the state of its mixer, and its keys and values of the source, which never change."""
 
     mixers: tuple[Any, ...]
     sources: tuple[SourceState, ...]
 
     @property
-    def position(self) -> int:
-        """The number of target tokens read so far."""
-        position: int = self.mixers[0].position
+    def position(self) -> Tensor:
+        """int64 [B], the number of target tokens read so far."""
+        position: Tensor = self.mixers[0].position
         return position
 
 
@@ -168,10 +172,10 @@ class EncoderDecoder(nn.Module):
             shape = list(target_ids.shape)
             raise ArgumentError("target_ids", f"has shape {shape}, but must have {source_ids.shape[0]} rows, like source_ids.")
         target_mask = as_mask("target_mask", target_mask, target_ids.shape[0], target_ids.shape[1], target_ids.device)
-        layout = self._mixer.layout(target_ids.shape, target_mask, device=target_ids.device)
-        x = self.encoder.embed(target_ids, layout.positions)
+        batch = self._mixer.describe(target_ids.shape, target_mask, device=target_ids.device)
+        x = batch.unpack(self.encoder.embed(batch.pack(target_ids), batch.positions))
         for block, source in zip(self.blocks, sources, strict=True):
-            x = block(x, layout, source)
+            x = block(x, batch, source, target_mask)
         return self._logits(x)
 
     def init_state(self, source_ids: Tensor, source_mask: Tensor | None = None) -> EncoderDecoderState:
@@ -180,20 +184,21 @@ class EncoderDecoder(nn.Module):
         return EncoderDecoderState(tuple(block.mixer.init_state(source_ids.shape[0]) for block in self.blocks), sources)
 
     def extend(self, target_ids: Tensor, state: EncoderDecoderState) -> tuple[Tensor, EncoderDecoderState]:
-        """Continue targets by N tokens: ids [B, N] -> logits [B, N, V], and the state after them. `state` is not modified."""
+        """Continue targets by N tokens: ids [B, N] -> logits [B, N, V], and the state after them. `state` is consumed."""
         self.encoder.check_ids(target_ids, "target_ids")
         if not isinstance(state, EncoderDecoderState):
             raise ArgumentError("state", f"is a {type(state).__name__}, but must be one that init_state or extend returned.")
         if len(state.mixers) != self.config.n_decoder_blocks:
             blocks = self.config.n_decoder_blocks
             raise ArgumentError("state", f"belongs to a model with {len(state.mixers)} blocks, but this model has {blocks}.")
-        layout = self._mixer.stream_layout(state.position, target_ids.shape[-1], target_ids.device)
-        x = self.encoder.embed(target_ids, layout.positions)
+        self._mixer.check_state(state.mixers[0], target_ids)
+        batch = stream_batch(state.position, target_ids.shape, needs=self._mixer.needs())
+        x = self.encoder.embed(target_ids, batch.positions)
         mixers = []
         for block, mixer, source in zip(self.blocks, state.mixers, state.sources, strict=True):
-            x, mixer = block.extend(x, mixer, layout, source)
+            x, mixer = block.extend(x, mixer, batch, source)
             mixers.append(mixer)
-        return self._logits(x), state._replace(mixers=tuple(mixers))
+        return self._logits(x), replace(state, mixers=tuple(mixers))
 
     def _encode(self, source_ids: Tensor, source_mask: Tensor | None) -> tuple[SourceState, ...]:
         self.encoder.check_ids(source_ids, "source_ids")
@@ -207,7 +212,7 @@ class EncoderDecoder(nn.Module):
         return self._mixer.longest_sequence
 
     @property
-    def _mixer(self) -> Mixer[Any]:
+    def _mixer(self) -> Mixer:
         """The mixer of the decoder's first block; all blocks have the same kind of mixer."""
         return next(iter(self.blocks)).mixer
 

@@ -3,7 +3,6 @@
 Shapes: B batch, T tokens, N new tokens of a stream, V vocabulary, d model width.
 """
 
-from collections.abc import Sequence
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.layers.dense import Dense, is_untouched
-from lineartime.models.backbone import Backbone, BackboneStreams
-from lineartime.models.compiled_step import CompiledStep, compiled_step
+from lineartime.models.backbone import Backbone, ModelState
 from lineartime.models.config import ModelConfig
-from lineartime.models.streams import BackboneState, GroupedStreams
+from lineartime.models.decoding import Decoder, Step, compiled_step
 from lineartime.ops.checks import check_whole
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
@@ -164,22 +162,36 @@ class LanguageModel(nn.Module):
 class CausalLM(LanguageModel):
     """A causal language model: the logits at a token predict the next one. With task "prefix-lm", it also reads prefixes."""
 
-    _compiled_step: CompiledStep | None = None
+    compiled_step: Step | None = None
+    """What decoding calls in place of `extend`: see `compile_step`."""
 
-    def init_state(self, batch_size: int) -> BackboneState:
+    def init_state(self, batch_size: int) -> ModelState:
         """The state before the first token of `batch_size` streams."""
         return self.backbone.init_state(batch_size)
 
-    def extend(self, ids: Tensor, state: BackboneState | None) -> tuple[Tensor, BackboneState]:
-        """Continue streams by N tokens, or begin them without a state: ids [B, N] -> logits [B, N, V], and the new state."""
-        hidden, state = self.backbone.extend(ids, state)
-        return self.logits(hidden), state
-
-    def read_prefix(self, ids: Tensor) -> tuple[Tensor, BackboneState]:
-        """Start streams with a prefix whose tokens attend to each other bidirectionally; `extend` and `step` continue causally.
+    def extend(self, ids: Tensor, state: ModelState | None = None, mask: Tensor | None = None) -> tuple[Tensor, ModelState]:
+        """Continue streams, at any positions, by N tokens, or begin them without a state.
 
         Args:
             ids: [B, N] token ids.
+            state: what `extend` returned. It is consumed: clone it before, to continue the same streams in another way, too.
+            mask: [B, N], bool or integers 0 and 1, True for real tokens, as in prompts that are padded on the left.
+
+        Returns:
+            Logits [B, N, V], and the new state.
+
+        Raises:
+            ArgumentError: if shapes do not match, or the state is of another model.
+        """
+        hidden, state = self.backbone.extend(ids, state, mask)
+        return self.logits(hidden), state
+
+    def read_prefix(self, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, ModelState]:
+        """Start streams with a prefix whose tokens attend to each other bidirectionally; `extend` continues causally.
+
+        Args:
+            ids: [B, N] token ids.
+            mask: as for `extend`.
 
         Returns:
             Logits [B, N, V], equal to those of `forward` with prefix lengths of N, and the state after the prefix.
@@ -187,70 +199,35 @@ class CausalLM(LanguageModel):
         Raises:
             LineartimeError: if the mixer cannot read prefixes.
         """
-        hidden, state = self.backbone.read_prefix(ids)
+        hidden, state = self.backbone.read_prefix(ids, mask)
         return self.logits(hidden), state
 
-    @property
-    def steps_in_place(self) -> bool:
-        """Whether `step` computes streams at different positions together, updating fixed buffers in place, as FLASH does.
+    def compile_for_decoding(self) -> Decoder:
+        """Prepare to read streams token by token: `decoder.extend(tokens, state)`.
 
-        Softmax attention and GAU compute all streams together, too, but their memory grows. Other models compute one group of
-        streams after another, a group for each position.
+        On a CPU, a model of FLASH layers alone becomes one C++ function a token. It takes the weights, hooks and modules as
+        they are now: after they change, call this again. `generate` does so by itself.
         """
-        return self.backbone.steps_in_place
-
-    @property
-    def has_native_step(self) -> bool:
-        """Whether a single C++ function computes the `step` of all blocks, for a small number of streams."""
-        return self.backbone.has_native_step
-
-    def join_streams(self, states: Sequence[BackboneState]) -> BackboneStreams:
-        """Join streams at different positions, to continue them token by token with `step`.
-
-        Args:
-            states: states as `extend` returns them, each of one or more streams. They are not modified.
-
-        Raises:
-            ArgumentError: for states of another model.
-        """
-        return self.backbone.join_streams(states)
-
-    def separate_streams(self, streams: BackboneStreams) -> list[BackboneState]:
-        """The state of each joined stream, to continue it with `extend` by many tokens at once: the inverse of `join_streams`.
-
-        Args:
-            streams: what `join_streams` returned. They are not modified, and stepping them later does not change the states.
-
-        Raises:
-            ArgumentError: for streams of another model.
-        """
-        return self.backbone.separate_streams(streams)
+        return Decoder(self)
 
     def compile_step(self) -> None:
-        """Compile `step` with torch.compile, in place, if this model `steps_in_place`. The first step compiles it.
+        """Let torch.compile compile decoding, in place, for models with a `constant_state`. The first token compiles it.
 
-        Compilation takes as long as thousands of steps, or less if PyTorch finds the code in its cache on disk. A different
-        number of streams is compiled anew. A copy of the model is not compiled. If the model `has_native_step`, the compiled
-        step is slower.
+        Compilation takes as long as thousands of tokens, or less if PyTorch finds the code in its cache on disk. A different
+        number of streams is compiled anew. A copy of the model is not compiled.
         """
-        if self.steps_in_place:
-            self._compiled_step = compiled_step()
+        if self.constant_state:
+            self.compiled_step = compiled_step()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over: everything but compiled code, as for every module."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {name: value for name, value in state.items() if name != "_compiled_step"}
+        return {name: value for name, value in state.items() if name != "compiled_step"}
 
-    @torch.no_grad()
-    def step(self, ids: Tensor, streams: BackboneStreams) -> Tensor:
-        """Continue joined streams by one token: ids [B, 1] -> logits [B, 1, V], without gradient.
-
-        Updates `streams` in place.
-        """
-        if self._compiled_step is None or isinstance(streams, GroupedStreams):
-            return self.logits(self.backbone.step(ids, streams))
-        self.backbone.check_step(ids, streams)
-        return self._compiled_step(self, ids, streams)
+    @property
+    def constant_state(self) -> bool:
+        """Whether a stream needs constant memory, and one token updates it in place, as in FLASH and linear attention."""
+        return self.backbone.constant_state
 
 
 class MaskedLM(LanguageModel):

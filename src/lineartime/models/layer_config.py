@@ -9,6 +9,7 @@ from typing import Any, Union, get_args, get_origin
 
 from lineartime.errors import Argument, ArgumentError, check_choice, did_you_mean, spell
 from lineartime.fields import Between, check_fields, check_limits, check_names, check_ranges, check_type, shown
+from lineartime.foreign.mixers import ForeignCrossGAU, ForeignFLASH, ForeignGAU, NormPosition, from_earlier, post_norm
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.options import Option, constructor_options
@@ -17,9 +18,12 @@ from lineartime.models.systems import SYSTEMS
 from lineartime.units import number_or_text
 
 KINDS: dict[str, dict[str, type[Any]]] = {
-    "mixer": {system.mixer.name: system.mixer for system in SYSTEMS.values()},
+    "mixer": {
+        **{system.mixer.name: system.mixer for system in SYSTEMS.values()},
+        **{layer.name: layer for layer in (ForeignFLASH, ForeignGAU)},
+    },
     "feed_forward": {MLP.name: MLP, GLU.name: GLU},
-    "cross": {CrossGAU.name: CrossGAU},
+    "cross": {CrossGAU.name: CrossGAU, ForeignCrossGAU.name: ForeignCrossGAU},
 }
 """The layers allowed for each part of a model, by name."""
 
@@ -74,9 +78,10 @@ class LayerConfig:
         """Return a copy with other values for some options."""
         return LayerConfig(self.kind, **{**self.options, **options})
 
-    def build(self, d_model: int, **options: Any) -> Any:
+    def build(self, d_model: int, norm_position: NormPosition = "pre", **options: Any) -> Any:
         """Build the layer, freshly initialised. The model sets `options`: norm, dropout and, for a mixer, causal."""
-        return self.layer(d_model, **self.options, **options)
+        layer = self.layer if norm_position == "pre" else post_norm(self.layer)
+        return layer(d_model, **self.options, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dictionary for JSON: {"kind": "flash", "d_qk": 128, ...}."""
@@ -152,6 +157,7 @@ def _layer(part: str, data: dict[str, Any] | str) -> LayerConfig:
         like, own = did_you_mean(str(kind), KINDS[part]), spell(Argument("import"))
         advice = f"import the module that registers it, by {own}, or use one of {', '.join(KINDS[part])}"
         raise ArgumentError(f"{part}.kind", f"is {shown(kind)}{like}, which is not known here: {advice}.")
+    kind, options = from_earlier(kind, options, _own_options(kind))
     try:
         return LayerConfig(kind, **options)
     except ArgumentError as error:

@@ -44,7 +44,7 @@ _registered: set[str] = set()
 
 def register_system(
     name: str,
-    mixer: type[Mixer[Any]],
+    mixer: type[Mixer],
     feed_forward: FeedForward | None = None,
     *,
     options: Mapping[str, Any] | None = None,
@@ -98,7 +98,7 @@ def register_system(
 
 
 @contextmanager
-def _registered_if_it_works(mixer: type[Mixer[Any]]) -> Iterator[None]:
+def _registered_if_it_works(mixer: type[Mixer]) -> Iterator[None]:
     """Allow a mixer; after an error in the block, allow what was allowed before."""
     before = KINDS["mixer"].get(mixer.name)
     register_mixer(mixer)
@@ -141,7 +141,7 @@ def _check_mixer(mixer: object) -> None:
         raise ArgumentError("mixer", f"{found}: give the class an attribute `name` of its own.")
 
 
-def _check_options(mixer: type[Mixer[Any]], feed_forward: type[Any] | None = None) -> None:
+def _check_options(mixer: type[Mixer], feed_forward: type[Any] | None = None) -> None:
     """Raise ArgumentError for an option of a mixer that no checkpoint can record, as JSON, and read back.
 
     Options are named without their layer, so that no two parts of a model may have one of the same name.

@@ -91,7 +91,7 @@ class System:
         description: a one-line description; the default is the first line of the mixer's docstring.
     """
 
-    mixer: type[Mixer[Any]]
+    mixer: type[Mixer]
     feed_forward: type[ResidualLayer] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     scaled: Mapping[str, Callable[[Size], int | str]] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 from lineartime.ops import exported as _operators  # noqa: F401  # defines those that exported programs call
 from lineartime.ops.cache import KVCache
 from lineartime.ops.cross import cross_attention, cross_attention_oracle
-from lineartime.ops.flops import register_formulas
 from lineartime.ops.linear import LinearState, linear_attention, linear_attention_extend, linear_attention_oracle
 from lineartime.ops.mixed_chunk import gated_mixed_chunk_attention, mixed_chunk_attention, mixed_chunk_attention_oracle
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_attention_extend, mixed_chunk_state
@@ -34,5 +33,3 @@ __all__ = [
     "sinusoid",
     "table_bias",
 ]
-
-register_formulas()

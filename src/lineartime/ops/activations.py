@@ -4,6 +4,7 @@ Shapes: Q queries, K keys; every tensor may have leading batch dimensions.
 """
 
 import math
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -11,25 +12,30 @@ from torch import Tensor
 
 from lineartime.ops.precision import acc_dtype
 
-Activation = Literal["relu2", "softmax", "softmax_plus", "laplace"]
-Normalization = Literal["count", "paper", "paper_sum", "paper_bias"]
+Activation = Literal["relu2", "softmax"]
+Normalization = Literal["count", "paper", "paper_sum"]
 
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 NORMALIZATIONS: tuple[str, ...] = ("count", "paper")
 """The normalizations of every attention. Mixed chunk attention also has "paper_sum", in which its linear part sums over chunks
-without averaging. Quadratic attention also has "paper_bias", which divides the bias too."""
+without averaging."""
 CHUNK_NORMALIZATIONS: tuple[str, ...] = (*NORMALIZATIONS, "paper_sum")
-QUADRATIC_NORMALIZATIONS: tuple[str, ...] = (*NORMALIZATIONS, "paper_bias")
-
-_LAPLACE_MEAN = math.sqrt(1 / 2)
-_LAPLACE_DEVIATION = math.sqrt(1 / (4 * math.pi))
-_SOFTMAX_PLUS_LENGTH = 512
-"""The number of visible keys at which `softmax_plus` is a softmax: the length that GAU-alpha was trained with."""
 
 
-def laplace(scores: Tensor) -> Tensor:
-    """The Laplace attention function of Mega (arXiv 2209.10655, eq. 16): a bounded alternative to relu2."""
-    return 0.5 * (1 + torch.erf((scores - _LAPLACE_MEAN) / (_LAPLACE_DEVIATION * math.sqrt(2))))
+def relu2(scores: Tensor) -> Tensor:
+    """The square of the positive part (arXiv 2202.10447, section 2.2)."""
+    return scores.relu().square()
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu2": relu2}
+"""The activations of each score alone, whose weights the normalization divides. `lineartime.foreign` adds another one."""
+SOFTMAXES: dict[str, Callable[[Tensor], Tensor] | None] = {"softmax": None}
+"""The softmaxes, with the factor of their scores as a function of the number of visible keys; None for no factor."""
+
+
+def known_activations() -> tuple[str, ...]:
+    """All activations: those of `ACTIVATIONS`, and those that were added."""
+    return (*FUNCTIONS, *SOFTMAXES)
 
 
 def attention_weights_oracle(
@@ -39,13 +45,12 @@ def attention_weights_oracle(
     n = len(products)
     offset = 0 if bias is None else bias
     score = products / math.sqrt(d_qk) + offset
-    if activation == "softmax":
-        return score.softmax(0)
-    if activation == "softmax_plus":
-        return (score * math.log(n, _SOFTMAX_PLUS_LENGTH)).softmax(0)
+    if activation in SOFTMAXES:
+        factor = SOFTMAXES[activation]
+        return (score if factor is None else score * factor(score.new_tensor(float(n)))).softmax(0)
     if published_length is not None:
         score = products / published_length + offset
-    weights: Tensor = laplace(score) if activation == "laplace" else torch.relu(score).square()
+    weights = FUNCTIONS[activation](score)
     return weights if published_length is not None else weights / max(1, n)
 
 
@@ -66,10 +71,10 @@ def attention_weights(
         d_qk: the width s of queries and keys; scores are q.k / sqrt(s) + bias.
         visible: bool, broadcastable to [..., Q, K]; None if all keys are visible to every query.
         bias: [Q, K], or None.
-        activation: one of `ACTIVATIONS`.
-        published_length: None divides relu2 and laplace weights by the number of visible keys. A number n
-            follows the published pseudo-code instead: scores are q.k / n + bias, and weights are not divided.
-            Softmax has its own normaliser and ignores this.
+        activation: one of `known_activations`.
+        published_length: None divides relu2 weights by the number of visible keys. A number n follows the published
+            pseudo-code instead: scores are q.k / n + bias, and weights are not divided. Softmax has its own normaliser and
+            ignores this.
         share: the `visible_share` of `visible` and `published_length`, if the caller has already computed it.
 
     Returns:
@@ -77,7 +82,7 @@ def attention_weights(
     """
     # Squares of large scores and long sums lose digits, or overflow, in half precision.
     products = products.to(acc_dtype(products))
-    is_softmax = activation in ("softmax", "softmax_plus")
+    is_softmax = activation in SOFTMAXES
     if published_length is None or is_softmax:
         scores = products * d_qk**-0.5
     else:
@@ -85,22 +90,23 @@ def attention_weights(
     if bias is not None:
         scores = scores + bias
     if is_softmax:
-        if activation == "softmax_plus":
-            scores = scores * (_visible_count(visible, scores).log() / math.log(_SOFTMAX_PLUS_LENGTH))
+        factor = SOFTMAXES[activation]
+        if factor is not None:
+            scores = scores * factor(_visible_count(visible, scores))
         if visible is None:
             return torch.softmax(scores, -1)
         # The second mask is for rows without visible keys: there, a softmax of equal scores is uniform, not zero.
         scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
         return torch.softmax(scores, -1).masked_fill(~visible, 0.0)
 
-    weights = scores.relu().square() if activation == "relu2" else laplace(scores)
+    weights = FUNCTIONS[activation](scores)
     if share is None:
         share = visible_share(visible, published_length, weights)
     return weights if share is None else weights * share
 
 
 def visible_share(visible: Tensor | None, published_length: float | Tensor | None, like: Tensor) -> Tensor | None:
-    """The factor of relu2 and laplace weights [..., Q, K], zero where a key is not visible; None if there is none."""
+    """The factor of relu2 weights [..., Q, K], zero where a key is not visible; None if there is none."""
     if published_length is not None:
         return visible
     count = _visible_count(visible, like)

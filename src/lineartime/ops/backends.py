@@ -40,11 +40,11 @@ def choose_backend(
     Raises:
         ArgumentError: if the op does not have the backend, or it cannot run here; the message gives the reason.
     """
-    check_choice("backend", backend, ("auto", *available))
     if backend == "auto":
         if "triton" in available and takes_triton(backend, like, compute, activation):
             return "triton"
         return "tiled" if "tiled" in available and why_not_tiled(like.device, compute, activation) is None else "torch"
+    check_choice("backend", backend, ("auto", *available))
     reason = None
     if backend == "triton":
         reason = why_not_triton(like.device, compute, activation)
@@ -87,11 +87,9 @@ def why_not_triton(device: torch.device, compute: torch.dtype, activation: Activ
 
 @cache
 def define_operators() -> None:
-    """Define the operators of the kernels where there is a GPU, before torch.compile traces what calls them."""
+    """Note which GPUs cannot run the kernels, before torch.compile traces what asks for it."""
     if torch.cuda.is_available() and _is_installed("triton"):
         _OLD_GPUS.update(index for index in range(torch.cuda.device_count()) if _is_old(torch.device("cuda", index)))
-        for name in ("quadratic", "mixed_chunk", "gated"):
-            importlib.import_module(f"lineartime.ops.triton.{name}")
 
 
 def _is_old(device: torch.device) -> bool:

@@ -1,175 +1,83 @@
-"""A cache of the keys and values of all tokens that a stream has read."""
+"""The keys and values of all tokens that streams have read.
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+Shapes: B streams, N new tokens, K places of the cache, s key width, e value width; after B, there may be heads.
+"""
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.errors import ArgumentError
+from lineartime.ops.batch import Batch
+from lineartime.ops.checks import check_continues, is_readable
+from lineartime.ops.state import State, normal_tensors, writable
 from lineartime.ops.tracing import is_traced, under_transform
 
 MIN_ROOM = 64
 """The number of tokens that a cache has room for when it first grows."""
 
 
-class _KeysAndValues(NamedTuple):
-    k: Tensor
-    v: Tensor
-
-
-class KVCache(_KeysAndValues):
-    """Keys [..., T, s] and values [..., T, e] of the T tokens so far; the leading dimensions are streams, and perhaps heads."""
-
-    _room: "_Room | None" = None
-    """The memory that begins with the tensors; not a field, because it is not part of the contents."""
-
-    @property
-    def position(self) -> int:
-        """The number of tokens read so far."""
-        return self.k.shape[-2]
-
-    def append(self, k: Tensor, v: Tensor) -> "KVCache":
-        """Return the cache extended by more tokens; this one is not modified.
-
-        Memory grows by doubling. If the room after this cache is unused, its tokens are not copied.
-        """
-        k, v = k.to(self.k.dtype), v.to(self.v.dtype)
-        # A derivative or a traced program needs results that are never written to again.
-        if torch.is_grad_enabled() or is_traced() or under_transform():
-            return KVCache(torch.cat([self.k, k], -2), torch.cat([self.v, v], -2))
-        start, stop = self.position, self.position + k.shape[-2]
-        room = self._room
-        if room is None or not room.claim(self.k, start, stop):
-            capacity = max(MIN_ROOM, stop, 2 * start)
-            room = _Room(_with_capacity(self.k, capacity), _with_capacity(self.v, capacity), stop)
-        for memory, new in ((room.k, k), (room.v, v)):
-            memory.narrow(-2, start, stop - start).copy_(new)
-        grown = KVCache(room.k.narrow(-2, 0, stop), room.v.narrow(-2, 0, stop))
-        grown._room = room
-        return grown
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and send only the contents: two processes would write their tokens to the same place of a shared room."""
-        return type(self), ((self.k, self.v) if self._room is None else (self.k.clone(), self.v.clone()))
-
-    def visible(self, new: int) -> Tensor:
-        """Which keys are visible to each of the last `new` tokens, bool [new, T]: its own and all earlier ones."""
-        total = self.position
-        return torch.ones(new, total, dtype=torch.bool, device=self.k.device).tril(total - new)
-
-
-def each_stream(x: Tensor) -> list[Tensor]:
-    """The part of each stream of [B, ...], each in memory of its own: what keeps or saves one must not hold the others."""
-    return [part.clone() for part in x.split(1)]
-
-
-class KVStreams:
-    """Keys [B, ..., R, s] and values [B, ..., R, e] of B streams at different positions, with room for R tokens each.
-
-    Zeros follow the tokens of a stream. `append` writes in place; the room grows by doubling.
-
-    Args:
-        states: caches to join, each of one or more streams. They are not modified.
+@dataclass(eq=False)
+class KVCache(State):
+    """Keys and values of streams at any positions, with room for more; memory grows by doubling.
 
     Attributes:
         position: int64 [B], the number of tokens that each stream has read.
-        longest: the largest of them, known without reading the tensor.
+        k, v: [B, ..., room, s] and [B, ..., room, e]; the places after a stream's tokens hold finite numbers.
+        longest: an upper bound of the positions, known without reading the tensor.
     """
 
-    def __init__(self, states: Sequence[KVCache]) -> None:
-        self.longest = max((state.position for state in states), default=0)
-        room = max(MIN_ROOM, 2 * self.longest)
-        self._k, self._v = (torch.cat([_with_zeros(x, room) for x in parts]) for parts in zip(*states, strict=True))
-        self._features = _features(self._k), _features(self._v)
-        positions = [state.position for state in states for _ in range(len(state.k))]
-        self.position = torch.tensor(positions, dtype=torch.long, device=self._k.device)
+    position: Tensor
+    k: Tensor
+    v: Tensor
+    longest: int = 0
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Append one token to every stream, [B, ..., 1, s] and [B, ..., 1, e].
+    def append(self, k: Tensor, v: Tensor, batch: Batch) -> tuple["KVCache", Tensor, Tensor, Tensor]:
+        """Append N tokens to every stream, or the first ones that are real: [B, ..., N, s] and [B, ..., N, e].
 
         Returns:
-            The keys and values of the longest stream's tokens, [B, ..., T, s] and [B, ..., T, e], and which of them are tokens
-            of a stream, bool [B, T].
+            The cache, the keys and values [B, ..., K, f] of all places up to those of the longest stream, and which of them
+            each new token sees, bool [N, K], or [B, N, K] for streams at different positions.
 
         Raises:
             ArgumentError: if the new tokens have other heads or widths than the earlier ones.
         """
-        found, wanted = self._features, (_features(k), _features(v))
-        if found != wanted:
-            raise ArgumentError(
-                "streams",
-                f"has {_described(*found)}, but must have {_described(*wanted)}: give it join_streams([state]) of the same "
-                "layer.",
-            )
-        if self.longest == self._k.shape[-2]:
-            with normal_tensors():
-                self._k, self._v = (_with_zeros(x, 2 * self.longest) for x in (self._k, self._v))
-        rows = torch.arange(len(self.position), device=self.position.device)
-        for memory, new in ((self._k, k), (self._v, v)):
-            memory.movedim(-2, 1)[rows, self.position] = new.squeeze(-2).to(memory.dtype)
-        self.position += 1
-        self.longest += 1
-        visible = torch.arange(self.longest, device=self.position.device) < self.position[:, None]
-        return self._k[..., : self.longest, :], self._v[..., : self.longest, :], visible
+        check_continues(k=(k, self.k), v=(v, self.v))
+        new, start = k.shape[-2], batch.start if batch.counts is None else None
+        longest = self._longest if start is None else start
+        total = longest + new
+        keys, values = (self._with(x, added, longest, start) for x, added in ((self.k, k), (self.v, v)))
+        position = self.position + (new if batch.counts is None else batch.counts)
+        tokens = torch.arange(total, device=k.device)
+        if start is None:
+            visible = tokens <= (self.position[:, None] + torch.arange(new, device=k.device))[..., None]
+        else:
+            visible = tokens <= torch.arange(start, total, device=k.device)[:, None]
+        cache = KVCache(position, keys, values, total)
+        return cache, keys[..., :total, :], values[..., :total, :], visible
 
-    def separate(self, positions: Sequence[int]) -> list[KVCache]:
-        """The cache of each stream, whose `positions` are given on the host."""
-        parts = zip(self._k.split(1), self._v.split(1), positions, strict=True)
-        return [KVCache(k[..., :position, :].clone(), v[..., :position, :].clone()) for k, v, position in parts]
+    @property
+    def _longest(self) -> int:
+        """The largest position, exactly where the host can read it."""
+        return int(self.position.max()) if is_readable(self.position) else self.longest
 
-
-class _Room:
-    """Memory shared by several caches, each the beginning of the next; the first to extend the last one gets the free room."""
-
-    def __init__(self, k: Tensor, v: Tensor, used: int) -> None:
-        self.k, self.v = k, v
-        self._used = [used]  # at most one number: taking it out is atomic, so that threads cannot claim the same place
-
-    def claim(self, k: Tensor, start: int, stop: int) -> bool:
-        """Reserve the places from `start` to `stop`, if free, for a caller whose keys `k` are the first `start` tokens."""
-        if k.data_ptr() != self.k.data_ptr() or stop > self.k.shape[-2]:  # from other memory, or no more room
-            return False
-        if self.k.is_inference() and not torch.is_inference_mode_enabled():  # PyTorch refuses to write to it
-            return False
-        try:
-            used = self._used.pop()
-        except IndexError:
-            return False
-        granted = used == start
-        self._used.append(stop if granted else used)
-        return granted
-
-
-@contextmanager
-def normal_tensors() -> Iterator[None]:
-    """Make new tensors that can be updated in every mode; PyTorch updates those of inference mode only in inference mode."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def _with_capacity(x: Tensor, capacity: int) -> Tensor:
-    """Allocate memory for `capacity` tokens, the first of which are copied from x [..., T, f]."""
-    memory = x.new_empty(*x.shape[:-2], capacity, x.shape[-1])
-    memory.narrow(-2, 0, x.shape[-2]).copy_(x)
-    return memory
-
-
-def _with_zeros(x: Tensor, capacity: int) -> Tensor:
-    """Append zeros to x [..., T, f] up to `capacity` tokens: a weight of zero does not hide the NaN of unwritten memory."""
-    return F.pad(x, (0, 0, 0, capacity - x.shape[-2]))
-
-
-def _features(x: Tensor) -> tuple[int, ...]:
-    """The heads, if any, and the width of x [B, ..., T, f]."""
-    return (*x.shape[1:-2], x.shape[-1])
-
-
-def _described(*features: tuple[int, ...]) -> str:
-    shapes = (", ".join(map(str, ("B", *heads, "T", width))) for *heads, width in features)
-    return "keys [{}] and values [{}]".format(*shapes)
+    def _with(self, memory: Tensor, new: Tensor, longest: int, start: int | None) -> Tensor:
+        """Memory that holds new tokens after those of each stream, of which the longest has `longest`."""
+        new = new.to(memory.dtype)
+        total = longest + new.shape[-2]
+        # A derivative or a traced program needs results that are never written to again.
+        functional = torch.is_grad_enabled() or is_traced() or under_transform()
+        if functional and start is not None:
+            return torch.cat([memory[..., :start, :], new], -2)
+        if memory.shape[-2] < total:
+            with normal_tensors(torch.is_grad_enabled()):
+                memory = F.pad(memory[..., :longest, :], (0, 0, 0, max(MIN_ROOM, total, 2 * longest) - longest))
+        elif not functional:
+            memory = writable(memory)
+        if not functional and start is not None:
+            memory.narrow(-2, start, new.shape[-2]).copy_(new)
+            return memory
+        places = self.position[:, None] + torch.arange(new.shape[-2], device=new.device)
+        index = places.view(len(places), *[1] * (new.dim() - 3), new.shape[-2], 1).expand_as(new)
+        return memory.scatter(-2, index, new) if functional else memory.scatter_(-2, index, new)

@@ -145,15 +145,3 @@ def as_mask(argument: str, mask: Tensor | None, batch: int, length: int, device:
         raise ArgumentError(argument, f"has dtype {mask.dtype}, but {allowed}")
     require((mask == 0) | (mask == 1), argument, f"has values other than 0 and 1, but {allowed}")
     return mask != 0
-
-
-def check_rotary_width(rotary_width: int | None, width: int) -> None:
-    """Raise ArgumentError unless `rotary_width` features of vectors of this width can be rotated; None means all."""
-    if rotary_width is None:
-        return
-    if not isinstance(rotary_width, int) or isinstance(rotary_width, bool):
-        raise ArgumentError("rotary_width", f"is {rotary_width!r}, but must be an integer, or None for all.")
-    if rotary_width % 2 or not 2 <= rotary_width <= width:
-        raise ArgumentError(
-            "rotary_width", f"is {rotary_width}, but must be an even number from 2 to {width}, or None for all."
-        )

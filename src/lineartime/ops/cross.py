@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError, check_choice
-from lineartime.ops.activations import ACTIVATIONS, Activation, attention_weights_oracle
+from lineartime.ops.activations import Activation, attention_weights_oracle, known_activations
 from lineartime.ops.checks import as_mask
 from lineartime.ops.quadratic.blocked import attend_visible
 
@@ -50,7 +50,7 @@ def cross_attention(
         k: [B, ..., S, s] keys.
         v: [B, ..., S, e] values.
         source_mask: [B, S], bool or integers 0 and 1, True for real tokens of the source. No query attends to padding.
-        activation: the activation of the scores: "relu2", "softmax", "softmax_plus" or "laplace".
+        activation: the activation of the scores: "relu2" or "softmax".
 
     Returns:
         [B, ..., T, e], with zeros for rows whose source has no real token. float16 is computed in float32.
@@ -69,7 +69,7 @@ def cross_attention(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, source_mask: Tensor | None, activation: str) -> Tensor | None:
     """Check the arguments, and return the mask as bool."""
-    check_choice("activation", activation, ACTIVATIONS)
+    check_choice("activation", activation, known_activations())
     if q.dim() < 3:
         raise ArgumentError("q", f"has shape {list(q.shape)}, but must be [B, ..., T, s].")
     if v.dim() != q.dim() or v.shape[:-2] != q.shape[:-2]:

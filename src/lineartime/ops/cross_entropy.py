@@ -16,7 +16,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.ops.backends import why_not_triton
 from lineartime.ops.checks import check_whole, is_readable
-from lineartime.ops.operator import refuse_second_derivative, register_operator
+from lineartime.ops.operator import register_operator
 from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
 from lineartime.ops.tracing import under_transform
 
@@ -121,12 +121,8 @@ def _can_fuse(hidden: Tensor, compute: torch.dtype) -> bool:
 
 def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     acc = acc_dtype(hidden)
-    loss = hidden.new_empty((), dtype=acc)
-    return (
-        loss,
-        hidden.new_empty(hidden.shape if keep else 0, dtype=acc),
-        weight.new_empty(weight.shape if keep else 0, dtype=acc),
-    )
+    of_hidden, of_weight = (x.new_empty(x.shape if keep else 0, dtype=acc) for x in (hidden, weight))
+    return hidden.new_empty((), dtype=acc), of_hidden, of_weight
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -137,9 +133,13 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, d_loss: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
-    refuse_second_derivative(d_loss, "model.loss", "take the cross-entropy of model(ids)")
     gradients = [(d_loss * kept).to(dtype) for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
     return *gradients, None, None, None
 
 
-_operator = register_operator(_linear_cross_entropy, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate)
+_operator = register_operator(
+    _linear_cross_entropy, _fake, n_results=3, keep_for_backward=_keep_for_backward, differentiate=_differentiate,
+    once=("model.loss", "take the cross-entropy of model(ids)"),
+    # Kept gradients are computed with the loss.
+    flops=lambda hidden, weight, keep, **_: 2 * hidden.shape[0] * weight.numel() * (3 if keep else 1),
+)  # fmt: skip

@@ -72,6 +72,13 @@ struct Lanes<bf16> {
 };
 #endif
 
+// Reads a vector from anywhere. A copy by memcpy would go through the stack, in halves.
+template <class A>
+inline typename Lanes<A>::Vector read_vector(const A* from) {
+  typedef typename Lanes<A>::Vector Loose __attribute__((aligned(alignof(A)), may_alias));
+  return *reinterpret_cast<const Loose*>(from);
+}
+
 // `columns` columns of the result, for rows packed in `vectors` vectors per value; the rows of `out` have the stride by_row.
 template <class T, int64_t vectors, int64_t columns, class A = typename Type<T>::A>
 void dense_columns(const A* packed, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t by_row) {
@@ -80,7 +87,8 @@ void dense_columns(const A* packed, const T* weight, const T* bias, T* out, int6
   Vector sums[columns][vectors] = {};
   const auto add = [&](int64_t i, auto pack) {
     Vector x[vectors];
-    std::memcpy(x, packed + i / together * lanes, sizeof(x));
+#pragma GCC unroll 2
+    for (int64_t v = 0; v < vectors; ++v) x[v] = read_vector(packed + i / together * lanes + v * (lanes / vectors));
 #pragma GCC unroll 8
     for (int64_t column = 0; column < columns; ++column) {
       const A w = pack(weight + column * k + i);

@@ -5,23 +5,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lineartime.ops.layout import Layout
 
-
-def by_document(attend: Callable[..., Tensor], *tensors: Tensor, layout: Layout) -> Tensor:
+def by_document(
+    attend: Callable[..., Tensor], *tensors: Tensor, document: Tensor | None = None, real: Tensor | None = None
+) -> Tensor:
     """Apply a definition to the real tokens of each document separately; slow.
 
     `attend` maps the tensors of one document, [n, f] each with n > 0, to [n, e]; the last of `tensors` has width e. All of them
-    are [B, T, f]; the result is [B, T, e], with zeros at padding.
+    are [B, T, f]; the result is [B, T, e], with zeros at padding. `document`, int64 [T], is that of each token, and `real`,
+    bool [B, T], is False for padding; None for one document, and if there is no padding.
     """
-    batch, length, _ = tensors[-1].shape
-    document = torch.zeros(length, dtype=torch.long, device=tensors[-1].device) if layout.document is None else layout.document
+    rows, length, _ = tensors[-1].shape
+    if document is None:
+        document = torch.zeros(length, dtype=torch.long, device=tensors[-1].device)
     out = torch.zeros_like(tensors[-1])
-    for b in range(batch):
+    for row in range(rows):
         for one in document.unique():
-            real = document == one if layout.mask is None else (document == one) & layout.mask[b]
-            tokens = real.nonzero()[:, 0]
+            own = document == one if real is None else (document == one) & real[row]
+            tokens = own.nonzero()[:, 0]
             if len(tokens):
-                rows = (torch.full_like(tokens, b), tokens)
-                out = out.index_put(rows, attend(*(tensor[b, tokens] for tensor in tensors)))
+                places = (torch.full_like(tokens, row), tokens)
+                out = out.index_put(places, attend(*(tensor[row, tokens] for tensor in tensors)))
     return out

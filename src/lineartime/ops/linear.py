@@ -10,18 +10,19 @@ With rotary positions on the features (arXiv 2104.09864, eq. 19), the numerator 
 ones, so that the denominator stays a sum of nonnegative numbers.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.cache import each_stream
 from lineartime.ops.checks import check_continues
 from lineartime.ops.chunks import exclusive_cumsum
 from lineartime.ops.precision import acc_dtype
+from lineartime.ops.state import State, in_place, writable
 
 MIN_DIVISOR = 1e-18
 """The smallest divisor, so that a query without a similar key does not divide by zero. Its square, which occurs in the
@@ -137,79 +138,65 @@ def continued_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, chunk
 # 3. The streaming form ------------------------------------------------------------------------------------------------
 
 
-class LinearState(NamedTuple):
-    """The sum of k (v, 1)^T over all tokens so far, [B, H, f, h + 1] in float32 or better, and their number.
+@dataclass(eq=False)
+class LinearState(State):
+    """What causal streams remember.
 
-    If features are rotated, the ones are summed with plain features.
+    Attributes:
+        position: int64 [B], the number of tokens that each stream has read.
+        summary: [B, H, f, h + 1], the sum of k (v, 1)^T over them, in float32 or better. If features are rotated, the ones are
+            summed with plain features.
     """
 
+    position: Tensor
     summary: Tensor
-    position: int
 
 
 def linear_attention_extend(
-    q: Tensor, k: Tensor, v: Tensor, state: LinearState, *, plain: tuple[Tensor, Tensor] | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearState,
+    *,
+    counts: Tensor | None = None,
+    plain: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, LinearState]:
-    """Continue a causal sequence by N tokens: features [B, H, N, f] and values [B, H, N, h] -> [B, H, N, h] and the state.
+    """Continue causal sequences by N tokens: features [B, H, N, f] and values [B, H, N, h] -> [B, H, N, h] and the state.
+
+    Args:
+        q, k, v: of the new tokens.
+        state: what came before; it is consumed.
+        counts: int64 [B], the number of tokens that are real, which come first; None if all are.
+        plain: features of queries and keys for the denominator, if q and k are rotated.
 
     Raises:
         ArgumentError: if they do not have the sizes of the state.
     """
     check_continues(v=(v, state.summary[..., :-1]), k=(k, state.summary.mT))
+    new = v.shape[-2]
+    if counts is not None:
+        padding = (torch.arange(new, device=k.device) >= counts[:, None])[:, None, :, None]
+        k = k.masked_fill(padding, 0.0)
+        plain = None if plain is None else (plain[0], plain[1].masked_fill(padding, 0.0))
+    if new == 1 and in_place(q, k, v, state.summary):
+        position, summary = writable(state.position), writable(state.summary)
+        position += 1 if counts is None else counts
+        return _step(q, k, v, summary, plain), LinearState(position, summary)
     if plain is None:
         sums, summary = continued_sums(q, k, with_ones(v), state.summary)
     else:
         numerator, of_values = continued_sums(q, k, v, state.summary[..., :-1])
         denominator, of_ones = continued_sums(*plain, torch.ones_like(v[..., :1]), state.summary[..., -1:])
         sums, summary = torch.cat([numerator, denominator], -1), torch.cat([of_values, of_ones], -1)
-    return normalized(sums), LinearState(summary, state.position + v.shape[-2])
+    return normalized(sums), LinearState(state.position + (new if counts is None else counts), summary)
 
 
-# 4. The form for one more token of each stream, at different positions -------------------------------------------------
-
-
-class LinearStreams(NamedTuple):
-    """The `LinearState` of B streams at different positions: the sums [B, H, f, h + 1], and int64 [B], their tokens."""
-
-    summary: Tensor
-    position: Tensor
-
-
-def linear_streams(states: Sequence[LinearState]) -> LinearStreams:
-    """Join states, each of one or more streams; they are not modified."""
-    summary = torch.cat([state.summary for state in states])
-    positions = [state.position for state in states for _ in range(len(state.summary))]
-    return LinearStreams(summary, torch.tensor(positions, dtype=torch.long, device=summary.device))
-
-
-def linear_states(streams: LinearStreams, positions: Sequence[int]) -> list[LinearState]:
-    """The state of each stream, the inverse of `linear_streams`; `positions` is that of the streams, on the host."""
-    return [LinearState(*each) for each in zip(each_stream(streams.summary), positions, strict=True)]
-
-
-def linear_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, streams: LinearStreams, *, plain: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    """Continue every stream by one token: features [B, H, 1, f] and values [B, H, 1, h] -> [B, H, 1, h]; updates `streams`.
-
-    Raises:
-        ArgumentError: if they do not have the sizes of the streams.
-    """
-    (summary, position), dtype = streams, streams.summary.dtype
-    wanted = (q.shape[1], k.shape[-1], v.shape[-1] + 1)
-    if summary.shape[1:] != wanted:
-        raise ArgumentError(
-            "streams",
-            f"has sums of shape {list(summary.shape)}, but must have [B, {', '.join(map(str, wanted))}]: give it "
-            "join_streams([state]) of the same layer.",
-        )
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+def _step(q: Tensor, k: Tensor, v: Tensor, summary: Tensor, plain: tuple[Tensor, Tensor] | None) -> Tensor:
+    """One token of each stream; `summary` is updated in place."""
+    q, k, v = (x.to(summary.dtype) for x in (q, k, v))
     if plain is None:
         summary += k.mT @ with_ones(v)
-        sums = q @ summary
-    else:
-        plain_q, plain_k = (x.to(dtype) for x in plain)
-        summary += torch.cat([k.mT @ v, plain_k.mT], -1)
-        sums = torch.cat([q @ summary[..., :-1], plain_q @ summary[..., -1:]], -1)
-    position += 1
-    return normalized(sums)
+        return normalized(q @ summary)
+    plain_q, plain_k = (x.to(summary.dtype) for x in plain)
+    summary += torch.cat([k.mT @ v, plain_k.mT], -1)
+    return normalized(torch.cat([q @ summary[..., :-1], plain_q @ summary[..., -1:]], -1))

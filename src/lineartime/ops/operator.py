@@ -1,53 +1,86 @@
-"""Functions as PyTorch operators, which torch.compile and torch.export call without tracing into them."""
+"""Functions as PyTorch operators, which torch.compile and torch.export call without tracing into them.
 
-from collections.abc import Callable
+`register_operator` registers any function. `Fused` frames a form that computes its result and its gradients by code of its own:
+from two functions of a NamedTuple of inputs it makes two operators, and tells PyTorch what it must know of them.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import wraps
-from inspect import signature
-from typing import Any
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lineartime.ops.precision import without_autocast
 
 _LIBRARY = torch.library.Library("lineartime", "FRAGMENT")
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", int | None: "SymInt?", float: "float", bool: "bool", str: "str",
+    torch.dtype: "ScalarType", list[bool]: "bool[]",
+}  # fmt: skip
+Inputs = TypeVar("Inputs", bound=NamedTuple)
+Tensors = tuple[Tensor, ...]
 
 
 def register_operator(
     function: Callable[..., Any],
     fake: Callable[..., Any],
     *,
+    name: str = "",
+    types: dict[str, Any] | None = None,
+    n_results: int = 1,
     keep_for_backward: Callable[..., None] | None = None,
     differentiate: Callable[..., Any] | None = None,
+    once: tuple[str, str] | None = None,
+    flops: Callable[..., int] | None = None,
 ) -> Callable[..., Any]:
-    """Register a function called `_name` as the operator `lineartime::name`; its type hints define the schema.
+    """Register a function of tensors as the operator `lineartime::name`.
 
     `torch.library.custom_op` does the same, but imports the compiler at the first call, which takes seconds.
 
     Args:
         function: computes on real tensors; it changes none of its arguments and returns none of them.
         fake: returns tensors of the same shapes and dtypes, without computing them.
+        name: by default that of the function, without a leading underscore.
+        types: those of the arguments, by name; by default those that the function says.
+        n_results: the number of tensors that it returns.
         keep_for_backward: (ctx, inputs, output), saves what the gradient needs; None for a function without gradient.
         differentiate: (ctx, *gradients of the results) -> gradients of the arguments.
+        once: what can be differentiated only once, and what else to use; None if the gradient has a gradient.
+        flops: what FlopCounterMode counts, from the arguments: 2 for a multiplication and an addition, also of products that a
+            backward pass recomputes.
 
     Returns:
         The operator; call it like the function.
     """
-    name = function.__name__.removeprefix("_")
-    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+    name = name or function.__name__.removeprefix("_")
+    types = types or {key: hint for key, hint in get_type_hints(function).items() if key != "return"}
+    arguments = ", ".join(f"{'str' if get_origin(hint) is Literal else _TYPES[hint]} {key}" for key, hint in types.items())
+    _LIBRARY.define(f"{name}({arguments}) -> ({', '.join(['Tensor'] * n_results)})")
     _LIBRARY.impl(name, _on_one_device(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"lineartime::{name}", _on_one_device(fake), lib=_LIBRARY)
     if differentiate is not None:
-        unless_undefined = _unless_undefined(differentiate, len(signature(function).parameters))
-        torch.library.register_autograd(f"lineartime::{name}", unless_undefined, setup_context=keep_for_backward, lib=_LIBRARY)
-    operator: Callable[..., Any] = getattr(torch.ops.lineartime, name).default
-    return operator
+        gradients = _checked(differentiate, len(types), once)
+        torch.library.register_autograd(f"lineartime::{name}", gradients, setup_context=keep_for_backward, lib=_LIBRARY)
+    operator: Any = getattr(torch.ops.lineartime, name).default
+    if flops is not None:
+        operator.decompose = _counted(operator, list(types), flops)
+    called: Callable[..., Any] = operator
+    return called
 
 
-def _unless_undefined(differentiate: Callable[..., Any], n_arguments: int) -> Callable[..., Any]:
-    """The gradients of the arguments, which are undefined like those of all results: None stands for zeros."""
+def _checked(differentiate: Callable[..., Any], n_arguments: int, once: tuple[str, str] | None) -> Callable[..., Any]:
+    """The gradients: undefined, None, where those of all results are; an error where they must be differentiable."""
 
     def differentiated(ctx: Any, *gradients: Tensor | None) -> Any:
-        if all(gradient is None for gradient in gradients):
+        given = [gradient for gradient in gradients if gradient is not None]
+        if not given:
             return (None,) * n_arguments
+        # The compiler records a backward pass with gradients on, and does not differentiate it.
+        traced = type(given[0]) is not Tensor or torch.compiler.is_compiling()
+        if once is not None and torch.is_grad_enabled() and not traced:
+            raise RuntimeError(f"{once[0]} can be differentiated only once: for second derivatives, {once[1]}.")
         return differentiate(ctx, *gradients)
 
     return differentiated
@@ -72,11 +105,125 @@ def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def refuse_second_derivative(
-    gradient: Tensor, what: str, instead: str = "use backend='torch', or set_backend(model, 'torch')"
-) -> None:
-    """Raise RuntimeError if the backward pass of this gradient must be differentiable (create_graph=True)."""
-    # The compiler records a backward pass with gradients on, and does not differentiate it.
-    traced = type(gradient) is not Tensor
-    if torch.is_grad_enabled() and not traced and not torch.compiler.is_compiling():
-        raise RuntimeError(f"{what} can be differentiated only once: for second derivatives, {instead}.")
+def _counted(operator: Any, names: list[str], flops: Callable[..., int]) -> Callable[..., Any]:
+    """FlopCounterMode asks every operator that it does not know how it decomposes: ours hands it a formula instead.
+
+    Its registry would take the formula as well, but importing it takes half a second.
+    """
+
+    def formula(*arguments: Any, out_val: Any = None, **keywords: Any) -> int:
+        return flops(**dict(zip(names, arguments, strict=False)), **keywords)
+
+    def decompose(*_arguments: Any, **_keywords: Any) -> Any:
+        for mode in _get_current_dispatch_mode_stack():
+            if hasattr(mode, "counter"):
+                mode.counter.flop_registry[operator.overloadpacket] = formula
+        return NotImplemented
+
+    return decompose
+
+
+class Fused(Generic[Inputs]):
+    """A form that computes its own gradients, as the operators `name` and `name_backward`. Call it with its inputs.
+
+    Args:
+        name: the name of the operator.
+        inputs: the type of its inputs, a NamedTuple.
+        forward: (inputs, keep) -> the result and, if `keep`, tensors that the backward pass needs. It runs without autocast.
+        fake: the same, but only the shapes and dtypes of these tensors matter.
+        backward: (inputs, kept, gradient of the result, wanted) -> the gradients of the inputs `wrt`, in any dtype; what it
+            returns where one is not wanted is dropped. It runs without autocast.
+        wrt: the inputs that have gradients.
+        n_kept: the number of tensors that are kept.
+        what: the name of the form, in the error of a second derivative.
+        flops, backward_flops: (inputs), and (inputs, wanted) -> see `register_operator`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: type[Inputs],
+        forward: Callable[[Inputs, bool], Tensors],
+        fake: Callable[[Inputs, bool], Tensors],
+        backward: Callable[[Inputs, Tensors, Tensor, list[bool]], Sequence[Tensor | None]],
+        *,
+        wrt: tuple[str, ...],
+        n_kept: int = 0,
+        what: str,
+        flops: Callable[[Inputs], int],
+        backward_flops: Callable[[Inputs, list[bool]], int],
+    ) -> None:
+        types, make = get_type_hints(inputs), inputs._make
+        self._inputs, self._n_kept = inputs, n_kept
+        self._places = [inputs._fields.index(field) for field in wrt]
+        self.operator = register_operator(
+            self._forward(forward), self._forward(fake), name=name, types={**types, "keep": bool},
+            n_results=1 + n_kept, keep_for_backward=self._keep, differentiate=self._differentiate,
+            once=(what, "use backend='torch', or set_backend(model, 'torch')"),
+            flops=lambda keep, **fields: flops(make(fields[key] for key in types)),
+        )  # fmt: skip
+        kept = {f"kept_{i}": Tensor for i in range(n_kept)}
+        self.backward = register_operator(
+            self._backward(backward), self._backward(None), name=f"{name}_backward",
+            types={"d_out": Tensor, **kept, **types, "wanted": list[bool]}, n_results=len(wrt),
+            flops=lambda wanted, **fields: backward_flops(make(fields[key] for key in types), wanted),
+        )  # fmt: skip
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        """The result, of which autograd knows the gradients."""
+        given = [inputs[place] for place in self._places]
+        keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+        out = self.operator(*inputs, keep)
+        result: Tensor = out[0] if self._n_kept else out
+        return result
+
+    def _forward(self, function: Callable[[Inputs, bool], Tensors]) -> Callable[..., Any]:
+        """`forward` or `fake` of the operator's arguments, with empty tensors in place of what is not kept."""
+
+        def called(*arguments: Any) -> Any:
+            *inputs, keep = arguments
+            with without_autocast(inputs[0]):
+                out, *kept = function(self._inputs._make(inputs), keep)
+            if not keep:
+                kept = [out.new_empty(0) for _ in range(self._n_kept)]
+            return (out, *kept) if self._n_kept else out
+
+        return called
+
+    def _backward(self, function: Callable[[Inputs, Tensors, Tensor, list[bool]], Any] | None) -> Callable[..., Any]:
+        """`backward`, or its fake, of the operator's arguments: gradients like the inputs, empty where none is wanted."""
+
+        def called(d_out: Tensor, *arguments: Any) -> Tensors:
+            kept, rest, wanted = arguments[: self._n_kept], arguments[self._n_kept : -1], arguments[-1]
+            inputs = self._inputs._make(rest)
+            given = [inputs[place] for place in self._places]
+            if function is None:
+                gradients: Any = [None if x is None else x.new_empty(x.shape) for x in given]
+            else:
+                with without_autocast(d_out):
+                    gradients = function(inputs, kept, d_out, wanted)
+            return tuple(
+                gradient.to(x.dtype) if need else d_out.new_empty(0)
+                for gradient, x, need in zip(gradients, given, wanted, strict=True)
+            )
+
+        return called
+
+    def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        kept = output[1:] if self._n_kept else ()
+        *fields, _ = inputs
+        ctx.save_for_backward(*kept, *[x if isinstance(x, Tensor) else None for x in fields])
+        ctx.mark_non_differentiable(*kept)
+        ctx.set_materialize_grads(False)  # no zeros are needed for what is kept
+        ctx.rest = [None if isinstance(x, Tensor) else x for x in fields]
+
+    def _differentiate(self, ctx: Any, d_out: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: checkpointing forbids a second read
+        kept, tensors = saved[: self._n_kept], saved[self._n_kept :]
+        inputs = [rest if x is None else x for x, rest in zip(tensors, ctx.rest, strict=True)]
+        wanted = [ctx.needs_input_grad[place] for place in self._places]
+        found = self.backward(d_out, *kept, *inputs, wanted)
+        gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for place, need, gradient in zip(self._places, wanted, found, strict=True):
+            gradients[place] = gradient if need else None
+        return tuple(gradients)

@@ -1,9 +1,8 @@
-"""Positions as pure functions: rotary embedding, the three relative biases, the sinusoid table.
+"""Positions as pure functions: rotary embedding, the two relative biases, the sinusoid table.
 
 Shapes: T tokens, s query/key width, d model width, Q queries, K keys. Positions are integer tensors.
 """
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -73,18 +72,6 @@ def no_rotation_table(width: int, dtype: torch.dtype, device: torch.device) -> T
     return torch.tensor([1.0, 0.0], dtype=dtype, device=device)[:, None, None].expand(2, 1, width // 2)
 
 
-def partial_rotary_table(positions: Tensor, width: int, rotated: int | None, dtype: torch.dtype) -> Tensor:
-    """`rotary_table` for vectors of which only `rotated` features are rotated (None for all): [2, ..., width / 2].
-
-    The first `rotated` / 2 features of each half are rotated. The others have angles of zero.
-    """
-    table = rotary_table(positions, (width if rotated is None else rotated) // 2, dtype)
-    if rotated is None or rotated == width:
-        return table
-    still = table.new_ones(*table.shape[1:-1], width // 2 - rotated // 2)
-    return torch.cat([table, torch.stack([still, torch.zeros_like(still)])], -1)
-
-
 def rotate(x: Tensor, rotations: Tensor | None) -> Tensor:
     """Rotate pairs of features (RoFormer, arXiv 2104.09864; half-split form).
 
@@ -150,40 +137,6 @@ def by_distance(values: Tensor, n_queries: int, n_keys: int) -> Tensor:
     # The repeated values have period Q + K - 1. Viewed in rows of Q + K, they shift by one place from row to row.
     rows = values.expand(n_queries, -1).reshape(-1)
     return F.pad(rows, (0, n_queries)).view(n_queries, n_keys + n_queries)[:, :n_keys].flip(0)
-
-
-N_BUCKETS, FARTHEST_BUCKET = 32, 128
-"""As in T5: the number of buckets, and the distance from which on all keys share one bucket."""
-
-
-def distance_buckets(offsets: Tensor, causal: bool) -> Tensor:
-    """The bucket of each offset j - t, int64, as in T5 (arXiv 1910.10683): one for each near distance, then logarithmic.
-
-    If causal, all buckets are for earlier keys, and later keys share the bucket of the token itself. Otherwise, half of the
-    buckets are for later keys.
-    """
-    buckets = N_BUCKETS if causal else N_BUCKETS // 2
-    near = buckets // 2
-    distance = (-offsets).clamp(min=0) if causal else offsets.abs()
-    # The 1e-3 decides at powers of two, where rounding could go either way; no other distance is within 1e-2 of a border.
-    octaves = (distance.clamp(min=1).float() / near).log() / math.log(FARTHEST_BUCKET / near)
-    far = (near + (octaves * (buckets - near) + 1e-3).long()).clamp(max=buckets - 1)
-    bucket = torch.where(distance < near, distance, far)
-    return bucket if causal else bucket + (offsets > 0) * buckets
-
-
-def bucket_bias(values: Tensor, query_positions: Tensor, key_positions: Tensor, causal: bool) -> Tensor:
-    """Relative bias [Q, K] of any length from one value for each bucket of distances, [N_BUCKETS]."""
-    offsets = torch.arange(-FARTHEST_BUCKET, FARTHEST_BUCKET + 1, device=values.device)
-    table = look_up(values, distance_buckets(offsets, causal))
-    wanted = key_positions[None, :] - query_positions[:, None]
-    return look_up(table, wanted.clamp(-FARTHEST_BUCKET, FARTHEST_BUCKET) + FARTHEST_BUCKET)
-
-
-def bucket_values(values: Tensor, offsets: Tensor, causal: bool) -> Tensor:
-    """The value of the bucket of each offset, [N_BUCKETS] and [n] -> [n], without indexing: see `by_distance`."""
-    chosen = distance_buckets(offsets, causal)[:, None] == torch.arange(N_BUCKETS, device=values.device)
-    return torch.where(chosen, values, 0.0).sum(-1)
 
 
 class FactoredBias(NamedTuple):

@@ -1,7 +1,6 @@
 """The precision in which an op computes."""
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,9 @@ def matmul_dtype(*tensors: Tensor) -> torch.dtype:
 
 def common_dtype(*tensors: Tensor) -> torch.dtype:
     """The common dtype of tensors, or that of autocast if it is on; for kernels, which convert float16 themselves."""
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype if dtype == torch.float64 else autocast_dtype(tensors[0]) or dtype
 
 

@@ -1,10 +1,9 @@
 """Prefixes: the first tokens of a document, within which a causal attention is bidirectional.
 
-Shapes: B batch, T tokens, D documents packed into a single row.
+Shapes: N tokens of a pack, D documents.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
@@ -18,35 +17,29 @@ def check_prefix(prefix_lengths: Tensor | None, causal: bool) -> None:
 
 
 def prefix_tokens(
-    prefix_lengths: Tensor, batch: int, positions: Tensor, mask: Tensor | None, document: Tensor | None, starts: Tensor | None
+    prefix_lengths: Tensor, positions: Tensor, document: Tensor, starts: Tensor, is_real: Tensor | None, of_rows: bool
 ) -> Tensor:
-    """Which tokens are in a prefix, bool [B, T].
+    """Which tokens of a pack are in a prefix, bool [1, N].
 
     Args:
-        prefix_lengths: int [B], or [D] for packed documents.
-        batch: B.
-        positions: int [T] or [B, T], the position of each token in its document, counting only real tokens.
-        mask: bool [B, T], True for real tokens, or None if all are real.
-        document: int [T], the document of each token, or None if every row is one document.
-        starts: int [D + 1], the boundaries of packed documents, or None if every row is one document.
+        prefix_lengths: int [D].
+        positions, document: int64 [N], the position of each token in its document, and the document.
+        starts: int64 [D + 1], the boundaries of the documents.
+        is_real: bool [1, N], or None if all tokens are real.
+        of_rows: whether a document is a row of a batch, for messages.
 
     Raises:
         ArgumentError: if the lengths do not match the documents.
     """
-    n_documents, size = (batch, "[B]") if starts is None else (starts.shape[0] - 1, "[D]")
+    n_documents, size, where = starts.shape[0] - 1, "[B]" if of_rows else "[D]", "row" if of_rows else "document"
     check_whole("prefix_lengths", prefix_lengths)
     if prefix_lengths.shape != (n_documents,):
         raise ArgumentError("prefix_lengths", f"has shape {list(prefix_lengths.shape)}, but must be {size} = [{n_documents}].")
     if prefix_lengths.is_meta and not positions.is_meta:
         raise ArgumentError("prefix_lengths", f"is on the meta device, but must be on {positions.device}, like the tokens.")
     lengths = prefix_lengths.to(positions.device, torch.long)
-    real = torch.ones_like(positions, dtype=torch.bool).expand(batch, -1) if mask is None else mask
-    if document is None or starts is None:
-        limit, available = lengths[:, None], real.sum(1)
-    else:
-        limit, available = lengths[document], F.pad(real[0].cumsum(0), (1, 0))[starts].diff()
     given = f"is {shortened(lengths.tolist())}, but " if is_readable(lengths) else ""
-    where = "row" if document is None else "document"
     predicate = f"{given}must be from 0 to the number of real tokens of each {where}."
-    require((lengths >= 0) & (lengths <= available), "prefix_lengths", predicate)
-    return (positions < limit) & real
+    require((lengths >= 0) & (lengths <= starts.diff()), "prefix_lengths", predicate)
+    marked = (positions < lengths[document])[None]
+    return marked if is_real is None else marked & is_real

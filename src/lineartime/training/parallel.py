@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lineartime.data import Batch
 from lineartime.errors import ArgumentError
 from lineartime.models.language_model import LanguageModel
-from lineartime.ops.arrange import to_device
 from lineartime.ops.context import context_group
+from lineartime.ops.make_batch import to_device
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 

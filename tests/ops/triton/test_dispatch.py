@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lineartime.foreign import ForeignFLASH
 from lineartime.layers import FLASH, GAU, set_backend
 from lineartime.ops import FactoredBias, backends, mixed_chunk_attention, quadratic_attention
 
@@ -38,19 +39,6 @@ def test_mixed_chunks_under_masks(causal: bool, normalization: Any, device: str)
     bias = torch.randn(16, 16, device=device)
     inputs = make_inputs(4, 2, 37, device)
     assert_same(mixed_chunk_attention, inputs, chunk_size=16, causal=causal, bias=bias, mask=mask, normalization=normalization)
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_a_layer_defines_the_operators_where_there_is_a_gpu(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    imported: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    monkeypatch.setattr(backends.importlib, "import_module", imported.append)
-    backends.define_operators.cache_clear()
-    try:
-        FLASH(8, d_qk=4)
-    finally:
-        backends.define_operators.cache_clear()
-    assert ("lineartime.ops.triton.gated" in imported) == there
 
 
 @pytest.mark.parametrize("compiling", [False, True])
@@ -126,7 +114,7 @@ def test_autocast_reaches_the_kernels(device: str) -> None:
         GAU(16, d_qk=16, causal=True),
         GAU(16, d_qk=16, causal=True, max_length=64),
         FLASH(16, d_qk=16, chunk_size=16, causal=True),
-        FLASH(16, d_qk=16, chunk_size=16, bias_form="buckets"),
+        ForeignFLASH(16, d_qk=16, chunk_size=16, bias_form="buckets"),
     ],
 )
 def test_a_layer_set_to_the_kernels_has_the_values_and_gradients_of_the_definition(layer: GAU | FLASH, device: str) -> None:

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+import lineartime.foreign.activations  # noqa: F401  # laplace
+from lineartime.foreign.positions import in_part
 from lineartime.ops import gated_mixed_chunk_attention
-from lineartime.ops.flops import register_formulas
+from lineartime.ops.mixed_chunk import triton
+from lineartime.ops.positions import rotary_table
 
-kernels = pytest.importorskip("lineartime.ops.triton.gated")
+pytest.importorskip("triton")
 # Triton 3.9 announces another default for 3.10 whenever it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -47,7 +50,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ragged": {"positions": AT},
     "rows at positions of their own": {"positions": AT + torch.tensor([[0], [100]])},
     "padding": {"positions": AT, "mask": AT.expand(2, -1) >= torch.tensor([[0], [11]])},
-    "rotated in part": {"positions": AT, "rotary_width": 8},
+    "rotated in part": {"positions": in_part(rotary_table(AT, 4, torch.float64), D_QK)},
     "without rotation": {"positions": None},
 }
 
@@ -140,14 +143,14 @@ def test_the_operator_keeps_the_promises_of_a_custom_op(with_bias: bool, device:
     starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
     rest = (rotations, real, *scales, starts, 0.25, True, "relu2")
     own_bias = bias if with_bias else None
-    torch.library.opcheck(kernels._forward_operator, (tokens, gamma, beta, own_bias, *rest, True))
+    torch.library.opcheck(triton.of_tokens.operator, (tokens, gamma, beta, own_bias, *rest, True))
     if not with_bias:
         without_gradients = tuple(x.detach() for x in (tokens, gamma, beta))
-        torch.library.opcheck(kernels._forward_operator, (*without_gradients, None, *rest, False))
+        torch.library.opcheck(triton.of_tokens.operator, (*without_gradients, None, *rest, False))
     kept = (torch.randn(2, 2, CHUNK, D_VALUE, device=device), torch.randn(2, 2, D_QK, D_VALUE, device=device))
     fixed = tuple(None if x is None else x.detach() for x in (tokens, gamma, beta, own_bias))
     d_out = torch.randn(2, 2, CHUNK, D_VALUE, device=device)
-    torch.library.opcheck(kernels._backward_operator, (d_out, *kept, *fixed, *rest, with_bias))
+    torch.library.opcheck(triton.of_tokens.backward, (d_out, *kept, *fixed, *rest, [True] * 3 + [with_bias]))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -204,7 +207,6 @@ def test_a_second_derivative_is_refused_with_what_to_do(device: str) -> None:
 
 
 def test_it_counts_the_products_it_computes() -> None:
-    register_formulas()  # the interpreted kernels of these tests are defined after the counter was imported
     tokens, table = torch.zeros(3, 5, CHUNK, 2 * D_VALUE + D_QK, device="meta"), torch.zeros(4, D_QK, device="meta")
     scales = (torch.zeros(1, 1, 1, device="meta"), torch.zeros(1, 5, device="meta"), torch.zeros(2, device="meta"))
     inside, across = 2 * 15 * CHUNK**2, 2 * 15 * CHUNK * D_QK * D_VALUE
@@ -213,5 +215,5 @@ def test_it_counts_the_products_it_computes() -> None:
         out, attended, states = torch.ops.lineartime.triton_gated_mixed_chunk(*rest, True)
     assert counter.get_total_flops() == inside * (D_QK + D_VALUE) + 2 * across
     with FlopCounterMode(display=False) as counter:
-        torch.ops.lineartime.triton_gated_mixed_chunk_backward(out, attended, states, *rest, False)
+        torch.ops.lineartime.triton_gated_mixed_chunk_backward(out, attended, states, *rest, [True] * 3 + [False])
     assert counter.get_total_flops() == inside * (3 * D_QK + 2 * D_VALUE) + 4 * across

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lineartime.ops.activations import laplace
+from lineartime.foreign.activations import laplace
+from lineartime.ops.quadratic import triton
 
-kernels = pytest.importorskip("lineartime.ops.triton.quadratic")
+pytest.importorskip("triton")
 common = pytest.importorskip("lineartime.ops.triton.common")
 # Triton 3.9 announces another default for 3.10 whenever it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -21,6 +22,10 @@ Attention = Callable[..., Tensor]
 WIDTH, COLUMNS = 16, 16
 ODD = {"width": 24, "columns": 40}  # not powers of two, and more columns than the interpreter has in a block
 SCALE = 0.25  # the same in float32 and in float64
+
+
+def attend(*tensors: Tensor, bias: Tensor | None = None, **constants: Any) -> Tensor:
+    return triton.of_rows(triton.Inputs(*tensors, bias=bias, **constants))
 
 
 def definition(
@@ -84,7 +89,7 @@ def test_values_and_gradients_are_the_definition(
     inputs, options = make_inputs(length, dtype, device, with_bias=with_bias, batch=1, **ODD)
     options |= {"causal": causal, "activation": activation}
     exact = run(definition, [x.double() for x in inputs], **options)
-    assert_close(run(kernels.attend, inputs, **options), exact, tolerance)
+    assert_close(run(attend, inputs, **options), exact, tolerance)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -96,7 +101,7 @@ def test_several_blocks_and_several_sequences_are_the_definition(
     inputs, options = make_inputs(length, dtype, device, batch=batch, width=width)
     options |= {"causal": causal, "activation": "relu2"}
     exact = run(definition, [x.double() for x in inputs], **options)
-    assert_close(run(kernels.attend, inputs, **options), exact, tolerance)
+    assert_close(run(attend, inputs, **options), exact, tolerance)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes minutes in the interpreter, whose own blocks are small enough")
@@ -106,7 +111,7 @@ def test_a_thousand_tokens_and_wide_heads_are_the_definition(causal: bool, dtype
     inputs, options = make_inputs(1000, dtype, device, batch=1, width=160, columns=300)
     options |= {"causal": causal, "activation": "relu2", "score_scale": 0.0625}
     exact = run(definition, [x.double() for x in inputs], **options)
-    assert_close(run(kernels.attend, inputs, **options), exact, 2e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert_close(run(attend, inputs, **options), exact, 2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float16, 2)])
@@ -117,7 +122,7 @@ def test_errors_are_close_to_those_of_plain_pytorch(
     inputs, options = make_inputs(33, dtype, device, **ODD)
     options |= {"causal": causal, "activation": activation}
     exact = run(definition, [x.double() for x in inputs], **options)
-    plain, fast = run(definition, inputs, **options), run(kernels.attend, inputs, **options)
+    plain, fast = run(definition, inputs, **options), run(attend, inputs, **options)
     for x, y, z in zip(fast, plain, exact, strict=True):
         assert x.dtype == dtype
         tiny = torch.finfo(torch.float32).eps * z.abs().max()
@@ -127,7 +132,7 @@ def test_errors_are_close_to_those_of_plain_pytorch(
 def test_a_bias_may_be_more_exact_than_the_rest(device: str) -> None:
     (*inputs, bias), options = make_inputs(33, torch.bfloat16, device, batch=16)
     options |= {"causal": True, "activation": "relu2"}
-    *_, d_bias = run(kernels.attend, [*inputs, bias.float()], **options)
+    *_, d_bias = run(attend, [*inputs, bias.float()], **options)
     assert d_bias.dtype == torch.float32
     *_, plain = run(definition, [*inputs, bias.float()], **options)
     *_, exact = run(definition, [x.double() for x in (*inputs, bias)], **options)
@@ -139,7 +144,7 @@ def test_large_float16_scores_do_not_overflow(device: str) -> None:
     inputs[0], inputs[1] = 40 * inputs[0], 40 * inputs[1]  # scores of some 2000, squares of some 4 million
     options |= {"causal": True, "activation": "relu2"}
     options["row_scale"] = options["row_scale"] * 1e-5
-    outputs = run(kernels.attend, inputs, **options)
+    outputs = run(attend, inputs, **options)
     assert all(x.isfinite().all() for x in outputs)
     assert_close(outputs[:1], run(definition, [x.double() for x in inputs], **options)[:1], 2e-3)
 
@@ -148,7 +153,7 @@ def test_large_float16_scores_do_not_overflow(device: str) -> None:
 def test_the_same_inputs_give_the_same_bits(causal: bool, device: str) -> None:
     inputs, options = make_inputs(65, torch.bfloat16, device, batch=1)
     options |= {"causal": causal, "activation": "relu2"}
-    first, second = (run(kernels.attend, inputs, **options) for _ in range(2))
+    first, second = (run(attend, inputs, **options) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
@@ -157,11 +162,11 @@ def test_inputs_and_output_gradients_may_be_strided(device: str) -> None:
     options |= {"causal": False, "activation": "relu2"}
     strided = [x.mT.contiguous().mT for x in inputs]
     assert not any(x.is_contiguous() for x in strided)
-    for x, y in zip(run(kernels.attend, strided, **options), run(kernels.attend, inputs, **options), strict=True):
+    for x, y in zip(run(attend, strided, **options), run(attend, inputs, **options), strict=True):
         assert torch.equal(x, y)
 
     leaves = [x.requires_grad_() for x in inputs]
-    out = kernels.attend(*leaves[:3], bias=leaves[3], **options)
+    out = attend(*leaves[:3], bias=leaves[3], **options)
     expanded = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
     for x, y in zip(expanded, torch.autograd.grad(out, leaves, torch.ones_like(out)), strict=True):
         assert torch.equal(x, y)
@@ -172,7 +177,7 @@ def test_nothing_to_attend_to_gives_empty_outputs_and_zero_gradients(
     batch: int, length: int, columns: int, device: str
 ) -> None:
     inputs, options = make_inputs(length, torch.float32, device, batch=batch, columns=columns)
-    out, *gradients = run(kernels.attend, inputs, causal=True, activation="relu2", **options)
+    out, *gradients = run(attend, inputs, causal=True, activation="relu2", **options)
     assert out.shape == (batch, length, columns)
     assert [x.shape for x in gradients] == [x.shape for x in inputs]
     assert not any(x.any() for x in gradients)
@@ -181,19 +186,19 @@ def test_nothing_to_attend_to_gives_empty_outputs_and_zero_gradients(
 def test_a_bias_that_is_a_constant_gets_no_gradient_and_no_memory(allocations: list[tuple[int, ...]], device: str) -> None:
     (q, k, v, bias), options = make_inputs(33, torch.float32, device)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    kernels.attend(*inputs, bias=bias, causal=True, activation="relu2", **options).sum().backward()
+    attend(*inputs, bias=bias, causal=True, activation="relu2", **options).sum().backward()
     assert bias.grad is None
     assert all(x.grad is not None for x in inputs)
     assert (33, 33) not in allocations
-    kernels.attend(*inputs, bias=bias.requires_grad_(), causal=True, activation="relu2", **options).sum().backward()
+    attend(*inputs, bias=bias.requires_grad_(), causal=True, activation="relu2", **options).sum().backward()
     assert (33, 33) in allocations
 
 
 @pytest.fixture
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 queries or keys at a time."""
-    monkeypatch.setattr(kernels, "TOKENS", 16)
-    monkeypatch.setattr(kernels, "SCORES", 0)
+    monkeypatch.setattr(triton, "TOKENS", 16)
+    monkeypatch.setattr(triton, "SCORES", 0)
 
 
 @pytest.mark.usefixtures("short_parts")
@@ -205,13 +210,13 @@ def test_parts_of_the_sequences_add_up_to_the_definition(length: int, causal: bo
     inputs, options = make_inputs(length, dtype, device, with_bias=with_bias)
     options |= {"causal": causal, "activation": "relu2"}
     exact = run(definition, [x.double() for x in inputs], **options)
-    assert_close(run(kernels.attend, inputs, **options), exact, tolerance)
+    assert_close(run(attend, inputs, **options), exact, tolerance)
 
 
 @pytest.mark.usefixtures("short_parts")
 def test_memory_is_linear_in_the_length(allocations: list[tuple[int, ...]], device: str) -> None:
     inputs, options = make_inputs(65, torch.float32, device, with_bias=False)
-    run(kernels.attend, inputs, causal=False, activation="relu2", **options)
+    run(attend, inputs, causal=False, activation="relu2", **options)
     of_tokens = [(2, 65, COLUMNS)] * 2 + [(2, 65, WIDTH)] * 2  # out, dv; dq, dk
     of_parts = [(2, 16, 65)] * 4 + [(2, 1, 65)] + ([(2, 65, 16)] * 4 + [(2, 65, 1)]) * 2  # P; P and dX
     assert sorted(allocations) == sorted(of_tokens + of_parts)
@@ -222,7 +227,7 @@ def test_memory_is_linear_in_the_length(allocations: list[tuple[int, ...]], devi
     [(64, 1024, True, 256), (64, 1024, False, 1024), (8, 8192, True, 1024), (1, 65536, True, 1024), (256, 65536, True, 256)],
 )
 def test_the_parts_have_as_many_tokens_as_memory_and_causality_allow(batch: int, length: int, causal: bool, size: int) -> None:
-    parts = list(kernels._parts(batch, length, causal))
+    parts = list(triton._parts(batch, length, causal))
     assert parts == [(first, min(first + size, length)) for first in range(0, length, size)]
 
 
@@ -231,15 +236,15 @@ def test_the_op_keeps_the_promises_of_a_custom_op(with_bias: bool, device: str) 
     (q, k, v, *bias), options = make_inputs(17, torch.float32, device, with_bias=with_bias)
     for x in (q, k, v, *bias):
         x.requires_grad_()
-    arguments = (q, k, v, bias[0] if bias else None, options["row_scale"], SCALE, True, "relu2")
+    arguments = (q, k, v, bias[0] if bias else None, options["row_scale"], SCALE, True, "relu2", True)
     torch.library.opcheck(torch.ops.lineartime.triton_quadratic.default, arguments)
 
 
 def test_a_compiled_graph_holds_it_whole(device: str) -> None:
     inputs, options = make_inputs(17, torch.float32, device)
     options |= {"causal": True, "activation": "relu2"}
-    compiled = torch.compile(kernels.attend, fullgraph=True, backend="aot_eager")
-    for x, y in zip(run(compiled, inputs, **options), run(kernels.attend, inputs, **options), strict=True):
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for x, y in zip(run(compiled, inputs, **options), run(attend, inputs, **options), strict=True):
         assert torch.equal(x, y)
 
 
@@ -248,7 +253,7 @@ def test_it_can_be_exported(device: str) -> None:
 
     class Module(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-            return kernels.attend(q, k, v, bias=bias, causal=True, activation="relu2", **options)
+            return attend(q, k, v, bias=bias, causal=True, activation="relu2", **options)
 
     exported = torch.export.export(Module(), tuple(inputs))
     assert torch.equal(exported.module()(*inputs), Module()(*inputs))
@@ -257,9 +262,9 @@ def test_it_can_be_exported(device: str) -> None:
 def test_autocast_changes_nothing(device: str) -> None:
     inputs, options = make_inputs(17, torch.float32, device)
     options |= {"causal": True, "activation": "relu2"}
-    plain = run(kernels.attend, inputs, **options)
+    plain = run(attend, inputs, **options)
     with torch.autocast(device, dtype=torch.bfloat16):
-        cast = run(kernels.attend, inputs, **options)
+        cast = run(attend, inputs, **options)
     assert all(torch.equal(x, y) for x, y in zip(cast, plain, strict=True))
 
 

@@ -2,14 +2,13 @@
 
     reference.py         the definition, one query at a time
     chunked.py           plain PyTorch, on any device
-    tiled.py             a few chunks at a time, for CPUs; takes the projected tokens of a layer
+    cpu.py               a few chunks at a time, for CPUs; takes the projected tokens of a layer
     triton.py            kernels for GPUs; those of a layer take the projected tokens too
-    stream.py            many new tokens of streams at one position, with a state of constant size
-    step.py              one new token of each stream, at different positions
+    stream.py            more tokens of streams, at any positions, with a state of constant size
     context_parallel.py  over sequences that are split over several processes
 
-All of them compute the same function of (heads, bias, layout, options) or, with the gate of a FLASH layer around it, of
-(projected, bias, layout, options). This file checks the arguments and chooses the form.
+All of them compute the same function of (heads, bias, batch, options) or, with the gate of a FLASH layer around it, of
+(projected, bias, batch, options). This file checks the arguments and chooses the form.
 
 Shapes: B batch, T tokens, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.
@@ -17,35 +16,42 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend, choose_backend
-from lineartime.ops.checks import check_bias, check_rotary_width
-from lineartime.ops.layout import Layout, LayoutPlan
-from lineartime.ops.make_layout import make_layout, rotated_by
-from lineartime.ops.mixed_chunk import chunked, context_parallel, reference, tiled, triton
+from lineartime.ops.batch import Batch, Needs
+from lineartime.ops.checks import check_bias
+from lineartime.ops.make_batch import make_batch, rotated_by
+from lineartime.ops.mixed_chunk import chunked, context_parallel, cpu, reference, triton
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads, check_positions, check_projected
+from lineartime.ops.positions import rotary_table
 from lineartime.ops.precision import acc_dtype, matmul_dtype
 from lineartime.ops.prefix import check_prefix
 
 Inputs = TypeVar("Inputs", Heads, Projected)
-_Form = Callable[[Heads, Tensor | None, Layout, MixedChunkOptions], Tensor]
+_Form = Callable[[Heads, Tensor | None, Batch, MixedChunkOptions], Tensor]
 
 
 def _with_prefix(
-    attend: Callable[[Inputs, Tensor | None, Layout, MixedChunkOptions], Tensor],
+    attend: Callable[[Inputs, Tensor | None, Batch, MixedChunkOptions], Tensor],
     inputs: Inputs,
     bias: Tensor | None,
-    layout: Layout,
+    batch: Batch,
     options: MixedChunkOptions,
 ) -> Tensor:
-    """Apply a form without prefixes to everything and, bidirectionally, to the prefixes of the layout."""
-    causal = attend(inputs, bias, layout, options)
-    return layout.with_prefix(causal, lambda prefix: attend(inputs, bias, prefix, options.bidirectional))
+    """Apply a form without prefixes to everything and, bidirectionally, to the prefixes of the batch."""
+
+    def within(*parts: Any) -> Tensor:
+        *tensors, inner = parts
+        of_prefix = Heads(*tensors) if isinstance(inputs, Heads) else inputs._replace(tokens=tensors[0])
+        return attend(of_prefix, _of_chunks(bias, inner), inner, options.bidirectional)
+
+    tensors = inputs if isinstance(inputs, Heads) else inputs[:1]
+    return batch.with_prefix(attend(inputs, bias, batch, options), within, *tensors)
 
 
 _FORMS: dict[str, _Form] = {
@@ -53,8 +59,8 @@ _FORMS: dict[str, _Form] = {
     "torch": partial(_with_prefix, chunked.attend),
     "triton": partial(_with_prefix, triton.attend),
 }
-_GATED_FORMS: dict[str, Callable[[Projected, Tensor | None, Layout, MixedChunkOptions], Tensor]] = {
-    "tiled": tiled.attend,
+_GATED_FORMS: dict[str, Callable[[Projected, Tensor | None, Batch, MixedChunkOptions], Tensor]] = {
+    "tiled": cpu.attend,
     "triton": triton.attend_gated,
 }
 """The forms that take the projected tokens of a layer and apply its gate."""
@@ -91,7 +97,7 @@ def mixed_chunk_attention(
             its own start and does not attend to the others.
         prefix_lengths: int [B], or [D] with `cu_seqlens`, for causal attention: the number of real tokens at the start of each
             row, or document, that attend as in a bidirectional attention over these tokens alone. Later tokens attend causally.
-        activation: the activation of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
+        activation: the activation of the quadratic part: "relu2" or "softmax".
         normalization: "count", "paper" or "paper_sum": see `MixedChunkOptions`.
         backend: "torch", "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto", the fastest that can run.
 
@@ -108,12 +114,13 @@ def mixed_chunk_attention(
     check_heads(heads)
     check_bias(bias, chunk_size, "C")
     check_prefix(prefix_lengths, causal)
-    layout = make_layout(v.shape, mask, cu_seqlens, prefix_lengths, device=v.device, plan=LayoutPlan(chunk_size=chunk_size))
+    batch = make_batch(v.shape, mask, cu_seqlens, prefix_lengths, device=v.device, needs=Needs(chunk_size))
 
-    def attend(q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        return attend_heads(Heads(q_quad, k_quad, q_lin, k_lin, v), _of_chunks(bias, layout), layout, options, backend)
+    def attend(*parts: Any) -> Tensor:
+        *tensors, batch = parts
+        return attend_heads(Heads(*tensors), _of_chunks(bias, batch), batch, options, backend)
 
-    return layout.by_part(attend, *heads)
+    return batch.unpack(batch.by_part(attend, *map(batch.pack, heads)))
 
 
 def gated_mixed_chunk_attention(
@@ -123,7 +130,6 @@ def gated_mixed_chunk_attention(
     *,
     chunk_size: int,
     positions: Tensor | None,
-    rotary_width: int | None = None,
     causal: bool = False,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
@@ -142,8 +148,8 @@ def gated_mixed_chunk_attention(
     Args:
         projected: [B, T, 2 e + s], the gate, the values and the base of queries and keys, all before SiLU.
         gamma, beta: [4, s], the scale and offset of q_quad, k_quad, q_lin and k_lin.
-        positions: int [T] or [B, T], the positions by which queries and keys are rotated; None for no rotation.
-        rotary_width: the number of their s features that are rotated, half of them in each half of s; None for all.
+        positions: int [T] or [B, T], the positions by which queries and keys are rotated; or the `rotary_table` of positions,
+            [2, T, s / 2] or [2, B, T, s / 2]; None for no rotation.
         chunk_size, causal, bias, mask, cu_seqlens, prefix_lengths, activation, normalization: as for `mixed_chunk_attention`.
         backend: "tiled" (for CPUs), a backend of `mixed_chunk_attention`, or "auto", the fastest that can run.
 
@@ -159,74 +165,77 @@ def gated_mixed_chunk_attention(
     check_bias(bias, chunk_size, "C")
     check_prefix(prefix_lengths, causal)
     check_positions(positions, projected.shape[0], projected.shape[1], tokens.d_qk)
-    check_rotary_width(rotary_width, tokens.d_qk)
-    plan = LayoutPlan(chunk_size=chunk_size)
-    layout = make_layout(projected.shape, mask, cu_seqlens, prefix_lengths, device=projected.device, plan=plan)
+    batch = make_batch(projected.shape, mask, cu_seqlens, prefix_lengths, device=projected.device, needs=Needs(chunk_size))
     if positions is not None:
-        layout = rotated_by(layout, positions, tokens.d_qk, acc_dtype(gamma), rotary_width)
+        given = positions.is_floating_point()
+        table = positions if given else rotary_table(positions, tokens.d_qk // 2, acc_dtype(gamma))
+        if batch.document is not None or batch.order is not None:
+            table = table.view(2, -1, *table.shape[-2:]).expand(-1, projected.shape[0], -1, -1).flatten(1, 2)
+            table = table if batch.order is None else table.index_select(1, batch.order)
+            table = table if batch.counts is None else table.unflatten(1, (projected.shape[0], -1))
+        batch = rotated_by(batch, table)
 
-    def attend(projected: Tensor, layout: Layout) -> Tensor:
-        return attend_projected(Projected(projected, gamma, beta), _of_chunks(bias, layout), layout, options, backend)
+    def attend(projected: Tensor, batch: Batch) -> Tensor:
+        return attend_projected(Projected(projected, gamma, beta), _of_chunks(bias, batch), batch, options, backend)
 
-    return layout.by_part(attend, projected)
+    return batch.unpack(batch.by_part(attend, batch.pack(projected)))
 
 
-def _of_chunks(bias: Tensor | None, layout: Layout) -> Tensor | None:
-    """The part of a bias [C, C] for the chunks of a layout, which may have fewer slots."""
-    size = layout.require_chunks().chunk_size
-    return None if bias is None else bias[:size, :size]
+def _of_chunks(bias: Tensor | None, batch: Batch) -> Tensor | None:
+    """The part of a bias [C, C] for the chunks of a batch, which may have fewer slots."""
+    return None if bias is None else bias[: batch.chunk_size, : batch.chunk_size]
 
 
 def attend_heads(
-    heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChunkOptions, backend: Backend = "auto"
+    heads: Heads, bias: Tensor | None, batch: Batch, options: MixedChunkOptions, backend: Backend = "auto"
 ) -> Tensor:
     """`mixed_chunk_attention` inside a model; ArgumentError for a backend that is unknown or cannot run here."""
     form = choose_backend(backend, ("torch", "triton", "oracle"), heads.v, matmul_dtype(*heads), options.activation)
-    return _FORMS[form](heads, bias, layout, options)
+    return _FORMS[form](heads, bias, batch, options)
 
 
-def attend_part(part: str, heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
+def attend_part(part: str, heads: Heads, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
     """The quadratic ("local") or the linear ("global") part of `attend_heads`; values may have any width."""
-    return _with_prefix(partial(chunked.attend, parts=(part,)), heads, bias, layout, options)
+    return _with_prefix(partial(chunked.attend, parts=(part,)), heads, bias, batch, options)
 
 
 def attend_projected(
     projected: Projected,
     bias: Tensor | None,
-    layout: Layout,
+    batch: Batch,
     options: MixedChunkOptions,
     backend: Backend = "auto",
     output: Tensor | None = None,
 ) -> Tensor:
-    """`gated_mixed_chunk_attention` inside a model, where the arguments are already checked and the layout is made.
+    """`gated_mixed_chunk_attention` inside a model, where the arguments are already checked and the batch is described.
 
     Args:
-        projected, bias, layout, options: the inputs of every form; `projected` may still lack its bias.
+        projected, bias, batch, options: the inputs of every form; `projected` may still lack its bias.
         backend: see `gated_mixed_chunk_attention`.
         output: [d, e], the weight of the output projection, or None. With it, the result is [B, T, d], and the tiled form keeps
             less for the backward pass.
 
     Raises:
-        ArgumentError: if the backend is unknown or cannot run here, or the processes of the layout's context cannot split the
+        ArgumentError: if the backend is unknown or cannot run here, or the processes of the context cannot split the
             batch.
     """
     compute = matmul_dtype(projected.tokens, projected.gamma)
     available: tuple[Backend, ...] = ("torch", "tiled", "triton", "oracle")
     form = choose_backend(backend, available, projected.tokens, compute, options.activation)
-    if form == "tiled" and layout.context is None and layout.prefix is None:
-        return tiled.attend(projected, bias, layout, options, output)
+    if form == "tiled" and batch.context is None and batch.prefix is None:
+        return cpu.attend(projected, bias, batch, options, output)
     projected = projected.with_bias()
     attend = partial(_with_prefix, _GATED_FORMS[form]) if form in _GATED_FORMS else partial(_gated, _FORMS[form])
-    if layout.context is not None:
-        gated = context_parallel.attend(attend, layout.context, projected, bias, layout, options)
+    if batch.context is not None:
+        gated = context_parallel.attend(attend, batch.context, projected, bias, batch, options)
     else:
-        gated = attend(projected, bias, layout, options)
+        gated = attend(projected, bias, batch, options)
     return gated if output is None else F.linear(gated, output)
 
 
-def _gated(form: _Form, projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
-    gate, heads = projected.heads(layout.rotations)
-    return gate * form(heads, bias, layout, options)
+def _gated(form: _Form, projected: Projected, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
+    gate, heads = projected.heads(batch.rotations)
+    return gate * form(heads, bias, batch, options)
 
 
 mixed_chunk_attention_oracle = partial(mixed_chunk_attention, backend="oracle")

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.activations import attention_weights
-from lineartime.ops.chunks import Chunks, Reach, count_before, sum_chunks
-from lineartime.ops.layout import Layout
+from lineartime.ops.batch import Batch
+from lineartime.ops.chunks import Reach, count_before, sum_chunks
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 
@@ -23,31 +23,30 @@ from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, with
 def attend(
     heads: Heads,
     bias: Tensor | None,
-    layout: Layout,
+    batch: Batch,
     options: MixedChunkOptions,
     parts: Collection[str] = ("local", "global"),
 ) -> Tensor:
     """Attend quadratically inside chunks and linearly across them, [B, T, e]; or one of these `parts` alone."""
     compute = matmul_dtype(*heads)
-    chunks = layout.require_chunks()
     with without_autocast(heads.v):
-        q_quad, k_quad, q_lin, k_lin, v = (chunks.cut(x.to(compute)) for x in heads)
+        q_quad, k_quad, q_lin, k_lin, v = (batch.cut(x.to(compute)) for x in heads)
         outputs = []
         if "local" in parts:
-            outputs.append(chunk_attention(q_quad, k_quad, v, chunks, bias, options))
+            outputs.append(chunk_attention(q_quad, k_quad, v, batch, bias, options))
         if "global" in parts:
             reach: Reach = "before" if options.causal else "all"
-            elsewhere = layout.elsewhere(options.causal)
-            outputs.append(summary_attention(q_lin, k_lin, v, chunks, options, reach=reach, elsewhere=elsewhere))
-        return chunks.join(reduce(add, outputs).to(output_dtype(heads.v, compute)))
+            elsewhere = batch.elsewhere(options.causal)
+            outputs.append(summary_attention(q_lin, k_lin, v, batch, options, reach=reach, elsewhere=elsewhere))
+        return batch.join(reduce(add, outputs).to(output_dtype(heads.v, compute)))
 
 
-def chunk_attention(q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tensor | None, options: MixedChunkOptions) -> Tensor:
+def chunk_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, bias: Tensor | None, options: MixedChunkOptions) -> Tensor:
     """The quadratic part, inside each chunk: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""
     causal = options.causal
     visible = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril() if causal else None
-    if chunks.real is not None and visible is None:
-        visible = chunks.real[..., None, :]  # causal needs only the triangle: empty slots come after real ones
+    if batch.real is not None and visible is None:
+        visible = batch.real[..., None, :]  # causal needs only the triangle: empty slots come after real ones
     weights = attention_weights(
         q @ k.mT,
         d_qk=q.shape[-1],
@@ -60,20 +59,20 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, bias: Tenso
 
 
 def summary_attention(
-    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, options: MixedChunkOptions, *, reach: Reach, elsewhere: int = 0
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, options: MixedChunkOptions, *, reach: Reach, elsewhere: int = 0
 ) -> Tensor:
     """The linear part: every chunk uses the sum of k v^T over the chunks in its reach; shapes as for `chunk_attention`.
 
     `elsewhere` is the number of tokens that other processes add to the sum. The divisor includes them.
     """
-    size = chunks.sizes(v.new_empty(0, dtype=acc_dtype(v)))[..., None, None]
+    size = batch.sizes(v.new_empty(0, dtype=acc_dtype(v)))[..., None, None]
     if options.counts_whole_chunks:
         size = (size > 0) * float(options.chunk_size)  # a chunk counts as full, an empty chunk as zero
-    alone = reach == "before" and chunks.document is None
+    alone = reach == "before" and batch.chunk_document is None
     if alone:  # the first chunk reads nothing, and the last is not read
         q, k, v, size = q[:, 1:], k[:, :-1], v[:, :-1], size[:, :-1]
     summaries = (k.mT @ v).to(acc_dtype(v))  # [B, G, s, e]
-    total, count = (x.cumsum(1) if alone else sum_chunks(x, chunks, reach) for x in (summaries, size))
+    total, count = (x.cumsum(1) if alone else sum_chunks(x, batch, reach) for x in (summaries, size))
     read = q @ (total / options.linear_divisor(count + elsewhere)).to(q.dtype)
     return F.pad(read, (0, 0, 0, 0, 1, 0)) if alone else read
 
@@ -92,23 +91,23 @@ class ChunkScales(NamedTuple):
     state_scale: Tensor
 
 
-def chunk_scales(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Tensor, before: int = 0) -> ChunkScales:
+def chunk_scales(batch: Batch, options: MixedChunkOptions, d_qk: int, like: Tensor, before: int = 0) -> ChunkScales:
     """The divisors of both parts, as factors, for documents after `before` other tokens.
 
     `like` determines the device and, if it is float64, the dtype.
     """
-    chunks, causal = layout.require_chunks(), options.causal
-    sizes = chunks.sizes(like.new_empty(0, dtype=acc_dtype(like)))
+    causal = options.causal
+    sizes = batch.sizes(like.new_empty(0, dtype=acc_dtype(like)))
     tokens = (sizes > 0).to(sizes.dtype) * options.chunk_size if options.counts_whole_chunks else sizes
     if options.published_length is not None:
         score, row = 1 / options.published_length, sizes.new_ones(1, 1, 1)
     else:
         score = d_qk**-0.5
         # Real tokens come before empty slots, so the slot of a query determines how many keys it sees.
-        slots = torch.arange(1, chunks.chunk_size + 1, device=sizes.device)
+        slots = torch.arange(1, batch.chunk_size + 1, device=sizes.device)
         row = 1 / slots.to(sizes.dtype)[None, None] if causal else 1 / sizes.clamp(min=1)[..., None]
     if causal:  # not by `sum_chunks`, for whose steps compiled code would be compiled again for other lengths of documents
-        read = count_before(tokens, chunks).to(sizes.dtype)
+        read = count_before(tokens, batch).to(sizes.dtype)
     else:
-        read = sum_chunks(tokens, chunks, "all").expand_as(sizes)
-    return ChunkScales(score, row, 1 / options.linear_divisor(before + read + layout.elsewhere(causal)))
+        read = sum_chunks(tokens, batch, "all").expand_as(sizes)
+    return ChunkScales(score, row, 1 / options.linear_divisor(before + read + batch.elsewhere(causal)))

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
+from lineartime.ops.batch import Batch
 from lineartime.ops.context import ContextGroup, sum_elsewhere
-from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected, queries_and_keys
 from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
 
 
 def attend(
-    here: Callable[[Projected, Tensor | None, Layout, MixedChunkOptions], Tensor],
+    here: Callable[[Projected, Tensor | None, Batch, MixedChunkOptions], Tensor],
     group: ContextGroup,
     projected: Projected,
     bias: Tensor | None,
-    layout: Layout,
+    batch: Batch,
     options: MixedChunkOptions,
 ) -> Tensor:
     """Attend to the tokens of this process with the form `here`, and to those of the other processes of the group.
@@ -45,11 +45,11 @@ def attend(
         ArgumentError: if a slice does not consist of whole chunks.
     """
     _check_slice(projected.tokens.shape[1], options.chunk_size)
-    gated = here(projected, bias, layout, options)
+    gated = here(projected, bias, batch, options)
     compute, causal = matmul_dtype(projected.tokens, projected.gamma), options.causal
     with without_autocast(projected.tokens):
         gate, v, z = projected.activate()
-        q_lin, k_lin = queries_and_keys(z, projected.gamma[2:], projected.beta[2:], layout.rotations).unbind(1)
+        q_lin, k_lin = queries_and_keys(z, projected.gamma[2:], projected.beta[2:], batch.rotations).unbind(1)
         k_chunks, v_chunks = (x.to(compute).unflatten(1, (-1, options.chunk_size)) for x in (k_lin, v))
         own = (k_chunks.mT @ v_chunks).to(acc_dtype(v_chunks)).sum(1)
         read = sum_elsewhere(own, group, "before" if causal else "others")
@@ -57,7 +57,7 @@ def attend(
         length = projected.tokens.shape[1]
         place = torch.arange(length, device=v.device)
         in_slice = place - place % options.chunk_size if causal else torch.full_like(place, length)
-        scale = 1 / options.linear_divisor(layout.elsewhere(causal) + in_slice).to(own.dtype)
+        scale = 1 / options.linear_divisor(batch.elsewhere(causal) + in_slice).to(own.dtype)
         attended = (q_lin * scale[:, None]).to(compute) @ read.to(compute)
         out: Tensor = gated + (gate * attended).to(gated.dtype)
         return out

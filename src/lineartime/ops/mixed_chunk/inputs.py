@@ -1,9 +1,8 @@
-"""The inputs of every form of mixed chunk attention, their checks, and the state that steps update.
+"""The inputs of every form of mixed chunk attention, and their checks.
 
-Shapes: B batch or streams, T tokens, C chunk size, e value width, s query/key width.
+Shapes: B batch, T tokens, C chunk size, e value width, s query/key width.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple, overload
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError, check_choice
-from lineartime.ops.activations import ACTIVATIONS, CHUNK_NORMALIZATIONS, Activation, Normalization
+from lineartime.ops.activations import CHUNK_NORMALIZATIONS, Activation, Normalization, known_activations
 from lineartime.ops.checks import check_positive, check_queries_keys_values, check_whole
 from lineartime.ops.positions import over_heads, rotate
 
@@ -24,7 +23,7 @@ class MixedChunkOptions:
     Attributes:
         chunk_size: C; T need not be a multiple of it.
         causal: whether a token attends only to itself and earlier tokens.
-        activation: the activation of the quadratic part: "relu2", "softmax", "softmax_plus" or "laplace".
+        activation: the activation of the quadratic part: "relu2" or "softmax".
         normalization: "count" divides by the number of visible keys. "paper" has the published scores q.k / C + bias, and
             averages K^T V / C over the visible chunks. "paper_sum" has these scores and the linear part of published ports: a
             causal layer sums K^T V / C over the previous chunks without averaging, so outputs grow with the position; a
@@ -37,7 +36,7 @@ class MixedChunkOptions:
     normalization: Normalization = "count"
 
     def __post_init__(self) -> None:
-        check_choice("activation", self.activation, ACTIVATIONS)
+        check_choice("activation", self.activation, known_activations())
         check_choice("normalization", self.normalization, CHUNK_NORMALIZATIONS)
         check_positive(chunk_size=self.chunk_size)
 
@@ -70,11 +69,6 @@ class MixedChunkOptions:
         if isinstance(n_tokens, int):
             return self.chunk_size if self.divides_by_chunk_size else max(1, n_tokens)
         return torch.full_like(n_tokens, self.chunk_size) if self.divides_by_chunk_size else n_tokens.clamp(min=1)
-
-
-def group_size(chunk_size: int) -> int:
-    """The number of tokens that joined streams add to their sums at once: writing the sums takes a large part of a step."""
-    return math.gcd(chunk_size, 8)
 
 
 class Heads(NamedTuple):
@@ -131,23 +125,6 @@ class Projected(NamedTuple):
         return gate, Heads(*(*queries_and_keys(z, self.gamma, self.beta, rotations).unbind(1), v))
 
 
-class MixedChunkStreams(NamedTuple):
-    """What a batch of streams at different positions remembers.
-
-    Attributes:
-        sums: [B, s, e], the sum of k_lin v^T over all tokens but those of the last group of the open chunk, if it is not full
-            (see `group_size`); in float32 or better.
-        keys: [B, 2, C, s], the keys of the quadratic and of the linear part in the open chunk, in the dtype of the model.
-        values: [B, C, e] of the open chunk, in the same dtype. Rows of keys and values after its last token are stale.
-        position: int [B], the number of tokens that each stream has read.
-    """
-
-    sums: Tensor
-    keys: Tensor
-    values: Tensor
-    position: Tensor
-
-
 def queries_and_keys(z: Tensor, gamma: Tensor, beta: Tensor, rotations: Tensor | None) -> Tensor:
     """rope(Z * gamma_i + beta_i) for every i: [B, T, s], [maps, s], [maps, s] -> [B, maps, T, s]."""
     maps = torch.addcmul(beta[:, None], z[..., None, :, :], gamma[:, None])
@@ -160,8 +137,12 @@ def check_heads(heads: Heads) -> None:
 
 
 def check_positions(positions: Tensor | None, batch: int, length: int, width: int) -> None:
-    """Raise ArgumentError unless positions are None, or int [T] or [B, T] for vectors of an even width."""
+    """Raise ArgumentError unless positions are None, int [T] or [B, T], or rotations, for vectors of an even width."""
     if positions is None:
+        return
+    if positions.is_floating_point() and positions.dim() in (3, 4):
+        if positions.shape not in ((2, length, width // 2), (2, batch, length, width // 2)):
+            raise ArgumentError("positions", f"has shape {list(positions.shape)}, but rotations must be [2, T, s / 2].")
         return
     check_whole("positions", positions)
     if positions.shape not in ((length,), (batch, length)):

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.activations import attention_weights_oracle
+from lineartime.ops.batch import Batch
 from lineartime.ops.documents import by_document
-from lineartime.ops.layout import Layout
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 
 
-def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
+def attend(heads: Heads, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
     """o_quad + o_lin, [B, T, e]."""
     chunk_size = options.chunk_size
 
@@ -46,14 +46,14 @@ def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChun
 
             chunks = -(-len(far) // chunk_size)
             count = chunks * chunk_size if options.normalization == "paper" else len(far)
-            divisor = max(1, count + layout.elsewhere(causal))
+            divisor = max(1, count + batch.elsewhere(causal))
             if options.normalization == "paper_sum" and causal:
                 divisor = chunk_size
             o_lin = q_lin[t] @ (k_lin[far].mT @ v[far]) / divisor
             rows.append(o_quad + o_lin)
         return torch.stack(rows)
 
-    in_prefix = torch.full(heads.v.shape[:2], layout.prefix is not None, device=heads.v.device)
-    if layout.prefix is not None and layout.prefix.mask is not None:
-        in_prefix = layout.prefix.mask
-    return by_document(document, in_prefix[..., None], *heads, layout=layout)
+    in_prefix = torch.zeros(heads.v.shape[:2], dtype=torch.bool, device=heads.v.device)
+    if batch.in_prefix is not None:
+        in_prefix = batch.in_prefix
+    return by_document(document, in_prefix[..., None], *heads, document=batch.document, real=batch.is_real)

@@ -1,51 +1,115 @@
-"""Mixed chunk attention by Triton kernels, for GPUs: see `lineartime.ops.triton.mixed_chunk`."""
+"""Mixed chunk attention by Triton kernels: the chunks are the batch of a quadratic attention, and read a state of all they see.
 
-from typing import Any
+Shapes: B batch, D documents, G chunks of all documents, C chunk size, s query/key width, e value width.
+
+    out[g, t] = sum over j of P[g, t, j] v[g, j] + q_lin[g, t] . M[g]               P, and dX below, as in score_kernels.py
+    M[g] = a[g] sum over h in R(g) of k_lin[h]^T v[h]                N[h] = sum over g with h in R(g) of a[g] q_lin[g]^T dout[g]
+
+    dv[h, j] = sum over t of P[h, t, j] dout[h, t] + k_lin[h, j] . N[h]
+    dq_lin[g, t] = M[g] dout[g, t]        dq_quad[g] = c dX[g] k_quad[g]        dbias = sum over the chunks of dX
+    dk_lin[h, j] = N[h] v[h, j]           dk_quad[g] = c dX[g]^T q_quad[g]
+
+with a = state_scale, c = score_scale, and R(g) the chunks of g's document: all of them or, where attention is causal, those
+before g. M and N [B, G, s, e], P and, backward, dX [B, G, C, C] are in memory, which keeps it linear in the number of tokens;
+M is kept for the backward pass, which computes P and dX from the same scores.
+
+Of a FLASH layer, one kernel makes V and the four maps of the projected tokens, and the kernel that reads the chunks multiplies
+its output by the gate U. Backward, one kernel computes the gradient of the gate, and one those of V and the maps. The forward
+pass keeps the tokens, the attention's output and M; V and the maps are computed again.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
 from lineartime.ops.backends import Backend, takes_triton
-from lineartime.ops.chunks import Chunks
-from lineartime.ops.layout import Layout
+from lineartime.ops.batch import Batch
+from lineartime.ops.flops import chunk_products
 from lineartime.ops.mixed_chunk.chunked import chunk_scales
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
-from lineartime.ops.precision import common_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.operator import Fused, register_operator
+from lineartime.ops.precision import acc_dtype, common_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.triton import state_dtype, workspace
+
+if TYPE_CHECKING:
+    from lineartime.ops.triton.chunk_kernels import Gate, Summary
 
 
-def attend(heads: Heads, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
+class OfHeads(NamedTuple):
+    """The inputs of attention in chunks.
+
+    Attributes:
+        q_quad, k_quad, q_lin, k_lin: [B, G, C, s].
+        v: [B, G, C, e]; it and k_lin are zero in slots that must not be read.
+        bias: [C, C], or None.
+        row_scale: float32 [B or 1, G, C], of the quadratic part.
+        state_scale: float32 [B or 1, G], of the linear part.
+        document_starts: int32 [D + 1], rising from 0 to G: the first chunk of every document, and the end.
+        score_scale: the scores are score_scale * q.k + bias.
+        causal: whether a token reads only itself and earlier tokens of its chunk, and the chunks before.
+        activation: "relu2" or "laplace".
+    """
+
+    q_quad: Tensor
+    k_quad: Tensor
+    q_lin: Tensor
+    k_lin: Tensor
+    v: Tensor
+    bias: Tensor | None
+    row_scale: Tensor
+    state_scale: Tensor
+    document_starts: Tensor
+    score_scale: float
+    causal: bool
+    activation: str
+
+
+class OfTokens(NamedTuple):
+    """The inputs of a layer between its projections; what is missing here is as in `OfHeads`.
+
+    Attributes:
+        tokens: [B, G, C, 2 e + s], zeros in slots that hold no token.
+        gamma, beta: [4, s].
+        rotations: [2, B or 1, G, C, s / 2], or None.
+        real: bool [B, G, C], or None where all slots hold a token.
+    """
+
+    tokens: Tensor
+    gamma: Tensor
+    beta: Tensor
+    bias: Tensor | None
+    rotations: Tensor | None
+    real: Tensor | None
+    row_scale: Tensor
+    state_scale: Tensor
+    document_starts: Tensor
+    score_scale: float
+    causal: bool
+    activation: str
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The widths s and e."""
+        d_qk = self.gamma.shape[1]
+        return d_qk, (self.tokens.shape[-1] - d_qk) // 2
+
+
+# 1. The forms ---------------------------------------------------------------------------------------------------------
+
+
+def attend(heads: Heads, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
     """The same function as the chunked form, [B, T, e]; it keeps the states of chunks, and no scores."""
-    from lineartime.ops.triton import mixed_chunk as kernels  # Triton may be absent
-
-    chunks, dtype = layout.require_chunks(), common_dtype(*heads)
+    dtype = common_dtype(*heads)
     with without_autocast(heads.v):
-        out = kernels.attend(
-            *(chunks.cut(x.to(dtype)) for x in heads),
-            bias=bias,
-            causal=options.causal,
-            **_constants(layout, options, heads.q_quad.shape[-1], heads.v),
-        )
-        return chunks.join(out.to(output_dtype(heads.v, matmul_dtype(*heads))))
+        cut = (batch.cut(x.to(dtype)) for x in heads)
+        out = of_heads(OfHeads._make((*cut, bias, *_constants(batch, options, heads.q_quad.shape[-1], heads.v))))
+        return batch.join(out.to(output_dtype(heads.v, matmul_dtype(*heads))))
 
 
-def attend_gated(projected: Projected, bias: Tensor | None, layout: Layout, options: MixedChunkOptions) -> Tensor:
+def attend_gated(projected: Projected, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
     """All of a FLASH layer between its linear projections, [B, T, e]: the kernels also make queries, keys and values."""
-    from lineartime.ops.triton import gated as kernels  # Triton may be absent
-
-    tokens, gamma, beta, _ = projected.with_bias()
-    chunks, dtype = layout.require_chunks(), common_dtype(tokens, gamma)
-    with without_autocast(tokens):
-        out = kernels.attend(
-            chunks.cut(tokens.to(dtype)),
-            gamma,
-            beta,
-            bias=bias,
-            rotations=layout.chunk_rotations,
-            real=chunks.real,
-            causal=options.causal,
-            **_constants(layout, options, projected.d_qk, tokens),
-        )
-    return chunks.join(out.to(output_dtype(tokens, matmul_dtype(tokens, gamma))))
+    return _join(of_tokens(_inputs(projected, bias, batch, options)), projected, batch)
 
 
 def can_extend(
@@ -60,19 +124,14 @@ def can_extend(
 
 
 def extend_gated(
-    projected: Projected,
-    bias: Tensor | None,
-    layout: Layout,
-    options: MixedChunkOptions,
-    summary: Tensor,
-    position: int,
+    projected: Projected, bias: Tensor | None, batch: Batch, options: MixedChunkOptions, summary: Tensor, position: int
 ) -> tuple[Tensor, Tensor]:
     """Causal `attend_gated` for whole chunks of new tokens of streams, after others; it has no gradient.
 
     Args:
         projected: the new tokens, [B, N, 2 e + s]; N is a multiple of C.
         bias: [C, C], or None.
-        layout: that of the new tokens, with their rotations.
+        batch: that of the new tokens, with their rotations.
         options: causal ones.
         summary: [B, s, e], the sum of k_lin v^T over the tokens before; it is not changed.
         position: their number, a multiple of C.
@@ -80,39 +139,183 @@ def extend_gated(
     Returns:
         [B, N, e], and the summary with the new tokens.
     """
-    from lineartime.ops.triton import gated as kernels  # Triton may be absent
+    inputs = _inputs(projected, bias, batch, options, position)
+    with without_autocast(projected.tokens):
+        out, summary = extend_operator(*inputs, summary)
+    return _join(out, projected, batch), summary
 
+
+def _inputs(projected: Projected, bias: Tensor | None, batch: Batch, options: MixedChunkOptions, before: int = 0) -> OfTokens:
+    """The inputs in the dtype to compute in, which depends on the autocast of the caller."""
     tokens, gamma, beta, _ = projected.with_bias()
-    chunks, dtype = layout.require_chunks(), common_dtype(tokens, gamma)
-    with without_autocast(tokens):
-        out, summary = kernels.extend(
-            chunks.cut(tokens.to(dtype)),
-            gamma,
-            beta,
-            summary,
-            bias=bias,
-            rotations=layout.chunk_rotations,
-            **_constants(layout, options, projected.d_qk, tokens, position),
-        )
-    return chunks.join(out.to(output_dtype(tokens, matmul_dtype(tokens, gamma)))), summary
+    constants = _constants(batch, options, projected.d_qk, tokens, before)
+    cut = batch.cut(tokens.to(common_dtype(tokens, gamma)))
+    return OfTokens(cut, gamma, beta, bias, batch.chunk_rotations, batch.real, *constants)
 
 
-def _constants(layout: Layout, options: MixedChunkOptions, d_qk: int, like: Tensor, before: int = 0) -> dict[str, Any]:
-    """The arguments of all kernels that autograd does not differentiate, for documents after `before` other tokens."""
-    chunks, scales = layout.require_chunks(), chunk_scales(layout, options, d_qk, like, before)
-    return {
-        "row_scale": scales.row_scale.expand(-1, scales.state_scale.shape[1], chunks.chunk_size).contiguous(),
-        "state_scale": scales.state_scale,
-        "document_starts": _document_starts(chunks),
-        "score_scale": scales.score_scale,
-        "activation": options.activation,
-    }
+def _join(out: Tensor, projected: Projected, batch: Batch) -> Tensor:
+    compute = matmul_dtype(projected.tokens, projected.gamma)
+    return batch.join(out.to(output_dtype(projected.tokens, compute)))
 
 
-def _document_starts(chunks: Chunks) -> Tensor:
-    """Where the chunks of each document begin, and the number of all chunks, so that the kernels write every state.
+def _constants(batch: Batch, options: MixedChunkOptions, d_qk: int, like: Tensor, before: int = 0) -> tuple[Any, ...]:
+    """The last six inputs, which have no gradient, for documents after `before` other tokens."""
+    scales = chunk_scales(batch, options, d_qk, like, before)
+    row_scale = scales.row_scale.expand(-1, scales.state_scale.shape[1], batch.chunk_size).contiguous()
+    starts = batch.chunk_starts.int()
+    if batch.chunk_document is not None:
+        # Compiled code cuts a pack into as many chunks as there can be. Those that no document fills get states, too.
+        starts = torch.cat([starts[:-1], starts.new_full((1,), batch.n_chunks)])
+    return row_scale, scales.state_scale, starts, scales.score_scale, options.causal, options.activation
 
-    Compiled code cuts a pack into as many chunks as there can be. Those that no document fills hold zeros.
-    """
-    starts = chunks.document_starts.int()
-    return starts if chunks.document is None else torch.cat([starts[:-1], starts.new_full((1,), chunks.n_chunks)])
+
+# 2. Of queries, keys and values ---------------------------------------------------------------------------------------
+
+
+def _forward(inputs: OfHeads, gate: "Gate | None" = None, summary: "Summary | None" = None) -> tuple[Tensor, Tensor]:
+    """The output, times the gate where given, and M, which the backward pass reads; a summary as for `chunk_states`."""
+    from lineartime.ops.triton.chunk_kernels import chunk_states, read_chunks  # Triton may be absent
+    from lineartime.ops.triton.score_kernels import attention_weights
+
+    if inputs.v.numel() == 0:
+        out, states = _fake(inputs)
+        return out, states
+    q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, starts, score_scale, causal, activation = _whole(inputs)
+    states = chunk_states(k_lin, v, state_scale, starts, causal=causal, transposed=False, summary=summary)
+    q, k, values, readers, of_chunks = (x.flatten(0, 1) for x in (q_quad, k_quad, v, q_lin, states))
+    weights = attention_weights(q, k, bias, row_scale, score_scale, dtype=states.dtype, causal=causal, activation=activation)
+    return read_chunks(weights, values, readers, of_chunks, causal=causal, gate=gate).view(v.shape), states
+
+
+def _whole(inputs: OfHeads) -> OfHeads:
+    """The same, contiguous, with a factor for every row and every chunk."""
+    *heads, bias, row_scale, state_scale, starts, score_scale, causal, activation = inputs
+    shape = inputs.v.shape
+    scales = row_scale.expand(shape[:3]).contiguous(), state_scale.expand(shape[:2]).contiguous()
+    bias = None if bias is None else bias.contiguous()
+    return OfHeads._make((*(x.contiguous() for x in heads), bias, *scales, starts, score_scale, causal, activation))
+
+
+def _fake(inputs: OfHeads, keep: bool = True) -> tuple[Tensor, Tensor]:
+    k_lin, v = inputs.k_lin, inputs.v
+    shape = (*v.shape[:2], k_lin.shape[-1], v.shape[-1])
+    return v.new_empty(v.shape), workspace(shape, state_dtype(v.dtype), v.device)
+
+
+def _backward(inputs: OfHeads, states: Tensor, d_out: Tensor, with_d_bias: bool) -> list[Any]:
+    """The gradients of q_quad, k_quad, q_lin, k_lin, v and, if asked for, of the bias."""
+    from lineartime.ops.triton.chunk_kernels import chunk_states, read_chunks  # Triton may be absent
+    from lineartime.ops.triton.score_kernels import score_gradient
+
+    if inputs.v.numel() == 0:
+        return [None if x is None else x.new_zeros(x.shape) for x in inputs[:6]]
+    q_quad, k_quad, q_lin, k_lin, v, bias, row_scale, state_scale, starts, score_scale, causal, activation = _whole(inputs)
+    d_out, dtype = d_out.contiguous(), state_dtype(v.dtype)
+    d_q_lin = d_out.to(dtype) @ states.mT
+    states = chunk_states(q_lin, d_out, state_scale, starts, causal=causal, transposed=True)
+    d_k_lin = v.to(dtype) @ states.mT
+
+    q, k, values, d_values = (x.flatten(0, 1) for x in (q_quad, k_quad, v, d_out))
+    weights, d_scores = score_gradient(
+        q, k, values, bias, row_scale, d_values, score_scale, dtype=dtype, causal=causal, activation=activation
+    )
+    d_v = read_chunks(weights, d_values, k_lin.flatten(0, 1), states.flatten(0, 1), causal=causal, transposed=True)
+    del weights, states
+    nothing = d_scores.new_zeros(1, 1, 1)  # baddbmm multiplies by score_scale before it rounds
+    d_q_quad = torch.baddbmm(nothing, d_scores, k.to(dtype), beta=0, alpha=score_scale).view(q_quad.shape)
+    d_k_quad = torch.baddbmm(nothing, d_scores.mT, q.to(dtype), beta=0, alpha=score_scale).view(k_quad.shape)
+    d_bias = d_scores.sum(0, dtype=acc_dtype(d_scores)) if with_d_bias else None
+    return [*(x.to(v.dtype) for x in (d_q_quad, d_k_quad, d_q_lin, d_k_lin)), d_v.view(v.shape), d_bias]
+
+
+def _flops(shape: torch.Size, widths: tuple[int, int], of_pairs: tuple[int, int] = (1, 1), n_sums: int = 2) -> int:
+    """For chunks [B, G, C, ...], with `of_pairs` products of the widths s and e for all pairs of tokens of a chunk."""
+    (batch, n_chunks, chunk_size), (d_qk, d_value) = shape[:3], widths
+    pairs = of_pairs[0] * d_qk + of_pairs[1] * d_value
+    return chunk_products(batch, n_chunks, chunk_size, pairs, n_sums * n_chunks, d_qk * d_value)
+
+
+def _flops_of_heads(inputs: OfHeads, *again: Any) -> int:
+    return _flops(inputs.v.shape, (inputs.q_quad.shape[-1], inputs.v.shape[-1]), *again)
+
+
+of_heads = Fused(
+    "triton_mixed_chunk", OfHeads, lambda inputs, keep: _forward(inputs), _fake,
+    lambda inputs, kept, d_out, wanted: _backward(inputs, kept[0], d_out, wanted[5]), n_kept=1,
+    wrt=("q_quad", "k_quad", "q_lin", "k_lin", "v", "bias"), what="backend 'triton'",
+    flops=_flops_of_heads, backward_flops=lambda inputs, wanted: _flops_of_heads(inputs, (3, 2), 4),
+)  # fmt: skip
+
+
+# 3. Of projected tokens -----------------------------------------------------------------------------------------------
+
+
+def _opened(inputs: OfTokens) -> tuple[OfTokens, OfHeads]:
+    """The inputs, contiguous, with gamma and beta in float32 or better, and the queries, keys and values they make."""
+    from lineartime.ops.triton.gated_kernels import open_tokens  # Triton may be absent
+
+    tokens = inputs.tokens.contiguous()
+    gamma, beta = (x.to(acc_dtype(tokens)).contiguous() for x in (inputs.gamma, inputs.beta))
+    rotations, real = (None if x is None else x.contiguous() for x in (inputs.rotations, inputs.real))
+    v, maps = open_tokens(tokens, gamma, beta, rotations, real)
+    heads = OfHeads._make((*maps.unbind(0), v, inputs.bias, *inputs[6:]))
+    return OfTokens(tokens, gamma, beta, inputs.bias, rotations, real, *inputs[6:]), heads
+
+
+def _forward_of_tokens(inputs: OfTokens, keep: bool) -> tuple[Tensor, ...]:
+    """The gated output [B, G, C, e] and, to be kept, the attention's output and the states of the chunks."""
+    from lineartime.ops.triton.chunk_kernels import Gate  # Triton may be absent
+
+    if inputs.tokens.numel() == 0:
+        return _fake_of_tokens(inputs, keep)
+    inputs, heads = _opened(inputs)
+    attended = workspace(heads.v.shape, heads.v.dtype, heads.v.device) if keep else None
+    out, states = _forward(heads, Gate(inputs.tokens.flatten(0, 1), None if attended is None else attended.flatten(0, 1)))
+    out = out.to(inputs.tokens.dtype)
+    return (out,) if attended is None else (out, attended, states)
+
+
+def _fake_of_tokens(inputs: OfTokens, keep: bool) -> tuple[Tensor, ...]:
+    tokens, (d_qk, d_value) = inputs.tokens, inputs.widths
+    dtype, shape = state_dtype(tokens.dtype), tokens.shape[:3]
+    attended, states = (tokens.new_empty(*x, d_value, dtype=dtype) for x in (shape, (*shape[:2], d_qk)))
+    return tokens.new_empty(*shape, d_value), attended, states
+
+
+def _backward_of_tokens(inputs: OfTokens, kept: tuple[Tensor, ...], d_out: Tensor, wanted: list[bool]) -> list[Tensor | None]:
+    from lineartime.ops.triton.gated_kernels import gate_gradient, open_gradient  # Triton may be absent
+
+    if inputs.tokens.numel() == 0:
+        return [None if x is None else x.new_zeros(x.shape) for x in inputs[:4]]
+    (attended, states), (inputs, heads) = kept, _opened(inputs)
+    tokens = inputs.tokens
+    d_tokens = workspace(tokens.shape, tokens.dtype, tokens.device)
+    d_attended = gate_gradient(d_out.contiguous(), tokens, attended, d_tokens, inputs.gamma.shape[1])
+    *d_maps, d_v, d_bias = _backward(heads, states, d_attended, wanted[3])
+    return [d_tokens, *open_gradient(tokens, inputs.gamma, inputs.rotations, d_v, d_maps, d_tokens), d_bias]
+
+
+of_tokens = Fused(
+    "triton_gated_mixed_chunk", OfTokens, _forward_of_tokens, _fake_of_tokens, _backward_of_tokens, n_kept=2,
+    wrt=("tokens", "gamma", "beta", "bias"), what="backend 'triton'",
+    flops=lambda inputs: _flops(inputs.tokens.shape, inputs.widths),
+    backward_flops=lambda inputs, wanted: _flops(inputs.tokens.shape, inputs.widths, (3, 2), 4),
+)  # fmt: skip
+
+
+def _extend(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The gated output of streams, each a row, after a sum of k_lin^T v, [B, s, e], and the sum with these tokens."""
+    from lineartime.ops.triton.chunk_kernels import Gate, Summary  # Triton may be absent
+
+    *given, summary = arguments
+    inputs, heads = _opened(OfTokens(*given))
+    carried = Summary(summary.contiguous(), workspace(summary.shape, summary.dtype, summary.device))
+    out, _ = _forward(heads, Gate(inputs.tokens.flatten(0, 1), None), carried)
+    return out.to(inputs.tokens.dtype), carried.after
+
+
+extend_operator = register_operator(
+    _extend, lambda *arguments: (_fake_of_tokens(OfTokens(*arguments[:-1]), False)[0], torch.empty_like(arguments[-1])),
+    name="triton_gated_mixed_chunk_extend", types={**get_type_hints(OfTokens), "summary": Tensor}, n_results=2,
+    flops=lambda summary, **inputs: _flops(inputs["tokens"].shape, OfTokens(**inputs).widths),
+)  # fmt: skip

@@ -2,7 +2,7 @@
 
     reference.py   the definition, one query at a time
     blocked.py     plain PyTorch, on any device
-    tiled.py       some queries at a time, for CPUs
+    cpu.py         some queries at a time, for CPUs; with cpu.cpp
     triton.py      kernels for GPUs
     stream.py      token by token, with a cache of keys and values
 
@@ -16,6 +16,7 @@ with n the number of visible keys.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +25,16 @@ from lineartime.errors import ArgumentError
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.checks import as_mask, check_queries_keys_values
-from lineartime.ops.chunks import Slots
-from lineartime.ops.layout import Layout
-from lineartime.ops.make_layout import make_layout
+from lineartime.ops.make_batch import make_batch
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import matmul_dtype
-from lineartime.ops.prefix import check_prefix, prefix_tokens
-from lineartime.ops.quadratic import blocked, reference, tiled, triton
+from lineartime.ops.prefix import check_prefix
+from lineartime.ops.quadratic import blocked, cpu, reference, triton
 from lineartime.ops.quadratic.inputs import QuadraticOptions, check_quadratic_bias
 
 _FORMS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | FactoredBias | None, Tensor | None, QuadraticOptions], Tensor]] = {
     "torch": blocked.attend,
-    "tiled": tiled.attend,
+    "tiled": cpu.attend,
     "triton": triton.attend,
 }
 
@@ -65,11 +64,10 @@ def quadratic_attention(
         cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row. They do not attend to each other.
         prefix_lengths: int [B], or [D] with `cu_seqlens`, for causal attention: the number of real tokens at the start of each
             row, or document, that attend to each other bidirectionally. Later tokens attend causally.
-        activation: the activation of the scores: "relu2", "softmax", "softmax_plus" or "laplace".
+        activation: the activation of the scores: "relu2" or "softmax".
         normalization: "count" divides by the number of visible keys. "paper" is the published relu(q.k / n + bias)^2, with n
-            the number of real tokens of the document. "paper_bias" is the relu((q.k + bias) / n)^2 of a published port, which
-            the backends "torch" and "oracle" have. An integer is a fixed n for "paper", which a causal model needs: with n from
-            the current length, later tokens would change earlier outputs. Prefixes need "count" or an integer.
+            the number of real tokens of the document. An integer is a fixed n for "paper", which a causal model needs: with n
+            from the current length, later tokens would change earlier outputs. Prefixes need "count" or an integer.
         backend: "torch", "tiled" (for CPUs), "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto", the
             fastest that can run.
 
@@ -87,52 +85,47 @@ def quadratic_attention(
     mask = as_mask("mask", mask, v.shape[0], v.shape[1], v.device)
     prefix = None
     if prefix_lengths is not None:
-        if normalization in ("paper", "paper_bias"):
+        if normalization == "paper":
             found = f"is {normalization!r}, which would use a different divisor inside and after the prefix"
             raise ArgumentError("normalization", f"{found}: give a fixed length as an integer, or use 'count'.")
-        tokens = make_layout(v.shape, mask, cu_seqlens, device=v.device)
-        prefix = prefix_tokens(prefix_lengths, len(v), tokens.positions, mask, tokens.document, tokens.document_starts)
+        described = make_batch(v.shape, mask, cu_seqlens, prefix_lengths, device=v.device)
+        assert described.in_prefix is not None
+        prefix = described.unpack(described.in_prefix[..., None])
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, prefix: Tensor | None, layout: Layout) -> Tensor:
-        return _attend(q, k, v, bias, mask, prefix, layout.rows, options, backend)
+    def attend(*parts: Any) -> Tensor:
+        *tensors, batch = parts
+        out: Tensor = batch.by_row(
+            partial(_attend_rows, bias, mask is not None, prefix is not None, options, backend), *tensors
+        )
+        return out
 
     # The documents alone, without the mask: a bias is indexed by place, padding included.
-    return make_layout(v.shape, None, cu_seqlens, device=v.device).by_part(attend, q, k, v, mask, prefix)
+    batch = make_batch(v.shape, None, cu_seqlens, device=v.device)
+    marks = [mark for mark in (None if mask is None else mask[..., None], prefix) if mark is not None]
+    return batch.by_part(attend, q, k, v, *marks)
 
 
-def _attend(
+def _attend_rows(
+    bias: Tensor | FactoredBias | None,
+    masked: bool,
+    has_prefix: bool,
+    options: QuadraticOptions,
+    backend: Backend,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | FactoredBias | None,
-    mask: Tensor | None,
-    prefix: Tensor | None,
-    rows: Slots | None,
-    options: QuadraticOptions,
-    backend: Backend,
+    *rest: Any,
 ) -> Tensor:
-    """`quadratic_attention` if every row of the batch is a document, or the documents are arranged in `rows`."""
-    if rows is None:
-        return attend_rows(q, k, v, bias, mask, options, backend, prefix)
-    # Documents become rows together with their padding.
-    real = rows.real.flatten(0, 1)
-    if mask is not None:
-        real = _as_rows(mask, rows)
-    if prefix is not None:
-        prefix = _as_rows(prefix, rows)
-    longest = real.shape[1]
+    """`quadratic_attention` of documents as rows; `rest` are the mask and the prefixes, [R, L, 1], if given, and the slots."""
+    *marks, real = rest
+    if masked:
+        real = marks[0][..., 0]
+    length = q.shape[1]
     if isinstance(bias, FactoredBias):
-        bias = FactoredBias(bias.of_queries[:longest], bias.of_keys[:longest])
+        bias = FactoredBias(bias.of_queries[:length], bias.of_keys[:length])
     elif bias is not None:
-        bias = bias[:longest, :longest]
-    q, k, v = (rows.arrange(x).flatten(0, 1) for x in (q, k, v))
-    out = attend_rows(q, k, v, bias, real, options, backend, prefix)
-    return rows.restore(out.view(*rows.real.shape, out.shape[-1]))
-
-
-def _as_rows(mask: Tensor, rows: Slots) -> Tensor:
-    """Bool [B, T] -> [R, L]."""
-    return rows.arrange(mask[..., None].to(torch.uint8)).flatten(0, 1)[..., 0] > 0
+        bias = bias[:length, :length]
+    return attend_rows(q, k, v, bias, real, options, backend, marks[-1][..., 0] if has_prefix else None)
 
 
 def attend_rows(
@@ -148,12 +141,14 @@ def attend_rows(
     """`quadratic_attention` inside a model, where the arguments are already checked and every document is a row.
 
     [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], marks real tokens, or is None if all slots hold one.
-    `prefix`, bool [R, L], marks the tokens of prefixes, or is None if there are none.
+    `prefix`, bool [R, L], marks the tokens of prefixes, or is None if there are none. A bias [R, L, L] differs by row, for
+    which there is plain PyTorch alone.
 
     Raises:
         ArgumentError: if the backend is unknown or cannot run here.
     """
-    available: tuple[Backend, ...] = ("torch", "oracle") if options.divides_bias else ("torch", "tiled", "triton", "oracle")
+    by_row = isinstance(bias, Tensor) and bias.dim() == 3
+    available: tuple[Backend, ...] = ("torch", "oracle") if by_row else ("torch", "tiled", "triton", "oracle")
     form = choose_backend(backend, available, v, matmul_dtype(q, k, v), options.activation)
     if form == "oracle":
         return reference.attend(q, k, v, bias, real, options, prefix)

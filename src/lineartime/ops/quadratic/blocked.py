@@ -19,8 +19,6 @@ def attend(
     """Attend within each row: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], marks real tokens."""
     length, causal = q.shape[1], options.causal
     published_length = options.published_length(length, real)
-    if options.divides_bias and bias is not None and published_length is not None:
-        bias = (bias.dense() if isinstance(bias, FactoredBias) else bias) / published_length
     outputs = []
     for start, stop in _blocks(length, causal):
         keys = stop if causal else length

@@ -1,4 +1,4 @@
-"""The inputs of every form of quadratic attention: the options, and checks of the arguments.
+"""The inputs of every form of quadratic attention: the options, checks of the arguments, and the divisors as factors.
 
 Shapes: R rows, L slots of a row, T tokens, s query/key width, e value width.
 """
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError, check_choice
-from lineartime.ops.activations import ACTIVATIONS, QUADRATIC_NORMALIZATIONS, Activation, Normalization
+from lineartime.ops.activations import NORMALIZATIONS, Activation, Normalization, known_activations
 from lineartime.ops.checks import check_bias
 from lineartime.ops.positions import FactoredBias
+from lineartime.ops.precision import acc_dtype
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,10 @@ class QuadraticOptions:
 
     Attributes:
         causal: whether a token attends only to itself and earlier tokens.
-        activation: "relu2", "softmax", "softmax_plus" or "laplace".
+        activation: "relu2" or "softmax".
         normalization: "count" divides by the number of visible keys. "paper" is the published relu(q.k / n + bias)^2, with n
-            the number of real tokens of the row. "paper_bias" is "paper" with the bias divided by n, too. An integer is a fixed
-            n for "paper", which a causal model needs: with n from the current length, later tokens would change earlier
-            outputs.
+            the number of real tokens of the row. An integer is a fixed n for "paper", which a causal model needs: with n from
+            the current length, later tokens would change earlier outputs.
     """
 
     causal: bool = False
@@ -32,10 +32,10 @@ class QuadraticOptions:
     normalization: Normalization | int = "count"
 
     def __post_init__(self) -> None:
-        check_choice("activation", self.activation, ACTIVATIONS)
+        check_choice("activation", self.activation, known_activations())
         fixed = isinstance(self.normalization, int) and not isinstance(self.normalization, bool)
         if not fixed or self.normalization < 1:  # type: ignore[operator]  # a number
-            check_choice("normalization", self.normalization, QUADRATIC_NORMALIZATIONS)
+            check_choice("normalization", self.normalization, NORMALIZATIONS)
 
     @property
     def bidirectional(self) -> "QuadraticOptions":
@@ -50,11 +50,6 @@ class QuadraticOptions:
             return float(self.normalization)
         return torch.sym_float(length or 1) if real is None else real.sum(1).clamp(min=1)[:, None, None]
 
-    @property
-    def divides_bias(self) -> bool:
-        """Whether the bias is divided by the n of the published q.k / n, like the product. A softmax does not use n."""
-        return self.normalization == "paper_bias" and self.activation not in ("softmax", "softmax_plus")
-
 
 def check_quadratic_bias(bias: Tensor | FactoredBias | None, length: int) -> None:
     """Raise ArgumentError unless the bias is None, [T, T], or has two factors [T, f]."""
@@ -67,3 +62,29 @@ def check_quadratic_bias(bias: Tensor | FactoredBias | None, length: int) -> Non
     if bias.of_queries.shape != bias.of_keys.shape:
         shapes = " and ".join(str(list(part.shape)) for part in bias)
         raise ArgumentError("bias", f"has factors of shapes {shapes}, but they must have the same shape [T, f].")
+
+
+def scaled_inputs(
+    q: Tensor, k: Tensor, bias: Tensor | FactoredBias | None, real: Tensor | None, options: QuadraticOptions
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, float]:
+    """Queries, keys, bias [L, L], row_scale [R, L] and score_scale of a fused form, for which a factored bias is features.
+
+    out[t] = row_scale[t] * sum over visible j of f(score_scale * q[t].k[j] + bias[t, j]) v[j]
+    """
+    rows, length, d_qk = q.shape
+    row_scale = torch.ones(rows, length, dtype=acc_dtype(q), device=q.device)
+    score_scale = d_qk**-0.5
+    published_length = options.published_length(length, real)
+    if isinstance(published_length, Tensor):  # another scale for each row
+        q, score_scale = (q / published_length).to(q.dtype), 1.0
+    elif published_length is not None:
+        score_scale = 1 / published_length
+    else:
+        counts = row_scale if real is None else real.to(row_scale.dtype)
+        counts = counts.cumsum(1) if options.causal else counts.sum(1, keepdim=True).expand(rows, length)
+        row_scale = 1 / counts.clamp(min=1)
+    if isinstance(bias, FactoredBias):  # a sum of two products is one product of concatenated features
+        of_queries, of_keys = (x.expand(rows, -1, -1) for x in bias)
+        q, k = torch.cat([q, (of_queries / score_scale).to(q.dtype)], -1), torch.cat([k, of_keys.to(k.dtype)], -1)
+        bias = None
+    return q, k, bias, row_scale, score_scale

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lineartime.ops.activations import attention_weights_oracle
 from lineartime.ops.documents import by_document
-from lineartime.ops.layout import Layout
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.quadratic.inputs import QuadraticOptions
 
@@ -27,6 +26,11 @@ def attend(
     prefix: Tensor | None = None,
 ) -> Tensor:
     """Attend within each row: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real` and `prefix`, bool [R, L], mark tokens."""
+    if isinstance(bias, Tensor) and bias.dim() == 3:
+        rows = zip(q, k, v, bias, [None] * len(q) if real is None else real, strict=True)
+        return torch.cat(
+            [attend(a[None], b[None], c[None], d, None if e is None else e[None], options) for a, b, c, d, e in rows]
+        )
     table = bias.dense() if isinstance(bias, FactoredBias) else bias
     slots = torch.arange(v.shape[1], device=v.device)
 
@@ -35,8 +39,6 @@ def attend(
         for t in range(len(v)):
             visible = [j for j in range(len(v)) if j <= t or not options.causal or (in_prefix[t] and in_prefix[j])]
             bias = None if table is None else table[slots[t, 0], slots[visible, 0]]
-            if options.divides_bias and bias is not None and length is not None:
-                bias = bias / length
             weights = attention_weights_oracle(
                 k[visible] @ q[t], bias, d_qk=q.shape[-1], activation=options.activation, published_length=length
             )
@@ -45,7 +47,7 @@ def attend(
 
     in_prefix = torch.zeros(v.shape[:2], dtype=torch.bool, device=v.device) if prefix is None else prefix
     places = slots[None, :, None].expand(len(v), -1, -1)
-    return by_document(document, places, in_prefix[..., None], q, k, v, layout=Layout(real, slots))
+    return by_document(document, places, in_prefix[..., None], q, k, v, real=real)
 
 
 def _published_length(options: QuadraticOptions, tokens: int) -> float | None:

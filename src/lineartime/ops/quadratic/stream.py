@@ -1,16 +1,17 @@
 """Quadratic attention of streams, with the keys and values of all earlier tokens in a cache.
 
-Shapes: B streams, N new tokens, T earlier tokens, s query/key width, e value width.
+Shapes: B streams, N new tokens, K places of the cache, s query/key width, e value width.
 """
 
-from typing import Literal
+from collections.abc import Callable
 
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.activations import Activation
-from lineartime.ops.cache import KVCache, KVStreams
-from lineartime.ops.checks import check_continues
+from lineartime.ops.activations import Activation, Normalization
+from lineartime.ops.batch import Batch
+from lineartime.ops.cache import KVCache
+from lineartime.ops.make_batch import stream_batch
 from lineartime.ops.precision import output_dtype
 from lineartime.ops.quadratic.blocked import attend_visible
 from lineartime.ops.quadratic.inputs import QuadraticOptions
@@ -22,16 +23,18 @@ def quadratic_attention_extend(
     v: Tensor,
     state: KVCache,
     *,
-    bias: Tensor | None = None,
+    batch: Batch | None = None,
+    bias: Callable[[int], Tensor | None] | Tensor | None = None,
     activation: Activation = "relu2",
-    normalization: Literal["count"] | int = "count",
+    normalization: Normalization | int = "count",
 ) -> tuple[Tensor, KVCache]:
-    """Continue a causal sequence by N tokens; the outputs equal those of one causal `quadratic_attention` over everything.
+    """Continue causal sequences by N tokens; the outputs equal those of one causal `quadratic_attention` over everything.
 
     Args:
-        q, k, v: [B, N, s], [B, N, s], [B, N, e] of the new tokens; further leading dimensions may be heads.
-        state: what came before; it is not changed.
-        bias: [N, T + N], the rows of the new tokens.
+        q, k, v: [B, N, s], [B, N, s], [B, N, e] of the new tokens; further dimensions after the first may be heads.
+        state: what came before; it is consumed.
+        batch: the new tokens; None if all of them are real.
+        bias: the rows of the new tokens, [N, K] or [B, N, K], or a function of K that computes them.
         activation, normalization: as for `quadratic_attention`.
 
     Returns:
@@ -43,40 +46,13 @@ def quadratic_attention_extend(
     options = QuadraticOptions(causal=True, activation=activation, normalization=normalization)
     if isinstance(normalization, str) and normalization != "count":
         raise ArgumentError("normalization", f"is {normalization!r}, but a stream needs 'count', or a fixed n.")
-    check_continues(k=(k, state.k), v=(v, state.v), q=(q, state.k))
-    state = state.append(k, v)
-    out = _attend(q, state.k, state.v, state.visible(q.shape[-2]), bias, options)
-    return out.to(output_dtype(v, out.dtype)), state
-
-
-def quadratic_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    streams: KVStreams,
-    *,
-    bias: Tensor | None = None,
-    activation: Activation = "relu2",
-    normalization: Literal["count"] | int = "count",
-) -> Tensor:
-    """Continue streams at different positions by one token each, and update `streams` in place.
-
-    Args:
-        q, k, v: [B, 1, s], [B, 1, s], [B, 1, e]; further dimensions after the first may be heads.
-        streams: what came before.
-        bias: [B, T], the row of each new token for the T tokens of the longest stream, including the new one.
-        activation, normalization: as for `quadratic_attention_extend`.
-
-    Returns:
-        The outputs, [B, 1, e].
-    """
-    options = QuadraticOptions(causal=True, activation=activation, normalization=normalization)
-    keys, values, visible = streams.append(k, v)
-    shape = (len(visible), *[1] * (q.dim() - 2), visible.shape[1])  # the same for all heads
-    out = _attend(q, keys, values, visible.view(shape), None if bias is None else bias.view(shape), options)
-    return out.to(output_dtype(v, out.dtype))
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None, options: QuadraticOptions) -> Tensor:
+    batch = batch or stream_batch(state.position, (len(q), q.shape[-2]))
+    state, keys, values, visible = state.append(k, v, batch)
+    rows = bias(keys.shape[-2]) if callable(bias) else bias
+    if visible.dim() == 3:  # the same for all heads
+        heads = [1] * (q.dim() - 3)
+        visible = visible.view(len(visible), *heads, *visible.shape[1:])
+        rows = rows if rows is None or rows.dim() == 2 else rows.view(len(rows), *heads, *rows.shape[1:])
     n = options.published_length(0, None)
-    return attend_visible(q, k, v, visible=visible, bias=bias, activation=options.activation, published_length=n)
+    out = attend_visible(q, keys, values, visible=visible, bias=rows, activation=activation, published_length=n)
+    return out.to(output_dtype(v, out.dtype)), state

@@ -1,20 +1,62 @@
-"""Quadratic attention by Triton kernels, for GPUs: see `lineartime.ops.triton.quadratic`."""
+"""Quadratic attention by Triton kernels, without a T x T matrix in memory, forward or backward.
+
+Shapes: B batch, T tokens, s query/key width, e value width.
+
+    out[t] = sum over j of P[t, j] v[j]                                                 P and dX as in score_kernels.py
+    dv[j]  = sum over t of P[t, j] dout[t]      dbias = sum over b of dX
+    dq[t]  = c sum over j of dX[t, j] k[j]         dk[j] = c sum over t of dX[t, j] q[t]
+
+Forward, P is in memory for a part of the queries at a time; backward, P and dX for a part of the keys. A kernel computes them
+once, and they enter matrix products of PyTorch. The parts follow each other in a fixed order, so that the same inputs always
+give the same bits.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lineartime.ops.flops import pair_products
+from lineartime.ops.operator import Fused
 from lineartime.ops.positions import FactoredBias
-from lineartime.ops.precision import common_dtype, matmul_dtype, output_dtype, without_autocast
-from lineartime.ops.quadratic.inputs import QuadraticOptions
-from lineartime.ops.quadratic.scales import scaled_inputs
+from lineartime.ops.precision import acc_dtype, common_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.quadratic.inputs import QuadraticOptions, scaled_inputs
+from lineartime.ops.triton import state_dtype, workspace
+
+SCORES = 2**26
+"""The largest number of pairs whose scores are in memory at a time, unless `TOKENS` tokens of each sequence have more."""
+TOKENS = 256
+"""The smallest number of queries or keys at a time: matrix products of fewer are slow."""
+
+
+class Inputs(NamedTuple):
+    """The inputs of row_scale[t] * sum over j of f(score_scale * q[t].k[j] + bias[t, j]) v[j].
+
+    Attributes:
+        q, k: [B, T, s].
+        v: [B, T, e], zero at keys that must not be read.
+        bias: [T, T], or None.
+        row_scale: float32 [B, T].
+        score_scale: the factor of products.
+        causal: whether a row reads only itself and earlier rows.
+        activation: f, "relu2" or "laplace".
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    row_scale: Tensor
+    score_scale: float
+    causal: bool
+    activation: str
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | FactoredBias | None, real: Tensor | None, options: QuadraticOptions
 ) -> Tensor:
     """Attend within each row, like the other forms, without keeping scores; padding holds zeros."""
-    from lineartime.ops.triton import quadratic as kernels  # Triton may be absent
-
     dtype = output_dtype(v, matmul_dtype(q, k, v))
     common = common_dtype(q, k, v)
     if options.normalization == "paper" and real is not None and common == torch.float16:
@@ -22,14 +64,75 @@ def attend(
     q, k, v = (x.to(common) for x in (q, k, v))
     q, k, bias, row_scale, score_scale = scaled_inputs(q, k, bias, real, options)
     with without_autocast(q):
-        out = kernels.attend(
-            q,
-            k,
-            v,
-            bias=bias,
-            row_scale=row_scale.to(torch.float32),
-            score_scale=score_scale,
-            causal=options.causal,
-            activation=options.activation,
+        return of_rows(Inputs(q, k, v, bias, row_scale.float(), score_scale, options.causal, options.activation)).to(dtype)
+
+
+def _parts(batch: int, length: int, causal: bool) -> Iterator[tuple[int, int]]:
+    """Parts of the sequences, first token and end. Of a causal sequence they are short: half of a part's own pairs are zero."""
+    size = max(TOKENS, min(SCORES // (batch * length), length // 8 if causal else length) // TOKENS * TOKENS)
+    for first in range(0, length, size):
+        yield first, min(first + size, length)
+
+
+def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor]:
+    from lineartime.ops.triton.score_kernels import Pairs, attention_weights  # Triton may be absent
+
+    q, k, v, bias, row_scale, score_scale, causal, activation = inputs
+    (batch, length, _), dtype = v.shape, state_dtype(v.dtype)
+    if v.numel() == 0:
+        return (workspace(v.shape, v.dtype, v.device),)
+    q, k, row_scale = (x.contiguous() for x in (q, k, row_scale))
+    bias = None if bias is None else bias.contiguous()
+    out, values = workspace(v.shape, dtype, v.device), v.to(dtype)
+    for first, last in _parts(batch, length, causal):
+        pairs = Pairs(first, last, 0, last if causal else length)
+        weights = attention_weights(
+            q, k, bias, row_scale, score_scale, pairs=pairs, causal=causal, activation=activation, dtype=dtype
         )
-    return out.to(dtype)
+        torch.bmm(weights, values[:, : pairs.last_key], out=out[:, first:last])
+        del weights  # before there is memory for the next ones
+    return (out.to(v.dtype),)
+
+
+def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: list[bool]) -> list[Tensor | None]:
+    from lineartime.ops.triton.score_kernels import Pairs, score_gradient  # Triton may be absent
+
+    if inputs.v.numel() == 0:
+        return [None if x is None else x.new_zeros(x.shape) for x in inputs[:4]]
+    bias, _, score_scale, causal, activation = inputs[3:]
+    q, k, v, row_scale, d_out = (x.contiguous() for x in (*inputs[:3], inputs.row_scale, d_out))
+    (batch, length, _), dtype = v.shape, state_dtype(v.dtype)
+    d_bias = None
+    if bias is not None:
+        bias = bias.contiguous()
+        if wanted[3]:
+            d_bias = workspace(bias.shape, torch.promote_types(bias.dtype, acc_dtype(v)), v.device).zero_()
+    d_q = workspace(q.shape, acc_dtype(v), v.device).zero_()  # a sum over the parts, which bf16 would round each time
+    d_k, d_v = (workspace(x.shape, dtype, v.device) for x in (k, v))
+    of_queries, of_keys, d_read = q.to(dtype), k.to(dtype), d_out.to(dtype)
+    nothing = d_k.new_zeros(1, 1, 1)  # baddbmm multiplies by score_scale before it rounds
+    for first, last in _parts(batch, length, causal):
+        start = first if causal else 0
+        weights, d_scores = score_gradient(
+            q, k, v, bias, row_scale, d_out, score_scale, pairs=Pairs(start, length, first, last), causal=causal,
+            activation=activation, dtype=dtype,
+        )  # fmt: skip
+        torch.bmm(weights.mT, d_read[:, start:], out=d_v[:, first:last])
+        del weights
+        d_q[:, start:] += torch.baddbmm(nothing, d_scores, of_keys[:, first:last], beta=0, alpha=score_scale)
+        d_k[:, first:last] = torch.baddbmm(nothing, d_scores.mT, of_queries[:, start:], beta=0, alpha=score_scale)
+        if d_bias is not None:
+            d_bias[start:, first:last] = d_scores.sum(0, dtype=d_bias.dtype)
+        del d_scores
+    return [d_q, d_k, d_v, d_bias]
+
+
+def _flops(inputs: Inputs, of_keys: int, of_values: int) -> int:
+    return pair_products(inputs.q, inputs.v, inputs.causal, of_keys, of_values)
+
+
+of_rows = Fused(
+    "triton_quadratic", Inputs, _forward, lambda inputs, keep: (inputs.v.new_empty(inputs.v.shape),), _backward,
+    wrt=("q", "k", "v", "bias"), what="backend 'triton'", flops=lambda inputs: _flops(inputs, 1, 1),
+    backward_flops=lambda inputs, wanted: _flops(inputs, 5 + wanted[3], 3 + wanted[3]),
+)  # fmt: skip

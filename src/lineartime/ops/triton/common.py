@@ -12,7 +12,7 @@ zero and is never written, so sizes need not be multiples of anything.
 # ruff: noqa: N803
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,25 +26,10 @@ from lineartime.ops.backends import GPU_LOCK
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run as Python on the CPU: set by the environment variable TRITON_INTERPRET when they are imported."""
 
-if INTERPRETED:
-    from lineartime.ops.triton.interpreter import repair_interpreter
-
-    repair_interpreter()
-
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 """`triton.jit`, with a type."""
 
 # 1. On the host -------------------------------------------------------------------------------------------------------
-
-
-def workspace(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory; every result and every intermediate of the kernels is allocated here."""
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of intermediates in memory, for inputs of `dtype`: the same, but float32 instead of float16, for its range."""
-    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def number_formats(dtype: torch.dtype) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineartime.ops.triton.common import jit, on_device, tuned, workspace
+from lineartime.ops.triton import workspace
+from lineartime.ops.triton.common import jit, on_device, tuned
 
 
 @tuned([triton.Config({"BLOCK": 4096}, num_warps=8, num_stages=1)], key=[], interpreted={"BLOCK": 32})

@@ -1,6 +1,6 @@
 """The kernels around the attention of a FLASH layer: from projected tokens to queries, keys and values, and the gradients.
 
-Shapes: R rows, e value width, s query/key width, W = 2 e + s; the formulas are in gated.py.
+Shapes: R rows, e value width, s query/key width, W = 2 e + s; the formulas are in mixed_chunk/triton.py.
 """
 
 # Triton may be absent, has no types, and writes the constants of a kernel in capitals.
@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineartime.ops.triton.common import jit, number_formats, on_device, silu, silu_slope, state_dtype, tuned, workspace
+from lineartime.ops.triton import state_dtype, workspace
+from lineartime.ops.triton.common import jit, number_formats, on_device, silu, silu_slope, tuned
 
 # 1. Kernels -----------------------------------------------------------------------------------------------------------
 

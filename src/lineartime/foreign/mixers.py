@@ -1,0 +1,184 @@
+"""Layers with the options that only checkpoints of other packages need; the core does not know them.
+
+Shapes: B batch, T tokens, N new tokens of a stream, L slots of a row, R rows, s query/key width.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, get_args
+
+from torch import Tensor
+
+from lineartime.errors import check_choice
+from lineartime.foreign.activations import laplace  # noqa: F401  # which adds the activations to those of the ops
+from lineartime.foreign.positions import BucketBias, check_rotary_width, in_part
+from lineartime.layers.cross import CrossGAU
+from lineartime.layers.flash import FLASH
+from lineartime.layers.gated import GatedUnit
+from lineartime.layers.gau import GAU
+from lineartime.layers.mixer import Opened
+from lineartime.layers.positions import RelativeBias
+from lineartime.layers.residual import ResidualLayer
+from lineartime.ops.activations import NORMALIZATIONS, SOFTMAXES, Normalization
+from lineartime.ops.batch import Batch, Needs
+from lineartime.ops.positions import FactoredBias
+from lineartime.ops.quadratic.inputs import QuadraticOptions
+
+ForeignActivation = Literal["relu2", "softmax", "softmax_plus", "laplace"]
+BiasForm = Literal["auto", "buckets"]
+NormPosition = Literal["pre", "post"]
+
+
+class ForeignUnit(GatedUnit):
+    """A gated unit with the options of other packages, the first of the two bases of a layer.
+
+    Args:
+        activation: the activation of the scores: also "softmax_plus", the softmax of GAU-alpha, or "laplace", that of Mega.
+        bias_form: the form of the relative bias: "auto", that of the layer; or "buckets", which has one value for each of T5's
+            32 buckets of distances, for any length.
+        rotary_width: the number of the s features of queries and keys that are rotated, half of them in each half of s; None
+            for all.
+        **options: the options of the layer.
+    """
+
+    activations: ClassVar[tuple[str, ...]] = get_args(ForeignActivation)
+    bias: RelativeBias | None
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        activation: ForeignActivation = "relu2",
+        bias_form: BiasForm = "auto",
+        rotary_width: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(d_model, activation=activation, **options)  # type: ignore[arg-type]  # the core lists fewer
+        check_choice("bias_form", bias_form, get_args(BiasForm))
+        check_rotary_width(rotary_width, self.d_qk)
+        self.bias_form: BiasForm = bias_form
+        self.rotary_width = rotary_width
+        if bias_form == "buckets" and self.bias is not None:
+            self.bias = BucketBias(self.causal, device=self.gamma.device, dtype=self.gamma.dtype)
+
+    def needs(self) -> Needs:
+        """Request rotations of the features that are rotated."""
+        needs = super().needs()
+        return needs if self.rotary_width is None or not self.rope else needs._replace(rotary_width=self.rotary_width)
+
+    def mix(self, normed: Tensor, batch: Batch) -> Tensor:
+        """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
+        return super().mix(normed, self._rotating(batch))
+
+    def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
+        """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
+        return super().mix_next(normed, state, self._rotating(batch))
+
+    def open_normed(self, normed: Tensor, batch: Batch) -> Opened:
+        """The attention of `mix`, split into its parts."""
+        return super().open_normed(normed, self._rotating(batch))
+
+    def _rotating(self, batch: Batch) -> Batch:
+        """The batch with rotations of all features."""
+        rotations, width = batch.rotations, self.d_qk
+        if rotations is None or self.rotary_width is None:
+            return batch
+        whole = batch.shared(("rotations", width), lambda: in_part(rotations, width))
+        return replace(batch, rotations=whole, prefix=None if batch.prefix is None else self._rotating(batch.prefix))
+
+
+class ForeignFLASH(ForeignUnit, FLASH):
+    """FLASH with the options of `ForeignUnit`, such as that of FLASH-pytorch."""
+
+    name = "flash-foreign"
+
+
+class ForeignGAU(ForeignUnit, GAU):
+    """GAU with the options of `ForeignUnit`, such as that of GAU-alpha.
+
+    Args:
+        normalization: also "paper_bias", the relu((q.k + bias) / n)^2 of FLASH-pytorch, which divides the bias, too.
+        **options: the options of `GAU` and `ForeignUnit`.
+    """
+
+    name = "gau-foreign"
+    normalizations: ClassVar[tuple[str, ...]] = (*NORMALIZATIONS, "paper_bias")
+
+    def __init__(
+        self, d_model: int, *, normalization: Literal["count", "paper", "paper_bias"] = "count", **options: Any
+    ) -> None:
+        super().__init__(d_model, normalization=normalization, **options)
+
+    def divisor(self) -> Normalization | int:
+        """The normalization of its attention, which is "paper" with a bias that is divided before."""
+        found: Any = super().divisor()
+        return "paper" if found == "paper_bias" else found
+
+    def bias_of_rows(self, length: int, real: Tensor | None, batch: Batch) -> Tensor | FactoredBias | None:
+        """The relative bias within rows of `length` slots, of which those are tokens that `real` marks: [L, L] or [R, L, L]."""
+        bias = super().bias_of_rows(length, real, batch)
+        if bias is None or not self._divides_bias:
+            return bias
+        n = QuadraticOptions(normalization=self.divisor()).published_length(length, real)
+        assert n is not None
+        return (bias.dense() if isinstance(bias, FactoredBias) else bias) / n
+
+    def bias_of_streams(self, batch: Batch, n_keys: int) -> Tensor | None:
+        """The bias of new tokens of streams for the first `n_keys` places, [N, K] or [B, N, K]."""
+        bias, n = super().bias_of_streams(batch, n_keys), self.divisor()
+        return bias / n if self._divides_bias and bias is not None and isinstance(n, int) else bias
+
+    @property
+    def _divides_bias(self) -> bool:
+        normalization: str = self.normalization
+        return normalization == "paper_bias" and self.activation not in SOFTMAXES
+
+
+class ForeignCrossGAU(CrossGAU):
+    """CrossGAU with the activations of `ForeignUnit`."""
+
+    name = "cross-gau-foreign"
+    activations = get_args(ForeignActivation)
+
+    def __init__(self, d_model: int, *, activation: ForeignActivation = "relu2", **options: Any) -> None:
+        super().__init__(d_model, activation=activation, **options)  # type: ignore[arg-type]  # the core lists fewer
+
+
+class PostNorm(ResidualLayer):
+    """The norm after the residual, norm(x + dropout(f(x))), for layers whose input is already normalised."""
+
+    def before(self, x: Tensor) -> Tensor:
+        """The input of f: x."""
+        return x
+
+    def after(self, x: Tensor, out: Tensor) -> Tensor:
+        """The output of the layer, given the output of f."""
+        normed: Tensor = self.norm(super().after(x, out))
+        return normed
+
+
+_POST_NORM: dict[type[ResidualLayer], type[ResidualLayer]] = {}
+
+
+def post_norm(layer: type[ResidualLayer]) -> type[ResidualLayer]:
+    """The class of the same layer with a norm after its residual: the same one at each call."""
+    if layer not in _POST_NORM:
+        doc = f"{layer.__name__} with a norm after its residual."
+        _POST_NORM[layer] = type(f"PostNorm{layer.__name__}", (PostNorm, layer), {"__doc__": doc})
+    return _POST_NORM[layer]
+
+
+FOREIGN: dict[str, type[ResidualLayer]] = {FLASH.name: ForeignFLASH, GAU.name: ForeignGAU, CrossGAU.name: ForeignCrossGAU}
+"""The layers with the options of other packages, by the name of the layer without them."""
+_WITHOUT_EFFECT = {"bias_form": "auto", "rotary_width": None}
+_FOREIGN_VALUES = ("softmax_plus", "laplace", "paper_bias")
+
+
+def from_earlier(kind: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name and the options of a layer, as recorded by a version in which the core had the options of `ForeignUnit`.
+
+    `known` are the options that a layer of that name has today.
+    """
+    own = {name: value for name, value in options.items() if name in known or (name, value) not in _WITHOUT_EFFECT.items()}
+    is_foreign = any(name in _WITHOUT_EFFECT or value in _FOREIGN_VALUES for name, value in own.items())
+    return (FOREIGN[kind].name if kind in FOREIGN and is_foreign else kind), own

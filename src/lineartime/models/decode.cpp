@@ -1,0 +1,315 @@
+// One more token of each stream through a whole model of FLASH layers, in one parallel region; see decoder.py.
+//
+// Shapes: B streams, d model width, C chunk size, e value width, s query/key width (even), V vocabulary. Matrices are
+// contiguous.
+// T is the type of parameters and of the open chunk, A the type of the summary and of intermediate values.
+
+#include "decode.h"
+
+namespace {
+
+constexpr int64_t near = 64;  // angles are sums: of a position that is divisible by this, and of the rest
+
+template <class T, class A = typename Type<T>::A>
+struct Layer {
+  const T *gamma, *beta;  // [4, s]
+  const A* bias;          // [C], the relative bias by the distance of a key from C - 1 down to 0; or null
+  Norm<T> norm;
+  const T *to_projected, *projected_bias, *to_output, *output_bias;
+};
+
+// The state of a layer: see decoder.py.
+template <class T, class A = typename Type<T>::A>
+struct State {
+  T* last;  // [B, shifted], the first normed features of the previous token; or null
+  A* summary;
+  T *keys, *values;
+  int64_t* position;
+};
+
+template <class T, class A = typename Type<T>::A>
+struct Model {
+  int64_t layers, d, e, s, c, vocabulary;
+  int64_t shifted;                       // the number of features that are shifted, or 0
+  int64_t published, divides_by_chunk;   // what sums are divided by: see `share` and `summary_share`
+  double score_scale;
+  int64_t rotated, angles;               // of the angles of a position, the first are those of rotations
+  const double *frequencies, *cosines;   // [angles], and [near, angles, 2], the cosines and sines of positions below `near`
+  const T *embedding, *token_type;       // [V, d], and [d] or null
+  const T *sine_scale, *places;          // the scale of sinusoids [1], or learned positions [.., d], or both null
+  int64_t n_places;
+  Norm<T> embedding_norm, norm;
+  const T *to_logits, *logits_bias;      // [V, d], [V] or null
+  const Layer<T>* layer;
+};
+
+// Memory for intermediate values, which is kept between tokens.
+template <class T, class A = typename Type<T>::A>
+struct Memory {
+  char* next;
+  int64_t *slot, *read;        // [B], the place of a new token in its chunk, and the number of tokens before the chunk
+  int64_t* far;                // [B], the position of the angles in `turned`, plus 1
+  double* turned;              // [B, angles, 2], the cosines and sines of positions that are divisible by `near`
+  A *rotations, *activated;    // [B, 2, s / 2], [B, 2 e + s]
+  T *x, *normed, *gated;       // [B, d], [B, d], [B, e]
+  T* logits;                   // [B, V]
+  A *shared, *own;             // see `dense_by`
+  int64_t size_of_own;
+
+  template <class P>
+  void take(P*& pointer, int64_t n) {
+    pointer = reinterpret_cast<P*>(next);
+    next += (n * int64_t(sizeof(P)) + 63) / 64 * 64;
+  }
+
+  Memory(char* from, const Model<T>& m, int64_t rows, int64_t threads) : next(from) {
+    const int64_t k = std::max(m.d, m.e), many = (rows + 31) / 32 * 32;
+    take(slot, rows);
+    take(read, rows);
+    take(far, rows);
+    take(turned, rows * m.angles * 2);
+    take(rotations, rows * m.s);
+    take(activated, rows * (2 * m.e + m.s));
+    take(x, rows * m.d);
+    take(normed, rows * m.d);
+    take(gated, rows * m.e);
+    take(logits, rows * m.vocabulary);
+    take(shared, many * k);
+    size_of_own = std::max(2 * k, 6 * m.s + m.c + m.e + m.c * (m.s + fold_columns)) + 64;
+    take(own, size_of_own * threads);
+  }
+
+  static constexpr int64_t fold_columns = 4 * vector_bytes / int64_t(sizeof(A));
+};
+
+// One token of each stream, computed by a team.
+template <class T, class A = typename Type<T>::A>
+struct Step {
+  const Model<T>& m;
+  const State<T>* states;
+  int64_t rows;
+  const Memory<T>& memory;
+  Team team;
+
+  A* own() const { return memory.own + team.me * memory.size_of_own; }
+
+  // The factor of the weights of the visible tokens of the open chunk; a token in slot i sees i + 1 of them.
+  A share(int64_t slot) const { return m.published ? A(1) : A(1) / A(slot + 1); }
+
+  // The factor of the sum over the `read` tokens of the previous chunks.
+  A summary_share(int64_t read) const { return read == 0 ? A(0) : A(1) / A(m.divides_by_chunk ? m.c : read); }
+
+  // The rotations of a row, and what is added to its embedding.
+  void place(int64_t row) const {
+    const int64_t position = states[0].position[row], rest = (position % near + near) % near, half = m.s / 2;
+    memory.slot[row] = (position % m.c + m.c) % m.c;  // inside the chunk, whatever the position is
+    memory.read[row] = position - memory.slot[row];
+    double* turned = memory.turned + row * m.angles * 2;
+    if (memory.far[row] != position - rest + 1) {  // 0 in new memory
+      for (int64_t i = 0; i < m.angles; ++i) {
+        const double angle = double(position - rest) * m.frequencies[i];
+        turned[2 * i] = std::cos(angle), turned[2 * i + 1] = std::sin(angle);
+      }
+      memory.far[row] = position - rest + 1;
+    }
+    T* x = memory.x + row * m.d;
+    const double* table = m.cosines + rest * m.angles * 2;
+    const auto cosine = [&](int64_t i) { return turned[2 * i] * table[2 * i] - turned[2 * i + 1] * table[2 * i + 1]; };
+    const auto sine = [&](int64_t i) { return turned[2 * i] * table[2 * i + 1] + turned[2 * i + 1] * table[2 * i]; };
+    A* rotations = memory.rotations + row * m.s;
+    for (int64_t i = 0; i < half; ++i) {
+      rotations[i] = i < m.rotated ? A(cosine(i)) : A(1);
+      rotations[half + i] = i < m.rotated ? A(sine(i)) : A(0);
+    }
+    if (m.sine_scale != nullptr) {
+      const A scale = load(*m.sine_scale);
+      for (int64_t i = 0; i < m.d; ++i) {
+        const int64_t angle = m.rotated + i % (m.d / 2);
+        T rounded;  // like the sinusoids of the model
+        store(rounded, A(i < m.d / 2 ? sine(angle) : cosine(angle)));
+        store(rounded, scale * load(rounded));
+        store(x[i], load(x[i]) + load(rounded));
+      }
+    }
+    if (m.places != nullptr) add(x, m.places + position * m.d);
+    if (m.token_type != nullptr) add(x, m.token_type);
+    m.embedding_norm.apply(x, x, m.d);
+  }
+
+  void add(T* x, const T* y) const {
+    for (int64_t i = 0; i < m.d; ++i) store(x[i], load(x[i]) + load(y[i]));
+  }
+
+  // The attention of a stream's token, gated, in some of the e columns.
+  void attend(const Layer<T>& layer, const State<T>& state, int64_t row, int64_t first, int64_t last) const {
+    const int64_t e = m.e, s = m.s, c = m.c, slot = memory.slot[row], width = last - first;
+    A* maps = own();  // q_quad, q_lin, k_quad, k_lin
+    A *query = maps + 4 * s, *weights = query + 2 * s, *out = weights + c, *folded = out + e;
+    const A* activated = memory.activated + row * (2 * e + s);
+    const A* rotations = memory.rotations + row * s;
+    for (int64_t map = 0; map < 4; ++map) {
+      const int64_t of = map % 2 * 2 + map / 2;
+      rotate(activated + 2 * e, layer.gamma + of * s, layer.beta + of * s, rotations, rotations + s / 2, A(1), maps + map * s,
+             s / 2);
+    }
+    T* keys = state.keys + row * 2 * c * s;
+    for (int64_t i = 2 * s; i < 4 * s; ++i) {  // other threads may store the same keys, but read only earlier ones
+      T rounded;
+      store(rounded, maps[i]);
+      maps[i] = load(rounded);
+      if (first == 0) keys[(i / s - 2) * c * s + slot * s + i % s] = rounded;
+    }
+    prepare<T>(maps, query, s);
+    for (int64_t j = 0; j < slot; ++j) dots<T, 1>(query, keys + j * s, s, weights + j, 0);
+    A product = 0;
+    for (int64_t i = 0; i < s; ++i) product += maps[i] * maps[2 * s + i];
+    weights[slot] = product;
+    const A by = share(slot), scale = A(m.score_scale);
+    for (int64_t j = 0; j <= slot; ++j) {
+      const A positive = relu(weights[j] * scale + (layer.bias == nullptr ? A(0) : layer.bias[c - 1 - slot + j]));
+      weights[j] = positive * positive * by;
+    }
+    std::fill_n(out, width, A(0));
+    const T* values = state.values + row * c * e + first;
+    add_rows(out, weights, values, slot + 1, width, e);
+    A* summary = state.summary + row * s * e + first;
+    if (memory.read[row] != 0) {
+      const A before = summary_share(memory.read[row]);
+      for (int64_t i = 0; i < s; ++i) query[i] = maps[s + i] * before;
+      add_rows(out, query, summary, s, width, e);
+    }
+    T* gated = memory.gated + row * e + first;
+    for (int64_t i = 0; i < width; ++i) store(gated[i], activated[first + i] * out[i]);
+    if (slot == c - 1) fold(keys + c * s, maps + 3 * s, values, summary, folded, width);
+  }
+
+  // Add the products of a full chunk's linear keys, the last of which is `last_key`, and values to the summary.
+  void fold(const T* keys, const A* last_key, const T* values, A* summary, A* folded, int64_t width) const {
+    constexpr int64_t together = Memory<T>::fold_columns;
+    const int64_t e = m.e, s = m.s, c = m.c;
+    A *wide = folded, *k = folded + c * together;
+    for (int64_t i = 0; i < (c - 1) * s; ++i) k[i] = load(keys[i]);
+    std::copy_n(last_key, s, k + (c - 1) * s);
+    for (int64_t first = 0; first < width; first += together) {
+      const int64_t some = std::min(together, width - first);
+      for (int64_t j = 0; j < c; ++j) {
+        for (int64_t i = 0; i < together; ++i) wide[j * together + i] = i < some ? load(values[j * e + first + i]) : A(0);
+      }
+      for (int64_t of = 0; of < s; of += 2) {  // s is even
+        A sums[2][together] = {};
+        for (int64_t j = 0; j < c; ++j) {
+          const A* __restrict v = wide + j * together;
+          const A k0 = k[j * s + of], k1 = k[j * s + of + 1];
+#pragma omp simd
+          for (int64_t i = 0; i < together; ++i) {
+            sums[0][i] += k0 * v[i];
+            sums[1][i] += k1 * v[i];
+          }
+        }
+        for (int64_t i = 0; i < some; ++i) {
+          summary[of * e + first + i] += sums[0][i];
+          summary[(of + 1) * e + first + i] += sums[1][i];
+        }
+      }
+    }
+  }
+
+  void read(const Layer<T>& layer, const State<T>& state) const {
+    const int64_t d = m.d, e = m.e, s = m.s;
+    const auto [begin, end] = team.share(rows);
+    for (int64_t row = begin; row < end; ++row) {
+      T* normed = memory.normed + row * d;
+      layer.norm.apply(memory.x + row * d, normed, d);
+      if (m.shifted) std::swap_ranges(state.last + row * m.shifted, state.last + (row + 1) * m.shifted, normed);
+    }
+    team.wait();
+    dense_by(team, memory.normed, layer.to_projected, layer.projected_bias, rows, d, 2 * e + s, own(), memory.shared,
+             [&](int64_t row, int64_t first, int64_t count, const T* values) {
+               A* activated = memory.activated + row * (2 * e + s) + first;
+#pragma omp simd
+               for (int64_t i = 0; i < count; ++i) activated[i] = silu<T>(load(values[i]));
+               const int64_t from = std::max(first, e), to = std::min(first + count, 2 * e);
+               T* value = state.values + (row * m.c + memory.slot[row]) * e;
+               for (int64_t i = from; i < to; ++i) store(value[i - e], activated[i - first]);
+             });
+    team.wait();
+    const int64_t parts = std::max(int64_t(1), std::min(team.size / rows, e / strip));
+    const auto [first_task, last_task] = team.share(rows * parts);
+    for (int64_t task = first_task; task < last_task; ++task) {
+      const int64_t part = task % parts, strips = (e + strip - 1) / strip;
+      attend(layer, state, task / parts, strips * part / parts * strip, std::min(e, strips * (part + 1) / parts * strip));
+    }
+    team.wait();
+    dense_by(team, memory.gated, layer.to_output, layer.output_bias, rows, e, d, own(), memory.shared,
+             [&](int64_t row, int64_t first, int64_t count, const T* values) {
+               T* x = memory.x + row * d + first;
+               for (int64_t i = 0; i < count; ++i) store(x[i], load(x[i]) + load(values[i]));
+             });
+    team.wait();
+  }
+
+  // Where ids are null, `out` holds the embedded tokens [B, d], and then their hidden vectors; otherwise, their logits
+  // [B, V]. With uniform numbers [B], tokens are drawn into `drawn` [B].
+  void run(const int64_t* ids, T* out, const double* uniform, const Sampling& sampling, int64_t* drawn) const {
+    const auto [begin, end] = team.share(rows);
+    for (int64_t row = begin; row < end; ++row) {
+      std::copy_n(ids == nullptr ? out + row * m.d : m.embedding + ids[row] * m.d, m.d, memory.x + row * m.d);
+      place(row);
+    }
+    for (int64_t i = 0; i < m.layers; ++i) read(m.layer[i], states[i]);
+    for (int64_t row = begin; row < end; ++row) {
+      m.norm.apply(memory.x + row * m.d, (ids == nullptr ? out : memory.normed) + row * m.d, m.d);
+    }
+    if (ids == nullptr) return;
+    team.wait();
+    dense_by(team, memory.normed, m.to_logits, m.logits_bias, rows, m.d, m.vocabulary, own(), memory.shared,
+             [&](int64_t row, int64_t first, int64_t count, const T* values) {
+               std::copy_n(values, count, out + row * m.vocabulary + first);
+             });
+    if (drawn == nullptr) return;
+    team.wait();
+    for (int64_t row = begin; row < end; ++row) {
+      drawn[row] = pick(out + row * m.vocabulary, m.vocabulary, uniform[row], sampling);
+    }
+  }
+};
+
+// Returns 0, or the first stream, counted from 1, whose id or position the model does not have; nothing has changed then.
+template <class T>
+int64_t decode(const Model<T>& m, const State<T>* states, int64_t rows, char* bytes, int64_t threads, const int64_t* ids,
+               T* out, const double* uniform, const Sampling& sampling, int64_t* drawn) {
+  for (int64_t row = 0; row < rows; ++row) {
+    if (ids != nullptr && (ids[row] < 0 || ids[row] >= m.vocabulary)) return row + 1;
+    const int64_t position = states[0].position[row];
+    if (m.places != nullptr && (position < 0 || position >= m.n_places)) return row + 1;
+  }
+  const Memory<T> memory(bytes, m, rows, threads);
+  if (drawn != nullptr) out = memory.logits;
+  // Starting threads takes as long as reading some memory. All or one: libgomp ends those that a smaller team leaves out.
+  const int used = rows * m.d * (2 * m.e + m.s) < 16384 ? 1 : int(threads);
+#pragma omp parallel num_threads(used)
+  Step<T>{m, states, rows, memory, {omp_get_thread_num(), omp_get_num_threads()}}.run(ids, out, uniform, sampling, drawn);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t position = states[0].position[row] + 1;
+    for (int64_t i = 0; i < m.layers; ++i) states[i].position[row] = position;
+  }
+  return 0;
+}
+
+}  // namespace
+
+#define DECODE(NAME, T)                                                                                                        \
+  int64_t bytes_##NAME(const Model<T>* m, int64_t rows, int64_t threads) {                                                     \
+    return int64_t(Memory<T>(nullptr, *m, rows, threads).next - static_cast<char*>(nullptr));                                  \
+  }                                                                                                                            \
+  int64_t decode_##NAME(const Model<T>* m, const State<T>* states, int64_t rows, char* memory, int64_t threads,                \
+                        const int64_t* ids, T* out, const double* uniform, double temperature, int64_t top_k, double top_p,    \
+                        double min_p, int64_t* drawn) {                                                                        \
+    return decode(*m, states, rows, memory, threads, ids, out, uniform, {temperature, top_p, min_p, top_k}, drawn);            \
+  }
+
+extern "C" {
+DECODE(bfloat16, bf16)
+DECODE(float32, float)
+DECODE(float64, double)
+}

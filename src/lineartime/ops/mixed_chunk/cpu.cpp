@@ -1,0 +1,254 @@
+// What cpu_tiles.py computes between the matrix products of a tile, each in one pass over the memory.
+//
+// Shapes: N chunks of a tile, C slots of a chunk, e value width, s query/key width (even), W = 2 e + s. Matrices are contiguous.
+// T is the type of tensors, A the type that they are computed in.
+// A stride of zero means that all chunks, or all slots, share a value. Work is split by rows: the number of threads affects
+// only the order of summation in d_bias, d_gamma and d_beta.
+
+#include <algorithm>
+#include <vector>
+
+namespace {
+
+// The derivative of x sigmoid(x), given sigmoid(x).
+template <class A>
+inline A slope(A x, A sigmoid_x) {
+  return sigmoid_x * (1 + x * (1 - sigmoid_x));
+}
+
+// Cosines and sines [N or 1, C or 1, s / 2] of the angles by which queries and keys are rotated.
+template <class A>
+struct Rotations {
+  const A *cosines, *sines;
+  int64_t by_chunk, by_slot;
+};
+
+// U and V = silu(before + bias), [2, N, C, e], and four maps rope(silu(before + bias) gamma + beta) of Z, [4, N, C, s]; the third
+// times `scale`.
+template <class T, class A = typename Type<T>::A>
+void activate(const T* before, const A* bias, const A* gamma, const A* beta, Rotations<A> rotations, const A* scale, T* active, T* maps,
+              int64_t n, int64_t c, int64_t e, int64_t s, int64_t threads) {
+  const int64_t rows = n * c, half = s / 2;
+#pragma omp parallel num_threads(int(threads))
+  {
+    std::vector<A> memory(s + std::max(e, s));
+    A* __restrict z = memory.data();
+    A* __restrict result = z + s;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+      const T* __restrict from = before + row * (2 * e + s);
+      for (int64_t part = 0; part < 2; ++part) {
+        const T* __restrict source = from + part * e;
+        const A* __restrict b = bias + part * e;
+        for (int64_t i = 0; i < e; ++i) result[i] = silu<T>(load(source[i]) + b[i]);
+        store_row(active + (part * rows + row) * e, result, e);
+      }
+      for (int64_t i = 0; i < s; ++i) z[i] = silu<T>(load(from[2 * e + i]) + bias[2 * e + i]);
+      const int64_t turn = row / c * rotations.by_chunk + row % c * rotations.by_slot;
+      const A* __restrict cosine = rotations.cosines + turn;
+      const A* __restrict sine = rotations.sines + turn;
+      for (int64_t map = 0; map < 4; ++map) {
+        const A by = map == 2 ? scale[row / c] : A(1);
+        rotate(z, gamma + map * s, beta + map * s, cosine, sine, by, result, half);
+        store_row(maps + (map * rows + row) * s, result, s);
+      }
+    }
+  }
+}
+
+// The sum [m] over the chunks before each of n or, if backwards, after it; `total` carries it from one tile to the next.
+// `sums` has the first n_sums chunks or, if backwards, the last; `out` has the first n_out. The sum restarts at the chunks that
+// `begins` marks, which may be null.
+template <class T, class A = typename Type<T>::A>
+void run_sums(A* total, const T* sums, T* out, const bool* begins, int64_t n, int64_t n_sums, int64_t n_out, bool backwards,
+              int64_t m, int64_t threads) {
+  const int64_t block = 2048, missing = backwards ? n - n_sums : 0;
+#pragma omp parallel for schedule(static) num_threads(int(threads))
+  for (int64_t begin = 0; begin < m; begin += block) {
+    const int64_t size = m - begin < block ? m - begin : block;
+    A* __restrict t = total + begin;
+    for (int64_t step = 0; step < n; ++step) {
+      const int64_t chunk = backwards ? n - 1 - step : step;
+      if (begins && begins[chunk]) {
+        for (int64_t i = 0; i < size; ++i) t[i] = 0;
+      }
+      if (chunk < n_out) {
+        store_row(out + chunk * m + begin, t, size);
+      }
+      if (chunk >= missing && chunk - missing < n_sums) {
+        const T* __restrict sum = sums + (chunk - missing) * m + begin;
+        for (int64_t i = 0; i < size; ++i) t[i] += load(sum[i]);
+      }
+    }
+  }
+}
+
+// Replaces products by weights = scale relu(score_scale products + bias)^2, [N, C, C]; bias may be null.
+template <class T, class A = typename Type<T>::A>
+void weigh(T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, A score_scale, int64_t n, int64_t c,
+           int64_t threads) {
+  const std::vector<A> zeros(bias ? 0 : c);
+#pragma omp parallel for schedule(static) num_threads(int(threads))
+  for (int64_t row = 0; row < n * c; ++row) {
+    T* __restrict weights = products + row * c;
+    const A* __restrict b = bias ? bias + row % c * c : zeros.data();
+    const A* __restrict by = scale + row / c * by_chunk + row % c * by_slot;
+    for (int64_t i = 0; i < c; ++i) {
+      const A positive = relu(load(weights[i]) * score_scale + b[i]);
+      store(weights[i], positive * positive * by[i]);
+    }
+  }
+}
+
+// `weigh`, and replaces gradients of weights by those of scores; adds their sum over chunks to d_bias [C, C], null if bias is.
+template <class T, class A = typename Type<T>::A>
+void weigh_backward(T* products, T* gradients, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, A score_scale,
+                    A* d_bias, int64_t n, int64_t c, int64_t threads) {
+  const std::vector<A> zeros(bias ? 0 : c);
+#pragma omp parallel for schedule(static) num_threads(int(threads))
+  for (int64_t slot = 0; slot < c; ++slot) {
+    std::vector<A> unread(d_bias ? 0 : c);
+    const A* __restrict b = bias ? bias + slot * c : zeros.data();
+    A* __restrict d_b = d_bias ? d_bias + slot * c : unread.data();
+    for (int64_t chunk = 0; chunk < n; ++chunk) {
+      const int64_t begin = (chunk * c + slot) * c;
+      T* __restrict weights = products + begin;
+      T* __restrict d_scores = gradients + begin;
+      const A* __restrict by = scale + chunk * by_chunk + slot * by_slot;
+      for (int64_t i = 0; i < c; ++i) {
+        const A positive = relu(load(weights[i]) * score_scale + b[i]);
+        const A scaled = positive * by[i];
+        const A d_score = 2 * load(d_scores[i]) * scaled;
+        store(weights[i], positive * scaled);
+        store(d_scores[i], d_score);
+        d_b[i] += d_score;
+      }
+    }
+  }
+}
+
+// Adds to the gradients of beta, gamma and z those from one token's z gamma + beta, [s].
+template <class A>
+inline void add_gradients(const A* __restrict d_map, const A* __restrict z, const A* __restrict gamma, A* __restrict d_beta,
+                          A* __restrict d_gamma, A* __restrict d_z, int64_t s) {
+  for (int64_t i = 0; i < s; ++i) {
+    d_beta[i] += d_map[i];
+    d_gamma[i] += d_map[i] * z[i];
+    d_z[i] += d_map[i] * gamma[i];
+  }
+}
+
+// The gradient of `before` [N, C, W], from those of the gated output, of V and of the four maps; adds to d_bias [W], d_gamma
+// and d_beta [4, s].
+// With `gates_again`, d_gated is overwritten with the gated output.
+template <class T, class A = typename Type<T>::A>
+void finish(const T* before, const A* bias, T* d_gated, bool gates_again, const T* attended, const T* d_v, const T* d_maps, const A* gamma,
+            Rotations<A> rotations, const A* scale, A score_scale, T* d_before, A* d_bias, A* d_gamma, A* d_beta, int64_t n, int64_t c,
+            int64_t e, int64_t s, int64_t threads) {
+  const int64_t rows = n * c, half = s / 2, width = 2 * e + s, sums = 8 * s + width;
+  std::vector<A> all_sums(threads * sums, A(0));  // of every thread, added in order, so that results are reproducible
+#pragma omp parallel for schedule(static) num_threads(int(threads))
+  for (int64_t thread = 0; thread < threads; ++thread) {
+    std::vector<A> memory(3 * s);
+    A* __restrict z = memory.data();
+    A* __restrict d_z = z + s;
+    A* __restrict turned = d_z + s;
+    A* __restrict d_b = all_sums.data() + thread * sums + 8 * s;
+    for (int64_t row = rows * thread / threads; row < rows * (thread + 1) / threads; ++row) {
+      const T* __restrict from = before + row * (2 * e + s);
+      T* __restrict d_g = d_gated + row * e;
+      const T* __restrict out = attended + row * e;
+      const T* __restrict d_value = d_v + row * e;
+      T* __restrict to = d_before + row * (2 * e + s);
+      if (gates_again) {
+        for (int64_t i = 0; i < e; ++i) {
+          const A x = load(from[i]) + bias[i], sigmoid_x = sigmoid<T>(x), attended_here = load(out[i]);
+          const A gradient = load(d_g[i]) * attended_here * slope(x, sigmoid_x);
+          store(d_g[i], x * sigmoid_x * attended_here);
+          store(to[i], gradient);
+          d_b[i] += gradient;
+        }
+      } else {
+        for (int64_t i = 0; i < e; ++i) {
+          const A x = load(from[i]) + bias[i], gradient = load(d_g[i]) * load(out[i]) * slope(x, sigmoid<T>(x));
+          store(to[i], gradient);
+          d_b[i] += gradient;
+        }
+      }
+      for (int64_t i = e; i < 2 * e; ++i) {
+        const A x = load(from[i]) + bias[i], gradient = load(d_value[i - e]) * slope(x, sigmoid<T>(x));
+        store(to[i], gradient);
+        d_b[i] += gradient;
+      }
+      for (int64_t i = 0; i < s; ++i) {
+        z[i] = silu<T>(load(from[2 * e + i]) + bias[2 * e + i]);
+        d_z[i] = 0;
+      }
+      const int64_t turn = row / c * rotations.by_chunk + row % c * rotations.by_slot;
+      const A* __restrict cosine = rotations.cosines + turn;
+      const A* __restrict sine = rotations.sines + turn;
+      for (int64_t map = 0; map < 4; ++map) {
+        const T* __restrict d_map = d_maps + (map * rows + row) * s;
+        const A* __restrict g = gamma + map * s;
+        A* __restrict d_shift = all_sums.data() + thread * sums + map * s;
+        const A by = map < 2 ? score_scale : map == 2 ? scale[row / c] : A(1);
+        for (int64_t i = 0; i < half; ++i) {
+          const A x = by * load(d_map[i]), y = by * load(d_map[i + half]);
+          turned[i] = x * cosine[i] + y * sine[i];
+        }
+        for (int64_t i = 0; i < half; ++i) {
+          const A x = by * load(d_map[i]), y = by * load(d_map[i + half]);
+          turned[i + half] = y * cosine[i] - x * sine[i];
+        }
+        add_gradients(turned, z, g, d_shift, d_shift + 4 * s, d_z, s);
+      }
+      for (int64_t i = 0; i < s; ++i) {
+        const A x = load(from[2 * e + i]) + bias[2 * e + i], gradient = d_z[i] * slope(x, sigmoid<T>(x));
+        store(to[2 * e + i], gradient);
+        d_b[2 * e + i] += gradient;
+      }
+    }
+  }
+  for (int64_t thread = 0; thread < threads; ++thread) {
+    for (int64_t i = 0; i < 4 * s; ++i) {
+      d_beta[i] += all_sums[thread * sums + i];
+      d_gamma[i] += all_sums[thread * sums + 4 * s + i];
+    }
+    for (int64_t i = 0; i < width; ++i) d_bias[i] += all_sums[thread * sums + 8 * s + i];
+  }
+}
+
+}  // namespace
+
+// The functions above for each type, with C linkage.
+#define FUNCTIONS(NAME, T, A)                                                                                                  \
+  void activate_##NAME(const T* before, const A* bias, const A* gamma, const A* beta, const A* cosines, const A* sines, int64_t turn_by_chunk, \
+                       int64_t turn_by_slot, const A* scale, T* active, T* maps, int64_t n, int64_t c, int64_t e, int64_t s,   \
+                       int64_t threads) {                                                                                          \
+    activate<T>(before, bias, gamma, beta, {cosines, sines, turn_by_chunk, turn_by_slot}, scale, active, maps, n, c, e, s, threads);  \
+  }                                                                                                                            \
+  void run_sums_##NAME(A* total, const T* sums, T* out, const bool* begins, int64_t n, int64_t n_sums, int64_t n_out,          \
+                       int64_t backwards, int64_t m, int64_t threads) {                                                        \
+    run_sums<T>(total, sums, out, begins, n, n_sums, n_out, backwards, m, threads);                                            \
+  }                                                                                                                            \
+  void weigh_##NAME(T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, double score_scale,         \
+                    int64_t n, int64_t c, int64_t threads) {                                                                   \
+    weigh<T>(products, bias, scale, by_chunk, by_slot, A(score_scale), n, c, threads);                                         \
+  }                                                                                                                            \
+  void weigh_backward_##NAME(T* products, T* gradients, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot,      \
+                             double score_scale, A* d_bias, int64_t n, int64_t c, int64_t threads) {                           \
+    weigh_backward<T>(products, gradients, bias, scale, by_chunk, by_slot, A(score_scale), d_bias, n, c, threads);             \
+  }                                                                                                                            \
+  void finish_##NAME(const T* before, const A* bias, T* d_gated, int64_t gates_again, const T* attended, const T* d_v, const T* d_maps,        \
+                     const A* gamma, const A* cosines, const A* sines, int64_t turn_by_chunk, int64_t turn_by_slot, const A* scale,             \
+                     double score_scale, T* d_before, A* d_bias, A* d_gamma, A* d_beta, int64_t n, int64_t c, int64_t e, int64_t s,        \
+                     int64_t threads) {                                                                                            \
+    finish<T>(before, bias, d_gated, gates_again, attended, d_v, d_maps, gamma, {cosines, sines, turn_by_chunk, turn_by_slot}, scale,              \
+              A(score_scale), d_before, d_bias, d_gamma, d_beta, n, c, e, s, threads);                                                  \
+  }
+
+extern "C" {
+FUNCTIONS(bfloat16, bf16, float)
+FUNCTIONS(float32, float, float)
+FUNCTIONS(float64, double, double)
+}

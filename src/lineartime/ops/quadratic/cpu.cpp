@@ -1,0 +1,93 @@
+// What cpu.py computes between the matrix products of a tile, each in one pass over memory.
+//
+// Shapes: N rows of the batch, Q queries, K keys. Matrices are contiguous, but the rows of a bias have the stride `bias_by`.
+// T is the type of tensors, A the type that they are computed in.
+// If causal, the last query sees all keys, and each query before it one key less. Work is split by queries, so results do not
+// depend on the number of threads.
+
+namespace {
+
+inline int64_t visible_keys(int64_t query, int64_t queries, int64_t keys, bool causal) {
+  return causal ? keys - queries + query + 1 : keys;
+}
+
+template <bool with_bias, class T, class A = typename Type<T>::A>
+inline void weigh_query(T* __restrict products, const A* __restrict bias, A score_scale, int64_t visible, int64_t keys) {
+  for (int64_t j = 0; j < visible; ++j) {
+    const A positive = relu(load(products[j]) * score_scale + (with_bias ? bias[j] : A(0)));
+    store(products[j], positive * positive);
+  }
+  for (int64_t j = visible; j < keys; ++j) store(products[j], A(0));
+}
+
+template <bool with_bias, class T, class A = typename Type<T>::A>
+inline void weigh_query_backward(T* __restrict products, T* __restrict gradients, const A* __restrict bias, A* __restrict d_bias,
+                                 A score_scale, int64_t visible, int64_t keys) {
+  for (int64_t j = 0; j < visible; ++j) {
+    const A positive = relu(load(products[j]) * score_scale + (with_bias ? bias[j] : A(0)));
+    const A d_score = 2 * load(gradients[j]) * positive;
+    store(products[j], positive * positive);
+    store(gradients[j], d_score * score_scale);
+    if (with_bias) d_bias[j] += d_score;
+  }
+  for (int64_t j = visible; j < keys; ++j) {
+    store(products[j], A(0));
+    store(gradients[j], A(0));
+  }
+}
+
+// Replaces products by weights = relu(score_scale products + bias)^2, [N, Q, K], zero for invisible keys; bias may be null.
+template <class T, class A = typename Type<T>::A>
+void weigh(T* products, const A* bias, int64_t bias_by, A score_scale, int64_t causal, int64_t n, int64_t queries, int64_t keys,
+           int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(int(threads))
+  for (int64_t row = 0; row < n * queries; ++row) {
+    const int64_t query = row % queries, visible = visible_keys(query, queries, keys, causal);
+    T* weights = products + row * keys;
+    if (bias) {
+      weigh_query<true>(weights, bias + query * bias_by, score_scale, visible, keys);
+    } else {
+      weigh_query<false>(weights, static_cast<const A*>(nullptr), score_scale, visible, keys);
+    }
+  }
+}
+
+// `weigh`, and replaces gradients of weights by those of products; adds those of scores to d_bias, null if bias is.
+template <class T, class A = typename Type<T>::A>
+void weigh_backward(T* products, T* gradients, const A* bias, A* d_bias, int64_t bias_by, A score_scale, int64_t causal, int64_t n,
+                    int64_t queries, int64_t keys, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(int(threads))
+  for (int64_t query = 0; query < queries; ++query) {
+    const int64_t visible = visible_keys(query, queries, keys, causal);
+    for (int64_t row = 0; row < n; ++row) {
+      const int64_t begin = (row * queries + query) * keys;
+      if (bias) {
+        weigh_query_backward<true>(products + begin, gradients + begin, bias + query * bias_by, d_bias + query * bias_by,
+                                   score_scale, visible, keys);
+      } else {
+        weigh_query_backward<false>(products + begin, gradients + begin, static_cast<const A*>(nullptr),
+                                    static_cast<A*>(nullptr), score_scale, visible, keys);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+// The functions above for each type, with C linkage. The bias of a tile begins at `bias_first`.
+#define FUNCTIONS(NAME, T, A)                                                                                                  \
+  void weigh_##NAME(T* products, const A* bias, int64_t bias_first, int64_t bias_by, double score_scale, int64_t causal,       \
+                    int64_t n, int64_t queries, int64_t keys, int64_t threads) {                                               \
+    weigh<T>(products, bias ? bias + bias_first : bias, bias_by, A(score_scale), causal, n, queries, keys, threads);           \
+  }                                                                                                                            \
+  void weigh_backward_##NAME(T* products, T* gradients, const A* bias, A* d_bias, int64_t bias_first, int64_t bias_by,         \
+                             double score_scale, int64_t causal, int64_t n, int64_t queries, int64_t keys, int64_t threads) {  \
+    weigh_backward<T>(products, gradients, bias ? bias + bias_first : bias, bias ? d_bias + bias_first : d_bias, bias_by,      \
+                      A(score_scale), causal, n, queries, keys, threads);                                                      \
+  }
+
+extern "C" {
+FUNCTIONS(bfloat16, bf16, float)
+FUNCTIONS(float32, float, float)
+FUNCTIONS(float64, double, double)
+}

@@ -1,0 +1,162 @@
+"""Quadratic attention on CPUs, some queries at a time.
+
+Shapes: B batch, T tokens, s query/key width, e value width; of a tile: b rows of the batch, Q queries, K keys.
+
+    out[t] = row_scale[t] * sum over visible j of w[t, j] v[j]          w[t, j] = relu(score_scale * q[t].k[j] + bias[t, j])^2
+
+The scores of a tile stay in the cache. None are kept for the backward pass, which recomputes them. What lies between the matrix
+products is computed by the functions of cpu.cpp, in one pass over the scores, or in plain PyTorch.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineartime.native import NATIVE_DTYPES, native_functions
+from lineartime.ops.flops import pair_products
+from lineartime.ops.operator import Fused
+from lineartime.ops.positions import FactoredBias
+from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.quadratic.inputs import QuadraticOptions, scaled_inputs
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+QUERIES = 256
+"""The number of queries in a tile."""
+SCORES = 2**19
+"""The approximate number of scores in a tile, if the batch is large enough."""
+
+
+class Inputs(NamedTuple):
+    """q, k [B, T, s], v [B, T, e], bias [T, T] or None, row_scale [B, T], the factor of products, and whether it is causal."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    row_scale: Tensor
+    score_scale: float
+    causal: bool
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | FactoredBias | None, real: Tensor | None, options: QuadraticOptions
+) -> Tensor:
+    """Attend within each row, like the other forms, with activation "relu2". Padding must be zero. Keeps no scores."""
+    compute = matmul_dtype(q, k, v)
+    dtype = output_dtype(v, compute)
+    q, k, v = (x.to(compute) for x in (q, k, v))
+    q, k, bias, row_scale, score_scale = scaled_inputs(q, k, bias, real, options)
+    with without_autocast(q):
+        return _fused(Inputs(q, k, v, bias, row_scale, score_scale, options.causal)).to(dtype)
+
+
+def _tiles(inputs: Inputs) -> Iterator[tuple[slice, slice, int]]:
+    """The rows and queries of each tile, and the number of keys that its queries see."""
+    batch, length, _ = inputs.v.shape
+    n_rows = max(1, SCORES // (QUERIES * max(1, length)))
+    for row in range(0, batch, n_rows):
+        for start in range(0, length, QUERIES):
+            stop = min(start + QUERIES, length)
+            yield slice(row, min(row + n_rows, batch)), slice(start, stop), stop if inputs.causal else length
+
+
+def _first(x: Tensor, rows: slice, n_keys: int) -> Tensor:
+    """The keys or values that some queries see, [b, K, f], in a memory layout that matrix products take without a copy."""
+    seen = x[rows, :n_keys]
+    return seen[0][None] if len(seen) == 1 else seen.contiguous()  # [None] gives one row the stride of a row of K keys
+
+
+def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor]:
+    inputs = _prepared(inputs)
+    q, k, v, _, row_scale, _, _ = inputs
+    out = torch.empty_like(v)
+    for rows, queries, n_keys in _tiles(inputs):
+        weights = _weigh(inputs, q[rows, queries], _first(k, rows, n_keys), queries)
+        out[rows, queries] = torch.bmm(weights, _first(v, rows, n_keys)).mul_(row_scale[rows, queries, None])
+    return (out,)
+
+
+def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: list[bool]) -> list[Tensor | None]:
+    inputs = _prepared(inputs)
+    q, k, v, bias, row_scale, _, _ = inputs
+    d_q = torch.empty_like(q)
+    d_k, d_v = (torch.zeros(x.shape, dtype=row_scale.dtype, device=x.device) for x in (k, v))
+    d_bias = None if bias is None else torch.zeros_like(bias)
+    for rows, queries, n_keys in _tiles(inputs):
+        of_queries, of_keys, values = q[rows, queries], _first(k, rows, n_keys), _first(v, rows, n_keys)
+        d_read = (d_out[rows, queries] * row_scale[rows, queries, None]).to(v.dtype)
+        d_weights = torch.bmm(d_read, values.mT)
+        weights, d_products = _weigh_backward(inputs, of_queries, of_keys, d_weights, d_bias, queries)
+        d_v[rows, :n_keys] += torch.bmm(weights.mT, d_read)
+        d_q[rows, queries] = torch.bmm(d_products, of_keys)
+        d_k[rows, :n_keys] += torch.bmm(d_products.mT, of_queries)
+    return [d_q, d_k, d_v, d_bias]
+
+
+def _prepared(inputs: Inputs) -> Inputs:
+    """Contiguous, with the bias in the dtype of scores."""
+    q, k, v = (x.contiguous() for x in inputs[:3])
+    bias = None if inputs.bias is None else inputs.bias.to(inputs.row_scale.dtype).contiguous()
+    return inputs._replace(q=q, k=k, v=v, bias=bias)
+
+
+_fused = Fused(
+    "tiled_quadratic", Inputs, _forward, lambda inputs, keep: (inputs.v.new_empty(inputs.v.shape),), _backward,
+    wrt=("q", "k", "v", "bias"), what="backend 'tiled'",
+    flops=lambda inputs: pair_products(inputs.q, inputs.v, inputs.causal, 1, 1),
+    backward_flops=lambda inputs, wanted: pair_products(inputs.q, inputs.v, inputs.causal, 3, 2),
+)  # fmt: skip
+
+
+# Between the matrix products ------------------------------------------------------------------------------------------
+
+
+def _weigh(inputs: Inputs, q: Tensor, k: Tensor, queries: slice) -> Tensor:
+    """The weights: [b, Q, s] and [b, K, s] -> [b, Q, K], in the dtype of q; `queries` are the places of the queries."""
+    functions = native_functions(SOURCE) if q.dtype in NATIVE_DTYPES else None
+    if functions is None:
+        scores = _scores(inputs, q, k, queries)
+        return scores.mul_(scores).to(q.dtype)
+    weights = torch.bmm(q, k.mT)
+    functions.call("weigh", q.dtype, weights, inputs.bias, *_options(inputs, queries), *weights.shape)
+    return weights
+
+
+def _weigh_backward(
+    inputs: Inputs, q: Tensor, k: Tensor, d_weights: Tensor, d_bias: Tensor | None, queries: slice
+) -> tuple[Tensor, Tensor]:
+    """The weights again, and the gradient of the products q.k, [b, Q, K] each; adds to d_bias, may overwrite d_weights."""
+    functions = native_functions(SOURCE) if q.dtype in NATIVE_DTYPES else None
+    if functions is None:
+        scores = _scores(inputs, q, k, queries)
+        d_scores = d_weights.to(scores.dtype).mul_(scores).mul_(2)
+        if d_bias is not None:
+            d_bias[queries, : k.shape[1]] += d_scores.sum(0)
+        return scores.mul_(scores).to(q.dtype), d_scores.mul_(inputs.score_scale).to(q.dtype)
+    weights, d_products = torch.bmm(q, k.mT), d_weights.contiguous()
+    options = _options(inputs, queries)
+    functions.call("weigh_backward", q.dtype, weights, d_products, inputs.bias, d_bias, *options, *weights.shape)
+    return weights, d_products
+
+
+def _options(inputs: Inputs, queries: slice) -> tuple[int, int, float, int]:
+    """The offset of the bias of the queries, the stride of its rows, the factor of products, and whether it is causal."""
+    length = 0 if inputs.bias is None else inputs.bias.shape[1]
+    return queries.start * length, length, float(inputs.score_scale), int(inputs.causal)
+
+
+def _scores(inputs: Inputs, q: Tensor, k: Tensor, queries: slice) -> Tensor:
+    """relu(score_scale * q.k + bias) where visible, zero elsewhere, [b, Q, K]."""
+    bias, exact = None if inputs.bias is None else inputs.bias[queries, : k.shape[1]], inputs.row_scale.dtype
+    if bias is not None and q.dtype == exact:
+        scores = torch.baddbmm(bias, q, k.mT, alpha=inputs.score_scale)
+    else:
+        scores = torch.bmm(q, k.mT).to(exact).mul_(inputs.score_scale)
+        scores = scores if bias is None else scores.add_(bias)
+    if inputs.causal:  # the last query sees all keys, and each query before it one key less
+        n_queries = q.shape[1]
+        scores[..., -n_queries:].mul_(torch.ones(n_queries, n_queries, dtype=exact).tril())
+    return scores.relu_()

@@ -1,0 +1,157 @@
+"""The options that only checkpoints of other packages need, and what earlier versions recorded of them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lineartime
+from lineartime.errors import ArgumentError
+from lineartime.foreign import ForeignFLASH, ForeignGAU
+from lineartime.foreign.mixers import post_norm
+from lineartime.foreign.positions import BucketBias, distance_buckets, in_part
+from lineartime.layers import GAU, GLU, MLP, set_backend
+from lineartime.models import ModelConfig
+from lineartime.ops import rope
+from lineartime.ops.activations import attention_weights
+from lineartime.ops.positions import rotary_table, rotate
+from lineartime.ops.quadratic.blocked import attend_visible
+
+
+def weights(products: list[float], activation: Any) -> list[float]:
+    row = torch.tensor([products], dtype=torch.float64)
+    found = attention_weights(row, d_qk=4, visible=None, bias=None, activation=activation, published_length=None)
+    return found[0].tolist()
+
+
+def test_laplace_at_its_mean_is_a_half_over_the_count() -> None:
+    assert math.isclose(weights([2 * math.sqrt(0.5), 0.0], "laplace")[0], 0.25)
+
+
+def test_softmax_plus_is_plain_softmax_at_512_keys() -> None:
+    products = torch.randn(1, 512).tolist()[0]
+    torch.testing.assert_close(weights(products, "softmax_plus"), weights(products, "softmax"))
+
+
+def test_buckets_of_distances_are_those_of_t5() -> None:
+    """Also where the logarithm of a distance is exactly at a border, as at powers of two."""
+    distances = torch.tensor([0, 1, 7, 8, 11, 12, 15, 16, 31, 32, 63, 64, 90, 91, 127, 128, 10_000])
+    both_ways = torch.tensor([0, 1, 7, 8, 8, 9, 9, 10, 11, 12, 13, 14, 14, 15, 15, 15, 15])
+    assert torch.equal(distance_buckets(-distances, causal=False), both_ways)
+    assert torch.equal(distance_buckets(distances[1:], causal=False), both_ways[1:] + 16)
+    causal = torch.tensor([0, 1, 7, 8, 11, 12, 15, 16, 21, 21, 26, 26, 29, 29, 31, 31, 31])
+    assert torch.equal(distance_buckets(-distances, causal=True), causal)
+    assert not distance_buckets(distances, causal=True).any()
+
+
+def test_a_bias_by_buckets_depends_on_the_distance_alone_and_has_no_limit() -> None:
+    bias, near = BucketBias(causal=False), torch.arange(300)
+    table = bias(near, near)
+    assert torch.equal(table[0, 1:], bias.values[distance_buckets(near[1:], causal=False)])
+    assert torch.equal(table[:-1, :-1], table[1:, 1:])
+    assert torch.equal(bias(near + 10**6, near + 10**6), table)
+
+
+def test_a_partial_rotation_leaves_the_other_features_as_they_are() -> None:
+    x, positions = torch.randn(5, 12, dtype=torch.float64), torch.arange(5)
+    turned = rotate(x, in_part(rotary_table(positions, 2, torch.float64), 12))
+    moving = [0, 1, 6, 7]
+    still = [place for place in range(12) if place not in moving]
+    assert torch.equal(turned[:, still], x[:, still])
+    torch.testing.assert_close(turned[:, moving], rope(x[:, moving], positions))
+
+
+@pytest.mark.parametrize("rotary_width", [0, 3, 6, -2])
+def test_a_number_of_rotated_features_that_cannot_be_is_named(rotary_width: int) -> None:
+    with pytest.raises(ArgumentError, match=f"rotary_width is {rotary_width}, but must be an even number from 2 to 4"):
+        ForeignGAU(8, d_qk=4, rotary_width=rotary_width)
+
+
+def test_a_form_of_the_bias_that_there_is_not_is_named() -> None:
+    with pytest.raises(ArgumentError, match="bias_form is 'table', but must be one of 'auto', 'buckets'"):
+        ForeignGAU(8, bias_form="table")  # type: ignore[arg-type]
+
+
+def randomized(layer: Any) -> Any:
+    with torch.no_grad():
+        for parameter in layer.double().parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layer", [ForeignGAU, ForeignFLASH])
+def test_every_form_rotates_the_same_features_and_has_the_same_buckets(layer: Any, causal: bool) -> None:
+    built = randomized(layer(8, d_qk=6, causal=causal, rotary_width=2, bias_form="buckets"))
+    x = torch.randn(2, 300, 8, dtype=torch.float64)
+    outputs = []
+    for backend in ("torch", "tiled"):
+        set_backend(built, backend)  # type: ignore[arg-type]
+        outputs.append(built(x))
+    torch.testing.assert_close(*outputs, atol=1e-10, rtol=0)
+    whole = layer(8, d_qk=6, causal=causal, bias_form="buckets").double()
+    whole.load_state_dict(built.state_dict())
+    assert not torch.allclose(whole(x), outputs[0])
+
+
+class Alone(ForeignGAU):
+    """Its attention alone."""
+
+    def mix(self, normed: Tensor, batch: Any) -> Tensor:
+        q, k, v = normed.split(4, -1)
+        return self.attend([q, k], v, batch, self.causal)
+
+    def before(self, x: Tensor) -> Tensor:
+        return x
+
+    def after(self, x: Tensor, out: Tensor) -> Tensor:
+        return out
+
+
+@pytest.mark.parametrize("backend", ["torch", "oracle"])
+@pytest.mark.parametrize("activation", ["relu2", "laplace"])
+def test_a_bias_that_is_divided_too_is_that_of_a_text_of_its_length(activation: Any, backend: Any) -> None:
+    layer = randomized(Alone(12, d_qk=4, activation=activation, normalization="paper_bias"))
+    layer.backend = backend
+    x, mask = torch.randn(2, 9, 12, dtype=torch.float64), torch.arange(9) < torch.tensor([[9], [5]])
+    out = layer(x, mask)
+    for row, length in enumerate((9, 5)):
+        q, k, v = x[row, :length].split(4, -1)
+        bias = layer.bias.consecutive(length, length) / length
+        own = attend_visible(q, k, v, visible=None, bias=bias, activation=activation, published_length=float(length))
+        torch.testing.assert_close(out[row, :length], own, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("layer", [GAU, MLP, GLU])
+def test_a_norm_behind_the_residual_leaves_the_input_of_the_layer_unnormed(layer: Any) -> None:
+    before, after = layer(8, norm="scalenorm"), post_norm(layer)(8, norm="scalenorm", norm_eps=1e-12)
+    after.load_state_dict(before.state_dict())
+    x = torch.randn(1, 5, 8)
+    x = x * x.square().mean(-1, keepdim=True).rsqrt()  # which a norm leaves as it is
+    torch.testing.assert_close(after(x), after.norm(before(x)))
+    assert repr(after).startswith(f"PostNorm{layer.__name__}(")
+
+
+EARLIER = {"d_qk": 8, "activation": "relu2", "normalization": "count", "bias_form": "auto", "rotary_width": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "wanted"),
+    [
+        ("flash", {}, "flash"),
+        ("flash", {"activation": "softmax", "normalization": "paper_sum"}, "flash"),
+        ("flash", {"rotary_width": 4}, "flash-foreign"),
+        ("flash", {"bias_form": "buckets"}, "flash-foreign"),
+        ("gau", {"activation": "softmax_plus"}, "gau-foreign"),
+        ("gau", {"normalization": "paper_bias"}, "gau-foreign"),
+        ("gau-ungated", {}, "gau-ungated"),
+    ],
+)
+def test_a_model_of_an_earlier_version_has_the_layer_with_its_options(kind: str, options: dict[str, Any], wanted: str) -> None:
+    recorded = {**lineartime.presets()["flash-tiny"].to_dict(), "mixer": {"kind": kind, **EARLIER, **options}}
+    config = ModelConfig.from_dict(recorded)
+    assert config.mixer.kind == wanted
+    assert {name: config.mixer.options[name] for name in options} == options
+    assert ModelConfig.from_dict(config.to_dict()) == config

@@ -1,0 +1,218 @@
+"""The decoder computes what the model does, token by token, and draws what `pick` draws."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lineartime.errors import ArgumentError
+from lineartime.generation.sampling import Sampling, pick
+from lineartime.models import build
+from lineartime.models.backbone import ModelState
+from lineartime.models.decoder import NativeDecoder
+from lineartime.models.language_model import CausalLM
+from lineartime.native import why_not_native
+from lineartime.ops.state import State
+
+pytestmark = pytest.mark.skipif(why_not_native() is not None, reason="there is no compiler")
+CHUNK = 8
+SIZES: dict[str, Any] = {"d_model": 24, "n_blocks": 2, "d_qk": 10, "chunk_size": CHUNK, "vocab_size": 37}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+def model_of(dtype: torch.dtype = torch.float64, **options: Any) -> CausalLM:
+    torch.manual_seed(0)
+    model: CausalLM = build("flash-tiny", **{**SIZES, **options}).eval().to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def decoder_of(model: CausalLM) -> NativeDecoder:
+    decoder = model.compile_for_decoding().native
+    assert decoder is not None
+    return decoder
+
+
+def state_of(model: CausalLM, streams: int) -> ModelState:
+    """The state before the first token. What is never read is not zero."""
+    return model.init_state(streams).map(lambda x: x.fill_(1e4) if x.dim() in (3, 4) and x.shape[-2] == CHUNK else x)
+
+
+def check_equals_forward(model: CausalLM, streams: int, length: int = 21) -> None:
+    ids = torch.randint(model.config.vocab_size, (streams, length), generator=torch.Generator().manual_seed(1))
+    decoder, state = decoder_of(model), state_of(model, streams)
+    found = torch.stack([decoder.logits(ids[:, token].contiguous(), state) for token in range(length)], 1)
+    with torch.no_grad():
+        wanted = model(ids)
+    scale = float(wanted.abs().max())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE[wanted.dtype] * scale)
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3, 32])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_logits_equal_forward(dtype: torch.dtype, streams: int) -> None:
+    check_equals_forward(model_of(dtype), streams)
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm": "scalenorm"},
+        {"norm": "rmsnorm", "final_norm": "layernorm", "embedding_norm": True},
+        {"final_norm": "none", "relative_bias": False},
+        {"token_shift": True, "d_model": 26},
+        {"tie_word_embeddings": False, "token_types": 2},
+        {"absolute_position": "none", "rope": False},
+        {"absolute_position": "learned", "max_positions": 21},
+        {"normalization": "paper"},
+        {"normalization": "paper_sum"},
+        {"chunk_size": 1},
+        {"d_model": 34, "d_qk": 2, "expansion": 1},
+    ],
+    ids=str,
+)
+def test_every_option_equals_forward(options: dict[str, Any], streams: int) -> None:
+    check_equals_forward(model_of(**options), streams)
+
+
+def test_several_threads_equal_one() -> None:
+    model, before = model_of(d_model=160), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        check_equals_forward(model, 1)
+        check_equals_forward(model, 5)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_long_chunks_have_a_rotary_bias() -> None:
+    check_equals_forward(model_of(chunk_size=520, n_blocks=1), 2)
+
+
+@pytest.mark.parametrize("token_shift", [False, True])
+def test_streams_at_other_positions_do_not_mix(token_shift: bool) -> None:
+    model = model_of(token_shift=token_shift)
+    ids, decoder = torch.randint(37, (3, 40)), decoder_of(model)
+    alone = [state_of(model, 1) for _ in range(3)]
+    for stream, read in enumerate((0, 7, 18)):
+        for token in range(read):
+            decoder.logits(ids[stream, token : token + 1], alone[stream])
+    joined = State.concatenate(alone)
+    for step in range(20):
+        tokens = torch.stack([ids[stream, read + step] for stream, read in enumerate((0, 7, 18))])
+        together = decoder.logits(tokens, joined)
+        each = [decoder.logits(tokens[stream : stream + 1], alone[stream]) for stream in range(3)]
+        torch.testing.assert_close(together, torch.cat(each), rtol=0, atol=1e-12)
+
+
+def test_sinusoids_of_far_positions_are_exact() -> None:
+    model, position = model_of(n_blocks=1), 100_003 * 64 + 63
+    layer: Any = model.backbone.blocks[0].mixer  # type: ignore[index]
+    layer.to_output.weight.data.zero_(), layer.to_output.bias.data.zero_()  # which leaves embeddings and positions
+    decoder, state, embedded = decoder_of(model), state_of(model, 1), torch.randn(1, 1, 24, dtype=torch.float64)
+    state.blocks[0].position.fill_(position)
+    assert model.backbone.position is not None
+    for where in (position, position + 1):
+        with torch.no_grad():
+            wanted = model.backbone.norm(embedded + model.backbone.position(torch.tensor([[where]])))
+        torch.testing.assert_close(decoder.hidden(embedded, state), wanted, rtol=0, atol=1e-8)
+
+
+def test_hidden_vectors_give_the_logits() -> None:
+    model = model_of()
+    decoder, ids = decoder_of(model), torch.tensor([3, 5])
+    first, second = state_of(model, 2), state_of(model, 2)
+    for _ in range(3):
+        with torch.no_grad():
+            logits = model.logits(decoder.hidden(model.backbone.embedding(ids[:, None]), first))[:, 0]
+        torch.testing.assert_close(logits, decoder.logits(ids, second), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0),
+        Sampling(temperature=1, top_p=1),
+        Sampling(temperature=0.3, top_p=0.7),
+        Sampling(temperature=2, top_k=5, top_p=0.8),
+        Sampling(temperature=1, top_k=1000, top_p=1),
+        Sampling(temperature=1, min_p=0.2),
+        Sampling(temperature=1, top_p=1, min_p=0.5),
+        Sampling(temperature=1e-30, top_p=1e-6),
+    ],
+    ids=str,
+)
+def test_draws_what_pick_draws(sampling: Sampling, dtype: torch.dtype) -> None:
+    model = model_of(dtype, vocab_size=700)
+    decoder, read, drawn = decoder_of(model), state_of(model, 8), state_of(model, 8)
+    generator, tokens = torch.Generator().manual_seed(0), torch.arange(8)
+    for _ in range(20):
+        uniform = torch.rand(8, dtype=torch.float64, generator=generator)
+        logits = decoder.logits(tokens, read).float()
+        wanted = pick(logits, sampling, uniform)[:, None]
+        options = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+        tokens = decoder.draw(tokens, uniform, *options, drawn)
+        # In bfloat16, several tokens have the same logit, and PyTorch ranks these in any order.
+        assert torch.equal(logits.gather(1, tokens[:, None]), logits.gather(1, wanted))
+        assert dtype == torch.bfloat16 or torch.equal(tokens, wanted[:, 0])
+
+
+def test_logits_that_are_not_finite_draw_no_token() -> None:
+    model = model_of(tie_word_embeddings=False)
+    assert model.lm_head is not None
+    model.lm_head.bias.data[5] = float("nan")
+    tokens = decoder_of(model).draw(torch.tensor([1]), torch.zeros(1).double(), 0.8, 0, 0.95, 0.0, state_of(model, 1))
+    assert tokens.tolist() == [-1]
+
+
+def test_wrong_arguments_are_refused() -> None:
+    model = model_of(absolute_position="learned", max_positions=2)
+    decoder, state = decoder_of(model), state_of(model, 1)
+    with pytest.raises(ArgumentError, match="holds 37"):
+        decoder.logits(torch.tensor([37]), state)
+    with pytest.raises(ArgumentError, match="shape"):
+        decoder.logits(torch.tensor([1, 2]), state)
+    with pytest.raises(ArgumentError, match="summary"):
+        decoder.logits(torch.tensor([1]), state_of(model_of(d_qk=8), 1))
+    for _ in range(2):
+        decoder.logits(torch.tensor([1]), state)
+    with pytest.raises(ArgumentError, match="max_positions"):
+        decoder.logits(torch.tensor([1]), state)
+    assert int(state.blocks[0].position) == 2
+
+
+def hooked(model: CausalLM) -> None:
+    next(iter(model.backbone.blocks)).register_forward_hook(lambda *_: None)
+
+
+def replaced(model: CausalLM) -> None:
+    layer: Any = next(iter(model.backbone.blocks)).mixer
+    layer.split = layer.split
+
+
+def adapted(model: CausalLM) -> None:
+    layer: Any = next(iter(model.backbone.blocks)).mixer
+    layer.to_output = nn.Sequential(layer.to_output)
+
+
+def mixed(model: CausalLM) -> None:
+    model.backbone.norm.to(torch.float32)
+
+
+@pytest.mark.parametrize("change", [hooked, replaced, adapted, mixed])
+def test_changed_models_have_no_decoder(change: Any) -> None:
+    model = model_of()
+    change(model)
+    assert model.compile_for_decoding().native is None
+
+
+@pytest.mark.parametrize("options", [{"activation": "softmax"}, {"mixer": "flash-foreign"}], ids=str)
+def test_other_layers_have_no_decoder(options: dict[str, Any]) -> None:
+    assert model_of(**options).compile_for_decoding().native is None
+    assert build("flash-quad-tiny", n_blocks=1).compile_for_decoding().native is None
+    assert build("flash-tiny", n_blocks=1, dropout=0.1).train().compile_for_decoding().native is None

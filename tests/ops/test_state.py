@@ -1,0 +1,91 @@
+"""What all states of streams can do."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lineartime.ops.state import State, writable
+
+
+@dataclass(eq=False)
+class Cache(State):
+    """Places of a cache [B, room, 1], and an upper bound of the positions."""
+
+    position: Tensor
+    places: Tensor
+    longest: int = 0
+
+
+@dataclass(eq=False)
+class Model(State):
+    """A state of states."""
+
+    position: Tensor
+    layers: tuple[State | None, ...]
+
+
+def model_state(streams: int, room: int) -> Model:
+    position = torch.arange(streams)
+    return Model(position, (Cache(position.clone(), torch.randn(streams, room, 1), room), None))
+
+
+def cache_of(state: Model) -> Cache:
+    (cache, nothing) = state.layers
+    assert isinstance(cache, Cache)
+    assert nothing is None
+    return cache
+
+
+def test_a_clone_has_memory_of_its_own() -> None:
+    state = model_state(2, 3)
+    copy = state.clone()
+    for one, other in zip(state.tensors(), copy.tensors(), strict=True):
+        assert torch.equal(one, other)
+        other += 1
+        assert not torch.equal(one, other)
+    assert cache_of(copy).longest == 3
+    assert state.nbytes == copy.nbytes == 2 * (8 + 8 + 3 * 4)
+
+
+def test_streams_are_taken_in_any_order_and_number() -> None:
+    state = model_state(3, 2)
+    taken = state.take(torch.tensor([2, 0, 2, 2]))
+    assert len(taken) == 4
+    assert taken.position.tolist() == cache_of(taken).position.tolist() == [2, 0, 2, 2]
+    assert torch.equal(cache_of(taken).places, cache_of(state).places[[2, 0, 2, 2]])
+
+
+def test_shorter_memory_grows_where_states_are_concatenated() -> None:
+    states = [model_state(2, 3), model_state(0, 9), model_state(1, 5)]
+    joined = State.concatenate(states)
+    assert len(joined) == 3
+    assert joined.position.tolist() == [0, 1, 0]
+    places = cache_of(joined).places
+    assert places.shape == (3, 9, 1)
+    assert cache_of(joined).longest == 9
+    for start, one in ((0, states[0]), (2, states[2])):
+        own = cache_of(one).places
+        assert torch.equal(places[start : start + len(one), : own.shape[1]], own)
+        assert not places[start : start + len(one), own.shape[1] :].any()
+
+
+def test_copies_made_in_inference_mode_can_be_updated_outside() -> None:
+    with torch.inference_mode():
+        state = model_state(2, 3)
+        copies = [state.clone(), state.take(torch.tensor([1])), State.concatenate([state, model_state(1, 5)])]
+    for copy in copies:
+        for tensor in copy.tensors():
+            tensor += 1
+    position = state.position
+    assert writable(position) is not position
+    with torch.inference_mode():
+        assert writable(position) is position
+
+
+def test_gradients_flow_through_taken_and_concatenated_states() -> None:
+    places = torch.randn(2, 3, 1, requires_grad=True)
+    state = Cache(torch.zeros(2, dtype=torch.long), places, 3)
+    joined = State.concatenate([state.take(torch.tensor([1, 1])), state])
+    (gradient,) = torch.autograd.grad(joined.places.sum(), places)
+    assert gradient.flatten(1).tolist() == [[1.0] * 3, [3.0] * 3]
