@@ -115,7 +115,7 @@ def _rows_in_front(
 
     batch = Batch(shape, torch.arange(length, device=device))
     if mask is not None:
-        batch = replace(batch, **_in_front(mask))
+        batch = _in_front(batch, mask)
     if prefix_lengths is None:
         return arranged(batch)
     counts = torch.full((rows,), length, device=device) if batch.counts is None else batch.counts
@@ -123,19 +123,19 @@ def _rows_in_front(
     in_prefix = prefix_tokens(
         prefix_lengths, batch.positions.repeat(rows), row, F.pad(counts.cumsum(0), (1, 0)), None, of_rows=True
     ).view(rows, length)
-    prefix = arranged(replace(Batch(shape, batch.positions), **_in_front(in_prefix)))
+    prefix = arranged(_in_front(Batch(shape, batch.positions), in_prefix))
     return replace(arranged(batch), in_prefix=in_prefix, prefix=prefix)
 
 
-def _in_front(mask: Tensor) -> dict[str, Tensor]:
-    """The order, the real tokens and their counts of rows whose real tokens, bool [B, T], come first."""
+def _in_front(batch: Batch, mask: Tensor) -> Batch:
+    """Move the real tokens of each row, bool [B, T], to its front."""
     (rows, length), device = mask.shape, mask.device
     counts = mask.sum(1)
     place = torch.where(mask, mask.cumsum(1) - 1, counts[:, None] + (~mask).cumsum(1) - 1)
     first = length * torch.arange(rows, device=device)[:, None]
     every = torch.arange(rows * length, device=device)
     order = torch.zeros_like(every).scatter(0, (place + first).flatten(), every)
-    return {"order": order, "is_real": torch.arange(length, device=device) < counts[:, None], "counts": counts}
+    return replace(batch, order=order, is_real=torch.arange(length, device=device) < counts[:, None], counts=counts)
 
 
 def _size_for(chunk_size: int, longest: int) -> int:
@@ -294,7 +294,7 @@ def stream_batch(position: Tensor, shape: tuple[int, ...], mask: Tensor | None =
     positions = position[:, None] + tokens if start is None else start + tokens
     batch = Batch((streams, new), positions, start=start)
     if mask is not None:
-        batch = replace(batch, **_in_front(mask))
+        batch = _in_front(batch, mask)
     if needs.rotary_width is None:
         return batch
     return replace(batch, rotations=rotary_table(positions, needs.rotary_width // 2, needs.dtype))
