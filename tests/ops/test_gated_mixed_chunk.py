@@ -18,7 +18,7 @@ from lineartime.ops import gated_mixed_chunk_attention
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.make_batch import make_batch
-from lineartime.ops.mixed_chunk import attend_projected, chunked, cpu, cpu_tiles
+from lineartime.ops.mixed_chunk import attend_projected, chunked, cpu
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 
 pytestmark = pytest.mark.usefixtures("work")
@@ -28,7 +28,7 @@ CHUNK, D_QK, D_VALUE = 4, 6, 5
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_tiles, "TILE_TOKENS", 8)
+    monkeypatch.setattr(cpu, "TILE_TOKENS", 8)
 
 
 @pytest.fixture

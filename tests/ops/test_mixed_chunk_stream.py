@@ -21,7 +21,7 @@ from lineartime.ops import (
 from lineartime.ops.activations import ACTIVATIONS
 from lineartime.ops.batch import Needs
 from lineartime.ops.make_batch import stream_batch
-from lineartime.ops.mixed_chunk import cpu, cpu_tiles
+from lineartime.ops.mixed_chunk import cpu
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 from lineartime.ops.mixed_chunk.stream import extend, extend_projected
 from lineartime.ops.state import State
@@ -226,7 +226,7 @@ def test_tiles_read_whole_chunks_of_streams_as_the_plain_form_does(
     normalization: Any, d_qk: int, biased: bool, rope: bool, tile_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces that begin and end inside chunks, with one chunk, or several tiles of them; d_qk 5 has no C++ functions."""
-    monkeypatch.setattr(cpu_tiles, "TILE_TOKENS", tile_tokens)
+    monkeypatch.setattr(cpu, "TILE_TOKENS", tile_tokens)
     lengths, form = [], cpu.extend_gated
 
     def counted(projected: Projected, *rest: Any) -> tuple[Tensor, Tensor]:

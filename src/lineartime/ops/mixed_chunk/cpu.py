@@ -1,35 +1,74 @@
 """Mixed chunk attention of a FLASH layer on CPUs, a few chunks at a time: everything between its two projections.
 
-Shapes: B batch, D documents, G chunks of all documents, C chunk size, d model width, e value width, s query/key width; in a
-tile: b rows of the batch, n chunks, N = b n.
+Shapes: B batch, D documents of a row, G chunks of a row, C chunk size, d model width, e value width, s query/key width; in a
+tile: N chunks.
 
     U, V, Z = split(silu(projected))                                                       [e] [e] [s]
     q_quad, k_quad, q_lin, k_lin = rope(Z * gamma_i + beta_i)                               i = 1 ... 4
-    gated = U * (weight_scale * relu(score_scale * q_quad.k_quad + bias)^2 V  +  state_scale * q_lin (sum of k_lin^T V))
+    weights = weight_scale * relu(score_scale * q_quad.k_quad + bias)^2
+    gated = U * (weights V  +  state_scale * q_lin (sum of k_lin^T V))
 
 If each step covered whole sequences, the steps between two matrix products would go through main memory, which takes as long as
 the products. A tile stays in the cache. Only `projected`, the attention's output and the sums that the chunks use are kept for
 the backward pass, which recomputes queries, keys and scores. The output projection of a layer can be applied too. Its gradient
 needs `gated`, which is recomputed in the memory of its own gradient.
-
-This file has the matrix products; cpu_tiles.py has the tiles and the work between the products, in PyTorch or by cpu.cpp.
 """
 
 import math
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineartime.native import NativeFunctions, native_functions
 from lineartime.ops.backends import Backend, why_not_tiled
 from lineartime.ops.batch import Batch
 from lineartime.ops.flops import chunk_products
 from lineartime.ops.mixed_chunk.chunked import chunk_scales
-from lineartime.ops.mixed_chunk.cpu_tiles import Inputs, Tile, TileWork, functions_for, part, tile_work, tiles_of_rows
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 from lineartime.ops.operator import Fused
+from lineartime.ops.positions import no_rotation_table, rotate
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.tracing import is_plain, is_traced
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+TILE_TOKENS = 1024
+"""The number of tokens in a tile: small enough for the cache, and large enough that call overhead is negligible."""
+
+
+class Inputs(NamedTuple):
+    """The inputs of a call.
+
+    Attributes:
+        projected: [B, G, C, 2 e + s], zero in slots without a token. Its dtype is that of matrix products.
+        projection_bias: [2 e + s], to be added to `projected`, or None.
+        gamma, beta: [4, s].
+        bias: [C, C], or None.
+        rotations: [2, B or 1, G, C, s / 2], or None.
+        weight_scale: [B or 1, G or 1, C or 1, C or 1], the factor of the squared scores; zero where a key is not visible.
+        state_scale: [B or 1, G], the factor of the queries q_lin.
+        document: int64 [G], the document of each chunk, or None for a single one.
+        output: [d, e], the weight of the output projection, or None.
+        n_documents: D.
+        score_scale: the factor of the products q_quad.k_quad.
+        causal: whether chunks use the sums of the chunks before, and not of their whole document.
+    """
+
+    projected: Tensor
+    projection_bias: Tensor | None
+    gamma: Tensor
+    beta: Tensor
+    bias: Tensor | None
+    rotations: Tensor | None
+    weight_scale: Tensor
+    state_scale: Tensor
+    document: Tensor | None
+    output: Tensor | None
+    n_documents: int
+    score_scale: float
+    causal: bool
 
 
 def attend(
@@ -38,7 +77,9 @@ def attend(
     """Gated attention of the projected tokens of a layer, with activation "relu2": [B, T, e], or [B, T, d] with `output`."""
     if batch.real is not None:
         projected = projected.with_bias()  # slots without a token must stay zero
-    return _join(_fused(_inputs(projected, bias, batch, options, output)), projected, batch)
+    inputs = _inputs(projected, bias, batch, options, output)
+    dtype = output_dtype(projected.tokens, inputs.projected.dtype)
+    return batch.join(_fused(inputs).to(dtype))
 
 
 def can_extend(
@@ -49,12 +90,9 @@ def can_extend(
     In plain PyTorch, tiles gain nothing.
     """
     tokens, gamma, beta, _ = projected
-    compute = matmul_dtype(tokens, gamma)
-    if is_traced():  # the compiler cannot trace the search for a C++ compiler
+    if is_traced() or backend not in ("auto", "tiled"):  # the compiler cannot trace the search for a C++ compiler
         return False
-    if backend not in ("auto", "tiled") or why_not_tiled(tokens.device, compute, options.activation) is not None:
-        return False
-    if functions_for(projected.d_qk, compute) is None:
+    if why_not_tiled(tokens.device, tokens.dtype, options.activation) is not None or _functions(projected.d_qk) is None:
         return False
     with without_autocast(tokens):
         return is_plain(tokens, gamma, beta, bias, summary)
@@ -64,13 +102,12 @@ def extend_gated(
     projected: Projected, bias: Tensor | None, batch: Batch, options: MixedChunkOptions, summary: Tensor, position: int
 ) -> tuple[Tensor, Tensor]:
     """`triton.extend_gated` by tiles: whole chunks of new tokens of causal streams, [B, N, e], and the new summary."""
-    total, inputs = (
-        summary.to(acc_dtype(projected.tokens), copy=True),
-        _inputs(projected, bias, batch, options, before=position),
-    )
+    total = summary.to(acc_dtype(projected.tokens), copy=True)
+    inputs = _inputs(projected, bias, batch, options, before=position)
+    dtype = output_dtype(projected.tokens, inputs.projected.dtype)
     with without_autocast(projected.tokens):
-        gated = _forward_pass(tile_work(inputs), keep=False, summary=total)[0]
-    return _join(gated, projected, batch), total.to(summary.dtype)
+        gated = _forward(inputs, keep=False, summary=total)[0]
+    return batch.join(gated.to(dtype)), total.to(summary.dtype)
 
 
 def _inputs(
@@ -94,42 +131,135 @@ def _inputs(
     )  # fmt: skip
 
 
-def _join(out: Tensor, projected: Projected, batch: Batch) -> Tensor:
-    compute = matmul_dtype(projected.tokens, projected.gamma)
-    return batch.join(out.to(output_dtype(projected.tokens, compute)))
+# The two passes -------------------------------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """Some chunks of a row or, if rows have a single chunk, those of some rows.
+
+    Attributes:
+        at: the rows and chunks as an index, [B, G, ...] -> [N, ...].
+        chunks: which chunks of its rows they are.
+        readers: which of the N use sums. If causal, the first chunk of a row does not.
+        sources: which of the N are in sums that are used. If causal, the last chunk of a row is not.
+    """
+
+    at: tuple[int | slice, int | slice]
+    chunks: slice
+    readers: slice
+    sources: slice
+
+
+def _tiles(inputs: Inputs, in_stream: bool = False) -> list[Tile]:
+    """The tiles of a call. In a stream, no chunk is the first of its row, nor the last."""
+    batch, n_chunks, chunk_size, _ = inputs.projected.shape
+    tiles, at_once, has_ends = [], max(1, TILE_TOKENS // chunk_size), inputs.causal and not in_stream
+    n_rows = at_once if n_chunks == 1 else 1
+    for row in range(0, batch, n_rows):
+        rows = slice(row, min(row + n_rows, batch))
+        for start in range(0, n_chunks, at_once):
+            chunks = slice(start, min(start + at_once, n_chunks))
+            at_end = rows.stop - row
+            n = at_end * (chunks.stop - start)
+            readers = slice(at_end if has_ends and start == 0 else 0, n)
+            sources = slice(0, n - at_end if has_ends and chunks.stop == n_chunks else n)
+            tiles.append(Tile((rows, 0) if n_chunks == 1 else (row, chunks), chunks, readers, sources))
+    return tiles
+
+
+def _forward(inputs: Inputs, keep: bool, summary: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The result [B, G, C, e or d] and, for the backward pass, the attention's output and the sums that chunks use.
+
+    For causal streams, `summary` is the sum of k_lin^T v over what came before, [B, s, e]; it is updated in place.
+    """
+    work, tiles, causal = Work(inputs), _tiles(inputs, in_stream=summary is not None), inputs.causal
+    batch, n_chunks, chunk_size, _ = inputs.projected.shape
+    gated = inputs.projected.new_empty(batch, n_chunks, chunk_size, work.d_value)
+    attended = torch.empty_like(gated) if keep else gated
+    if causal:
+        totals = work.zero_sums(batch) if summary is None else summary
+        read = inputs.projected.new_empty(batch, n_chunks, work.d_qk, work.d_value)
+    else:
+        totals = _totals(work, tiles)
+        read = totals.unflatten(0, (batch, inputs.n_documents))
+    for tile in tiles:
+        at, _, readers, sources = tile
+        gate, v, (q_quad, k_quad, q_lin, k_lin) = work.activate(tile)
+        if causal:
+            work.run_sums(totals[at[0]], torch.bmm(k_lin[sources].mT, v[sources]), read[at], tile, backwards=False)
+        weights = work.weigh(q_quad, k_quad, tile)
+        out = attended[at]
+        out[: readers.start].zero_()
+        torch.bmm(q_lin[readers], read[at][readers] if causal else totals[work.document[at]], out=out[readers])
+        out.baddbmm_(weights, v)
+        torch.mul(out, gate, out=gated[at])
+    return gated if inputs.output is None else F.linear(gated, inputs.output.to(gated.dtype)), attended, read
+
+
+def _totals(work: "Work", tiles: list[Tile], d_gated: Tensor | None = None) -> Tensor:
+    """The sums over whole documents, [B D, s, e]: of k_lin^T v or, for the backward pass, of q_lin^T d_out."""
+    totals = work.zero_sums(len(work.projected) * work.inputs.n_documents)
+    for tile in tiles:
+        gate, v, (_, _, q_lin, k_lin) = work.activate(tile)
+        x, values = (k_lin, v) if d_gated is None else (q_lin, d_gated[tile.at] * gate)
+        totals.index_add_(0, work.document[tile.at], torch.bmm(x.mT, values).to(totals.dtype))
+    return totals.to(work.compute)
+
+
+def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: list[bool]) -> list[Tensor | None]:
+    output, d_out, (attended, read) = inputs.output, d_out.contiguous(), (x.contiguous() for x in kept)
+    d_gated = d_out if output is None else d_out @ output.to(d_out.dtype)
+    work, tiles, causal = Work(inputs), _tiles(inputs), inputs.causal
+    work.start_backward()
+    # The gradient of the sums k_lin^T v, from the chunks that use them.
+    totals = work.zero_sums(len(read)) if causal else _totals(work, tiles, d_gated)
+    for tile in reversed(tiles):
+        at, _, readers, sources = tile
+        gate, v, (q_quad, k_quad, q_lin, k_lin) = work.activate(tile)
+        d_attended = d_gated[at] * gate
+
+        # Quadratic part: attended = w v.
+        d_scores = torch.bmm(d_attended, v.mT)
+        weights = work.weigh(q_quad, k_quad, tile, d_scores)
+        d_v = torch.bmm(weights.mT, d_attended)
+        d_q_quad, d_k_quad, d_q_lin, d_k_lin = d_maps = v.new_empty(4, *q_quad.shape)
+        torch.bmm(d_scores, k_quad, out=d_q_quad)
+        torch.bmm(d_scores.mT, q_quad, out=d_k_quad)
+
+        # Linear part: attended = q (sum of k^T v), where q is scaled.
+        used = read[at][readers] if causal else read.flatten(0, 1)[work.document[at]]
+        torch.bmm(d_attended[readers], used.mT, out=d_q_lin[readers])
+        if causal:
+            d_sums = v.new_empty(sources.stop, work.d_qk, work.d_value)
+            d_used = torch.bmm(q_lin[readers].mT, d_attended[readers])
+            work.run_sums(totals[at[0]], d_used, d_sums, tile, backwards=True)
+        else:
+            d_sums = totals[work.document[at]]
+        torch.bmm(v[sources], d_sums.mT, out=d_k_lin[sources])
+        d_v[sources].baddbmm_(k_lin[sources], d_sums)
+        d_q_lin[: readers.start].zero_()
+        d_k_lin[sources.stop :].zero_()
+
+        work.finish(d_gated[at], attended[at], d_v, d_maps, tile)
+    d_output = None if output is None else d_out.flatten(0, -2).mT @ d_gated.flatten(0, -2)  # the gated output by now
+    return [work.d_projected, work.d_projection_bias, work.d_gamma, work.d_beta, work.d_bias, d_output]
 
 
 # As an operator of PyTorch --------------------------------------------------------------------------------------------
 
 
-def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The result [B, G, C, e or d] and, for the backward pass, the attention's output and the sums that chunks use."""
-    gated, attended, read = _forward_pass(tile_work(inputs), keep)
-    return gated if inputs.output is None else F.linear(gated, inputs.output.to(gated.dtype)), attended, read
-
-
-def _fake(inputs: Inputs, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(inputs: Inputs, keep: bool) -> tuple[Tensor, ...]:
     projected, output = inputs.projected, inputs.output
-    batch, n_chunks, chunk_size, _ = projected.shape
-    d_qk, d_value = inputs.gamma.shape[1], inputs.d_value
+    (batch, n_chunks, chunk_size, width), d_qk = projected.shape, inputs.gamma.shape[1]
+    d_value = (width - d_qk) // 2
     out = projected.new_empty(batch, n_chunks, chunk_size, d_value if output is None else output.shape[0])
     attended = projected.new_empty(batch, n_chunks, chunk_size, d_value)
     return out, attended, projected.new_empty(batch, n_chunks if inputs.causal else inputs.n_documents, d_qk, d_value)
 
 
-def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: list[bool]) -> list[Tensor | None]:
-    output, d_out, d_output = inputs.output, d_out.contiguous(), None
-    d_gated = d_out if output is None else d_out @ output.to(d_out.dtype)
-    work = tile_work(inputs)
-    attended, read = kept
-    _backward_pass(work, d_gated, attended.contiguous(), read.contiguous(), output is not None)
-    if output is not None:
-        d_output = d_out.flatten(0, -2).mT @ d_gated.flatten(0, -2)  # `d_gated` now holds the gated output
-    return [work.d_projected, work.d_projection_bias, work.d_gamma, work.d_beta, work.d_bias, d_output]
-
-
 def _flops(inputs: Inputs, times: int = 1) -> int:
-    (batch, n_chunks, chunk_size, _), (_, d_qk), d_value = inputs.projected.shape, inputs.gamma.shape, inputs.d_value
+    (batch, n_chunks, chunk_size, width), d_qk = inputs.projected.shape, inputs.gamma.shape[1]
+    d_value = (width - d_qk) // 2
     n_summed = max(0, n_chunks - 1) if inputs.causal else n_chunks  # the first chunk reads nothing, the last is not read
     of_pairs = d_qk + d_value if times == 1 else 3 * d_qk + 2 * d_value
     of_output = 0 if inputs.output is None else 2 * times * batch * n_chunks * chunk_size * math.prod(inputs.output.shape)
@@ -143,92 +273,165 @@ _fused = Fused(
 )  # fmt: skip
 
 
-# The two passes -------------------------------------------------------------------------------------------------------
+# Between the matrix products ------------------------------------------------------------------------------------------
 
 
-def _forward_pass(work: TileWork, keep: bool, summary: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The gated result [B, G, C, e] and, for the backward pass, the attention's output and the sums that chunks use.
+class Work:
+    """The inputs of a call, and what is computed in a tile between its matrix products.
 
-    For causal streams, `summary` is the sum of k_lin^T v over what came before, [B, s, e]; it is updated in place.
+    The functions of cpu.cpp do it in one pass over the memory. Where they cannot be built, or s is odd, PyTorch does.
+    `document` is int64 [B, G], the document of each chunk among those of all rows.
     """
-    projected, documents, causal = work.projected, work.documents, work.causal
-    batch, n_chunks, chunk_size, _ = projected.shape
-    gated = projected.new_empty(batch, n_chunks, chunk_size, work.d_value)
-    attended = torch.empty_like(gated) if keep else projected.new_empty(0)
-    read = projected.new_empty(batch, n_chunks if causal else documents.count, work.d_qk, work.d_value)
-    all_gated, all_out = gated.flatten(0, 1), (attended if keep else gated).flatten(0, 1)
-    for tiles in tiles_of_rows(batch, n_chunks, chunk_size, in_stream=summary is not None):
-        rows = tiles[0].rows
-        total = work.zero_sums(tiles[0]) if summary is None else summary[rows]
-        if not causal:
-            read[rows] = _totals(work, tiles)
-        for tile in tiles:
-            gate, v, (q_quad, k_quad, q_lin, k_lin) = work.activate(tile)
-            readers, sources = tile.readers(causal), tile.sources(causal)
-            if causal:
-                sums = torch.bmm(part(k_lin, sources).mT, part(v, sources))
-                work.run_sums(total, sums, tile.of(read.flatten(0, 1)), tile, backwards=False)
-            weights = work.weights(q_quad, k_quad, tile)
-            out = tile.of(all_out)
-            if readers.start > 0:
-                out[: readers.start].zero_()
-            torch.bmm(part(q_lin, readers), _read_by(work, tile, read), out=part(out, readers))
-            out.baddbmm_(weights, v)
-            torch.mul(out, gate, out=tile.of(all_gated))
-    return gated, attended, read
 
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs, self.projected = inputs, inputs.projected.contiguous()
+        batch, n_chunks, chunk_size, width = self.projected.shape
+        self.d_qk = inputs.gamma.shape[1]
+        self.d_value = (width - self.d_qk) // 2
+        self.compute, self.exact = self.projected.dtype, acc_dtype(self.projected)
+        self.functions = _functions(self.d_qk)
 
-def _totals(work: TileWork, tiles: list[Tile], d_gated: Tensor | None = None) -> Tensor:
-    """The sums over whole documents, [b, D, s, e]: of k_lin^T v or, for the backward pass, of q_lin^T d_out."""
-    totals = work.zero_sums(tiles[0])[:, None].repeat(1, work.documents.count, 1, 1)
-    for tile in tiles:
-        gate, v, (_, _, q_lin, k_lin) = work.activate(tile)
-        x, values = (k_lin, v) if d_gated is None else (q_lin, tile.of(d_gated.flatten(0, 1)) * gate)
-        work.documents.add(totals, torch.bmm(x.mT, values).to(work.acc_dtype), tile)
-    return totals
+        projection_bias = self.projected.new_zeros(width) if inputs.projection_bias is None else inputs.projection_bias
+        wide = (projection_bias, inputs.gamma, inputs.beta)
+        self.projection_bias, self.gamma, self.beta = (x.to(self.exact).contiguous() for x in wide)
+        self.bias = None if inputs.bias is None else inputs.bias.to(self.exact).contiguous()
+        # What chunks or slots share is not repeated: it has strides of zero.
+        scale = inputs.weight_scale.to(self.exact)
+        scale = scale.expand(*scale.shape[:3], chunk_size).contiguous()
+        self.weight_scale = scale.expand(batch, n_chunks, chunk_size, chunk_size)
+        self.state_scale = inputs.state_scale.to(self.exact).expand(batch, n_chunks).contiguous()
+        rotations = inputs.rotations
+        if rotations is None:
+            rotations = no_rotation_table(self.d_qk, self.exact, self.projected.device)[:, None, None]
+        rotations = rotations.to(self.exact).contiguous().expand(2, batch, n_chunks, chunk_size, self.d_qk // 2)
+        self.cosines, self.sines = rotations.unbind()
 
+        first = inputs.n_documents * torch.arange(batch)[:, None].expand(batch, n_chunks)
+        self.document = first if inputs.document is None else first + inputs.document
+        self.changes: Tensor | None = None  # bool [G + 1], whether another document begins
+        if inputs.document is not None:
+            self.changes = F.pad(inputs.document.diff(prepend=inputs.document[:1]) != 0, (0, 1))
+        # The same memory for every tile, because the system would have to clear new memory each time.
+        most = max(1, TILE_TOKENS // chunk_size) * chunk_size
+        self._active, self._maps = (
+            self.projected.new_empty(most * 2 * self.d_value),
+            self.projected.new_empty(most * 4 * self.d_qk),
+        )
 
-def _read_by(work: TileWork, tile: Tile, read: Tensor) -> Tensor:
-    """The sums that the chunks of a tile use, [readers, s, e]."""
-    if work.causal:
-        return part(tile.of(read.flatten(0, 1)), tile.readers(True))
-    return work.documents.spread(read[tile.rows], tile)
+    def zero_sums(self, n: int) -> Tensor:
+        """Zero sums, [n, s, e]."""
+        return self.projected.new_zeros(n, self.d_qk, self.d_value, dtype=self.exact)
 
+    def start_backward(self) -> None:
+        """Set the gradients to zero."""
+        self.d_projected = torch.empty_like(self.projected)
+        self.d_projection_bias, self.d_gamma, self.d_beta = map(torch.zeros_like, (self.projection_bias, self.gamma, self.beta))
+        self.d_bias = None if self.bias is None else torch.zeros_like(self.bias)
 
-def _backward_pass(work: TileWork, d_gated: Tensor, attended: Tensor, read: Tensor, gates_again: bool) -> None:
-    """Compute the gradients that `work` holds. With `gates_again`, d_gated is overwritten with the gated output."""
-    projected, documents, causal = work.projected, work.documents, work.causal
-    work.start_backward()
-    all_d_gated, all_attended = d_gated.flatten(0, 1), attended.flatten(0, 1)
-    for tiles in tiles_of_rows(*projected.shape[:3]):
-        total = work.zero_sums(tiles[0])  # the gradient of the sums k_lin^T v, from the chunks that use them
-        totals = total if causal else _totals(work, tiles, d_gated)
-        for tile in reversed(tiles):
-            gate, v, (q_quad, k_quad, q_lin, k_lin) = work.activate(tile)
-            d_gated_here = tile.of(all_d_gated)
-            d_out = d_gated_here * gate
+    def activate(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+        """U and V, [N, C, e], and the queries and keys [4, N, C, s], with q_lin scaled. The next call may overwrite them."""
+        at = tile.at
+        before, scale = self.projected[at], self.state_scale[at]
+        if self.functions is None:
+            if self.inputs.projection_bias is not None:
+                before = before + self.projection_bias.to(self.compute)
+            gate, v, z = F.silu(before).split([self.d_value, self.d_value, self.d_qk], -1)
+            self._activated = before, gate, z = before, gate, z.to(self.exact)
+            maps = self._rotated(z * self.gamma[:, None, None] + self.beta[:, None, None], tile)
+            maps[2].mul_(scale[:, None, None])
+            return gate, v, maps.to(self.compute)
+        (n, c, _), e, s, cosines = before.shape, self.d_value, self.d_qk, self.cosines[at]
+        active, maps = self._active[: 2 * n * c * e].view(2, n, c, e), self._maps[: 4 * n * c * s].view(4, n, c, s)
+        self.functions.call(
+            "activate", self.compute,
+            before, self.projection_bias, self.gamma, self.beta, cosines, self.sines[at], *cosines.stride()[:2], scale,
+            active, maps, n, c, e, s,
+        )  # fmt: skip
+        return active[0], active[1], maps
 
-            # Quadratic part: out = w v.
-            weights, d_scores = work.weights_backward(q_quad, k_quad, torch.bmm(d_out, v.mT), tile)
-            d_v = torch.bmm(weights.mT, d_out)
-            d_q_quad, d_k_quad, d_q_lin, d_k_lin = d_maps = projected.new_empty(4, *q_quad.shape)
-            torch.bmm(d_scores, k_quad, out=d_q_quad)
-            torch.bmm(d_scores.mT, q_quad, out=d_k_quad)
+    def run_sums(self, total: Tensor, sums: Tensor, out: Tensor, tile: Tile, backwards: bool) -> None:
+        """Write the sum over the chunks before each chunk of a tile or, if `backwards`, after it, into `out` [n, s, e].
 
-            # Linear part: out = q (sum of k^T v), where q is scaled.
-            readers, sources = tile.readers(causal), tile.sources(causal)
-            d_out_here = part(d_out, readers)
-            torch.bmm(d_out_here, _read_by(work, tile, read).mT, out=part(d_q_lin, readers))
-            if causal:
-                d_sums = projected.new_empty(sources.stop, work.d_qk, work.d_value)
-                work.run_sums(total, torch.bmm(part(q_lin, readers).mT, d_out_here), d_sums, tile, backwards=True)
+        `total` [s, e] has that over the tiles before, and is updated to include this one. Of `sums` [n, s, e], that of the last
+        chunk, or the first if `backwards`, may be missing; of `out`, that of the last chunk. All may be of several rows.
+        """
+        start, stop, width = tile.chunks.start, tile.chunks.stop, total.numel()
+        begins = None if self.changes is None else self.changes[start + backwards : stop + backwards]
+        n, n_sums, n_out = stop - start, sums.numel() // width, out.numel() // width
+        if self.functions is not None:
+            self.functions.call("run_sums", self.compute, total, sums, out, begins, n, n_sums, n_out, int(backwards), width)
+            return
+        sums, out, missing = sums.view(-1, *total.shape), out.view(-1, *total.shape), n - n_sums if backwards else 0
+        for i in reversed(range(n)) if backwards else range(n):
+            if begins is not None:
+                total.masked_fill_(begins[i], 0.0)
+            if i < n_out:
+                out[i] = total
+            if 0 <= i - missing < n_sums:
+                total += sums[i - missing]
+
+    def weigh(self, q: Tensor, k: Tensor, tile: Tile, gradient: Tensor | None = None) -> Tensor:
+        """The weights of values inside chunks, [N, C, C]. Their gradient becomes that of the scores, not yet scaled."""
+        scale, by, (n, c, _) = self.weight_scale[tile.at], self.inputs.score_scale, q.shape
+        if self.functions is not None:
+            weights = torch.bmm(q, k.mT)
+            options = (self.bias, scale, *scale.stride()[:2], by)
+            if gradient is None:
+                self.functions.call("weigh", self.compute, weights, *options, n, c)
             else:
-                d_sums = documents.spread(totals, tile).to(work.compute)
-            torch.bmm(part(v, sources), d_sums.mT, out=part(d_k_lin, sources))
-            part(d_v, sources).baddbmm_(part(k_lin, sources), d_sums)
-            if readers.start > 0:
-                d_q_lin[: readers.start].zero_()
-            if sources.stop < tile.n:
-                d_k_lin[sources.stop :].zero_()
+                self.functions.call("weigh_backward", self.compute, weights, gradient, *options, self.d_bias, n, c)
+            return weights
+        if self.compute == self.exact and self.bias is not None:
+            scores = torch.baddbmm(self.bias, q, k.mT, alpha=by).relu_()
+        else:
+            scores = torch.bmm(q, k.mT).to(self.exact).mul_(by)
+            scores = (scores if self.bias is None else scores.add_(self.bias)).relu_()
+        scaled = scores * scale
+        if gradient is not None:
+            d_scores = gradient.to(self.exact).mul_(scaled).mul_(2)
+            if self.d_bias is not None:
+                self.d_bias += d_scores.sum(0)
+            gradient.copy_(d_scores)
+        return scores.mul_(scaled).to(self.compute)
 
-            work.finish(d_gated_here, tile.of(all_attended), d_v, d_maps, tile, gates_again)
+    def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile) -> None:
+        """Compute the gradients of a call from those of the gated output, of V and of the queries and keys, not yet scaled.
+
+        For an output projection, d_gated is overwritten with the gated output.
+        """
+        at, gates_again = tile.at, self.inputs.output is not None
+        d_projected, scale = self.d_projected[at], self.state_scale[at]
+        if self.functions is not None:
+            (n, c, e), cosines = d_v.shape, self.cosines[at]
+            self.functions.call(
+                "finish", self.compute,
+                self.projected[at], self.projection_bias, d_gated, int(gates_again), attended, d_v, d_maps, self.gamma,
+                cosines, self.sines[at], *cosines.stride()[:2], scale, self.inputs.score_scale,
+                d_projected, self.d_projection_bias, self.d_gamma, self.d_beta, n, c, e, self.d_qk,
+            )  # fmt: skip
+            return
+        before, gate, z = self._activated
+        d_maps = d_maps.to(self.exact)
+        d_maps[:2].mul_(self.inputs.score_scale)
+        d_maps[2].mul_(scale[:, None, None])
+        d_maps = self._rotated(d_maps, tile, back=True)
+        self.d_beta += d_maps.sum((1, 2))
+        self.d_gamma += (d_maps * z).sum((1, 2))
+        d_z = (d_maps * self.gamma[:, None, None]).sum(0).to(self.compute)
+        d_active = torch.cat([d_gated * attended, d_v, d_z], -1)
+        torch.ops.aten.silu_backward.grad_input(d_active, before, grad_input=d_projected)
+        self.d_projection_bias += d_projected.sum((0, 1), dtype=self.exact)
+        if gates_again:
+            torch.mul(attended, gate, out=d_gated)
+
+    def _rotated(self, maps: Tensor, tile: Tile, back: bool = False) -> Tensor:
+        """Queries and keys [4, N, C, s], rotated, or rotated back."""
+        if self.inputs.rotations is None:
+            return maps
+        sines = self.sines[tile.at]
+        return rotate(maps, torch.stack([self.cosines[tile.at], -sines if back else sines]))
+
+
+def _functions(d_qk: int) -> NativeFunctions | None:
+    """The C++ functions for a query/key width; None if it is odd, or they cannot be built."""
+    return native_functions(SOURCE) if d_qk % 2 == 0 else None
