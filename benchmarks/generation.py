@@ -25,11 +25,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from lineartime.bench.measure import median_seconds, synchronized
 from lineartime.bench.subjects import Case, Subject, prepare
+from lineartime.layers.dense import dense
 from lineartime.machine import choose_precision, using_threads
 from lineartime.markdown import markdown_table
 from lineartime.models.decoder import NativeDecoder
 from lineartime.models.presets import resolve
-from lineartime.ops.dense import dense
 
 CPU = torch.device("cpu")
 SUBJECTS = (

@@ -1,15 +1,22 @@
 """Linear projections and embeddings with the initialisation of the paper, and the device and dtype of their parameters."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.layers.checks import has_hooks
-from lineartime.ops.dense import dense
+from lineartime.native import NATIVE_DTYPES, native_functions
 from lineartime.ops.precision import look_up
+from lineartime.ops.tracing import is_plain, is_traced
+
+SOURCE = Path(__file__).with_name("dense.cpp")
+MAX_ROWS = 32
+"""The maximum number of rows for which the C++ function is at least as fast as matrix libraries."""
 
 
 class FactoryOptions(TypedDict, total=False):
@@ -22,6 +29,27 @@ class FactoryOptions(TypedDict, total=False):
 def factory(options: Mapping[str, Any]) -> FactoryOptions:
     """The `FactoryOptions` among a layer's options."""
     return FactoryOptions(device=options.get("device"), dtype=options.get("dtype"))
+
+
+def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`: [..., K], weight [N, K], bias [N] -> [..., N]. On a CPU, a few rows are computed in C++.
+
+    For one row, the time is that of reading the matrix. Matrix libraries, which are made for many rows, then reach only a third
+    to a half of the memory bandwidth.
+    """
+    if is_traced():  # which would specialise the recorded program to the number of rows
+        return F.linear(x, weight, bias)
+    width = x.shape[-1]
+    few = 0 < x.numel() <= MAX_ROWS * width and x.device.type == "cpu" and x.dtype in NATIVE_DTYPES
+    fits = weight.shape[1:] == (width,) and weight.dtype == x.dtype
+    if bias is not None:
+        fits = fits and bias.shape == weight.shape[:1] and bias.dtype == x.dtype
+    functions = native_functions(SOURCE) if few and fits and is_plain(x, weight, bias) else None
+    if functions is None:
+        return F.linear(x, weight, bias)
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    functions.call("dense", x.dtype, x, weight, bias, out, x.numel() // width, width, weight.shape[0])
+    return out
 
 
 class Dense(nn.Linear):

@@ -8,7 +8,7 @@
 #include <limits>
 #include <utility>
 
-#include "../ops/dense.h"
+#include "../layers/dense.h"
 
 namespace {
 

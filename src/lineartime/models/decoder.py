@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError
 from lineartime.layers.checks import has_hooks
-from lineartime.layers.dense import Dense, Embedding, is_untouched
+from lineartime.layers.dense import MAX_ROWS, Dense, Embedding, is_untouched
 from lineartime.layers.flash import FLASH
 from lineartime.layers.norms import norm_parts
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.models.backbone import Backbone
 from lineartime.models.block import Block
 from lineartime.native import NATIVE_DTYPES, native_functions
-from lineartime.ops.dense import MAX_ROWS
 from lineartime.ops.positions import FactoredBias, rotary_table
 from lineartime.ops.precision import acc_dtype
 from lineartime.ops.token_shift import shifted_width

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_limits, check_type, from_fields
 from lineartime.layers.cross import CrossGAU, SourceState
+from lineartime.layers.dense import dense
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.norms import Norm, build_norm
 from lineartime.models.backbone import Backbone
@@ -22,7 +23,6 @@ from lineartime.models.language_model import check_evaluates
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import as_mask, check_positive
-from lineartime.ops.dense import dense
 from lineartime.ops.make_batch import stream_batch
 from lineartime.ops.state import State
 

@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.errors import Argument, ArgumentError, LineartimeError
-from lineartime.layers.dense import Dense, is_untouched
+from lineartime.layers.dense import Dense, dense, is_untouched
 from lineartime.models.backbone import Backbone, ModelState
 from lineartime.models.config import ModelConfig
 from lineartime.models.decoding import Decoder, Step, compiled_step
 from lineartime.ops.checks import check_whole
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
-from lineartime.ops.dense import dense
 
 MAX_STRUCTURES = 32
 """The structures of packs that a compiled block may be compiled for; 150 random packs had 14."""

@@ -128,7 +128,7 @@ class Fused(Generic[Inputs]):
 
     Args:
         name: the name of the operator.
-        inputs: the type of its inputs, a NamedTuple.
+        inputs: the type of its inputs, a NamedTuple with the tensors first.
         forward: (inputs, keep) -> the result and, if `keep`, tensors that the backward pass needs. It runs without autocast.
         fake: the same, but only the shapes and dtypes of these tensors matter.
         backward: (inputs, kept, gradient of the result, wanted) -> the gradients of the inputs `wrt`, in any dtype; what it
@@ -154,7 +154,8 @@ class Fused(Generic[Inputs]):
         backward_flops: Callable[[Inputs, list[bool]], int],
     ) -> None:
         types, make = get_type_hints(inputs), inputs._make
-        self._inputs, self._n_kept = inputs, n_kept
+        self._make, self._n_kept = make, n_kept
+        self._n_tensors = sum(hint in (Tensor, Tensor | None) for hint in types.values())
         self._places = [inputs._fields.index(field) for field in wrt]
         self.operator = register_operator(
             self._forward(forward), self._forward(fake), name=name, types={**types, "keep": bool},
@@ -164,18 +165,22 @@ class Fused(Generic[Inputs]):
         )  # fmt: skip
         kept = {f"kept_{i}": Tensor for i in range(n_kept)}
         self.backward = register_operator(
-            self._backward(backward), self._backward(None), name=f"{name}_backward",
-            types={"d_out": Tensor, **kept, **types, "wanted": list[bool]}, n_results=len(wrt),
+            self._backward(backward),
+            self._backward(lambda inputs, *_: [None if x is None else x.new_empty(x.shape) for x in self._given(inputs)]),
+            name=f"{name}_backward", types={"d_out": Tensor, **kept, **types, "wanted": list[bool]}, n_results=len(wrt),
             flops=lambda wanted, **fields: backward_flops(make(fields[key] for key in types), wanted),
         )  # fmt: skip
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """The result, of which autograd knows the gradients."""
-        given = [inputs[place] for place in self._places]
-        keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+        keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self._given(inputs))
         out = self.operator(*inputs, keep)
         result: Tensor = out[0] if self._n_kept else out
         return result
+
+    def _given(self, inputs: Inputs) -> list[Any]:
+        """The inputs that have gradients."""
+        return [inputs[place] for place in self._places]
 
     def _forward(self, function: Callable[[Inputs, bool], Tensors]) -> Callable[..., Any]:
         """`forward` or `fake` of the operator's arguments, with empty tensors in place of what is not kept."""
@@ -183,46 +188,38 @@ class Fused(Generic[Inputs]):
         def called(*arguments: Any) -> Any:
             *inputs, keep = arguments
             with without_autocast(inputs[0]):
-                out, *kept = function(self._inputs._make(inputs), keep)
+                out, *kept = function(self._make(inputs), keep)
             if not keep:
                 kept = [out.new_empty(0) for _ in range(self._n_kept)]
             return (out, *kept) if self._n_kept else out
 
         return called
 
-    def _backward(self, function: Callable[[Inputs, Tensors, Tensor, list[bool]], Any] | None) -> Callable[..., Any]:
+    def _backward(self, function: Callable[[Inputs, Tensors, Tensor, list[bool]], Any]) -> Callable[..., Any]:
         """`backward`, or its fake, of the operator's arguments: gradients like the inputs, empty where none is wanted."""
 
         def called(d_out: Tensor, *arguments: Any) -> Tensors:
             kept, rest, wanted = arguments[: self._n_kept], arguments[self._n_kept : -1], arguments[-1]
-            inputs = self._inputs._make(rest)
-            given = [inputs[place] for place in self._places]
-            if function is None:
-                gradients: Any = [None if x is None else x.new_empty(x.shape) for x in given]
-            else:
-                with without_autocast(d_out):
-                    gradients = function(inputs, kept, d_out, wanted)
+            inputs = self._make(rest)
+            with without_autocast(d_out):
+                gradients = function(inputs, kept, d_out, wanted)
             return tuple(
                 gradient.to(x.dtype) if need else d_out.new_empty(0)
-                for gradient, x, need in zip(gradients, given, wanted, strict=True)
+                for gradient, x, need in zip(gradients, self._given(inputs), wanted, strict=True)
             )
 
         return called
 
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         kept = output[1:] if self._n_kept else ()
-        *fields, _ = inputs
-        ctx.save_for_backward(*kept, *[x if isinstance(x, Tensor) else None for x in fields])
+        ctx.save_for_backward(*kept, *inputs[: self._n_tensors])
+        ctx.rest = inputs[self._n_tensors : -1]
         ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)  # no zeros are needed for what is kept
-        ctx.rest = [None if isinstance(x, Tensor) else x for x in fields]
 
     def _differentiate(self, ctx: Any, d_out: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: checkpointing forbids a second read
-        kept, tensors = saved[: self._n_kept], saved[self._n_kept :]
-        inputs = [rest if x is None else x for x, rest in zip(tensors, ctx.rest, strict=True)]
         wanted = [ctx.needs_input_grad[place] for place in self._places]
-        found = self.backward(d_out, *kept, *inputs, wanted)
+        found = self.backward(d_out, *ctx.saved_tensors, *ctx.rest, wanted)
         gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for place, need, gradient in zip(self._places, wanted, found, strict=True):
             gradients[place] = gradient if need else None

@@ -292,8 +292,8 @@ class Work:
         self.functions = _functions(self.d_qk)
 
         projection_bias = self.projected.new_zeros(width) if inputs.projection_bias is None else inputs.projection_bias
-        wide = (projection_bias, inputs.gamma, inputs.beta)
-        self.projection_bias, self.gamma, self.beta = (x.to(self.exact).contiguous() for x in wide)
+        self.projection_bias = projection_bias.to(self.exact).contiguous()
+        self.gamma, self.beta = inputs.gamma.to(self.exact).contiguous(), inputs.beta.to(self.exact).contiguous()
         self.bias = None if inputs.bias is None else inputs.bias.to(self.exact).contiguous()
         # What chunks or slots share is not repeated: it has strides of zero.
         scale = inputs.weight_scale.to(self.exact)
@@ -311,12 +311,6 @@ class Work:
         self.changes: Tensor | None = None  # bool [G + 1], whether another document begins
         if inputs.document is not None:
             self.changes = F.pad(inputs.document.diff(prepend=inputs.document[:1]) != 0, (0, 1))
-        # The same memory for every tile, because the system would have to clear new memory each time.
-        most = max(1, TILE_TOKENS // chunk_size) * chunk_size
-        self._active, self._maps = (
-            self.projected.new_empty(most * 2 * self.d_value),
-            self.projected.new_empty(most * 4 * self.d_qk),
-        )
 
     def zero_sums(self, n: int) -> Tensor:
         """Zero sums, [n, s, e]."""
@@ -329,7 +323,7 @@ class Work:
         self.d_bias = None if self.bias is None else torch.zeros_like(self.bias)
 
     def activate(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """U and V, [N, C, e], and the queries and keys [4, N, C, s], with q_lin scaled. The next call may overwrite them."""
+        """U and V, [N, C, e], and the queries and keys [4, N, C, s], with q_lin scaled."""
         at = tile.at
         before, scale = self.projected[at], self.state_scale[at]
         if self.functions is None:
@@ -341,7 +335,7 @@ class Work:
             maps[2].mul_(scale[:, None, None])
             return gate, v, maps.to(self.compute)
         (n, c, _), e, s, cosines = before.shape, self.d_value, self.d_qk, self.cosines[at]
-        active, maps = self._active[: 2 * n * c * e].view(2, n, c, e), self._maps[: 4 * n * c * s].view(4, n, c, s)
+        active, maps = before.new_empty(2, n, c, e), before.new_empty(4, n, c, s)
         self.functions.call(
             "activate", self.compute,
             before, self.projection_bias, self.gamma, self.beta, cosines, self.sines[at], *cosines.stride()[:2], scale,

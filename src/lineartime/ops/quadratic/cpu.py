@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lineartime.native import NATIVE_DTYPES, native_functions
+from lineartime.native import native_functions
 from lineartime.ops.flops import pair_products
 from lineartime.ops.operator import Fused
 from lineartime.ops.positions import FactoredBias
@@ -88,8 +88,8 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
     for rows, queries, n_keys in _tiles(inputs):
         of_queries, of_keys, values = q[rows, queries], _first(k, rows, n_keys), _first(v, rows, n_keys)
         d_read = (d_out[rows, queries] * row_scale[rows, queries, None]).to(v.dtype)
-        d_weights = torch.bmm(d_read, values.mT)
-        weights, d_products = _weigh_backward(inputs, of_queries, of_keys, d_weights, d_bias, queries)
+        d_products = torch.bmm(d_read, values.mT)
+        weights = _weigh(inputs, of_queries, of_keys, queries, d_products, d_bias)
         d_v[rows, :n_keys] += torch.bmm(weights.mT, d_read)
         d_q[rows, queries] = torch.bmm(d_products, of_keys)
         d_k[rows, :n_keys] += torch.bmm(d_products.mT, of_queries)
@@ -114,49 +114,40 @@ _fused = Fused(
 # Between the matrix products ------------------------------------------------------------------------------------------
 
 
-def _weigh(inputs: Inputs, q: Tensor, k: Tensor, queries: slice) -> Tensor:
-    """The weights: [b, Q, s] and [b, K, s] -> [b, Q, K], in the dtype of q; `queries` are the places of the queries."""
-    functions = native_functions(SOURCE) if q.dtype in NATIVE_DTYPES else None
-    if functions is None:
-        scores = _scores(inputs, q, k, queries)
-        return scores.mul_(scores).to(q.dtype)
-    weights = torch.bmm(q, k.mT)
-    functions.call("weigh", q.dtype, weights, inputs.bias, *_options(inputs, queries), *weights.shape)
-    return weights
+def _weigh(
+    inputs: Inputs,
+    q: Tensor,
+    k: Tensor,
+    queries: slice,
+    d_weights: Tensor | None = None,
+    d_bias: Tensor | None = None,
+) -> Tensor:
+    """The weights: [b, Q, s] and [b, K, s] -> [b, Q, K], in the dtype of q; `queries` are the places of the queries.
 
-
-def _weigh_backward(
-    inputs: Inputs, q: Tensor, k: Tensor, d_weights: Tensor, d_bias: Tensor | None, queries: slice
-) -> tuple[Tensor, Tensor]:
-    """The weights again, and the gradient of the products q.k, [b, Q, K] each; adds to d_bias, may overwrite d_weights."""
-    functions = native_functions(SOURCE) if q.dtype in NATIVE_DTYPES else None
-    if functions is None:
-        scores = _scores(inputs, q, k, queries)
-        d_scores = d_weights.to(scores.dtype).mul_(scores).mul_(2)
-        if d_bias is not None:
-            d_bias[queries, : k.shape[1]] += d_scores.sum(0)
-        return scores.mul_(scores).to(q.dtype), d_scores.mul_(inputs.score_scale).to(q.dtype)
-    weights, d_products = torch.bmm(q, k.mT), d_weights.contiguous()
-    options = _options(inputs, queries)
-    functions.call("weigh_backward", q.dtype, weights, d_products, inputs.bias, d_bias, *options, *weights.shape)
-    return weights, d_products
-
-
-def _options(inputs: Inputs, queries: slice) -> tuple[int, int, float, int]:
-    """The offset of the bias of the queries, the stride of its rows, the factor of products, and whether it is causal."""
-    length = 0 if inputs.bias is None else inputs.bias.shape[1]
-    return queries.start * length, length, float(inputs.score_scale), int(inputs.causal)
-
-
-def _scores(inputs: Inputs, q: Tensor, k: Tensor, queries: slice) -> Tensor:
-    """relu(score_scale * q.k + bias) where visible, zero elsewhere, [b, Q, K]."""
+    The gradient of the weights, if given, becomes that of the products q.k. That of the scores is added to `d_bias`.
+    """
+    functions, by = native_functions(SOURCE), float(inputs.score_scale)
+    if functions is not None:
+        weights, row = torch.bmm(q, k.mT), 0 if inputs.bias is None else inputs.bias.shape[1]
+        options = (queries.start * row, row, by, int(inputs.causal), *weights.shape)
+        if d_weights is None:
+            functions.call("weigh", q.dtype, weights, inputs.bias, *options)
+        else:
+            functions.call("weigh_backward", q.dtype, weights, d_weights, inputs.bias, d_bias, *options)
+        return weights
     bias, exact = None if inputs.bias is None else inputs.bias[queries, : k.shape[1]], inputs.row_scale.dtype
     if bias is not None and q.dtype == exact:
-        scores = torch.baddbmm(bias, q, k.mT, alpha=inputs.score_scale)
+        scores = torch.baddbmm(bias, q, k.mT, alpha=by)
     else:
-        scores = torch.bmm(q, k.mT).to(exact).mul_(inputs.score_scale)
+        scores = torch.bmm(q, k.mT).to(exact).mul_(by)
         scores = scores if bias is None else scores.add_(bias)
     if inputs.causal:  # the last query sees all keys, and each query before it one key less
         n_queries = q.shape[1]
         scores[..., -n_queries:].mul_(torch.ones(n_queries, n_queries, dtype=exact).tril())
-    return scores.relu_()
+    scores.relu_()
+    if d_weights is not None:
+        d_scores = d_weights.to(exact).mul_(scores).mul_(2)
+        if d_bias is not None:
+            d_bias[queries, : k.shape[1]] += d_scores.sum(0)
+        d_weights.copy_(d_scores.mul_(by))
+    return scores.mul_(scores).to(q.dtype)

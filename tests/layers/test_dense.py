@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lineartime.layers import dense as module
+from lineartime.layers.dense import MAX_ROWS, dense
 from lineartime.machine import using_threads
 from lineartime.native import why_not_native
-from lineartime.ops import dense as module
-from lineartime.ops.dense import MAX_ROWS, dense
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=f"functions in C++ cannot be built: {why_not_native()}")
 
