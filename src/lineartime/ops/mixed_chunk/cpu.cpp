@@ -1,4 +1,4 @@
-// What cpu.py computes between the matrix products of a tile, each in one pass over the memory.
+// What cpu.py computes between the matrix products of a tile, each in one pass over the memory; cpu_plain.py does the same in PyTorch.
 //
 // Shapes: N chunks of a tile, C slots of a chunk, e value width, s query/key width (even), W = 2 e + s. Matrices are contiguous.
 // T is the type of tensors, A the type that they are computed in.

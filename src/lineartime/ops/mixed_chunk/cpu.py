@@ -26,10 +26,11 @@ from lineartime.native import NativeFunctions, native_functions
 from lineartime.ops.backends import Backend, why_not_tiled
 from lineartime.ops.batch import Batch
 from lineartime.ops.flops import chunk_products
+from lineartime.ops.mixed_chunk import cpu_plain
 from lineartime.ops.mixed_chunk.chunked import chunk_scales
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 from lineartime.ops.operator import Fused
-from lineartime.ops.positions import no_rotation_table, rotate
+from lineartime.ops.positions import no_rotation_table
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.tracing import is_plain, is_traced
 
@@ -44,8 +45,7 @@ class Inputs(NamedTuple):
     Attributes:
         projected: [B, G, C, 2 e + s], zero in slots without a token. Its dtype is that of matrix products.
         projection_bias: [2 e + s], to be added to `projected`, or None.
-        gamma, beta: [4, s].
-        bias: [C, C], or None.
+        gamma, beta, bias: [4, s], [4, s] and [C, C] or None.
         rotations: [2, B or 1, G, C, s / 2], or None.
         weight_scale: [B or 1, G or 1, C or 1, C or 1], the factor of the squared scores; zero where a key is not visible.
         state_scale: [B or 1, G], the factor of the queries q_lin.
@@ -78,21 +78,20 @@ def attend(
     if batch.real is not None:
         projected = projected.with_bias()  # slots without a token must stay zero
     inputs = _inputs(projected, bias, batch, options, output)
-    dtype = output_dtype(projected.tokens, inputs.projected.dtype)
-    return batch.join(_fused(inputs).to(dtype))
+    return batch.join(_fused(inputs).to(output_dtype(projected.tokens, inputs.projected.dtype)))
 
 
 def can_extend(
     projected: Projected, bias: Tensor | None, options: MixedChunkOptions, summary: Tensor, backend: Backend
 ) -> bool:
-    """Whether `extend_gated` takes streams: the backend chooses tiles, they run in C++ here, and nothing needs a gradient.
+    """Whether `extend_gated` takes streams: the backend chooses tiles, nothing needs a gradient, and C++ functions are here.
 
-    In plain PyTorch, tiles gain nothing.
+    In plain PyTorch, tiles gain nothing for streams.
     """
     tokens, gamma, beta, _ = projected
     if is_traced() or backend not in ("auto", "tiled"):  # the compiler cannot trace the search for a C++ compiler
         return False
-    if why_not_tiled(tokens.device, tokens.dtype, options.activation) is not None or _functions(projected.d_qk) is None:
+    if why_not_tiled(tokens.device, tokens.dtype, options.activation) is not None or not _functions(projected.d_qk):
         return False
     with without_autocast(tokens):
         return is_plain(tokens, gamma, beta, bias, summary)
@@ -103,20 +102,20 @@ def extend_gated(
 ) -> tuple[Tensor, Tensor]:
     """`triton.extend_gated` by tiles: whole chunks of new tokens of causal streams, [B, N, e], and the new summary."""
     total = summary.to(acc_dtype(projected.tokens), copy=True)
-    inputs = _inputs(projected, bias, batch, options, before=position)
+    inputs = _inputs(projected, bias, batch, options, None, position)
     dtype = output_dtype(projected.tokens, inputs.projected.dtype)
     with without_autocast(projected.tokens):
         gated = _forward(inputs, keep=False, summary=total)[0]
     return batch.join(gated.to(dtype)), total.to(summary.dtype)
 
 
+def _functions(d_qk: int) -> NativeFunctions | None:
+    """The C++ functions for a query/key width; None if it is odd, or they cannot be built."""
+    return native_functions(SOURCE) if d_qk % 2 == 0 else None
+
+
 def _inputs(
-    projected: Projected,
-    bias: Tensor | None,
-    batch: Batch,
-    options: MixedChunkOptions,
-    output: Tensor | None = None,
-    before: int = 0,
+    projected: Projected, bias: Tensor | None, batch: Batch, options: MixedChunkOptions, output: Tensor | None, before: int = 0
 ) -> Inputs:
     """The inputs in the dtype to compute in, which depends on the autocast of the caller."""
     tokens, gamma, beta, projection_bias = projected
@@ -131,7 +130,7 @@ def _inputs(
     )  # fmt: skip
 
 
-# The two passes -------------------------------------------------------------------------------------------------------
+# Tiles ----------------------------------------------------------------------------------------------------------------
 
 
 class Tile(NamedTuple):
@@ -150,21 +149,117 @@ class Tile(NamedTuple):
     sources: slice
 
 
-def _tiles(inputs: Inputs, in_stream: bool = False) -> list[Tile]:
+def _tiles(inputs: Inputs, in_stream: bool) -> list[Tile]:
     """The tiles of a call. In a stream, no chunk is the first of its row, nor the last."""
     batch, n_chunks, chunk_size, _ = inputs.projected.shape
     tiles, at_once, has_ends = [], max(1, TILE_TOKENS // chunk_size), inputs.causal and not in_stream
     n_rows = at_once if n_chunks == 1 else 1
     for row in range(0, batch, n_rows):
-        rows = slice(row, min(row + n_rows, batch))
         for start in range(0, n_chunks, at_once):
-            chunks = slice(start, min(start + at_once, n_chunks))
-            at_end = rows.stop - row
-            n = at_end * (chunks.stop - start)
-            readers = slice(at_end if has_ends and start == 0 else 0, n)
-            sources = slice(0, n - at_end if has_ends and chunks.stop == n_chunks else n)
+            rows, chunks = slice(row, min(row + n_rows, batch)), slice(start, min(start + at_once, n_chunks))
+            b = rows.stop - row
+            n = b * (chunks.stop - start)
+            readers = slice(b if has_ends and start == 0 else 0, n)
+            sources = slice(0, n - b if has_ends and chunks.stop == n_chunks else n)
             tiles.append(Tile((rows, 0) if n_chunks == 1 else (row, chunks), chunks, readers, sources))
     return tiles
+
+
+class Work:
+    """The inputs of a call, and what is computed in a tile between its matrix products: by cpu.cpp, or cpu_plain.py.
+
+    `exact` is the dtype of scores and sums. `document` is int64 [B, G], the document of each chunk among those of all rows.
+    """
+
+    def __init__(self, inputs: Inputs, in_stream: bool = False) -> None:
+        self.inputs, self.projected = inputs, inputs.projected.contiguous()
+        batch, n_chunks, chunk_size, width = self.projected.shape
+        self.d_qk = inputs.gamma.shape[1]
+        self.d_value = (width - self.d_qk) // 2
+        self.compute, self.exact = self.projected.dtype, acc_dtype(self.projected)
+        self.tiles = _tiles(inputs, in_stream)
+        functions = _functions(self.d_qk)
+        self._call = cpu_plain.call if functions is None else functions.call
+
+        projection_bias = self.projected.new_zeros(width) if inputs.projection_bias is None else inputs.projection_bias
+        self.projection_bias = projection_bias.to(self.exact).contiguous()
+        self.gamma, self.beta = inputs.gamma.to(self.exact).contiguous(), inputs.beta.to(self.exact).contiguous()
+        self.bias = None if inputs.bias is None else inputs.bias.to(self.exact).contiguous()
+        # What chunks or slots share is not repeated: it has strides of zero.
+        scale = inputs.weight_scale.to(self.exact)
+        scale = scale.expand(*scale.shape[:3], chunk_size).contiguous()
+        self.weight_scale = scale.expand(batch, n_chunks, chunk_size, chunk_size)
+        self.state_scale = inputs.state_scale.to(self.exact).expand(batch, n_chunks).contiguous()
+        rotations = inputs.rotations
+        if rotations is None:
+            rotations = no_rotation_table(self.d_qk, self.exact, self.projected.device)[:, None, None]
+        rotations = rotations.to(self.exact).contiguous().expand(2, batch, n_chunks, chunk_size, self.d_qk // 2)
+        self.cosines, self.sines = rotations.unbind()
+
+        first = inputs.n_documents * torch.arange(batch)[:, None].expand(batch, n_chunks)
+        self.document = first if inputs.document is None else first + inputs.document
+        changes = None if inputs.document is None else inputs.document.diff(prepend=inputs.document[:1]) != 0
+        self._changes = None if changes is None else F.pad(changes, (0, 1))  # bool [G + 1]
+
+    def zero_sums(self, n: int) -> Tensor:
+        """Zero sums, [n, s, e]."""
+        return self.projected.new_zeros(n, self.d_qk, self.d_value, dtype=self.exact)
+
+    def start_backward(self) -> None:
+        """Set the gradients to zero."""
+        self.d_projected = torch.empty_like(self.projected)
+        self.d_projection_bias, self.d_gamma, self.d_beta = map(torch.zeros_like, (self.projection_bias, self.gamma, self.beta))
+        self.d_bias = None if self.bias is None else torch.zeros_like(self.bias)
+
+    def activate(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+        """U and V, [N, C, e], and the queries and keys [4, N, C, s], with q_lin scaled."""
+        at, e, s = tile.at, self.d_value, self.d_qk
+        before, cosines = self.projected[at], self.cosines[at]
+        n, c, _ = before.shape
+        active, maps = before.new_empty(2, n, c, e), before.new_empty(4, n, c, s)
+        self._call(
+            "activate", self.compute,
+            before, self.projection_bias, self.gamma, self.beta, cosines, self.sines[at], *cosines.stride()[:2],
+            self.state_scale[at], active, maps, n, c, e, s,
+        )  # fmt: skip
+        return active[0], active[1], maps
+
+    def run_sums(self, total: Tensor, sums: Tensor, out: Tensor, tile: Tile, backwards: bool) -> None:
+        """Write the sum over the chunks before each chunk of a tile or, if `backwards`, after it, into `out` [n, s, e].
+
+        `total` [s, e] has that over the tiles before, and is updated to include this one. Of `sums` [n, s, e], that of the last
+        chunk, or the first if `backwards`, may be missing; of `out`, that of the last chunk. All may be of several rows.
+        """
+        start, stop, width = tile.chunks.start, tile.chunks.stop, total.numel()
+        begins = None if self._changes is None else self._changes[start + backwards : stop + backwards]
+        sizes = (stop - start, sums.numel() // width, out.numel() // width)
+        self._call("run_sums", self.compute, total, sums, out, begins, *sizes, int(backwards), width)
+
+    def weigh(self, q: Tensor, k: Tensor, tile: Tile, gradient: Tensor | None = None) -> Tensor:
+        """The weights of values inside chunks, [N, C, C]. Their gradient becomes that of the scores, not yet scaled."""
+        weights, scale = torch.bmm(q, k.mT), self.weight_scale[tile.at]
+        options = (self.bias, scale, *scale.stride()[:2], self.inputs.score_scale)
+        if gradient is None:
+            self._call("weigh", self.compute, weights, *options, *weights.shape[:2])
+        else:
+            self._call("weigh_backward", self.compute, weights, gradient, *options, self.d_bias, *weights.shape[:2])
+        return weights
+
+    def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile) -> None:
+        """Compute the gradients of a call from those of the gated output, of V and of the queries and keys, not yet scaled.
+
+        For an output projection, d_gated is overwritten with the gated output.
+        """
+        at, cosines = tile.at, self.cosines[tile.at]
+        self._call(
+            "finish", self.compute,
+            self.projected[at], self.projection_bias, d_gated, int(self.inputs.output is not None), attended, d_v, d_maps,
+            self.gamma, cosines, self.sines[at], *cosines.stride()[:2], self.state_scale[at], self.inputs.score_scale,
+            self.d_projected[at], self.d_projection_bias, self.d_gamma, self.d_beta, *d_v.shape, self.d_qk,
+        )  # fmt: skip
+
+
+# The two passes, as an operator of PyTorch ----------------------------------------------------------------------------
 
 
 def _forward(inputs: Inputs, keep: bool, summary: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -172,7 +267,7 @@ def _forward(inputs: Inputs, keep: bool, summary: Tensor | None = None) -> tuple
 
     For causal streams, `summary` is the sum of k_lin^T v over what came before, [B, s, e]; it is updated in place.
     """
-    work, tiles, causal = Work(inputs), _tiles(inputs, in_stream=summary is not None), inputs.causal
+    work, causal = Work(inputs, in_stream=summary is not None), inputs.causal
     batch, n_chunks, chunk_size, _ = inputs.projected.shape
     gated = inputs.projected.new_empty(batch, n_chunks, chunk_size, work.d_value)
     attended = torch.empty_like(gated) if keep else gated
@@ -180,9 +275,9 @@ def _forward(inputs: Inputs, keep: bool, summary: Tensor | None = None) -> tuple
         totals = work.zero_sums(batch) if summary is None else summary
         read = inputs.projected.new_empty(batch, n_chunks, work.d_qk, work.d_value)
     else:
-        totals = _totals(work, tiles)
+        totals = _totals(work)
         read = totals.unflatten(0, (batch, inputs.n_documents))
-    for tile in tiles:
+    for tile in work.tiles:
         at, _, readers, sources = tile
         gate, v, (q_quad, k_quad, q_lin, k_lin) = work.activate(tile)
         if causal:
@@ -196,10 +291,10 @@ def _forward(inputs: Inputs, keep: bool, summary: Tensor | None = None) -> tuple
     return gated if inputs.output is None else F.linear(gated, inputs.output.to(gated.dtype)), attended, read
 
 
-def _totals(work: "Work", tiles: list[Tile], d_gated: Tensor | None = None) -> Tensor:
+def _totals(work: Work, d_gated: Tensor | None = None) -> Tensor:
     """The sums over whole documents, [B D, s, e]: of k_lin^T v or, for the backward pass, of q_lin^T d_out."""
     totals = work.zero_sums(len(work.projected) * work.inputs.n_documents)
-    for tile in tiles:
+    for tile in work.tiles:
         gate, v, (_, _, q_lin, k_lin) = work.activate(tile)
         x, values = (k_lin, v) if d_gated is None else (q_lin, d_gated[tile.at] * gate)
         totals.index_add_(0, work.document[tile.at], torch.bmm(x.mT, values).to(totals.dtype))
@@ -209,11 +304,11 @@ def _totals(work: "Work", tiles: list[Tile], d_gated: Tensor | None = None) -> T
 def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: list[bool]) -> list[Tensor | None]:
     output, d_out, (attended, read) = inputs.output, d_out.contiguous(), (x.contiguous() for x in kept)
     d_gated = d_out if output is None else d_out @ output.to(d_out.dtype)
-    work, tiles, causal = Work(inputs), _tiles(inputs), inputs.causal
+    work, causal = Work(inputs), inputs.causal
     work.start_backward()
     # The gradient of the sums k_lin^T v, from the chunks that use them.
-    totals = work.zero_sums(len(read)) if causal else _totals(work, tiles, d_gated)
-    for tile in reversed(tiles):
+    totals = work.zero_sums(len(read)) if causal else _totals(work, d_gated)
+    for tile in reversed(work.tiles):
         at, _, readers, sources = tile
         gate, v, (q_quad, k_quad, q_lin, k_lin) = work.activate(tile)
         d_attended = d_gated[at] * gate
@@ -245,9 +340,6 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
     return [work.d_projected, work.d_projection_bias, work.d_gamma, work.d_beta, work.d_bias, d_output]
 
 
-# As an operator of PyTorch --------------------------------------------------------------------------------------------
-
-
 def _fake(inputs: Inputs, keep: bool) -> tuple[Tensor, ...]:
     projected, output = inputs.projected, inputs.output
     (batch, n_chunks, chunk_size, width), d_qk = projected.shape, inputs.gamma.shape[1]
@@ -271,161 +363,3 @@ _fused = Fused(
     wrt=("projected", "projection_bias", "gamma", "beta", "bias", "output"), what="backend 'tiled'",
     flops=_flops, backward_flops=lambda inputs, wanted: _flops(inputs, times=2),
 )  # fmt: skip
-
-
-# Between the matrix products ------------------------------------------------------------------------------------------
-
-
-class Work:
-    """The inputs of a call, and what is computed in a tile between its matrix products.
-
-    The functions of cpu.cpp do it in one pass over the memory. Where they cannot be built, or s is odd, PyTorch does.
-    `document` is int64 [B, G], the document of each chunk among those of all rows.
-    """
-
-    def __init__(self, inputs: Inputs) -> None:
-        self.inputs, self.projected = inputs, inputs.projected.contiguous()
-        batch, n_chunks, chunk_size, width = self.projected.shape
-        self.d_qk = inputs.gamma.shape[1]
-        self.d_value = (width - self.d_qk) // 2
-        self.compute, self.exact = self.projected.dtype, acc_dtype(self.projected)
-        self.functions = _functions(self.d_qk)
-
-        projection_bias = self.projected.new_zeros(width) if inputs.projection_bias is None else inputs.projection_bias
-        self.projection_bias = projection_bias.to(self.exact).contiguous()
-        self.gamma, self.beta = inputs.gamma.to(self.exact).contiguous(), inputs.beta.to(self.exact).contiguous()
-        self.bias = None if inputs.bias is None else inputs.bias.to(self.exact).contiguous()
-        # What chunks or slots share is not repeated: it has strides of zero.
-        scale = inputs.weight_scale.to(self.exact)
-        scale = scale.expand(*scale.shape[:3], chunk_size).contiguous()
-        self.weight_scale = scale.expand(batch, n_chunks, chunk_size, chunk_size)
-        self.state_scale = inputs.state_scale.to(self.exact).expand(batch, n_chunks).contiguous()
-        rotations = inputs.rotations
-        if rotations is None:
-            rotations = no_rotation_table(self.d_qk, self.exact, self.projected.device)[:, None, None]
-        rotations = rotations.to(self.exact).contiguous().expand(2, batch, n_chunks, chunk_size, self.d_qk // 2)
-        self.cosines, self.sines = rotations.unbind()
-
-        first = inputs.n_documents * torch.arange(batch)[:, None].expand(batch, n_chunks)
-        self.document = first if inputs.document is None else first + inputs.document
-        self.changes: Tensor | None = None  # bool [G + 1], whether another document begins
-        if inputs.document is not None:
-            self.changes = F.pad(inputs.document.diff(prepend=inputs.document[:1]) != 0, (0, 1))
-
-    def zero_sums(self, n: int) -> Tensor:
-        """Zero sums, [n, s, e]."""
-        return self.projected.new_zeros(n, self.d_qk, self.d_value, dtype=self.exact)
-
-    def start_backward(self) -> None:
-        """Set the gradients to zero."""
-        self.d_projected = torch.empty_like(self.projected)
-        self.d_projection_bias, self.d_gamma, self.d_beta = map(torch.zeros_like, (self.projection_bias, self.gamma, self.beta))
-        self.d_bias = None if self.bias is None else torch.zeros_like(self.bias)
-
-    def activate(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """U and V, [N, C, e], and the queries and keys [4, N, C, s], with q_lin scaled."""
-        at = tile.at
-        before, scale = self.projected[at], self.state_scale[at]
-        if self.functions is None:
-            if self.inputs.projection_bias is not None:
-                before = before + self.projection_bias.to(self.compute)
-            gate, v, z = F.silu(before).split([self.d_value, self.d_value, self.d_qk], -1)
-            self._activated = before, gate, z = before, gate, z.to(self.exact)
-            maps = self._rotated(z * self.gamma[:, None, None] + self.beta[:, None, None], tile)
-            maps[2].mul_(scale[:, None, None])
-            return gate, v, maps.to(self.compute)
-        (n, c, _), e, s, cosines = before.shape, self.d_value, self.d_qk, self.cosines[at]
-        active, maps = before.new_empty(2, n, c, e), before.new_empty(4, n, c, s)
-        self.functions.call(
-            "activate", self.compute,
-            before, self.projection_bias, self.gamma, self.beta, cosines, self.sines[at], *cosines.stride()[:2], scale,
-            active, maps, n, c, e, s,
-        )  # fmt: skip
-        return active[0], active[1], maps
-
-    def run_sums(self, total: Tensor, sums: Tensor, out: Tensor, tile: Tile, backwards: bool) -> None:
-        """Write the sum over the chunks before each chunk of a tile or, if `backwards`, after it, into `out` [n, s, e].
-
-        `total` [s, e] has that over the tiles before, and is updated to include this one. Of `sums` [n, s, e], that of the last
-        chunk, or the first if `backwards`, may be missing; of `out`, that of the last chunk. All may be of several rows.
-        """
-        start, stop, width = tile.chunks.start, tile.chunks.stop, total.numel()
-        begins = None if self.changes is None else self.changes[start + backwards : stop + backwards]
-        n, n_sums, n_out = stop - start, sums.numel() // width, out.numel() // width
-        if self.functions is not None:
-            self.functions.call("run_sums", self.compute, total, sums, out, begins, n, n_sums, n_out, int(backwards), width)
-            return
-        sums, out, missing = sums.view(-1, *total.shape), out.view(-1, *total.shape), n - n_sums if backwards else 0
-        for i in reversed(range(n)) if backwards else range(n):
-            if begins is not None:
-                total.masked_fill_(begins[i], 0.0)
-            if i < n_out:
-                out[i] = total
-            if 0 <= i - missing < n_sums:
-                total += sums[i - missing]
-
-    def weigh(self, q: Tensor, k: Tensor, tile: Tile, gradient: Tensor | None = None) -> Tensor:
-        """The weights of values inside chunks, [N, C, C]. Their gradient becomes that of the scores, not yet scaled."""
-        scale, by, (n, c, _) = self.weight_scale[tile.at], self.inputs.score_scale, q.shape
-        if self.functions is not None:
-            weights = torch.bmm(q, k.mT)
-            options = (self.bias, scale, *scale.stride()[:2], by)
-            if gradient is None:
-                self.functions.call("weigh", self.compute, weights, *options, n, c)
-            else:
-                self.functions.call("weigh_backward", self.compute, weights, gradient, *options, self.d_bias, n, c)
-            return weights
-        if self.compute == self.exact and self.bias is not None:
-            scores = torch.baddbmm(self.bias, q, k.mT, alpha=by).relu_()
-        else:
-            scores = torch.bmm(q, k.mT).to(self.exact).mul_(by)
-            scores = (scores if self.bias is None else scores.add_(self.bias)).relu_()
-        scaled = scores * scale
-        if gradient is not None:
-            d_scores = gradient.to(self.exact).mul_(scaled).mul_(2)
-            if self.d_bias is not None:
-                self.d_bias += d_scores.sum(0)
-            gradient.copy_(d_scores)
-        return scores.mul_(scaled).to(self.compute)
-
-    def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile) -> None:
-        """Compute the gradients of a call from those of the gated output, of V and of the queries and keys, not yet scaled.
-
-        For an output projection, d_gated is overwritten with the gated output.
-        """
-        at, gates_again = tile.at, self.inputs.output is not None
-        d_projected, scale = self.d_projected[at], self.state_scale[at]
-        if self.functions is not None:
-            (n, c, e), cosines = d_v.shape, self.cosines[at]
-            self.functions.call(
-                "finish", self.compute,
-                self.projected[at], self.projection_bias, d_gated, int(gates_again), attended, d_v, d_maps, self.gamma,
-                cosines, self.sines[at], *cosines.stride()[:2], scale, self.inputs.score_scale,
-                d_projected, self.d_projection_bias, self.d_gamma, self.d_beta, n, c, e, self.d_qk,
-            )  # fmt: skip
-            return
-        before, gate, z = self._activated
-        d_maps = d_maps.to(self.exact)
-        d_maps[:2].mul_(self.inputs.score_scale)
-        d_maps[2].mul_(scale[:, None, None])
-        d_maps = self._rotated(d_maps, tile, back=True)
-        self.d_beta += d_maps.sum((1, 2))
-        self.d_gamma += (d_maps * z).sum((1, 2))
-        d_z = (d_maps * self.gamma[:, None, None]).sum(0).to(self.compute)
-        d_active = torch.cat([d_gated * attended, d_v, d_z], -1)
-        torch.ops.aten.silu_backward.grad_input(d_active, before, grad_input=d_projected)
-        self.d_projection_bias += d_projected.sum((0, 1), dtype=self.exact)
-        if gates_again:
-            torch.mul(attended, gate, out=d_gated)
-
-    def _rotated(self, maps: Tensor, tile: Tile, back: bool = False) -> Tensor:
-        """Queries and keys [4, N, C, s], rotated, or rotated back."""
-        if self.inputs.rotations is None:
-            return maps
-        sines = self.sines[tile.at]
-        return rotate(maps, torch.stack([self.cosines[tile.at], -sines if back else sines]))
-
-
-def _functions(d_qk: int) -> NativeFunctions | None:
-    """The C++ functions for a query/key width; None if it is odd, or they cannot be built."""
-    return native_functions(SOURCE) if d_qk % 2 == 0 else None

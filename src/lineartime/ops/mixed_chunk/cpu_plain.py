@@ -1,0 +1,96 @@
+"""The functions of cpu.cpp in plain PyTorch, with the same arguments: where they cannot be built, or the width s is odd.
+
+Shapes: N chunks of a tile, C slots of a chunk, e value width, s query/key width, f = s / 2, W = 2 e + s. Strides and sizes are
+those of the tensors.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.ops.positions import rotate
+
+
+def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
+    """Call a function by its name, like `NativeFunctions.call`."""
+    {"activate": _activate, "run_sums": _run_sums, "weigh": _weigh, "weigh_backward": _weigh_backward, "finish": _finish}[name](
+        *arguments
+    )
+
+
+def _activate(
+    before: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, cosines: Tensor, sines: Tensor, by_chunk: int, by_slot: int,
+    scale: Tensor, active: Tensor, maps: Tensor, n: int, c: int, e: int, s: int,
+) -> None:  # fmt: skip
+    """U and V [2, N, C, e], and the four maps of Z [4, N, C, s], of `before` [N, C, W]; cosines and sines are [N, C, f]."""
+    active[0], active[1], z = F.silu(before + bias).split([e, e, s], -1)
+    rotated = _rotated(z * gamma[:, None, None] + beta[:, None, None], cosines, sines)
+    rotated[2].mul_(scale[:, None, None])
+    maps.copy_(rotated)
+
+
+def _run_sums(
+    total: Tensor, sums: Tensor, out: Tensor, begins: Tensor | None, n: int, n_sums: int, n_out: int, backwards: int, m: int
+) -> None:
+    """The sums [m] over the chunks before each of n or, if backwards, after it, into `out`; `total` goes from tile to tile."""
+    total, sums, out, missing = total.view(-1), sums.view(-1, m), out.view(-1, m), n - n_sums if backwards else 0
+    for i in reversed(range(n)) if backwards else range(n):
+        if begins is not None:
+            total.masked_fill_(begins[i], 0.0)
+        if i < n_out:
+            out[i] = total
+        if 0 <= i - missing < n_sums:
+            total += sums[i - missing]
+
+
+def _weigh(products: Tensor, bias: Tensor | None, scale: Tensor, by_chunk: int, by_slot: int, by: float, *sizes: int) -> None:
+    """Replace products by weights = scale relu(by products + bias)^2, [N, C, C]."""
+    scores = _scores(products, bias, by, scale.dtype)
+    products.copy_((scores * scores).mul_(scale))
+
+
+def _weigh_backward(
+    products: Tensor, gradients: Tensor, bias: Tensor | None, scale: Tensor, by_chunk: int, by_slot: int, by: float,
+    d_bias: Tensor | None, *sizes: int,
+) -> None:  # fmt: skip
+    """`_weigh`, and replace gradients of weights by those of scores; add their sum over chunks to `d_bias` [C, C]."""
+    scores = _scores(products, bias, by, scale.dtype)
+    scaled = scores * scale
+    d_scores = gradients.to(scale.dtype).mul_(scaled).mul_(2)
+    products.copy_(scores.mul_(scaled))
+    gradients.copy_(d_scores)
+    if d_bias is not None:
+        d_bias += d_scores.sum(0)
+
+
+def _finish(
+    before: Tensor, bias: Tensor, d_gated: Tensor, gates_again: int, attended: Tensor, d_v: Tensor, d_maps: Tensor,
+    gamma: Tensor, cosines: Tensor, sines: Tensor, by_chunk: int, by_slot: int, scale: Tensor, by: float,
+    d_before: Tensor, d_bias: Tensor, d_gamma: Tensor, d_beta: Tensor, n: int, c: int, e: int, s: int,
+) -> None:  # fmt: skip
+    """The gradient of `before` [N, C, W]; adds those of bias, gamma and beta. With `gates_again`, d_gated becomes gated."""
+    before = before + bias
+    scales = torch.tensor([by, by, 1.0, 1.0], dtype=scale.dtype)[:, None].repeat(1, n)
+    scales[2] = scale
+    d_rotated = _rotated(d_maps * scales[..., None, None], cosines, -sines)
+    d_beta += d_rotated.sum((1, 2))
+    d_gamma += (d_rotated * F.silu(before[..., 2 * e :])).sum((1, 2))
+    d_z = (d_rotated * gamma[:, None, None]).sum(0)
+    gradients = torch.ops.aten.silu_backward(torch.cat([(d_gated * attended).to(d_z.dtype), d_v, d_z], -1), before)
+    d_before.copy_(gradients)
+    d_bias += gradients.sum((0, 1))
+    if gates_again:
+        d_gated.copy_(F.silu(before[..., :e]) * attended)
+
+
+def _scores(products: Tensor, bias: Tensor | None, by: float, dtype: torch.dtype) -> Tensor:
+    """relu(by products + bias), [N, C, C]."""
+    scores = products.to(dtype) * by
+    return (scores if bias is None else scores.add_(bias)).relu_()
+
+
+def _rotated(maps: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Maps [4, N, C, s], rotated; an odd s has no rotations."""
+    return maps if maps.shape[-1] % 2 else rotate(maps, torch.stack([cosines, sines]))
