@@ -130,9 +130,6 @@ def _inputs(
     )  # fmt: skip
 
 
-# Tiles ----------------------------------------------------------------------------------------------------------------
-
-
 class Tile(NamedTuple):
     """Some chunks of a row or, if rows have a single chunk, those of some rows.
 
@@ -168,56 +165,47 @@ def _tiles(inputs: Inputs, in_stream: bool) -> list[Tile]:
 class Work:
     """The inputs of a call, and what is computed in a tile between its matrix products: by cpu.cpp, or cpu_plain.py.
 
-    `exact` is the dtype of scores and sums. `document` is int64 [B, G], the document of each chunk among those of all rows.
+    `gamma`, `beta` and the biases are in the dtype of scores and sums. `document` is int64 [B, G], the document of each chunk
+    among those of all rows.
     """
 
     def __init__(self, inputs: Inputs, in_stream: bool = False) -> None:
         self.inputs, self.projected = inputs, inputs.projected.contiguous()
         batch, n_chunks, chunk_size, width = self.projected.shape
-        self.d_qk = inputs.gamma.shape[1]
-        self.d_value = (width - self.d_qk) // 2
-        self.compute, self.exact = self.projected.dtype, acc_dtype(self.projected)
+        d_qk = inputs.gamma.shape[1]
+        self.sum_shape = d_qk, (width - d_qk) // 2
+        self.compute, exact = self.projected.dtype, acc_dtype(self.projected)
         self.tiles = _tiles(inputs, in_stream)
-        functions = _functions(self.d_qk)
-        self._call = cpu_plain.call if functions is None else functions.call
+        functions = _functions(d_qk)
+        self.call = cpu_plain.call if functions is None else functions.call
 
         projection_bias = self.projected.new_zeros(width) if inputs.projection_bias is None else inputs.projection_bias
-        self.projection_bias = projection_bias.to(self.exact).contiguous()
-        self.gamma, self.beta = inputs.gamma.to(self.exact).contiguous(), inputs.beta.to(self.exact).contiguous()
-        self.bias = None if inputs.bias is None else inputs.bias.to(self.exact).contiguous()
+        self.projection_bias = projection_bias.to(exact).contiguous()
+        self.gamma, self.beta = inputs.gamma.to(exact).contiguous(), inputs.beta.to(exact).contiguous()
+        self.bias = None if inputs.bias is None else inputs.bias.to(exact).contiguous()
         # What chunks or slots share is not repeated: it has strides of zero.
-        scale = inputs.weight_scale.to(self.exact)
+        scale = inputs.weight_scale.to(exact)
         scale = scale.expand(*scale.shape[:3], chunk_size).contiguous()
         self.weight_scale = scale.expand(batch, n_chunks, chunk_size, chunk_size)
-        self.state_scale = inputs.state_scale.to(self.exact).expand(batch, n_chunks).contiguous()
+        self.state_scale = inputs.state_scale.to(exact).expand(batch, n_chunks).contiguous()
         rotations = inputs.rotations
         if rotations is None:
-            rotations = no_rotation_table(self.d_qk, self.exact, self.projected.device)[:, None, None]
-        rotations = rotations.to(self.exact).contiguous().expand(2, batch, n_chunks, chunk_size, self.d_qk // 2)
+            rotations = no_rotation_table(d_qk, exact, self.projected.device)[:, None, None]
+        rotations = rotations.to(exact).contiguous().expand(2, batch, n_chunks, chunk_size, d_qk // 2)
         self.cosines, self.sines = rotations.unbind()
 
-        first = inputs.n_documents * torch.arange(batch)[:, None].expand(batch, n_chunks)
+        first = inputs.n_documents * torch.arange(batch, device=scale.device)[:, None].expand(batch, n_chunks)
         self.document = first if inputs.document is None else first + inputs.document
         changes = None if inputs.document is None else inputs.document.diff(prepend=inputs.document[:1]) != 0
         self._changes = None if changes is None else F.pad(changes, (0, 1))  # bool [G + 1]
 
-    def zero_sums(self, n: int) -> Tensor:
-        """Zero sums, [n, s, e]."""
-        return self.projected.new_zeros(n, self.d_qk, self.d_value, dtype=self.exact)
-
-    def start_backward(self) -> None:
-        """Set the gradients to zero."""
-        self.d_projected = torch.empty_like(self.projected)
-        self.d_projection_bias, self.d_gamma, self.d_beta = map(torch.zeros_like, (self.projection_bias, self.gamma, self.beta))
-        self.d_bias = None if self.bias is None else torch.zeros_like(self.bias)
-
     def activate(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
         """U and V, [N, C, e], and the queries and keys [4, N, C, s], with q_lin scaled."""
-        at, e, s = tile.at, self.d_value, self.d_qk
+        at, (s, e) = tile.at, self.sum_shape
         before, cosines = self.projected[at], self.cosines[at]
         n, c, _ = before.shape
         active, maps = before.new_empty(2, n, c, e), before.new_empty(4, n, c, s)
-        self._call(
+        self.call(
             "activate", self.compute,
             before, self.projection_bias, self.gamma, self.beta, cosines, self.sines[at], *cosines.stride()[:2],
             self.state_scale[at], active, maps, n, c, e, s,
@@ -233,30 +221,17 @@ class Work:
         start, stop, width = tile.chunks.start, tile.chunks.stop, total.numel()
         begins = None if self._changes is None else self._changes[start + backwards : stop + backwards]
         sizes = (stop - start, sums.numel() // width, out.numel() // width)
-        self._call("run_sums", self.compute, total, sums, out, begins, *sizes, int(backwards), width)
+        self.call("run_sums", self.compute, total, sums, out, begins, *sizes, int(backwards), width)
 
-    def weigh(self, q: Tensor, k: Tensor, tile: Tile, gradient: Tensor | None = None) -> Tensor:
-        """The weights of values inside chunks, [N, C, C]. Their gradient becomes that of the scores, not yet scaled."""
+    def weigh(self, q: Tensor, k: Tensor, tile: Tile, gradient: Tensor | None = None, d_bias: Tensor | None = None) -> Tensor:
+        """The weights inside chunks, [N, C, C]. Their gradient becomes that of the scores, not yet scaled; `d_bias` grows."""
         weights, scale = torch.bmm(q, k.mT), self.weight_scale[tile.at]
         options = (self.bias, scale, *scale.stride()[:2], self.inputs.score_scale)
         if gradient is None:
-            self._call("weigh", self.compute, weights, *options, *weights.shape[:2])
+            self.call("weigh", self.compute, weights, *options, *weights.shape[:2])
         else:
-            self._call("weigh_backward", self.compute, weights, gradient, *options, self.d_bias, *weights.shape[:2])
+            self.call("weigh_backward", self.compute, weights, gradient, *options, d_bias, *weights.shape[:2])
         return weights
-
-    def finish(self, d_gated: Tensor, attended: Tensor, d_v: Tensor, d_maps: Tensor, tile: Tile) -> None:
-        """Compute the gradients of a call from those of the gated output, of V and of the queries and keys, not yet scaled.
-
-        For an output projection, d_gated is overwritten with the gated output.
-        """
-        at, cosines = tile.at, self.cosines[tile.at]
-        self._call(
-            "finish", self.compute,
-            self.projected[at], self.projection_bias, d_gated, int(self.inputs.output is not None), attended, d_v, d_maps,
-            self.gamma, cosines, self.sines[at], *cosines.stride()[:2], self.state_scale[at], self.inputs.score_scale,
-            self.d_projected[at], self.d_projection_bias, self.d_gamma, self.d_beta, *d_v.shape, self.d_qk,
-        )  # fmt: skip
 
 
 # The two passes, as an operator of PyTorch ----------------------------------------------------------------------------
@@ -269,11 +244,11 @@ def _forward(inputs: Inputs, keep: bool, summary: Tensor | None = None) -> tuple
     """
     work, causal = Work(inputs, in_stream=summary is not None), inputs.causal
     batch, n_chunks, chunk_size, _ = inputs.projected.shape
-    gated = inputs.projected.new_empty(batch, n_chunks, chunk_size, work.d_value)
+    gated = inputs.projected.new_empty(batch, n_chunks, chunk_size, work.sum_shape[1])
     attended = torch.empty_like(gated) if keep else gated
     if causal:
-        totals = work.zero_sums(batch) if summary is None else summary
-        read = inputs.projected.new_empty(batch, n_chunks, work.d_qk, work.d_value)
+        totals = work.gamma.new_zeros(batch, *work.sum_shape) if summary is None else summary
+        read = gated.new_empty(batch, n_chunks, *work.sum_shape)
     else:
         totals = _totals(work)
         read = totals.unflatten(0, (batch, inputs.n_documents))
@@ -293,7 +268,7 @@ def _forward(inputs: Inputs, keep: bool, summary: Tensor | None = None) -> tuple
 
 def _totals(work: Work, d_gated: Tensor | None = None) -> Tensor:
     """The sums over whole documents, [B D, s, e]: of k_lin^T v or, for the backward pass, of q_lin^T d_out."""
-    totals = work.zero_sums(len(work.projected) * work.inputs.n_documents)
+    totals = work.gamma.new_zeros(len(work.projected) * work.inputs.n_documents, *work.sum_shape)
     for tile in work.tiles:
         gate, v, (_, _, q_lin, k_lin) = work.activate(tile)
         x, values = (k_lin, v) if d_gated is None else (q_lin, d_gated[tile.at] * gate)
@@ -305,9 +280,10 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
     output, d_out, (attended, read) = inputs.output, d_out.contiguous(), (x.contiguous() for x in kept)
     d_gated = d_out if output is None else d_out @ output.to(d_out.dtype)
     work, causal = Work(inputs), inputs.causal
-    work.start_backward()
+    d_projected, d_bias = torch.empty_like(work.projected), None if work.bias is None else torch.zeros_like(work.bias)
+    d_parameters = [torch.zeros_like(x) for x in (work.projection_bias, work.gamma, work.beta)]
     # The gradient of the sums k_lin^T v, from the chunks that use them.
-    totals = work.zero_sums(len(read)) if causal else _totals(work, d_gated)
+    totals = work.gamma.new_zeros(len(read), *work.sum_shape) if causal else _totals(work, d_gated)
     for tile in reversed(work.tiles):
         at, _, readers, sources = tile
         gate, v, (q_quad, k_quad, q_lin, k_lin) = work.activate(tile)
@@ -315,7 +291,7 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
 
         # Quadratic part: attended = w v.
         d_scores = torch.bmm(d_attended, v.mT)
-        weights = work.weigh(q_quad, k_quad, tile, d_scores)
+        weights = work.weigh(q_quad, k_quad, tile, d_scores, d_bias)
         d_v = torch.bmm(weights.mT, d_attended)
         d_q_quad, d_k_quad, d_q_lin, d_k_lin = d_maps = v.new_empty(4, *q_quad.shape)
         torch.bmm(d_scores, k_quad, out=d_q_quad)
@@ -325,7 +301,7 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
         used = read[at][readers] if causal else read.flatten(0, 1)[work.document[at]]
         torch.bmm(d_attended[readers], used.mT, out=d_q_lin[readers])
         if causal:
-            d_sums = v.new_empty(sources.stop, work.d_qk, work.d_value)
+            d_sums = v.new_empty(sources.stop, *work.sum_shape)
             d_used = torch.bmm(q_lin[readers].mT, d_attended[readers])
             work.run_sums(totals[at[0]], d_used, d_sums, tile, backwards=True)
         else:
@@ -335,9 +311,16 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
         d_q_lin[: readers.start].zero_()
         d_k_lin[sources.stop :].zero_()
 
-        work.finish(d_gated[at], attended[at], d_v, d_maps, tile)
-    d_output = None if output is None else d_out.flatten(0, -2).mT @ d_gated.flatten(0, -2)  # the gated output by now
-    return [work.d_projected, work.d_projection_bias, work.d_gamma, work.d_beta, work.d_bias, d_output]
+        # The gate, SiLU and the maps. For an output projection, d_gated is overwritten with the gated output.
+        cosines = work.cosines[at]
+        work.call(
+            "finish", work.compute,
+            work.projected[at], work.projection_bias, d_gated[at], int(output is not None), attended[at], d_v, d_maps,
+            work.gamma, cosines, work.sines[at], *cosines.stride()[:2], work.state_scale[at], inputs.score_scale,
+            d_projected[at], *d_parameters, *d_v.shape, work.sum_shape[0],
+        )  # fmt: skip
+    d_output = None if output is None else d_out.flatten(0, -2).mT @ d_gated.flatten(0, -2)
+    return [d_projected, *d_parameters, d_bias, d_output]
 
 
 def _fake(inputs: Inputs, keep: bool) -> tuple[Tensor, ...]:

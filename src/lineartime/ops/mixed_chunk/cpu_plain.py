@@ -4,6 +4,7 @@ Shapes: N chunks of a tile, C slots of a chunk, e value width, s query/key width
 those of the tensors.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +16,7 @@ from lineartime.ops.positions import rotate
 
 def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
     """Call a function by its name, like `NativeFunctions.call`."""
-    {"activate": _activate, "run_sums": _run_sums, "weigh": _weigh, "weigh_backward": _weigh_backward, "finish": _finish}[name](
-        *arguments
-    )
+    _FUNCTIONS[name](*arguments)
 
 
 def _activate(
@@ -94,3 +93,8 @@ def _scores(products: Tensor, bias: Tensor | None, by: float, dtype: torch.dtype
 def _rotated(maps: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Maps [4, N, C, s], rotated; an odd s has no rotations."""
     return maps if maps.shape[-1] % 2 else rotate(maps, torch.stack([cosines, sines]))
+
+
+_FUNCTIONS: dict[str, Callable[..., None]] = {
+    "activate": _activate, "run_sums": _run_sums, "weigh": _weigh, "weigh_backward": _weigh_backward, "finish": _finish,
+}  # fmt: skip
