@@ -24,8 +24,10 @@ def _activate(
     scale: Tensor, active: Tensor, maps: Tensor, n: int, c: int, e: int, s: int,
 ) -> None:  # fmt: skip
     """U and V [2, N, C, e], and the four maps of Z [4, N, C, s], of `before` [N, C, W]; cosines and sines are [N, C, f]."""
-    active[0], active[1], z = F.silu(before + bias).split([e, e, s], -1)
-    rotated = _rotated(z * gamma[:, None, None] + beta[:, None, None], cosines, sines)
+    gate, v, z = (before + bias.to(before.dtype)).split([e, e, s], -1)
+    torch.ops.aten.silu.out(gate, out=active[0])
+    torch.ops.aten.silu.out(v, out=active[1])
+    rotated = _rotated(F.silu(z) * gamma[:, None, None] + beta[:, None, None], cosines, sines)
     rotated[2].mul_(scale[:, None, None])
     maps.copy_(rotated)
 
@@ -47,7 +49,7 @@ def _run_sums(
 def _weigh(products: Tensor, bias: Tensor | None, scale: Tensor, by_chunk: int, by_slot: int, by: float, *sizes: int) -> None:
     """Replace products by weights = scale relu(by products + bias)^2, [N, C, C]."""
     scores = _scores(products, bias, by, scale.dtype)
-    products.copy_((scores * scores).mul_(scale))
+    torch.mul(scores * scale, scores, out=products)
 
 
 def _weigh_backward(
@@ -57,8 +59,8 @@ def _weigh_backward(
     """`_weigh`, and replace gradients of weights by those of scores; add their sum over chunks to `d_bias` [C, C]."""
     scores = _scores(products, bias, by, scale.dtype)
     scaled = scores * scale
-    d_scores = gradients.to(scale.dtype).mul_(scaled).mul_(2)
-    products.copy_(scores.mul_(scaled))
+    torch.mul(scores, scaled, out=products)
+    d_scores = scaled.mul_(2).mul_(gradients)
     gradients.copy_(d_scores)
     if d_bias is not None:
         d_bias += d_scores.sum(0)
@@ -70,24 +72,25 @@ def _finish(
     d_before: Tensor, d_bias: Tensor, d_gamma: Tensor, d_beta: Tensor, n: int, c: int, e: int, s: int,
 ) -> None:  # fmt: skip
     """The gradient of `before` [N, C, W]; adds those of bias, gamma and beta. With `gates_again`, d_gated becomes gated."""
-    before = before + bias
-    scales = torch.tensor([by, by, 1.0, 1.0], dtype=scale.dtype)[:, None].repeat(1, n)
-    scales[2] = scale
-    d_rotated = _rotated(d_maps * scales[..., None, None], cosines, -sines)
-    d_beta += d_rotated.sum((1, 2))
-    d_gamma += (d_rotated * F.silu(before[..., 2 * e :])).sum((1, 2))
-    d_z = (d_rotated * gamma[:, None, None]).sum(0)
-    gradients = torch.ops.aten.silu_backward(torch.cat([(d_gated * attended).to(d_z.dtype), d_v, d_z], -1), before)
-    d_before.copy_(gradients)
-    d_bias += gradients.sum((0, 1))
+    before = before + bias.to(before.dtype)
+    d_maps = d_maps.to(scale.dtype)
+    d_maps[:2].mul_(by)
+    d_maps[2].mul_(scale[:, None, None])
+    d_maps = _rotated(d_maps, cosines, -sines)
+    d_beta += d_maps.sum((1, 2))
+    d_gamma += (d_maps * F.silu(before[..., 2 * e :])).sum((1, 2))
+    d_z = (d_maps * gamma[:, None, None]).sum(0).to(before.dtype)
+    d_active = torch.cat([d_gated * attended, d_v, d_z], -1)
+    torch.ops.aten.silu_backward.grad_input(d_active, before, grad_input=d_before)
+    d_bias += d_before.sum((0, 1), dtype=d_bias.dtype)
     if gates_again:
-        d_gated.copy_(F.silu(before[..., :e]) * attended)
+        torch.mul(attended, F.silu(before[..., :e]), out=d_gated)
 
 
 def _scores(products: Tensor, bias: Tensor | None, by: float, dtype: torch.dtype) -> Tensor:
     """relu(by products + bias), [N, C, C]."""
-    scores = products.to(dtype) * by
-    return (scores if bias is None else scores.add_(bias)).relu_()
+    products = products.to(dtype)
+    return (products * by if bias is None else torch.add(bias, products, alpha=by)).relu_()
 
 
 def _rotated(maps: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
