@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lineartime
-from lineartime.layers.norms import ScaleNorm
+from lineartime.layers.residual import ScaleNorm
 
 D_MODEL, HEADS, BLOCKS, VOCABULARY, LENGTH = 24, 2, 2, 30, 40
 

@@ -25,7 +25,7 @@ from lineartime.baselines.chunked_heads import ChunkedHeadOptions, ChunkedHeads
 from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.layers.dense import Dense, factory, is_untouched
 from lineartime.layers.multi_head import merge_heads, split_heads
-from lineartime.layers.norms import LayerNorm
+from lineartime.layers.residual import LayerNorm
 from lineartime.ops.batch import Batch, cut_chunks
 from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.positions import rope

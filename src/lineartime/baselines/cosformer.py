@@ -20,9 +20,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.baselines.kernel_attention import KernelAttention
-from lineartime.layers.checks import check_fits
 from lineartime.layers.multi_head import HeadOptions
-from lineartime.ops.checks import check_positive
+from lineartime.ops.checks import check_fits, check_positive
 from lineartime.ops.precision import acc_dtype
 
 # 1. The definition ----------------------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.kernel_attention import Rotated
 from lineartime.errors import check_choice
-from lineartime.layers.checks import check_heads
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
+from lineartime.ops.checks import check_n_heads
 from lineartime.ops.linear import LinearState, continued_sums
 from lineartime.ops.positions import over_heads, rope, rotate
 from lineartime.ops.precision import acc_dtype
@@ -137,7 +137,7 @@ class Efficient(MultiHeadMixer):
         check_choice("rotated", rotated, get_args(Rotated))
         self.rotated: Rotated = rotated
         if rotated == "features":
-            check_heads(self.n_heads, {"d_model": d_model}, in_pairs=True)
+            check_n_heads(self.n_heads, {"d_model": d_model}, in_pairs=True)
 
     def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rotated queries and keys [B, H, T, h]; or their rotated features, [B, H, T, 2 h] and [B, H, T, 4 h]."""

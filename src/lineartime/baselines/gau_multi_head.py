@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.layers.checks import check_heads
 from lineartime.layers.gated import GatedOptions
 from lineartime.layers.gau import GAU
 from lineartime.layers.multi_head import fold_heads
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.cache import KVCache
+from lineartime.ops.checks import check_n_heads
 from lineartime.ops.positions import over_heads, rotate
 
 
@@ -37,8 +37,8 @@ class GAUMultiHead(GAU):
     def __init__(self, d_model: int, *, n_heads: int = 4, relative_bias: bool = True, **options: Unpack[GatedOptions]) -> None:
         # Passed explicitly, so that a caller who passes it gets a TypeError.
         super().__init__(d_model, relative_bias=relative_bias, max_length=None, **options)
-        check_heads(n_heads, {"d_qk": self.d_qk}, in_pairs=True)
-        check_heads(n_heads, {"expansion * d_model": self.d_value}, in_pairs=False)
+        check_n_heads(n_heads, {"d_qk": self.d_qk}, in_pairs=True)
+        check_n_heads(n_heads, {"expansion * d_model": self.d_value}, in_pairs=False)
         self.n_heads = n_heads
         self.init_own()
 

@@ -26,10 +26,9 @@ from lineartime.baselines.linear_elu import elu_features
 from lineartime.baselines.performer import relu_features
 from lineartime.baselines.scores import masked_products
 from lineartime.errors import check_choice
-from lineartime.layers.checks import check_fits
 from lineartime.layers.mixer import Part
 from lineartime.ops.batch import Batch
-from lineartime.ops.checks import check_positive
+from lineartime.ops.checks import check_fits, check_positive
 from lineartime.ops.chunks import exclusive_cumsum, fill, open_chunk_pieces
 from lineartime.ops.linear import normalized, with_ones
 from lineartime.ops.precision import acc_dtype

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.baselines.scores import masked_products
-from lineartime.layers.checks import check_even
 from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
-from lineartime.ops.checks import check_positive
+from lineartime.ops.checks import check_even, check_positive
 from lineartime.ops.chunks import exclusive_cumsum
 from lineartime.ops.precision import acc_dtype
 from lineartime.ops.state import State

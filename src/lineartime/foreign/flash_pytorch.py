@@ -19,7 +19,7 @@ from lineartime.fields import check_type
 from lineartime.foreign.mixers import ForeignActivation, ForeignFLASH, ForeignGAU
 from lineartime.foreign.positions import N_BUCKETS
 from lineartime.foreign.weights import StateDict, interleaved_order
-from lineartime.layers.norms import Norm
+from lineartime.layers.residual import Norm
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig

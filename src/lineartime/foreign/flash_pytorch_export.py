@@ -16,7 +16,7 @@ from lineartime.foreign.mixers import ForeignFLASH
 from lineartime.foreign.positions import N_BUCKETS, BucketBias
 from lineartime.foreign.weights import SUFFIXES, interleaved_order
 from lineartime.layers.flash import FLASH
-from lineartime.layers.norms import Norm, RMSNorm, ScaleNorm
+from lineartime.layers.residual import Norm, RMSNorm, ScaleNorm
 from lineartime.models.language_model import LanguageModel, check_model
 
 ADVICE = ": docs/converting.md has the options to train with"

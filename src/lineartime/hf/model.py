@@ -20,8 +20,7 @@ from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.folder import CONFIG, INDEX, WEIGHTS, check_blocks
 from lineartime.hf.inputs import check_tensor, checked_mask, new_tokens_mask, packed_boundaries, real_tokens
 from lineartime.hf.trainer import count_targets
-from lineartime.layers.checks import check_tokens
-from lineartime.layers.residual import ResidualLayer
+from lineartime.layers.residual import ResidualLayer, check_tokens
 from lineartime.models.backbone import Backbone
 
 

@@ -8,8 +8,8 @@ from lineartime.layers.flash import FLASH
 from lineartime.layers.gated import set_backend
 from lineartime.layers.gau import GAU
 from lineartime.layers.mixer import Mixer
-from lineartime.layers.norms import RMSNorm, ScaleNorm
 from lineartime.layers.positions import LearnedPositions, RotaryBias, ScaledSin, TableBias
+from lineartime.layers.residual import RMSNorm, ScaleNorm
 
 __all__ = [
     "FLASH",

@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 
 from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
-from lineartime.layers.norms import RMSNorm
+from lineartime.layers.residual import RMSNorm
 from lineartime.ops.batch import Batch
 from lineartime.ops.cache import KVCache
 from lineartime.ops.precision import common_dtype

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError, check_choice
-from lineartime.layers.checks import check_heads
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.multi_head import merge_heads, split_heads
 from lineartime.layers.residual import LayerOptions, ResidualLayer, zero_padding
 from lineartime.ops.activations import ACTIVATIONS, Activation
-from lineartime.ops.checks import as_mask, check_positive
+from lineartime.ops.checks import as_mask, check_n_heads, check_positive
 from lineartime.ops.cross import cross_attention
 from lineartime.ops.state import State
 
@@ -74,7 +73,7 @@ class CrossGAU(ResidualLayer):
         check_choice("activation", activation, self.activations)
         check_positive(d_qk=d_qk, expansion=expansion)
         self.d_value = expansion * d_model
-        check_heads(n_heads, {"d_qk": d_qk, "expansion * d_model": self.d_value}, in_pairs=False)
+        check_n_heads(n_heads, {"d_qk": d_qk, "expansion * d_model": self.d_value}, in_pairs=False)
         self.n_heads = n_heads
         self.d_qk = d_qk
         self.expansion = expansion

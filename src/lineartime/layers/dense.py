@@ -7,9 +7,9 @@ from typing import Any, TypedDict
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from typing_extensions import Unpack
 
-from lineartime.layers.checks import has_hooks
 from lineartime.native import NATIVE_DTYPES, native_functions
 from lineartime.ops.precision import look_up
 from lineartime.ops.tracing import is_plain, is_traced
@@ -90,6 +90,12 @@ class Embedding(nn.Embedding):
         """Initialise the vectors."""
         super().reset_parameters()  # keeps the order of random numbers, as in `Dense`
         nn.init.normal_(self.weight, std=0.02)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks or a replaced `forward`, or hooks are registered for all modules."""
+    forward = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks or torch_module._has_any_global_hook())
 
 
 def is_untouched(layer: nn.Module) -> bool:

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.errors import check_choice
-from lineartime.layers.checks import check_even
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import Mixer, MixerOptions, Opened, Part
 from lineartime.layers.positions import RotaryBias
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization
 from lineartime.ops.backends import BACKENDS, Backend
 from lineartime.ops.batch import Batch, Needs
-from lineartime.ops.checks import check_positive
+from lineartime.ops.checks import check_even, check_positive
 from lineartime.ops.mixed_chunk.inputs import queries_and_keys
 from lineartime.ops.positions import rotary_table
 from lineartime.ops.precision import acc_dtype

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.layers.checks import check_heads
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import Mixer, MixerOptions, Opened, Part
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.cache import KVCache
+from lineartime.ops.checks import check_n_heads
 from lineartime.ops.positions import over_heads, rotate
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 
@@ -46,7 +46,7 @@ class MultiHeadMixer(Mixer):
 
     def __init__(self, d_model: int, *, n_heads: int = 12, rope: bool = True, **options: Unpack[MixerOptions]) -> None:
         super().__init__(d_model, **options)
-        check_heads(n_heads, {"d_model": d_model}, in_pairs=rope)
+        check_n_heads(n_heads, {"d_model": d_model}, in_pairs=rope)
         self.n_heads = n_heads
         self.head_dim = d_model // n_heads
         self.rope = rope

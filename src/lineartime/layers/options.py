@@ -1,7 +1,11 @@
 """The options of a layer, read from its constructor."""
 
 import inspect
-from typing import Any, NamedTuple, get_args, get_type_hints
+from functools import cache
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from lineartime.fields import check_type
 
 
 class Option(NamedTuple):
@@ -36,3 +40,20 @@ def constructor_options(layer: type[Any]) -> dict[str, Option]:
         for listed in get_args(hints.get(passed_on[0])):  # Unpack[SomeOptions]
             accepted = set(listed.__annotations__) if accepted is None else accepted & set(listed.__annotations__)
     return options
+
+
+_options = cache(constructor_options)
+
+
+def check_types(layer: Any, values: dict[str, Any]) -> None:
+    """Raise ArgumentError, naming the option of a layer, unless each value has the type that the constructor annotates.
+
+    Only types that are classes are checked, such as `int | None`. Others, such as Literal, are left to the constructor, which
+    may allow fewer choices than its bases.
+    """
+    known = _options(layer)
+    for name in [name for name in values if name in known]:
+        hint = known[name].type
+        classes = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if all(isinstance(part, type) and part is not Any and get_origin(part) is None for part in classes):
+            check_type(name, values[name], hint)

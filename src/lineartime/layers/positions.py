@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError
-from lineartime.layers.checks import check_even
 from lineartime.layers.dense import FactoryOptions
-from lineartime.ops.checks import is_readable, require
+from lineartime.ops.checks import check_even, is_readable, require
 from lineartime.ops.positions import FactoredBias, by_distance, rotary_bias, sinusoid, table_bias
 from lineartime.ops.precision import look_up
 

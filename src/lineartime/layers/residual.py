@@ -3,18 +3,113 @@
 Shapes: B batch, T tokens, d model width.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from typing_extensions import Self
+from typing_extensions import Self, Unpack, override
 
-from lineartime.errors import ArgumentError
-from lineartime.layers.checks import check_options, check_tokens
+from lineartime.errors import ArgumentError, check_choice
 from lineartime.layers.dense import FactoryOptions, reset_parts
-from lineartime.layers.norms import Norm, build_norm
-from lineartime.layers.options import constructor_options
+from lineartime.layers.options import check_types, constructor_options
 from lineartime.ops.checks import check_positive
+from lineartime.ops.precision import acc_dtype
+
+Norm = Literal["layernorm", "scalenorm", "rmsnorm"]
+
+
+class LayerNorm(nn.LayerNorm):
+    """PyTorch's LayerNorm, also for parameters in another dtype than x: FSDP gathers them in bf16 for an x in float32."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d] -> [..., d], in the dtype of x.
+
+        PyTorch's kernel for a CPU sums the gradients of weight and bias over all tokens in the dtype of its input.
+        """
+        wide = x.to(acc_dtype(x)) if x.device.type == "cpu" and torch.is_grad_enabled() else x
+        weight = None if self.weight is None else self.weight.to(wide.dtype)
+        bias = None if self.bias is None else self.bias.to(wide.dtype)
+        out = F.layer_norm(wide, self.normalized_shape, weight, bias, self.eps)
+        return out if wide is x else out.to(x.dtype)
+
+
+class ScaleNorm(nn.Module):
+    """x * rsqrt(mean(x^2) + eps) * g with one learned scalar g: [..., d] -> [..., d] (FLASH, arXiv 2202.10447, code 1)."""
+
+    def __init__(self, eps: float = 1e-5, **factory: Unpack[FactoryOptions]) -> None:
+        super().__init__()
+        self.eps = eps
+        self.g = nn.Parameter(torch.empty(1, **factory))  # [1], not a scalar: FSDP2 shards rows
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the scalar to one."""
+        nn.init.ones_(self.g)
+
+    def extra_repr(self) -> str:
+        """The options, shown when the norm is printed."""
+        return f"eps={self.eps}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d] -> [..., d]."""
+        return _rescaled(x, self.g, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """x * rsqrt(mean(x^2) + eps) * g with a learned g in R^d: [..., d] -> [..., d] (arXiv 1910.07467)."""
+
+    def __init__(self, d_model: int, eps: float = 1e-5, **factory: Unpack[FactoryOptions]) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(d_model, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the gains to one."""
+        nn.init.ones_(self.weight)
+
+    def extra_repr(self) -> str:
+        """The options, shown when the norm is printed."""
+        return f"{len(self.weight)}, eps={self.eps}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d] -> [..., d]."""
+        return _rescaled(x, self.weight, self.eps)
+
+
+def _rescaled(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    wide = x.to(acc_dtype(x))  # the square of 1,000 does not fit float16
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gain).to(x.dtype)
+
+
+class NormParts(NamedTuple):
+    """What a norm computes with: (x - mean) / sqrt(variance + eps) * weight + bias; without a mean if not `centred`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    centred: bool
+    eps: float
+
+
+def norm_parts(norm: nn.Module) -> NormParts | None:
+    """The parts of a LayerNorm or one of the norms above; None for any other module, such as a subclass."""
+    if (type(norm) is LayerNorm or type(norm) is nn.LayerNorm) and norm.weight is not None:
+        return NormParts(norm.weight, norm.bias, True, norm.eps)
+    if type(norm) is ScaleNorm:
+        return NormParts(norm.g, None, False, norm.eps)
+    return NormParts(norm.weight, None, False, norm.eps) if type(norm) is RMSNorm else None
+
+
+def build_norm(norm: Norm, d_model: int, eps: float = 1e-5, **factory: Unpack[FactoryOptions]) -> nn.Module:
+    """Build a norm for inputs [..., d_model]; ArgumentError for an unknown name, or an eps that is not between 0 and 1."""
+    check_choice("norm", norm, get_args(Norm))
+    if not 0 < eps < 1:
+        raise ArgumentError("norm_eps", f"is {eps}, but must be above 0 and below 1.")
+    if norm == "layernorm":
+        return LayerNorm(d_model, eps, **factory)
+    return ScaleNorm(eps, **factory) if norm == "scalenorm" else RMSNorm(d_model, eps, **factory)
 
 
 class LayerOptions(FactoryOptions, total=False):
@@ -44,7 +139,7 @@ class ResidualLayer(nn.Module):
 
     def __new__(cls, *_: object, **options: object) -> Self:
         """Check the types of options before a constructor uses them; copying a layer passes no options."""
-        check_options(cls, options)
+        check_types(cls, options)
         return super().__new__(cls)
 
     def __init__(
@@ -87,14 +182,43 @@ class ResidualLayer(nn.Module):
         """The options, apart from those that submodules show."""
         shown = [name for name in constructor_options(type(self)) if name not in LayerOptions.__annotations__]
         values = {"d_model": self.d_model, **{name: getattr(self, name) for name in shown if hasattr(self, name)}}
-        options = [f"{name}={value!r}" for name, value in values.items()]
-        return ", ".join(filter(None, [*options, super().extra_repr()]))
+        return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
     def check_input(self, x: Tensor, argument: str = "x", shape: str = "[B, T, d_model]") -> None:
         """Raise ArgumentError unless x is [B, T, d], with the dtype and on the device of the layer."""
         check_tokens(argument, x, shape, self.d_model, self.norm, self)
 
 
-def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Replace padding in [B, T, d] by zeros, even if it is NaN."""
-    return x if mask is None else x.masked_fill(~mask[..., None], 0.0)
+def check_tokens(argument: str, x: object, shape: str, width: int, first: nn.Module, layer: nn.Module) -> None:
+    """Raise ArgumentError unless x is a tensor [B, T, width] with the dtype and on the device of a layer.
+
+    Args:
+        argument: the name of x.
+        x: the value to check.
+        shape: the expected shape in the letters of the layer, for messages: "[B, T, d_model]".
+        width: d_model.
+        first: the part of the layer that receives x first.
+        layer: the layer. Its parameters may have several dtypes; x may have any of them or, under autocast, what it converts.
+    """
+    if not isinstance(x, Tensor):
+        raise ArgumentError(argument, f"is a {type(x).__name__}, but must be a tensor.")
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ArgumentError(argument, f"has shape {list(x.shape)}, but must be {shape} with d_model = {width}.")
+    if x.layout is not torch.strided:
+        raise ArgumentError(argument, f"has the layout {x.layout}, but must be a dense tensor, {torch.strided}.")
+    expected = check_device(argument, x, layer if next(first.parameters(), None) is None else first).dtype
+    if x.dtype == expected:
+        return
+    if x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        return
+    if x.dtype not in {parameter.dtype for parameter in layer.parameters() if parameter.is_floating_point()}:
+        raise ArgumentError(argument, f"has dtype {x.dtype}, but must have that of the layer, {expected}: convert one of them.")
+
+
+def check_device(argument: str, x: Tensor, part: nn.Module) -> Tensor:
+    """Return a parameter of the module that receives x; raise ArgumentError unless x is on its device."""
+    parameter = next(part.parameters())
+    # A hook of accelerate moves the inputs and parameters of an offloaded module.
+    if x.device != parameter.device and not hasattr(part, "_hf_hook"):
+        raise ArgumentError(argument, f"is on {x.device}, but must be on {parameter.device}, like the parameters that read it.")
+    return parameter

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.layers.checks import check_device
 from lineartime.layers.dense import Embedding
 from lineartime.layers.mixer import Mixer
-from lineartime.layers.norms import build_norm
 from lineartime.layers.positions import LearnedPositions, ScaledSin
+from lineartime.layers.residual import build_norm, check_device
 from lineartime.models.block import Block
 from lineartime.models.config import ModelConfig
 from lineartime.ops.batch import Batch

@@ -9,7 +9,7 @@ from lineartime.choices import Task
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_names, from_fields
 from lineartime.foreign.mixers import NormPosition
-from lineartime.layers.norms import Norm
+from lineartime.layers.residual import Norm
 from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
 from lineartime.shapes import shapes_only
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError
-from lineartime.layers.checks import has_hooks
-from lineartime.layers.dense import MAX_ROWS, Dense, Embedding, is_untouched
+from lineartime.layers.dense import MAX_ROWS, Dense, Embedding, has_hooks, is_untouched
 from lineartime.layers.flash import FLASH
-from lineartime.layers.norms import norm_parts
 from lineartime.layers.positions import LearnedPositions, ScaledSin
+from lineartime.layers.residual import norm_parts
 from lineartime.models.backbone import Backbone
 from lineartime.models.block import Block
 from lineartime.native import NATIVE_DTYPES, native_functions

@@ -16,7 +16,7 @@ from lineartime.fields import Between, check_limits, check_type, from_fields
 from lineartime.layers.cross import CrossGAU, SourceState
 from lineartime.layers.dense import dense
 from lineartime.layers.mixer import Mixer
-from lineartime.layers.norms import Norm, build_norm
+from lineartime.layers.residual import Norm, build_norm
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import check_evaluates

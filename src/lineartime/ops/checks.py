@@ -1,4 +1,4 @@
-"""Checks of the arguments of attentions. Their errors name the argument, its value and what is allowed."""
+"""Checks of the arguments of layers and attentions. Their errors name the argument, its value and what is allowed."""
 
 from itertools import pairwise
 from numbers import Integral
@@ -17,6 +17,39 @@ def check_positive(**sizes: int) -> None:
             raise ArgumentError(argument, f"is {value!r}, but must be an integer.")
         if value < 1:
             raise ArgumentError(argument, f"is {value}, but must be at least 1.")
+
+
+def check_even(reason: str, **sizes: int) -> None:
+    """Raise ArgumentError, naming the argument, unless every size is even."""
+    for argument, value in sizes.items():
+        if value % 2:
+            raise ArgumentError(argument, f"is {value}, but must be even: {reason}.")
+
+
+def check_n_heads(n_heads: int, widths: dict[str, int], in_pairs: bool) -> None:
+    """Raise ArgumentError unless `n_heads` is at least 1 and divides every width, which messages call by its name.
+
+    With `in_pairs`, the width of a head must also be even, because rotary positions rotate pairs of features.
+    """
+    check_positive(n_heads=n_heads)
+    for name, width in widths.items():
+        if width % n_heads:
+            raise ArgumentError("n_heads", f"is {n_heads}, but must divide {name} = {width}.")
+        if in_pairs and width // n_heads % 2:
+            raise ArgumentError(
+                "n_heads",
+                f"is {n_heads}, but {name} / n_heads = {width // n_heads} must be even: pairs of features are rotated.",
+            )
+
+
+def check_fits(layer: str, length: int, max_length: int) -> None:
+    """Raise ArgumentError if a sequence is longer than the layer's max_length."""
+    if length > max_length:
+        raise ArgumentError(
+            "max_length",
+            f"is {max_length} in this {layer}, but the sequence has {length} tokens: increase max_length or pass shorter "
+            "sequences.",
+        )
 
 
 def check_queries_keys_values(queries_and_keys: dict[str, Tensor], v: Tensor) -> None:
