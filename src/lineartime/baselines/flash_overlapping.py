@@ -101,7 +101,7 @@ class FLASHOverlapping(FLASHInParts):
         if self.bias is None:
             return None
         size = batch.chunk_size or self.chunk_size
-        return self.bias.consecutive(size, (2 if self.causal else 3) * size, size, self._places(batch, 3 * size))
+        return self.bias.consecutive(size, (2 if self.causal else 3) * size, size, batch)
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
         """Attend inside chunks and to their neighbours."""

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from lineartime.layers.gated import GatedOptions
 from lineartime.layers.gau import GAU
 from lineartime.layers.multi_head import fold_heads
-from lineartime.ops.batch import Batch, Needs
+from lineartime.ops.batch import Batch
 from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_n_heads
 from lineartime.ops.positions import over_heads, rotate
@@ -41,10 +41,6 @@ class GAUMultiHead(GAU):
         check_n_heads(n_heads, {"expansion * d_model": self.d_value}, in_pairs=False)
         self.n_heads = n_heads
         self.init_own()
-
-    def needs(self) -> Needs:
-        """Request what `GAU` needs, with rotations for the width of a head."""
-        return super().needs()._replace(rotary_width=self.head_dim if self.rope else None)
 
     def queries_and_keys(self, base: Tensor, rotations: Tensor | None) -> Sequence[Tensor]:
         """Z [B, T, s] -> [B, T, s] for each map, with each head rotated separately."""

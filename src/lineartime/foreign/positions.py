@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError
 from lineartime.layers.dense import FactoryOptions
 from lineartime.layers.positions import RelativeBias
+from lineartime.ops.batch import Batch
 from lineartime.ops.positions import by_distance
 from lineartime.ops.precision import look_up
 
@@ -28,18 +29,14 @@ class BucketBias(RelativeBias):
         self.values = nn.Parameter(torch.empty(N_BUCKETS, **factory))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Initialise the values."""
-        nn.init.normal_(self.values, std=0.02)
-
-    def forward(self, query_positions: Tensor, key_positions: Tensor, rotations: Tensor | None = None) -> Tensor:
+    def forward(self, query_positions: Tensor, key_positions: Tensor, batch: Batch | None = None) -> Tensor:
         """The bias [Q, K] for positions [Q] and [K]."""
         offsets = torch.arange(-FARTHEST_BUCKET, FARTHEST_BUCKET + 1, device=self.values.device)
         table = look_up(self.values, distance_buckets(offsets, self.causal))
         wanted = key_positions[None, :] - query_positions[:, None]
         return look_up(table, wanted.clamp(-FARTHEST_BUCKET, FARTHEST_BUCKET) + FARTHEST_BUCKET)
 
-    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
+    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, batch: Batch | None = None) -> Tensor:
         """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ..., without indexing: see `by_distance`."""
         offsets = torch.arange(max(0, n_queries + n_keys - 1), device=self.values.device) - (first_query + n_queries - 1)
         chosen = distance_buckets(offsets, self.causal)[:, None] == torch.arange(N_BUCKETS, device=self.values.device)

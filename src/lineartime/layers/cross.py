@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError, check_choice
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.multi_head import merge_heads, split_heads
-from lineartime.layers.residual import LayerOptions, ResidualLayer, zero_padding
+from lineartime.layers.residual import LayerOptions, ResidualLayer
 from lineartime.ops.activations import ACTIVATIONS, Activation
 from lineartime.ops.checks import as_mask, check_n_heads, check_positive
 from lineartime.ops.cross import cross_attention
@@ -113,9 +113,10 @@ class CrossGAU(ResidualLayer):
         """Compute the keys and values of a source [B, S, d] once, for all calls of `attend`."""
         self.check_input(source, "source", "[B, S, d_model]")
         source_mask = as_mask("source_mask", source_mask, source.shape[0], source.shape[1], source.device)
-        projected = F.silu(self.to_value_key(zero_padding(source, source_mask)))
+        projected = F.silu(self.to_value_key(_zero_padding(source, source_mask)))
         value, base = projected.split([self.d_value, self.d_qk], dim=-1)
-        return SourceState(self._heads(base * self.gamma[1] + self.beta[1]), self._heads(value), source_mask)
+        k = base * self.gamma[1] + self.beta[1]
+        return SourceState(split_heads(k, self.n_heads), split_heads(value, self.n_heads), source_mask)
 
     def attend(self, x: Tensor, state: SourceState, mask: Tensor | None = None) -> Tensor:
         """Attend from tokens [B, T, d] to a source. Tokens are independent, so T can be split in any way."""
@@ -123,12 +124,13 @@ class CrossGAU(ResidualLayer):
         mask = as_mask("mask", mask, x.shape[0], x.shape[1], x.device)
         if x.shape[0] != state.k.shape[0]:
             raise ArgumentError("x", f"has batch size {x.shape[0]}, but the source has batch size {state.k.shape[0]}.")
-        x = zero_padding(x, mask)
+        x = _zero_padding(x, mask)
         gate, base = F.silu(self.to_gate_query(self.before(x))).split([self.d_value, self.d_qk], dim=-1)
-        q = self._heads(base * self.gamma[0] + self.beta[0])
+        q = split_heads(base * self.gamma[0] + self.beta[0], self.n_heads)
         attended = cross_attention(q, state.k, state.v, source_mask=state.mask, activation=self.activation)
-        return zero_padding(self.after(x, self.to_output(gate * merge_heads(attended))), mask)
+        return _zero_padding(self.after(x, self.to_output(gate * merge_heads(attended))), mask)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """[B, T, f] -> [B, H, T, f / H]."""
-        return split_heads(x, self.n_heads)
+
+def _zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Replace padding in [B, T, d] by zeros, even if it is NaN."""
+    return x if mask is None else x.masked_fill(~mask[..., None], 0.0)

@@ -86,16 +86,16 @@ class FLASH(GatedUnit):
 
     def chunk_bias(self, batch: Batch) -> Tensor | None:
         """The relative bias of the quadratic part, [C, C], or None; C is the chunk size of the batch."""
-        size = self.chunk_size if torch.compiler.is_exporting() else batch.chunk_size or self.chunk_size
-        return None if self.bias is None else self.bias.consecutive(size, size, rotations=self._places(batch, size))
+        size = batch.chunk_size or self.chunk_size  # an exported program has no chunks
+        return None if self.bias is None else self.bias.consecutive(size, size, batch=batch)
 
     def slot_bias(self, batch: Batch) -> SlotBias | None:
         """The relative bias of queries in some slots of a chunk, int64 [...], for the keys of all its slots: [..., C]."""
         bias = self.bias
         if bias is None:
             return None
-        keys, table = torch.arange(self.chunk_size, device=self.gamma.device), self._places(batch, self.chunk_size)
-        return lambda slots: bias(slots.flatten(), keys, table).view(*slots.shape, self.chunk_size)
+        keys = torch.arange(self.chunk_size, device=self.gamma.device)
+        return lambda slots: bias(slots.flatten(), keys, batch).view(*slots.shape, self.chunk_size)
 
     def mix(self, normed: Tensor, batch: Batch) -> Tensor:
         """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
@@ -106,24 +106,19 @@ class FLASH(GatedUnit):
             out: Tensor = self.to_output(self._exported(projection(normed), bias, batch))
             return out
         # On a CPU, fusing the output projection, too, keeps less for the backward pass.
-        if not (is_untouched(self.to_output) and torch.is_grad_enabled() and normed.device.type == "cpu"):
-            tokens = Projected(projection(normed), self.gamma, self.beta)
-            unfused: Tensor = self.to_output(attend_projected(tokens, bias, batch, self.options, self._backend))
-            return unfused
-        if is_untouched(projection) and batch.real is None:
+        fused = torch.is_grad_enabled() and normed.device.type == "cpu" and is_untouched(self.to_output)
+        if fused and batch.real is None and is_untouched(projection):
             tokens = Projected(F.linear(normed, projection.weight), self.gamma, self.beta, projection.bias)
         else:
             tokens = Projected(projection(normed), self.gamma, self.beta)
-        out = attend_projected(tokens, bias, batch, self.options, self._backend, output=self.to_output.weight)
-        return out + self.to_output.bias.to(out.dtype)
-
-    @property
-    def _backend(self) -> Backend:
-        return self.backend or "auto"
+        output = self.to_output.weight if fused else None
+        attended = attend_projected(tokens, bias, batch, self.options, self.backend or "auto", output=output)
+        return attended + self.to_output.bias.to(attended.dtype) if fused else self.to_output(attended)
 
     def _exported(self, projected: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
         def attend(tokens: Tensor, options: MixedChunkOptions, batch: Batch) -> Tensor:
-            return exported.mixed_chunk(Projected(tokens, self.gamma, self.beta), bias, batch, options, self._backend)
+            projected = Projected(tokens, self.gamma, self.beta)
+            return exported.mixed_chunk(projected, bias, batch, options, self.backend or "auto")
 
         attended = attend(projected, self.options, batch)
         return batch.with_prefix(attended, lambda tokens, inner: attend(tokens, self.options.bidirectional, inner), projected)
@@ -131,7 +126,8 @@ class FLASH(GatedUnit):
     def _is_fused(self) -> bool:
         """Whether every step between the projections is FLASH's own, so that one operation may compute all of them."""
         kind, own = type(self), self.__dict__
-        return all(step not in own and getattr(kind, step) is getattr(FLASH, step) for step in STEPS)
+        replaced = [step for step in STEPS if step in own or getattr(kind, step) is not getattr(FLASH, step)]
+        return not replaced
 
     def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool, part: Part | None = None) -> Tensor:
         """The attention alone, or its quadratic or linear part in plain PyTorch: [B, T, s] and [B, T, w] -> [B, T, w]."""
@@ -144,8 +140,8 @@ class FLASH(GatedUnit):
         heads, bias = Heads(q_quad, k_quad, q_lin, k_lin, v), self.chunk_bias(batch)
         if part is not None:
             return attend_part(part, heads, bias, batch, options)
-        backend: Backend = "torch" if self.backend == "tiled" else self._backend  # tiles begin with the projected tokens
-        return attend_heads(heads, bias, batch, options, backend)
+        backend = self.backend or "auto"
+        return attend_heads(heads, bias, batch, options, "torch" if backend == "tiled" else backend)  # tiles take projections
 
     def init_own_state(self, batch_size: int) -> Any:
         """The state before the first token of `batch_size` streams."""
@@ -155,8 +151,8 @@ class FLASH(GatedUnit):
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
         if not self._is_fused():
             return super().mix_next(normed, state, batch)
-        tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
-        gated, state = stream.extend_projected(tokens, self.slot_bias(batch), batch, self.options, state, self._backend)
+        tokens, backend = Projected(self.to_gate_value_base(normed), self.gamma, self.beta), self.backend or "auto"
+        gated, state = stream.extend_projected(tokens, self.slot_bias(batch), batch, self.options, state, backend)
         return self.to_output(gated), state
 
     def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:

@@ -19,13 +19,11 @@ from typing_extensions import Unpack
 from lineartime.errors import check_choice
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import Mixer, MixerOptions, Opened, Part
-from lineartime.layers.positions import RotaryBias
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization
 from lineartime.ops.backends import BACKENDS, Backend
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import check_even, check_positive
 from lineartime.ops.mixed_chunk.inputs import queries_and_keys
-from lineartime.ops.positions import rotary_table
 from lineartime.ops.precision import acc_dtype
 
 InitialScores = Literal["small", "unit"]
@@ -98,29 +96,18 @@ class GatedUnit(Mixer):
         self.init_own()
         self.to_output = Dense(self.d_value, d_model, **factory(options))
 
-    @property
-    def head_dim(self) -> int:
-        """The width of the queries and keys whose products are scores."""
-        return self.d_qk // self.n_heads
-
     def init_own(self) -> None:
         """Initialise gamma and beta: see `initial_scores`."""
         nn.init.normal_(self.gamma, std=0.02)
         nn.init.zeros_(self.beta)
         if self.initial_scores == "unit":  # the queries and keys of a quadratic part come first
             nn.init.ones_(self.gamma[:2])
-            nn.init.constant_(self.beta[:2], self.head_dim**-0.25)
+            nn.init.constant_(self.beta[:2], (self.d_qk / self.n_heads) ** -0.25)
 
     def needs(self) -> Needs:
         """Request rotations of queries and keys."""
-        return Needs(rotary_width=self.d_qk if self.rope else None, dtype=acc_dtype(self.gamma))
-
-    def _places(self, batch: Batch, count: int) -> Tensor | None:
-        """The rotations of the first `count` places of a row or a chunk, [2, n, s / 2], for a rotary relative bias."""
-        if not isinstance(getattr(self, "bias", None), RotaryBias):
-            return None
-        device, dtype = self.gamma.device, acc_dtype(self.gamma)
-        return batch.shared((self.d_qk, count), lambda: rotary_table(torch.arange(count, device=device), self.d_qk // 2, dtype))
+        width = self.d_qk // self.n_heads
+        return Needs(rotary_width=width if self.rope else None, max_length=self.longest_sequence, dtype=acc_dtype(self.gamma))
 
     def gate_and_value_widths(self, width: int) -> tuple[int, int]:
         """The widths of U and V, given e = expansion * d."""

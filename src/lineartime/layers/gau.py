@@ -21,7 +21,7 @@ from lineartime.layers.positions import RelativeBias, RotaryBias, TableBias, bui
 from lineartime.ops import exported
 from lineartime.ops.activations import Normalization
 from lineartime.ops.backends import Backend
-from lineartime.ops.batch import Batch, Needs
+from lineartime.ops.batch import Batch
 from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_positive
 from lineartime.ops.positions import FactoredBias
@@ -77,10 +77,6 @@ class GAU(GatedUnit):
         """The length that the table of relative biases covers, or None without a table."""
         return self.bias.max_length if isinstance(self.bias, TableBias) else None
 
-    def needs(self) -> Needs:
-        """Request rotations of queries and keys, and rows as long as the table of relative biases allows."""
-        return super().needs()._replace(max_length=self.longest_sequence)
-
     def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool, part: Part | None = None) -> Tensor:
         """Attend within each document: queries and keys [B, T, s], values [B, T, w] -> [B, T, w]."""
         return batch.by_row(partial(self.attend_rows, causal=causal, batch=batch), *maps, v)
@@ -95,7 +91,7 @@ class GAU(GatedUnit):
         """The relative bias within rows of `length` slots, of which those are tokens that `real` marks: [L, L] or [R, L, L]."""
         if isinstance(self.bias, RotaryBias):
             places = torch.arange(length, device=self.gamma.device)
-            return self.bias.factors(places, places, self._places(batch, length))
+            return self.bias.factors(places, places, batch)
         self._check_length(length)
         return None if self.bias is None else self.bias.consecutive(length, length)
 
@@ -139,12 +135,11 @@ class GAU(GatedUnit):
         self._check_length(n_keys)
         if self.bias is None:
             return None
-        table = self._places(batch, n_keys)
         if batch.start is not None and batch.counts is None:
-            return self.bias.consecutive(n_keys - batch.start, n_keys, batch.start, table)
+            return self.bias.consecutive(n_keys - batch.start, n_keys, batch.start, batch)
         places, positions = torch.arange(n_keys, device=self.gamma.device), batch.positions
         if isinstance(self.bias, TableBias):  # those of padding are never used
             positions = positions.clamp(max=self.bias.max_length - 1)
         positions = positions.expand(batch.shape)
-        rows: Tensor = self.bias(positions.flatten(), places, table)
+        rows: Tensor = self.bias(positions.flatten(), places, batch)
         return rows.view(*positions.shape, n_keys)

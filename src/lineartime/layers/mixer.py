@@ -157,11 +157,13 @@ class Mixer(ResidualLayer, ABC):
             ArgumentError: if shapes do not match, or a sequence is longer than the mixer allows.
             LineartimeError: if prefixes are given and the mixer does not support them.
         """
-        if batch is not None:
-            return self.after(x, batch.by_part(self.mix, self.normed(x, batch)))
-        self.check_input(x)
-        batch = self.describe(x.shape, mask, cu_seqlens, prefix_lengths, device=x.device)
-        return batch.unpack(self.forward(batch.pack(x), batch=batch))
+        in_model = batch is not None
+        if batch is None:
+            self.check_input(x)
+            batch = self.describe(x.shape, mask, cu_seqlens, prefix_lengths, device=x.device)
+            x = batch.pack(x)
+        y = self.after(x, batch.by_part(self.mix, self.normed(x, batch)))
+        return y if in_model else batch.unpack(y)
 
     def describe(
         self,
@@ -203,9 +205,9 @@ class Mixer(ResidualLayer, ABC):
     def normed(self, x: Tensor, batch: Batch) -> Tensor:
         """The input of `mix`: tokens after the norm and, if it is on, the token shift."""
         normed = self.before(x)
-        if not self.token_shift:
-            return normed
-        return shift_tokens(normed, None if batch.document is None else batch.positions, batch.context)
+        if self.token_shift:
+            normed = shift_tokens(normed, None if batch.document is None else batch.positions, batch.context)
+        return normed
 
     def init_state(self, batch_size: int) -> Any:
         """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""
@@ -249,18 +251,15 @@ class Mixer(ResidualLayer, ABC):
             batch = stream_batch(state.position, x.shape, mask, needs=self.needs())
             y, state = self.extend(batch.pack(x), state, batch=batch)
             return batch.unpack(y), state
-        normed = self.before(x)
-        if not isinstance(state, ShiftedState):
-            out, state = self._mix_next(normed, state, batch)
-            return self.after(x, out), state
-        normed, last = shift_next(normed, state.last, batch.counts)
-        out, own = self._mix_next(normed, state.own, batch)
-        return self.after(x, out), ShiftedState(last, own)
-
-    def _mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
+        normed, last = self.before(x), None
+        if isinstance(state, ShiftedState):
+            normed, last = shift_next(normed, state.last, batch.counts)
+            state = state.own
         if self.any_positions or (batch.start is not None and batch.counts is None):
-            return self.mix_next(normed, state, batch)
-        return by_position(self.mix_next, normed, state, batch, self.needs())
+            out, state = self.mix_next(normed, state, batch)
+        else:
+            out, state = by_position(self.mix_next, normed, state, batch, self.needs())
+        return self.after(x, out), state if last is None else ShiftedState(last, state)
 
     def read_prefix(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Any]:
         """Begin streams with tokens that attend to each other bidirectionally; `extend` continues them causally.

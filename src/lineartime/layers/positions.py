@@ -11,23 +11,33 @@ from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError
 from lineartime.layers.dense import FactoryOptions
+from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_even, is_readable, require
-from lineartime.ops.positions import FactoredBias, by_distance, rotary_bias, sinusoid, table_bias
-from lineartime.ops.precision import look_up
+from lineartime.ops.positions import FactoredBias, by_distance, rotary_bias, rotary_table, sinusoid, table_bias
+from lineartime.ops.precision import acc_dtype, look_up
 
 MAX_TABLE_LENGTH = 512
 """The largest length for which a relative bias is a table; above it, the bias is rotary (arXiv 2202.10447)."""
 
 
 class RelativeBias(nn.Module, ABC):
-    """A learned bias of scores that depends on the offset of a key from the query."""
+    """A learned bias of scores that depends on the offset of a key from the query.
+
+    The layers of a `batch` share the rotations of its rotary forms. The positions of keys are then 0, 1, ..., and those of
+    queries are among them.
+    """
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters."""
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
 
     @abstractmethod
-    def forward(self, query_positions: Tensor, key_positions: Tensor, rotations: Tensor | None = None) -> Tensor:
-        """The bias [Q, K] for positions [Q] and [K]; only the rotary form uses `rotations`, which may be precomputed."""
+    def forward(self, query_positions: Tensor, key_positions: Tensor, batch: Batch | None = None) -> Tensor:
+        """The bias [Q, K] for positions [Q] and [K]."""
 
     @abstractmethod
-    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
+    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, batch: Batch | None = None) -> Tensor:
         """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient is summed in a fixed order."""
 
 
@@ -40,19 +50,15 @@ class TableBias(RelativeBias):
         self.table = nn.Parameter(torch.empty(2 * max_length - 1, **factory))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Initialise the table."""
-        nn.init.normal_(self.table, std=0.02)
-
     def extra_repr(self) -> str:
         """The size, shown when the layer is printed."""
         return f"max_length={self.max_length}"
 
-    def forward(self, query_positions: Tensor, key_positions: Tensor, rotations: Tensor | None = None) -> Tensor:
+    def forward(self, query_positions: Tensor, key_positions: Tensor, batch: Batch | None = None) -> Tensor:
         """The bias [Q, K] for positions [Q] and [K] within `max_length`."""
         return table_bias(self.table, query_positions, key_positions)
 
-    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
+    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, batch: Batch | None = None) -> Tensor:
         """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ..."""
         first = self.max_length - first_query - n_queries
         return by_distance(self.table[first : first + n_queries + n_keys - 1], n_queries, n_keys)
@@ -67,27 +73,25 @@ class RotaryBias(RelativeBias):
         self.b = nn.Parameter(torch.empty(d_qk, **factory))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Initialise both vectors."""
-        nn.init.normal_(self.a, std=0.02)
-        nn.init.normal_(self.b, std=0.02)
-
     def extra_repr(self) -> str:
         """The size, shown when the layer is printed."""
         return f"d_qk={len(self.a)}"
 
-    def forward(self, query_positions: Tensor, key_positions: Tensor, rotations: Tensor | None = None) -> Tensor:
-        """The bias [Q, K] for positions [Q] and [K]; `rotations` may be precomputed."""
-        return self.factors(query_positions, key_positions, rotations).dense()
+    def forward(self, query_positions: Tensor, key_positions: Tensor, batch: Batch | None = None) -> Tensor:
+        """The bias [Q, K] for positions [Q] and [K]."""
+        return self.factors(query_positions, key_positions, batch).dense()
 
-    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, rotations: Tensor | None = None) -> Tensor:
-        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; `rotations` may be precomputed."""
+    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, batch: Batch | None = None) -> Tensor:
+        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ..."""
         places = torch.arange(max(n_keys, first_query + n_queries), device=self.a.device)
-        return self.forward(places[first_query : first_query + n_queries], places[:n_keys], rotations)
+        return self.factors(places[first_query : first_query + n_queries], places[:n_keys], batch).dense()
 
-    def factors(self, query_positions: Tensor, key_positions: Tensor, rotations: Tensor | None = None) -> FactoredBias:
+    def factors(self, query_positions: Tensor, key_positions: Tensor, batch: Batch | None = None) -> FactoredBias:
         """The same bias as two factors, without computing their product."""
-        return rotary_bias(self.a, self.b, query_positions, key_positions, rotations)
+        width, places, table = self.a.shape[0], key_positions.shape[0], None
+        if batch is not None:
+            table = batch.shared((width, places), lambda: rotary_table(key_positions, width // 2, acc_dtype(self.a)))
+        return rotary_bias(self.a, self.b, query_positions, key_positions, table)
 
 
 def build_relative_bias(max_length: int | None, d_qk: int, **factory: Unpack[FactoryOptions]) -> RelativeBias:
