@@ -184,7 +184,7 @@ class Combiner(ChunkedHeads):
     def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, H, T, h], and values followed by the normed tokens, split into heads, [B, H, T, 2 h]."""
         q, k, v = super().project(x, batch)
-        return q, k, torch.cat([v, self.split_heads(x)], -1)
+        return q, k, torch.cat([v, split_heads(x, self.n_heads)], -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attend to tokens and summaries: q, k [R, H, L, h] and v [R, H, L, 2 h] -> [R, H, L, h]."""

@@ -4,7 +4,8 @@ Shapes: B batch, T tokens, C tokens of a chunk, d model width.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -55,14 +56,15 @@ def check_mixer(mixer: Mixer) -> tuple[str, ...]:
         except Exception as error:  # whatever a mixer does on the CPU, or without copies
             problem = typed_first_line(error).rstrip(".")
             raise LineartimeError(f"{type(mixer).__name__} cannot be checked, on the CPU: {problem}.") from error
-        for promise, check in probe.checks().items():
+        promises = probe.promises()
+        for promise, check in promises.items():
             try:
                 check()
             except _DifferenceError as found:
                 raise BrokenPromiseError(mixer, promise, str(found)) from None
             except Exception as error:  # whatever a mixer does with input that it did not expect
                 raise BrokenPromiseError(mixer, promise, f"it fails ({typed_first_line(error).rstrip('.')})") from error
-    return tuple(probe.checks())
+    return tuple(promises)
 
 
 class _DifferenceError(Exception):
@@ -73,89 +75,96 @@ class _Probe:
     """A mixer to check, and the tokens [B, T, d] that it reads."""
 
     def __init__(self, mixer: Mixer) -> None:
-        self.mixer = _awake(mixer).double()
-        self._as_it_is = copy.deepcopy(mixer).cpu().eval()
+        self.mixer, self.as_it_is = _awake(mixer).double(), copy.deepcopy(mixer).cpu().eval()
         chunk_size = self.mixer.needs().chunk_size or 64
         self.length = min(2 * chunk_size + 5, MOST_TOKENS, self.mixer.longest_sequence or MOST_TOKENS)
         self.x = torch.randn(ROWS, self.length, self.mixer.d_model, dtype=torch.float64)
-        self._whole: Tensor | None = None
-        self._tolerance = 1e-6  # a part of the mixer may compute in float32
+        self.tolerance = 1e-6  # a part of the mixer may compute in float32
         try:
-            self._read(self.x[:1])
+            self.read(self.x[:1])
         except Exception:  # all of it does
-            self.mixer, self.x, self._tolerance = self.mixer.float(), self.x.float(), 1e-4
-            self._read(self.x[:1])
-        self._as_it_is = self._as_it_is.to(self.x.dtype)
+            self.mixer, self.x, self.tolerance = self.mixer.float(), self.x.float(), 1e-4
+            self.read(self.x[:1])
+        self.as_it_is = self.as_it_is.to(self.x.dtype)
 
-    def checks(self) -> Mapping[str, Callable[[], None]]:
-        """The checks of all promises, by the promise in words."""
+    def promises(self) -> dict[str, Callable[[], None]]:
+        """The check of each promise, by the promise in words."""
         checks = {
-            "it maps [B, T, d] to finite [B, T, d]": self._shape,
-            **({NO_FUTURE: self._causal} if self.mixer.causal else {}),
-            "rows of a batch are independent": self._rows,
-            "padding changes nothing, and its outputs are zero": self._padding,
-            "the documents of a pack are independent": self._pack,
-            "all gradients are finite": self._gradients,
+            "it maps [B, T, d] to finite [B, T, d]": self.check_shape,
+            NO_FUTURE: self.check_causal,
+            "rows of a batch are independent": self.check_rows,
+            "padding changes nothing, and its outputs are zero": self.check_padding,
+            "the documents of a pack are independent": self.check_pack,
+            "all gradients are finite": self.check_gradients,
+            "streams continue in any pieces as the whole text is read": self.check_streams,
+            "streams at different positions continue together as each does alone": self.check_positions,
+            "streams can begin with a prefix": self.check_prefix,
         }
-        if self.mixer.causal:
-            checks["streams continue in any pieces as the whole text is read"] = self._streams
-            checks["streams at different positions continue together as each does alone"] = self._ragged
-        if self.mixer.causal and self.mixer.reads_prefix:
-            checks["streams can begin with a prefix"] = self._prefix
+        if not self.mixer.causal:
+            return {promise: check for promise, check in checks.items() if promise != NO_FUTURE and "streams" not in promise}
+        if not self.mixer.reads_prefix:
+            del checks["streams can begin with a prefix"]
         return checks
 
-    def _read(self, x: Tensor, **options: Any) -> Tensor:
+    def read(self, x: Tensor, **options: Any) -> Tensor:
         return _read(self.mixer, x, **options)
 
-    def _forward(self) -> Tensor:
-        self._whole = self._read(self.x) if self._whole is None else self._whole
-        return self._whole
+    @cached_property
+    def whole(self) -> Tensor:
+        return self.read(self.x)
 
-    def _equal(self, found: Tensor, expected: Tensor, what: str) -> None:
+    def equal(self, found: Tensor, expected: Tensor, what: str) -> None:
         """Raise _DifferenceError, naming the first token, unless two outputs [..., T, d] are equal up to rounding.
 
         Each token is compared with its own size: a mixer may amplify later ones.
         """
         difference, sizes = (found - expected).abs().amax(-1), expected.abs().amax(-1).clamp(min=1e-3)
-        wrong = (~(difference <= self._tolerance * sizes)).nonzero()
+        wrong = (~(difference <= self.tolerance * sizes)).nonzero()
         if len(wrong):
             first = tuple(wrong[wrong[:, -1].argmin()])
             by, size = difference[first].item(), sizes[first].item()
             others = f", and {len(wrong) - 1} others differ, too" if len(wrong) > 1 else ""
             raise _DifferenceError(f"{what}: token {int(first[-1])} by {by:.2g}, where its output is up to {size:.2g}{others}")
 
-    def _shape(self) -> None:
-        found = self._forward()
-        if found.shape != self.x.shape:
-            raise _DifferenceError(f"it maps {list(self.x.shape)} to {list(found.shape)}")
-        if not bool(found.isfinite().all()):
+    def check_shape(self) -> None:
+        if self.whole.shape != self.x.shape:
+            raise _DifferenceError(f"it maps {list(self.x.shape)} to {list(self.whole.shape)}")
+        if not bool(self.whole.isfinite().all()):
             raise _DifferenceError("some outputs of random tokens are not finite")
 
-    def _rows(self) -> None:
-        alone = torch.cat([self._read(row) for row in self.x.split(1)])
-        self._equal(alone, self._forward(), "a row alone has other outputs than in a batch")
+    def check_causal(self) -> None:
+        for mixer in (self.mixer, self.as_it_is):  # its own weights, too: others may amplify, and hide what is small
+            whole = _read(mixer, self.x)
+            for cut in sorted({1, self.length // 3, self.length // 2, self.length - 1} - {0}):
+                changed = torch.cat([self.x[:, :cut], torch.randn_like(self.x[:, cut:])], 1)
+                what = f"if the tokens from {cut} on change, earlier outputs do, too"
+                self.equal(_read(mixer, changed)[:, :cut], whole[:, :cut], what)
 
-    def _padding(self) -> None:
+    def check_rows(self) -> None:
+        alone = torch.cat([self.read(row) for row in self.x.split(1)])
+        self.equal(alone, self.whole, "a row alone has other outputs than in a batch")
+
+    def check_padding(self) -> None:
         lengths = torch.tensor([self.length, max(1, self.length // 2), 1])
         after = torch.arange(self.length) < lengths[:, None]
         between = torch.rand(ROWS, self.length) < 0.7
         for where, mask in (("after", after), ("before", after.flip(1)), ("within", between)):
-            found = self._read(self.x, mask=mask)
+            found = self.read(self.x, mask=mask)
             if bool(found[~mask].ne(0).any()):
                 raise _DifferenceError(f"padding {where} a text has outputs other than zero")
             for row, real in enumerate(mask):
-                alone = self._read(self.x[row, real][None])
-                self._equal(found[row, real], alone[0], f"with padding {where} it, a row has other outputs than alone")
+                alone = self.read(self.x[row, real][None])
+                self.equal(found[row, real], alone[0], f"with padding {where} it, a row has other outputs than alone")
 
-    def _pack(self) -> None:
+    def check_pack(self) -> None:
         lengths = [self.length // 2, 1, min(3, self.length), 0, self.length - self.length // 2]
         pack = self.x.flatten(0, 1)[None, : sum(lengths)]
         ends = list(accumulate(lengths, initial=0))
-        found = self._read(pack, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
-        alone = torch.cat([self._read(pack[:, start:stop]) for start, stop in pairwise(ends) if stop > start], 1)
-        self._equal(found, alone, f"documents of {lengths} tokens in a pack have other outputs than alone")
+        found = self.read(pack, cu_seqlens=torch.tensor(ends, dtype=torch.int32))
+        alone = torch.cat([self.read(pack[:, start:stop]) for start, stop in pairwise(ends) if stop > start], 1)
+        self.equal(found, alone, f"documents of {lengths} tokens in a pack have other outputs than alone")
 
-    def _gradients(self) -> None:
+    def check_gradients(self) -> None:
         x = self.x.clone().requires_grad_()
         self.mixer.zero_grad()
         self.mixer(x).square().sum().backward()
@@ -163,17 +172,11 @@ class _Probe:
             if tensor.grad is not None and not bool(tensor.grad.isfinite().all()):
                 raise _DifferenceError(f"the gradient of {name} is not")
 
-    def _causal(self) -> None:
-        for mixer in (self.mixer, self._as_it_is):  # its own weights, too: others may amplify, and hide what is small
-            whole = _read(mixer, self.x)
-            for cut in sorted({1, self.length // 3, self.length // 2, self.length - 1} - {0}):
-                changed = torch.cat([self.x[:, :cut], torch.randn_like(self.x[:, cut:])], 1)
-                what = f"if the tokens from {cut} on change, earlier outputs do, too"
-                self._equal(_read(mixer, changed)[:, :cut], whole[:, :cut], what)
-
     @torch.no_grad()
-    def _streams(self) -> None:
-        for counts in self._cuts():
+    def check_streams(self) -> None:
+        first, half = min(3, self.length), self.length // 2
+        few = min(4, self.length - first)
+        for counts in ([first] + [1] * few + [self.length - first - few], [half, self.length - half]):
             outputs: list[Tensor] = []
             state: Any = None
             for piece in self.x.split(counts, dim=1):
@@ -182,47 +185,37 @@ class _Probe:
                 outputs.append(out)
                 if branch is not None:
                     again, _ = self.mixer.extend(piece, branch)
-                    self._equal(again, out, f"with pieces of {counts} tokens, a clone of the state is continued differently")
-            self._equal(torch.cat(outputs, 1), self._forward(), f"read in pieces of {counts} tokens, outputs differ")
-
-    def _cuts(self) -> Iterator[list[int]]:
-        """How many tokens to read at a time."""
-        first = min(3, self.length)
-        yield [first] + [1] * min(4, self.length - first) + [max(0, self.length - first - 4)]
-        yield [self.length // 2, self.length - self.length // 2]
+                    self.equal(again, out, f"with pieces of {counts} tokens, a clone of the state is continued differently")
+            self.equal(torch.cat(outputs, 1), self.whole, f"read in pieces of {counts} tokens, outputs differ")
 
     @torch.no_grad()
-    def _ragged(self) -> None:
-        lengths = torch.tensor([max(0, self.length - 4), max(0, self.length // 2 - 1), 0])
-        longest = int(lengths[0])
-        read = torch.stack(
-            [row.roll(longest - int(length), 0) for row, length in zip(self.x[:, :longest], lengths, strict=True)]
-        )
-        mask = torch.arange(longest) >= longest - lengths[:, None]
-        out, state = self.mixer.extend(read, None, mask)
-        pieces = [1, 1, self.length - longest - 2] if self.length - longest > 2 else [1] * (self.length - longest)
-        outputs, begin = [out], lengths.clone()
-        for count in pieces:
-            tokens = torch.stack([row[start : start + count] for row, start in zip(self.x, begin, strict=True)])
-            out, state = self.mixer.extend(tokens, state)
+    def check_positions(self) -> None:
+        lengths = [max(0, self.length - 4), max(0, self.length // 2 - 1), 0]
+        longest, rest = lengths[0], self.length - lengths[0]
+        mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
+        begun = torch.randn_like(self.x[:, :longest])
+        begun[mask] = self.x[:, :longest][mask.flip(1)]
+        out, state = self.mixer.extend(begun, None, mask)
+        outputs = [out]
+        following = torch.stack([row[length : length + rest] for row, length in zip(self.x, lengths, strict=True)])
+        for piece in following.split([1, 1, rest - 2] if rest > 2 else 1, dim=1):
+            out, state = self.mixer.extend(piece, state)
             outputs.append(out)
-            begin += count
         together = torch.cat(outputs, 1)
-        for row, length in enumerate(lengths.tolist()):
-            expected = self._forward()[row : row + 1, : length + sum(pieces)]
-            found = together[row : row + 1, longest - length :]
-            self._equal(found, expected, f"streams that begin with {lengths.tolist()} tokens have other outputs")
+        for row, length in enumerate(lengths):
+            found, expected = together[row, longest - length :], self.whole[row, : length + rest]
+            self.equal(found, expected, f"streams that begin with {lengths} tokens have other outputs")
 
     @torch.no_grad()
-    def _prefix(self) -> None:
+    def check_prefix(self) -> None:
         count = max(1, self.length // 2)
-        whole = self._read(self.x, prefix_lengths=torch.full((ROWS,), count))
+        whole = self.read(self.x, prefix_lengths=torch.full((ROWS,), count))
         begun, state = self.mixer.read_prefix(self.x[:, :count])
         rest, _ = self.mixer.extend(self.x[:, count:], state)
         changed = torch.cat([self.x[:, : count - 1], torch.randn_like(self.x[:, count - 1 :])], 1)
         if count > 1 and torch.equal(self.mixer.read_prefix(changed[:, :count])[0][:, :-1], begun[:, :-1]):
             raise _DifferenceError("no token of a prefix reads a later one")
-        self._equal(torch.cat([begun, rest], 1), whole, f"with a prefix of {count} tokens, a stream has other outputs")
+        self.equal(torch.cat([begun, rest], 1), whole, f"with a prefix of {count} tokens, a stream has other outputs")
 
 
 @torch.no_grad()

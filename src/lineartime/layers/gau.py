@@ -102,12 +102,10 @@ class GAU(GatedUnit):
         return self.max_length or PUBLISHED_LENGTH
 
     def _check_length(self, n_keys: int) -> None:
-        if isinstance(self.bias, TableBias) and n_keys > self.bias.max_length:
-            raise ArgumentError(
-                "max_length",
-                f"is {self.bias.max_length}, the length of this GAU's table of relative biases, but the sequence has "
-                f"{n_keys} tokens: build it with a larger max_length, or with None for no limit.",
-            )
+        longest = self.longest_sequence
+        if longest is not None and n_keys > longest:
+            problem = f"is {longest}, the length of this GAU's table of relative biases, but the sequence has {n_keys} tokens"
+            raise ArgumentError("max_length", f"{problem}: build it with a larger max_length, or with None for no limit.")
 
     def init_own_state(self, batch_size: int) -> Any:
         """The state before the first token of `batch_size` streams."""

@@ -87,7 +87,8 @@ class MultiHeadMixer(Mixer):
         q, k, v = self.project(normed, batch)
 
         def read(part: Part) -> Callable[[Tensor], Tensor]:
-            return lambda values: self._attend(partial(self.attend_part, part), q, k, self.split_heads(values), batch)
+            form = partial(self.attend_part, part)
+            return lambda values: self._attend(form, q, k, split_heads(values, self.n_heads), batch)
 
         parts = {part: read(part) for part in self.parts}
         return Opened(merge_heads(v), self.n_heads, parts, partial(self.combine, normed))
@@ -111,13 +112,9 @@ class MultiHeadMixer(Mixer):
 
     def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Project normed tokens [B, T, d] to queries, keys and values [B, H, T, h]."""
-        maps = [self.split_heads(part) for part in self.to_qkv(x).chunk(self.n_maps, dim=-1)]
+        maps = [split_heads(part, self.n_heads) for part in self.to_qkv(x).chunk(self.n_maps, dim=-1)]
         q, k = self.rotate(maps[0], maps[-2], batch.rotations)
         return q, k, maps[-1]
-
-    def split_heads(self, x: Tensor) -> Tensor:
-        """[B, T, d] -> [B, H, T, h]."""
-        return split_heads(x, self.n_heads)
 
     def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys [B, H, T, h] by their positions, if the layer uses rotary positions."""
@@ -142,19 +139,16 @@ class MultiHeadMixer(Mixer):
         """Apply `attend`, or a form of it, to every document, and bidirectionally to prefixes: [B, H, T, h] -> [B, T, d]."""
         if batch.document is None and batch.prefix is None and batch.is_real is None:
             return self._in_heads(form, q, k, v, None)
-        tokens = tuple(merge_heads(heads) for heads in (q, k, v))
 
-        def within(*parts: Any) -> Tensor:
-            *own, inner = parts
-            return self._by_row(self.attend_bidirectional, inner, *own)
+        def of_rows(form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+            q, k, v = (split_heads(x, self.n_heads) for x in (q, k, v))
+            return self._in_heads(form, q, k, v, real)
 
-        return batch.with_prefix(self._by_row(form, batch, *tokens), within, *tokens)
+        def within(q: Tensor, k: Tensor, v: Tensor, inner: Batch) -> Tensor:
+            return inner.by_row(partial(of_rows, self.attend_bidirectional), q, k, v)
 
-    def _by_row(self, form: Callable[..., Tensor], batch: Batch, *tokens: Tensor) -> Tensor:
-        def attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-            return self._in_heads(form, self.split_heads(q), self.split_heads(k), self.split_heads(v), real)
-
-        return batch.by_row(attend, *tokens)
+        tokens = [merge_heads(heads) for heads in (q, k, v)]
+        return batch.with_prefix(batch.by_row(partial(of_rows, form), *tokens), within, *tokens)
 
     def _in_heads(self, form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Apply a form to rows, [R, H, L, h] -> [R, L, d], in the dtype that the layer computes in."""

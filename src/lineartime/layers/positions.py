@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.errors import ArgumentError
 from lineartime.layers.dense import FactoryOptions
 from lineartime.ops.batch import Batch
-from lineartime.ops.checks import check_even, is_readable, require
+from lineartime.ops.checks import check_even, require
 from lineartime.ops.positions import FactoredBias, by_distance, rotary_bias, rotary_table, sinusoid, table_bias
 from lineartime.ops.precision import acc_dtype, look_up
 
@@ -144,15 +143,8 @@ class LearnedPositions(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """[...] integer positions -> [..., d]; ArgumentError for a position beyond the last."""
-        if is_readable(positions):
-            longest = int(positions.max()) + 1
-            if longest > len(self.table):
-                raise ArgumentError(
-                    "max_positions",
-                    f"is {len(self.table)}, the number of learned positions, but the sequence has {longest} tokens: "
-                    "increase max_positions or pass shorter sequences.",
-                )
-        elif not torch.compiler.is_exporting():  # ONNX has no assertions
-            beyond = f"is {len(self.table)}, the number of learned positions, but the sequence is longer."
-            require(positions < len(self.table), "max_positions", beyond)
+        n = self.table.shape[0]
+        if not torch.compiler.is_exporting():  # ONNX has no assertions
+            advice = "but the sequence is longer: increase max_positions or pass shorter sequences."
+            require(positions < n, "max_positions", f"is {n}, the number of learned positions, {advice}")
         return look_up(self.table, positions)

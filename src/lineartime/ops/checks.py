@@ -98,11 +98,6 @@ def is_readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.numel() > 0 and not torch.compiler.is_compiling() and not under_transform()
 
 
-def is_whole(x: Tensor) -> bool:
-    """Whether x has an integer dtype, which bool is not."""
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-
-
 def check_whole(argument: str, x: object) -> None:
     """Raise ArgumentError unless x is a tensor of int64 or int32."""
     if not isinstance(x, Tensor):
@@ -159,10 +154,7 @@ def check_documents(shape: tuple[int, ...], cu_seqlens: Tensor | None) -> list[i
 
 
 def as_mask(argument: str, mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:
-    """Convert a mask to bool [batch, length]; ArgumentError, naming the argument, unless it is None, bool, or integers 0 and 1.
-
-    The mask must be on the device of the tokens.
-    """
+    """Convert a mask on the tokens' device to bool [batch, length]; ArgumentError unless it is bool or integers 0 and 1."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
@@ -174,7 +166,7 @@ def as_mask(argument: str, mask: Tensor | None, batch: int, length: int, device:
     if mask.dtype == torch.bool:
         return mask
     allowed = "must be torch.bool or integers 0 and 1; True and 1 are real tokens."
-    if not is_whole(mask):
+    if mask.is_floating_point() or mask.is_complex():
         raise ArgumentError(argument, f"has dtype {mask.dtype}, but {allowed}")
     require((mask == 0) | (mask == 1), argument, f"has values other than 0 and 1, but {allowed}")
     return mask != 0

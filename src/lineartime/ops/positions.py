@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.checks import is_readable
+from lineartime.ops.checks import check_even, is_readable
 from lineartime.ops.operator import register_operator
 from lineartime.ops.precision import acc_dtype, has_float64, look_up, without_autocast
 from lineartime.ops.tracing import is_traced
@@ -20,21 +20,20 @@ _DIGITS, _BASE = 3, 1024
 """The number of digits, and their base, in which positions below 2^30 are written on devices without float64."""
 
 
-def _angles(positions: Tensor, n_frequencies: int) -> Tensor:
+def _rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
+    compute = _exact_table if has_float64(positions.device) else _table_by_digits
+    return compute(positions, n_frequencies).to(dtype)
+
+
+def _exact_table(positions: Tensor, n_frequencies: int) -> Tensor:
     # float64: at position 100,000 a float32 angle is already wrong in the third digit.
     exponents = torch.arange(n_frequencies, device=positions.device, dtype=torch.float64) / n_frequencies
-    return positions[..., None].to(torch.float64) * 10000.0**-exponents
-
-
-def _rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
-    if not has_float64(positions.device):
-        return _table_by_digits(positions, n_frequencies).to(dtype)
-    angles = _angles(positions, n_frequencies)
-    return torch.stack([angles.cos(), angles.sin()]).to(dtype)
+    angles = positions[..., None].to(torch.float64) * 10000.0**-exponents
+    return torch.stack([angles.cos(), angles.sin()])
 
 
 def _table_by_digits(positions: Tensor, n_frequencies: int) -> Tensor:
-    """`_rotary_table`, computed in float32 without losing precision: it rotates by each digit of the position in turn."""
+    """The same in float32 without losing precision: it rotates by each digit of the position in turn."""
     tables = _digit_tables(n_frequencies, positions.device)
     first, *others = (table[:, positions // _BASE**place % _BASE] for place, table in enumerate(tables))
     cos, sin = first.unbind(0)
@@ -47,8 +46,7 @@ def _table_by_digits(positions: Tensor, n_frequencies: int) -> Tensor:
 def _digit_tables(n_frequencies: int, device: torch.device) -> Tensor:
     """float32 [digits, 2, base, n_frequencies] on the device: cosines and sines of each digit's angles, computed on the CPU."""
     multiples = torch.stack([torch.arange(_BASE, device="cpu") * _BASE**place for place in range(_DIGITS)])
-    angles = _angles(multiples, n_frequencies)
-    return torch.stack([angles.cos(), angles.sin()], dim=1).float().to(device)
+    return _exact_table(multiples, n_frequencies).transpose(0, 1).float().to(device)
 
 
 def _fake_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
@@ -97,18 +95,7 @@ def over_heads(rotations: Tensor | None) -> Tensor | None:
 
 
 def rope(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate pairs of features by an angle proportional to the position (RoFormer, arXiv 2104.09864; half-split form).
-
-    Args:
-        x: [..., T, s] with even s.
-        positions: [T], or any shape that broadcasts to x.shape[:-1].
-
-    Returns:
-        [..., T, s] in the dtype of x; computed in float32 or better.
-
-    Raises:
-        ArgumentError: for an odd s.
-    """
+    """`rotate` x [..., T, s] by positions, [T] or any shape that broadcasts to x.shape[:-1]; ArgumentError for an odd s."""
     if x.shape[-1] % 2:
         raise ArgumentError("x", f"has {x.shape[-1]} features, but must have an even number: they are rotated in pairs.")
     return rotate(x, rotary_table(positions, x.shape[-1] // 2, acc_dtype(x)))
@@ -159,8 +146,7 @@ def rotary_bias(
 ) -> FactoredBias:
     """Relative bias of any length from two vectors a, b in R^s: bias[t, j] = rope(a)_t . rope(b)_j.
 
-    Source: arXiv 2202.10447, appendix, `rel_pos_bias`. `table`, if given, holds the rotations [2, n, s / 2] of positions 0 to
-    n - 1.
+    `table`, if given, is the `rotary_table` of positions 0, 1, ... Source: arXiv 2202.10447, appendix, `rel_pos_bias`.
     """
 
     def rotated(x: Tensor, positions: Tensor) -> Tensor:
@@ -176,7 +162,6 @@ def sinusoid(positions: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
     Raises:
         ArgumentError: if d_model is odd.
     """
-    if d_model % 2:
-        raise ArgumentError("d_model", f"is {d_model}, but must be even: every angle has a sine and a cosine.")
+    check_even("every angle has a sine and a cosine", d_model=d_model)
     cos, sin = _rotary_table(positions, d_model // 2, dtype).unbind(0)
     return torch.cat([sin, cos], dim=-1)
