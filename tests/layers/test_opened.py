@@ -60,13 +60,15 @@ def test_the_parts_add_up_to_what_the_mixer_adds_and_are_their_weights_times_the
     parts = opened(mixer, x)
     torch.testing.assert_close(x + added(parts), mixer(x), atol=1e-6, rtol=0)
     values = parts.values.unflatten(-1, (parts.n_heads, -1)).transpose(1, 2)
-    for part, read in parts.parts.items():
+    for part in parts.parts:
         weights = parts.weights(part)
         assert weights.shape == (2, parts.n_heads, 21, 21)
-        torch.testing.assert_close((weights @ values).transpose(1, 2).flatten(2), read(parts.values), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            (weights @ values).transpose(1, 2).flatten(2), parts.read(part, parts.values), atol=1e-6, rtol=0
+        )
         if causal:
             torch.testing.assert_close(weights.triu(1), torch.zeros_like(weights), atol=1e-9, rtol=0)
-    assert (tuple(parts.parts) == ("local", "global")) == (name in BOTH)
+    assert (parts.parts == ("local", "global")) == (name in BOTH)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -90,8 +92,8 @@ def test_the_parts_of_flash_are_those_of_its_definition(causal: bool, normalizat
     silent = None if bias is None else torch.zeros_like(bias)  # relu(0)^2 is zero
     across = attend(heads._replace(q_quad=nothing), silent, batch, mixer.options)
     near = attend(heads._replace(q_lin=nothing), bias, batch, mixer.options)
-    torch.testing.assert_close(parts.parts["global"](v), across, atol=1e-9, rtol=0)
-    torch.testing.assert_close(parts.parts["local"](v), near, atol=1e-9, rtol=0)
+    torch.testing.assert_close(parts.read("global", v), across, atol=1e-9, rtol=0)
+    torch.testing.assert_close(parts.read("local", v), near, atol=1e-9, rtol=0)
 
 
 def test_a_prefix_is_read_in_both_directions_by_gau_too() -> None:

@@ -155,7 +155,6 @@ class FLASHOverlapping(FLASHInParts):
     def init_own_state(self, batch_size: int) -> FLASHOverlappingState:
         """The state before the first token of `batch_size` streams."""
         size, like = self.chunk_size, self.any_parameter
-        position = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         shapes = (self.d_qk, self.d_value), (2 * size, self.d_qk), (2 * size, self.d_value), (size, self.d_qk)
         sums = (torch.zeros(batch_size, *shape, dtype=acc_dtype(like), device=like.device) for shape in shapes)
-        return FLASHOverlappingState(position, *sums)
+        return FLASHOverlappingState(self.first_position(batch_size), *sums)

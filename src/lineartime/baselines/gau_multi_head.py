@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from lineartime.layers.gated import GatedOptions
 from lineartime.layers.gau import GAU
-from lineartime.layers.multi_head import fold_heads
+from lineartime.layers.multi_head import fold_heads, merge_heads, split_heads
 from lineartime.ops.batch import Batch
 from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_n_heads
@@ -45,29 +45,21 @@ class GAUMultiHead(GAU):
     def queries_and_keys(self, base: Tensor, rotations: Tensor | None) -> Sequence[Tensor]:
         """Z [B, T, s] -> [B, T, s] for each map, with each head rotated separately."""
         table = over_heads(rotations)
-        return [self._merge(rotate(self._split(x), table)) for x in super().queries_and_keys(base, None)]
+        return [merge_heads(rotate(split_heads(x, self.n_heads), table)) for x in super().queries_and_keys(base, None)]
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, causal: bool, batch: Batch) -> Tensor:
         """Attend within each row, separately for each head: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]."""
         mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
-        q, k, v = (fold_heads(self._split(x)) for x in (q, k, v))
-        return self._merge(super().attend_rows(q, k, v, mask, causal, batch).unflatten(0, (-1, self.n_heads)))
+        q, k, v = (fold_heads(split_heads(x, self.n_heads)) for x in (q, k, v))
+        return merge_heads(super().attend_rows(q, k, v, mask, causal, batch).unflatten(0, (-1, self.n_heads)))
 
     def init_own_state(self, batch_size: int) -> KVCache:
         """The state before the first token of `batch_size` streams."""
         state = super().init_own_state(batch_size)
-        return KVCache(state.position, self._split(state.k), self._split(state.v))
+        return KVCache(state.position, split_heads(state.k, self.n_heads), split_heads(state.v, self.n_heads))
 
     def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
         """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
-        attended, state = super().attend_next([self._split(x) for x in maps], self._split(v), state, batch)
-        return self._merge(attended), state
-
-    def _split(self, x: Tensor) -> Tensor:
-        """[..., L, f] -> [..., H, L, f / H]."""
-        heads: Tensor = x.unflatten(-1, (self.n_heads, -1)).transpose(-3, -2)
-        return heads
-
-    def _merge(self, x: Tensor) -> Tensor:
-        """[..., H, L, f / H] -> [..., L, f]."""
-        return x.transpose(-3, -2).flatten(-2)
+        q, k, v = (split_heads(x, self.n_heads) for x in (*maps, v))
+        attended, state = super().attend_next((q, k), v, state, batch)
+        return merge_heads(attended), state

@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, d model width, e = expansion * d value width, s query
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -139,12 +139,12 @@ class GatedUnit(Mixer):
     def open_normed(self, normed: Tensor, batch: Batch) -> Opened:
         """The attention of `mix`, split into its parts."""
         gate, v, maps = self.split(self.to_gate_value_base(normed), batch.rotations)
-
-        def read(part: Part) -> Callable[[Tensor], Tensor]:
-            return lambda values: self._attend(maps, values, batch, part)
-
         return Opened(
-            v, self.n_heads, {part: read(part) for part in self.parts}, lambda read: self.to_output(self.apply_gate(gate, read))
+            v,
+            self.n_heads,
+            self.parts,
+            read=lambda part, values: self._attend(maps, values, batch, part),
+            combine=lambda read: self.to_output(self.apply_gate(gate, read)),
         )
 
     def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:

@@ -110,9 +110,8 @@ class GAU(GatedUnit):
     def init_own_state(self, batch_size: int) -> Any:
         """The state before the first token of `batch_size` streams."""
         like = self.any_parameter
-        empty = torch.zeros(batch_size, 0, self.d_qk, dtype=acc_dtype(like), device=like.device)
-        position = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        return KVCache(position, empty, empty.new_zeros(batch_size, 0, self.d_value))
+        keys = torch.zeros(batch_size, 0, self.d_qk, dtype=acc_dtype(like), device=like.device)
+        return KVCache(self.first_position(batch_size), keys, keys.new_zeros(batch_size, 0, self.d_value))
 
     def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
         """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""

@@ -4,7 +4,7 @@ Shapes: B batch or streams, T tokens, N new tokens of a stream, D documents of a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -40,26 +40,28 @@ class Opened(NamedTuple):
     Attributes:
         values: [B, T, e], with the heads concatenated.
         n_heads: H.
-        parts: by name, the linear functions whose sum is the attention: values [B, T, H w] -> [B, T, H w], for any w.
+        parts: the names of the parts whose sum is the attention.
+        read: the linear function of a part, (name, values [B, T, H w]) -> [B, T, H w], for any w.
         combine: maps the sum of the parts, [B, T, e], to what the mixer adds to its input, [B, T, d].
     """
 
     values: Tensor
     n_heads: int
-    parts: Mapping[Part, Callable[[Tensor], Tensor]]
+    parts: tuple[Part, ...]
+    read: Callable[[Part, Tensor], Tensor]
     combine: Callable[[Tensor], Tensor]
 
     def weights(self, part: Part) -> Tensor:
         """The attention weights of a part, [B, H, T, T], computed from one-hot values; row t holds those of query t."""
         batch, length = self.values.shape[:2]
         each = torch.eye(length, dtype=self.values.dtype, device=self.values.device).repeat(1, self.n_heads)
-        read = self.parts[part](each.expand(batch, -1, -1))
+        read = self.read(part, each.expand(batch, -1, -1))
         weights: Tensor = read.unflatten(-1, (self.n_heads, length)).transpose(1, 2)
         return weights
 
     def contribution(self, part: Part) -> Tensor:
         """What a part adds to the tokens, [B, T, d]; the sum over the parts is what the mixer adds, without its output bias."""
-        read = self.parts[part](self.values)
+        read = self.read(part, self.values)
         return self.combine(read) - self.combine(torch.zeros_like(read))
 
 
@@ -126,6 +128,10 @@ class Mixer(ResidualLayer, ABC):
     def init_own_state(self, batch_size: int) -> Any:
         """The state before the first token of `batch_size` streams, for `mix_next`; only called for a causal mixer."""
         raise NotImplementedError
+
+    def first_position(self, batch_size: int) -> Tensor:
+        """The position of streams before their first token, int64 [B]."""
+        return torch.zeros(batch_size, dtype=torch.long, device=self.any_parameter.device)
 
     def needs(self) -> Needs:
         """What the mixer needs to know of a batch."""
@@ -242,6 +248,7 @@ class Mixer(ResidualLayer, ABC):
         Raises:
             ArgumentError: if the mixer is not causal, shapes do not match, or the state has another batch size or layer.
         """
+        in_model = batch is not None
         if batch is None:
             self.check_causal()
             self.check_input(x)
@@ -249,8 +256,7 @@ class Mixer(ResidualLayer, ABC):
             state = self.init_state(x.shape[0]) if state is None else state
             self.check_state(state, x)
             batch = stream_batch(state.position, x.shape, mask, needs=self.needs())
-            y, state = self.extend(batch.pack(x), state, batch=batch)
-            return batch.unpack(y), state
+            x = batch.pack(x)
         normed, last = self.before(x), None
         if isinstance(state, ShiftedState):
             normed, last = shift_next(normed, state.last, batch.counts)
@@ -259,7 +265,8 @@ class Mixer(ResidualLayer, ABC):
             out, state = self.mix_next(normed, state, batch)
         else:
             out, state = by_position(self.mix_next, normed, state, batch, self.needs())
-        return self.after(x, out), state if last is None else ShiftedState(last, state)
+        y = self.after(x, out)
+        return y if in_model else batch.unpack(y), state if last is None else ShiftedState(last, state)
 
     def read_prefix(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Any]:
         """Begin streams with tokens that attend to each other bidirectionally; `extend` continues them causally.
@@ -275,7 +282,6 @@ class Mixer(ResidualLayer, ABC):
             LineartimeError: if the mixer is not causal or does not support prefixes, or shapes do not match.
         """
         self.check_prefix()
-        self.check_input(x)
         _, state = self.extend(x, None, mask)
         return self.forward(x, mask, prefix_lengths=state.position), state
 

@@ -86,12 +86,10 @@ class MultiHeadMixer(Mixer):
         """The attention of `mix`, split into its parts."""
         q, k, v = self.project(normed, batch)
 
-        def read(part: Part) -> Callable[[Tensor], Tensor]:
-            form = partial(self.attend_part, part)
-            return lambda values: self._attend(form, q, k, split_heads(values, self.n_heads), batch)
+        def read(part: Part, values: Tensor) -> Tensor:
+            return self._attend(partial(self.attend_part, part), q, k, split_heads(values, self.n_heads), batch)
 
-        parts = {part: read(part) for part in self.parts}
-        return Opened(merge_heads(v), self.n_heads, parts, partial(self.combine, normed))
+        return Opened(merge_heads(v), self.n_heads, self.parts, read, partial(self.combine, normed))
 
     def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
@@ -125,10 +123,6 @@ class MultiHeadMixer(Mixer):
         """Keys or values of zero tokens, [B, H, 0, h]."""
         like = self.any_parameter
         return torch.zeros(batch_size, self.n_heads, 0, self.head_dim, dtype=dtype or like.dtype, device=like.device)
-
-    def first_position(self, batch_size: int) -> Tensor:
-        """The position of streams before their first token, int64 [B]."""
-        return torch.zeros(batch_size, dtype=torch.long, device=self.any_parameter.device)
 
     def init_own_state(self, batch_size: int) -> Any:
         """The state before the first token of `batch_size` streams: by default, a cache of keys and values."""
