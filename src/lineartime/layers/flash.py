@@ -26,6 +26,7 @@ from lineartime.ops.checks import check_positive
 from lineartime.ops.mixed_chunk import attend_heads, attend_part, attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
 from lineartime.ops.mixed_chunk.stream import SlotBias, mixed_chunk_state
+from lineartime.ops.precision import acc_dtype
 
 STEPS = ("split", "queries_and_keys", "apply_gate", "attend", "attend_next")
 """The methods that the fused operations of FLASH compute without calling them."""
@@ -80,9 +81,9 @@ class FLASH(GatedUnit):
         return make(self.chunk_size, self.causal, self.activation, self.normalization)
 
     def needs(self) -> Needs:
-        """Request chunks, except in an exported program: it accepts any length, so its operator cuts the chunks."""
+        """Request rotations and chunks; not the chunks in an exported program, whose operator cuts rows of any length."""
         cuts = not (torch.compiler.is_exporting() and self._is_fused())
-        return super().needs()._replace(chunk_size=self.chunk_size if cuts else None)
+        return Needs(self.chunk_size if cuts else None, self.d_qk if self.rope else None, dtype=acc_dtype(self.gamma))
 
     def chunk_bias(self, batch: Batch) -> Tensor | None:
         """The relative bias of the quadratic part, [C, C], or None; C is the chunk size of the batch."""

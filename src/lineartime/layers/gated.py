@@ -21,10 +21,9 @@ from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import Mixer, MixerOptions, Opened, Part
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization
 from lineartime.ops.backends import BACKENDS, Backend
-from lineartime.ops.batch import Batch, Needs
+from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_even, check_positive
 from lineartime.ops.mixed_chunk.inputs import queries_and_keys
-from lineartime.ops.precision import acc_dtype
 
 InitialScores = Literal["small", "unit"]
 
@@ -103,11 +102,6 @@ class GatedUnit(Mixer):
         if self.initial_scores == "unit":  # the queries and keys of a quadratic part come first
             nn.init.ones_(self.gamma[:2])
             nn.init.constant_(self.beta[:2], (self.d_qk / self.n_heads) ** -0.25)
-
-    def needs(self) -> Needs:
-        """Request rotations of queries and keys."""
-        width = self.d_qk // self.n_heads
-        return Needs(rotary_width=width if self.rope else None, max_length=self.longest_sequence, dtype=acc_dtype(self.gamma))
 
     def gate_and_value_widths(self, width: int) -> tuple[int, int]:
         """The widths of U and V, given e = expansion * d."""

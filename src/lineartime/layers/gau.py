@@ -21,7 +21,7 @@ from lineartime.layers.positions import RelativeBias, RotaryBias, TableBias, bui
 from lineartime.ops import exported
 from lineartime.ops.activations import Normalization
 from lineartime.ops.backends import Backend
-from lineartime.ops.batch import Batch
+from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_positive
 from lineartime.ops.positions import FactoredBias
@@ -76,6 +76,11 @@ class GAU(GatedUnit):
     def longest_sequence(self) -> int | None:
         """The length that the table of relative biases covers, or None without a table."""
         return self.bias.max_length if isinstance(self.bias, TableBias) else None
+
+    def needs(self) -> Needs:
+        """Request rotations of the queries and keys of a head, and rows as long as the table of relative biases allows."""
+        width = self.d_qk // self.n_heads if self.rope else None
+        return Needs(rotary_width=width, max_length=self.longest_sequence, dtype=acc_dtype(self.gamma))
 
     def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool, part: Part | None = None) -> Tensor:
         """Attend within each document: queries and keys [B, T, s], values [B, T, w] -> [B, T, w]."""
