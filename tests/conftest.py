@@ -197,11 +197,12 @@ def assert_same_function() -> Callable[..., None]:
 @pytest.fixture
 def only_systems_of_the_library_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget the systems that a test registers, and the files that it imports."""
-    from lineartime.models import layer_config, registering
+    from lineartime.models import registering
+    from lineartime.models.layer_config import KINDS
     from lineartime.models.presets import PRESETS
     from lineartime.models.systems import SYSTEMS
 
-    tables: list[dict[str, Any]] = [SYSTEMS, PRESETS, layer_config.KINDS["mixer"], layer_config._LAYERS]
+    tables: list[dict[str, Any]] = [SYSTEMS, PRESETS, KINDS["mixer"]]
     before = [set(table) for table in tables]
     monkeypatch.setattr(registering, "_registered", set())
     monkeypatch.setenv(registering.VARIABLE, "")  # which restores it, too
@@ -211,4 +212,3 @@ def only_systems_of_the_library_afterwards(monkeypatch: pytest.MonkeyPatch) -> I
             del table[name]
     for name in [name for name in sys.modules if name.startswith("lineartime_imported_")]:
         del sys.modules[name]
-    layer_config._own_options.cache_clear()

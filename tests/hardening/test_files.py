@@ -33,7 +33,7 @@ from lineartime.experiments.plan import folder_of
 from lineartime.fields import Between
 from lineartime.models.config import ModelConfig
 from lineartime.models.layer_config import KINDS as KINDS_OF_LAYERS
-from lineartime.models.layer_config import LayerConfig, _own_options
+from lineartime.models.layer_config import LayerConfig, own_options
 from lineartime.runs.metrics import read_damaged_metrics
 from lineartime.runs.record import Record, read_record
 from lineartime.training.config import TrainConfig
@@ -222,7 +222,7 @@ def parts_of(hint: Any) -> Any:
 
 def layer_cases() -> Iterator[Case]:
     """Every option of a layer in model.json."""
-    for name, option in _own_options("flash").items():
+    for name, option in own_options(lineartime.FLASH).items():
         for value in wrong_values(option.type):
             yield Case("model.json", ("mixer", name), value, name)
     for kind in (None, 3, ["flash"], {"a": 1}, "mlp", "unknown"):

@@ -1,21 +1,19 @@
 """The configuration of a model as plain data: its parts and their sizes."""
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from lineartime.choices import Task
 from lineartime.errors import ArgumentError
-from lineartime.fields import Between, check_names, from_fields
+from lineartime.fields import Between, check_names
 from lineartime.foreign.mixers import NormPosition
 from lineartime.layers.residual import Norm
-from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
+from lineartime.models.layer_config import LayerConfig, PartsConfig
 from lineartime.shapes import shapes_only
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(PartsConfig):
     """A language model: embedding, N identical blocks of a mixer and an optional feed-forward layer, norm, logits.
 
     Attributes:
@@ -62,7 +60,7 @@ class ModelConfig:
     dropout: Annotated[float, Between(0, below=1)] = 0.0
 
     def __post_init__(self) -> None:
-        check_parts(self)
+        super().__post_init__()
         if (self.max_positions is not None) != (self.absolute_position == "learned"):
             raise ArgumentError(
                 "max_positions",
@@ -78,19 +76,6 @@ class ModelConfig:
         limits = [limit for limit in (self.max_positions, mixer.longest_sequence) if limit is not None]
         return min(limits, default=None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a plain dictionary for JSON, from which `from_dict` restores an equal config."""
-        return parts_to_dict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "ModelConfig":
-        """Restore a config from the dictionary of `to_dict`. Missing layer options take their defaults.
-
-        Raises:
-            ArgumentError: naming the field, for anything unknown, missing or of the wrong type.
-        """
-        return from_fields(cls, parts_from_dict(data), "the model")
-
     @property
     def layer_options(self) -> dict[str, Any]:
         """The arguments of `LayerConfig.build` that all layers share."""
@@ -99,7 +84,11 @@ class ModelConfig:
     @property
     def override_names(self) -> list[str]:
         """The names that `override` accepts: fields of the model, then options of its layers."""
-        return _override_names(vars(self))
+        return list(dict.fromkeys([*vars(self), *(option for part in self._layers.values() for option in part.options)]))
+
+    @property
+    def _layers(self) -> dict[str, LayerConfig]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, LayerConfig)}
 
     def override(self, /, **values: Any) -> "ModelConfig":
         """Return a copy with other values for fields of the model, or for options of its mixer or feed-forward layer.
@@ -109,20 +98,14 @@ class ModelConfig:
         Raises:
             ArgumentError: for a name that no part of this config has, a name that two parts have, or an invalid value.
         """
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        own = parts_from_dict({name: value for name, value in values.items() if name in fields})
-        changed = {**fields, **own}
-        parts = {name: part for name, part in changed.items() if isinstance(part, LayerConfig)}
-        for name in [name for name in values if name not in own]:
-            owners = [part for part, layer in parts.items() if name in layer.options]
+        fields = {name: value for name, value in values.items() if name in vars(self)}
+        changed = self.from_dict({**vars(self), **fields})
+        for name in [name for name in values if name not in fields]:
+            owners = [part for part, layer in changed._layers.items() if name in layer.options]
             if len(owners) > 1:
                 raise ArgumentError(name, f"is an option of both {' and '.join(owners)}: override one of these as a whole.")
             if not owners:
-                check_names([name], _override_names(changed), "this model")
-            changed[owners[0]] = changed[owners[0]].override(**{name: values[name]})
-        return from_fields(ModelConfig, changed, "the model")
-
-
-def _override_names(fields: Mapping[str, Any]) -> list[str]:
-    options = (option for value in fields.values() if isinstance(value, LayerConfig) for option in value.options)
-    return list(dict.fromkeys([*fields, *options]))
+                check_names([name], changed.override_names, "this model")
+            layer = changed._layers[owners[0]].override(**{name: values[name]})
+            changed = self.from_dict({**vars(changed), owners[0]: layer})
+        return changed

@@ -1,14 +1,15 @@
 """The configuration of a layer as plain data: its name, and its options, which are those of its class's constructor."""
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
+from typing_extensions import Self
+
 from lineartime.errors import Argument, ArgumentError, check_choice, did_you_mean, spell
-from lineartime.fields import Between, check_fields, check_limits, check_names, check_ranges, check_type, shown
+from lineartime.fields import Between, check_fields, check_limits, check_names, check_ranges, check_type, from_fields, shown
 from lineartime.foreign.mixers import ForeignCrossGAU, ForeignFLASH, ForeignGAU, NormPosition, from_earlier, post_norm
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
@@ -26,8 +27,6 @@ KINDS: dict[str, dict[str, type[Any]]] = {
     "cross": {CrossGAU.name: CrossGAU, ForeignCrossGAU.name: ForeignCrossGAU},
 }
 """The layers allowed for each part of a model, by name."""
-
-_LAYERS = {name: layer for kinds in KINDS.values() for name, layer in kinds.items()}
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -48,15 +47,15 @@ class LayerConfig:
     _options: tuple[tuple[str, Any], ...]
 
     def __init__(self, kind: str, /, **options: Any) -> None:
-        check_choice("kind", kind, tuple(_LAYERS))
-        allowed = _own_options(kind)
+        check_choice("kind", kind, tuple(name for kinds in KINDS.values() for name in kinds))
+        object.__setattr__(self, "kind", kind)
+        allowed = own_options(self.layer)
         check_names(options, allowed, kind)
         for name, value in options.items():
             options[name] = value = _as_tuple(value, allowed[name].type)
             check_type(name, value, allowed[name].type)
             if type(value) in (int, float):
                 check_limits(name, value, [Between(-(2**31), 2**31 - 1)])
-        object.__setattr__(self, "kind", kind)
         values = tuple((name, options.get(name, option.default)) for name, option in allowed.items())
         object.__setattr__(self, "_options", values)
 
@@ -72,7 +71,7 @@ class LayerConfig:
     @property
     def layer(self) -> type[Any]:
         """The class of the layer."""
-        return _LAYERS[self.kind]
+        return next(kinds[self.kind] for kinds in KINDS.values() if self.kind in kinds)
 
     def override(self, /, **options: Any) -> "LayerConfig":
         """Return a copy with other values for some options."""
@@ -101,53 +100,44 @@ def _as_tuple(value: Any, hint: Any) -> Any:
     return tuple(item if of_items is str else number_or_text(item) for item in value.split(",") if item)
 
 
-@cache
-def _own_options(kind: str) -> dict[str, Option]:
+def _own_options(layer: type[Any]) -> dict[str, Option]:
     """The options of a layer, except those that the model sets, such as causal, norm and dropout."""
-    options = constructor_options(_LAYERS[kind])
+    options = constructor_options(layer)
     return {name: option for name, option in options.items() if name not in (*LayerOptions.__annotations__, "causal")}
 
 
-def register_mixer(mixer: type[Any]) -> None:
-    """Allow a mixer of another package, by its name; a class that is defined again replaces the one before."""
-    KINDS["mixer"][mixer.name] = _LAYERS[mixer.name] = mixer
-    _own_options.cache_clear()
+own_options: Callable[[Any], dict[str, Option]] = cache(_own_options)  # to type checkers, a class is not hashable
 
 
-def forget_mixer(mixer: type[Any]) -> None:
-    """Undo `register_mixer`, for a mixer that turns out not to work."""
-    del KINDS["mixer"][mixer.name], _LAYERS[mixer.name]
-    _own_options.cache_clear()
+@dataclass(frozen=True)
+class PartsConfig:
+    """Base of the configurations of models: plain values, and a LayerConfig for each part named in `KINDS`."""
 
+    def __post_init__(self) -> None:
+        """Raise ArgumentError unless all fields have valid types and values. A part may be its name, or its dictionary."""
+        for part, kinds in KINDS.items():
+            value = getattr(self, part, None)
+            if isinstance(value, (dict, str)):
+                value = _layer(part, value)
+                object.__setattr__(self, part, value)
+            if value is not None and not (isinstance(value, LayerConfig) and value.kind in kinds):
+                allowed = f"a LayerConfig, or the name, of one of these kinds: {', '.join(kinds)}"
+                raise ArgumentError(part, f"is {shown(value)}, but must be {allowed}.")
+        check_fields(self)
+        check_ranges(self)
 
-def check_parts(config: Any) -> None:
-    """Raise ArgumentError unless all fields have valid types and values, and every layer is allowed in its field."""
-    for part, kinds in KINDS.items():
-        value = getattr(config, part, None)
-        if isinstance(value, str) and value in kinds:
-            value = LayerConfig(value)
-            object.__setattr__(config, part, value)
-        if value is not None and not (isinstance(value, LayerConfig) and value.kind in kinds):
-            allowed = f"a LayerConfig, or the name, of one of these kinds: {', '.join(kinds)}"
-            raise ArgumentError(part, f"is {shown(value)}, but must be {allowed}.")
-    check_fields(config)
-    check_ranges(config)
+    def to_dict(self) -> dict[str, Any]:
+        """Return a plain dictionary for JSON, from which `from_dict` restores an equal config."""
+        return {name: value.to_dict() if isinstance(value, LayerConfig) else value for name, value in vars(self).items()}
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Restore a config from the dictionary of `to_dict`. Missing layer options take their defaults.
 
-def parts_to_dict(config: Any) -> dict[str, Any]:
-    """Convert a dataclass to a plain dictionary for JSON, in which layers are dictionaries of kind and options."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {name: value.to_dict() if isinstance(value, LayerConfig) else value for name, value in values.items()}
-
-
-def parts_from_dict(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the fields from the dictionary of `parts_to_dict`, with a LayerConfig for each layer.
-
-    A layer may also be a kind alone, which has its default options.
-    """
-    return {
-        name: _layer(name, value) if name in KINDS and isinstance(value, (dict, str)) else value for name, value in data.items()
-    }
+        Raises:
+            ArgumentError: naming the field, for anything unknown, missing or of the wrong type.
+        """
+        return from_fields(cls, dict(data), "the model")
 
 
 def _layer(part: str, data: dict[str, Any] | str) -> LayerConfig:
@@ -157,7 +147,7 @@ def _layer(part: str, data: dict[str, Any] | str) -> LayerConfig:
         like, own = did_you_mean(str(kind), KINDS[part]), spell(Argument("import"))
         advice = f"import the module that registers it, by {own}, or use one of {', '.join(KINDS[part])}"
         raise ArgumentError(f"{part}.kind", f"is {shown(kind)}{like}, which is not known here: {advice}.")
-    kind, options = from_earlier(kind, options, _own_options(kind))
+    kind, options = from_earlier(kind, options, own_options(KINDS[part][kind]))
     try:
         return LayerConfig(kind, **options)
     except ArgumentError as error:

@@ -10,21 +10,18 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from lineartime.errors import ArgumentError, LineartimeError, check_choice, typed_first_line
 from lineartime.fields import check_names
-from lineartime.layers.dense import FactoryOptions
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.options import constructor_options
-from lineartime.layers.residual import LayerOptions
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import build_model
-from lineartime.models.layer_config import KINDS, forget_mixer, register_mixer
+from lineartime.models.layer_config import KINDS, own_options
 from lineartime.models.presets import PRESETS, SIZES, model_of
 from lineartime.models.systems import SYSTEMS, Size, System
 from lineartime.shapes import shapes_only
@@ -76,12 +73,6 @@ def register_system(
     _check_mixer(mixer)
     if feed_forward is not None:
         check_choice("feed_forward", feed_forward, get_args(FeedForward))
-    for argument, given in (("options", options), ("scaled", scaled), ("fields", fields)):
-        if given is not None and not isinstance(given, Mapping):
-            raise ArgumentError(argument, f"is {given!r}, but must be a dictionary.")
-    for option, of_size in (scaled or {}).items():
-        if not callable(of_size):
-            raise ArgumentError("scaled", f"has {option} = {of_size!r}, but must have functions of the size of a model.")
     layer = None if feed_forward is None else KINDS["feed_forward"][feed_forward]
     system = System(mixer, layer, options or {}, scaled or {}, fields or {}, description=description)
     check_names({**system.options, **system.scaled}, constructor_options(mixer), mixer.__name__)
@@ -90,23 +81,18 @@ def register_system(
     for option, value in system.options.items():
         if not _is_plain(value):
             raise ArgumentError("options", f"has {option} = {value!r}, which no checkpoint can record: use a number or a text.")
-    with _registered_if_it_works(mixer):
+    mixers = KINDS["mixer"]
+    before = dict(mixers)
+    mixers[mixer.name] = mixer  # a class that is defined again replaces the one before
+    try:
         _check_builds(system)
+    except BaseException:
+        mixers.clear()
+        mixers.update(before)
+        raise
     _registered.add(name)
     SYSTEMS[name] = system
     PRESETS.update({f"{name}-{size}": (name, SIZES[size]) for size in ("tiny", "base")})
-
-
-@contextmanager
-def _registered_if_it_works(mixer: type[Mixer]) -> Iterator[None]:
-    """Allow a mixer; after an error in the block, allow what was allowed before."""
-    before = KINDS["mixer"].get(mixer.name)
-    register_mixer(mixer)
-    try:
-        yield
-    except BaseException:
-        forget_mixer(mixer) if before is None else register_mixer(before)
-        raise
 
 
 def _check_builds(system: System) -> None:
@@ -122,17 +108,14 @@ def _check_builds(system: System) -> None:
             with shapes_only():
                 system.mixer(size.d_model, causal=causal, **system.mixer_options(size))
                 build_model(model_of(system, size, "clm" if causal else "mlm").override(n_blocks=1))
-        except TypeError as error:  # an option without a default, for instance
+        except TypeError as error:  # an abstract class, or an option without a default, for instance
             raise ArgumentError("mixer", f"is {name}, which cannot be built with these options: {error}.") from None
 
 
 def _check_mixer(mixer: object) -> None:
-    """Raise ArgumentError unless `mixer` is a complete class of a mixer with a name of its own."""
+    """Raise ArgumentError unless `mixer` is the class of a mixer with a name of its own."""
     if not (isinstance(mixer, type) and issubclass(mixer, Mixer)):
         raise ArgumentError("mixer", f"is {mixer!r}, but must be a class derived from lineartime.layers.Mixer.")
-    if inspect.isabstract(mixer):
-        missing = ", ".join(sorted(mixer.__abstractmethods__))
-        raise ArgumentError("mixer", f"is {mixer.__name__}, which is not complete: implement {missing}.")
     if not isinstance(getattr(mixer, "name", None), str):
         raise ArgumentError("mixer", f"is {mixer.__name__}, which has no name: give the class an attribute `name`.")
     other = next((kinds[mixer.name] for kinds in KINDS.values() if mixer.name in kinds), None)
@@ -146,12 +129,10 @@ def _check_options(mixer: type[Mixer], feed_forward: type[Any] | None = None) ->
 
     Options are named without their layer, so that no two parts of a model may have one of the same name.
     """
-    others = set() if feed_forward is None else set(constructor_options(feed_forward)) - set(LayerOptions.__annotations__)
-    taken = {"kind", *(field.name for field in dataclasses.fields(ModelConfig))} - set(LayerOptions.__annotations__)
-    for name, option in constructor_options(mixer).items():
-        if name in FactoryOptions.__annotations__:
-            continue
-        if name in taken | others:
+    others = {} if feed_forward is None else own_options(feed_forward)
+    taken = {"kind", *(field.name for field in dataclasses.fields(ModelConfig)), *others}
+    for name, option in own_options(mixer).items():
+        if name in taken:
             owner = "the feed-forward layer" if name in others else "the model"
             raise ArgumentError("mixer", f"is {mixer.__name__}, whose option {name} has the name of one of {owner}: rename it.")
         wanted = f"is {mixer.__name__}, whose option {name}"
