@@ -40,7 +40,7 @@ def test_logits_and_gradients_are_those_of_its_formulas(
     word = weights["gau_alpha.embeddings.word_embeddings.weight"]
 
     def ours(embedded: Tensor) -> Tensor:
-        return model.logits(model.backbone.forward_embedded(embedded, mask, token_types=types))
+        return model.logits(model.backbone.read(embedded, mask, token_types=types))
 
     def other(embedded: Tensor) -> Tensor:
         rows = {**weights, "gau_alpha.embeddings.word_embeddings.weight": embedded.flatten(0, 1)}

@@ -76,7 +76,7 @@ def test_contributions_and_states_are_what_the_layers_compute() -> None:
     inputs: list[Tensor] = []
     backbone = model.backbone
     with torch.no_grad():
-        backbone.forward_embedded(backbone.embedding(ids), inputs=inputs)
+        backbone.read(ids, inputs=inputs)
         for block, x, layer in zip(backbone.blocks, inputs, seen.layers, strict=True):
             mixer: Any = block.mixer
             rotations = mixer.describe(x.shape, device=x.device).rotations

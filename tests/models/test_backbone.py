@@ -31,19 +31,19 @@ def test_every_way_to_read_hands_out_what_each_block_reads(backbone: Backbone) -
     ids = torch.randint(258, (2, 9))
     embedded = backbone.embedding(ids)
     inputs: list[Tensor] = []
-    hidden = backbone.forward_embedded(embedded, inputs=inputs)
+    hidden = backbone.read(embedded, inputs=inputs)
     torch.testing.assert_close(hidden, backbone(ids))
     chain(backbone, inputs, hidden)
 
     pieces: list[Tensor] = []
-    streamed, _ = backbone.extend_embedded(embedded, inputs=pieces)
+    streamed, _ = backbone.extend(embedded, inputs=pieces)
     torch.testing.assert_close(streamed, hidden, atol=1e-5, rtol=0)
     torch.testing.assert_close(pieces, inputs, atol=1e-5, rtol=0)
 
     _, state = backbone.extend(ids[:, :8])
     last: list[Tensor] = []
     with torch.no_grad():
-        stepped, _ = backbone.extend_embedded(embedded[:, 8:], state, inputs=last)
+        stepped, _ = backbone.extend(embedded[:, 8:], state, inputs=last)
     torch.testing.assert_close(stepped, hidden[:, 8:], atol=1e-5, rtol=0)
     torch.testing.assert_close(last, [x[:, 8:] for x in inputs], atol=1e-5, rtol=0)
 
@@ -52,7 +52,7 @@ def test_a_prefix_of_embedded_tokens_is_read_in_both_directions() -> None:
     backbone = build("flash-tiny", task="prefix-lm", n_blocks=2, d_model=16, d_qk=8, chunk_size=4).backbone
     ids = torch.randint(258, (2, 9))
     inputs: list[Tensor] = []
-    hidden, state = backbone.prefix_embedded(backbone.embedding(ids), inputs=inputs)
+    hidden, state = backbone.read_prefix(backbone.embedding(ids), inputs=inputs)
     torch.testing.assert_close(hidden, backbone(ids, prefix_lengths=torch.tensor([9, 9])), atol=1e-5, rtol=0)
     assert [x.shape for x in inputs] == [(2, 9, 16)] * 2
     assert state.position.tolist() == [9, 9]

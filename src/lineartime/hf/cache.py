@@ -134,7 +134,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         """[B, N, d] -> [B, N, d]; the input of each block is appended to `inputs`. A call that fails leaves the state."""
         embedded, mask = call.embedded, call.mask
         if call.prefix:
-            hidden, self.state = backbone.prefix_embedded(embedded, mask, inputs=inputs)
+            hidden, self.state = backbone.read_prefix(embedded, mask, inputs=inputs)
             return hidden
         if self.state is not None and call.tokens == 1 and mask is None and inputs is None and not torch.is_grad_enabled():
             if not self._is_prepared:
@@ -145,7 +145,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         parts = [embedded] if inputs is not None else pieces(embedded)  # hidden vectors of all tokens are held anyway
         masks = [None] * len(parts) if mask is None else mask.split(parts[0].shape[1], 1)
         for part, of_part in zip(parts, masks, strict=True):
-            hidden, state = backbone.extend_embedded(part, state, of_part, inputs=inputs)
+            hidden, state = backbone.extend(part, state, of_part, inputs=inputs)
             read.append(hidden)
         self.state = state
         return torch.cat(read, 1)

@@ -192,7 +192,7 @@ class LineartimeModel(LineartimePreTrainedModel):
             mask = checked_mask(attention_mask, embedded)
             cu_seq_lens_q = packed_boundaries(cu_seq_lens_q, position_ids, seq_idx, mask, embedded)
             types = token_type_ids if self.config.token_types else None
-            hidden = backbone.forward_embedded(embedded, mask, cu_seq_lens_q, prefix_lengths, inputs=every, token_types=types)
+            hidden = backbone.read(embedded, mask, cu_seq_lens_q, prefix_lengths, inputs=every, token_types=types)
         else:
             cache = self._cache(cache, use_cache is not False)
             mask = new_tokens_mask(attention_mask, embedded, cache.get_seq_length())

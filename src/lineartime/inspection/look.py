@@ -143,7 +143,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
 
     inputs: list[Tensor] = []
     backbone = model.backbone
-    hidden = backbone.forward_embedded(backbone.embedding(batch.inputs), prefix_lengths=batch.prefix_lengths, inputs=inputs)
+    hidden = backbone.read(batch.inputs, prefix_lengths=batch.prefix_lengths, inputs=inputs)
     losses = token_losses(model, hidden, batch.targets)[0].tolist()
     check_finite_logits(all(map(math.isfinite, losses)))
     known = [loss if target != IGNORED else None for loss, target in zip(losses, batch.targets[0].tolist(), strict=True)]

@@ -9,19 +9,54 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.layers.dense import Embedding
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import build_norm, check_device
-from lineartime.models.block import Block
 from lineartime.models.config import ModelConfig
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import as_mask, check_whole, is_readable
 from lineartime.ops.context import ContextGroup, check_equal_slices
 from lineartime.ops.make_batch import stream_batch
 from lineartime.ops.state import State
+
+
+class Block(nn.Module):
+    """A mixer and an optional feed-forward layer. Each contains its own norm and residual connection."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        options = config.layer_options
+        reason = config.mixer.layer.why_not_causal
+        if config.task != "mlm" and reason is not None:
+            problem = f"is {config.task!r}, but a model of {config.mixer.kind} cannot be causal: {reason}; use "
+            raise ArgumentError("task", problem, Argument("task", "mlm"), ".")
+        self.mixer: Mixer = config.mixer.build(config.d_model, causal=config.task != "mlm", **options)
+        if config.task == "prefix-lm":
+            self.mixer.check_prefix()
+        self.feed_forward: nn.Module = nn.Identity()
+        if config.feed_forward is not None:
+            self.feed_forward = config.feed_forward.build(config.d_model, **options)
+
+    def forward(self, x: Tensor, batch: Batch, recompute: bool = False) -> Tensor:
+        """Map the tokens of a batch, [B, T, d] or a pack, to the same shape.
+
+        With `recompute`, only x is kept, and the backward pass recomputes the block.
+        """
+        out: Tensor
+        if recompute and torch.is_grad_enabled():
+            out = checkpoint(self.forward, x, batch, use_reentrant=False)
+        else:
+            out = self.feed_forward(self.mixer(x, batch=batch))
+        return out
+
+    def extend(self, x: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
+        """Continue streams by N tokens: [B, N, d] -> [B, N, d], and the mixer's state after them."""
+        x, state = self.mixer.extend(x, state, batch=batch)
+        return self.feed_forward(x), state
 
 
 @dataclass(eq=False)
@@ -75,33 +110,30 @@ class Backbone(nn.Module):
             )
         return weight
 
-    def forward(
-        self,
-        ids: Tensor,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        prefix_lengths: Tensor | None = None,
-        *,
-        context: ContextGroup | None = None,
-        token_types: Tensor | None = None,
-    ) -> Tensor:
-        """Read whole sequences at once: ids [B, T] -> hidden vectors [B, T, d]. Other arguments: see `LanguageModel`."""
-        self.check_ids(ids)
-        embedded = self.embedding(ids)
-        return self.forward_embedded(embedded, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types)
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [B, T] -> [B, T, d]. Floats [B, T, d] are tokens that are embedded already."""
+        if isinstance(tokens, Tensor) and tokens.dim() == 3 and tokens.is_floating_point():
+            return tokens
+        self.check_ids(tokens)
+        embedded: Tensor = self.embedding(tokens)
+        return embedded
 
-    def forward_embedded(
+    def read(
         self,
-        embedded: Tensor,
+        tokens: Tensor,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         prefix_lengths: Tensor | None = None,
         *,
         context: ContextGroup | None = None,
-        inputs: list[Tensor] | None = None,
         token_types: Tensor | None = None,
+        inputs: list[Tensor] | None = None,
     ) -> Tensor:
-        """Like `forward`, for embedded tokens: [B, T, d] -> [B, T, d]. The input of each block is appended to `inputs`."""
+        """Read whole sequences at once: ids [B, T], or embedded tokens [B, T, d] -> hidden vectors [B, T, d].
+
+        The input of each block is appended to `inputs`. The other arguments are those of `LanguageModel`.
+        """
+        embedded = self.embed(tokens)
         options: dict[str, Any] = {"device": embedded.device, "context": context, "whole_chunks": self._is_compiled()}
         batches = self._batches(lambda mixer: mixer.describe(embedded.shape, mask, cu_seqlens, prefix_lengths, **options))
         if context is not None:
@@ -110,12 +142,14 @@ class Backbone(nn.Module):
         if token_types is not None:
             self._check_types(token_types, embedded)
             token_types = first.pack(token_types)
-        x = self._first_input(first.pack(embedded), first.positions, token_types)
+        x = self.first_input(first.pack(embedded), first.positions, token_types)
         for block, batch in zip(self.blocks, batches, strict=True):
             if inputs is not None:
                 inputs.append(first.unpack(x))
             x = block(x, batch, self.recompute and self.training)
         return first.unpack(self.norm(x))
+
+    forward = read  # hooks run where the module itself is called
 
     def _is_compiled(self) -> bool:
         """Whether torch.nn.Module.compile has been called on a block, which PyTorch shows in this attribute alone."""
@@ -141,20 +175,16 @@ class Backbone(nn.Module):
         """The state before the first token of `batch_size` streams. Raises ArgumentError unless the model is causal."""
         return ModelState(tuple(block.mixer.init_state(batch_size) for block in self.blocks))
 
-    def extend(self, ids: Tensor, state: ModelState | None = None, mask: Tensor | None = None) -> tuple[Tensor, ModelState]:
-        """Continue streams, or begin them without a state: ids [B, N] -> hidden vectors [B, N, d], and the state after them."""
-        self.check_ids(ids)
-        return self.extend_embedded(self.embedding(ids), state, mask)
-
-    def extend_embedded(
+    def extend(
         self,
-        embedded: Tensor,
+        tokens: Tensor,
         state: ModelState | None = None,
         mask: Tensor | None = None,
         *,
         inputs: list[Tensor] | None = None,
     ) -> tuple[Tensor, ModelState]:
-        """Like `extend`, for embedded tokens. The input of each block is appended to `inputs`."""
+        """Continue streams, or begin them without a state: tokens as of `read` -> [B, N, d], and the state after them."""
+        embedded = self.embed(tokens)
         mask = as_mask("mask", mask, embedded.shape[0], embedded.shape[1], embedded.device)
         if state is None:
             state = self.init_state(embedded.shape[0])
@@ -162,7 +192,7 @@ class Backbone(nn.Module):
             self.check_state(state, embedded)
         batches = self._stream_batches(embedded, state.position, mask)
         first = batches[0]
-        x = self._first_input(first.pack(embedded), first.positions)
+        x = self.first_input(first.pack(embedded), first.positions)
         states = []
         for block, of_block, batch in zip(self.blocks, state.blocks, batches, strict=True):
             if inputs is not None:
@@ -174,15 +204,11 @@ class Backbone(nn.Module):
     def _stream_batches(self, embedded: Tensor, position: Tensor, mask: Tensor | None) -> list[Batch]:
         return self._batches(lambda mixer: stream_batch(position, embedded.shape, mask, needs=mixer.needs()))
 
-    def read_prefix(self, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, ModelState]:
-        """Start streams with a prefix that is read bidirectionally: ids [B, N] -> [B, N, d], and the state after it."""
-        self.check_ids(ids)
-        return self.prefix_embedded(self.embedding(ids), mask)
-
-    def prefix_embedded(
-        self, embedded: Tensor, mask: Tensor | None = None, *, inputs: list[Tensor] | None = None
+    def read_prefix(
+        self, tokens: Tensor, mask: Tensor | None = None, *, inputs: list[Tensor] | None = None
     ) -> tuple[Tensor, ModelState]:
-        """Like `read_prefix`, for embedded tokens. The input of each block is appended to `inputs`."""
+        """Start streams with a prefix that is read bidirectionally: tokens as of `read` -> [B, N, d], and the state."""
+        embedded = self.embed(tokens)
         (rows, length), device = embedded.shape[:2], embedded.device
         mask = as_mask("mask", mask, rows, length, device)
         whole = torch.full((rows,), length, device=device) if mask is None else mask.sum(1)
@@ -190,7 +216,7 @@ class Backbone(nn.Module):
         state = self.init_state(rows)
         streams = self._stream_batches(embedded, state.position, mask)
         first = batches[0]
-        x = first.unpack(self._first_input(first.pack(embedded), first.positions))
+        x = first.unpack(self.first_input(first.pack(embedded), first.positions))
         states = []
         for block, of_block, batch, stream in zip(self.blocks, state.blocks, batches, streams, strict=True):
             if inputs is not None:
@@ -199,7 +225,7 @@ class Backbone(nn.Module):
             x = first.unpack(block(first.pack(x), batch))
         return self.norm(x), ModelState(tuple(states))
 
-    def _first_input(self, embedded: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
+    def first_input(self, embedded: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
         """The input of the first block, [B, T, d]. Positions: [T] or [B, T]. Token types: int [B, T]; None for all 0."""
         x = embedded if self.position is None else embedded + self.position(positions)
         if self.token_types is not None:
@@ -219,12 +245,12 @@ class Backbone(nn.Module):
 
     def check_state(self, state: object, embedded: Tensor) -> None:
         """Raise ArgumentError unless `state` is of this model, and of as many streams as the tokens [B, N, d]."""
-        blocks = len(list(self.blocks))
         if not isinstance(state, ModelState):
             found = type(state).__name__
             raise ArgumentError("state", f"is of type {found}, but must be a state, as init_state and extend return it.")
-        if len(state.blocks) != blocks:
-            raise ArgumentError("state", f"belongs to a model with {len(state.blocks)} blocks, but this model has {blocks}.")
+        given, own = len(state.blocks), len(list(self.blocks))
+        if given != own:
+            raise ArgumentError("state", f"belongs to a model with {given} blocks, but this model has {own}.")
         for block, of_block in zip(self.blocks, state.blocks, strict=True):
             block.mixer.check_state(of_block, embedded)
 

@@ -3,7 +3,7 @@
 Shapes: B batch, S tokens of the source, T tokens of the target, N new tokens of the target, d model width, V vocabulary.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError
-from lineartime.fields import Between, check_limits, check_type, from_fields
+from lineartime.fields import Between, check_limits, check_type
 from lineartime.layers.cross import CrossGAU, SourceState
 from lineartime.layers.dense import dense
 from lineartime.layers.mixer import Mixer
@@ -20,7 +20,7 @@ from lineartime.layers.residual import Norm, build_norm
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import check_evaluates
-from lineartime.models.layer_config import LayerConfig, check_parts, parts_from_dict, parts_to_dict
+from lineartime.models.layer_config import LayerConfig, PartsConfig
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import as_mask, check_positive
 from lineartime.ops.make_batch import stream_batch
@@ -30,7 +30,7 @@ from lineartime.ops.state import State
 
 
 @dataclass(frozen=True)
-class EncoderDecoderConfig:
+class EncoderDecoderConfig(PartsConfig):
     """An encoder of identical blocks, and a decoder of identical blocks that attend to the encoder's output.
 
     Attributes:
@@ -57,22 +57,9 @@ class EncoderDecoderConfig:
     dropout: Annotated[float, Between(0, below=1)] = 0.0
 
     def __post_init__(self) -> None:
-        check_parts(self)
+        super().__post_init__()
         if (reason := self.mixer.layer.why_not_causal) is not None:
             raise ArgumentError("mixer", f"is {self.mixer.kind}, but the decoder must be causal: {reason}; use another kind.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a plain dictionary for JSON, from which `from_dict` restores an equal config."""
-        return parts_to_dict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "EncoderDecoderConfig":
-        """Restore a config from the dictionary of `to_dict`.
-
-        Raises:
-            ArgumentError: naming the field, for anything unknown or of the wrong type.
-        """
-        return from_fields(cls, parts_from_dict(data), "the model")
 
     def encoder(self) -> ModelConfig:
         """The config of the encoder, which is the backbone of a masked language model."""
@@ -91,24 +78,17 @@ class EncoderDecoderConfig:
 # 2. The model ---------------------------------------------------------------------------------------------------------
 
 
-class Encoder(Backbone):
-    """The bidirectional encoder: source ids [B, S] -> normalised hidden vectors [B, S, d]."""
-
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Embed tokens, also for the decoder: ids [B, T] at positions [T] or [B, T] -> [B, T, d]."""
-        return self._first_input(self.embedding(ids), positions)
-
-
 class DecoderBlock(nn.Module):
     """A causal mixer, cross-attention and an optional feed-forward layer, each with its own norm and residual."""
 
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
-        self.mixer: Mixer = config.mixer.build(config.d_model, causal=True, norm=config.norm, dropout=config.dropout)
-        self.cross: CrossGAU = config.cross.build(config.d_model, norm=config.norm, dropout=config.dropout)
+        options: dict[str, Any] = {"norm": config.norm, "dropout": config.dropout}
+        self.mixer: Mixer = config.mixer.build(config.d_model, causal=True, **options)
+        self.cross: CrossGAU = config.cross.build(config.d_model, **options)
         self.feed_forward: nn.Module = nn.Identity()
         if config.feed_forward is not None:
-            self.feed_forward = config.feed_forward.build(config.d_model, norm=config.norm, dropout=config.dropout)
+            self.feed_forward = config.feed_forward.build(config.d_model, **options)
 
     def forward(self, x: Tensor, batch: Batch, source: SourceState, mask: Tensor | None) -> Tensor:
         """Map target vectors [B, T, d] to [B, T, d]; `mask`, bool [B, T], is True for real tokens, which the batch packs."""
@@ -142,7 +122,7 @@ class EncoderDecoder(nn.Module):
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = Encoder(config.encoder())
+        self.encoder = Backbone(config.encoder())
         # Annotated with the type of its elements: to type checkers, a ModuleList holds arbitrary modules.
         self.blocks: Iterable[DecoderBlock] = nn.ModuleList(  # type: ignore[assignment]
             DecoderBlock(config) for _ in range(config.n_decoder_blocks)
@@ -173,7 +153,7 @@ class EncoderDecoder(nn.Module):
             raise ArgumentError("target_ids", f"has shape {shape}, but must have {source_ids.shape[0]} rows, like source_ids.")
         target_mask = as_mask("target_mask", target_mask, target_ids.shape[0], target_ids.shape[1], target_ids.device)
         batch = self._mixer.describe(target_ids.shape, target_mask, device=target_ids.device)
-        x = batch.unpack(self.encoder.embed(batch.pack(target_ids), batch.positions))
+        x = batch.unpack(self._embed(batch.pack(target_ids), batch))
         for block, source in zip(self.blocks, sources, strict=True):
             x = block(x, batch, source, target_mask)
         return self._logits(x)
@@ -186,14 +166,13 @@ class EncoderDecoder(nn.Module):
     def extend(self, target_ids: Tensor, state: EncoderDecoderState) -> tuple[Tensor, EncoderDecoderState]:
         """Continue targets by N tokens: ids [B, N] -> logits [B, N, V], and the state after them. `state` is consumed."""
         self.encoder.check_ids(target_ids, "target_ids")
-        if not isinstance(state, EncoderDecoderState):
-            raise ArgumentError("state", f"is a {type(state).__name__}, but must be one that init_state or extend returned.")
-        if len(state.mixers) != self.config.n_decoder_blocks:
-            blocks = self.config.n_decoder_blocks
-            raise ArgumentError("state", f"belongs to a model with {len(state.mixers)} blocks, but this model has {blocks}.")
+        if not isinstance(state, EncoderDecoderState) or len(state.mixers) != self.config.n_decoder_blocks:
+            raise ArgumentError(
+                "state", "is of another model: give the state that init_state or extend of this model returned."
+            )
         self._mixer.check_state(state.mixers[0], target_ids)
         batch = stream_batch(state.position, target_ids.shape, needs=self._mixer.needs())
-        x = self.encoder.embed(target_ids, batch.positions)
+        x = self._embed(target_ids, batch)
         mixers = []
         for block, mixer, source in zip(self.blocks, state.mixers, state.sources, strict=True):
             x, mixer = block.extend(x, mixer, batch, source)
@@ -215,6 +194,9 @@ class EncoderDecoder(nn.Module):
     def _mixer(self) -> Mixer:
         """The mixer of the decoder's first block; all blocks have the same kind of mixer."""
         return next(iter(self.blocks)).mixer
+
+    def _embed(self, target_ids: Tensor, batch: Batch) -> Tensor:
+        return self.encoder.first_input(self.encoder.embedding(target_ids), batch.positions)
 
     def _logits(self, x: Tensor) -> Tensor:
         return dense(self.norm(x), self.encoder.output_weight(x))

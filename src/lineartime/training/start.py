@@ -11,7 +11,7 @@ from lineartime.data.train_tokenizer import names_folder
 from lineartime.errors import Argument, ArgumentError, LineartimeError, spell
 from lineartime.layers.contract import NO_FUTURE, BrokenPromiseError, check_mixer
 from lineartime.machine import faster_precision
-from lineartime.models.block import Block
+from lineartime.models.backbone import Block
 from lineartime.models.config import ModelConfig
 from lineartime.models.memory import model_tensors
 from lineartime.models.presets import nearest_preset, resolve, values_of
