@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import lineartime
-from lineartime.models.decoding import read_token
+from lineartime.models.language_model import read_token
 from lineartime.ops.state import State
 
 # PyTorch's own, within torch.compile, where a user does not see them.

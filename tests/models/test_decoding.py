@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import lineartime
-from lineartime.models.decoding import read_token
-from lineartime.models.language_model import CausalLM
+from lineartime.models.language_model import CausalLM, read_token
 
 
 @pytest.mark.parametrize("rotated", ["inputs", "features"])

@@ -13,8 +13,7 @@ from torch import Tensor
 from lineartime.generation.sampling import Sampling, Seen, draw, pick, uniform_numbers
 from lineartime.models.backbone import ModelState
 from lineartime.models.decoder import MAX_STREAMS
-from lineartime.models.decoding import read_token
-from lineartime.models.language_model import CausalLM
+from lineartime.models.language_model import CausalLM, read_token
 from lineartime.ops.backends import GPU_LOCK
 
 Next = Callable[[Tensor], Tensor]

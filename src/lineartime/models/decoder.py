@@ -4,21 +4,20 @@ Shapes: B streams, d model width, C chunk size, e value width, s query/key width
 """
 
 import ctypes
-from collections.abc import Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError
-from lineartime.layers.dense import MAX_ROWS, Dense, Embedding, has_hooks, is_untouched
+from lineartime.layers.dense import MAX_ROWS, Embedding, has_hooks, is_untouched
 from lineartime.layers.flash import FLASH
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import norm_parts
-from lineartime.models.backbone import Backbone
-from lineartime.models.block import Block
-from lineartime.native import NATIVE_DTYPES, native_functions
+from lineartime.models.backbone import Backbone, Block, ModelState
+from lineartime.native import NATIVE_DTYPES, NativeFunctions, native_functions
 from lineartime.ops.positions import FactoredBias, rotary_table
 from lineartime.ops.precision import acc_dtype
 from lineartime.ops.token_shift import shifted_width
@@ -59,8 +58,7 @@ class _Model(ctypes.Structure):
 class _Bound(NamedTuple):
     """A state, the addresses of its tensors, and memory for intermediate values."""
 
-    state: Any
-    streams: int
+    state: ModelState
     threads: int
     addresses: Tensor
     memory: Tensor
@@ -70,39 +68,30 @@ class _Bound(NamedTuple):
 class NativeDecoder:
     """Continues streams of a FLASH model by a token each, on a CPU: see `native_decoder`.
 
-    It reads the weights where they were when it was made, and some from copies. After weights change, make a new one.
-    A state has the tuple `blocks`, and keeps its tensors, which every call updates in place: their addresses are looked up only
-    when another state object is given. Each block has
-
-        summary [B, s, e], in float32 or better, the sum of k_lin v^T over all complete chunks
-        keys [B, 2, C, s], values [B, C, e], of the open chunk, in the dtype of the model
-        position int64 [B], the number of tokens read
-
-    With a token shift, it has `last` [B, h], the features of the last token that are shifted, and these in `own`.
+    It reads the weights where they were when it was made, and some from copies. After weights change, make a new one. Every
+    call updates the tensors of the state in place. Their addresses are looked up only when another state object is given.
     """
 
-    def __init__(self, backbone: Backbone, head: nn.Linear | None) -> None:
+    def __init__(self, backbone: Backbone, head: nn.Linear | None, functions: NativeFunctions) -> None:
         layers: list[Any] = [block.mixer for block in backbone.blocks]
-        first = layers[0]
+        first, position = layers[0], backbone.position
+        self._backbone, self._dtype = backbone, first.gamma.dtype
         self._kept: list[Any] = []
-        self._dtype, self._wide = first.gamma.dtype, acc_dtype(first.gamma)
-        self._sizes = (first.d_model, first.d_value, first.d_qk, first.chunk_size)
-        self._shifted = shifted_width(first.d_model) if first.token_shift else 0
-        d, e, s, c = self._sizes
-        self._n_layers, self._vocabulary = len(layers), backbone.embedding.weight.shape[0]
-        length = first.options.published_length
-        rotated = s // 2 if first.rope else 0
-        counts, near = [n for n in (rotated, self._sines(backbone)) if n], torch.arange(_NEAR, device="cpu")
+        self._shifted = first.token_shift
+        self._like = self._tensors(first.init_state(0))
+        length, self._vocabulary = first.options.published_length, backbone.embedding.weight.shape[0]
+        rotated = first.d_qk // 2 if first.rope else 0
+        sines = first.d_model // 2 if isinstance(position, ScaledSin) else 0
+        counts, near = [n for n in (rotated, sines) if n], torch.arange(_NEAR, device="cpu")
         frequencies = [10000.0 ** -(torch.arange(n, dtype=torch.float64, device="cpu") / n) for n in counts]
         tables = [rotary_table(near, n, torch.float64).permute(1, 2, 0) for n in counts]
-        position = backbone.position
         table = position.table if isinstance(position, LearnedPositions) else None
-        n_angles = rotated + self._sines(backbone)
         self._native = _Model(
-            len(layers), d, e, s, c, self._vocabulary, self._shifted,
-            length is not None, first.options.divides_by_chunk_size, s**-0.5 if length is None else 1 / length,
-            rotated, n_angles,
-            self._keep(torch.cat(frequencies) if n_angles else None), self._keep(torch.cat(tables, 1) if n_angles else None),
+            len(layers), first.d_model, first.d_value, first.d_qk, first.chunk_size, self._vocabulary,
+            shifted_width(first.d_model) if first.token_shift else 0,
+            length is not None, first.options.divides_by_chunk_size, first.d_qk**-0.5 if length is None else 1 / length,
+            rotated, rotated + sines,
+            self._keep(torch.cat(frequencies) if counts else None), self._keep(torch.cat(tables, 1) if counts else None),
             self._keep(backbone.embedding.weight),
             self._keep(None if backbone.token_types is None else backbone.token_types.weight),
             self._keep(position.scale if isinstance(position, ScaledSin) else None),
@@ -114,37 +103,32 @@ class NativeDecoder:
         native = (_Layer * len(layers))(*map(self._layer, layers))
         self._kept.append(native)
         self._native.layer = ctypes.addressof(native)
-        functions = native_functions(SOURCE)
-        assert functions is not None
         types = (_ADDRESS, _ADDRESS, _LONG, _ADDRESS, _LONG)
         sampling = (_NUMBER, _LONG, _NUMBER, _NUMBER)
         self._bytes = functions.function("bytes", self._dtype, _ADDRESS, _LONG, _LONG)
         self._decode = functions.function("decode", self._dtype, *types, _ADDRESS, _ADDRESS, _ADDRESS, *sampling, _ADDRESS)
         self._bound: _Bound | None = None
 
-    def logits(self, ids: Tensor, state: Any) -> Tensor:
+    def logits(self, ids: Tensor, state: ModelState) -> Tensor:
         """Read a token of every stream: int64 [B] -> logits [B, V]. Updates `state` in place.
 
         Raises:
             ArgumentError: for an id outside the vocabulary, a position beyond the last, or a state of another model.
         """
-        bound = self._bind(state)
-        self._check("ids", ids, bound, torch.int64)
-        out = ids.new_empty(bound.streams, self._vocabulary, dtype=self._dtype)
-        wrong = self._decode(*bound.first, ids.data_ptr(), out.data_ptr(), None, 0.0, 0, 1.0, 0.0, None)
-        return out if not wrong else self._refuse(ids, bound, wrong)
+        out = ids.new_empty(len(ids), self._vocabulary, dtype=self._dtype)
+        self._run(state, ids, out)
+        return out
 
-    def hidden(self, embedded: Tensor, state: Any) -> Tensor:
+    def hidden(self, embedded: Tensor, state: ModelState) -> Tensor:
         """Read an embedded token of every stream: [B, 1, d] -> hidden vectors [B, 1, d], after the last norm.
 
         Raises:
             ArgumentError: as `logits`.
         """
-        bound = self._bind(state)
-        self._check("embedded", embedded, bound, self._dtype, 1, self._sizes[0])
         out = embedded.clone()
-        wrong = self._decode(*bound.first, None, out.data_ptr(), None, 0.0, 0, 1.0, 0.0, None)
-        return out if not wrong else self._refuse(None, bound, wrong)
+        self._check("embedded", out, self._dtype, len(state), 1, self._native.d)
+        self._run(state, None, out)
+        return out
 
     def draw(
         self,
@@ -154,7 +138,7 @@ class NativeDecoder:
         top_k: int,
         top_p: float,
         min_p: float,
-        state: Any,
+        state: ModelState,
     ) -> Tensor:
         """Read a token of every stream, int64 [B], and draw the next ones, as `pick` does by the same uniform numbers.
 
@@ -170,61 +154,57 @@ class NativeDecoder:
         Raises:
             ArgumentError: as `logits`.
         """
-        bound = self._bind(state)
-        self._check("tokens", tokens, bound, torch.int64)
-        self._check("uniform", uniform, bound, torch.float64)
+        self._check("uniform", uniform, torch.float64, len(tokens))
         drawn = torch.empty_like(tokens)
-        wrong = self._decode(
-            *bound.first, tokens.data_ptr(), None, uniform.data_ptr(), temperature, top_k, top_p, min_p, drawn.data_ptr()
-        )
-        return drawn if not wrong else self._refuse(tokens, bound, wrong)
+        self._run(state, tokens, None, uniform, (temperature, top_k, top_p, min_p), drawn)
+        return drawn
 
-    def _bind(self, state: Any) -> _Bound:
+    def _run(
+        self,
+        state: ModelState,
+        ids: Tensor | None,
+        out: Tensor | None,
+        uniform: Tensor | None = None,
+        sampling: tuple[float, int, float, float] = (0.0, 0, 1.0, 0.0),
+        drawn: Tensor | None = None,
+    ) -> None:
+        bound = self._bound
+        if bound is None or bound.state is not state or bound.threads != torch.get_num_threads():
+            bound = self._bound = self._bind(state)
+        if ids is not None:
+            self._check("ids", ids, torch.int64, len(state))
+        pointers = [None if x is None else x.data_ptr() for x in (ids, out, uniform, drawn)]
+        wrong = self._decode(*bound.first, *pointers[:3], *sampling, pointers[3])
+        if wrong:
+            self._refuse(ids, wrong)
+
+    def _bind(self, state: ModelState) -> _Bound:
         """The addresses of a state, which are found once for all tokens."""
-        bound, threads = self._bound, torch.get_num_threads()
-        if bound is not None and bound.state is state and bound.threads == threads:
-            return bound
-        first_block = state.blocks[0]
-        streams = len((first_block.own if self._shifted else first_block).position)
-        if len(state.blocks) != self._n_layers or not 0 < streams <= MAX_STREAMS:
-            found = f"has {len(state.blocks)} blocks and {streams} streams"
-            raise ArgumentError(
-                "state", f"{found}, but must have {self._n_layers} blocks, and from 1 to {MAX_STREAMS} streams."
-            )
-        addresses = torch.tensor([self._addresses(block, streams) for block in state.blocks], dtype=torch.int64, device="cpu")
+        self._backbone.check_state(state, state.position)
+        every, streams, threads = [self._tensors(block) for block in state.blocks], len(state), torch.get_num_threads()
+        for tensors in every:
+            for tensor, like in zip(tensors, self._like, strict=True):
+                self._check("state", tensor, like.dtype, streams, *like.shape[1:])
+        null = [] if self._shifted else [0]
+        addresses = torch.tensor([[*null, *(tensor.data_ptr() for tensor in tensors)] for tensors in every], device="cpu")
         # PyTorch does not see what C++ writes: this lets it refuse the gradient of what read these tensors before.
         torch.autograd.graph.increment_version([tensor for tensor in state.tensors() if not tensor.is_inference()])
         model = ctypes.addressof(self._native)
         memory = torch.zeros(self._bytes(model, streams, threads) + 64, dtype=torch.uint8, device="cpu")
         aligned = -memory.data_ptr() % 64 + memory.data_ptr()
-        first = (model, addresses.data_ptr(), streams, aligned, threads)
-        self._bound = bound = _Bound(state, streams, threads, addresses, memory, first)
-        return bound
+        return _Bound(state, threads, addresses, memory, (model, addresses.data_ptr(), streams, aligned, threads))
 
-    def _addresses(self, block: Any, streams: int) -> list[int]:
-        _, e, s, c = self._sizes
+    def _tensors(self, block: Any) -> list[Tensor]:
+        """The tensors of the state of a block, in the order of `State` in decode.cpp."""
         own = block.own if self._shifted else block
-        wanted = {
-            "summary": (own.summary, (streams, s, e), self._wide),
-            "keys": (own.keys, (streams, 2, c, s), self._dtype),
-            "values": (own.values, (streams, c, e), self._dtype),
-            "position": (own.position, (streams,), torch.int64),
-        }
-        if self._shifted:
-            wanted = {"last": (block.last, (streams, self._shifted), self._dtype), **wanted}
-        for name, (tensor, shape, dtype) in wanted.items():
-            if tensor.shape != shape or tensor.dtype != dtype or not has_plain_memory(tensor):
-                found = f"has {name} of shape {list(tensor.shape)} in {tensor.dtype} on {tensor.device}"
-                raise ArgumentError("state", f"{found}, but must have {list(shape)} in {dtype}, contiguous on a CPU.")
-        addresses = [tensor.data_ptr() for tensor, _, _ in wanted.values()]
-        return addresses if self._shifted else [0, *addresses]
+        return [*([block.last] if self._shifted else []), own.summary, own.keys, own.values, own.position]
 
-    def _check(self, argument: str, x: Tensor, bound: _Bound, dtype: torch.dtype, *shape: int) -> None:
-        if x.shape != (bound.streams, *shape) or x.dtype != dtype or not x.is_contiguous() or not x.is_cpu:
-            wanted = f"{[bound.streams, *shape]} in {dtype}, contiguous on a CPU"
+    def _check(self, argument: str, x: Tensor, dtype: torch.dtype, *shape: int) -> None:
+        if x.shape != shape or x.dtype != dtype or not has_plain_memory(x):
+            wanted = f"{list(shape)} in {dtype}, contiguous on a CPU"
             raise ArgumentError(argument, f"has shape {list(x.shape)} in {x.dtype} on {x.device}, but must have {wanted}.")
 
-    def _refuse(self, ids: Tensor | None, bound: _Bound, wrong: int) -> Tensor:
+    def _refuse(self, ids: Tensor | None, wrong: int) -> None:
         """Raise the ArgumentError about the stream that the C++ function refused, counted from 1."""
         if ids is not None and not 0 <= int(ids[wrong - 1]) < self._vocabulary:
             last = self._vocabulary - 1
@@ -232,10 +212,6 @@ class NativeDecoder:
         raise ArgumentError(
             "max_positions", f"is {self._native.n_places}, the number of learned positions, but a stream has as many tokens."
         )
-
-    @staticmethod
-    def _sines(backbone: Backbone) -> int:
-        return backbone.embedding.weight.shape[1] // 2 if isinstance(backbone.position, ScaledSin) else 0
 
     def _keep(self, x: Tensor | None) -> int | None:
         """The address of a tensor, which stays alive as long as the decoder."""
@@ -266,7 +242,7 @@ class NativeDecoder:
         c = layer.chunk_size
         slots = torch.arange(c, device="cpu")
         bias = layer.bias(slots[-1:], slots)
-        return (bias.dense() if isinstance(bias, FactoredBias) else bias)[0].to(self._wide)
+        return (bias.dense() if isinstance(bias, FactoredBias) else bias)[0].to(acc_dtype(layer.gamma))
 
 
 @torch.no_grad()
@@ -275,25 +251,27 @@ def native_decoder(backbone: Backbone, head: nn.Module | None) -> NativeDecoder 
 
     It computes models of unmodified FLASH layers with the activation relu2 on a CPU.
     """
-    blocks, parameters = list(backbone.blocks), [*backbone.parameters(), *(() if head is None else head.parameters())]
     if type(backbone) is not Backbone or torch.is_autocast_enabled("cpu") or any(map(is_modified, backbone.modules())):
         return None
-    if not all(map(_is_plain_block, blocks)) or not _are_alike([block.mixer for block in blocks]):
+    if not all(map(_is_plain_block, backbone.blocks)):
         return None
+    layers: list[Any] = [block.mixer for block in backbone.blocks]
+    if len({(each.options, each.d_model, each.d_value, each.d_qk, each.rope, each.token_shift) for each in layers}) != 1:
+        return None
+    parameters = [*backbone.parameters(), *(() if head is None else head.parameters())]
     dtype = parameters[0].dtype
     if dtype not in NATIVE_DTYPES or not all(x.dtype == dtype and has_plain_memory(x) for x in parameters):
         return None
     if not all(norm_parts(norm) or type(norm) is nn.Identity for norm in (backbone.norm, backbone.embedding_norm)):
         return None
-    embeddings = [backbone.embedding, *([] if backbone.token_types is None else [backbone.token_types])]
-    if any(type(part) is not Embedding for part in embeddings) or type(backbone.position) not in _POSITIONS:
+    if type(backbone.embedding) is not Embedding or type(backbone.token_types) not in (Embedding, NoneType):
+        return None
+    if type(backbone.position) not in (ScaledSin, LearnedPositions, NoneType):
         return None
     if head is not None and not (isinstance(head, nn.Linear) and is_untouched(head)):
         return None
-    return None if native_functions(SOURCE) is None else NativeDecoder(backbone, head)
-
-
-_POSITIONS = (ScaledSin, LearnedPositions, type(None))
+    functions = native_functions(SOURCE)
+    return None if functions is None else NativeDecoder(backbone, head, functions)
 
 
 def is_modified(module: nn.Module) -> bool:
@@ -305,13 +283,6 @@ def _is_plain_block(block: Block) -> bool:
     layer = block.mixer
     if type(block) is not Block or type(block.feed_forward) is not nn.Identity or type(layer) is not FLASH:
         return False
-    parts: Sequence[nn.Module] = (layer.to_gate_value_base, layer.to_output)
     dropped = layer.training and getattr(layer.dropout, "p", True)
-    untouched = all(type(part) is Dense and is_untouched(part) for part in parts) and norm_parts(layer.norm) is not None
+    untouched = is_untouched(layer.to_gate_value_base) and is_untouched(layer.to_output) and norm_parts(layer.norm) is not None
     return untouched and layer.activation == "relu2" and not dropped
-
-
-def _are_alike(layers: Sequence[Any]) -> bool:
-    """Whether layers have the same sizes and options."""
-    sizes = {(layer.options, layer.d_model, layer.d_value, layer.d_qk, layer.rope, layer.token_shift) for layer in layers}
-    return len(sizes) == 1

@@ -3,7 +3,10 @@
 Shapes: B batch, T tokens, N new tokens of a stream, V vocabulary, d model width.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from inspect import signature
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -14,13 +17,14 @@ from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.layers.dense import Dense, dense, is_untouched
 from lineartime.models.backbone import Backbone, ModelState
 from lineartime.models.config import ModelConfig
-from lineartime.models.decoding import Decoder, Step, compiled_step
+from lineartime.models.decoder import MAX_STREAMS, NativeDecoder, is_modified, native_decoder
 from lineartime.ops.checks import check_whole
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
 
 MAX_STRUCTURES = 32
 """The structures of packs that a compiled block may be compiled for; 150 random packs had 14."""
+_numbers = count()
 
 
 class LanguageModel(nn.Module):
@@ -161,7 +165,7 @@ class LanguageModel(nn.Module):
 class CausalLM(LanguageModel):
     """A causal language model: the logits at a token predict the next one. With task "prefix-lm", it also reads prefixes."""
 
-    compiled_step: Step | None = None
+    compiled_step: Callable[..., tuple[Tensor, ModelState]] | None = None
     """What decoding calls in place of `extend`: see `compile_step`."""
 
     def init_state(self, batch_size: int) -> ModelState:
@@ -201,13 +205,14 @@ class CausalLM(LanguageModel):
         hidden, state = self.backbone.read_prefix(ids, mask)
         return self.logits(hidden), state
 
-    def compile_for_decoding(self) -> Decoder:
+    def compile_for_decoding(self) -> "Decoder":
         """Prepare to read streams token by token: `decoder.extend(tokens, state)`.
 
         On a CPU, a model of FLASH layers alone becomes one C++ function a token. It takes the weights, hooks and modules as
         they are now: after they change, call this again. `generate` does so by itself.
         """
-        return Decoder(self)
+        is_plain = type(self) is CausalLM and self.compiled_step is None and not is_modified(self)
+        return Decoder(self, native_decoder(self.backbone, self.lm_head) if is_plain else None)
 
     def compile_step(self) -> None:
         """Let torch.compile compile decoding, in place, for models with a `constant_state`. The first token compiles it.
@@ -215,8 +220,16 @@ class CausalLM(LanguageModel):
         Compilation takes as long as thousands of tokens, or less if PyTorch finds the code in its cache on disk. A different
         number of streams is compiled anew. A copy of the model is not compiled.
         """
-        if self.constant_state:
-            self.compiled_step = compiled_step()
+        if not self.constant_state:
+            return
+
+        def step(model: CausalLM, ids: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+            return model.extend(ids, state)
+
+        # PyTorch limits how often a code object is compiled, so each model gets its own. PyTorch also remembers the sizes
+        # it has seen by the name of the code: under a shared name, sizes that differ between models would become dynamic.
+        step.__code__ = step.__code__.replace(co_name=f"step_{next(_numbers)}")
+        self.compiled_step = torch.compile(step, fullgraph=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over: everything but compiled code, as for every module."""
@@ -227,6 +240,34 @@ class CausalLM(LanguageModel):
     def constant_state(self) -> bool:
         """Whether a stream needs constant memory, and one token updates it in place, as in FLASH and linear attention."""
         return self.backbone.constant_state
+
+
+def read_token(model: CausalLM, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+    """Read one more token of each stream by PyTorch, compiled if the model was told so: int64 [B] -> logits [B, V]."""
+    ids, step = tokens[:, None], model.compiled_step
+    logits, state = model.extend(ids, state) if step is None else step(model, ids, state)
+    return logits[:, 0], state
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A causal language model prepared for decoding; what `CausalLM.compile_for_decoding` returns.
+
+    Attributes:
+        model: the model.
+        native: its step as one C++ function, made of the weights as they were; None where there is none, or for a model that
+            was told to `compile_step`.
+    """
+
+    model: CausalLM
+    native: NativeDecoder | None
+
+    @torch.no_grad()
+    def extend(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        """Read one more token of each stream: int64 [B] -> logits [B, V], and the new state; `state` is consumed."""
+        if self.native is not None and 0 < len(tokens) <= MAX_STREAMS:
+            return self.native.logits(tokens.contiguous(), state), state
+        return read_token(self.model, tokens, state)
 
 
 class MaskedLM(LanguageModel):
