@@ -20,8 +20,8 @@ import torch
 import lineartime
 from lineartime.layers import check_mixer
 from lineartime.layers.options import constructor_options
-from lineartime.models.matrices import hidden_maps
 from lineartime.models.systems import SYSTEMS
+from lineartime.training.optimizers import hidden_maps
 
 pytest.importorskip("mkdocs", reason="the extra docs is not installed")
 

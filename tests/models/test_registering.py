@@ -367,8 +367,8 @@ def with_option(hint: Any, default: Any) -> type[Mixer]:
         (list[int], None, r"whose option extra is of type list\[int\], but a checkpoint can only record bool, int"),
         (tuple[int, float], (1, 2.0), r"is of type tuple\[int, float\], but"),
         (torch.dtype, torch.float32, r"is of type torch.dtype, but"),
-        (Any, torch.float32, r"is torch.float32 by default, which no checkpoint can record"),
-        (float, float("inf"), r"is inf by default, which no checkpoint can record"),
+        (Any, torch.float32, r"is torch.float32, which no checkpoint can record"),
+        (float, float("inf"), r"is inf, which no checkpoint can record"),
     ],
 )
 def test_an_option_that_no_checkpoint_can_record_is_named(hint: Any, default: Any, message: str) -> None:
@@ -378,7 +378,7 @@ def test_an_option_that_no_checkpoint_can_record_is_named(hint: Any, default: An
 
 @pytest.mark.parametrize("kind", KINDS["mixer"].values())
 def test_the_options_of_the_library_can_all_be_recorded(kind: type[Mixer]) -> None:
-    registering._check_options(kind)
+    registering._check_options(kind, None, {})
 
 
 def test_a_module_of_the_environment_can_use_all_of_the_library(tmp_path: Path) -> None:

@@ -7,11 +7,10 @@ from lineartime.baselines.reformer import Reformer
 from lineartime.choices import Precision, Task
 from lineartime.layers import GLU, Attention, CrossGAU
 from lineartime.models import LanguageModel, build_model
-from lineartime.models.matrices import hidden_maps
 from lineartime.models.presets import resolve
 from lineartime.models.systems import SYSTEMS
 from lineartime.training.config import TrainConfig
-from lineartime.training.optimizers import build_optimizer
+from lineartime.training.optimizers import build_optimizer, hidden_maps
 
 
 def tiny(system: str) -> LanguageModel:

@@ -60,8 +60,9 @@ def check_weights(file: Path, config: "ModelConfig") -> None:
     if len(header) != size.n_tensors:
         what = f"{len(header):,} tensors, but a model of n_blocks = {size.n_blocks:,} has {size.n_tensors:,}"
         raise UnfitWeightsError(f"{file.name} has {what}")
+    tensors = dict(size.items())
     for name, found in sorted(header.items()):
-        wanted = size.tensor(name)
+        wanted = tensors.get(name)
         if wanted is None:
             raise UnfitWeightsError(f"{file.name} has the tensor {shown(name)}, which the model does not have")
         if found.shape != list(wanted.shape):

@@ -75,14 +75,14 @@ def run(options: Options) -> None:
 
 def _entries(names: Sequence[str], context_length: int) -> Iterator[Entry]:
     from lineartime.models.cost import cost
-    from lineartime.models.presets import describe, presets
+    from lineartime.models.presets import presets, system_of
 
     causal, bidirectional = presets("clm"), presets("mlm")
     for name in names:
         model = causal.get(name) or bidirectional[name]
         length = min(context_length, model.longest_sequence or context_length)
         parameters, flops, state = cost(model, length)
-        yield Entry(name, describe(name), model.n_blocks, model.d_model, parameters, length, flops, state)
+        yield Entry(name, system_of(name).describe(), model.n_blocks, model.d_model, parameters, length, flops, state)
 
 
 def _print_costs(names: Sequence[str], context_length: int) -> None:

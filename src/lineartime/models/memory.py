@@ -46,25 +46,11 @@ class ModelTensors(NamedTuple):
         """The number of elements in all tensors."""
         return _n_elements(self.rest) + self.n_blocks * _n_elements(self.block)
 
-    @property
-    def features(self) -> int:
-        """The number of features that the linear maps of a block compute for each token."""
-        return sum(tensor.shape[0] for tensor in self.block.values() if tensor.dim() > 1)
-
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors on the meta device by their names in the model."""
         yield from self.rest.items()
         for number in range(self.n_blocks):
             yield from ((f"{_BLOCKS}{number}.{name}", tensor) for name, tensor in self.block.items())
-
-    def tensor(self, name: str) -> Tensor | None:
-        """A tensor on the meta device by its name in the model; None if the model has no such tensor."""
-        if name in self.rest:
-            return self.rest[name]
-        number, _, within = name.removeprefix(_BLOCKS).partition(".")
-        if name.startswith(_BLOCKS) and number.isdecimal() and len(number) < 19 and int(number) < self.n_blocks:
-            return self.block.get(within)
-        return None
 
 
 def model_tensors(config: ModelConfig) -> ModelTensors:
@@ -119,7 +105,8 @@ def check_memory(
         needed = f"with which the model has {tensors.n_elements:,} parameters and needs at least {size(weights)}"
         in_blocks = 2 * _n_elements(tensors.rest) < tensors.n_elements
         raise too_large(config, f"{needed}, but there are {size(memory)} of memory", _EMBEDDED if in_blocks else ())
-    token = tensors.features * kept_blocks * number_bytes
+    features = sum(tensor.shape[0] for tensor in tensors.block.values() if tensor.dim() > 1)  # of the linear maps of a block
+    token = features * kept_blocks * number_bytes
     one, at_once = weights + tokens // sequences * token, weights + tokens * token
     for option, count, least in (
         ("context_length", tokens // sequences, one),

@@ -1,6 +1,5 @@
 """Models that can be built by name: a system at a size, named SYSTEM-SIZE."""
 
-import dataclasses
 from typing import Any, Literal, get_args, overload
 
 from lineartime.choices import BYTE_VOCABULARY, Task
@@ -118,11 +117,6 @@ def _can_learn(system: System, task: Task) -> bool:
     return task == "mlm" or system.mixer.why_not_causal is None
 
 
-def describe(preset: str) -> str:
-    """A one-line description of a preset's system."""
-    return system_of(preset).describe()
-
-
 def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **overrides: Any) -> ModelConfig:
     """The configuration that `build` builds from the same arguments."""
     if isinstance(preset_or_config, ModelConfig):
@@ -156,10 +150,10 @@ def _mixer_named(kind: str, size: Size) -> LayerConfig | str:
 
 def values_of(config: ModelConfig) -> dict[str, Any]:
     """All values of a config by their names in `ModelConfig.override`, except the task and the layers themselves."""
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    layers = [layer for layer in (fields.pop("mixer"), fields.pop("feed_forward")) if layer is not None]
-    del fields["task"]
-    return {**fields, **{name: value for layer in layers for name, value in layer.options.items()}}
+    values = {name: value for name, value in vars(config).items() if name not in ("task", "mixer", "feed_forward")}
+    for layer in filter(None, (config.mixer, config.feed_forward)):
+        values |= layer.options
+    return values
 
 
 def nearest_preset(config: ModelConfig) -> str:

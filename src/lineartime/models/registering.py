@@ -77,10 +77,7 @@ def register_system(
     system = System(mixer, layer, options or {}, scaled or {}, fields or {}, description=description)
     check_names({**system.options, **system.scaled}, constructor_options(mixer), mixer.__name__)
     check_names(system.fields, _FIELDS, "fields")
-    _check_options(mixer, layer)
-    for option, value in system.options.items():
-        if not _is_plain(value):
-            raise ArgumentError("options", f"has {option} = {value!r}, which no checkpoint can record: use a number or a text.")
+    _check_options(mixer, layer, system.options)
     mixers = KINDS["mixer"]
     before = dict(mixers)
     mixers[mixer.name] = mixer  # a class that is defined again replaces the one before
@@ -124,7 +121,7 @@ def _check_mixer(mixer: object) -> None:
         raise ArgumentError("mixer", f"{found}: give the class an attribute `name` of its own.")
 
 
-def _check_options(mixer: type[Mixer], feed_forward: type[Any] | None = None) -> None:
+def _check_options(mixer: type[Mixer], feed_forward: type[Any] | None, values: Mapping[str, Any]) -> None:
     """Raise ArgumentError for an option of a mixer that no checkpoint can record, as JSON, and read back.
 
     Options are named without their layer, so that no two parts of a model may have one of the same name.
@@ -140,9 +137,10 @@ def _check_options(mixer: type[Mixer], feed_forward: type[Any] | None = None) ->
             allowed = "bool, int, float, str, Literal, None and tuple[..., ...] of these"
             found = f"{wanted} is of type {inspect.formatannotation(option.type)}"
             raise ArgumentError("mixer", f"{found}, but a checkpoint can only record {allowed}.")
-        if option.default is not inspect.Parameter.empty and not _is_plain(option.default):
+        value = values.get(name, option.default)
+        if value is not inspect.Parameter.empty and not _is_plain(value):
             raise ArgumentError(
-                "mixer", f"{wanted} is {option.default!r} by default, which no checkpoint can record: use None."
+                "mixer", f"{wanted} is {value!r}, which no checkpoint can record: use a number, a text or None."
             )
 
 

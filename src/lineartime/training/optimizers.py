@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lineartime.models.matrices import hidden_maps, matrices_of
+from lineartime.layers.dense import Dense
+from lineartime.layers.residual import ResidualLayer
 from lineartime.training.config import TrainConfig
 from lineartime.training.muon import Muon
 from lineartime.training.schedule import describe_schedule
@@ -91,6 +92,38 @@ class ModelOptimizer:
         owners = {p: part for part in self._parts for group in part.optimizer.param_groups for p in group["params"]}
         for name, parameter in self._model.named_parameters():
             yield owners[parameter], name, parameter
+
+
+def matrices_of(model: nn.Module) -> Iterator[Tensor]:
+    """All maps and tables: weights of linear layers and embeddings, and what modules name. Only these get weight decay.
+
+    The shape alone does not tell: the scales of a gated unit are several vectors in one tensor. A module names its own matrices
+    in two class attributes: `maps`, which multiply vectors or sequences, and `tables`, whose rows are independent vectors.
+    """
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            yield module.weight
+        for name in (*getattr(module, "maps", ()), *getattr(module, "tables", ())):
+            yield module.get_parameter(name)
+
+
+def hidden_maps(model: nn.Module) -> dict[Tensor, tuple[int, ...]]:
+    """The matrices of linear maps inside layers, each with the numbers of rows of its maps.
+
+    Embeddings and the output layer are not included. One matrix can hold several maps, such as those to queries, keys and
+    values. Maps of more than two dimensions are left out.
+    """
+    found: dict[Tensor, tuple[int, ...]] = {}
+    for layer in model.modules():
+        if not isinstance(layer, ResidualLayer):
+            continue
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                found[module.weight] = module.widths if isinstance(module, Dense) else (module.out_features,)
+            for name in getattr(module, "maps", ()):
+                parameter = module.get_parameter(name)
+                found[parameter] = (len(parameter),)
+    return {parameter: rows for parameter, rows in found.items() if parameter.dim() == 2}
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> ModelOptimizer:
