@@ -6,7 +6,7 @@ Shapes: B batch or streams, T tokens, V vocabulary.
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -118,13 +118,11 @@ def _tracing(model: LanguageModel, sizes: str) -> Iterator[None]:
 def write_program(program: ExportedProgram, file: str | Path) -> Path:
     """Write a program for `torch.export.load`. Raises LineartimeError on failure."""
     file = checked_file(file, ".pt2")
-
-    def save_into(partial: Path) -> None:
+    with _writing(file) as partial:
         archive = BytesIO()  # PyTorch's writer of files ends the process if the disk is full
         torch.export.save(program, archive)
         partial.write_bytes(archive.getbuffer())
-
-    return _write(file, save_into)
+    return file
 
 
 def write_package(program: ExportedProgram, file: str | Path) -> Path:
@@ -141,26 +139,18 @@ def write_package(program: ExportedProgram, file: str | Path) -> Path:
         LineartimeError: without a compiler, or if the file cannot be written.
     """
     file = checked_file(file, ".pt2")
-    ids, state = _step_inputs(program)
+    ids, *state = program.example_inputs[0]
+    if len(state) != 1 or not isinstance(state[0], list):
+        raise ArgumentError("program", "reads whole texts, but must be one of steps: export the model by export_step().")
     if missing := compiler_missing(ids.device):
         raise LineartimeError(f"A compiled program needs torch.compile's compiler, which is missing: {missing}.")
-    shapes = [{"shape": [1, *x.shape[1:]], "dtype": str(x.dtype).removeprefix("torch.")} for x in state]
+    shapes = [{"shape": [1, *x.shape[1:]], "dtype": str(x.dtype).removeprefix("torch.")} for x in state[0]]
     options = {"aot_inductor.metadata": {STATE: json.dumps(shapes)}}
-
-    def compile_into(partial: Path) -> None:
-        archive = BytesIO()  # PyTorch's writer of files ends the process if the disk is full
+    with _writing(file) as partial:
+        archive = BytesIO()  # as in write_program
         torch._inductor.aoti_compile_and_package(program, package_path=archive, inductor_configs=options)
         partial.write_bytes(archive.getbuffer())
-
-    return _write(file, compile_into)
-
-
-def _step_inputs(program: ExportedProgram) -> tuple[Tensor, list[Tensor]]:
-    """The example inputs of a program for steps: ids and a state. Raises ArgumentError for any other program."""
-    given = program.example_inputs[0]
-    if len(given) != 2 or not isinstance(given[1], list):
-        raise ArgumentError("program", "reads whole texts, but must be one of steps: export the model by export_step().")
-    return given[0], given[1]
+    return file
 
 
 def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
@@ -193,7 +183,7 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
         outputs += [f"next_state_{place}" for place in states]
     axes: list[dict[int, str]] = [{0: "batch", 1: "length"}, *({} for _ in inputs[1:])]  # the others have the axes of ids
 
-    def translate_into(partial: Path) -> None:
+    with _writing(file) as partial:
         try:
             torch.onnx.export(
                 program.run_decompositions(PLAIN),
@@ -216,7 +206,7 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
                 f"PyTorch cannot translate this program into ONNX ({typed_first_line(cause)}): {EXPORTABLE}"
             ) from None
 
-    return _write(file, translate_into)
+    return file
 
 
 def checked_file(file: str | Path, suffix: str) -> Path:
@@ -229,18 +219,18 @@ def checked_file(file: str | Path, suffix: str) -> Path:
     return file
 
 
-def _write(file: Path, write: Callable[[Path], object]) -> Path:
-    """Let a function write the file under a temporary name, and rename it when it is complete."""
+@contextmanager
+def _writing(file: Path) -> Iterator[Path]:
+    """The temporary name of a file, which is renamed when it is complete."""
     with new_file("file", file) as partial, _quiet():
         try:
-            write(partial)
+            yield partial
         except RuntimeError as error:  # raised by PyTorch's writer if the disk is full, and by a compiler that fails
             if is_out_of_memory(error):
                 raise
             raise LineartimeError(
                 f"Cannot write {file} ({typed_first_line(error)}): check the disk and the compiler."
             ) from error
-    return file
 
 
 @contextmanager
