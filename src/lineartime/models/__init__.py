@@ -5,7 +5,7 @@ from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConf
 from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
 from lineartime.models.presets import build, presets
-from lineartime.models.registering import import_from_environment, register_system
+from lineartime.models.registering import import_modules, imported_names, register_system
 
 __all__ = [
     "CausalLM",
@@ -22,4 +22,4 @@ __all__ = [
     "register_system",
 ]
 
-import_from_environment()
+import_modules(imported_names())

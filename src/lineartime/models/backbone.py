@@ -29,7 +29,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        options = config.layer_options
+        options: dict[str, Any] = {name: getattr(config, name) for name in ("norm", "norm_eps", "norm_position", "dropout")}
         reason = config.mixer.layer.why_not_causal
         if config.task != "mlm" and reason is not None:
             problem = f"is {config.task!r}, but a model of {config.mixer.kind} cannot be causal: {reason}; use "

@@ -77,11 +77,6 @@ class ModelConfig(PartsConfig):
         return min(limits, default=None)
 
     @property
-    def layer_options(self) -> dict[str, Any]:
-        """The arguments of `LayerConfig.build` that all layers share."""
-        return {name: getattr(self, name) for name in ("norm", "norm_eps", "norm_position", "dropout")}
-
-    @property
     def override_names(self) -> list[str]:
         """The names that `override` accepts: fields of the model, then options of its layers."""
         return list(dict.fromkeys([*vars(self), *(option for part in self._layers.values() for option in part.options)]))

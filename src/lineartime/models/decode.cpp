@@ -18,7 +18,7 @@ struct Layer {
   const T *to_projected, *projected_bias, *to_output, *output_bias;
 };
 
-// The state of a layer: see decoder.py.
+// The state of a layer: `ShiftedState` and `MixedChunkState` in Python.
 template <class T, class A = typename Type<T>::A>
 struct State {
   T* last;  // [B, shifted], the first normed features of the previous token; or null

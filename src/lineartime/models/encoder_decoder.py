@@ -182,7 +182,7 @@ class EncoderDecoder(nn.Module):
     def _encode(self, source_ids: Tensor, source_mask: Tensor | None) -> tuple[SourceState, ...]:
         self.encoder.check_ids(source_ids, "source_ids")
         source_mask = as_mask("source_mask", source_mask, source_ids.shape[0], source_ids.shape[1], source_ids.device)
-        hidden = self.encoder(source_ids, source_mask)
+        hidden = self.encoder(self.encoder.embedding(source_ids), source_mask)
         return tuple(block.cross.project_source(hidden, source_mask) for block in self.blocks)
 
     @property

@@ -58,14 +58,13 @@ def model_tensors(config: ModelConfig) -> ModelTensors:
     try:
         with shapes_only():
             tensors = build_model(config.override(n_blocks=1)).state_dict()
-        n_elements = _n_elements(tensors)
+        if _n_elements(tensors) > 2**60:
+            raise OverflowError
     except (RuntimeError, OverflowError, MemoryError):
         raise too_large(config, "which no tensor can have") from None
     first = f"{_BLOCKS}0."
     block = {name.removeprefix(first): tensor for name, tensor in tensors.items() if name.startswith(first)}
     rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(first)}
-    if n_elements > 2**60:
-        raise too_large(config, "which no tensor can have")
     return ModelTensors(block, rest, config.n_blocks)
 
 

@@ -1,9 +1,9 @@
 """Models that can be built by name: a system at a size, named SYSTEM-SIZE."""
 
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, overload
 
 from lineartime.choices import BYTE_VOCABULARY, Task
-from lineartime.errors import Argument, ArgumentError, Call, check_choice, did_you_mean
+from lineartime.errors import Argument, ArgumentError, Call, did_you_mean
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
@@ -105,10 +105,8 @@ def system_of(preset: str) -> System:
 
 def presets(task: Task = "clm") -> dict[str, ModelConfig]:
     """The configurations that `build` knows by name, except those of systems that cannot learn the task."""
-    check_choice("task", task, get_args(Task))
-    return {
-        name: model_of(system_of(name), size, task) for name, (_, size) in PRESETS.items() if _can_learn(system_of(name), task)
-    }
+    systems = {name: (SYSTEMS[system], size) for name, (system, size) in PRESETS.items()}
+    return {name: model_of(system, size, task) for name, (system, size) in systems.items() if _can_learn(system, task)}
 
 
 def _can_learn(system: System, task: Task) -> bool:
@@ -123,9 +121,7 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
         return preset_or_config.override(**({} if task is None else {"task": task}), **overrides)
     if not isinstance(preset_or_config, str):
         raise ArgumentError("preset_or_config", f"is {preset_or_config!r}, but must be the name of a preset or a ModelConfig.")
-    task = task or "clm"
-    check_choice("task", task, get_args(Task))
-    system = system_of(preset_or_config)
+    task, system = task or "clm", system_of(preset_or_config)
     if task == "clm" and system.mixer.why_not_causal is not None and "mixer" not in overrides:
         reason = system.mixer.why_not_causal
         problem = f"is 'clm', but {preset_or_config} cannot be a causal model: {reason}; use "

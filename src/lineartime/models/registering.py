@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from lineartime.errors import ArgumentError, LineartimeError, check_choice, typed_first_line
 from lineartime.fields import check_names
 from lineartime.layers.mixer import Mixer
-from lineartime.layers.options import constructor_options
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import build_model
 from lineartime.models.layer_config import KINDS, own_options
@@ -75,7 +74,7 @@ def register_system(
         check_choice("feed_forward", feed_forward, get_args(FeedForward))
     layer = None if feed_forward is None else KINDS["feed_forward"][feed_forward]
     system = System(mixer, layer, options or {}, scaled or {}, fields or {}, description=description)
-    check_names({**system.options, **system.scaled}, constructor_options(mixer), mixer.__name__)
+    check_names({**system.options, **system.scaled}, own_options(mixer), mixer.__name__)
     check_names(system.fields, _FIELDS, "fields")
     _check_options(mixer, layer, system.options)
     mixers = KINDS["mixer"]
@@ -221,8 +220,3 @@ def import_everywhere(names: Sequence[str]) -> None:
 def imported_names() -> list[str]:
     """The modules and files that the environment variable names, separated as in PATH."""
     return list(filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
-
-
-def import_from_environment() -> None:
-    """Import what the environment variable names. Raises as `import_modules`."""
-    import_modules(imported_names())
