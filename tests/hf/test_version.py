@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lineartime.errors import LineartimeError
-from lineartime.hf import LineartimeCache, LineartimeForCausalLM, probe, version
+from lineartime.hf import LineartimeCache, LineartimeForCausalLM, version
 
 
 @pytest.mark.parametrize("found", ["5.20.0", "5.23.0.dev0", "5.99.1"])
@@ -31,19 +31,19 @@ def test_a_newer_version_that_loses_the_cache_is_refused(monkeypatch: pytest.Mon
         return extend(cache, *arguments, **options)
 
     monkeypatch.setattr(version, "installed_version", lambda _: "5.25.0")
-    probe.check_generation()
+    version.check_generation()
     monkeypatch.setattr(LineartimeCache, "extend", forget)
     with pytest.raises(LineartimeError, match=r"tested with transformers 5.20 to 5.24, but version 5.25.0 .* logits with the"):
-        probe.check_generation()
+        version.check_generation()
     monkeypatch.setattr(version, "installed_version", lambda _: "5.24.9")
-    probe.check_generation()  # a tested version is not tried out again
+    version.check_generation()  # a tested version is not tried out again
 
 
 def test_a_newer_version_that_cannot_generate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version, "installed_version", lambda _: "5.30.0")
     monkeypatch.setattr(LineartimeForCausalLM, "generate", None)
     with pytest.raises(LineartimeError, match=r"version 5.30.0 is installed, with which generating .* fails \(TypeError"):
-        probe.check_generation()
+        version.check_generation()
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

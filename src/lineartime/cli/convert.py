@@ -53,8 +53,7 @@ def _convert(options: Options) -> str:
         problem = f"is {options.destination}, the name of a file of weights, but a folder would be written: give its name, or "
         raise ArgumentError("destination", problem, Argument("to", "flash-pytorch"), ".")
     _refuse(options, "flash_pytorch", "tokenizer")
-    from lineartime.hf.convert import convert
-    from lineartime.hf.folder import CONFIG
+    from lineartime.hf.convert import CONFIG, convert
 
     folder = convert(options.source, options.destination, checkpoint=checkpoint_choice(options.checkpoint))
     if (folder / CONFIG).exists():

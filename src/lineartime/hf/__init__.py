@@ -1,16 +1,26 @@
 """Integration with the transformers library: `import lineartime.hf` registers our models with its Auto classes."""
 
-from lineartime.hf.version import check_transformers
+from lineartime.hf.version import check_generation, check_transformers
 
 check_transformers()  # before anything of transformers is imported
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lineartime.hf.cache import LineartimeCache
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.convert import convert, from_transformers, to_transformers
 from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
-from lineartime.hf.probe import check_generation
-from lineartime.hf.register import register
 from lineartime.hf.tasks import (
     LineartimeForMultipleChoice,
     LineartimeForQuestionAnswering,
@@ -36,5 +46,20 @@ __all__ = [
     "to_transformers",
 ]
 
-register()
+MODELS = {
+    AutoModel: LineartimeModel,
+    AutoModelForCausalLM: LineartimeForCausalLM,
+    AutoModelForMaskedLM: LineartimeForMaskedLM,
+    AutoModelForMultipleChoice: LineartimeForMultipleChoice,
+    AutoModelForQuestionAnswering: LineartimeForQuestionAnswering,
+    AutoModelForSequenceClassification: LineartimeForSequenceClassification,
+    AutoModelForTokenClassification: LineartimeForTokenClassification,
+}
+"""The model that each Auto class loads."""
+
+AutoConfig.register(LineartimeConfig.model_type, LineartimeConfig, exist_ok=True)
+for auto, kind in MODELS.items():
+    auto.register(LineartimeConfig, kind, exist_ok=True)
+# With label smoothing, `Trainer` shifts the labels of the classes named here, and teaches all others to copy their input.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LineartimeConfig.model_type] = LineartimeForCausalLM.__name__
 check_generation()

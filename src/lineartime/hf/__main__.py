@@ -6,7 +6,7 @@
 import transformers
 from transformers.cli.transformers import app
 
-from lineartime.hf.register import MODELS
+from lineartime.hf import MODELS
 
 
 def main() -> None:

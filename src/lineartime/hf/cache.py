@@ -5,7 +5,8 @@ For FLASH and the linear attentions, its size does not depend on the length of t
 Shapes: B streams, N new tokens, d model width.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,46 +21,11 @@ from lineartime.models.decoder import MAX_STREAMS, NativeDecoder, native_decoder
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The name of the cache in transformers: among the arguments of a model, in its outputs, and in `generate`; new in 5.24."""
-
-
 REREAD = 64
-"""The tokens of an undone call that are read again together with the next ones; more are read before them, once."""
+"""The undone tokens that are read again together with the next ones; more are read before them, once."""
 
-
-class Call(NamedTuple):
-    """A call that can be undone.
-
-    Attributes:
-        embedded: [B, N, d], the embedded tokens that are read.
-        mask: bool [B, N], True for real tokens; None if all are real.
-        prefix: whether the tokens are read as a prefix, bidirectionally.
-        before: the state before the call; None if there was none.
-    """
-
-    embedded: Tensor
-    mask: Tensor | None
-    prefix: bool = False
-    before: ModelState | None = None
-
-    @property
-    def tokens(self) -> int:
-        """N."""
-        return self.embedded.shape[1]
-
-    def first(self, tokens: int) -> "Call":
-        """The same call with the first tokens alone."""
-        return self._replace(embedded=self.embedded[:, :tokens], mask=None if self.mask is None else self.mask[:, :tokens])
-
-    def then(self, embedded: Tensor, mask: Tensor | None) -> "Call":
-        """The same call with more tokens."""
-        if self.mask is not None or mask is not None:
-            mask = torch.cat([real_tokens(self.mask, self.embedded), real_tokens(mask, embedded)], 1)
-        return self._replace(embedded=torch.cat([self.embedded, embedded], 1), mask=mask)
-
-    def take(self, rows: Tensor) -> "Call":
-        """The same call restricted to some of the streams."""
-        mask, before = None if self.mask is None else self.mask[rows], None if self.before is None else self.before.take(rows)
-        return Call(self.embedded[rows], mask, self.prefix, before)
+Tokens = tuple[Tensor, Tensor]
+"""Embedded tokens [B, N, d], and which of them are real, bool [B, N]."""
 
 
 class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types here
@@ -79,8 +45,9 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         """Forget everything."""
         self.state: ModelState | None = None
         self._length = 0
-        self._calls: list[Call] = []
-        self._kept: Call | None = None  # what is left of an undone call: the state has not read it
+        self._before: ModelState | None = None  # the state before the recorded tokens
+        self._recorded: list[Tokens] = []
+        self._unread: Tokens | None = None  # what `crop` left of the recorded tokens: the state has not read it
         self._decoder: NativeDecoder | None = None
         self._is_prepared = False
 
@@ -99,7 +66,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
             backbone: the model, the same one at every call.
             embedded: [B, N, d], embedded tokens.
             mask: bool [B, N], True for real tokens; None if all are real.
-            prefix: whether the first tokens of the streams are a prefix, which is read bidirectionally.
+            prefix: whether the tokens are a prefix, which is read bidirectionally, before all others. `crop` cannot forget it.
             inputs: an empty list that receives the input of each block, [B, N, d] each.
 
         Returns:
@@ -108,35 +75,41 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         Raises:
             ArgumentError: for another number of streams.
         """
-        known, kept = self.batch_size, self._kept
+        known, new = self.batch_size, embedded.shape[1]
         if known not in (-1, len(embedded)):
             raise ArgumentError(
                 CACHE,
                 f"is the cache of {known} streams, but the batch has {len(embedded)}: continue the same streams, or begin "
                 "without one.",
             )
-        if kept is not None and (kept.prefix or kept.tokens > REREAD):
-            self._read(backbone, kept)
-            self._kept = kept = None
-        call = Call(embedded, mask, prefix) if kept is None else kept.then(embedded, mask)
-        before = self.state.clone() if self._recording and self.state is not None else None
-        hidden = self._read(backbone, call, inputs)
+        if prefix:
+            hidden, self.state = backbone.read_prefix(embedded, mask, inputs=inputs)
+            self._length += new
+            return hidden
+        if self._unread is not None and self._unread[0].shape[1] > REREAD:
+            self._read(backbone, *self._unread)
+            self._unread = None
+        if self._unread is not None:
+            embedded, real = _joined([self._unread, (embedded, real_tokens(mask, embedded))])
+            mask = None if bool(real.all()) else real  # rows without padding are read faster
+        begins = self._recording and not self._recorded
+        before = self.state.clone() if begins and self.state is not None else None
+        hidden = self._read(backbone, embedded, mask, inputs)
+        if begins:
+            self._before = before
         if self._recording:
-            self._calls.append(call._replace(embedded=call.embedded.detach(), before=before))
-        self._kept = None
-        self._length += embedded.shape[1]
-        first = call.tokens - embedded.shape[1]
+            self._recorded.append((embedded.detach(), real_tokens(mask, embedded)))
+        self._unread = None
+        self._length += new
+        first = embedded.shape[1] - new
         if inputs:
             inputs[:] = [each[:, first:] for each in inputs]
         return hidden[:, first:]
 
-    def _read(self, backbone: Backbone, call: Call, inputs: list[Tensor] | None = None) -> Tensor:
+    def _read(self, backbone: Backbone, embedded: Tensor, mask: Tensor | None, inputs: list[Tensor] | None = None) -> Tensor:
         """[B, N, d] -> [B, N, d]; the input of each block is appended to `inputs`. A call that fails leaves the state."""
-        embedded, mask = call.embedded, call.mask
-        if call.prefix:
-            hidden, self.state = backbone.read_prefix(embedded, mask, inputs=inputs)
-            return hidden
-        if self.state is not None and call.tokens == 1 and mask is None and inputs is None and not torch.is_grad_enabled():
+        is_token = embedded.shape[1] == 1 and mask is None and inputs is None
+        if self.state is not None and is_token and not torch.is_grad_enabled():
             if not self._is_prepared:
                 self._decoder, self._is_prepared = native_decoder(backbone, None), True
             if self._decoder is not None and 0 < len(embedded) <= MAX_STREAMS and not torch.is_autocast_enabled("cpu"):
@@ -153,7 +126,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def copy(self) -> "LineartimeCache":
         """A cache with the same state; continuing one of the two does not change the other."""
         copy = LineartimeCache()
-        copy._length, copy._kept = self._length, self._kept
+        copy._length, copy._unread = self._length, self._unread
         copy.state = None if self.state is None else self.state.clone()
         return copy
 
@@ -169,39 +142,33 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def stop_past_recording(self) -> None:
         """Stop recording, so that the memory of the cache does not grow with what it reads."""
-        self._recording, self._calls = False, []
+        self._recording, self._recorded, self._before = False, [], None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens read since the last crop; their number is given as a negative number.
 
-        Nothing is computed. The cache returns to the state before the calls that read them. The tokens of these calls that
-        are kept are read again with the next tokens.
+        Nothing is computed. The cache returns to the state before all recorded tokens. Those that are kept are read again with
+        the next tokens.
 
         Raises:
             ArgumentError: for a positive number.
-            LineartimeError: for more tokens than were recorded, or a part of a prefix, whose tokens have read each other.
+            LineartimeError: for more tokens than were recorded.
         """
         if tokens_to_remove > 0:
             raise ArgumentError(
                 "tokens_to_remove", f"is {tokens_to_remove}, but must be negative, or 0: -5 forgets five tokens."
             )
-        calls, call, left = list(self._calls), None, -tokens_to_remove
-        while left > 0 and calls:
-            call = calls.pop()
-            left -= call.tokens
-        if left > 0:
+        kept = sum(embedded.shape[1] for embedded, _ in self._recorded) + tokens_to_remove
+        if kept < 0:
             raise LineartimeError(
                 f"The cache cannot forget {-tokens_to_remove} tokens: it can only take back what was read since the last crop, "
                 "and only after activate_past_recording()."
             )
-        if call is not None:
-            if call.prefix and left < 0:
-                some = f"{call.tokens + left} of the {call.tokens} tokens of a prefix, which have read each other"
-                raise LineartimeError(f"The cache cannot forget {some}: read the shorter prefix into a new cache.")
-            self.state = call.before
-            self._kept = call.first(-left) if left < 0 else None
+        if tokens_to_remove:
+            embedded, real = _joined(self._recorded)
+            self.state, self._unread = self._before, (embedded[:, :kept], real[:, :kept]) if kept else None
         self._length += tokens_to_remove
-        self._calls = []
+        self._recorded, self._before = [], None
 
     # The interface of a cache in transformers --------------------------------------------------------------------------
 
@@ -215,11 +182,10 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some of the streams, in this order; a stream may be kept several times."""
-        if self.state is not None:
-            self.state = self.state.take(indices)
-        self._calls = [call.take(indices) for call in self._calls]
-        if self._kept is not None:
-            self._kept = self._kept.take(indices)
+        self.state, self._before = (None if state is None else state.take(indices) for state in (self.state, self._before))
+        self._recorded = [(embedded[indices], real[indices]) for embedded, real in self._recorded]
+        if self._unread is not None:
+            self._unread = self._unread[0][indices], self._unread[1][indices]
 
     reorder_cache = batch_select_indices  # for beam search
 
@@ -239,7 +205,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def batch_size(self) -> int:
         """The number of streams; -1 before the first token."""
         if self.state is None:
-            return -1 if self._kept is None else len(self._kept.embedded)
+            return -1 if self._unread is None else len(self._unread[0])
         return len(self.state)
 
     @property
@@ -256,3 +222,8 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def is_initialized(self) -> bool:
         """Whether any token was read."""
         return self.state is not None
+
+
+def _joined(tokens: Sequence[Tokens]) -> Tokens:
+    embedded, real = zip(*tokens, strict=True)
+    return torch.cat(embedded, 1), torch.cat(real, 1)

@@ -13,8 +13,6 @@ from lineartime.models.presets import resolve
 
 FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 """The fields of a `ModelConfig`. This configuration has them under the same names, with layers as plain dictionaries."""
-
-
 _OTHER_NAMES = {
     "n_blocks": ("n_layers", "n_layer", "num_layers", "num_hidden_layer", "num_blocks", "depth"),
     "d_model": ("hidden_dim", "hidden", "n_embd", "embed_dim", "dim", "model_dim", "d_hidden", "hidden_sizes", "width"),
@@ -67,8 +65,7 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
         for name, value in config.to_dict().items():
             setattr(self, name, value)
         if "model_type" not in others:  # files of earlier versions may hold such names, which were ignored
-            _check_no_layer_options(config, others)
-            _check_no_other_names(others)
+            _check_others(config, others)
 
     def to_model_config(self) -> ModelConfig:
         """The configuration that `lineartime.build` takes."""
@@ -85,8 +82,8 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
         return cls.from_model_config(resolve(preset, task, **overrides))
 
 
-def _check_no_layer_options(config: ModelConfig, others: Mapping[str, Any]) -> None:
-    """Raise ArgumentError if `others`, which are not fields of the model, name an option of one of its layers."""
+def _check_others(config: ModelConfig, others: Mapping[str, Any]) -> None:
+    """Raise ArgumentError if `others`, which are not fields of the model, name an option of a layer, or a size of the model."""
     for part, layer in (("mixer", config.mixer), ("feed_forward", config.feed_forward)):
         for name in (name for name in others if layer is not None and name in layer.options):
             raise ArgumentError(
@@ -94,17 +91,6 @@ def _check_no_layer_options(config: ModelConfig, others: Mapping[str, Any]) -> N
                 f"is {others[name]!r}, which is an option of {part} and no field of the model: put it into {part}, or use "
                 "LineartimeConfig.from_preset.",
             )
-
-
-def _check_no_other_names(others: Mapping[str, Any]) -> None:
-    """Raise ArgumentError if `others`, which are not fields of the model, name a size as other models do."""
     for own, names in _OTHER_NAMES.items():
         for name in (name for name in names if name in others):
             raise ArgumentError(name, f"is {others[name]!r}, but no field of this model has that name: give {own}.")
-
-
-def check_task(config: LineartimeConfig, model: str, masked: bool) -> None:
-    """Raise ArgumentError unless the configuration is of a masked model (if `masked`) or of a causal one (if not)."""
-    if (config.task == "mlm") != masked:
-        allowed = "'mlm'" if masked else "'clm' or 'prefix-lm'"
-        raise ArgumentError("task", f"is {config.task!r}, but must be {allowed} for {model}.")

@@ -1,11 +1,11 @@
 """Conversion between folders of lineartime and folders of transformers."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 import torch
@@ -23,14 +23,13 @@ from lineartime.checkpoint import (
 )
 from lineartime.checkpoint.format import read_model
 from lineartime.checkpoint.saving import check_finite, write_model
-from lineartime.checkpoint.weights import FLOATS, Stored
+from lineartime.checkpoint.weights import FLOATS, Stored, read_header
 from lineartime.data.tokenizers import Tokenizer, read_definition, read_tokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, new_folder, os_error_behind, utf8_path
 from lineartime.hf.card import model_card, training_facts
 from lineartime.hf.config import FIELDS, LineartimeConfig
-from lineartime.hf.folder import CONFIG, check_not_adapter, read_folder_header, weight_files
 from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
 from lineartime.json_files import read_plain
@@ -39,7 +38,8 @@ from lineartime.models.language_model import LanguageModel, build_model
 from lineartime.models.memory import model_tensors
 from lineartime.shapes import shapes_only
 
-CARD = "README.md"
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER, CARD = "adapter_config.json", "README.md"
 LOGITS, LOGITS_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "backbone.embedding.weight"
 """The output layer, which is a second name of the token embedding if they are tied, and the token embedding."""
 PADDED = 128
@@ -56,7 +56,7 @@ def convert(source: str | Path, destination: str | Path, *, checkpoint: Checkpoi
     source = Path(source)
     if list_checkpoints(source) or (is_checkpoint(source) and not (source / CONFIG).exists()):
         return to_transformers(source, destination, checkpoint=checkpoint)
-    check_not_adapter(source)
+    _check_not_adapter(source)
     if not (source / CONFIG).exists():
         problem = "holds neither a run or checkpoint nor a model of transformers" if source.is_dir() else "is no folder"
         raise ArgumentError("source", f"is {source}, which {problem}: give the folder of a model.")
@@ -93,7 +93,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         if model.lm_head is not None:
             made.lm_head = model.lm_head
         made.tie_weights()
-        with _without_progress_bars(), _as_os_errors():
+        with _saving():
             made.save_pretrained(folder)
             fast_tokenizer(tokenizer, model.config.longest_sequence).save_pretrained(folder)
         card = model_card(model.config, destination.name, model.n_parameters, facts)
@@ -108,24 +108,16 @@ def _read_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, dict[s
 
 
 @contextmanager
-def _as_os_errors() -> Iterator[None]:
-    """Turn the errors of a full disk from other libraries into an OSError; the tokenizers library has no type for it."""
-    try:
-        yield
-    except (OSError, LineartimeError):
-        raise
-    except Exception as error:
-        if not isinstance(error, SafetensorError) and "os error" not in str(error):
-            raise
-        raise os_error_behind(error) from None
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
+def _saving() -> Iterator[None]:
+    """Show no progress bars, and turn errors of other libraries about a full disk into an OSError."""
     were_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
+    except Exception as error:
+        if isinstance(error, SafetensorError) or "os error" in str(error):  # the tokenizers library has no type for it
+            raise os_error_behind(error) from None
+        raise
     finally:
         if were_shown:
             logging.enable_progress_bar()
@@ -155,10 +147,30 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
     return destination
 
 
+class _Place(NamedTuple):
+    """Where the files of a model hold a tensor, under which name, and what the header says of it."""
+
+    file: Path
+    name: str
+    stored: Stored
+
+    def read(self) -> Tensor:
+        with utf8_path(self.file) as path, safe_open(path, "pt") as opened:
+            tensor: Tensor = opened.get_tensor(self.name)
+            return tensor
+
+
 def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
-    check_not_adapter(source)
-    config = _with_own_output(source, _read_config(source))
-    files = _read_headers(source, config)
+    _check_not_adapter(source)
+    config = _read_config(source)
+    places = _places(source)
+    output = [places[name] for name in (LOGITS, EMBEDDING) if name in places]
+    of_one_shape = len(output) == 2 and output[0].stored.shape == output[1].stored.shape
+    if of_one_shape and not torch.equal(*(place.read() for place in output)):  # as an adapter can train it
+        config = replace(config, tie_word_embeddings=False)
+    if config.tie_word_embeddings:
+        places.pop(LOGITS, None)
+    _check_places(source, config, places)
     definition = read_definition(source / TOKENIZER_FILE)
     tokenizer = plain_tokenizer(definition, str(source / TOKENIZER_FILE))
     if not 0 <= config.vocab_size - tokenizer.vocab_size < PADDED:
@@ -170,15 +182,20 @@ def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
     if config.task != "mlm":
         _check_end(source, tokenizer.end_of_document, definition)
     model = build_model(config).float()  # whatever PyTorch's default dtype is
-    state: dict[str, Tensor] = {}
-    for file, names in files.items():
-        with utf8_path(file) as path, safe_open(path, "pt") as opened:
-            state |= {name: opened.get_tensor(stored) for stored, name in names.items()}
+    state = {name: place.read() for name, place in places.items()}
     state |= {name: state[name][: config.vocab_size] for name in (LOGITS, LOGITS_BIAS, EMBEDDING) if name in state}
     if model.lm_head is not None and LOGITS_BIAS not in state:
         state[LOGITS_BIAS] = torch.zeros(config.vocab_size, device="cpu")
     model.load_state_dict(state)
     return model, tokenizer
+
+
+def _check_not_adapter(folder: Path) -> None:
+    """Raise LineartimeError for a folder that holds an adapter of PEFT and no model."""
+    if (folder / ADAPTER).exists() and not any((folder / file).exists() for file in (WEIGHTS, INDEX)):
+        raise LineartimeError(
+            f"{folder} holds only an adapter: merge it into its model with merge_and_unload(), and save that model."
+        )
 
 
 def _read_config(source: Path) -> ModelConfig:
@@ -195,54 +212,39 @@ def _read_config(source: Path) -> ModelConfig:
         raise LineartimeError(f"{source / CONFIG} describes no model that this version can build: {error}") from None
 
 
-def _with_own_output(source: Path, config: ModelConfig) -> ModelConfig:
-    """The configuration, untied if the files hold output weights that differ from the embedding, as an adapter can train."""
-    places: dict[str, tuple[Path, str]] = {}
-    shape = [config.vocab_size, config.d_model]
-    for file in weight_files(source):
-        for name, stored in read_folder_header(file).items():
-            own = name.removeprefix("model.")
-            if own in (LOGITS, EMBEDDING) and stored.shape == shape:  # `_read_headers` names those of another shape
-                places[own] = file, name
-    if not config.tie_word_embeddings or len(places) < 2:
-        return config
-    found = []
-    for file, name in places.values():
-        with utf8_path(file) as path, safe_open(path, "pt") as opened:
-            found.append(opened.get_tensor(name))
-    return config if torch.equal(*found) else replace(config, tie_word_embeddings=False)
+def _weight_files(folder: Path) -> list[Path]:
+    """The weight files in a folder; raises LineartimeError if there are none, or if the index names files elsewhere."""
+    if not (folder / INDEX).exists():
+        if not (folder / WEIGHTS).exists():
+            raise LineartimeError(f"{folder} holds no {WEIGHTS}: save the model with safetensors.")
+        return [folder / WEIGHTS]
+    listed = read_plain(folder / INDEX).get("weight_map")
+    names = sorted({str(name) for name in listed.values()}) if isinstance(listed, dict) else []
+    if not names:
+        raise LineartimeError(f"{folder / INDEX} names no files of weights: restore it from a copy.")
+    for name in names:
+        if not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise LineartimeError(f"{folder / INDEX} names {name!r}, which is not a weight file in this folder.")
+    return [folder / name for name in names]
 
 
-def _check_end(source: Path, end: int, definition: str) -> None:
-    """Raise LineartimeError if texts of the model end with another token than documents in lineartime."""
-    for name in (CONFIG, "generation_config.json"):  # `generate` of transformers obeys the second
-        file = source / name
-        given = read_plain(file).get("eos_token_id") if file.is_file() else None
-        if given not in (None, end, [end]):
-            raise LineartimeError(
-                f"{file} ends texts with eos_token_id {shown(given)}, but lineartime ends documents of this tokenizer with "
-                f"token {end}: tune the model with that end, or set eos_token_id to {end} to convert it without its own."
-            )
-    file = source / "tokenizer_config.json"
-    text = read_plain(file).get("eos_token") if file.is_file() else None
-    text = text.get("content") if isinstance(text, dict) else text  # earlier versions of transformers wrote more than the text
-    known: Any = tokenizers.Tokenizer.from_str(definition)
-    if isinstance(text, str) and known.token_to_id(text) != end:
-        raise LineartimeError(
-            f"{file} ends texts with eos_token {text!r}, but lineartime ends documents of this tokenizer with "
-            f"{known.id_to_token(end)!r}: tune the model with that end, or set eos_token to it to convert it without its own."
-        )
+def _places(source: Path) -> dict[str, _Place]:
+    """Where each tensor is, by its name in a `LanguageModel`; raises LineartimeError if a file is missing or damaged."""
+    places: dict[str, _Place] = {}
+    for file in _weight_files(source):
+        try:
+            header = read_header(file)
+        except FileNotFoundError:
+            raise LineartimeError(f"{file} is missing: copy all files of the model into this folder.") from None
+        except (SafetensorError, OSError) as error:
+            raise LineartimeError(f"{file} is damaged ({error}): restore it from a copy.") from None
+        places |= {name.removeprefix("model."): _Place(file, name, stored) for name, stored in header.items()}
+    return places
 
 
-def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str]]:
-    """Map the tensor names in each weight file to names in the model; raises LineartimeError unless all fit the model."""
-    names: dict[Path, dict[str, str]] = {}
-    tensors: dict[str, Stored] = {}
-    for file in weight_files(source):
-        found = read_folder_header(file)
-        names[file] = {name: name.removeprefix("model.") for name in found if name != LOGITS or not config.tie_word_embeddings}
-        tensors |= {name: found[stored] for stored, name in names[file].items()}
-    blocks = {place[1] for name in tensors if (place := re.match(r"backbone\.blocks\.(\d+)\.", name))}
+def _check_places(source: Path, config: ModelConfig, places: Mapping[str, _Place]) -> None:
+    """Raise LineartimeError unless the tensors are those of the model."""
+    blocks = {found[1] for name in places if (found := re.match(r"backbone\.blocks\.(\d+)\.", name))}
     if config.n_blocks != len(blocks):  # checked before building, which is slow for many blocks even on meta
         raise LineartimeError(
             f"{source} holds the weights of {len(blocks)} blocks, but its {CONFIG} specifies {config.n_blocks}."
@@ -252,18 +254,34 @@ def _read_headers(source: Path, config: ModelConfig) -> dict[Path, dict[str, str
     except ArgumentError as error:
         raise LineartimeError(f"{source / CONFIG} describes no model that can be built: {error}") from None
     # A head that an adapter trained and saved has no bias, because that of a model with tied embeddings has none.
-    problems = [f"lacks {name}" for name in wanted if name not in tensors and (name != LOGITS_BIAS or LOGITS not in tensors)]
-    problems += [f"holds {name}, which a language model does not have" for name in tensors if name not in wanted]
+    problems = [f"lacks {name}" for name in wanted if name not in places and (name != LOGITS_BIAS or LOGITS not in places)]
+    problems += [f"holds {name}, which a language model does not have" for name in places if name not in wanted]
     problems += [
-        f"holds {name} of shape {tensors[name].shape}, but its {CONFIG} specifies {list(tensor.shape)}"
+        f"holds {name} of shape {places[name].stored.shape}, but its {CONFIG} specifies {list(tensor.shape)}"
         for name, tensor in wanted.items()
-        if name in tensors and tensors[name].shape != list(tensor.shape)
+        if name in places and places[name].stored.shape != list(tensor.shape)
     ]
     if problems:
         raise LineartimeError(f"{source} {problems[0]}: it holds another model than its {CONFIG} describes.")
-    for file, stored in names.items():
-        for name, own in stored.items():
-            if wanted[own].is_floating_point() and tensors[own].dtype not in FLOATS:
-                what = f"{name} as {tensors[own].dtype}, but weights must be {', '.join(FLOATS)}"
-                raise LineartimeError(f"{file} holds {what}: save the model unquantised.")
-    return names
+    for name, place in places.items():
+        if wanted[name].is_floating_point() and place.stored.dtype not in FLOATS:
+            what = f"{place.name} as {place.stored.dtype}, but weights must be {', '.join(FLOATS)}"
+            raise LineartimeError(f"{place.file} holds {what}: save the model unquantised.")
+
+
+def _check_end(source: Path, end: int, definition: str) -> None:
+    """Raise LineartimeError if texts of the model end with another token than documents in lineartime."""
+    known: Any = tokenizers.Tokenizer.from_str(definition)
+    generation, tokenizer = "generation_config.json", "tokenizer_config.json"  # `generate` of transformers obeys the first
+    for name, key in ((CONFIG, "eos_token_id"), (generation, "eos_token_id"), (tokenizer, "eos_token")):
+        file = source / name
+        given = read_plain(file).get(key) if file.is_file() else None
+        given = given.get("content") if isinstance(given, dict) else given  # earlier versions wrote more than the text
+        found, own = given, f"token {end}"
+        if isinstance(given, str):
+            found, own = known.token_to_id(given), repr(known.id_to_token(end))
+        if given is not None and found not in (end, [end]):
+            raise LineartimeError(
+                f"{file} ends texts with {key} {shown(given)}, but lineartime ends documents of this tokenizer with {own}: "
+                f"tune the model with that end, or set {key} to it to convert the model without its own."
+            )

@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, P tokens read before, D documents.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,35 +13,31 @@ from lineartime.errors import ArgumentError
 from lineartime.ops.checks import as_mask, require
 
 
-def checked_mask(attention_mask: Tensor | None, embedded: Tensor) -> Tensor | None:
-    """An attention mask as bool [B, T]; None if all tokens of `embedded` [B, T, d] are real."""
+def checked_mask(attention_mask: Tensor | None, embedded: Tensor, past: int = 0) -> Tensor | None:
+    """The mask of the new tokens, bool [B, T]; None if all tokens of `embedded` [B, T, d] are real.
+
+    The given mask may also cover the `past` tokens of a cache, [B, P + T].
+    """
     if attention_mask is None:
         return None
     check_tensor("attention_mask", attention_mask)
-    if attention_mask.dim() == 2 and attention_mask.is_floating_point():  # some collators make float masks
+    batch, length = embedded.shape[:2]
+    if past and attention_mask.dim() == 2 and attention_mask.shape[1] != length:
+        if attention_mask.shape[1] != past + length:
+            raise ArgumentError(
+                "attention_mask",
+                f"has shape {list(attention_mask.shape)}, but must be [B, T] = {[batch, length]}, or [B, past + T] with the "
+                f"{past} tokens of the cache.",
+            )
+        attention_mask = attention_mask[:, past:]
+    if attention_mask.is_floating_point():  # some collators make float masks
         binary = (attention_mask == 0) | (attention_mask == 1)
         require(binary, "attention_mask", "has values other than 0 and 1, but must be 1 for real tokens and 0 for padding.")
         attention_mask = attention_mask != 0
-    batch, length = embedded.shape[:2]
     mask = as_mask("attention_mask", attention_mask, batch, length, embedded.device)
     if mask is not None and not torch.compiler.is_compiling() and bool(mask.all()):
         return None  # rows without padding are read faster
     return mask
-
-
-def new_tokens_mask(attention_mask: Tensor | None, embedded: Tensor, past: int) -> Tensor | None:
-    """The mask of the new tokens, bool [B, T], from a mask that may also cover the `past` tokens, [B, P + T]."""
-    if attention_mask is None:
-        return None
-    check_tensor("attention_mask", attention_mask)
-    length = embedded.shape[1]
-    if attention_mask.dim() == 2 and attention_mask.shape[1] not in (length, past + length):
-        raise ArgumentError(
-            "attention_mask",
-            f"has shape {list(attention_mask.shape)}, but must be [B, T] = {list(embedded.shape[:2])}, or [B, past + T] with "
-            f"the {past} tokens of the cache.",
-        )
-    return checked_mask(attention_mask[:, -length:] if attention_mask.dim() == 2 and length else attention_mask, embedded)
 
 
 def real_tokens(mask: Tensor | None, tokens: Tensor) -> Tensor:
@@ -65,7 +63,12 @@ def check_labels(labels: Tensor, logits: Tensor) -> None:
 
 
 def packed_boundaries(
-    cu_seq_lens: Tensor | None, position_ids: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None, embedded: Tensor
+    mask: Tensor | None,
+    embedded: Tensor,
+    cu_seq_lens_q: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    **_: Any,
 ) -> Tensor | None:
     """The boundaries, int64 [D + 1], of documents packed into one row, from whichever argument gives them; None if none does.
 
@@ -75,15 +78,15 @@ def packed_boundaries(
         ArgumentError: for positions that differ from those that the model computes itself, or documents that are not alone in
             a single row without padding.
     """
-    for name, given in (("position_ids", position_ids), ("seq_idx", seq_idx), ("cu_seq_lens_q", cu_seq_lens)):
+    for name, given in (("position_ids", position_ids), ("seq_idx", seq_idx), ("cu_seq_lens_q", cu_seq_lens_q)):
         if given is not None:
             check_tensor(name, given)
-    begins = None
-    if cu_seq_lens is None and position_ids is not None:
-        begins = _begins_by_positions(position_ids, mask, embedded)
-    if cu_seq_lens is None and begins is None and seq_idx is not None:
+    if cu_seq_lens_q is not None:
+        return cu_seq_lens_q
+    begins = None if position_ids is None else _begins_by_positions(position_ids, mask, embedded)
+    if begins is None and seq_idx is not None:
         begins = _begins_by_indices(seq_idx, mask, embedded)
-    return cu_seq_lens if begins is None else F.pad(begins.nonzero()[:, 0], (0, 1), value=embedded.shape[1])
+    return None if begins is None else F.pad(begins.nonzero()[:, 0], (0, 1), value=embedded.shape[1])
 
 
 def _begins_by_indices(seq_idx: Tensor, mask: Tensor | None, embedded: Tensor) -> Tensor | None:

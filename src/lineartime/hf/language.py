@@ -15,8 +15,8 @@ from transformers.utils import can_return_tuple
 
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.hf.cache import CACHE, LineartimeCache
-from lineartime.hf.config import LineartimeConfig, check_task
-from lineartime.hf.inputs import check_labels, new_tokens_mask, packed_boundaries, real_tokens
+from lineartime.hf.config import LineartimeConfig
+from lineartime.hf.inputs import check_labels, checked_mask, packed_boundaries, real_tokens
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
 from lineartime.ops.cross_entropy import IGNORED
 
@@ -24,9 +24,14 @@ from lineartime.ops.cross_entropy import IGNORED
 class LanguageHead(LineartimePreTrainedModel):
     """A base model with an output layer, which shares the token embedding unless the configuration unties them."""
 
+    masked = False
+    """Whether the model is a masked one."""
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.backbone.embedding.weight"}
 
     def __init__(self, config: LineartimeConfig) -> None:
+        if (config.task == "mlm") != self.masked:
+            allowed, kind = ("'mlm'", "masked") if self.masked else ("'clm' or 'prefix-lm'", "causal")
+            raise ArgumentError("task", f"is {config.task!r}, but must be {allowed} for a {kind} language model.")
         super().__init__(config)
         self.model = LineartimeModel(config)
         self.lm_head: nn.Module = nn.Linear(config.d_model, config.vocab_size, bias=not config.tie_word_embeddings)
@@ -43,10 +48,6 @@ class LanguageHead(LineartimePreTrainedModel):
 
 class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc]  # transformers has no types here
     """A causal language model: the logits at a token predict the next one."""
-
-    def __init__(self, config: LineartimeConfig) -> None:
-        check_task(config, "a causal language model", masked=False)
-        super().__init__(config)
 
     @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
@@ -176,9 +177,7 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
 class LineartimeForMaskedLM(LanguageHead):
     """A masked language model: the logits at a masked token predict the token that was masked."""
 
-    def __init__(self, config: LineartimeConfig) -> None:
-        check_task(config, "a masked language model", masked=True)
-        super().__init__(config)
+    masked = True
 
     @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
@@ -232,16 +231,14 @@ def _check_read(cache: Cache, width: int | None, use_cache: bool, assisted: bool
 
 def _predicted(labels: Tensor, mask: Tensor | None, **inputs: Any) -> Tensor:
     """Labels [B, T] without those of tokens after padding, and of tokens in prefixes; `inputs` as for the model."""
-    if mask is not None:
-        mask = new_tokens_mask(mask, labels, mask.shape[-1] - labels.shape[1])
+    mask = None if mask is None else checked_mask(mask, labels, mask.shape[-1] - labels.shape[1])
     if mask is not None:
         labels = labels.masked_fill(~F.pad(mask[:, :-1], (1, 0), value=True), IGNORED)
     prefix_lengths = inputs.get("prefix_lengths")
     if prefix_lengths is None:
         return labels
     prefix_lengths = prefix_lengths.to(labels.device)
-    first, second, third = (inputs.get(name) for name in ("cu_seq_lens_q", "position_ids", "seq_idx"))
-    boundaries = packed_boundaries(first, second, third, mask, labels)
+    boundaries = packed_boundaries(mask, labels, **inputs)
     if boundaries is None:
         return labels.masked_fill(real_tokens(mask, labels).cumsum(1) <= prefix_lengths[:, None], IGNORED)
     length, boundaries = labels.shape[1], boundaries.to(labels.device)

@@ -4,8 +4,8 @@ Shapes: B batch, T tokens, d model width.
 """
 
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
-from pathlib import Path
+from collections.abc import Callable, MutableMapping
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
@@ -17,9 +17,7 @@ from transformers.utils import can_return_tuple
 from lineartime.errors import ArgumentError
 from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.hf.config import LineartimeConfig
-from lineartime.hf.folder import CONFIG, INDEX, WEIGHTS, check_blocks
-from lineartime.hf.inputs import check_tensor, checked_mask, new_tokens_mask, packed_boundaries, real_tokens
-from lineartime.hf.trainer import count_targets
+from lineartime.hf.inputs import check_tensor, checked_mask, packed_boundaries, real_tokens
 from lineartime.layers.residual import ResidualLayer, check_tokens
 from lineartime.models.backbone import Backbone
 
@@ -35,26 +33,20 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *arguments: Any, **options: Any) -> Any:
-        """As in transformers; raises ArgumentError if device_map splits the model, LineartimeError if the folder is damaged."""
-        given = options.get("device_map")
-        if isinstance(given, dict):
-            _check_places(given)
-        name = pretrained_model_name_or_path
-        folder = Path(name or "", options.get("subfolder") or "")
-        if name is not None and (folder / CONFIG).exists() and any((folder / file).exists() for file in (WEIGHTS, INDEX)):
-            config = options.get("config")
-            known = config if isinstance(config, LineartimeConfig) else LineartimeConfig.from_pretrained(config or folder)
-            check_blocks(folder, known.n_blocks)
-        loaded = super().from_pretrained(name, *arguments, **options)
+    def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
+        """As in transformers; raises ArgumentError if device_map splits the model or leaves it on disk."""
+        loaded = super().from_pretrained(*arguments, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        _check_places(getattr(model, "hf_device_map", {}))
+        places = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()})
+        if len(places) > 1 or "disk" in places:
+            where = " and ".join(places)
+            raise ArgumentError("device_map", f"puts parts of the model on {where}, but it must be on one device: name one.")
         return loaded
 
     @property
     def accepts_loss_kwargs(self) -> bool:
         """True: losses are sums, divided by `num_items_in_batch`. `Trainer` asks for this, and then counts `targets`."""
-        count_targets(LineartimePreTrainedModel)
+        _let_trainer_count_targets()
         return True
 
     def targets(self, batch: MutableMapping[str, Any]) -> Tensor | None:
@@ -103,12 +95,31 @@ def _name_embedding_to_peft() -> None:
         names += [name for name in ("embedding",) if name not in names]
 
 
-def _check_places(device_map: Mapping[str, Any]) -> None:
-    """Raise ArgumentError for a device map that splits the model or leaves it on disk."""
-    places = sorted({str(place) for place in device_map.values()})
-    if len(places) > 1 or "disk" in places:
-        where = " and ".join(places)
-        raise ArgumentError("device_map", f"puts parts of the model on {where}, but it must be on one device: name one.")
+def _let_trainer_count_targets() -> None:
+    """Let `Trainer` count the targets of a step, by which losses of accumulated batches are divided, by the method `targets`.
+
+    By itself it counts labels, also of tokens that no token predicts, because padding or a prefix is before them, and none of
+    a model for questions. Only `Trainer` knows all batches of a step, so a model cannot correct its count.
+    """
+    from transformers import Trainer  # which takes a second to import, and is imported already if it asks for this
+
+    count = getattr(Trainer, "_get_num_items_in_batch", None)  # private, so that a later version may count elsewhere
+    if count is None or hasattr(count, "of_lineartime"):
+        return
+
+    @wraps(count)
+    def count_own(trainer: Any, batches: list[Any], device: Any) -> Any:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter
+        if isinstance(model, LineartimePreTrainedModel) and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
+            batches = [
+                {"labels": model.targets(batch)} if isinstance(batch, MutableMapping) and "shift_labels" not in batch else batch
+                for batch in batches
+            ]
+        return count(trainer, batches, device)
+
+    count_own.of_lineartime = True  # type: ignore[attr-defined]
+    Trainer._get_num_items_in_batch = count_own
 
 
 class LineartimeModel(LineartimePreTrainedModel):
@@ -187,24 +198,24 @@ class LineartimeModel(LineartimePreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         every: list[Tensor] | None = [] if output_hidden_states else None
+        types = token_type_ids if self.config.token_types else None
         cache = past_key_values if cache is None else cache
-        if cache is None and not use_cache:
-            mask = checked_mask(attention_mask, embedded)
-            cu_seq_lens_q = packed_boundaries(cu_seq_lens_q, position_ids, seq_idx, mask, embedded)
-            types = token_type_ids if self.config.token_types else None
+        if cache is not None or use_cache:
+            cache = self._cache(cache, use_cache is not False)
+        past = 0 if cache is None else cache.get_seq_length()
+        mask = checked_mask(attention_mask, embedded, past)
+        cu_seq_lens_q = packed_boundaries(mask, embedded, cu_seq_lens_q, None if past else position_ids, seq_idx)
+        if cache is None:
             hidden = backbone.read(embedded, mask, cu_seq_lens_q, prefix_lengths, inputs=every, token_types=types)
         else:
-            cache = self._cache(cache, use_cache is not False)
-            mask = new_tokens_mask(attention_mask, embedded, cache.get_seq_length())
-            if cache.get_seq_length():
-                position_ids = None
-            cu_seq_lens_q = packed_boundaries(cu_seq_lens_q, position_ids, seq_idx, mask, embedded)
             if cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2:
                 raise ArgumentError("use_cache", "is True, but the row holds several documents: give each a row of its own.")
-            if self.config.token_types and token_type_ids is not None and bool(token_type_ids.any()):
+            if types is not None and bool(types.any()):
                 what = "has types other than 0, but with a cache all tokens are of type 0: leave out the cache."
                 raise ArgumentError("token_type_ids", what)
-            prefix = self._all_prefix(prefix_lengths, mask, embedded, cache)
+            prefix = prefix_lengths is not None
+            if prefix_lengths is not None:
+                _check_prefix(prefix_lengths, real_tokens(mask, embedded).sum(1), past)
             hidden = cache.extend(backbone, embedded, mask, prefix=prefix, inputs=every)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
@@ -222,21 +233,16 @@ class LineartimeModel(LineartimePreTrainedModel):
             raise ArgumentError(CACHE, f"is a {type(given).__name__}, but must be a LineartimeCache, as a model returns it.")
         return given if update else given.copy()
 
-    def _all_prefix(self, prefix_lengths: Tensor | None, mask: Tensor | None, embedded: Tensor, cache: LineartimeCache) -> bool:
-        """Whether all tokens belong to the prefix; raises ArgumentError if only some do."""
-        if prefix_lengths is None:
-            return False
-        check_tensor("prefix_lengths", prefix_lengths)
-        if cache.get_seq_length() > 0:
-            raise ArgumentError(
-                "prefix_lengths",
-                "is given, but the cache has read tokens, and a prefix comes first: leave it out after the prefix.",
-            )
-        real = real_tokens(mask, embedded).sum(1)
-        if not torch.equal(prefix_lengths.to(real), real):
-            raise ArgumentError(
-                "prefix_lengths",
-                f"is {prefix_lengths.tolist()} with a cache, but must be the number of tokens of each row, "
-                f"{real.tolist()}: read the prefixes first, then the rest.",
-            )
-        return True
+
+def _check_prefix(prefix_lengths: Tensor, tokens: Tensor, past: int) -> None:
+    """Raise ArgumentError unless nothing was read before, and the prefix of each row is all of its tokens; both are [B]."""
+    check_tensor("prefix_lengths", prefix_lengths)
+    if past:
+        what = "is given, but the cache has read tokens, and a prefix comes first: leave it out after the prefix."
+        raise ArgumentError("prefix_lengths", what)
+    if not torch.equal(prefix_lengths.to(tokens), tokens):
+        raise ArgumentError(
+            "prefix_lengths",
+            f"is {prefix_lengths.tolist()} with a cache, but must be the number of tokens of each row, {tokens.tolist()}: read "
+            "the prefixes first, then the rest.",
+        )

@@ -4,7 +4,6 @@ Shapes: B batch, T tokens, C choices, K labels, d model width.
 """
 
 from collections.abc import MutableMapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -60,9 +59,7 @@ class TaskModel(LineartimePreTrainedModel):
                 "input_ids", f"has shape {list(hidden.shape[:2])}, but a label needs at least one token to read."
             )
         mask = checked_mask(attention_mask, hidden)
-        boundaries = packed_boundaries(
-            kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"), kwargs.get("seq_idx"), mask, hidden
-        )
+        boundaries = packed_boundaries(mask, hidden, **kwargs)
         if boundaries is not None and len(boundaries) > 2:
             raise ArgumentError(
                 "input_ids",
@@ -134,10 +131,10 @@ class LineartimeForQuestionAnswering(TaskModel):
     outputs = 2
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *arguments: Any, **options: Any) -> Any:
+    def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
         """As for all models; the layer `score` of folders of earlier versions becomes `qa_outputs`."""
         options.setdefault("key_mapping", {r"^score\.": "qa_outputs."})
-        return super().from_pretrained(pretrained_model_name_or_path, *arguments, **options)
+        return super().from_pretrained(*arguments, **options)
 
     def targets(self, batch: MutableMapping[str, Any]) -> Tensor | None:
         """The positions of beginnings and ends in one, [2 B]."""
