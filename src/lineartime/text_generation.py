@@ -56,7 +56,7 @@ def generate_text(
     """
     ids, stops = _checked(model, tokenizer, prompt, stop, state)
     tokens = generate(model, ids, max_tokens, sampling, tokenizer.end_of_document, state)
-    return _pieces(_Writing(tokenizer, _before(ids, state), stops), tokens)
+    return _pieces(_Writing(tokenizer, ids, state, stops), tokens)
 
 
 def generate_samples(
@@ -82,42 +82,52 @@ def generate_samples(
     ids, stops = _checked(model, tokenizer, prompt, stop, state)
     check_positive(samples=samples, max_tokens=max_tokens)
     check_limits("samples", samples, [Between(most=2**16)])
-    writings = [_Writing(tokenizer, _before(ids, state), stops) for _ in range(samples)]
-    end = tokenizer.end_of_document
-    generate_batch(model, [ids] * samples, max_tokens, sampling, end, lambda text, token: writings[text].push(token), state)
-    return [writing.finished(max_tokens) for writing in writings]
+    writings = [_Writing(tokenizer, ids, state, stops) for _ in range(samples)]
+    texts: list[list[str]] = [[] for _ in writings]
+
+    def ended(number: int, token: int) -> bool:
+        texts[number].append(writings[number].push(token))
+        return writings[number].is_stopped
+
+    generate_batch(model, [ids] * samples, max_tokens, sampling, tokenizer.end_of_document, ended, state)
+    found = []
+    for pieces, writing in zip(texts, writings, strict=True):  # a piece for each token
+        text = "".join([*pieces, writing.flush()])
+        ending: Ending = "stop" if writing.is_stopped else "max_tokens" if len(pieces) == max_tokens else "end_of_document"
+        found.append(Continuation(text, len(pieces), ending))
+    return found
 
 
-def _before(prompt: Sequence[int], state: PromptState | None) -> Sequence[int]:
-    """The last tokens before the first one to draw: its text can depend on them."""
-    return (*(() if state is None else state.last), *prompt)[-LAST:]
+class _Writing:
+    """A continuation in progress: tokens in, text out, up to the stop text that is completed first."""
 
-
-class _StopSearch:
-    """Finds the stop text that is completed first in a text that arrives in pieces."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], state: PromptState | None, stops: Sequence[str]) -> None:
+        self._decoder = tokenizer.stream_decoder()
+        for token in (*(() if state is None else state.last), *prompt)[-LAST:]:  # the text of the next one can depend on them
+            self._decoder.push(token)
+        self._decoder.flush()
         self._stops = stops
         self._held = ""  # the end of the text so far, in which a stop text may have begun
-        self.found = False
+        self.is_stopped = False
 
-    def push(self, text: str) -> str:
-        """Add a piece, and return the text that is now certain to come before any stop text."""
-        text = self._held + text
-        ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if ends:
-            self.found = True
-            certain = min(ends)[1]
-            self._held = ""
-            return text[:certain]
-        certain = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[certain:]
-        return text[:certain]
+    def push(self, token: int) -> str:
+        """Add a token, and return the text that is now certain to come before any stop text."""
+        return self._certain(self._decoder.push(token))
 
     def flush(self) -> str:
-        """Return the text held back, when no more text follows."""
-        held, self._held = self._held, ""
-        return held
+        """The text that was held back, after the last token."""
+        if self.is_stopped:
+            return ""
+        text = self._certain(self._decoder.flush())
+        return text if self.is_stopped else text + self._held
+
+    def _certain(self, new: str) -> str:
+        text = self._held + new
+        ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        self.is_stopped = bool(ends)
+        certain = min(ends)[1] if ends else len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[certain:]
+        return text[:certain]
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -126,54 +136,14 @@ def _overlap(text: str, stop: str) -> int:
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
-class _Writing:
-    """A continuation in progress: tokens in, text out."""
-
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], stops: Sequence[str]) -> None:
-        self._decoder = tokenizer.stream_decoder()
-        for token in before:
-            self._decoder.push(token)
-        self._decoder.flush()
-        self._search = _StopSearch(stops)
-        self._tokens = 0
-        self._pieces: list[str] = []
-
-    def push(self, token: int) -> bool:
-        """Add a token; return whether a stop text is complete."""
-        self._tokens += 1
-        self._pieces.append(self._search.push(self._decoder.push(token)))
-        return self._search.found
-
-    def flush(self) -> None:
-        """Add the text that was held back, after the last token."""
-        if not self._search.found:
-            self._pieces.append(self._search.push(self._decoder.flush()))
-        if not self._search.found:
-            self._pieces.append(self._search.flush())
-
-    def take(self) -> str:
-        """The text since the last call."""
-        text = "".join(self._pieces)
-        self._pieces.clear()
-        return text
-
-    def finished(self, max_tokens: int) -> Continuation:
-        """Return the whole continuation after the last token, provided that `take` was not called."""
-        self.flush()
-        ending: Ending = "end_of_document" if self._tokens < max_tokens else "max_tokens"
-        return Continuation(self.take(), self._tokens, "stop" if self._search.found else ending)
-
-
 def _pieces(writing: _Writing, tokens: Iterator[int]) -> Iterator[str]:
     """Yield the text of tokens in pieces, up to a stop text."""
     for token in tokens:
-        stopped = writing.push(token)
-        if piece := writing.take():
+        if piece := writing.push(token):
             yield piece
-        if stopped:
+        if writing.is_stopped:
             return
-    writing.flush()
-    if piece := writing.take():
+    if piece := writing.flush():
         yield piece
 
 

@@ -148,10 +148,10 @@ def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixtur
             "--stride is for windows, but carried",
             1,
         ),
-        (["generate", "{run}", "--temperature", "-1"], "--temperature is -1.0, but must not be negative", 1),
+        (["generate", "{run}", "--temperature", "-1"], "--temperature is -1.0, but must be at least 0", 1),
         (["generate", "{run}", "--top-p", "2"], "--top-p is 2.0", 1),
         (["generate", "{run}", "--prompt", "\udcff"], "--prompt is not UTF-8 text", 1),
-        (["generate", "{run}", "--seed", "-5"], "--seed is -5, but must be from 0", 1),
+        (["generate", "{run}", "--seed", "-5"], "--seed is -5, but must be at least 0", 1),
         (["generate", "{run}", "--max-tokens", "0"], "--max-tokens is 0", 1),
         (
             ["train", "--out", "{run}", "--data", "{text}"],

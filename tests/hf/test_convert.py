@@ -355,13 +355,6 @@ def test_a_damaged_or_hostile_folder_ends_in_one_sentence(damage: str, folder: P
     assert not (tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize("change", [{"n_blocks": 10**6}, {"n_blocks": 500}])
-def test_transformers_does_not_build_what_its_files_cannot_hold(change: dict[str, int], folder: Path) -> None:
-    _change(folder / "config.json", **change)
-    with pytest.raises(LineartimeError, match=f"specifies {change['n_blocks']} blocks: it is damaged"):
-        AutoModelForCausalLM.from_pretrained(folder)
-
-
 def test_a_source_that_is_none_and_a_destination_that_is_taken_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for source, message in (

@@ -242,7 +242,7 @@ def test_a_cache_forgets_no_part_of_a_prefix_whose_tokens_have_read_each_other(t
     cache.activate_past_recording()
     model(ids[:, :12], past_key_values=cache, prefix_lengths=torch.tensor([12]))
     after = model(ids[:, 12:], past_key_values=cache).logits
-    with pytest.raises(lineartime.LineartimeError, match=r"cannot forget 2 of the 12 tokens of a prefix, which have read each"):
+    with pytest.raises(lineartime.LineartimeError, match="cannot forget 10 tokens"):
         cache.crop(-10)
     cache.crop(-8)
     torch.testing.assert_close(model(ids[:, 12:], past_key_values=cache).logits, after, atol=1e-5, rtol=0)

@@ -4,7 +4,6 @@ Shapes: N tokens of the prompt, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
@@ -13,8 +12,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.generation.batch import TextBatch
 from lineartime.generation.decoding import drawing
-from lineartime.generation.ids import Ids, token_ids
-from lineartime.generation.prompts import PromptState, checked_prompt, read, read_prompt
+from lineartime.generation.prompts import Ids, PromptState, checked_prompt, read, read_prompt, token_ids
 from lineartime.generation.sampling import Sampling, checked_sampling, draw, seen_in
 from lineartime.generation.state_files import load_state, save_state
 from lineartime.models.language_model import CausalLM, LanguageModel, check_finite_logits, check_model
@@ -34,6 +32,9 @@ __all__ = [
     "save_state",
     "token_ids",
 ]
+
+_Start = tuple[tuple[int, ...], PromptState | None]
+"""The beginning of a text: more tokens after a state."""
 
 
 def generate(
@@ -63,31 +64,18 @@ def generate(
     return takewhile(lambda token: token != stop_token, drawn)
 
 
-@dataclass(frozen=True, eq=False)
-class _Start:
-    """The beginning of a text: more tokens after a state, which may be None."""
-
-    ids: tuple[int, ...]
-    state: PromptState | None
-
-    @property
-    def key(self) -> tuple[tuple[int, ...], int]:
-        """The same for equal beginnings."""
-        return self.ids, id(self.state)
-
-
 def _drawn(model: CausalLM, starts: Sequence[_Start], max_tokens: int, sampling: Sampling) -> Iterator[list[int]]:
     """Yield the next token of every text, `max_tokens` times. Texts that have ended are continued, too."""
     generator = sampling.generator()
-    seen = seen_in([start.ids for start in starts], model.config.vocab_size, sampling)
-    once = {start.key: read(model, start.ids, start.state) for start in {start.key: start for start in starts}.values()}
+    seen = seen_in([ids for ids, _ in starts], model.config.vocab_size, sampling)
+    once = {start: read(model, *start) for start in dict.fromkeys(starts)}
     with torch.no_grad():
-        tokens = draw(torch.stack([once[start.key].logits for start in starts]), sampling, generator, seen)
+        tokens = draw(torch.stack([once[start].logits for start in starts]), sampling, generator, seen)
     yield _on_host(tokens)
     if max_tokens == 1:  # there may be no position for another one
         return
     with torch.no_grad():
-        state = State.concatenate([once[start.key].state for start in starts])  # in memory of its own
+        state = State.concatenate([once[start].state for start in starts])  # in memory of its own
         draw_next = drawing(model, state, sampling, generator, seen)
     del once, state  # the state of a long prompt may be large
     for _ in range(1, max_tokens):
@@ -114,9 +102,8 @@ def generate_batch(
 ) -> list[list[int]]:
     """Continue several prompts of any lengths together. The probabilities of a text do not depend on the other prompts.
 
-    The model reads each prompt by itself, and equal prompts only once. Every step then adds a token to each text: at once with
-    FLASH and the linear attentions, in constant time and memory, on a GPU as a CUDA graph; at once with softmax attention and
-    GAU, in memory that grows; with others, one group of equally long texts after another.
+    The model reads each prompt by itself, and equal prompts only once. Every step then adds a token to each text: with FLASH
+    and the linear attentions, in constant time and memory, and on a GPU as a CUDA graph.
 
     Args:
         model: a causal language model, in evaluation mode.
@@ -172,7 +159,7 @@ def _checked(
         token_ids("stop_token", [stop_token], causal.config.vocab_size)
     new = max_tokens - 1  # the model never reads the last one
     starts = [
-        _Start(checked_prompt(causal, name, prompt, state, new), state)
+        (checked_prompt(causal, name, prompt, state, new), state)
         for (name, prompt), state in zip(prompts.items(), states, strict=True)
     ]
     return causal, starts, sampling

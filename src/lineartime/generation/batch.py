@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.generation.ids import Ids
-from lineartime.generation.prompts import PromptState, checked_prompt, read
-from lineartime.generation.sampling import Sampling, Seen, checked_sampling, pick, seen_in, uniform_numbers
+from lineartime.generation.prompts import Ids, PromptState, checked_prompt, read
+from lineartime.generation.sampling import Sampling, checked_sampling, pick, seen_in, uniform_numbers
 from lineartime.models.backbone import ModelState
 from lineartime.models.language_model import CausalLM, LanguageModel, are_finite, check_model
 from lineartime.ops.state import State
@@ -27,7 +26,7 @@ class _Text:
         logits: [V], after the last token read; None if a drawn token is to be read first.
         sampling: how to draw, without the seed.
         generator: its random numbers; None for those that texts share.
-        seen: its tokens, if repetitions are penalised.
+        seen: its tokens, bool [1, V], if repetitions are penalised.
         token: the token drawn last.
     """
 
@@ -36,7 +35,7 @@ class _Text:
     logits: Tensor | None
     sampling: Sampling
     generator: torch.Generator | None
-    seen: Seen | None
+    seen: Tensor | None
     token: int = -1
 
 
@@ -135,14 +134,14 @@ class TextBatch:
             if text.generator is not None:
                 uniform[place] = uniform_numbers(1, text.generator)
         for sampling, places in kinds.items():
-            masks = [seen.mask for place in places if (seen := texts[place].seen) is not None]
+            seen = [tokens for place in places if (tokens := texts[place].seen) is not None]
             of_kind = logits if len(kinds) == 1 else logits[places]
-            drawn = pick(of_kind, sampling, uniform[places], Seen(torch.cat(masks)) if masks else None)
-            for place, token in zip(places, drawn.split(1), strict=True):
+            drawn = pick(of_kind, sampling, uniform[places], torch.cat(seen) if seen else None)
+            for place, token in zip(places, drawn.tolist(), strict=True):
                 text = texts[place]
-                text.token, text.logits = int(token), None
+                text.token, text.logits = token, None
                 if text.seen is not None:
-                    text.seen.add(token)
+                    text.seen[0, token] = True
 
     def _read(self, numbers: list[int]) -> None:
         """Read the last token of some texts, and keep the logits after each."""
@@ -153,7 +152,8 @@ class TextBatch:
                 )
         if not numbers:
             return
-        self._join(numbers)
+        if numbers != self._joined:
+            self._join(numbers)
         assert self._state is not None
         tokens = torch.tensor([self._texts[number].token for number in numbers], device=next(self._model.parameters()).device)
         read, self._state = self._decoder.extend(tokens, self._state)
@@ -162,16 +162,12 @@ class TextBatch:
             text.position, text.logits = text.position + 1, logits
 
     def _join(self, numbers: list[int]) -> None:
-        """Let the state of the batch be that of some texts, in this order."""
-        if numbers == self._joined:
-            return
-        if self._state is not None:
-            device = self._state.position.device
-            for row, number in enumerate(self._joined):
-                if number in self._texts:
-                    self._texts[number].state = self._state.take(torch.tensor([row], device=device))
-        states = [self._texts[number].state for number in numbers]
-        self._state = State.concatenate([each for each in states if each is not None])
+        """Let the state of the batch be that of some texts: first those that are in it, then those that were added."""
+        states = [state for number in numbers if (state := self._texts[number].state) is not None]
+        rows = [row for row, number in enumerate(self._joined) if number in self._texts]
+        if self._state is not None and rows:
+            states = [self._state.take(torch.tensor(rows, device=self._state.position.device)), *states]
+        self._state = State.concatenate(states)
         self._joined = numbers
         for number in numbers:
             self._texts[number].state = None

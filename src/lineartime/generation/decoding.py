@@ -10,22 +10,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lineartime.generation.sampling import Sampling, Seen, draw, pick, uniform_numbers
+from lineartime.generation.sampling import Sampling, draw, pick, uniform_numbers
 from lineartime.models.backbone import ModelState
 from lineartime.models.decoder import MAX_STREAMS
 from lineartime.models.language_model import CausalLM, read_token
 from lineartime.ops.backends import GPU_LOCK
 
-Next = Callable[[Tensor], Tensor]
-"""Reads one more token of each text, int64 [B], and returns the logits after them, [B, V]."""
 
+def continuing(model: CausalLM, state: ModelState) -> Callable[[Tensor], Tensor]:
+    """Continue texts by one more token each, int64 [B] -> logits [B, V]. The state is consumed.
 
-def continuing(model: CausalLM, state: ModelState) -> Next:
-    """Continue texts token by token; with a state of constant size on a GPU, as one CUDA graph. The state is consumed."""
+    With a state of constant size on a GPU, this is one CUDA graph.
+    """
     device = next(model.parameters()).device
     if _can_record(model):
-        step = recorded(partial(_logits, model, state), (torch.zeros_like(state.position),), list(state.tensors()))
-        return lambda tokens: step(tokens)
+        return recorded(partial(_logits, model, state), (torch.zeros_like(state.position),), list(state.tensors()))
     decoder = model.compile_for_decoding()
 
     def read(tokens: Tensor) -> Tensor:
@@ -37,7 +36,7 @@ def continuing(model: CausalLM, state: ModelState) -> Next:
 
 
 def drawing(
-    model: CausalLM, state: ModelState, sampling: Sampling, generator: torch.Generator, seen: Seen | None = None
+    model: CausalLM, state: ModelState, sampling: Sampling, generator: torch.Generator, seen: Tensor | None = None
 ) -> Callable[[Tensor], Tensor]:
     """Continue texts by the tokens that were drawn last, int64 [B], and draw the next ones.
 
@@ -48,16 +47,14 @@ def drawing(
         state: of the texts; it is consumed.
         sampling: how to draw.
         generator: on the CPU.
-        seen: the tokens of the texts, on the CPU, for a penalty of repetitions.
+        seen: the tokens of the texts, bool [B, V], on the CPU, for a penalty of repetitions.
     """
     if _can_record(model):
         tokens = torch.zeros_like(state.position)
         uniform = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
-        inputs, changed = (tokens, uniform), list(state.tensors())
-        if seen is not None:
-            seen.mask = seen.mask.to(tokens.device)
-            changed.append(seen.mask)
-        step = recorded(partial(step_and_pick, model, state, sampling, seen=seen), inputs, changed)
+        seen = None if seen is None else seen.to(tokens.device)
+        changed = [*state.tensors(), *(() if seen is None else (seen,))]
+        step = recorded(partial(step_and_pick, model, state, sampling, seen=seen), (tokens, uniform), changed)
         return lambda tokens: step(tokens, uniform_numbers(len(tokens), generator))
     native = model.compile_for_decoding().native
     if native is None or seen is not None or len(state) > MAX_STREAMS:
@@ -74,7 +71,7 @@ def _logits(model: CausalLM, state: ModelState, tokens: Tensor) -> Tensor:
 
 
 def step_and_pick(
-    model: CausalLM, state: ModelState, sampling: Sampling, tokens: Tensor, uniform: Tensor, seen: Seen | None = None
+    model: CausalLM, state: ModelState, sampling: Sampling, tokens: Tensor, uniform: Tensor, seen: Tensor | None = None
 ) -> Tensor:
     """Continue streams by a token each, int64 [B], and pick the next ones by numbers in [0, 1), [B] -> int64 [B]."""
     return pick(_logits(model, state, tokens), sampling, uniform, seen)
@@ -128,17 +125,12 @@ def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed:
         with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             out = function(*inputs)
 
-    return _Recorded(graph, inputs, out, memory=(function, changed))
+    return partial(_replay, graph, inputs, out, (function, changed))
 
 
-class _Recorded:
-    """A recorded function. It keeps the memory alive that its graph reads and writes, which the graph itself does not."""
-
-    def __init__(self, graph: "torch.cuda.CUDAGraph", inputs: Sequence[Tensor], out: Tensor, memory: object) -> None:
-        self._graph, self._inputs, self._out, self._memory = graph, inputs, out, memory
-
-    def __call__(self, *given: Tensor) -> Tensor:
-        for tensor, value in zip(self._inputs, given, strict=True):
-            tensor.copy_(value, non_blocking=True)
-        self._graph.replay()
-        return self._out
+def _replay(graph: "torch.cuda.CUDAGraph", inputs: Sequence[Tensor], out: Tensor, memory: object, *given: Tensor) -> Tensor:
+    """Run a graph on new inputs. It reads and writes `memory`, which it does not keep alive itself."""
+    for tensor, value in zip(inputs, given, strict=True):
+        tensor.copy_(value, non_blocking=True)
+    graph.replay()
+    return out

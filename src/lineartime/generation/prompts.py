@@ -3,17 +3,20 @@
 Shapes: B texts, N tokens of a prompt, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.generation.ids import Ids, token_ids
 from lineartime.models.backbone import ModelState
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
 
+Ids = Iterable[int] | Tensor
+"""Token ids: any sequence of integers, a numpy array [N], or a tensor [N]."""
 PREFILL = {"cpu": 1024, "cuda": 16_384}
 """Tokens of a prompt that a causal model reads at a time, by device: memory does not grow with the prompt beyond that."""
 LAST = 16
@@ -60,14 +63,7 @@ def read_prompt(model: LanguageModel, prompt: Ids, state: PromptState | None = N
 
 
 def checked_prompt(model: CausalLM, argument: str, prompt: Ids, state: PromptState | None, more: int = 0) -> tuple[int, ...]:
-    """The ids of a prompt, which may be empty if there is a state.
-
-    Args:
-        model: the model that is to read it.
-        argument: the name of the prompt in messages.
-        prompt: the ids.
-        state: of the text before.
-        more: the number of tokens to read after the prompt.
+    """The ids of a prompt, named `argument` in messages, after which `more` tokens are read. With a state, it may be empty.
 
     Raises:
         ArgumentError: as `read_prompt`.
@@ -89,6 +85,33 @@ def checked_prompt(model: CausalLM, argument: str, prompt: Ids, state: PromptSta
     return ids
 
 
+def token_ids(argument: str, given: Any, vocab_size: int) -> tuple[int, ...]:
+    """Convert token ids to integers. Raises ArgumentError, naming the argument, unless they are `Ids` below `vocab_size`."""
+    if isinstance(given, str):
+        raise ArgumentError(argument, "is a text, but must be token ids: encode it with the model's tokenizer.")
+    if getattr(given, "ndim", 1) != 1:
+        raise ArgumentError(argument, f"has shape {list(given.shape)}, but must be the token ids of one text, [N].")
+    try:
+        values = given.tolist() if hasattr(given, "tolist") else list(given)
+    except TypeError:
+        raise ArgumentError(argument, f"is {given!r}, but must be a sequence of token ids.") from None
+    ids = []
+    for value in values:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            ids.append(index(value))
+        except TypeError:
+            raise ArgumentError(argument, f"holds {value!r}, but must hold token ids, which are integers.") from None
+        if not 0 <= ids[-1] < vocab_size:
+            raise ArgumentError(
+                argument,
+                f"holds the id {value}, but this model's vocabulary has {vocab_size:,} tokens: ids are from 0 to "
+                f"{vocab_size - 1}.",
+            )
+    return tuple(ids)
+
+
 def check_prompt_state(model: CausalLM, state: object) -> None:
     """Raise ArgumentError unless `state` is the `PromptState` of a model like this one."""
     if not isinstance(state, PromptState):
@@ -101,9 +124,6 @@ def check_prompt_state(model: CausalLM, state: object) -> None:
     if tuple(state.logits.shape) != (vocab_size,):
         found = f"has logits of shape {list(state.logits.shape)}, but the model has {vocab_size:,} tokens"
         raise ArgumentError("state", f"{found}: give a state of this model.")
-    device = next(model.parameters()).device
-    if state.logits.device != device:
-        raise ArgumentError("state", f"is on {state.logits.device}, but the model is on {device}: read the prompt there.")
 
 
 def read(model: CausalLM, ids: Sequence[int], state: PromptState | None = None) -> PromptState:
@@ -112,21 +132,20 @@ def read(model: CausalLM, ids: Sequence[int], state: PromptState | None = None) 
     if not ids:
         assert state is not None
         return state
-    device = next(model.parameters()).device
+    begun, before = (None, ()) if state is None else (state.state.clone(), state.last)
     with torch.no_grad():
-        logits, read_state = prefill_batch(
-            model, torch.tensor([ids], device=device), None if state is None else state.state.clone()
-        )
-    before = () if state is None else state.last
+        tokens = torch.tensor([ids], device=next(model.parameters()).device)
+        logits, read_state = prefill_batch(model, tokens, begun)
     return PromptState(read_state, logits[0], (*before, *ids)[-LAST:])
 
 
 def prefill_batch(model: CausalLM, ids: Tensor, state: ModelState | None = None) -> tuple[Tensor, ModelState]:
     """Read ids [B, N], the beginning of streams or, with their `state`, which is consumed, more of them.
 
-    Returns the last logits [B, V], and the state.
-
     A model of task "prefix-lm" reads the beginning as a prefix, all at once, and others in `pieces`.
+
+    Returns:
+        The last logits [B, V], and the state.
     """
     if model.config.task == "prefix-lm" and state is None:
         hidden, state = model.backbone.read_prefix(ids)

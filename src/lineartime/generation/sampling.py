@@ -3,15 +3,15 @@
 Shapes: B texts, V vocabulary.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.fields import check_fields
+from lineartime.fields import Between, Positive, check_fields, check_ranges
 from lineartime.models.language_model import are_finite
 from lineartime.ops.tracing import is_traced
 
@@ -37,27 +37,16 @@ class Sampling:
         ArgumentError: for a value of the wrong type or out of range.
     """
 
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 0.95
-    seed: int | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: Annotated[float, Between(0)] = 0.8
+    top_k: Annotated[int, Between(0)] = 0
+    top_p: Annotated[float, Between(above=0, most=1)] = 0.95
+    seed: Annotated[int, Between(0, below=2**63)] | None = None
+    min_p: Annotated[float, Between(0, 1)] = 0.0
+    repetition_penalty: Positive = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.temperature >= 0:
-            raise ArgumentError("temperature", f"is {self.temperature}, but must not be negative.")
-        if self.top_k < 0:
-            raise ArgumentError("top_k", f"is {self.top_k}, but must not be negative; 0 allows all tokens.")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ArgumentError("seed", f"is {self.seed}, but must be from 0 to 2^63 - 1.")
-        if not 0 < self.top_p <= 1:
-            raise ArgumentError("top_p", f"is {self.top_p}, but must be above 0 and at most 1.")
-        if not 0 <= self.min_p <= 1:
-            raise ArgumentError("min_p", f"is {self.min_p}, but must be from 0 to 1.")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ArgumentError("repetition_penalty", f"is {self.repetition_penalty}, but must be above 0; 1 for no penalty.")
+        check_ranges(self)
 
     def generator(self) -> torch.Generator:
         """A random number generator with this seed."""
@@ -76,36 +65,18 @@ def checked_sampling(sampling: Sampling | None) -> Sampling:
     return Sampling() if sampling is None else sampling
 
 
-@dataclass(eq=False)
-class Seen:
-    """Which tokens each text has, bool [B, V], for the penalty of repetitions."""
-
-    mask: Tensor
-
-    def add(self, tokens: Tensor) -> None:
-        """Add one token to each text, int64 [B]; -1 stands for none."""
-        self.mask.scatter_(1, tokens[:, None].clamp(min=0), True)
-
-    def penalize(self, logits: Tensor, penalty: float) -> Tensor:
-        """Make tokens of the texts less likely, [B, V] -> [B, V]."""
-        return torch.where(self.mask, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def seen_in(texts: Sequence[Sequence[int]], vocab_size: int, sampling: Sampling) -> Seen | None:
-    """The tokens of texts, on the CPU; None if repetitions are not penalised."""
+def seen_in(texts: Sequence[Sequence[int]], vocab_size: int, sampling: Sampling) -> Tensor | None:
+    """Which tokens each text has, bool [B, V], on the CPU; None if repetitions are not penalised."""
     if sampling.repetition_penalty == 1:
         return None
-    seen = Seen(torch.zeros(len(texts), vocab_size, dtype=torch.bool, device="cpu"))
-    for row, text in zip(seen.mask, texts, strict=True):
+    seen = torch.zeros(len(texts), vocab_size, dtype=torch.bool, device="cpu")
+    for row, text in zip(seen, texts, strict=True):
         row[torch.tensor(list(text), dtype=torch.long, device="cpu")] = True
     return seen
 
 
-def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: Seen | None = None) -> Tensor:
-    """Draw a token for each text: logits [B, V] -> int64 [B], on the CPU; -1 if the logits are not finite.
-
-    The drawn tokens are added to `seen`, which is needed for a penalty of repetitions alone.
-    """
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: Tensor | None = None) -> Tensor:
+    """`pick` by the numbers of a generator, on the CPU."""
     logits = logits.float().cpu()
     return pick(logits, sampling, uniform_numbers(len(logits), generator), seen)
 
@@ -115,16 +86,18 @@ def uniform_numbers(count: int, generator: torch.Generator) -> Tensor:
     return torch.rand(count, dtype=torch.float64, generator=generator, device="cpu")
 
 
-def pick(logits: Tensor, sampling: Sampling, uniform: Tensor, seen: Seen | None = None) -> Tensor:
-    """Like `draw`, but by a given number in [0, 1) for each text: [B, V] and [B] -> int64 [B], on the logits' device.
+def pick(logits: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Draw a token for each text by a number in [0, 1): logits [B, V] and numbers [B] -> int64 [B]; -1 unless finite.
 
-    On a GPU, it copies nothing to the host, so it can be part of a CUDA graph.
+    The drawn tokens are added to `seen`, bool [B, V], which is needed for a penalty of repetitions alone. On a GPU, this copies
+    nothing to the host, so it can be part of a CUDA graph.
     """
     if seen is not None:
-        logits = seen.penalize(logits, sampling.repetition_penalty)
+        penalty = sampling.repetition_penalty
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     tokens = torch.where(are_finite(logits), _picked(logits, sampling, uniform), -1)
     if seen is not None:
-        seen.add(tokens)
+        seen.scatter_(1, tokens[:, None].clamp(min=0), True)
     return tokens
 
 

@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from torch import Tensor
 from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
 from lineartime.fields import check_type
 from lineartime.files import new_file, os_error_behind, utf8_path
-from lineartime.generation.ids import token_ids
-from lineartime.generation.prompts import LAST, PromptState, check_prompt_state, checked_prompt
+from lineartime.generation.prompts import LAST, PromptState, check_prompt_state, checked_prompt, token_ids
 from lineartime.models.backbone import ModelState
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
+from lineartime.ops.state import State
 
 _FORMAT = "lineartime prompt state 2"
 _MOST = 2**53
@@ -41,13 +41,10 @@ def save_state(model: LanguageModel, state: PromptState, path: str | Path) -> No
     check_type("path", path, str | Path)
     causal = check_model(model, CausalLM, "continue a text")
     check_prompt_state(causal, state)
-    tensors, numbers = {"logits": state.logits}, {}
-    for name, value in _leaves(state.state.blocks):
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        else:
-            numbers[name] = value
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    parts: dict[str, Any] = {"logits": state.logits}
+    _mapped(state.state.blocks, parts.setdefault)
+    numbers = {name: part for name, part in parts.items() if isinstance(part, int)}
+    tensors = {name: part.detach().cpu().contiguous().clone() for name, part in parts.items() if isinstance(part, Tensor)}
     known = {"numbers": numbers, "last": state.last}
     facts = {**known, "model": _digest_of_model(causal), "dtype": _dtype(causal), "contents": _digest(known, tensors)}
     with new_file("path", Path(path)) as partial, utf8_path(partial) as file:
@@ -101,7 +98,8 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
         ids = token_ids("last", last, causal.config.vocab_size)[-LAST:]
         logits = tensors.pop("logits").to(device)
         parts = {name: tensor.to(device) for name, tensor in tensors.items()} | numbers
-        state = PromptState(ModelState(_filled(causal.init_state(0).blocks, parts)), logits, ids)
+        blocks = _mapped(causal.init_state(0).blocks, lambda name, _: parts[name])
+        state = PromptState(ModelState(blocks), logits, ids)
         if any(len(tensor) != 1 for tensor in state.state.tensors()):
             raise ValueError
         checked_prompt(causal, "prompt", (), state)
@@ -114,27 +112,16 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
     return state
 
 
-def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The tensors and numbers of a state, by the path of their fields: "0.own.position"."""
-    if isinstance(state, Tensor | int):
-        yield name, state
-    for field, part in _fields(state):
-        yield from _leaves(part, f"{name}.{field}" if name else field)
-
-
-def _filled(template: Any, leaves: Mapping[str, Any], name: str = "") -> Any:
-    """A state of the structure of `template`. Raises KeyError for a leaf that is not there."""
-    if isinstance(template, Tensor | int):
-        return leaves[name]
-    parts = [_filled(part, leaves, f"{name}.{field}" if name else field) for field, part in _fields(template)]
-    return tuple(parts) if isinstance(template, tuple) else type(template)(*parts)
-
-
-def _fields(state: Any) -> list[tuple[str, Any]]:
-    """The parts of a state or a tuple of states, by name."""
+def _mapped(state: Any, function: Callable[[str, Any], Any], name: str = "") -> Any:
+    """A state with a function of the name and value of each tensor and number. Names are paths of fields: "0.own.position"."""
     if isinstance(state, tuple):
-        return [(str(place), part) for place, part in enumerate(state)]
-    return [(field.name, getattr(state, field.name)) for field in fields(state)] if is_dataclass(state) else []
+        parts = [(str(place), part) for place, part in enumerate(state)]
+    elif isinstance(state, State):
+        parts = [(field.name, getattr(state, field.name)) for field in fields(cast("Any", state))]
+    else:
+        return None if state is None else function(name, state)
+    made = [_mapped(part, function, f"{name}.{field}" if name else field) for field, part in parts]
+    return tuple(made) if isinstance(state, tuple) else type(state)(*made)
 
 
 def _digest(facts: Any, tensors: Mapping[str, Tensor]) -> str:

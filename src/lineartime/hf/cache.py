@@ -5,7 +5,6 @@ For FLASH and the linear attentions, its size does not depend on the length of t
 Shapes: B streams, N new tokens, d model width.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,9 +44,8 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         """Forget everything."""
         self.state: ModelState | None = None
         self._length = 0
-        self._before: ModelState | None = None  # the state before the recorded tokens
-        self._recorded: list[Tokens] = []
-        self._unread: Tokens | None = None  # what `crop` left of the recorded tokens: the state has not read it
+        self._recorded: list[tuple[ModelState | None, Tokens]] = []  # the state before each call, and what it read
+        self._unread: Tokens | None = None  # what `crop` left of a call: the state has not read it
         self._decoder: NativeDecoder | None = None
         self._is_prepared = False
 
@@ -90,15 +88,12 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
             self._read(backbone, *self._unread)
             self._unread = None
         if self._unread is not None:
-            embedded, real = _joined([self._unread, (embedded, real_tokens(mask, embedded))])
-            mask = None if bool(real.all()) else real  # rows without padding are read faster
-        begins = self._recording and not self._recorded
-        before = self.state.clone() if begins and self.state is not None else None
+            mask = torch.cat([self._unread[1], real_tokens(mask, embedded)], 1)
+            embedded = torch.cat([self._unread[0], embedded], 1)
+        before = self.state.clone() if self._recording and self.state is not None else None
         hidden = self._read(backbone, embedded, mask, inputs)
-        if begins:
-            self._before = before
         if self._recording:
-            self._recorded.append((embedded.detach(), real_tokens(mask, embedded)))
+            self._recorded.append((before, (embedded.detach(), real_tokens(mask, embedded))))
         self._unread = None
         self._length += new
         first = embedded.shape[1] - new
@@ -108,6 +103,8 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def _read(self, backbone: Backbone, embedded: Tensor, mask: Tensor | None, inputs: list[Tensor] | None = None) -> Tensor:
         """[B, N, d] -> [B, N, d]; the input of each block is appended to `inputs`. A call that fails leaves the state."""
+        if mask is not None and bool(mask.all()):  # rows without padding are read faster
+            mask = None
         is_token = embedded.shape[1] == 1 and mask is None and inputs is None
         if self.state is not None and is_token and not torch.is_grad_enabled():
             if not self._is_prepared:
@@ -142,13 +139,13 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def stop_past_recording(self) -> None:
         """Stop recording, so that the memory of the cache does not grow with what it reads."""
-        self._recording, self._recorded, self._before = False, [], None
+        self._recording, self._recorded = False, []
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens read since the last crop; their number is given as a negative number.
 
-        Nothing is computed. The cache returns to the state before all recorded tokens. Those that are kept are read again with
-        the next tokens.
+        Nothing is computed. The cache returns to the state before the calls that read them. The tokens of these calls that
+        are kept are read again with the next tokens.
 
         Raises:
             ArgumentError: for a positive number.
@@ -158,17 +155,18 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
             raise ArgumentError(
                 "tokens_to_remove", f"is {tokens_to_remove}, but must be negative, or 0: -5 forgets five tokens."
             )
-        kept = sum(embedded.shape[1] for embedded, _ in self._recorded) + tokens_to_remove
-        if kept < 0:
+        left = -tokens_to_remove
+        if left > sum(embedded.shape[1] for _, (embedded, _) in self._recorded):
             raise LineartimeError(
                 f"The cache cannot forget {-tokens_to_remove} tokens: it can only take back what was read since the last crop, "
                 "and only after activate_past_recording()."
             )
-        if tokens_to_remove:
-            embedded, real = _joined(self._recorded)
-            self.state, self._unread = self._before, (embedded[:, :kept], real[:, :kept]) if kept else None
+        while left > 0:
+            self.state, (embedded, real) = self._recorded.pop()
+            left -= embedded.shape[1]
+            self._unread = (embedded[:, :-left], real[:, :-left]) if left < 0 else None
         self._length += tokens_to_remove
-        self._recorded, self._before = [], None
+        self._recorded = []
 
     # The interface of a cache in transformers --------------------------------------------------------------------------
 
@@ -182,10 +180,12 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some of the streams, in this order; a stream may be kept several times."""
-        self.state, self._before = (None if state is None else state.take(indices) for state in (self.state, self._before))
-        self._recorded = [(embedded[indices], real[indices]) for embedded, real in self._recorded]
-        if self._unread is not None:
-            self._unread = self._unread[0][indices], self._unread[1][indices]
+        self.state = None if self.state is None else self.state.take(indices)
+        self._unread = None if self._unread is None else (self._unread[0][indices], self._unread[1][indices])
+        self._recorded = [
+            (None if before is None else before.take(indices), (embedded[indices], real[indices]))
+            for before, (embedded, real) in self._recorded
+        ]
 
     reorder_cache = batch_select_indices  # for beam search
 
@@ -222,8 +222,3 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def is_initialized(self) -> bool:
         """Whether any token was read."""
         return self.state is not None
-
-
-def _joined(tokens: Sequence[Tokens]) -> Tokens:
-    embedded, real = zip(*tokens, strict=True)
-    return torch.cat(embedded, 1), torch.cat(real, 1)

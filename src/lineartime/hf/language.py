@@ -122,11 +122,10 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
                 f"is {generation_config.cache_implementation!r}, but these models have a cache of their own: leave it out.",
             )
         assisted = str(generation_mode.value).startswith("assisted")
-        looks_up = getattr(generation_config, "prompt_lookup_num_tokens", None) is not None
+        helper = "prompt_lookup_num_tokens" if generation_config.prompt_lookup_num_tokens is not None else "assistant_model"
         unfit = {
             "use_cache": not generation_config.use_cache,
-            "prompt_lookup_num_tokens": looks_up,
-            "assistant_model": assisted and not looks_up,
+            helper: assisted,
             "prefill_chunk_size": getattr(generation_config, "prefill_chunk_size", None) is not None,
             "guidance_scale": generation_config.guidance_scale not in (None, 1),  # its prompt would be read causally
         }
@@ -148,7 +147,7 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
         if cache is not None:
             cache._is_user_defined = True
             width = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
-            _check_read(cache, width, generation_config.use_cache, assisted, looks_up)
+            _check_read(cache, width, generation_config.use_cache, helper if assisted else None)
         elif generation_config.use_cache:
             cache = LineartimeCache()
         if cache is not None:
@@ -206,19 +205,20 @@ class LineartimeForMaskedLM(LanguageHead):
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
-def _check_read(cache: Cache, width: int | None, use_cache: bool, assisted: bool, looks_up: bool) -> None:
+def _check_read(cache: Cache, width: int | None, use_cache: bool, helper: str | None) -> None:
     """Raise ArgumentError for a cache that has read tokens, unless `generate` reads what comes after them and nothing else.
 
-    `width` is the length of the attention mask, which always covers the tokens that the cache has read.
+    `width` is the length of the attention mask, which always covers the tokens that the cache has read. `helper` is the
+    argument that asks for assisted decoding.
     """
     past = cache.get_seq_length()
     if not past:
         return
     what = f"has read {past} tokens"
-    if assisted:
-        name = "prompt_lookup_num_tokens" if looks_up else "assistant_model"
-        advice = f"leave out {name}, or the cache"
-        raise ArgumentError(CACHE, f"{what}, but assisted decoding reads its prompt from the start: {advice}.")
+    if helper is not None:
+        raise ArgumentError(
+            CACHE, f"{what}, but assisted decoding reads its prompt from the start: leave out {helper}, or the cache."
+        )
     if not use_cache:
         raise ArgumentError("use_cache", f"is False, but {CACHE} {what}: leave out one of the two.")
     if width is not None and width <= past:
