@@ -288,11 +288,11 @@ def test_attentions_asked_for_in_the_configuration_are_refused_as_in_a_call(caus
 
 def test_folders_without_a_whole_model_are_named_for_what_they_lack(folder: Path, tmp_path: Path) -> None:
     change_weights(folder, lambda w: w.update({EMBEDDING: w[EMBEDDING].to(torch.int8)}))
-    with pytest.raises(LineartimeError, match=r"holds model.backbone.embedding.weight as I8, but weights must be F64, F32"):
+    with pytest.raises(LineartimeError, match=r"holds backbone.embedding.weight as torch.int8, but weights must be floats"):
         convert(folder, tmp_path / "back")
     (folder / "model.safetensors").rename(folder / "away")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
-    with pytest.raises(LineartimeError, match=r"a.safetensors is missing: copy all files"):
+    with pytest.raises(LineartimeError, match=r"Cannot read .*a.safetensors"):
         convert(folder, tmp_path / "back")
     adapter = tmp_path / "adapter"
     adapter.mkdir()

@@ -54,6 +54,10 @@ def model_card(config: ModelConfig, name: str, parameters: int, training: Mappin
     """The card of a language model saved in a folder of this name. `training` are facts about its training, for a table."""
     masked = config.task == "mlm"
     longest = config.longest_sequence
+    try:
+        system = system_of(nearest_preset(config)).describe()
+    except ArgumentError:  # no preset has this combination of layers
+        system = f"blocks of {config.mixer.kind}"
     return _CARD.format(
         pipeline="fill-mask" if masked else "text-generation",
         kind=config.mixer.kind,
@@ -61,7 +65,7 @@ def model_card(config: ModelConfig, name: str, parameters: int, training: Mappin
         kind_of_model=_KINDS[config.task],
         parameters=parameters,
         version=installed_version("lineartime") or "",
-        system=_system(config),
+        system=system,
         blocks=config.n_blocks,
         width=config.d_model,
         vocabulary=config.vocab_size,
@@ -87,10 +91,3 @@ def training_facts(checkpoint: Path) -> dict[str, str]:
     if loss is not None:
         facts["held-out loss"] = f"{loss:.4f} nats per token"
     return {fact: value.replace("|", "\\|") for fact, value in facts.items()}
-
-
-def _system(config: ModelConfig) -> str:
-    try:
-        return system_of(nearest_preset(config)).describe()
-    except ArgumentError:  # no preset has this combination of layers
-        return f"blocks of {config.mixer.kind}"

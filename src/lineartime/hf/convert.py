@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tokenizers
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import logging
 
@@ -22,12 +22,12 @@ from lineartime.checkpoint import (
     read_training_state,
 )
 from lineartime.checkpoint.format import read_model
-from lineartime.checkpoint.saving import check_finite, write_model
-from lineartime.checkpoint.weights import FLOATS, Stored, read_header
+from lineartime.checkpoint.saving import write_model
 from lineartime.data.tokenizers import Tokenizer, read_definition, read_tokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, new_folder, os_error_behind, utf8_path
+from lineartime.foreign.weights import read_weights
 from lineartime.hf.card import model_card, training_facts
 from lineartime.hf.config import FIELDS, LineartimeConfig
 from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
@@ -56,8 +56,11 @@ def convert(source: str | Path, destination: str | Path, *, checkpoint: Checkpoi
     source = Path(source)
     if list_checkpoints(source) or (is_checkpoint(source) and not (source / CONFIG).exists()):
         return to_transformers(source, destination, checkpoint=checkpoint)
-    _check_not_adapter(source)
     if not (source / CONFIG).exists():
+        if (source / ADAPTER).exists():
+            raise LineartimeError(
+                f"{source} holds only an adapter: merge it into its model with merge_and_unload(), and save that model."
+            )
         problem = "holds neither a run or checkpoint nor a model of transformers" if source.is_dir() else "is no folder"
         raise ArgumentError("source", f"is {source}, which {problem}: give the folder of a model.")
     if checkpoint is not None:
@@ -126,7 +129,7 @@ def _saving() -> Iterator[None]:
 def from_transformers(source: str | Path, destination: str | Path) -> Path:
     """Save a language model of transformers in the format of lineartime: a folder that `lineartime.load` and all commands read.
 
-    The tensor names and shapes in the file headers are compared with the configuration before anything is allocated.
+    The names and shapes of tensors are compared with the configuration before the model is built.
 
     Args:
         source: a folder written by `to_transformers`, or by `save_pretrained` of a language model of lineartime.
@@ -136,41 +139,27 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
         The destination.
 
     Raises:
-        ArgumentError: for a destination that is not empty, or weights that are not finite.
-        LineartimeError: if the source is damaged, is not such a folder, or has a tokenizer that does not fit its model.
+        ArgumentError: for a destination that is not empty.
+        LineartimeError: if the source is damaged, holds weights that are not finite, is not such a folder, or has a tokenizer
+            that does not fit its model.
     """
     source, destination = Path(source), Path(destination)
     with new_folder("destination", destination) as partial:
-        model, tokenizer = _read_model(source)
-        check_finite("source", model)
-        write_model(partial, model, tokenizer)
+        write_model(partial, *_read_model(source))
     return destination
 
 
-class _Place(NamedTuple):
-    """Where the files of a model hold a tensor, under which name, and what the header says of it."""
-
-    file: Path
-    name: str
-    stored: Stored
-
-    def read(self) -> Tensor:
-        with utf8_path(self.file) as path, safe_open(path, "pt") as opened:
-            tensor: Tensor = opened.get_tensor(self.name)
-            return tensor
-
-
 def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
-    _check_not_adapter(source)
     config = _read_config(source)
-    places = _places(source)
-    output = [places[name] for name in (LOGITS, EMBEDDING) if name in places]
-    of_one_shape = len(output) == 2 and output[0].stored.shape == output[1].stored.shape
-    if of_one_shape and not torch.equal(*(place.read() for place in output)):  # as an adapter can train it
+    state: dict[str, Tensor] = {}
+    for file in _weight_files(source):
+        state |= {name.removeprefix("model."): tensor for name, tensor in read_weights(file).items()}
+    output, embedding = state.get(LOGITS), state.get(EMBEDDING)
+    if output is not None and embedding is not None and not torch.equal(output, embedding):  # as an adapter can train it
         config = replace(config, tie_word_embeddings=False)
     if config.tie_word_embeddings:
-        places.pop(LOGITS, None)
-    _check_places(source, config, places)
+        state.pop(LOGITS, None)
+    _check_state(source, config, state)
     definition = read_definition(source / TOKENIZER_FILE)
     tokenizer = plain_tokenizer(definition, str(source / TOKENIZER_FILE))
     if not 0 <= config.vocab_size - tokenizer.vocab_size < PADDED:
@@ -182,20 +171,11 @@ def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
     if config.task != "mlm":
         _check_end(source, tokenizer.end_of_document, definition)
     model = build_model(config).float()  # whatever PyTorch's default dtype is
-    state = {name: place.read() for name, place in places.items()}
     state |= {name: state[name][: config.vocab_size] for name in (LOGITS, LOGITS_BIAS, EMBEDDING) if name in state}
     if model.lm_head is not None and LOGITS_BIAS not in state:
         state[LOGITS_BIAS] = torch.zeros(config.vocab_size, device="cpu")
     model.load_state_dict(state)
     return model, tokenizer
-
-
-def _check_not_adapter(folder: Path) -> None:
-    """Raise LineartimeError for a folder that holds an adapter of PEFT and no model."""
-    if (folder / ADAPTER).exists() and not any((folder / file).exists() for file in (WEIGHTS, INDEX)):
-        raise LineartimeError(
-            f"{folder} holds only an adapter: merge it into its model with merge_and_unload(), and save that model."
-        )
 
 
 def _read_config(source: Path) -> ModelConfig:
@@ -228,23 +208,9 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _places(source: Path) -> dict[str, _Place]:
-    """Where each tensor is, by its name in a `LanguageModel`; raises LineartimeError if a file is missing or damaged."""
-    places: dict[str, _Place] = {}
-    for file in _weight_files(source):
-        try:
-            header = read_header(file)
-        except FileNotFoundError:
-            raise LineartimeError(f"{file} is missing: copy all files of the model into this folder.") from None
-        except (SafetensorError, OSError) as error:
-            raise LineartimeError(f"{file} is damaged ({error}): restore it from a copy.") from None
-        places |= {name.removeprefix("model."): _Place(file, name, stored) for name, stored in header.items()}
-    return places
-
-
-def _check_places(source: Path, config: ModelConfig, places: Mapping[str, _Place]) -> None:
+def _check_state(source: Path, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
     """Raise LineartimeError unless the tensors are those of the model."""
-    blocks = {found[1] for name in places if (found := re.match(r"backbone\.blocks\.(\d+)\.", name))}
+    blocks = {found[1] for name in state if (found := re.match(r"backbone\.blocks\.(\d+)\.", name))}
     if config.n_blocks != len(blocks):  # checked before building, which is slow for many blocks even on meta
         raise LineartimeError(
             f"{source} holds the weights of {len(blocks)} blocks, but its {CONFIG} specifies {config.n_blocks}."
@@ -254,19 +220,18 @@ def _check_places(source: Path, config: ModelConfig, places: Mapping[str, _Place
     except ArgumentError as error:
         raise LineartimeError(f"{source / CONFIG} describes no model that can be built: {error}") from None
     # A head that an adapter trained and saved has no bias, because that of a model with tied embeddings has none.
-    problems = [f"lacks {name}" for name in wanted if name not in places and (name != LOGITS_BIAS or LOGITS not in places)]
-    problems += [f"holds {name}, which a language model does not have" for name in places if name not in wanted]
+    problems = [f"lacks {name}" for name in wanted if name not in state and (name != LOGITS_BIAS or LOGITS not in state)]
+    problems += [f"holds {name}, which a language model does not have" for name in state if name not in wanted]
     problems += [
-        f"holds {name} of shape {places[name].stored.shape}, but its {CONFIG} specifies {list(tensor.shape)}"
+        f"holds {name} of shape {list(state[name].shape)}, but its {CONFIG} specifies {list(tensor.shape)}"
         for name, tensor in wanted.items()
-        if name in places and places[name].stored.shape != list(tensor.shape)
+        if name in state and state[name].shape != tensor.shape
     ]
     if problems:
         raise LineartimeError(f"{source} {problems[0]}: it holds another model than its {CONFIG} describes.")
-    for name, place in places.items():
-        if wanted[name].is_floating_point() and place.stored.dtype not in FLOATS:
-            what = f"{place.name} as {place.stored.dtype}, but weights must be {', '.join(FLOATS)}"
-            raise LineartimeError(f"{place.file} holds {what}: save the model unquantised.")
+    for name, tensor in state.items():
+        if wanted[name].is_floating_point() and not tensor.is_floating_point():
+            raise LineartimeError(f"{source} holds {name} as {tensor.dtype}, but weights must be floats: save it unquantised.")
 
 
 def _check_end(source: Path, end: int, definition: str) -> None:

@@ -127,7 +127,6 @@ class LineartimeModel(LineartimePreTrainedModel):
 
     def __init__(self, config: LineartimeConfig) -> None:
         super().__init__(config)
-        _name_embedding_to_peft()
         self.backbone = Backbone(config.to_model_config())
         self.post_init()
 
@@ -161,20 +160,17 @@ class LineartimeModel(LineartimePreTrainedModel):
 
         Args:
             input_ids: [B, T].
-            attention_mask: [B, T], 1 for real tokens; padding may be anywhere. With a cache, the mask may also cover the tokens
-                read before, [B, past + T].
-            position_ids: [1, T], for documents packed into a single row: positions start at 0 in each document. Otherwise they
-                are not needed; if given, they must count the real tokens from 0, as the model does itself. With a cache that
-                has read tokens, they are ignored: the cache knows the position of each stream.
+            attention_mask: [B, T], 1 for real tokens; padding may be anywhere. With a cache, also [B, past + T].
+            position_ids: [1, T], which start at 0 in each document of a packed row. Otherwise, they are not needed. They are
+                ignored with a cache that has read tokens.
             past_key_values: the earlier name of `cache` in transformers.
             inputs_embeds: [B, T, d], to be used instead of the ids.
             use_cache: whether to create a cache if none is given; by default, none is created.
             output_hidden_states: whether to return the input of each block, followed by last_hidden_state.
-            cu_seq_lens_q: int [D + 1], the boundaries of D documents packed into a single row, under the name that the
-                collators of transformers use; preferable to position_ids in compiled code.
+            cu_seq_lens_q: int [D + 1], the boundaries of D documents packed into a single row.
             prefix_lengths: int [B], for a model of task "prefix-lm": how many first tokens are read bidirectionally.
             token_type_ids: int [B, T], for a model with token types; ignored by other models. With a cache, they must be 0.
-            seq_idx: int [1, T], the number of the document that each token of a single packed row belongs to.
+            seq_idx: int [1, T], the number of the document that each token of a packed row belongs to.
             cache: the cache whose streams to continue; it is updated unless use_cache is False.
             **kwargs: ignored, except output_attentions, which must not be True, nor be set in the configuration.
 
@@ -213,10 +209,9 @@ class LineartimeModel(LineartimePreTrainedModel):
             if types is not None and bool(types.any()):
                 what = "has types other than 0, but with a cache all tokens are of type 0: leave out the cache."
                 raise ArgumentError("token_type_ids", what)
-            prefix = prefix_lengths is not None
             if prefix_lengths is not None:
                 _check_prefix(prefix_lengths, real_tokens(mask, embedded).sum(1), past)
-            hidden = cache.extend(backbone, embedded, mask, prefix=prefix, inputs=every)
+            hidden = cache.extend(backbone, embedded, mask, prefix=prefix_lengths is not None, inputs=every)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             hidden_states=None if every is None else (*every, hidden),
