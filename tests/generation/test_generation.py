@@ -325,7 +325,7 @@ def test_sampling_options_out_of_range_are_named(options: dict[str, Any], messag
         ({"temperature": "0.8"}, "temperature is '0.8', but must be a number"),
         ({"top_k": 1.5}, "top_k is 1.5, but must be an integer"),
         ({"top_p": None}, "top_p is None, but must be a number"),
-        ({"seed": "1"}, "seed is '1', but must be an integer or None"),
+        ({"seed": "1"}, "seed is '1', but must be an integer, at least 0 and below 2\\^63 or None"),
     ],
 )
 def test_sampling_options_of_a_wrong_type_are_named(options: dict[str, Any], message: str) -> None:

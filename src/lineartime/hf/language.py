@@ -37,14 +37,6 @@ class LanguageHead(LineartimePreTrainedModel):
         self.lm_head: nn.Module = nn.Linear(config.d_model, config.vocab_size, bias=not config.tie_word_embeddings)
         self.post_init()
 
-    def get_output_embeddings(self) -> nn.Module:
-        """The output layer, from hidden vectors to logits."""
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the output layer, from hidden vectors to logits."""
-        self.lm_head = new_embeddings
-
 
 class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc]  # transformers has no types here
     """A causal language model: the logits at a token predict the next one."""

@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, d model width.
 """
 
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -79,14 +79,6 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
         for tensor, value in loaded:
             tensor.copy_(value)
 
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] | None = None, every_n_layers: int = 1
-    ) -> None:
-        """Recompute each block in the backward pass, as `LanguageModel.recompute_blocks` does."""
-        if enable and every_n_layers != 1:
-            raise ArgumentError("every_n_layers", f"is {every_n_layers}, but must be 1: all blocks are recomputed, or none.")
-        self.base_model.gradient_checkpointing = enable
-
 
 def _name_embedding_to_peft() -> None:
     """Let PEFT, if it is imported, know the embedding by its name: it warns of adapters on tied layers that are merged."""
@@ -132,7 +124,7 @@ class LineartimeModel(LineartimePreTrainedModel):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether the backward pass recomputes each block; transformers reads and sets this attribute."""
+        """Whether the backward pass recomputes each block, as transformers asks for activation checkpointing."""
         return self.backbone.recompute
 
     @gradient_checkpointing.setter
