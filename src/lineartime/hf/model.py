@@ -55,7 +55,9 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
-        _name_embedding_to_peft()
+        peft = sys.modules.get("peft.utils.constants")  # PEFT warns of merging adapters on tied layers that it knows by name
+        if peft is not None and "embedding" not in peft.EMBEDDING_LAYER_NAMES:
+            peft.EMBEDDING_LAYER_NAMES.append("embedding")
         embedding: nn.Module = self.base_model.backbone.embedding
         return embedding
 
@@ -78,13 +80,6 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
             reset()
         for tensor, value in loaded:
             tensor.copy_(value)
-
-
-def _name_embedding_to_peft() -> None:
-    """Let PEFT, if it is imported, know the embedding by its name: it warns of adapters on tied layers that are merged."""
-    if peft := sys.modules.get("peft.utils.constants"):
-        names = peft.EMBEDDING_LAYER_NAMES
-        names += [name for name in ("embedding",) if name not in names]
 
 
 def _let_trainer_count_targets() -> None:

@@ -54,10 +54,6 @@ class TaskModel(LineartimePreTrainedModel):
         Raises:
             ArgumentError: for rows without tokens, or a row that the other arguments divide into several documents.
         """
-        if hidden.shape[1] == 0:
-            raise ArgumentError(
-                "input_ids", f"has shape {list(hidden.shape[:2])}, but a label needs at least one token to read."
-            )
         mask = checked_mask(attention_mask, hidden)
         boundaries = packed_boundaries(mask, hidden, **kwargs)
         if boundaries is not None and len(boundaries) > 2:
