@@ -145,7 +145,7 @@ class FLASHOverlapping(FLASHInParts):
                     visible,
                     None if bias is None else bias[first:last, : size + last],
                 )
-                mean = (summary / self.options.linear_divisor(complete)).to(compute)
+                mean = (summary / self.options.linear_divisor(torch.tensor(complete))).to(compute)
                 out = weights.to(compute) @ values[:, : size + last].to(compute) + q_lin[:, new].to(compute) @ mean
                 outputs.append(out.to(outputs[0].dtype))
                 if last == size:

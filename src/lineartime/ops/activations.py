@@ -62,7 +62,6 @@ def attention_weights(
     bias: Tensor | None,
     activation: Activation,
     published_length: float | Tensor | None,
-    share: Tensor | None = None,
 ) -> Tensor:
     """Turn products q.k into attention weights.
 
@@ -75,7 +74,6 @@ def attention_weights(
         published_length: None divides relu2 weights by the number of visible keys. A number n follows the published
             pseudo-code instead: scores are q.k / n + bias, and weights are not divided. Softmax has its own normaliser and
             ignores this.
-        share: the `visible_share` of `visible` and `published_length`, if the caller has already computed it.
 
     Returns:
         [..., Q, K] in float32 (float64 for float64 products); a row without visible keys is all zeros.
@@ -100,17 +98,10 @@ def attention_weights(
         return torch.softmax(scores, -1).masked_fill(~visible, 0.0)
 
     weights = FUNCTIONS[activation](scores)
-    if share is None:
-        share = visible_share(visible, published_length, weights)
-    return weights if share is None else weights * share
-
-
-def visible_share(visible: Tensor | None, published_length: float | Tensor | None, like: Tensor) -> Tensor | None:
-    """The factor of relu2 weights [..., Q, K], zero where a key is not visible; None if there is none."""
-    if published_length is not None:
-        return visible
-    count = _visible_count(visible, like)
-    return 1 / count if visible is None else visible / count
+    if published_length is None:
+        count = _visible_count(visible, weights)
+        return weights * (1 / count if visible is None else visible / count)
+    return weights if visible is None else weights * visible
 
 
 def _visible_count(visible: Tensor | None, like: Tensor) -> Tensor:

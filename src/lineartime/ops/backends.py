@@ -34,7 +34,7 @@ def choose_backend(
         backend: the requested backend.
         available: the implementations of the op.
         like: a tensor on the device where the op runs.
-        compute: the dtype of matrix products.
+        compute: the dtype of the inputs; only float64 makes a difference.
         activation: the activation of the quadratic attention.
 
     Raises:

@@ -16,8 +16,9 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,39 +32,6 @@ from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projecte
 from lineartime.ops.positions import rotary_table
 from lineartime.ops.precision import acc_dtype, matmul_dtype
 from lineartime.ops.prefix import check_prefix
-
-Inputs = TypeVar("Inputs", Heads, Projected)
-_Form = Callable[[Heads, Tensor | None, Batch, MixedChunkOptions], Tensor]
-
-
-def _with_prefix(
-    attend: Callable[[Inputs, Tensor | None, Batch, MixedChunkOptions], Tensor],
-    inputs: Inputs,
-    bias: Tensor | None,
-    batch: Batch,
-    options: MixedChunkOptions,
-) -> Tensor:
-    """Apply a form without prefixes to everything and, bidirectionally, to the prefixes of the batch."""
-
-    def within(*parts: Any) -> Tensor:
-        *tensors, inner = parts
-        of_prefix = Heads(*tensors) if isinstance(inputs, Heads) else inputs._replace(tokens=tensors[0])
-        return attend(of_prefix, _of_chunks(bias, inner), inner, options.bidirectional)
-
-    tensors = inputs if isinstance(inputs, Heads) else inputs[:1]
-    return batch.with_prefix(attend(inputs, bias, batch, options), within, *tensors)
-
-
-_FORMS: dict[str, _Form] = {
-    "oracle": reference.attend,
-    "torch": partial(_with_prefix, chunked.attend),
-    "triton": partial(_with_prefix, triton.attend),
-}
-_GATED_FORMS: dict[str, Callable[[Projected, Tensor | None, Batch, MixedChunkOptions], Tensor]] = {
-    "tiled": cpu.attend,
-    "triton": triton.attend_gated,
-}
-"""The forms that take the projected tokens of a layer and apply its gate."""
 
 
 def mixed_chunk_attention(
@@ -167,12 +135,12 @@ def gated_mixed_chunk_attention(
     check_positions(positions, projected.shape[0], projected.shape[1], tokens.d_qk)
     batch = make_batch(projected.shape, mask, cu_seqlens, prefix_lengths, device=projected.device, needs=Needs(chunk_size))
     if positions is not None:
-        given = positions.is_floating_point()
-        table = positions if given else rotary_table(positions, tokens.d_qk // 2, acc_dtype(gamma))
-        if batch.document is not None or batch.order is not None:
-            table = table.view(2, -1, *table.shape[-2:]).expand(-1, projected.shape[0], -1, -1).flatten(1, 2)
-            table = table if batch.order is None else table.index_select(1, batch.order)
-            table = table if batch.counts is None else table.unflatten(1, (projected.shape[0], -1))
+        table = positions
+        if not positions.is_floating_point():
+            table = rotary_table(positions, tokens.d_qk // 2, acc_dtype(gamma))
+        if batch.order is not None:
+            of_rows = table.view(2, -1, *table.shape[-2:]).expand(-1, projected.shape[0], -1, -1)
+            table = batch.pack(of_rows.movedim(0, -2)).movedim(-2, 0)
         batch = rotated_by(batch, table)
 
     def attend(projected: Tensor, batch: Batch) -> Tensor:
@@ -191,12 +159,30 @@ def attend_heads(
 ) -> Tensor:
     """`mixed_chunk_attention` inside a model; ArgumentError for a backend that is unknown or cannot run here."""
     form = choose_backend(backend, ("torch", "triton", "oracle"), heads.v, matmul_dtype(*heads), options.activation)
-    return _FORMS[form](heads, bias, batch, options)
+    if form == "oracle":
+        return reference.attend(heads, bias, batch, options)
+    return _with_prefix(triton.attend if form == "triton" else chunked.attend, heads, bias, batch, options)
 
 
 def attend_part(part: str, heads: Heads, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
     """The quadratic ("local") or the linear ("global") part of `attend_heads`; values may have any width."""
     return _with_prefix(partial(chunked.attend, parts=(part,)), heads, bias, batch, options)
+
+
+def _with_prefix(
+    attend: Callable[[Heads, Tensor | None, Batch, MixedChunkOptions], Tensor],
+    heads: Heads,
+    bias: Tensor | None,
+    batch: Batch,
+    options: MixedChunkOptions,
+) -> Tensor:
+    """Apply a form without prefixes to everything and, bidirectionally, to the prefixes of the batch."""
+
+    def within(*parts: Any) -> Tensor:
+        *tensors, inner = parts
+        return attend(Heads(*tensors), _of_chunks(bias, inner), inner, options.bidirectional)
+
+    return batch.with_prefix(attend(heads, bias, batch, options), within, *heads)
 
 
 def attend_projected(
@@ -219,23 +205,29 @@ def attend_projected(
         ArgumentError: if the backend is unknown or cannot run here, or the processes of the context cannot split the
             batch.
     """
-    compute = matmul_dtype(projected.tokens, projected.gamma)
-    available: tuple[Backend, ...] = ("torch", "tiled", "triton", "oracle")
-    form = choose_backend(backend, available, projected.tokens, compute, options.activation)
+    tokens, available = projected.tokens, ("torch", "tiled", "triton", "oracle")
+    dtype = torch.promote_types(tokens.dtype, projected.gamma.dtype)
+    form = choose_backend(backend, available, tokens, dtype, options.activation)
     if form == "tiled" and batch.context is None and batch.prefix is None:
         return cpu.attend(projected, bias, batch, options, output)
     projected = projected.with_bias()
-    attend = partial(_with_prefix, _GATED_FORMS[form]) if form in _GATED_FORMS else partial(_gated, _FORMS[form])
+    gated = _gated(form, projected, bias, batch, options)
     if batch.context is not None:
-        gated = context_parallel.attend(attend, batch.context, projected, bias, batch, options)
-    else:
-        gated = attend(projected, bias, batch, options)
+        gated = gated + context_parallel.attend_elsewhere(batch.context, projected, batch, options).to(gated.dtype)
     return gated if output is None else F.linear(gated, output)
 
 
-def _gated(form: _Form, projected: Projected, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
-    gate, heads = projected.heads(batch.rotations)
-    return gate * form(heads, bias, batch, options)
+def _gated(form: Backend, projected: Projected, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
+    """Gated attention by one form to the tokens of this process, bidirectionally in the prefixes of the batch."""
+    if form in ("torch", "oracle"):
+        gate, heads = projected.heads(batch.rotations)
+        return gate * attend_heads(heads, bias, batch, options, form)
+
+    def within(tokens: Tensor, inner: Batch) -> Tensor:
+        return _gated(form, projected._replace(tokens=tokens), _of_chunks(bias, inner), inner, options.bidirectional)
+
+    attend = cpu.attend if form == "tiled" else triton.attend_gated
+    return batch.with_prefix(attend(projected, bias, batch, options), within, projected.tokens)
 
 
 mixed_chunk_attention_oracle = partial(mixed_chunk_attention, backend="oracle")

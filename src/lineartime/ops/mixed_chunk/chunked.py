@@ -7,7 +7,6 @@ The definition is in reference.py.
 from collections.abc import Collection
 from functools import reduce
 from operator import add
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from lineartime.ops.activations import attention_weights
 from lineartime.ops.batch import Batch
-from lineartime.ops.chunks import Reach, count_before, sum_chunks
+from lineartime.ops.chunks import Reach, sum_chunks
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 
@@ -66,7 +65,7 @@ def summary_attention(
     `elsewhere` is the number of tokens that other processes add to the sum. The divisor includes them.
     """
     size = batch.sizes(v.new_empty(0, dtype=acc_dtype(v)))[..., None, None]
-    if options.counts_whole_chunks:
+    if options.normalization == "paper":
         size = (size > 0) * float(options.chunk_size)  # a chunk counts as full, an empty chunk as zero
     alone = reach == "before" and batch.chunk_document is None
     if alone:  # the first chunk reads nothing, and the last is not read
@@ -75,39 +74,3 @@ def summary_attention(
     total, count = (x.cumsum(1) if alone else sum_chunks(x, batch, reach) for x in (summaries, size))
     read = q @ (total / options.linear_divisor(count + elsewhere)).to(q.dtype)
     return F.pad(read, (0, 0, 0, 0, 1, 0)) if alone else read
-
-
-class ChunkScales(NamedTuple):
-    """The factors that a fused form applies; an empty slot adds nothing, because its values are zero.
-
-    Attributes:
-        score_scale: the factor of the products of queries and keys in the quadratic part.
-        row_scale: float32 or better, [B or 1, G or 1, C or 1], the factor of a query's weights in the quadratic part.
-        state_scale: the same dtype, [B or 1, G], the factor of the sums of k v^T that a chunk uses.
-    """
-
-    score_scale: float
-    row_scale: Tensor
-    state_scale: Tensor
-
-
-def chunk_scales(batch: Batch, options: MixedChunkOptions, d_qk: int, like: Tensor, before: int = 0) -> ChunkScales:
-    """The divisors of both parts, as factors, for documents after `before` other tokens.
-
-    `like` determines the device and, if it is float64, the dtype.
-    """
-    causal = options.causal
-    sizes = batch.sizes(like.new_empty(0, dtype=acc_dtype(like)))
-    tokens = (sizes > 0).to(sizes.dtype) * options.chunk_size if options.counts_whole_chunks else sizes
-    if options.published_length is not None:
-        score, row = 1 / options.published_length, sizes.new_ones(1, 1, 1)
-    else:
-        score = d_qk**-0.5
-        # Real tokens come before empty slots, so the slot of a query determines how many keys it sees.
-        slots = torch.arange(1, batch.chunk_size + 1, device=sizes.device)
-        row = 1 / slots.to(sizes.dtype)[None, None] if causal else 1 / sizes.clamp(min=1)[..., None]
-    if causal:  # not by `sum_chunks`, for whose steps compiled code would be compiled again for other lengths of documents
-        read = count_before(tokens, batch).to(sizes.dtype)
-    else:
-        read = sum_chunks(tokens, batch, "all").expand_as(sizes)
-    return ChunkScales(score, row, 1 / options.linear_divisor(before + read + batch.elsewhere(causal)))

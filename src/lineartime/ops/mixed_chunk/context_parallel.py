@@ -13,8 +13,6 @@ R(t), as in reference.py, are the tokens of the whole sequence that the linear p
 Each pass exchanges matrices of s x e numbers once: `own` in the forward pass, the gradient of `elsewhere` in the backward pass.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -25,49 +23,31 @@ from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected, quer
 from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
 
 
-def attend(
-    here: Callable[[Projected, Tensor | None, Batch, MixedChunkOptions], Tensor],
-    group: ContextGroup,
-    projected: Projected,
-    bias: Tensor | None,
-    batch: Batch,
-    options: MixedChunkOptions,
-) -> Tensor:
-    """Attend to the tokens of this process with the form `here`, and to those of the other processes of the group.
+def attend_elsewhere(group: ContextGroup, projected: Projected, batch: Batch, options: MixedChunkOptions) -> Tensor:
+    """What the tokens of this process read in the other processes of the group, U * q_lin . elsewhere / |R|: [B, T, e].
 
     Every process of the group must call this with its slice. Gradients flow across processes. Each process gets the gradient of
     its own tokens and a share of the parameters' gradient, which is the sum of the shares of all processes.
 
-    Returns:
-        [B, T, e].
-
     Raises:
         ArgumentError: if a slice does not consist of whole chunks.
     """
-    _check_slice(projected.tokens.shape[1], options.chunk_size)
-    gated = here(projected, bias, batch, options)
+    length, size = projected.tokens.shape[1], options.chunk_size
+    if length == 0 or length % size:
+        raise ArgumentError(
+            "x",
+            f"has {length} tokens of a sequence in this process, but must have whole chunks, chunk_size = {size}: split "
+            f"N times a multiple of {size} tokens over N processes.",
+        )
     compute, causal = matmul_dtype(projected.tokens, projected.gamma), options.causal
     with without_autocast(projected.tokens):
         gate, v, z = projected.activate()
         q_lin, k_lin = queries_and_keys(z, projected.gamma[2:], projected.beta[2:], batch.rotations).unbind(1)
-        k_chunks, v_chunks = (x.to(compute).unflatten(1, (-1, options.chunk_size)) for x in (k_lin, v))
+        k_chunks, v_chunks = (x.to(compute).unflatten(1, (-1, size)) for x in (k_lin, v))
         own = (k_chunks.mT @ v_chunks).to(acc_dtype(v_chunks)).sum(1)
         read = sum_elsewhere(own, group, "before" if causal else "others")
         # All chunks are full, so every normalisation counts their tokens.
-        length = projected.tokens.shape[1]
         place = torch.arange(length, device=v.device)
-        in_slice = place - place % options.chunk_size if causal else torch.full_like(place, length)
+        in_slice = place - place % size if causal else torch.full_like(place, length)
         scale = 1 / options.linear_divisor(batch.elsewhere(causal) + in_slice).to(own.dtype)
-        attended = (q_lin * scale[:, None]).to(compute) @ read.to(compute)
-        out: Tensor = gated + (gate * attended).to(gated.dtype)
-        return out
-
-
-def _check_slice(length: int, chunk_size: int) -> None:
-    """Raise ArgumentError unless the slice consists of whole chunks."""
-    if length == 0 or length % chunk_size:
-        raise ArgumentError(
-            "x",
-            f"has {length} tokens of a sequence in this process, but must have whole chunks, chunk_size = {chunk_size}: split "
-            f"N times a multiple of {chunk_size} tokens over N processes.",
-        )
+        return gate * ((q_lin * scale[:, None]).to(compute) @ read.to(compute))

@@ -27,8 +27,7 @@ from lineartime.ops.backends import Backend, why_not_tiled
 from lineartime.ops.batch import Batch
 from lineartime.ops.flops import chunk_products
 from lineartime.ops.mixed_chunk import cpu_plain
-from lineartime.ops.mixed_chunk.chunked import chunk_scales
-from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected, chunk_scales
 from lineartime.ops.operator import Fused
 from lineartime.ops.positions import no_rotation_table
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast

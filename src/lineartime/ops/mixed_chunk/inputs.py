@@ -1,10 +1,10 @@
-"""The inputs of every form of mixed chunk attention, and their checks.
+"""The inputs of every form of mixed chunk attention, their checks, and the divisors as factors.
 
-Shapes: B batch, T tokens, C chunk size, e value width, s query/key width.
+Shapes: B batch, T tokens, G chunks, C chunk size, e value width, s query/key width.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,11 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError, check_choice
 from lineartime.ops.activations import CHUNK_NORMALIZATIONS, Activation, Normalization, known_activations
+from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_positive, check_queries_keys_values, check_whole
+from lineartime.ops.chunks import count_before, sum_chunks
 from lineartime.ops.positions import over_heads, rotate
+from lineartime.ops.precision import acc_dtype
 
 
 @dataclass(frozen=True)
@@ -51,23 +54,12 @@ class MixedChunkOptions:
         return None if self.normalization == "count" else float(self.chunk_size)
 
     @property
-    def counts_whole_chunks(self) -> bool:
-        """Whether a chunk counts as C tokens in the divisor of the linear part, however few it holds."""
-        return self.normalization == "paper"
-
-    @property
     def divides_by_chunk_size(self) -> bool:
         """Whether the linear part divides by C, however many chunks it sums over."""
         return self.normalization == "paper_sum" and self.causal
 
-    @overload
-    def linear_divisor(self, n_tokens: Tensor) -> Tensor: ...
-    @overload
-    def linear_divisor(self, n_tokens: int) -> int: ...
-    def linear_divisor(self, n_tokens: Tensor | int) -> Tensor | int:
-        """The divisor of the linear part for a sum of k v^T over `n_tokens` tokens."""
-        if isinstance(n_tokens, int):
-            return self.chunk_size if self.divides_by_chunk_size else max(1, n_tokens)
+    def linear_divisor(self, n_tokens: Tensor) -> Tensor:
+        """The divisor of the linear part for a sum of k v^T over `n_tokens` tokens, int or float."""
         return torch.full_like(n_tokens, self.chunk_size) if self.divides_by_chunk_size else n_tokens.clamp(min=1)
 
 
@@ -103,11 +95,6 @@ class Projected(NamedTuple):
         """The query/key width s."""
         return self.gamma.shape[1]
 
-    @property
-    def d_value(self) -> int:
-        """The value width e."""
-        return (self.tokens.shape[-1] - self.d_qk) // 2
-
     def with_bias(self) -> "Projected":
         """The same, with the bias added."""
         if self.projection_bias is None:
@@ -116,7 +103,8 @@ class Projected(NamedTuple):
 
     def activate(self) -> tuple[Tensor, Tensor, Tensor]:
         """U, V and Z."""
-        gate, v, z = F.silu(self.tokens).split([self.d_value, self.d_value, self.d_qk], -1)
+        d_value = (self.tokens.shape[-1] - self.d_qk) // 2
+        gate, v, z = F.silu(self.tokens).split([d_value, d_value, self.d_qk], -1)
         return gate, v, z
 
     def heads(self, rotations: Tensor | None) -> tuple[Tensor, Heads]:
@@ -129,6 +117,42 @@ def queries_and_keys(z: Tensor, gamma: Tensor, beta: Tensor, rotations: Tensor |
     """rope(Z * gamma_i + beta_i) for every i: [B, T, s], [maps, s], [maps, s] -> [B, maps, T, s]."""
     maps = torch.addcmul(beta[:, None], z[..., None, :, :], gamma[:, None])
     return rotate(maps, over_heads(rotations))
+
+
+class ChunkScales(NamedTuple):
+    """The factors that a fused form applies; an empty slot adds nothing, because its values are zero.
+
+    Attributes:
+        score_scale: the factor of the products of queries and keys in the quadratic part.
+        row_scale: float32 or better, [B or 1, G or 1, C or 1], the factor of a query's weights in the quadratic part.
+        state_scale: the same dtype, [B or 1, G], the factor of the sums of k v^T that a chunk uses.
+    """
+
+    score_scale: float
+    row_scale: Tensor
+    state_scale: Tensor
+
+
+def chunk_scales(batch: Batch, options: MixedChunkOptions, d_qk: int, like: Tensor, before: int = 0) -> ChunkScales:
+    """The divisors of both parts, as factors, for documents after `before` other tokens.
+
+    `like` determines the device and, if it is float64, the dtype.
+    """
+    causal = options.causal
+    sizes = batch.sizes(like.new_empty(0, dtype=acc_dtype(like)))
+    tokens = (sizes > 0).to(sizes.dtype) * options.chunk_size if options.normalization == "paper" else sizes
+    if options.published_length is not None:
+        score, row = 1 / options.published_length, sizes.new_ones(1, 1, 1)
+    else:
+        score = d_qk**-0.5
+        # Real tokens come before empty slots, so the slot of a query determines how many keys it sees.
+        slots = torch.arange(1, batch.chunk_size + 1, device=sizes.device)
+        row = 1 / slots.to(sizes.dtype)[None, None] if causal else 1 / sizes.clamp(min=1)[..., None]
+    if causal:  # not by `sum_chunks`, for whose steps compiled code would be compiled again for other lengths of documents
+        read = count_before(tokens, batch).to(sizes.dtype)
+    else:
+        read = sum_chunks(tokens, batch, "all").expand_as(sizes)
+    return ChunkScales(score, row, 1 / options.linear_divisor(before + read + batch.elsewhere(causal)))
 
 
 def check_heads(heads: Heads) -> None:

@@ -13,17 +13,17 @@ one, or there is one part), W slots of the window.
 The definition is the causal one of reference.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lineartime.ops.activations import Activation, Normalization, attention_weights, visible_share
+from lineartime.ops.activations import Activation, Normalization, attention_weights
 from lineartime.ops.backends import Backend
-from lineartime.ops.batch import Batch, cut_chunks
+from lineartime.ops.batch import Batch, cut_rows
 from lineartime.ops.checks import check_bias, check_continues
+from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.make_batch import stream_batch
 from lineartime.ops.mixed_chunk import cpu, triton
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads
@@ -128,40 +128,26 @@ def extend(
         [B, N, e] and the new state.
     """
     compute = matmul_dtype(q_quad, *keys, v)
-    result, new = output_dtype(v, compute), v.shape[1]
-    queries = [q for q in (q_quad, q_lin) if q is not None]
+    dtype, new = output_dtype(v, compute), v.shape[1]
+    given = [x for x in (q_quad, q_lin, *keys, v, state.summary, state.keys, state.values) if x is not None]
     with without_autocast(v):
-        if new == 1 and batch.counts is None and in_place(*queries, *keys, v, state.summary, state.keys, state.values):
-            out, state = _step(queries, keys, v, bias, options, state, compute)
-            return out.to(result), state
-        stacked = torch.stack(keys, 1)
-        outputs = [v[:, :0].to(result)]
+        if new == 1 and batch.counts is None and in_place(*given):
+            out, state = _step(q_quad, q_lin, keys, v, bias, options, state, compute)
+            return out.to(dtype), state
+        new_keys, outputs = torch.stack(keys, 1), [v[:, :0].to(dtype)]
         start, counts = batch.start if batch.counts is None else None, batch.counts
-        for piece, _ in _pieces(start or 0, new, options.chunk_size, whole=False):
-            own = None if counts is None else (counts - piece.start).clamp(0, piece.stop - piece.start)
-            slot = None if start is None else (start + piece.start) % options.chunk_size
-            part = [q[:, piece].to(compute) for q in queries]
-            out, state = _read(part, stacked[:, :, piece], v[:, piece], bias, options, state, slot, own, compute)
-            outputs.append(out.to(result))
+        for piece, first, last in open_chunk_pieces(start or 0, new, options.chunk_size):
+            queries = [None if q is None else q[:, piece].to(compute) for q in (q_quad, q_lin)]
+            own = None if counts is None else (counts - piece.start).clamp(0, last - first)
+            slot = None if start is None else first
+            out, state = _read(*queries, new_keys[:, :, piece], v[:, piece], bias, options, state, slot, own)
+            outputs.append(out.to(dtype))
         return torch.cat(outputs, 1), state
 
 
-def _pieces(position: int, length: int, chunk_size: int, whole: bool) -> Iterator[tuple[slice, bool]]:
-    """Cut new tokens after `position` others where chunks end, and tell whether a piece consists of whole chunks.
-
-    A piece is at most one chunk unless `whole` chunks are read at once.
-    """
-    start = 0
-    while start < length:
-        room = -(position + start) % chunk_size
-        at_once = 0 if room or not whole else (length - start) // chunk_size * chunk_size
-        stop = min(start + (at_once or room or chunk_size), length)
-        yield slice(start, stop), at_once > 0
-        start = stop
-
-
 def _read(
-    queries: list[Tensor],
+    q_quad: Tensor,
+    q_lin: Tensor | None,
     new_keys: Tensor,
     new_values: Tensor,
     bias: SlotBias | None,
@@ -169,69 +155,62 @@ def _read(
     state: MixedChunkState,
     slot: int | None,
     counts: Tensor | None,
-    compute: torch.dtype,
 ) -> tuple[Tensor, MixedChunkState]:
-    """Read a piece of at most C tokens, [B, n, ...]: `counts` of each, from `slot` on if that is known and the same for all."""
-    size, n, device = options.chunk_size, new_values.shape[1], new_values.device
-    new_keys, new_values = new_keys.to(state.keys.dtype), new_values.to(state.values.dtype)
-    after = state.position + (n if counts is None else counts)
-    if slot is not None:  # the piece ends in the open chunk
-        keys, values = (
-            torch.cat([x[..., :slot, :], new], -2) for x, new in ((state.keys, new_keys), (state.values, new_values))
-        )
-        places = torch.arange(slot, slot + n, device=device)
-        visible = torch.ones(n, slot + n, dtype=torch.bool, device=device).tril(slot)
-        rows = None if bias is None else bias(places)[..., : slot + n]
+    """Read a piece of at most C tokens, [B, n, ...], or the first `counts` of them in each stream.
+
+    If all streams stand at a known slot, the piece ends in the open chunk, which is the window. Otherwise, it may end in the
+    next chunk, and the window has both.
+    """
+    size, n, position, compute = options.chunk_size, new_values.shape[1], state.position, q_quad.dtype
+    places = torch.arange(n, device=position.device)  # in the window
+    if slot is not None:
+        places = slot + places
+        keys, values = fill(state.keys, slot, new_keys), fill(state.values, slot, new_values)
     else:
-        first = state.position % size
-        places = first[:, None] + torch.arange(n, device=device)  # [B, n]
-        keys = _window(state.keys, new_keys, places[:, None])
-        values = _window(state.values, new_values, places)
-        slots = torch.arange(2 * size, device=device)
-        visible = (slots <= places[..., None]) & (slots >= (places - places % size)[..., None])
-        rows = None if bias is None else torch.cat([bias(places % size)] * 2, -1)
-    k, v = keys.to(compute), values.to(compute)
+        places = (position % size)[:, None] + places
+        keys, values = _window(state.keys, new_keys, places[:, None]), _window(state.values, new_values, places)
+    slots = torch.arange(values.shape[1], device=position.device)
+    visible = (slots <= places[..., None]) & (slots >= (places - places % size)[..., None])
+    rows = None if bias is None else bias(places % size)
+    if rows is not None and slot is None:
+        rows = torch.cat([rows, rows], -1)
     weights = attention_weights(
-        queries[0] @ k[:, 0].mT, d_qk=k.shape[-1], visible=visible, bias=rows,
+        q_quad @ keys[:, 0].to(compute).mT, d_qk=keys.shape[-1], visible=visible, bias=rows,
         activation=options.activation, published_length=options.published_length,
     )  # fmt: skip
-    out = weights.to(compute) @ v
-    complete = (state.position - state.position % size)[:, None, None]
-    if slot is not None:
-        if len(queries) > 1:
-            out = out + queries[1] @ (state.summary / options.linear_divisor(complete)).to(compute)
-        if slot + n < size:
-            kept = (torch.cat([x, old[..., slot + n :, :]], -2) for x, old in ((keys, state.keys), (values, state.values)))
-            return out, MixedChunkState(after, state.summary, *kept)
-        return out, MixedChunkState(after, _folded(state.summary, keys, values), keys, values)
-    folded = _folded(state.summary, keys[..., :size, :], values[:, :size])
-    if len(queries) > 1:
-        before, then = (
-            queries[1] @ (total / options.linear_divisor(tokens)).to(compute)
-            for total, tokens in ((state.summary, complete), (folded, complete + size))
-        )
-        out = out + torch.where(places[..., None] < size, before, then)
-    full = (after - (state.position - first) >= size)[:, None, None]
-    kept_keys = torch.where(full[..., None], keys[..., size:, :], keys[..., :size, :])
-    kept_values = torch.where(full, values[:, size:], values[:, :size])
-    return out, MixedChunkState(after, torch.where(full, folded, state.summary), kept_keys, kept_values)
+    out = weights.to(compute) @ values.to(compute)
+
+    after, summary = position + (n if counts is None else counts), state.summary
+    complete = (position - position % size)[:, None, None]
+    if q_lin is not None:
+        read = _read_summary(q_lin, summary, complete, options)
+        if slot is None or slot + n == size:
+            summary = summary + keys[:, -1, :size].to(summary.dtype).mT @ values[:, :size].to(summary.dtype)
+        if slot is None:
+            read = torch.where(places[..., None] < size, read, _read_summary(q_lin, summary, complete + size, options))
+        out = out + read
+    if slot is None:
+        full = after[:, None, None] >= complete + size
+        summary = torch.where(full, summary, state.summary)
+        keys = torch.where(full[..., None], keys[:, :, size:], keys[:, :, :size])
+        values = torch.where(full, values[:, size:], values[:, :size])
+    return out, MixedChunkState(after, summary, keys, values)
+
+
+def _read_summary(q_lin: Tensor, summary: Tensor, n_tokens: Tensor, options: MixedChunkOptions) -> Tensor:
+    """The linear part: [B, n, s], the sum over n_tokens tokens [B, s, e] -> [B, n, e]."""
+    return q_lin @ (summary / options.linear_divisor(n_tokens)).to(q_lin.dtype)
 
 
 def _window(open_chunk: Tensor, new: Tensor, places: Tensor) -> Tensor:
     """Two chunks with an open one [B, ..., C, f] first, and new rows [B, ..., n, f] at `places`, [B, ..., n]."""
     window = torch.cat([open_chunk, torch.zeros_like(open_chunk)], -2)
-    return window.scatter(-2, places[..., None].expand_as(new), new)
-
-
-def _folded(summary: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The summary with a full chunk: [B, s, e], keys [B, M, C, s] and values [B, C, e] -> [B, s, e]."""
-    if not summary.shape[1]:
-        return summary
-    return summary + keys[:, -1].to(summary.dtype).mT @ values.to(summary.dtype)
+    return window.scatter(-2, places[..., None].expand_as(new), new.to(window.dtype))
 
 
 def _step(
-    queries: list[Tensor],
+    q_quad: Tensor,
+    q_lin: Tensor | None,
     new_keys: list[Tensor],
     new_values: Tensor,
     bias: SlotBias | None,
@@ -244,23 +223,22 @@ def _step(
     A step can so be recorded as a CUDA graph, or be a part of an exported program.
     """
     position, summary, keys, values = (writable(x) for x in (state.position, state.summary, state.keys, state.values))
-    size, acc = options.chunk_size, summary.dtype
+    size = options.chunk_size
     slot = position % size
     place = slot[:, None, None]
     new = torch.stack(new_keys, 1).to(keys.dtype)
     keys.scatter_(2, place[:, None].expand_as(new), new)
     values.scatter_(1, place.expand_as(new_values), new_values.to(values.dtype))
     visible = torch.arange(size, device=slot.device) <= place
-    products = torch.bmm(queries[0].to(compute), keys[:, 0].to(compute).mT).to(acc)
+    products = torch.bmm(q_quad.to(compute), keys[:, 0].to(compute).mT)
     weights = attention_weights(
         products, d_qk=keys.shape[-1], visible=visible, bias=None if bias is None else bias(slot)[:, None],
         activation=options.activation, published_length=options.published_length,
-        share=visible_share(visible, options.published_length, products),
     )  # fmt: skip
     out = torch.bmm(weights.to(compute), values.to(compute))
-    if len(queries) > 1:
+    if q_lin is not None:
         complete = (position - slot)[:, None, None]
-        out = out + torch.bmm(queries[1].to(acc) / options.linear_divisor(complete), summary)
+        out = out + torch.bmm(q_lin.to(summary.dtype) / options.linear_divisor(complete), summary)
         _fold_full_chunks(summary, keys, values, slot == size - 1)
     position += 1
     return out, MixedChunkState(position, summary, keys, values)
@@ -298,39 +276,32 @@ def extend_projected(
     Returns:
         The new tokens' outputs [B, N, e] and the new state.
     """
-    new, start, size = projected.tokens.shape[1], batch.start, options.chunk_size
 
-    def plainly(piece: slice, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
-        here, own = _part(projected, batch, piece)
-        gate, heads = here.heads(own.rotations)
-        attended, state = extend(heads.q_quad, heads.q_lin, [heads.k_quad, heads.k_lin], heads.v, bias, options, state, own)
+    def plainly(projected: Projected, batch: Batch, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
+        gate, (q_quad, k_quad, q_lin, k_lin, v) = projected.heads(batch.rotations)
+        attended, state = extend(q_quad, q_lin, [k_quad, k_lin], v, bias, options, state, batch)
         return gate * attended, state
 
-    if start is None or batch.counts is not None or new < size or not projected.tokens.numel():
-        return plainly(slice(0, new), state)
+    (streams, new, _), start, size = projected.tokens.shape, batch.start, options.chunk_size
+    if start is None or batch.counts is not None or not projected.tokens.numel():
+        return plainly(projected, batch, state)
+    first, last = -start % size, new - (start + new) % size  # where whole chunks begin and end
+    if first >= last:
+        return plainly(projected, batch, state)
     table = None if bias is None else bias(torch.arange(size, device=projected.tokens.device))
-    forms = [x for x in (triton, cpu) if x.can_extend(projected, table, options, state.summary, backend)]
-    if not forms:
-        return plainly(slice(0, new), state)
-    outputs = []
-    for piece, is_whole in _pieces(start, new, size, whole=True):
-        if not is_whole:
-            out, state = plainly(piece, state)
-        else:
-            here, own = _part(projected, batch, piece)
-            chunks = replace(cut_chunks(here.tokens, size), rotations=own.rotations)
-            out, summary = forms[0].extend_gated(here, table, chunks, options, state.summary, start + piece.start)
-            state = replace(state, summary=summary, position=state.position + here.tokens.shape[1])
-        outputs.append(out)
-    return torch.cat(outputs, 1), state
+    form = next((x for x in (triton, cpu) if x.can_extend(projected, table, options, state.summary, backend)), None)
+    if form is None:
+        return plainly(projected, batch, state)
 
+    def piece(first: int, last: int) -> tuple[Projected, Batch]:
+        rotations = None if batch.rotations is None else batch.rotations[..., first:last, :]
+        own = Batch((streams, last - first), batch.positions[first:last], rotations=rotations, start=start + first)
+        return projected._replace(tokens=projected.tokens[:, first:last]), own
 
-def _part(projected: Projected, batch: Batch, piece: slice) -> tuple[Projected, Batch]:
-    """Some of the new tokens of streams, and their batch."""
-    if piece == slice(0, projected.tokens.shape[1]):
-        return projected, batch
-    rotations = None if batch.rotations is None else batch.rotations[..., piece, :]
-    changes: dict[str, Any] = {"start": None if batch.start is None else batch.start + piece.start, "rotations": rotations}
-    return projected._replace(tokens=projected.tokens[:, piece]), replace(
-        batch, positions=batch.positions[..., piece], **changes
-    )
+    before, state = plainly(*piece(0, first), state)
+    here, own = piece(first, last)
+    chunks = cut_rows(own, size, None)
+    whole, summary = form.extend_gated(here, table, chunks, options, state.summary, start + first)
+    state = replace(state, summary=summary, position=state.position + (last - first))
+    after, state = plainly(*piece(last, new), state)
+    return torch.cat([before, whole, after], 1), state

@@ -26,8 +26,7 @@ from torch import Tensor
 from lineartime.ops.backends import Backend, takes_triton
 from lineartime.ops.batch import Batch
 from lineartime.ops.flops import chunk_products
-from lineartime.ops.mixed_chunk.chunked import chunk_scales
-from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
+from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, chunk_scales
 from lineartime.ops.operator import Fused, register_operator
 from lineartime.ops.precision import acc_dtype, common_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.triton import state_dtype, workspace
