@@ -161,7 +161,8 @@ def recorded(case: str, capability: int) -> list[Launch]:
         launches.append(Launch(case, tuner, arguments, constants, tuner.prune_configs(constants)))
 
     # A layer checks whether its kernels can run, which they cannot on a CPU.
-    with patch.object(Autotuner, "run", record), patch("lineartime.ops.backends.why_not_triton", return_value=None):
+    choices = [patch(f"lineartime.ops.{name}.why_not", return_value=None) for name in ("backends", "mixed_chunk.triton")]
+    with patch.object(Autotuner, "run", record), choices[0], choices[1]:
         CASES[case]()
     return launches
 

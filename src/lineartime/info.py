@@ -14,7 +14,7 @@ from lineartime.errors import LineartimeError, first_line, is_installed
 from lineartime.host import cache_folder, processor_name, threads_in_words
 from lineartime.machine import choose_device, compiler_missing, faster_precision
 from lineartime.native import why_not_native
-from lineartime.ops.backends import choose_backend, why_not_tiled, why_not_triton
+from lineartime.ops.backends import Backend, choose_backend, why_not
 from lineartime.units import size
 
 EXTRAS = {
@@ -96,6 +96,6 @@ def _backends(device: torch.device) -> Iterator[Fact]:
     like = torch.empty(0, device=device)
     for dtype, label in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         chosen = choose_backend("auto", ("torch", "tiled", "triton"), like, dtype, "relu2")
-        others = {"triton": why_not_triton(device, dtype, "relu2"), "tiled": why_not_tiled(device, dtype, "relu2")}
+        others: dict[Backend, str | None] = {name: why_not(name, device, dtype, "relu2") for name in ("triton", "tiled")}
         why = "; ".join(f"not {name}: {reason}" for name, reason in others.items() if reason and name != chosen)
         yield Fact(f"attention, {label}", chosen, why)

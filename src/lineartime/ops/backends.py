@@ -22,11 +22,10 @@ GPU_LOCK = RLock()
 """Held while kernels are tuned and while a CUDA graph is recorded: both are for one thread of a process at a time."""
 _OLD_GPUS: set[int] = set()
 """The GPUs on which the kernels cannot run, known when the first layer is built."""
-_UNDER_TRANSFORM = "it has neither forward-mode derivatives nor rules for torch.func"
 
 
 def choose_backend(
-    backend: Backend, available: tuple[Backend, ...], like: Tensor, compute: torch.dtype, activation: Activation
+    backend: Backend, available: tuple[Backend, ...], like: Tensor, dtype: torch.dtype, activation: Activation
 ) -> Backend:
     """Choose the implementation to run, which is never "auto".
 
@@ -34,51 +33,38 @@ def choose_backend(
         backend: the requested backend.
         available: the implementations of the op.
         like: a tensor on the device where the op runs.
-        compute: the dtype of the inputs; only float64 makes a difference.
+        dtype: the dtype of the inputs; only float64 makes a difference.
         activation: the activation of the quadratic attention.
 
     Raises:
         ArgumentError: if the op does not have the backend, or it cannot run here; the message gives the reason.
     """
     if backend == "auto":
-        if "triton" in available and takes_triton(backend, like, compute, activation):
-            return "triton"
-        return "tiled" if "tiled" in available and why_not_tiled(like.device, compute, activation) is None else "torch"
+        fastest: Backend = "triton" if like.device.type == "cuda" else "tiled"
+        can_run = fastest in available and why_not(fastest, like.device, dtype, activation) is None
+        return fastest if can_run else "torch"
     check_choice("backend", backend, ("auto", *available))
-    reason = None
-    if backend == "triton":
-        reason = why_not_triton(like.device, compute, activation)
-    elif backend == "tiled":
-        reason = why_not_tiled(like.device, compute, activation)
+    reason = why_not(backend, like.device, dtype, activation)
     if reason is not None:
         raise ArgumentError("backend", f"is {backend!r}, which cannot run here: {reason}; use 'auto' or 'torch'.")
     return backend
 
 
-def takes_triton(backend: Backend, like: Tensor, compute: torch.dtype, activation: Activation) -> bool:
-    """Whether a backend chooses the Triton kernels, "auto" on a GPU, and they can run here; arguments as above."""
-    chosen = backend == "triton" or (backend == "auto" and like.device.type == "cuda")
-    return chosen and why_not_triton(like.device, compute, activation) is None
-
-
-def why_not_tiled(device: torch.device, compute: torch.dtype, activation: Activation) -> str | None:
-    """Why the tiled form cannot run, as the end of a sentence; None if it can."""
+def why_not(backend: Backend, device: torch.device, dtype: torch.dtype, activation: Activation) -> str | None:
+    """Why a backend cannot run, as the end of a sentence; None if it can."""
+    if backend not in ("tiled", "triton"):
+        return None
     if under_transform():
-        return _UNDER_TRANSFORM
-    if device.type != "cpu":
-        return f"it is made for CPUs, and the tensors are on {device.type}"
-    return None if activation == "relu2" else f"it has no activation {activation!r}, only 'relu2'"
-
-
-def why_not_triton(device: torch.device, compute: torch.dtype, activation: Activation) -> str | None:
-    """Why the Triton kernels cannot run, as the end of a sentence; None if they can."""
-    if under_transform():
-        return _UNDER_TRANSFORM
+        return "it has neither forward-mode derivatives nor rules for torch.func"
+    if backend == "tiled":
+        if device.type != "cpu":
+            return f"it is made for CPUs, and the tensors are on {device.type}"
+        return None if activation == "relu2" else f"it has no activation {activation!r}, only 'relu2'"
     if not _is_installed("triton"):
         return "the package triton is not installed"
     if device.type != "cuda" and not _is_interpreted():
         return f"it needs a GPU, and the tensors are on {device.type}"
-    if compute == torch.float64 and device.type == "cuda":
+    if dtype == torch.float64 and device.type == "cuda":
         return "it computes in float32, and the tensors are float64"
     if _is_old(device):
         return "it needs a GPU of compute capability 8.0 or more"

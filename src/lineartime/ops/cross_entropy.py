@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.backends import why_not_triton
+from lineartime.ops.backends import why_not
 from lineartime.ops.checks import check_whole, is_readable
 from lineartime.ops.operator import register_operator
 from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
@@ -116,7 +116,7 @@ def _fused_losses(logits: Tensor, targets: Tensor, keep: bool) -> tuple[Tensor, 
 
 
 def _can_fuse(hidden: Tensor, compute: torch.dtype) -> bool:
-    return hidden.is_cuda and why_not_triton(hidden.device, compute, "relu2") is None
+    return hidden.is_cuda and why_not("triton", hidden.device, compute, "relu2") is None
 
 
 def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, keep: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -55,7 +55,7 @@ def test_a_gpu_without_the_units_of_the_kernels_takes_none_of_them_compiled_or_n
     finally:
         backends.define_operators.cache_clear()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    reasons = [backends.why_not_triton(torch.device("cuda", index), torch.bfloat16, "relu2") for index in (0, 1)]
+    reasons = [backends.why_not("triton", torch.device("cuda", index), torch.bfloat16, "relu2") for index in (0, 1)]
     assert reasons == [None, "it needs a GPU of compute capability 8.0 or more"]
 
 

@@ -150,7 +150,8 @@ def test_its_products_are_counted() -> None:
     counts = []
     for by_kernels in (False, True):
         with torch.no_grad(), FlopCounterMode(display=False) as counter, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lineartime.ops.mixed_chunk.triton.takes_triton", lambda *_, chosen=by_kernels: chosen)
+            patch.setattr("lineartime.ops.mixed_chunk.triton.why_not", lambda *_: None)
+            set_backend(layer, "triton" if by_kernels else "torch")
             layer.extend(torch.zeros(2, 64, D_MODEL, device="meta"), None)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1]

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.native import NativeFunctions, native_functions
-from lineartime.ops.backends import Backend, why_not_tiled
+from lineartime.ops.backends import Backend, why_not
 from lineartime.ops.batch import Batch
 from lineartime.ops.flops import chunk_products
 from lineartime.ops.mixed_chunk import cpu_plain
@@ -90,7 +90,7 @@ def can_extend(
     tokens, gamma, beta, _ = projected
     if is_traced() or backend not in ("auto", "tiled"):  # the compiler cannot trace the search for a C++ compiler
         return False
-    if why_not_tiled(tokens.device, tokens.dtype, options.activation) is not None or not _functions(projected.d_qk):
+    if why_not("tiled", tokens.device, tokens.dtype, options.activation) is not None or not _functions(projected.d_qk):
         return False
     with without_autocast(tokens):
         return is_plain(tokens, gamma, beta, bias, summary)

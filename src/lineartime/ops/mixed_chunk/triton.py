@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from lineartime.ops.backends import Backend, takes_triton
+from lineartime.ops.backends import Backend, why_not
 from lineartime.ops.batch import Batch
 from lineartime.ops.flops import chunk_products
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, chunk_scales
@@ -116,10 +116,11 @@ def can_extend(
 ) -> bool:
     """Whether `extend_gated` takes streams: the backend chooses the kernels, they can run here, and no gradient is needed."""
     tokens, gamma, beta, _ = projected
-    inputs = [x for x in (tokens, gamma, beta, bias, summary) if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    if backend != "triton" and not (backend == "auto" and tokens.is_cuda):
         return False
-    return takes_triton(backend, tokens, matmul_dtype(tokens, gamma), options.activation)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (tokens, gamma, beta, bias, summary)):
+        return False
+    return why_not("triton", tokens.device, matmul_dtype(tokens, gamma), options.activation) is None
 
 
 def extend_gated(

@@ -15,6 +15,7 @@ with n the number of visible keys.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -94,10 +95,15 @@ def quadratic_attention(
 
     def attend(*parts: Any) -> Tensor:
         *tensors, batch = parts
-        out: Tensor = batch.by_row(
-            partial(_attend_rows, bias, mask is not None, prefix is not None, options, backend), *tensors
-        )
+        out: Tensor = batch.by_row(of_rows, *tensors)
         return out
+
+    def of_rows(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        *marks, real = rest
+        of_tokens = [mark[..., 0] for mark in marks]
+        if mask is not None:
+            real = of_tokens.pop(0)
+        return attend_rows(q, k, v, _of_places(bias, q.shape[1]), real, options, backend, *of_tokens)
 
     # The documents alone, without the mask: a bias is indexed by place, padding included.
     batch = make_batch(v.shape, None, cu_seqlens, device=v.device)
@@ -105,27 +111,11 @@ def quadratic_attention(
     return batch.by_part(attend, q, k, v, *marks)
 
 
-def _attend_rows(
-    bias: Tensor | FactoredBias | None,
-    masked: bool,
-    has_prefix: bool,
-    options: QuadraticOptions,
-    backend: Backend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *rest: Any,
-) -> Tensor:
-    """`quadratic_attention` of documents as rows; `rest` are the mask and the prefixes, [R, L, 1], if given, and the slots."""
-    *marks, real = rest
-    if masked:
-        real = marks[0][..., 0]
-    length = q.shape[1]
+def _of_places(bias: Tensor | FactoredBias | None, length: int) -> Tensor | FactoredBias | None:
+    """The bias of the first places of a document."""
     if isinstance(bias, FactoredBias):
-        bias = FactoredBias(bias.of_queries[:length], bias.of_keys[:length])
-    elif bias is not None:
-        bias = bias[:length, :length]
-    return attend_rows(q, k, v, bias, real, options, backend, marks[-1][..., 0] if has_prefix else None)
+        return FactoredBias(bias.of_queries[:length], bias.of_keys[:length])
+    return None if bias is None else bias[:length, :length]
 
 
 def attend_rows(
@@ -154,7 +144,8 @@ def attend_rows(
         return reference.attend(q, k, v, bias, real, options, prefix)
     if prefix is not None:
         causal = attend_rows(q, k, v, bias, real, options, form)
-        return torch.where(prefix[..., None], attend_rows(q, k, v, bias, prefix, options.bidirectional, form), causal)
+        both_ways = attend_rows(q, k, v, bias, prefix, replace(options, causal=False), form)
+        return torch.where(prefix[..., None], both_ways, causal)
     if real is None:
         return _FORMS[form](q, k, v, bias, real, options)
     q, k, v = (x.masked_fill(~real[..., None], 0.0) for x in (q, k, v))  # 0 * inf, at padding, would be NaN

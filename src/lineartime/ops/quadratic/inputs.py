@@ -3,7 +3,7 @@
 Shapes: R rows, L slots of a row, T tokens, s query/key width, e value width.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,11 +36,6 @@ class QuadraticOptions:
         fixed = isinstance(self.normalization, int) and not isinstance(self.normalization, bool)
         if not fixed or self.normalization < 1:  # type: ignore[operator]  # a number
             check_choice("normalization", self.normalization, NORMALIZATIONS)
-
-    @property
-    def bidirectional(self) -> "QuadraticOptions":
-        """The same options for bidirectional attention."""
-        return replace(self, causal=False)
 
     def published_length(self, length: int, real: Tensor | None) -> float | Tensor | None:
         """The n of the published q.k / n for rows of `length` slots, a number or [R, 1, 1]; None for "count"."""
