@@ -63,6 +63,11 @@ class OfHeads(NamedTuple):
     causal: bool
     activation: str
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The widths s and e."""
+        return self.q_quad.shape[-1], self.v.shape[-1]
+
 
 class OfTokens(NamedTuple):
     """The inputs of a layer between its projections; what is missing here is as in `OfHeads`.
@@ -228,22 +233,17 @@ def _backward(inputs: OfHeads, states: Tensor, d_out: Tensor, with_d_bias: bool)
     return [*(x.to(v.dtype) for x in (d_q_quad, d_k_quad, d_q_lin, d_k_lin)), d_v.view(v.shape), d_bias]
 
 
-def _flops(shape: torch.Size, widths: tuple[int, int], of_pairs: tuple[int, int] = (1, 1), n_sums: int = 2) -> int:
-    """For chunks [B, G, C, ...], with `of_pairs` products of the widths s and e for all pairs of tokens of a chunk."""
-    (batch, n_chunks, chunk_size), (d_qk, d_value) = shape[:3], widths
-    pairs = of_pairs[0] * d_qk + of_pairs[1] * d_value
-    return chunk_products(batch, n_chunks, chunk_size, pairs, n_sums * n_chunks, d_qk * d_value)
-
-
-def _flops_of_heads(inputs: OfHeads, *again: Any) -> int:
-    return _flops(inputs.v.shape, (inputs.q_quad.shape[-1], inputs.v.shape[-1]), *again)
+def _flops(inputs: OfHeads | OfTokens, backward: bool = False) -> int:
+    (batch, n_chunks, chunk_size, _), (d_qk, d_value) = inputs[0].shape, inputs.widths
+    of_pairs, n_sums = (3 * d_qk + 2 * d_value, 4) if backward else (d_qk + d_value, 2)
+    return chunk_products(batch, n_chunks, chunk_size, of_pairs, n_sums * n_chunks, d_qk * d_value)
 
 
 of_heads = Fused(
     "triton_mixed_chunk", OfHeads, lambda inputs, keep: _forward(inputs), _fake,
     lambda inputs, kept, d_out, wanted: _backward(inputs, kept[0], d_out, wanted[5]), n_kept=1,
     wrt=("q_quad", "k_quad", "q_lin", "k_lin", "v", "bias"), what="backend 'triton'",
-    flops=_flops_of_heads, backward_flops=lambda inputs, wanted: _flops_of_heads(inputs, (3, 2), 4),
+    flops=_flops, backward_flops=lambda inputs, wanted: _flops(inputs, backward=True),
 )  # fmt: skip
 
 
@@ -298,8 +298,7 @@ def _backward_of_tokens(inputs: OfTokens, kept: tuple[Tensor, ...], d_out: Tenso
 of_tokens = Fused(
     "triton_gated_mixed_chunk", OfTokens, _forward_of_tokens, _fake_of_tokens, _backward_of_tokens, n_kept=2,
     wrt=("tokens", "gamma", "beta", "bias"), what="backend 'triton'",
-    flops=lambda inputs: _flops(inputs.tokens.shape, inputs.widths),
-    backward_flops=lambda inputs, wanted: _flops(inputs.tokens.shape, inputs.widths, (3, 2), 4),
+    flops=_flops, backward_flops=lambda inputs, wanted: _flops(inputs, backward=True),
 )  # fmt: skip
 
 
@@ -317,5 +316,5 @@ def _extend(*arguments: Any) -> tuple[Tensor, Tensor]:
 extend_operator = register_operator(
     _extend, lambda *arguments: (_fake_of_tokens(OfTokens(*arguments[:-1]), False)[0], torch.empty_like(arguments[-1])),
     name="triton_gated_mixed_chunk_extend", types={**get_type_hints(OfTokens), "summary": Tensor}, n_results=2,
-    flops=lambda summary, **inputs: _flops(inputs["tokens"].shape, OfTokens(**inputs).widths),
+    flops=lambda summary, **inputs: _flops(OfTokens(**inputs)),
 )  # fmt: skip
