@@ -205,9 +205,8 @@ def attend_projected(
         ArgumentError: if the backend is unknown or cannot run here, or the processes of the context cannot split the
             batch.
     """
-    tokens, available = projected.tokens, ("torch", "tiled", "triton", "oracle")
-    dtype = torch.promote_types(tokens.dtype, projected.gamma.dtype)
-    form = choose_backend(backend, available, tokens, dtype, options.activation)
+    tokens, dtype = projected.tokens, torch.promote_types(projected.tokens.dtype, projected.gamma.dtype)
+    form = choose_backend(backend, ("torch", "tiled", "triton", "oracle"), tokens, dtype, options.activation)
     if form == "tiled" and batch.context is None and batch.prefix is None:
         return cpu.attend(projected, bias, batch, options, output)
     projected = projected.with_bias()

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.activations import attention_weights
 from lineartime.ops.batch import Batch
 from lineartime.ops.chunks import Reach, sum_chunks
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.quadratic.blocked import attend_visible
 
 
 def attend(
@@ -46,15 +46,9 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, bias: Tensor 
     visible = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril() if causal else None
     if batch.real is not None and visible is None:
         visible = batch.real[..., None, :]  # causal needs only the triangle: empty slots come after real ones
-    weights = attention_weights(
-        q @ k.mT,
-        d_qk=q.shape[-1],
-        visible=visible,
-        bias=bias,
-        activation=options.activation,
-        published_length=options.published_length,
+    return attend_visible(
+        q, k, v, visible=visible, bias=bias, activation=options.activation, published_length=options.published_length
     )
-    return weights.to(v.dtype) @ v
 
 
 def summary_attention(

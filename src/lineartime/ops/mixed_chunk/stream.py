@@ -28,6 +28,7 @@ from lineartime.ops.make_batch import stream_batch
 from lineartime.ops.mixed_chunk import cpu, triton
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.quadratic.blocked import attend_visible
 from lineartime.ops.state import State, in_place, writable
 from lineartime.ops.tracing import is_traced
 
@@ -137,10 +138,10 @@ def extend(
         new_keys, outputs = torch.stack(keys, 1), [v[:, :0].to(dtype)]
         start, counts = batch.start if batch.counts is None else None, batch.counts
         for piece, first, last in open_chunk_pieces(start or 0, new, options.chunk_size):
-            queries = [None if q is None else q[:, piece].to(compute) for q in (q_quad, q_lin)]
+            q, of_summary = q_quad[:, piece].to(compute), None if q_lin is None else q_lin[:, piece].to(compute)
             own = None if counts is None else (counts - piece.start).clamp(0, last - first)
             slot = None if start is None else first
-            out, state = _read(*queries, new_keys[:, :, piece], v[:, piece], bias, options, state, slot, own)
+            out, state = _read(q, of_summary, new_keys[:, :, piece], v[:, piece], bias, options, state, slot, own)
             outputs.append(out.to(dtype))
         return torch.cat(outputs, 1), state
 
@@ -174,11 +175,10 @@ def _read(
     rows = None if bias is None else bias(places % size)
     if rows is not None and slot is None:
         rows = torch.cat([rows, rows], -1)
-    weights = attention_weights(
-        q_quad @ keys[:, 0].to(compute).mT, d_qk=keys.shape[-1], visible=visible, bias=rows,
+    out = attend_visible(
+        q_quad, keys[:, 0].to(compute), values.to(compute), visible=visible, bias=rows,
         activation=options.activation, published_length=options.published_length,
     )  # fmt: skip
-    out = weights.to(compute) @ values.to(compute)
 
     after, summary = position + (n if counts is None else counts), state.summary
     complete = (position - position % size)[:, None, None]
