@@ -24,7 +24,7 @@ def test_a_gpu_takes_the_kernels_that_it_can_run(monkeypatch: pytest.MonkeyPatch
     class OnGPU:
         device = torch.device("cuda")
 
-    monkeypatch.setattr(backends, "_is_installed", lambda package: True)
+    monkeypatch.setattr(backends, "_has_triton", lambda: True)
     choices = [
         choose_backend("auto", ALL, OnGPU(), dtype, activation)  # type: ignore[arg-type]
         for dtype, activation in ((torch.bfloat16, "relu2"), (torch.float64, "relu2"), (torch.float32, "softmax"))
@@ -37,7 +37,7 @@ def test_a_gpu_takes_the_kernels_that_it_can_run(monkeypatch: pytest.MonkeyPatch
     [(True, "it needs a GPU, and the tensors are on cpu"), (False, "the package triton is not installed")],
 )
 def test_forcing_the_kernels_says_why_they_cannot_run(installed: bool, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_is_installed", lambda package: installed)
+    monkeypatch.setattr(backends, "_has_triton", lambda: installed)
     monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
     with pytest.raises(ValueError, match=f"backend is 'triton', which cannot run here: {reason}; use 'auto' or 'torch'"):
         choose_backend("triton", ALL, torch.empty(1), torch.float32, "relu2")

@@ -60,7 +60,7 @@ def why_not(backend: Backend, device: torch.device, dtype: torch.dtype, activati
         if device.type != "cpu":
             return f"it is made for CPUs, and the tensors are on {device.type}"
         return None if activation == "relu2" else f"it has no activation {activation!r}, only 'relu2'"
-    if not _is_installed("triton"):
+    if not _has_triton():
         return "the package triton is not installed"
     if device.type != "cuda" and not _is_interpreted():
         return f"it needs a GPU, and the tensors are on {device.type}"
@@ -74,7 +74,7 @@ def why_not(backend: Backend, device: torch.device, dtype: torch.dtype, activati
 @cache
 def define_operators() -> None:
     """Note which GPUs cannot run the kernels, before torch.compile traces what asks for it."""
-    if torch.cuda.is_available() and _is_installed("triton"):
+    if torch.cuda.is_available() and _has_triton():
         _OLD_GPUS.update(index for index in range(torch.cuda.device_count()) if _is_old(torch.device("cuda", index)))
 
 
@@ -87,9 +87,9 @@ def _is_old(device: torch.device) -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
 
 
-def _is_installed(package: str) -> bool:
+def _has_triton() -> bool:
     # The GPU code of torch.compile needs Triton as well, and torch.compile cannot trace importlib.
-    return torch.compiler.is_compiling() or importlib.util.find_spec(package) is not None
+    return torch.compiler.is_compiling() or importlib.util.find_spec("triton") is not None
 
 
 def _is_interpreted() -> bool:

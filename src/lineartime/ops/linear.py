@@ -12,7 +12,6 @@ ones, so that the denominator stays a sum of nonnegative numbers.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,18 +93,19 @@ def linear_attention(
         raise ArgumentError("k", f"has shape {list(k.shape)}, but must be [..., T, f] to match {shapes}.")
     if torch.float16 in (q.dtype, k.dtype, v.dtype):  # sums of as few as 256 squares of 16 are beyond its range
         wide = None if plain is None else (plain[0].float(), plain[1].float())
-        options: dict[str, Any] = {"causal": causal, "real": real, "causal_sums": causal_sums, "plain": wide}
-        return linear_attention(q.float(), k.float(), v.float(), **options).to(v.dtype)
+        out = linear_attention(q.float(), k.float(), v.float(), causal=causal, real=real, causal_sums=causal_sums, plain=wide)
+        return out.to(v.dtype)
+    if real is not None:
+        k, plain = _without(~real[..., None], k, plain)
     sums = causal_sums if causal else _total
-
-    def without_padding(k: Tensor) -> Tensor:
-        return k if real is None else k.masked_fill(~real[..., None], 0.0)
-
     if plain is None:
-        return normalized(sums(q, without_padding(k), with_ones(v)))
-    numerator = sums(q, without_padding(k), v)
-    denominator = sums(plain[0], without_padding(plain[1]), torch.ones_like(v[..., :1]))
-    return normalized(torch.cat([numerator, denominator], -1))
+        return normalized(sums(q, k, with_ones(v)))
+    return normalized(torch.cat([sums(q, k, v), sums(*plain, torch.ones_like(v[..., :1]))], -1))
+
+
+def _without(padding: Tensor, k: Tensor, plain: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Features of keys with zeros where `padding` [..., T, 1] is True, so that no query reads them."""
+    return k.masked_fill(padding, 0.0), None if plain is None else (plain[0], plain[1].masked_fill(padding, 0.0))
 
 
 def with_ones(v: Tensor) -> Tensor:
@@ -176,8 +176,7 @@ def linear_attention_extend(
     new = v.shape[-2]
     if counts is not None:
         padding = (torch.arange(new, device=k.device) >= counts[:, None])[:, None, :, None]
-        k = k.masked_fill(padding, 0.0)
-        plain = None if plain is None else (plain[0], plain[1].masked_fill(padding, 0.0))
+        k, plain = _without(padding, k, plain)
     if new == 1 and in_place(q, k, v, state.summary):
         position, summary = writable(state.position), writable(state.summary)
         position += 1 if counts is None else counts
