@@ -295,7 +295,7 @@ def extend_projected(
 
     def piece(first: int, last: int) -> tuple[Projected, Batch]:
         rotations = None if batch.rotations is None else batch.rotations[..., first:last, :]
-        own = Batch((streams, last - first), batch.positions[first:last], rotations=rotations, start=start + first)
+        own = Batch((streams, last - first), batch.positions[..., first:last], rotations=rotations, start=start + first)
         return projected._replace(tokens=projected.tokens[:, first:last]), own
 
     before, state = plainly(*piece(0, first), state)
