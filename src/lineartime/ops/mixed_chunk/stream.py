@@ -114,19 +114,9 @@ def extend(
     state: MixedChunkState,
     batch: Batch,
 ) -> tuple[Tensor, MixedChunkState]:
-    """`mixed_chunk_attention_extend` inside a model.
+    """`mixed_chunk_attention_extend` inside a model: [B, N, s], M keys [B, N, s], [B, N, e] -> [B, N, e] and the new state.
 
-    Args:
-        q_quad, q_lin: [B, N, s]; q_lin is None without a linear part.
-        keys: M tensors [B, N, s].
-        v: [B, N, e].
-        bias: that of the quadratic part, or None.
-        options: causal ones.
-        state: what came before; it is consumed.
-        batch: the new tokens.
-
-    Returns:
-        [B, N, e] and the new state.
+    `q_lin` is None without a linear part. The options are causal ones, and the batch describes the new tokens.
     """
     compute = matmul_dtype(q_quad, *keys, v)
     dtype, new = output_dtype(v, compute), v.shape[1]

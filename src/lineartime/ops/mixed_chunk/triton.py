@@ -131,18 +131,10 @@ def can_extend(
 def extend_gated(
     projected: Projected, bias: Tensor | None, batch: Batch, options: MixedChunkOptions, summary: Tensor, position: int
 ) -> tuple[Tensor, Tensor]:
-    """Causal `attend_gated` for whole chunks of new tokens of streams, after others; it has no gradient.
+    """Causal `attend_gated` for whole chunks of new tokens of streams, after others: [B, N, 2 e + s] -> [B, N, e], no gradient.
 
-    Args:
-        projected: the new tokens, [B, N, 2 e + s]; N is a multiple of C.
-        bias: [C, C], or None.
-        batch: that of the new tokens, with their rotations.
-        options: causal ones.
-        summary: [B, s, e], the sum of k_lin v^T over the tokens before; it is not changed.
-        position: their number, a multiple of C.
-
-    Returns:
-        [B, N, e], and the summary with the new tokens.
+    `summary`, [B, s, e], is the sum of k_lin v^T over the `position` tokens before, which are whole chunks. It is not changed;
+    the summary with the new tokens is returned, too.
     """
     inputs = _inputs(projected, bias, batch, options, position)
     with without_autocast(projected.tokens):
