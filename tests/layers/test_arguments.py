@@ -170,6 +170,11 @@ def test_values_that_are_not_allowed_are_named(layer: type[nn.Module], arguments
         layer(D_MODEL, **arguments)
 
 
+def test_an_unknown_option_is_named_by_the_class_with_options_like_it() -> None:
+    with pytest.raises(TypeError, match=r"^FLASH\(\) got an unexpected keyword argument 'd_kq' \(did you mean d_qk\?\)$"):
+        FLASH(32, d_kq=16)  # type: ignore[call-arg]
+
+
 def test_a_layer_of_a_user_may_take_options_that_it_does_not_list() -> None:
     class Takes(FLASH):
         def __init__(self, d_model: int, **options: Any) -> None:

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from typing_extensions import Self, Unpack, override
+from typing_extensions import Never, Self, Unpack, override
 
-from lineartime.errors import ArgumentError, check_choice
+from lineartime.errors import ArgumentError, check_choice, did_you_mean
 from lineartime.layers.dense import FactoryOptions, reset_parts
 from lineartime.layers.options import check_types, constructor_options
 from lineartime.ops.checks import check_positive
@@ -151,7 +151,11 @@ class ResidualLayer(nn.Module):
         dropout: float = 0.0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        **unknown: Never,
     ) -> None:
+        for name in unknown:
+            like = did_you_mean(name, constructor_options(type(self)))
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}{like}")
         super().__init__()
         check_positive(d_model=d_model)
         if not 0 <= dropout < 1:
