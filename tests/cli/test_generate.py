@@ -51,7 +51,7 @@ def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     compile_step = CausalLM.compile_step
     monkeypatch.setattr(CausalLM, "compile_step", lambda model: (compiled.append(model), compile_step(model)))
     monkeypatch.setattr("lineartime.machine.why_not_compile", lambda device: "")
-    monkeypatch.setattr("lineartime.models.decoding.native_decoder", lambda *_: None)
+    monkeypatch.setattr("lineartime.models.language_model.native_decoder", lambda *_: None)
     arguments = ["generate", str(folder / "run"), "--prompt", "the", "--max-tokens", "12", "--temperature", "0"]
     assert main(arguments) == 0
     plain = capsys.readouterr()
@@ -67,7 +67,7 @@ def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     assert without.out == plain.out
     assert without.err.endswith("cpu, fp32, not compiled: there is no C++ compiler here\n")
     found: Any = iter([object()])  # of the first to ask, which computes nothing
-    monkeypatch.setattr("lineartime.models.decoding.native_decoder", lambda *_: next(found, None))
+    monkeypatch.setattr("lineartime.models.language_model.native_decoder", lambda *_: next(found, None))
     assert main([*arguments, "--compile"]) == 0
     native = capsys.readouterr()
     assert native.out == plain.out

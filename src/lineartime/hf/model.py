@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, d model width.
 """
 
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -35,12 +35,11 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
     @classmethod
     def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
         """As in transformers; raises ArgumentError if device_map splits the model or leaves it on disk."""
+        given = options.get("device_map")
+        _check_places(given if isinstance(given, dict) else {})  # before transformers fails on parts that stay on disk
         loaded = super().from_pretrained(*arguments, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        places = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()})
-        if len(places) > 1 or "disk" in places:
-            where = " and ".join(places)
-            raise ArgumentError("device_map", f"puts parts of the model on {where}, but it must be on one device: name one.")
+        _check_places(getattr(model, "hf_device_map", {}))
         return loaded
 
     @property
@@ -214,6 +213,13 @@ class LineartimeModel(LineartimePreTrainedModel):
         if not isinstance(given, LineartimeCache):
             raise ArgumentError(CACHE, f"is a {type(given).__name__}, but must be a LineartimeCache, as a model returns it.")
         return given if update else given.copy()
+
+
+def _check_places(device_map: Mapping[str, Any]) -> None:
+    places = sorted({str(place) for place in device_map.values()})
+    if len(places) > 1 or "disk" in places:
+        where = " and ".join(places)
+        raise ArgumentError("device_map", f"puts parts of the model on {where}, but it must be on one device: name one.")
 
 
 def _check_prefix(prefix_lengths: Tensor, tokens: Tensor, past: int) -> None:
