@@ -13,10 +13,6 @@ from typing import Any
 import torch
 
 from lineartime.bench.results import describe_machine
-from lineartime.data import Tokenizer, load_corpus, token_stream
-from lineartime.evaluation import Evaluation, evaluate_windowed
-from lineartime.host import cache_folder
-from lineartime.models.language_model import CausalLM
 
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 """Where results go. Set the variable on another machine, so that its results do not replace those of the documents."""
@@ -41,10 +37,3 @@ def origin() -> dict[str, str]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit,
     }
-
-
-def evaluate_in_memory(model: CausalLM, tokenizer: Tokenizer, context_length: int) -> Evaluation:
-    """The loss, in fp32, on the test split of the text that models are trained on by default."""
-    stream = token_stream(load_corpus(()), "test", tokenizer, cache_folder())
-    length = context_length
-    return evaluate_windowed(model, stream, tokenizer, context_length=length, stride=length, batch_size=8, bf16=False)

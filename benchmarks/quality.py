@@ -1,165 +1,148 @@
-"""Write the tables of quality for the README and docs/experiments.md: `python benchmarks/quality.py [FOLDER]`.
+"""Write the tables and the picture of quality for README.md and docs/results.md: `python benchmarks/quality.py [FOLDER]`.
 
 The numbers come from the reports of `lineartime reproduce` in `benchmarks/results/reproduce`. With the folder of an experiment,
-its report and pictures are copied there first. `--again` makes the text and pictures of all reports there again, from their
-`report.json`. A report describes how all systems were treated alike.
+its report is copied there first.
 """
 
 import argparse
 import json
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import statistics
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 from measure import RESULTS
 
-from lineartime.experiments.catalogue import EXPERIMENTS
-from lineartime.experiments.collect import add_relative_losses
-from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.pictures import draw_pictures
-from lineartime.experiments.plan import Plan, make_plan
-from lineartime.experiments.report import render
-from lineartime.experiments.report_data import QualityReport, QualitySetting, SystemRow
 from lineartime.markdown import markdown_table
 
 REPORTS = RESULTS / "reproduce"
-LANGUAGE_MODELS = ("lm-cpu-600s-wikipedia-512", "lm-cpu-600s-wikipedia-2048-fp32", "lm-cpu-600s-books")
-"""The reports that the README shows: a setting of `lm` each."""
-OFF_SCALE = ("performer",)
-"""Systems whose losses are so high that the curves of all others would lie together."""
 DOCUMENTS = RESULTS.parents[1] / "docs"
-PICTURES = {"latency-cpu": "latency.png"}
-"""The pictures of single reports that the documents show."""
-LOST_ITS_SHIFT = "2026-11-24T16"
-NAMES_BEFORE = {"flash-next": "flash-next, token shift", "flash-next, no token shift": "flash-next"}
-"""What reports from before that hour call models: `flash-next` had a token shift then."""
+
+LANGUAGE_MODELS = {
+    "lm-cpu-600s-wikipedia-512": "Wikipedia, 512, bf16",
+    "lm-cpu-600s-wikipedia-512-fp32": "Wikipedia, 512, fp32",
+    "lm-cpu-600s-wikipedia-2048-bf16": "Wikipedia, 2,048, bf16",
+    "lm-cpu-600s-wikipedia-2048-bf16-second": "Wikipedia, 2,048, bf16, slower machine",
+    "lm-cpu-600s-wikipedia-2048-fp32": "Wikipedia, 2,048, fp32",
+    "lm-cpu-600s-books": "books, 4,096, bf16",
+    "lm-cpu-600s-books-fp32": "books, 4,096, fp32",
+    "lm-cpu-3600s": "Wikipedia, 2,048, fp32, an hour",
+}
+"""The reports of `lm`, each of one setting: its text, the tokens of its context and the precision."""
+SHOWN = {
+    "lm-cpu-600s-wikipedia-512": "Wikipedia, 512 tokens",
+    "lm-cpu-600s-wikipedia-2048-fp32": "Wikipedia, 2,048 tokens",
+    "lm-cpu-600s-books": "books, 4,096 tokens",
+}
+"""Those that the README shows, of `MODELS`."""
+MODELS = ("flash", "flash-next", "flash-quad", "transformer++")
+BASELINE = "transformer++"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", help="of an experiment, with report.json")
-    parser.add_argument("--again", action="store_true", help="make report.md and the pictures of all reports again")
-    options = parser.parse_args()
-    if options.folder is not None:
-        copy(options.folder)
-    if options.again:
-        for file in sorted(REPORTS.glob("*/report.json")):
-            render_again(file.parent)
+    folder = parser.parse_args().folder
+    if folder is not None:
+        copy(folder)
     reports = {file.parent.name: json.loads(file.read_text()) for file in sorted(REPORTS.glob("*/report.json"))}
-    language_models = together([reports[name] for name in LANGUAGE_MODELS])
-    table = quality_table(language_models)
-    (RESULTS / "quality.md").write_text(table)
-    draw_quality(language_models)
-    tables = [test_table(name, report) for name, report in reports.items() if any(map(has_begun, report["settings"]))]
-    (RESULTS / "experiments.md").write_text("\n".join(tables))
-    print(table, *tables, sep="\n")
-
-
-def together(reports: list[QualityReport]) -> QualityReport:
-    """A report of the settings of several, each of which has run in one of them."""
-    settings = [setting for report in reports for setting in report["settings"] if has_begun(setting)]
-    return QualityReport({**reports[0], "settings": settings})
-
-
-def draw_quality(report: QualityReport) -> None:
-    """Draw the curves of a report for the README, without those of `OFF_SCALE`."""
-    settings = [
-        QualitySetting({**setting, "rows": [row for row in setting["rows"] if row["name"] not in OFF_SCALE]})
-        for setting in report["settings"]
+    tables = [
+        language_model_table("test bits per byte", reports, tested),
+        language_model_table("speed-up", reports, speedups),
+        *[test_table(name, report) for name, report in reports.items() if name not in LANGUAGE_MODELS and begun(report)],
     ]
-    with plan_of(report) as plan:
-        draw_pictures(plan, QualityReport({**report, "settings": settings}))
-        shutil.copy(plan.folder / "quality.png", DOCUMENTS)
-
-
-@contextmanager
-def plan_of(report: QualityReport) -> Iterator[Plan]:
-    """The plan of a report, with a folder that exists for a while."""
-    with TemporaryDirectory() as place:
-        plan = make_plan(ReproduceConfig(report["experiment"], report["scale"], Path(place), **report["options"]))
-        plan.folder.mkdir()
-        yield plan
+    (RESULTS / "quality.md").write_text(readme_table(reports))
+    (RESULTS / "experiments.md").write_text("\n".join(tables))
+    draw(reports)
+    print(readme_table(reports), *tables, sep="\n")
 
 
 def copy(folder: Path) -> None:
-    """Copy the report of an experiment into the repository, without its runs."""
+    """Copy the report of an experiment into the repository, and the picture of `latency` into the documents."""
     into = REPORTS / folder.resolve().name
     into.mkdir(parents=True, exist_ok=True)
-    for file in (folder / "report.json", folder / "report.md", *sorted(folder.glob("*.png"))):
-        shutil.copy(file, into)
-    if picture := PICTURES.get(into.name):
-        shutil.copy(folder / picture, DOCUMENTS)
+    shutil.copy(folder / "report.json", into)
+    text = (folder / "report.md").read_text()
+    (into / "report.md").write_text(re.sub(r"^!\[.*\]\(\w+\.png\)\n\n", "", text, flags=re.MULTILINE))
+    if (folder / "latency.png").exists():
+        shutil.copy(folder / "latency.png", DOCUMENTS)
 
 
-def render_again(folder: Path) -> None:
-    """Regenerate the text and the pictures of a report from its data, with today's comparisons of the runs."""
-    report = json.loads((folder / "report.json").read_text())
-    with plan_of(report) as plan:
-        if plan.experiment.kind == "quality":
-            for setting in report["settings"]:
-                add_relative_losses(plan, setting["rows"])
-            (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-        render(plan, report)
-        for file in plan.folder.iterdir():
-            shutil.copy(file, folder)
+def begun(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings of a report in which a system has been trained and tested."""
+    return [setting for setting in report["settings"] if any(tested(row) for row in setting["rows"] if "runs" in row)]
 
 
-def quality_table(report: QualityReport) -> str:
-    """Each system's test bits per byte for all seeds, and its speed-up, in every setting, beside the paper's numbers."""
-    settings = [setting for setting in report["settings"] if any(map(measured, setting["rows"]))]
-    header = ["model"]
-    for setting in settings:
-        header += [
-            f"{setting['name'][0].upper()}{setting['name'][1:]}: test bits per byte",
-            "speed-up",
-            "the paper: perplexity (speed-up)",
-        ]
-    by_name = [{name_today(report, row): row for row in setting["rows"] if measured(row)} for setting in settings]
-    lines = []
-    for name in sorted({name for rows in by_name for name in rows}, key=[arm.name for arm in EXPERIMENTS["lm"].arms].index):
-        cells = [f"`{name}`"]
-        for row in (rows.get(name) for rows in by_name):
-            if row is None:
-                cells += ["-"] * 3
-                continue
-            paper = row["paper"]
-            cells.append(" / ".join(f"{value:.3f}" for value in measured(row)))
-            cells.append(" / ".join("not reached" if value is None else f"{value:.2f}" for value in row["speedups"]) or "-")
-            speedup = f" ({paper['speedup']:g})" if paper.get("speedup") else ""
-            cells.append(f"{paper['pplx']:.2f}{speedup}" if paper.get("pplx") else "-")
-        lines.append(cells)
-    kept = [place for place in range(len(header)) if any(line[place] != "-" for line in lines)]
-    return markdown_table([header[place] for place in kept], [[line[place] for place in kept] for line in lines])
+def tested(row: dict[str, Any]) -> list[str]:
+    """The test bits per byte of all finished seeds; for masked tokens, which have none, nats per token."""
+    tests = [test for run in row["runs"] for test in run["tests"] if test["name"] == ""]
+    return [f"{test['loss'] if test['bits_per_byte'] is None else test['bits_per_byte']:.3f}" for test in tests]
 
 
-def name_today(report: QualityReport, row: SystemRow) -> str:
-    """The name that the model of a row has in the catalogue today."""
-    name: str = row["name"]
-    return NAMES_BEFORE.get(name, name) if report["started"][0] < LOST_ITS_SHIFT else name
+def speedups(row: dict[str, Any]) -> list[str]:
+    """The time in which the baseline reaches its final quality, over that of a system, of all finished seeds."""
+    finished = row["speedups"][: len(tested(row))]
+    return ["not reached" if value is None else f"{value:.2f}" for value in finished]
 
 
-def has_begun(setting: QualitySetting) -> bool:
-    """Whether any system of a setting has been trained and tested."""
-    return any("runs" in row and measured(row) for row in setting["rows"])
+def readme_table(reports: dict[str, Any]) -> str:
+    """The means over seeds of `MODELS` in the three contexts of the README."""
+    settings = [begun(reports[name])[0] for name in SHOWN]
+    header, lines = ["model"], []
+    for title in SHOWN.values():
+        header += [f"{title}: bits per byte", "speed-up"]
+    for model in MODELS:
+        lines.append([f"`{model}`"])
+        for setting in settings:
+            row = next(row for row in setting["rows"] if row["name"] == model)
+            lines[-1].append(f"{statistics.mean(map(float, tested(row))):.3f}")
+            reached = None not in row["speedups"]
+            lines[-1].append(f"{statistics.mean(row['speedups']):.2f}" if reached else "not reached")
+    return markdown_table(header, lines)
 
 
-def test_table(name: str, report: QualityReport) -> str:
+def language_model_table(title: str, reports: dict[str, Any], cell: Any) -> str:
+    """A row for each system, a column for each report of `lm`; the values of all seeds."""
+    columns = [{row["name"]: cell(row) for row in begun(reports[name])[0]["rows"]} for name in LANGUAGE_MODELS]
+    names = dict.fromkeys(name for column in columns for name in column)
+    lines = [[f"`{name}`", *(" / ".join(column.get(name, [])) or "-" for column in columns)] for name in names]
+    lines = [line for line in lines if set(line[1:]) != {"-"} and not (cell is speedups and line[0] == f"`{BASELINE}`")]
+    return markdown_table([title, *LANGUAGE_MODELS.values()], lines)
+
+
+def test_table(name: str, report: dict[str, Any]) -> str:
     """The test bits per byte of an experiment, of all seeds: a row for each system, a column for each setting."""
-    settings = list(filter(has_begun, report["settings"]))
+    settings = begun(report)
     lines = []
     for index, row in enumerate(settings[0]["rows"]):
-        cells = [" / ".join(f"{bits:.3f}" for bits in measured(setting["rows"][index])) or "-" for setting in settings]
+        cells = [" / ".join(tested(setting["rows"][index])) or "-" for setting in settings]
         if set(cells) != {"-"}:
-            lines.append([name_today(report, row), *cells])
+            lines.append([row["name"], *cells])
     return markdown_table([f"`{name}`", *(setting["name"] for setting in settings)], lines)
 
 
-def measured(row: SystemRow) -> list[float]:
-    """The test bits per byte of all finished seeds; for masked tokens, which have none, nats per token."""
-    tests = [test for run in row["runs"] for test in run["tests"] if test["name"] == ""]
-    return [test["loss"] if test["bits_per_byte"] is None else test["bits_per_byte"] for test in tests]
+def draw(reports: dict[str, Any]) -> None:
+    """Draw the curves of `MODELS` for the README: held-out bits per byte by seconds of training."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    for axes, (name, title) in zip(figure.subplots(1, len(SHOWN)), SHOWN.items(), strict=True):
+        rows = {row["name"]: row for row in begun(reports[name])[0]["rows"]}
+        for model, colour in zip(MODELS, ("C0", "C1", "C2", "C3"), strict=True):
+            for run in rows[model]["runs"]:
+                _, seconds, _, bits = zip(*run["curve"], strict=True)
+                first = run["seed"] == 0
+                axes.plot(seconds, bits, color=colour, linewidth=2 if first else 0.8, label=model if first else None)
+        final = rows[BASELINE]["runs"][0]["bits_per_byte"]
+        axes.axhline(final, color="C3", linestyle=":", linewidth=1)
+        lowest = min(run["bits_per_byte"] for model in MODELS for run in rows[model]["runs"])
+        axes.set(xlim=(60, 620), ylim=(lowest - 0.04, final + 0.45), title=title, xlabel="seconds of training")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("held-out bits per byte")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(MODELS), frameon=False)
+    figure.savefig(DOCUMENTS / "quality.png", dpi=110)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The figures in docs/speed.md: `python benchmarks/speed.py` (40 minutes on 2 cores with bf16, longer on others), or parts
-by name.
+"""The figures of training in docs/results.md: `python benchmarks/speed.py` (40 minutes on 2 cores with bf16, longer on
+others), or parts by name.
 
-Each part is a benchmark that writes results.json and results.md to benchmarks/results/speed-PART. The figures beside their
-goals go to benchmarks/results/speed.md; crossover.md shows from which length on FLASH is faster than Transformer++. Parts that
+Each part is a benchmark that writes results.json and results.md to benchmarks/results/speed-PART. The ratios go to speed.md
+there, beside those of another machine; crossover.md shows from which length on FLASH is faster than Transformer++. Parts that
 are not run keep their earlier results. The environment variable BENCHMARK_RESULTS names another folder. generation.py measures
 generation, and length.py other lengths.
 """
@@ -13,8 +13,6 @@ import json
 import math
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -61,65 +59,39 @@ PARTS = {
 }
 
 
-def measure_import() -> None:
-    """Seconds that importing lineartime and its layers takes in addition to torch, in separate processes."""
-    script = (
-        "import time, torch; start = time.perf_counter(); import lineartime; lineartime.FLASH, lineartime.build; "
-        "print(time.perf_counter() - start)"
-    )
-    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in range(7)]
-    seconds = [float(run.stdout) for run in runs]
-    (RESULTS / "speed-import.json").write_text(json.dumps({"seconds": seconds}) + "\n")
+MACHINES = {"AMD EPYC": RESULTS, "slower AMD EPYC": RESULTS / "half-peak"}
+"""Folders of results: the machine of the documents, and one whose matrix products in bf16 are half as fast."""
 
 
-def entries(name: str) -> dict[tuple[str, int], dict[str, Any]]:
-    """The results of a part, by model and length or position."""
-    path = RESULTS / f"speed-{name}" / "results.json"
-    if not path.is_file():
+def entries(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """The results of a part, by model and length."""
+    if not file.is_file():
         return {}
-    found: dict[str, Any] = json.loads(path.read_text())
     suffix = {"eager": "", "compiled": " compiled"}
-    return {(entry["subject"] + suffix[entry["mode"]], entry["length"]): entry for entry in found["entries"]}
+    found: list[dict[str, Any]] = json.loads(file.read_text())["entries"]
+    return {(entry["subject"] + suffix[entry["mode"]], entry["length"]): entry for entry in found}
 
 
-def rounded_down(ratio: float) -> str:
-    """Two digits after the point, rounded down: a goal that is just missed is not shown as met."""
-    return f"{math.floor(100 * ratio) / 100:.2f}"
-
-
-def figures() -> list[list[str]]:
-    """Rows of figure, goal and result; the result is "not measured" if the part has not run."""
-    train, memory = (entries(name) for name in ("train", "memory"))
-
-    def ratio(of: dict[tuple[str, int], dict[str, Any]], slow: str, fast: str, length: int, key: str = "seconds") -> str:
-        """The time of one model relative to another: the median of the ratios over the rounds."""
-        a, b = of.get((slow, length)), of.get((fast, length))
-        if not a or not b or not a[key] or not b[key]:
-            return "not measured"
-        values = [a[key]] if key != "seconds" else a[key]
-        others = [b[key]] if key != "seconds" else b[key]
-        return rounded_down(statistics.median(x / y for x, y in zip(values, others, strict=True)))
-
+def ratios() -> str:
+    """A table of the time of a step over that of FLASH, the median over the rounds, by machine and length."""
+    trained = {name: entries(folder / "speed-train" / "results.json") for name, folder in MACHINES.items()}
+    columns = [(name, length) for name, found in trained.items() if found for length in (1024, 8192)]
+    models = dict.fromkeys(model for found in trained.values() for model, _ in found)
     rows = []
-    for length in (1024, 8192):
-        for peer, goal in (("flash-pytorch", "1.7"), ("flash-pytorch compiled", "1.35")):
-            rows.append(
-                [f"{peer} / flash, a training step, T = {length:,}", f">= {goal}", ratio(train, peer, "flash-tiny", length)]
-            )
-    for length, goal in ((1024, "1.25"), (8192, "4.5")):
-        what = f"transformer++ compiled / flash, a training step, T = {length:,}"
-        rows.append([what, f">= {goal}", ratio(train, "transformer++-tiny compiled", "flash-tiny", length)])
-    for length in (1024, 8192):
-        entry = train.get(("flash-tiny", length))
-        use = "not measured" if entry is None else f"{math.floor(100 * entry['use_of_peak'])}%"
-        rows.append([f"flash, share of the peak of matrix products, T = {length:,}", ">= 60 %", use])
-    for other, goal in (("flash-pytorch", "1.7"), ("transformer++-tiny", "1")):
-        what = f"{other.removesuffix('-tiny')} / flash, peak memory, T = 8,192"
-        rows.append([what, f">= {goal}", ratio(memory, other, "flash-tiny", 8192, "peak_bytes")])
-    file = RESULTS / "speed-import.json"
-    seconds = f"{statistics.median(json.loads(file.read_text())['seconds']):.2f} s" if file.is_file() else "not measured"
-    rows.append(["importing lineartime, beyond torch", "<= 0.3 s", seconds])
-    return rows
+    for model in list(models)[1:]:
+        cells = []
+        for name, length in columns:
+            seconds = [trained[name][each, length]["seconds"] for each in (model, "flash-tiny")]
+            cells.append(f"{statistics.median(a / b for a, b in zip(*seconds, strict=True)):.2f}")
+        rows.append([f"{model} / flash-tiny", *cells])
+    shares = [f"{trained[name]['flash-tiny', length]['use_of_peak']:.0%}" for name, length in columns]
+    rows.append(["flash-tiny: share of the peak of matrix products", *shares])
+    memory = entries(RESULTS / "speed-memory" / "results.json")
+    for model in ("transformer++-tiny", "flash-pytorch") if memory else ():
+        ratio = memory[model, 8192]["peak_bytes"] / memory["flash-tiny", 8192]["peak_bytes"]
+        cells = [f"{ratio:.2f}" if column == ("AMD EPYC", 8192) else "-" for column in columns]
+        rows.append([f"{model} / flash-tiny: peak memory", *cells])
+    return markdown_table(["a training step in bf16", *(f"{name}, {length:,} tokens" for name, length in columns)], rows)
 
 
 def crossover() -> str:
@@ -144,22 +116,20 @@ def crossover() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, "import", []], help="what to measure; everything by default")
-    parts = parser.parse_args().parts or [*PARTS, "import"]
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="what to measure; everything by default")
+    parts = parser.parse_args().parts or [*PARTS]
     RESULTS.mkdir(parents=True, exist_ok=True)
     for name in parts:
-        if name == "import":
-            measure_import()
-            continue
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "results")
             run_benchmark(dataclasses.replace(PARTS[name], out=out))
+            for picture in out.glob("*.png"):
+                picture.unlink()  # no document shows it
             shutil.rmtree(RESULTS / f"speed-{name}", ignore_errors=True)  # not before: a benchmark that fails replaces nothing
             shutil.move(out, RESULTS / f"speed-{name}")
-    table = markdown_table(["figure", "goal", "measured"], figures())
-    (RESULTS / "speed.md").write_text(table)
+    (RESULTS / "speed.md").write_text(ratios())
     (RESULTS / "crossover.md").write_text(crossover())
-    print(table, crossover(), sep="\n")
+    print(ratios(), crossover(), sep="\n")
 
 
 if __name__ == "__main__":
