@@ -88,18 +88,17 @@ def speedups(row: dict[str, Any]) -> list[str]:
 
 def readme_table(reports: dict[str, Any]) -> str:
     """The means over seeds of `MODELS` in the three contexts of the README."""
-    settings = [begun(reports[name])[0] for name in SHOWN]
-    header, lines = ["model"], []
-    for title in SHOWN.values():
-        header += [f"{title}: bits per byte", "speed-up"]
+    settings = [{row["name"]: row for row in begun(reports[name])[0]["rows"]} for name in SHOWN]
+    lines = []
     for model in MODELS:
-        lines.append([f"`{model}`"])
-        for setting in settings:
-            row = next(row for row in setting["rows"] if row["name"] == model)
-            lines[-1].append(f"{statistics.mean(map(float, tested(row))):.3f}")
+        cells = []
+        for row in (rows[model] for rows in settings):
+            bits = statistics.mean(map(float, tested(row)))
             reached = None not in row["speedups"]
-            lines[-1].append(f"{statistics.mean(row['speedups']):.2f}" if reached else "not reached")
-    return markdown_table(header, lines)
+            speedup = f"{statistics.mean(row['speedups']):.2f} x" if reached else "not reached"
+            cells.append(f"{bits:.3f} ({speedup})")
+        lines.append([f"`{model}`", *cells])
+    return markdown_table(["test bits per byte (speed-up)", *SHOWN.values()], lines)
 
 
 def language_model_table(title: str, reports: dict[str, Any], cell: Any) -> str:
