@@ -3,7 +3,7 @@
 The oldest is the first release that pyproject.toml allows, the newest the last one on the index. Each other version than the
 pinned one gets an environment of its own, above the one that runs this script, in which pip installs it with what it needs.
 Results are kept after each package, and those of earlier calls stay; name packages to run only these. At the end, or alone with
---table, the table goes into docs/installation.md.
+--table, the table goes to benchmarks/results/versions.md.
 """
 
 import argparse
@@ -27,7 +27,6 @@ from packaging.version import Version
 from lineartime.markdown import markdown_table
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "installation.md"
 FILE = RESULTS / "versions.json"
 COLUMNS = ("oldest", "pinned", "newest")
 IGNORED = ("-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning")
@@ -159,19 +158,6 @@ def table(results: dict[str, Any]) -> str:
     return markdown_table(["package", "extra", *COLUMNS], rows)
 
 
-def write_table(results: dict[str, Any]) -> None:
-    text, found = re.subn(
-        r"(<!-- versions: .*? -->).*?<!-- end -->",
-        f"\\1\n\n{table(results)}\n<!-- end -->",
-        PAGE.read_text(),
-        count=1,
-        flags=re.DOTALL,
-    )
-    if not found:
-        raise SystemExit(f"{PAGE} has no place for the table of versions.")
-    PAGE.write_text(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("packages", nargs="*", help="the packages to check; all by default")
@@ -190,7 +176,7 @@ def main() -> None:
                 results.setdefault(check.package, {})[column] = [version, said[version]]
                 print(check.package, column, version, said[version], flush=True)
         FILE.write_text(json.dumps({**origin(), "packages": results}, indent=1) + "\n")
-    write_table(results)
+    (RESULTS / "versions.md").write_text(table(results))
 
 
 if __name__ == "__main__":
