@@ -111,14 +111,14 @@ def language_model_table(title: str, reports: dict[str, Any], cell: Any) -> str:
 
 
 def test_table(name: str, report: dict[str, Any]) -> str:
-    """The test bits per byte of an experiment, of all seeds: a row for each system, a column for each setting."""
+    """The test bits per byte of an experiment, of all seeds: a row for each setting, a column for each model."""
     settings = begun(report)
+    models = [row["name"] for row in settings[0]["rows"] if tested(row)]
     lines = []
-    for index, row in enumerate(settings[0]["rows"]):
-        cells = [" / ".join(tested(setting["rows"][index])) or "-" for setting in settings]
-        if set(cells) != {"-"}:
-            lines.append([row["name"], *cells])
-    return markdown_table([f"`{name}`", *(setting["name"] for setting in settings)], lines)
+    for setting in settings:
+        cells = {row["name"]: " / ".join(tested(row)) or "-" for row in setting["rows"]}
+        lines.append([setting["name"], *(cells[model] for model in models)])
+    return markdown_table([f"`{name}`", *models], lines)
 
 
 def draw(reports: dict[str, Any]) -> None:
