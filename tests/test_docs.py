@@ -81,7 +81,7 @@ build(load_config("mkdocs.yml", strict=True, site_dir=sys.argv[1], extra={"costs
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     built = {file.relative_to(tmp_path / "site").as_posix(): file.read_text() for file in (tmp_path / "site").rglob("*.html")}
-    assert {"index.html", "tutorial.html", "systems/flash.html", "api/layers.html"} <= set(built)
+    assert {"index.html", "results.html", "systems/flash.html", "api/layers.html"} <= set(built)
     assert "generate.py" not in {file.name for file in tmp_path.rglob("*")}
     for name, page in built.items():
         loaded = re.findall(r"<(?:script|img|iframe)[^>]*\ssrc=\"?([^\s\">]+)|<link[^>]*stylesheet[^>]*>", page)
