@@ -1,7 +1,7 @@
 """The figures of training in docs/results.md: `python benchmarks/speed.py` (40 minutes on 2 cores with bf16, longer on
 others), or parts by name.
 
-Each part is a benchmark that writes results.json and results.md to benchmarks/results/speed-PART. The ratios go to speed.md
+Each part is a benchmark whose timings go to benchmarks/results/speed-PART.json. The ratios go to speed.md
 there, beside those of another machine; crossover.md shows from which length on FLASH is faster than Transformer++. Parts that
 are not run keep their earlier results. The environment variable BENCHMARK_RESULTS names another folder. generation.py measures
 generation, and length.py other lengths.
@@ -74,7 +74,7 @@ def entries(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
 
 def ratios() -> str:
     """A table of the time of a step over that of FLASH, the median over the rounds, by machine and length."""
-    trained = {name: entries(folder / "speed-train" / "results.json") for name, folder in MACHINES.items()}
+    trained = {name: entries(folder / "speed-train.json") for name, folder in MACHINES.items()}
     columns = [(name, length) for name, found in trained.items() if found for length in (1024, 8192)]
     models = dict.fromkeys(model for found in trained.values() for model, _ in found)
     rows = []
@@ -86,7 +86,7 @@ def ratios() -> str:
         rows.append([f"{model} / flash-tiny", *cells])
     shares = [f"{trained[name]['flash-tiny', length]['use_of_peak']:.0%}" for name, length in columns]
     rows.append(["flash-tiny: share of the peak of matrix products", *shares])
-    memory = entries(RESULTS / "speed-memory" / "results.json")
+    memory = entries(RESULTS / "speed-memory.json")
     for model in ("transformer++-tiny", "flash-pytorch") if memory else ():
         ratio = memory[model, 8192]["peak_bytes"] / memory["flash-tiny", 8192]["peak_bytes"]
         cells = [f"{ratio:.2f}" if column == ("AMD EPYC", 8192) else "-" for column in columns]
@@ -96,7 +96,7 @@ def ratios() -> str:
 
 def crossover() -> str:
     """A table of microseconds per token in training, by length and precision; each model in its faster mode."""
-    path = RESULTS / "speed-crossover" / "results.json"
+    path = RESULTS / "speed-crossover.json"
     if not path.is_file():
         return "not measured\n"
     measured = [entry for entry in json.loads(path.read_text())["entries"] if entry["tokens_per_second"]]
@@ -123,10 +123,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "results")
             run_benchmark(dataclasses.replace(PARTS[name], out=out))
-            for picture in out.glob("*.png"):
-                picture.unlink()  # no document shows it
-            shutil.rmtree(RESULTS / f"speed-{name}", ignore_errors=True)  # not before: a benchmark that fails replaces nothing
-            shutil.move(out, RESULTS / f"speed-{name}")
+            shutil.copy(out / "results.json", RESULTS / f"speed-{name}.json")  # not before: one that fails replaces nothing
     (RESULTS / "speed.md").write_text(ratios())
     (RESULTS / "crossover.md").write_text(crossover())
     print(ratios(), crossover(), sep="\n")
