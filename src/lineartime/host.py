@@ -22,7 +22,7 @@ MAX_THREADS = 4096
 """The maximum number of CPU threads in a process: more than any machine has cores."""
 Threads = Annotated[int, Between(1, MAX_THREADS)]
 SPINS = 5000
-"""How often a thread looks whether the others are done before it sleeps: see `benchmarks/waiting.py`."""
+"""How often a thread looks whether the others are done before it sleeps: see `benchmarks/STUDIES.md`."""
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Where Linux states how much memory the processes of a container may use."""
 
