@@ -106,7 +106,9 @@ def language_model_table(title: str, reports: dict[str, Any], cell: Any) -> str:
     columns = [{row["name"]: cell(row) for row in begun(reports[name])[0]["rows"]} for name in LANGUAGE_MODELS]
     names = dict.fromkeys(name for column in columns for name in column)
     lines = [[f"`{name}`", *(" / ".join(column.get(name, [])) or "-" for column in columns)] for name in names]
-    lines = [line for line in lines if set(line[1:]) != {"-"} and not (cell is speedups and line[0] == f"`{BASELINE}`")]
+    if cell is speedups:
+        lines = [line for line in lines if line[0] != f"`{BASELINE}`"]
+    lines = [line for line in lines if re.search(r"\d", "".join(line[1:]))]  # those with a number
     return markdown_table([title, *LANGUAGE_MODELS.values()], lines)
 
 
