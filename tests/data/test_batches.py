@@ -19,11 +19,13 @@ def test_the_target_of_a_token_is_its_successor() -> None:
 def test_masking_is_that_of_bert() -> None:
     tokenizer = ByteTokenizer()
     windows = torch.full((100, 1001), 65)
+    windows[:, ::10] = tokenizer.end_of_document  # which is never selected
     batch = masked_batch(windows, tokenizer, [(0, row) for row in range(100)])
     selected = batch.targets != IGNORED
     assert torch.equal(batch.targets[selected], windows[:, :-1][selected])
     assert torch.equal(batch.inputs[~selected], windows[:, :-1][~selected])
-    assert selected.float().mean() == pytest.approx(0.15, abs=0.005)
+    assert not selected[:, ::10].any()
+    assert selected.float().mean() == pytest.approx(0.9 * 0.15, abs=0.005)
     inside = batch.inputs[selected]
     assert (inside == tokenizer.mask).float().mean() == pytest.approx(0.8, abs=0.02)
     assert (inside == 65).float().mean() == pytest.approx(0.1, abs=0.02)
@@ -53,7 +55,7 @@ def test_validation_windows_are_spread_and_do_not_overlap() -> None:
     assert spread_windows(stream(101), 99, 50) == [0, 50]
 
 
-def test_the_targets_of_a_prefix_batch_begin_with_what_the_last_token_of_a_prefix_predicts() -> None:
+def test_targets_begin_with_what_the_last_token_of_a_prefix_predicts() -> None:
     windows = torch.arange(5).expand(4, -1)
     batch = prefix_batch(causal_batch(windows), torch.tensor([0, 1, 2, 4]))
     none = IGNORED
@@ -61,7 +63,7 @@ def test_the_targets_of_a_prefix_batch_begin_with_what_the_last_token_of_a_prefi
     assert torch.equal(batch.inputs, windows[:, :-1])
 
 
-def test_prefix_lengths_are_uniform_leave_a_target_and_depend_on_the_key_of_their_window_alone() -> None:
+def test_prefix_lengths_are_uniform_and_depend_on_the_key_of_their_window() -> None:
     batch = causal_batch(torch.zeros(2000, 9, dtype=torch.long))
     lengths = draw_prefix_lengths(batch, [(3, row) for row in range(2000)])
     assert torch.bincount(lengths).tolist() == pytest.approx([250] * 8, abs=60)

@@ -63,20 +63,12 @@ def fallback() -> JsonTokenizer:
 def test_text_survives_encoding_and_decoding(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT).tolist()
     assert tokenizer.decode(ids) == TEXT
-    assert max(ids) < tokenizer.vocab_size
-
-
-def test_special_tokens_are_distinct_and_leave_no_text(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("ab").tolist()
     specials = [tokenizer.end_of_document, tokenizer.mask]
     assert len({*ids, *specials}) == len(set(ids)) + 2
-    assert max(specials) < tokenizer.vocab_size
-    assert tokenizer.decode([specials[0], *ids, *specials]) == "ab"
-
-
-def test_a_stream_decoder_never_shows_half_a_character(tokenizer: Tokenizer) -> None:
+    assert max(*ids, *specials) < tokenizer.vocab_size
+    assert tokenizer.decode([specials[0], *ids, *specials]) == TEXT
     decoder = tokenizer.stream_decoder()
-    pieces = [decoder.push(token) for token in [*tokenizer.encode(TEXT).tolist(), tokenizer.end_of_document]]
+    pieces = [decoder.push(token) for token in [*ids, tokenizer.end_of_document]]
     assert "".join(pieces) + decoder.flush() == TEXT
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -128,6 +120,8 @@ def test_a_tokenizer_is_kept_in_json(tokenizer: Tokenizer, tmp_path: Path) -> No
     again = read_tokenizer(tmp_path)
     assert type(again) is type(tokenizer)
     assert again.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
+    if isinstance(tokenizer, JsonTokenizer):
+        assert tokenizer.end_of_document == json.loads(tokenizer.to_json())["model"]["vocab"]["<|endoftext|>"]
 
 
 def test_a_vocabulary_with_gaps_is_as_large_as_its_highest_id() -> None:
@@ -144,12 +138,6 @@ def test_text_that_a_tokenizer_has_no_token_for_is_named() -> None:
     tokenizer = JsonTokenizer(Tokenizer(models.WordLevel({"a": 0}, unk_token="?")).to_str(), "words.json")
     with pytest.raises(LineartimeError, match=r"The tokenizer words.json cannot encode the text: .*Missing"):
         tokenizer.encode("b")
-
-
-def test_a_json_tokenizer_keeps_its_own_end_of_document(json_file: Path) -> None:
-    tokenizer = read_tokenizer(json_file)
-    assert isinstance(tokenizer, JsonTokenizer)
-    assert tokenizer.end_of_document == json.loads(json_file.read_text())["model"]["vocab"]["<|endoftext|>"]
 
 
 @pytest.mark.parametrize(
@@ -205,11 +193,7 @@ def test_without_a_network_a_tokenizer_seen_before_is_used_and_another_is_one_se
 
 
 @pytest.mark.usefixtures("no_network")
-@pytest.mark.parametrize("name", ["hub:", "hub:a/b/c", "hub:a b"])
+@pytest.mark.parametrize("name", ["hub:", "hub:a/b/c"])
 def test_what_cannot_be_a_name_of_the_hub_is_one_sentence(name: str) -> None:
     with pytest.raises(LineartimeError, match=rf"^tokenizer is {name}, which cannot be read from the Hugging Face hub \(.+\)"):
         hub_tokenizer(name)
-
-
-def test_bytes_are_their_own_tokens() -> None:
-    assert ByteTokenizer().encode("é").tolist() == [0xC3, 0xA9]

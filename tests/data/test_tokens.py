@@ -1,7 +1,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from lineartime.choices import Split
 from lineartime.data import ByteTokenizer, Corpus, JsonTokenizer, LocalCorpus, TokenStream, joined, load_corpus, token_stream
 from lineartime.data import encode as encode_module
 from lineartime.data import tokens as tokens_module
-from lineartime.data.corpora import Source
 from lineartime.data.local_files import SourceFile
 from lineartime.data.readers import FilePart
 from lineartime.errors import LineartimeError
@@ -22,30 +21,23 @@ from lineartime.errors import LineartimeError
 BYTES = ByteTokenizer()
 
 
-def corpus_of(*files: Path) -> LocalCorpus:
-    return LocalCorpus("these files", {"train": [FilePart(SourceFile(file)) for file in files]})
+def corpus_of(*files: Path) -> Corpus:
+    return Corpus([LocalCorpus("these files", {"train": [FilePart(SourceFile(file)) for file in files]})])
 
 
-class Blocks:
+class Blocks(Corpus):
     """A corpus of documents in the given blocks."""
 
-    name = "blocks"
-
     def __init__(self, *documents: list[str]) -> None:
-        self.content = documents
+        super().__init__(())
+        object.__setattr__(self, "content", documents)
+        self.content: tuple[list[str], ...]
 
     def identity(self, split: Split) -> str:
         return repr(self.content)
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         return (iter(blocks) for blocks in self.content)
-
-    def describe(self, split: Split) -> str:
-        return self.name
-
-    @property
-    def sources(self) -> Sequence[Source]:
-        raise NotImplementedError
 
 
 def encode(corpus: Corpus, cache: Path, max_tokens: int | None = None) -> TokenStream:
@@ -59,16 +51,8 @@ def test_every_document_is_followed_by_its_end(tmp_path: Path) -> None:
     assert stream.tokens[:].tolist() == [97, 98, 256, 0xC3, 0xA9, 256]
     assert (stream.n_bytes, stream.n_words) == (4, 2)
     assert isinstance(stream.tokens[:], np.memmap)
-
-
-def test_empty_documents_are_left_out(tmp_path: Path) -> None:
-    stream = encode(Blocks([], ["a"], [""], [], ["b"]), tmp_path)
-    assert stream.tokens[:].tolist() == [97, 256, 98, 256]
-
-
-def test_nothing_at_all_is_an_empty_stream(tmp_path: Path) -> None:
-    stream = encode(Blocks(), tmp_path)
-    assert len(stream) == len(stream.tokens[:]) == 0
+    assert encode(Blocks([], ["a"], [""], [], ["b"]), tmp_path).tokens[:].tolist() == [97, 256, 98, 256]
+    assert len(encode(Blocks(), tmp_path)) == 0
 
 
 @settings(deadline=None)  # other work on the machine must not make it fail
@@ -90,7 +74,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_shards")
-@pytest.mark.parametrize("length", [3, 9, 10, 29, 35])
+@pytest.mark.parametrize("length", [3, 9, 35])
 def test_slices_cross_the_ends_of_files(tmp_path: Path, length: int) -> None:
     text = "".join(chr(97 + i % 26) for i in range(length))
     stream = encode(Blocks([text[:7], text[7:]]), tmp_path)
@@ -104,7 +88,7 @@ def test_slices_cross_the_ends_of_files(tmp_path: Path, length: int) -> None:
     assert encode(Blocks([text[:7], text[7:]]), tmp_path).tokens[:].tolist() == whole
 
 
-@pytest.mark.parametrize("most", [1, 3, 5, 6, 9, 100])
+@pytest.mark.parametrize("most", [1, 5, 6, 9, 100])
 def test_max_tokens_encodes_only_the_beginning(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def endless() -> Iterator[Iterator[str]]:
         yield iter(["ab ", "cd"])
@@ -113,7 +97,7 @@ def test_max_tokens_encodes_only_the_beginning(tmp_path: Path, most: int, monkey
             raise AssertionError("nobody asked for this")
 
     corpus = Blocks()
-    corpus.documents = lambda split: endless()  # type: ignore[method-assign]
+    monkeypatch.setattr(Blocks, "documents", lambda *_: endless())
     monkeypatch.setattr(encode_module, "_AT_ONCE", 1)
     stream = encode(corpus, tmp_path, most)
     whole = [*b"ab cd", 256, *b"efg\n", 256]
@@ -177,6 +161,10 @@ def test_what_cannot_be_encoded_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(LineartimeError, match="is not UTF-8"):
         encode(corpus_of(tmp_path / "a"), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+    (tmp_path / "cache").rmdir()
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    with pytest.raises(LineartimeError, match=r"Cannot write .*cache"):
+        encode(corpus_of(tmp_path / "a"), tmp_path / "cache")
 
 
 def test_what_a_killed_process_left_is_removed_once_it_is_old(tmp_path: Path) -> None:
@@ -227,13 +215,6 @@ def test_what_a_cleaner_of_caches_left_is_encoded_again(tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     (folder / "facts.json").unlink()
     assert encode(corpus, tmp_path).tokens[:].tolist() == whole
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("text")
-    (tmp_path / "cache").write_text("a file where a folder should be")
-    with pytest.raises(LineartimeError, match=r"Cannot write .*cache"):
-        encode(corpus_of(tmp_path / "a"), tmp_path / "cache")
 
 
 @pytest.mark.usefixtures("small_shards")
@@ -307,11 +288,3 @@ def test_processes_that_encode_the_same_text_do_no_harm_to_each_other(tmp_path: 
     stream = token_stream(load_corpus(tmp_path / "text.txt"), "train", BYTES, tmp_path / "cache")
     assert shown == f"{stream.digest} {BYTES.decode(stream.tokens[:].tolist())}\n"
     assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
-def test_the_three_splits_of_a_file_are_the_file(tmp_path: Path) -> None:
-    text = "".join(f"{i}\n" for i in range(500))
-    (tmp_path / "a").write_text(text)
-    corpus = load_corpus(tmp_path / "a")
-    parts = [token_stream(corpus, split, BYTES, tmp_path / "cache").tokens[:].tolist() for split in corpus.splits]
-    assert "".join(BYTES.decode(part) for part in parts) == text

@@ -15,14 +15,13 @@ from lineartime.data.corpora import (
     LocalCorpus,
     is_corpus_name,
     load_corpus,
+    missing_split,
     no_text,
     portable_identity,
     standard_library,
 )
-from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, Rows, merge_states
-from lineartime.data.prefetch import PrefetchedLoader
+from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, PrefetchedLoader, Rows, merge_states
 from lineartime.data.streaming import StreamingLoader, stream_documents
-from lineartime.data.summary import describe_splits
 from lineartime.data.tokenizers import (
     ByteTokenizer,
     JsonTokenizer,
@@ -31,7 +30,7 @@ from lineartime.data.tokenizers import (
     read_tokenizer,
     tokenizer_from_json,
 )
-from lineartime.data.tokens import TokenStream, joined, token_stream
+from lineartime.data.tokens import TokenStream, describe_splits, joined, token_stream
 from lineartime.data.train_tokenizer import is_tokenizer_name, ready_tokenizer, size_to_train, tokenizer_for, train_tokenizer
 
 __all__ = [
@@ -58,6 +57,7 @@ __all__ = [
     "load_corpus",
     "masked_batch",
     "merge_states",
+    "missing_split",
     "no_text",
     "packed_batch",
     "portable_identity",

@@ -1,6 +1,7 @@
 """Batches of tokens: windows of a stream, as inputs and targets of a causal or a masked language model.
 
-Shapes: B batch, T tokens of context. A window holds T + 1 tokens, so that each of the first T has a next token to predict.
+Shapes: B batch, T tokens of context, D documents. A window holds T + 1 tokens, so that each of the first T has a next token to
+predict. `keys` are a seed of random numbers for each window, so that a window does not depend on those beside it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.ops.cross_entropy import IGNORED
 
+Keys = Sequence[tuple[int, ...]]
+
 
 class Batch(NamedTuple):
     """Token ids and the targets to predict from them (`IGNORED` where there is none).
@@ -22,7 +25,7 @@ class Batch(NamedTuple):
     Attributes:
         inputs: int64 [B, T]; [1, B * T] if documents are packed.
         targets: int64, of the same shape.
-        cu_seqlens: int32 [D + 1], the boundaries of D packed documents; None if documents are not packed.
+        cu_seqlens: int32 [D + 1], the boundaries of packed documents; None if documents are not packed.
         prefix_lengths: int64 [B], or [D] for packed documents, the number of tokens that are read bidirectionally; None
             without prefixes.
     """
@@ -56,16 +59,11 @@ def causal_batch(windows: Tensor) -> Batch:
     return Batch(windows[:, :-1], windows[:, 1:])
 
 
-def masked_batch(windows: Tensor, tokenizer: Tokenizer, keys: Sequence[tuple[int, ...]]) -> Batch:
-    """Make a batch for BERT's task (arXiv 1810.04805), with 15% of the tokens selected as targets.
+def masked_batch(windows: Tensor, tokenizer: Tokenizer, keys: Keys) -> Batch:
+    """Make a batch for BERT's task (arXiv 1810.04805), with 15% of the tokens as targets: windows [B, T + 1] -> [B, T].
 
     Of the selected tokens, 80% are masked, 10% are replaced by random tokens and 10% are unchanged. Ends of documents and
     masks are never selected. The last token of each window is left out, so that both tasks read the same number of tokens.
-
-    Args:
-        windows: int64 [B, T + 1].
-        tokenizer: the tokenizer that encoded the windows.
-        keys: a seed for each row.
     """
     ids = windows[:, :-1]
     draws = [np.random.default_rng(key) for key in keys]
@@ -105,13 +103,8 @@ def prefix_batch(batch: Batch, prefix_lengths: Tensor) -> Batch:
     return batch._replace(targets=batch.targets.masked_fill(hidden, IGNORED), prefix_lengths=prefix_lengths)
 
 
-def draw_prefix_lengths(batch: Batch, keys: Sequence[tuple[int, ...]]) -> Tensor:
-    """Draw a prefix length for each row or packed document of n tokens, uniform over 0 to n - 1, so that a target is left.
-
-    Args:
-        batch: a batch of windows, packed or not.
-        keys: a seed for each window.
-    """
+def draw_prefix_lengths(batch: Batch, keys: Keys) -> Tensor:
+    """Draw a prefix length for each row or packed document of n tokens, uniform over 0 to n - 1, so that a target is left."""
     lengths = batch.lengths()
     starts = lengths.cumsum(0) - lengths
     # Draw a number for every token, so that the length of a document depends only on its window.
@@ -121,24 +114,14 @@ def draw_prefix_lengths(batch: Batch, keys: Sequence[tuple[int, ...]]) -> Tensor
 
 
 def make_batch(
-    task: Task,
-    windows: Tensor,
-    tokenizer: Tokenizer,
-    mask_keys: Sequence[tuple[int, ...]],
-    prefix_lengths: Callable[[Batch], Tensor],
-    packed: bool,
+    task: Task, windows: Tensor, tokenizer: Tokenizer, masks: Keys, prefix_lengths: Callable[[Batch], Tensor], packed: bool
 ) -> Batch:
-    """Make the batch of a task.
+    """Make the batch of a task from windows, int64 [B, T + 1], that a tokenizer encoded.
 
-    Args:
-        task: "clm", "mlm" or "prefix-lm".
-        windows: int64 [B, T + 1].
-        tokenizer: the tokenizer that encoded the windows.
-        mask_keys: a seed for the masks of each window, for "mlm".
-        prefix_lengths: the length of the prefix of each row or packed document of a batch, for "prefix-lm".
-        packed: whether documents are kept apart.
+    "mlm" draws its masks by the keys `masks`, and "prefix-lm" has prefixes of `prefix_lengths` of a batch. If `packed`,
+    documents are kept apart.
     """
-    batch = masked_batch(windows, tokenizer, mask_keys) if task == "mlm" else causal_batch(windows)
+    batch = masked_batch(windows, tokenizer, masks) if task == "mlm" else causal_batch(windows)
     if packed:
         batch = packed_batch(batch, windows, tokenizer.end_of_document)
     return prefix_batch(batch, prefix_lengths(batch)) if task == "prefix-lm" else batch
@@ -147,14 +130,6 @@ def make_batch(
 def evaluation_batch(
     task: Task, windows: Tensor, tokenizer: Tokenizer, numbers: Sequence[int], *, packed: bool = False
 ) -> Batch:
-    """Make a batch for evaluation: as in training, but with the same masks every time, and half of each row as its prefix.
-
-    Args:
-        task: the model's.
-        windows: int64 [B, T + 1].
-        tokenizer: the tokenizer that encoded the windows.
-        numbers: the number of each window, which alone determines its masks.
-        packed: whether documents are kept apart, as in `packed_batch`.
-    """
+    """Make a batch for evaluation: half of each row is its prefix, and masks depend only on the number of a window."""
     keys = [(0, number) for number in numbers]
     return make_batch(task, windows, tokenizer, keys, lambda batch: batch.lengths() // 2, packed)

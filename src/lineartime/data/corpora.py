@@ -4,12 +4,11 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lineartime.choices import DEFAULT_TEXT, MAX_EXPANSION, TEXT_COLUMN, Split
-from lineartime.data.folders import FilesOfText, Reading
-from lineartime.data.hub import HUB, datasets_library, mirror
-from lineartime.data.hub_dataset import HubDataset, hub_dataset, is_hub_dataset
+from lineartime.data.folders import FilesOfText
+from lineartime.data.hub import HUB, PREFIX, HubCorpus, HubDataset, datasets_library, hub_dataset, mirror
 from lineartime.data.local_files import SourceFile
 from lineartime.data.readers import SPLITS, FilePart
 from lineartime.data.splits import (
@@ -19,7 +18,6 @@ from lineartime.data.splits import (
     by_path,
     completed,
     describe_parts,
-    missing_split,
     own_split,
     within_files,
 )
@@ -35,44 +33,6 @@ Data = str | Path | Sequence[str | Path] | None
 """Names and paths of texts; None for the source of Python's standard library."""
 
 
-class Corpus(Protocol):
-    """A text, divided into documents and into splits for training, validation and testing."""
-
-    @property
-    def name(self) -> str:
-        """The name of the corpus in messages."""
-
-    @property
-    def sources(self) -> Sequence["Source"]:
-        """The corpora that it consists of, each of which can be streamed by itself."""
-
-    def describe(self, split: Split) -> str | None:
-        """Where a split comes from, in a few words; None if the corpus does not have it."""
-
-    def identity(self, split: Split) -> str:
-        """A string that changes when the text of the split does, computed without reading the text.
-
-        Raises ArgumentError if the corpus does not have the split.
-        """
-
-    def documents(self, split: Split) -> Iterator[Iterator[str]]:
-        """Yield the documents of a split in order, each as blocks of text; an empty document has no blocks.
-
-        Raises:
-            LineartimeError: while iterating, for text that cannot be read.
-        """
-
-
-class Source(Corpus, Protocol):
-    """A corpus from a single place, whose examples can be streamed."""
-
-    def examples(self, split: Split) -> Any:
-        """The split as an `IterableDataset` of the datasets library. Raises LineartimeError if it cannot be streamed."""
-
-    def texts(self, example: dict[str, Any]) -> list[str]:
-        """The documents in one of these examples."""
-
-
 @dataclass(frozen=True)
 class LocalCorpus:
     """A corpus of local files.
@@ -80,17 +40,10 @@ class LocalCorpus:
     Attributes:
         name: its name in messages.
         splits: the files, or parts of files, of each existing split.
-        notes: sentences for the user about how the files were chosen and divided.
     """
 
     name: str
     splits: Files
-    notes: tuple[str, ...] = ()
-
-    @property
-    def sources(self) -> "Sequence[LocalCorpus]":
-        """The corpus itself."""
-        return (self,)
 
     def describe(self, split: Split) -> str | None:
         """The files of a split."""
@@ -108,11 +61,9 @@ class LocalCorpus:
     def examples(self, split: Split) -> Any:
         """The documents as an IterableDataset with one shard per file. All files must hold records."""
         parts = self._parts(split)
-        for part in parts:
-            if part.is_text:
-                raise LineartimeError(
-                    f"{part.path} is one long text and cannot be streamed, as JSON lines and Parquet can: encode it beforehand."
-                )
+        if one := next((part.path for part in parts if part.is_text), None):
+            found = f"{one} is one long text and cannot be streamed, as JSON lines and Parquet can"
+            raise LineartimeError(f"{found}: encode it beforehand.")
         return datasets_library(f"Streaming {self.name}").IterableDataset.from_generator(_examples, gen_kwargs={"parts": parts})
 
     def texts(self, example: dict[str, Any]) -> list[str]:
@@ -120,12 +71,9 @@ class LocalCorpus:
         return [example["text"]]
 
     def _parts(self, split: Split) -> list[FilePart]:
-        if split == "all":
-            every = [replace(part, splits=()) for each in SPLITS for part in self.splits.get(each, [])]
-            return list(dict.fromkeys(every))
-        if split not in self.splits:
-            raise missing_split(self, split)
-        return self.splits[split]
+        if split != "all":
+            return self.splits[split]
+        return list(dict.fromkeys(replace(part, splits=()) for each in SPLITS for part in self.splits.get(each, [])))
 
 
 def _examples(parts: list[FilePart]) -> Iterator[dict[str, str]]:
@@ -134,39 +82,57 @@ def _examples(parts: list[FilePart]) -> Iterator[dict[str, str]]:
             yield {"text": "".join(blocks)}
 
 
+Source = LocalCorpus | HubCorpus | HubDataset
+"""A text from a single place. Its `examples` can be streamed, and `texts` are the documents in one of them."""
+
+
 @dataclass(frozen=True)
-class JoinedCorpus:
-    """Several corpora, joined split by split.
+class Corpus:
+    """A text, divided into documents and into splits for training, validation and testing.
 
     Attributes:
-        sources: the corpora; a split may be missing in some of them, but not in all.
+        sources: the texts that it consists of, joined split by split; a split may be missing in some of them.
+        notes: sentences for the user about how files were chosen and divided.
     """
 
     sources: Sequence[Source]
+    notes: Sequence[str] = ()
 
     @property
     def name(self) -> str:
-        """The names of all corpora."""
+        """The name of the corpus in messages."""
         return ", ".join(source.name for source in self.sources)
 
     def describe(self, split: Split) -> str | None:
-        """Where each corpus takes the split from."""
+        """Where a split comes from, in a few words; None if the corpus does not have it."""
         return " + ".join(place for source in self.sources if (place := source.describe(split))) or None
 
-    def identity(self, split: Split) -> str:
-        """The identities of the split in all corpora."""
-        return "\n".join(source.identity(split) for source in self._having(split))
-
-    def documents(self, split: Split) -> Iterator[Iterator[str]]:
-        """The documents of all corpora, one corpus after another."""
-        for source in self._having(split):
-            yield from source.documents(split)
-
-    def _having(self, split: Split) -> list[Source]:
+    def having(self, split: Split) -> list[Source]:
+        """The sources of a split. Raises ArgumentError if the corpus does not have it."""
         found = [source for source in self.sources if split == "all" or source.describe(split)]
         if not found:
             raise missing_split(self, split)
         return found
+
+    def identity(self, split: Split) -> str:
+        """A string that changes when the text of the split does, computed without reading the text. Raises as `having`."""
+        return "\n".join(source.identity(split) for source in self.having(split))
+
+    def documents(self, split: Split) -> Iterator[Iterator[str]]:
+        """Yield the documents of a split in order, each as blocks of text; an empty document has no blocks.
+
+        Raises LineartimeError, while iterating, for text that cannot be read, or as `having`.
+        """
+        for source in self.having(split):
+            yield from source.documents(split)
+
+
+def missing_split(corpus: Corpus, split: Split) -> ArgumentError:
+    """The error for a split that a corpus does not have. It lists the splits that the corpus has."""
+    there = " and a ".join(each for each in SPLITS if corpus.describe(each))
+    advice = "give text to train on as well" if split == "train" else "choose an existing split, or all"
+    found = f"is {corpus.name}, which, judging by its file names, has a {there} split but no {split} split"
+    return ArgumentError("data", f"{found}: {advice}, or rename the files.")
 
 
 def portable_identity(corpus: Corpus, split: Split) -> str:
@@ -187,7 +153,7 @@ def no_text(split: str) -> LineartimeError:
 
 def is_corpus_name(data: str) -> bool:
     """Whether `load_corpus` reads this as the name of a corpus, not as a path."""
-    return data in HUB or data in _HUTTER or is_hub_dataset(data)
+    return data in HUB or data in _HUTTER or data.startswith(PREFIX)
 
 
 def load_corpus(
@@ -200,7 +166,7 @@ def load_corpus(
     """Load a corpus by name, the text at a path, several of these together, or the standard library's source for None.
 
     Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. A path is a file or a folder, whose files and
-    those of its subfolders are read, except hidden, binary and `side_files`: text, JSON lines, JSON or Parquet. If names
+    those of its subfolders are read, except hidden, binary and `side_files`: text, JSON lines, JSON, CSV or Parquet. If names
     of files or folders state a held-out split (`split_of_path`), or all name the training split, these splits are used, and a
     missing split takes 5% of each training file. Otherwise, a folder is split by file if no held-out split gets more than 10%
     of its bytes, and within its files if one does. The name of the path itself counts for a file, and for a folder only if the
@@ -210,7 +176,7 @@ def load_corpus(
 
     Args:
         data: names and paths.
-        text_column: the column of JSON, JSON lines, Parquet and `hub:` data sets that holds the text.
+        text_column: the column of JSON, JSON lines, CSV, Parquet and `hub:` data sets that holds the text.
         max_expansion: the maximum number of bytes of text per byte of a compressed file.
         include: patterns of the files in folders to read, such as "*.md" or "src/**/*.py"; empty for all. As in a .gitignore,
             one without a slash matches the name of a file or of a folder above it, one with a slash a path below the folder.
@@ -226,7 +192,7 @@ def load_corpus(
     sources: list[Source] = []
     named: dict[str, Files] = {}
     seen: set[str | Path] = set()
-    found = FilesOfText(Reading(text_column, max_expansion, include, exclude))
+    found = FilesOfText(text_column, max_expansion, include, exclude)
     paths = [Path(name) for name in names if isinstance(name, Path) or not is_corpus_name(name)]
     held_out = any(own_split(path) in ("validation", "test") for path in paths)
     for name in names:
@@ -234,7 +200,7 @@ def load_corpus(
             raise ArgumentError("data", "is empty: give a path or the name of a corpus, or leave it out.")
         if isinstance(name, str) and is_corpus_name(name):
             _only_once(seen, [name])
-            sources.append(_corpus_of_name(name, text_column))
+            sources.append(HUB.get(name) or (_hutter(name) if name in _HUTTER else hub_dataset(name, text_column)))
             continue
         path = Path(name)
         _check_exists(path)
@@ -250,24 +216,14 @@ def load_corpus(
         splits = completed({split: parts for split, parts in together.items() if parts})
         sources.insert(0, LocalCorpus(", ".join(named), splits))
     if not sources:
-        sources.append(standard_library())
-    _add_notes(sources, found)
-    if text_column != TEXT_COLUMN and not any(map(_has_columns, sources)):
-        where = " and ".join(source.name for source in sources)
-        raise ArgumentError("text_column", f"is {text_column}, but {where} has no columns: leave it at {TEXT_COLUMN}.")
-    return sources[0] if len(sources) == 1 else JoinedCorpus(tuple(sources))
-
-
-def _add_notes(sources: list[Source], found: FilesOfText) -> None:
-    """Give the notes about files to the first local corpus. Raises ArgumentError for patterns if no path was given."""
-    for argument, patterns in (("include", found.reading.include), ("exclude", found.reading.exclude)):
+        sources += standard_library().sources
+    where = " and ".join(source.name for source in sources)
+    for argument, patterns in (("include", include), ("exclude", exclude)):
         if patterns and not found.paths:
-            where = " and ".join(source.name for source in sources)
             raise ArgumentError(argument, f"is for folders, but the text is {where}: leave it out.")
-    for number, source in enumerate(sources):
-        if isinstance(source, LocalCorpus):
-            sources[number] = replace(source, notes=(*found.notes, *found.unused()))
-            return
+    if text_column != TEXT_COLUMN and not any(map(_has_columns, sources)):
+        raise ArgumentError("text_column", f"is {text_column}, but {where} has no columns: leave it at {TEXT_COLUMN}.")
+    return Corpus(tuple(sources), (*found.notes, *found.unused()))
 
 
 def load_corpus_of_run(
@@ -305,19 +261,13 @@ def _only_once(seen: set[str | Path], texts: Sequence[str | Path]) -> None:
         seen.add(text)
 
 
-def standard_library() -> LocalCorpus:
+def standard_library() -> Corpus:
     """The source of the running Python's standard library, without its tests: about 12 MB on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY & set(file.relative_to(root).parts)]
     if not files:
         raise LineartimeError(f"There is no Python source in {root}, the standard library: give a text of your own.")
-    return LocalCorpus(DEFAULT_TEXT, by_file(root, [FilePart(SourceFile(file)) for file in files]))
-
-
-def _corpus_of_name(name: str, column: str) -> Source:
-    if name in HUB:
-        return HUB[name]
-    return _hutter(name) if name in _HUTTER else hub_dataset(name, column)
+    return Corpus((LocalCorpus(DEFAULT_TEXT, by_file(root, [FilePart(SourceFile(file)) for file in files])),))
 
 
 def _hutter(name: str) -> LocalCorpus:

@@ -11,7 +11,7 @@ from typing import IO, Annotated, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lineartime.data.readers import BLOCK
+from lineartime.data.local_files import BLOCK
 from lineartime.data.seams import Seam
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.fields import Count, Digest, Matching

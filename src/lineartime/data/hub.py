@@ -6,20 +6,23 @@ The environment variable LINEARTIME_MIRROR holds its path.
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from lineartime.choices import Split
-from lineartime.data.hub_files import newest_file
-from lineartime.data.readers import SPLITS, pieces
-from lineartime.errors import LineartimeError, require_packages, typed_first_line
+from lineartime.data.local_files import missing_column
+from lineartime.data.readers import SPLITS, pieces, split_of
+from lineartime.data.splits import named_split
+from lineartime.errors import ArgumentError, LineartimeError, require_packages, typed_first_line
 
 Example = dict[str, Any]
+PREFIX = "hub:"
 
 
 def mirror() -> Path | None:
@@ -39,136 +42,23 @@ def datasets_library(purpose: str) -> Any:
     return datasets
 
 
-def _wiki40b(example: Example) -> list[str]:
-    """Remove an article's markers: each title, heading and paragraph gets its own line, a heading an empty line before it."""
-    text = example["text"]
-    for marker, instead in (("_START_ARTICLE_\n", ""), ("_START_SECTION_\n", "\n"), ("_START_PARAGRAPH_\n", "")):
-        text = text.replace(marker, instead)
-    return [text.replace("_NEWLINE_", "\n").lstrip("\n") + "\n"]
+def newest_file(repository: str, name: str, kind: Literal["dataset", "model"]) -> Path:
+    """The newest version of a small file on the hub, in its cache; without a network, the last one that was seen.
 
-
-def _evidence(example: Example) -> list[str]:
-    """The pages for a question: first from Wikipedia, then from the web."""
-    return [*example["entity_pages"]["wiki_context"], *example["search_results"]["search_context"]]
-
-
-@dataclass(frozen=True)
-class HubCorpus:
-    """A dataset repository on the hub.
-
-    Attributes:
-        name: its name in this library.
-        repository: its name on the hub.
-        files: a pattern for the files of each split.
-        columns: the columns to read; None for formats without columns.
-        texts_of: a function that returns the documents in an example.
-        lines: whether an example is a line of a document, rather than one or more documents.
-        halves: whether validation and test share files: validation takes the documents with even numbers, test the others.
+    Raises the error of the network or the hub, of any type, if the file has never been seen.
     """
+    import huggingface_hub
 
-    name: str
-    repository: str
-    files: dict[Split, str]
-    columns: tuple[str, ...] | None = ("text",)
-    texts_of: Callable[[Example], list[str]] = lambda example: [example["text"]]
-    lines: bool = False
-    halves: bool = False
-
-    @property
-    def sources(self) -> "Sequence[HubCorpus]":
-        """The corpus itself."""
-        return (self,)
-
-    def describe(self, split: Split) -> str:
-        """The files of a split."""
-        half = "half the documents of " if self.halves and split != "train" else ""
-        return f"{half}{self.files[split]} of {self.repository}"
-
-    def identity(self, split: Split) -> str:
-        """The repository and its revision; for a mirror, the paths, sizes and modification times of the files."""
-        if split == "all":
-            return "\n".join(map(self.identity, SPLITS))
-        folder, pattern = self._folder, self.files[split]
-        if folder is None:
-            return f"{self.repository}:{split}:{pattern}:{self._revision}"
-        files = sorted(folder.glob(pattern))
-        if not files:
-            raise LineartimeError(f"There is no file {pattern} in {folder}: complete the mirror, or unset LINEARTIME_MIRROR.")
-        return files_identity(files, split)
-
-    def documents(self, split: Split) -> Iterator[Iterator[str]]:
-        """The documents of a split in the order of the files."""
-        if split == "all":
-            for each in SPLITS:
-                yield from self.documents(each)
-            return
-        if self.lines:
-            yield from (article for _, article in groupby(self._lines(split), _ArticleNumber()))
-            return
-        with reporting_read_errors(self.name):
-            for example in self.examples(split):
-                yield from map(pieces, self.texts(example))
-
-    def _lines(self, split: Split) -> Iterator[str]:
-        """The lines of a split; every error of reading is a LineartimeError, also where an article consumes them."""
-        with reporting_read_errors(self.name):
-            for example in self.examples(split):
-                yield example["text"] or " \n"  # the hub has "" for an empty line
-
-    def examples(self, split: Split) -> Any:
-        """The rows of a split as an IterableDataset."""
-        self.identity(split)  # raises a clear error for missing files
-        datasets = datasets_library(f"Reading {self.name}")
-        folder = self._folder
-        options: dict[str, Any] = {"revision": self._revision} if folder is None else {}
-        if self.columns is not None:
-            options["columns"] = list(self.columns)
-        with reporting_read_errors(self.name):
-            dataset = datasets.load_dataset(
-                str(folder or self.repository), data_files={split: self.files[split]}, split=split, streaming=True, **options
-            )
-        if self.halves and split != "train":
-            parity = int(split == "test")
-            dataset = dataset.filter(lambda _, index: index % 2 == parity, with_indices=True)
-        return dataset
-
-    def texts(self, example: Example) -> list[str]:
-        """The documents in an example."""
-        if self.lines:
-            raise LineartimeError(f"{self.name} cannot be streamed: encode it beforehand.")
-        return self.texts_of(example)
-
-    @property
-    def _folder(self) -> Path | None:
-        return in_mirror(self.repository)
-
-    @cached_property
-    def _revision(self) -> str:
-        return newest_revision(self.repository, "README.md")
-
-
-def in_mirror(repository: str) -> Path | None:
-    """The folder of a repository in the mirror, if it exists."""
-    root = mirror()
-    return root / repository if root and (root / repository).is_dir() else None
-
-
-def files_identity(files: list[Path], split: Split) -> str:
-    """A string that changes when the files of a mirror do."""
-    facts = [(file, file.stat()) for file in files]
-    return "\n".join(f"{file.resolve()}:{split}:{fact.st_size}:{fact.st_mtime_ns}" for file, fact in facts)
-
-
-def newest_revision(repository: str, name: str) -> str:
-    """The newest commit of a repository; without a network, the last known one. `name` is a small file in it."""
-    datasets_library(f"Reading {repository}")
     try:
-        return newest_file(repository, name, "dataset").parent.name  # the cache keeps files in snapshots/COMMIT
-    except Exception as error:  # any network error
-        raise LineartimeError(
-            f"Cannot reach {repository} on the Hugging Face hub ({typed_first_line(error)}): check the name and the network, "
-            "or set LINEARTIME_MIRROR to a folder with a copy of that repository."
-        ) from None
+        # Fails at once without a network; the download alone would retry.
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repository, name, repo_type=kind))
+        return Path(huggingface_hub.hf_hub_download(repository, name, repo_type=kind))
+    except Exception:
+        with suppress(ValueError):  # the name is not a valid one
+            seen = huggingface_hub.try_to_load_from_cache(repository, name, repo_type=kind)
+            if isinstance(seen, str):
+                return Path(seen)
+        raise
 
 
 @contextmanager
@@ -184,6 +74,122 @@ def reporting_read_errors(name: str) -> Iterator[None]:
         ) from None
 
 
+@dataclass(frozen=True)
+class _Repository:
+    """A data set on the hub or in the mirror.
+
+    Attributes:
+        name: its name in messages.
+        repository: its name on the hub.
+    """
+
+    name: str
+    repository: str
+    _small_file: ClassVar[str]
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the repository in the mirror, if it exists."""
+        root = mirror()
+        return root / self.repository if root and (root / self.repository).is_dir() else None
+
+    @cached_property
+    def revision(self) -> str:
+        """The newest commit of the repository; without a network, the last known one."""
+        datasets_library(f"Reading {self.repository}")
+        try:
+            # The cache keeps files in snapshots/COMMIT.
+            return newest_file(self.repository, self._small_file, "dataset").parent.name
+        except Exception as error:  # any network error
+            raise LineartimeError(
+                f"Cannot reach {self.repository} on the Hugging Face hub ({typed_first_line(error)}): check the name and the "
+                "network, or set LINEARTIME_MIRROR to a folder with a copy of that repository."
+            ) from None
+
+    def load(self, path: Path | None, **options: Any) -> Any:
+        """The rows as an IterableDataset, from a folder or from the hub. Raises LineartimeError if they cannot be read."""
+        datasets = datasets_library(f"Reading {self.name}")
+        if path is None:
+            options["revision"] = self.revision
+        with reporting_read_errors(self.name):
+            return datasets.load_dataset(str(path or self.repository), streaming=True, **options)
+
+    def read(self, examples: Iterable[Example], texts: Callable[[Example], list[str]]) -> Iterator[str]:
+        """The texts of rows; every error of reading is a LineartimeError, also where another iterator consumes them."""
+        with reporting_read_errors(self.name):
+            for example in examples:
+                yield from texts(example)
+
+
+def _identity(files: list[Path], split: Split) -> str:
+    """A string that changes when the files of a mirror do."""
+    facts = [(file, file.stat()) for file in files]
+    return "\n".join(f"{file.resolve()}:{split}:{fact.st_size}:{fact.st_mtime_ns}" for file, fact in facts)
+
+
+@dataclass(frozen=True)
+class HubCorpus(_Repository):
+    """A data set that has a name in this library, and published splits.
+
+    Attributes:
+        files: a pattern for the files of each split.
+        columns: the columns to read; None for formats without columns.
+        texts_of: a function that returns the documents in an example.
+        lines: whether an example is a line of a document, rather than one or more documents.
+        halves: whether validation and test share files: validation takes the documents with even numbers, test the others.
+    """
+
+    files: dict[Split, str]
+    columns: tuple[str, ...] | None = ("text",)
+    texts_of: Callable[[Example], list[str]] = lambda example: [example["text"]]
+    lines: bool = False
+    halves: bool = False
+    _small_file = "README.md"
+
+    def describe(self, split: Split) -> str:
+        """The files of a split."""
+        half = "half the documents of " if self.halves and split != "train" else ""
+        return f"{half}{self.files[split]} of {self.repository}"
+
+    def identity(self, split: Split) -> str:
+        """The repository and its revision; for a mirror, the paths, sizes and modification times of the files."""
+        if split == "all":
+            return "\n".join(map(self.identity, SPLITS))
+        folder, pattern = self.folder, self.files[split]
+        if folder is None:
+            return f"{self.repository}:{split}:{pattern}:{self.revision}"
+        files = sorted(folder.glob(pattern))
+        if not files:
+            raise LineartimeError(f"There is no file {pattern} in {folder}: complete the mirror, or unset LINEARTIME_MIRROR.")
+        return _identity(files, split)
+
+    def documents(self, split: Split) -> Iterator[Iterator[str]]:
+        """The documents of a split in the order of the files."""
+        for each in SPLITS if split == "all" else (split,):
+            examples = self.examples(each)
+            if self.lines:
+                lines = self.read(examples, lambda example: [example["text"] or " \n"])  # the hub has "" for an empty line
+                yield from (article for _, article in groupby(lines, _ArticleNumber()))
+            else:
+                yield from map(pieces, self.read(examples, self.texts_of))
+
+    def examples(self, split: Split) -> Any:
+        """The rows of a split as an IterableDataset."""
+        self.identity(split)  # raises a clear error for missing files
+        options: dict[str, Any] = {} if self.columns is None else {"columns": list(self.columns)}
+        dataset = self.load(self.folder, data_files={split: self.files[split]}, split=split, **options)
+        if self.halves and split != "train":
+            parity = int(split == "test")
+            dataset = dataset.filter(lambda _, index: index % 2 == parity, with_indices=True)
+        return dataset
+
+    def texts(self, example: Example) -> list[str]:
+        """The documents in an example."""
+        if self.lines:
+            raise LineartimeError(f"{self.name} cannot be streamed: encode it beforehand.")
+        return self.texts_of(example)
+
+
 class _ArticleNumber:
     """Counts the titles of WikiText, which look like ` = Title = `, so that lines can be grouped into articles."""
 
@@ -197,31 +203,158 @@ class _ArticleNumber:
         return self._count
 
 
-def _files(pattern: str) -> dict[Split, str]:
+def _wiki40b(example: Example) -> list[str]:
+    """Remove an article's markers: each title, heading and paragraph gets its own line, a heading an empty line before it."""
+    text = example["text"]
+    for marker, instead in (("_START_ARTICLE_\n", ""), ("_START_SECTION_\n", "\n"), ("_START_PARAGRAPH_\n", "")):
+        text = text.replace(marker, instead)
+    return [text.replace("_NEWLINE_", "\n").lstrip("\n") + "\n"]
+
+
+def _evidence(example: Example) -> list[str]:
+    """The pages for a question: first from Wikipedia, then from the web."""
+    return [*example["entity_pages"]["wiki_context"], *example["search_results"]["search_context"]]
+
+
+def _files(pattern: str, **others: str) -> dict[Split, str]:
     """A file pattern for each split, from a common pattern with a placeholder for the split."""
-    return {split: pattern.format(split) for split in SPLITS}
+    return {split: others.get(split, pattern.format(split)) for split in SPLITS}
 
 
+_C4 = "en/c4-{}.*.json.gz"
+_EVIDENCE = ("entity_pages", "search_results")
 HUB: dict[str, HubCorpus] = {
     corpus.name: corpus
     for corpus in (
         HubCorpus("wiki40b", "google/wiki40b", _files("en/{}-*.parquet"), texts_of=_wiki40b),
         # One book per row. deepmind/pg19 is a loading script, which datasets no longer runs.
         HubCorpus("pg19", "emozilla/pg19", _files("data/{}-*.parquet")),
-        HubCorpus(
-            "c4",
-            "allenai/c4",
-            {**_files("en/c4-validation.*.json.gz"), "train": "en/c4-train.*.json.gz"},
-            columns=None,
-            halves=True,
-        ),
-        HubCorpus(
-            "trivia_qa",
-            "mandarjoshi/trivia_qa",
-            _files("rc/{}-*.parquet"),
-            columns=("entity_pages", "search_results"),
-            texts_of=_evidence,
-        ),
+        HubCorpus("c4", "allenai/c4", _files(_C4, test=_C4.format("validation")), columns=None, halves=True),
+        HubCorpus("trivia_qa", "mandarjoshi/trivia_qa", _files("rc/{}-*.parquet"), columns=_EVIDENCE, texts_of=_evidence),
         HubCorpus("wikitext", "Salesforce/wikitext", _files("wikitext-103-raw-v1/{}-*.parquet"), lines=True),
     )
 }
+
+
+def hub_dataset(name: str, column: str) -> "HubDataset | HubCorpus":
+    """The data set of a name: hub:ORG/NAME, hub:ORG/NAME/CONFIG, or hub:NAME for one without an organisation.
+
+    The rows of WikiText, in any configuration, are lines. They are joined into articles, as in the corpus wikitext.
+    """
+    parts = name.removeprefix(PREFIX).split("/")
+    if not all(parts) or len(parts) > 3:
+        raise ArgumentError("data", f"is {name}, but must be hub:ORG/NAME or hub:ORG/NAME/CONFIG.")
+    repository, config = "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
+    wikitext = HUB["wikitext"]
+    if repository == wikitext.repository and config is not None:
+        return replace(wikitext, name=name, files=_files(f"{config}/{{}}-*.parquet"))
+    return HubDataset(name, repository, config, column)
+
+
+@dataclass(frozen=True)
+class HubDataset(_Repository):
+    """Any data set that the datasets library can read, with its text in one column.
+
+    Published splits are recognised by their names (`named_split`). If there is only one split, with any other name, it is used
+    for training. A missing split takes 5% of the training documents, chosen by a hash of their text.
+
+    Attributes:
+        config: the name of one of its configurations; None for the only or the default one.
+        column: the column with the text.
+    """
+
+    config: str | None
+    column: str
+    _small_file = ".gitattributes"  # which every repository has
+
+    def describe(self, split: Split) -> str | None:
+        """The published splits from which a split is read; without a network, only the name of the data set."""
+        try:
+            published, missing = self._published, self._missing
+        except ArgumentError:
+            raise
+        except LineartimeError:
+            return self.name
+        if split in missing:
+            return f"5% of split {' and '.join(published['train'])} of {self.name}"
+        if split not in published:
+            return None
+        share = f"{1 - 0.05 * len(missing):.0%} of " if split == "train" and missing else ""
+        return f"{share}split {' and '.join(published[split])} of {self.name}"
+
+    def identity(self, split: Split) -> str:
+        """The repository, its revision and the column; for a mirror, the paths, sizes and modification times of all files."""
+        folder = self.folder
+        files = [] if folder is None else sorted(file for file in folder.rglob("*") if file.is_file())
+        version = self.revision if folder is None else _identity(files, split)
+        return f"{self.name}:{self.column}:{split}:{version}"
+
+    def documents(self, split: Split) -> Iterator[Iterator[str]]:
+        """The documents of a split in the order of the data set."""
+        parts = map(self._load, self._published.values()) if split == "all" else (self.examples(split),)
+        for part in parts:
+            yield from map(pieces, self.read(part, self.texts))
+
+    def examples(self, split: Split) -> Any:
+        """The rows of a split as an IterableDataset."""
+        missing = self._missing
+        if split in self._published and (split != "train" or not missing):
+            return self._load(self._published[split])
+
+        def belongs(example: Example) -> bool:
+            drawn = split_of(zlib.crc32("".join(self.texts(example)).encode()))
+            return drawn not in missing if split == "train" else drawn == split
+
+        return self._load(self._published["train"]).filter(belongs)
+
+    def texts(self, example: Example) -> list[str]:
+        """The text of a row, as a list; empty for a row without a value."""
+        if self.column not in example:
+            raise missing_column(self.column, self.name, example, ".")
+        text = example[self.column]
+        if text is not None and not isinstance(text, str):
+            raise LineartimeError(f'{self.name} has {text!r:.40} in "{self.column}" instead of a text: choose another column.')
+        return [] if text is None else [text]
+
+    def _load(self, names: list[str]) -> Any:
+        path, config = self._place
+        loaded = [self.load(path, name=config, split=name) for name in names]
+        return loaded[0] if len(loaded) == 1 else datasets_library(f"Reading {self.name}").concatenate_datasets(loaded)
+
+    @property
+    def _place(self) -> tuple[Path | None, str | None]:
+        """The folder in the mirror, where a configuration may also be a folder, and the configuration within."""
+        if self.folder and self.config and (self.folder / self.config).is_dir():
+            return self.folder / self.config, None
+        return self.folder, self.config
+
+    @cached_property
+    def _published(self) -> dict[Split, list[str]]:
+        """The names of the published splits that make up each split."""
+        datasets = datasets_library(f"Reading {self.name}")
+        folder, config = self._place
+        path, revision = str(folder or self.repository), None if folder else self.revision
+        with reporting_read_errors(self.name):
+            try:
+                names: list[str] = datasets.get_dataset_split_names(path, config, revision=revision)
+            except ValueError:
+                configs = datasets.get_dataset_config_names(path, revision=revision)
+                if (self.config or len(configs) > 1) and self.config not in configs:
+                    first = f"{PREFIX}{self.repository}/{configs[0]}"
+                    found = f"is {self.name}, but must name one of the configurations {', '.join(configs)}"
+                    raise ArgumentError("data", f"{found}: {first}.") from None
+                raise
+        found: dict[Split, list[str]] = {}
+        for name in names:
+            if split := named_split(name):
+                found.setdefault(split, []).append(name)
+        if not found and len(names) == 1:
+            return {"train": names}
+        if not found:
+            raise LineartimeError(f"{self.name} has the splits {', '.join(names)}, none of which is for training or testing.")
+        return {split: found[split] for split in SPLITS if split in found}
+
+    @property
+    def _missing(self) -> list[Split]:
+        """The splits that are taken from the training documents."""
+        return [split for split in SPLITS if split not in self._published] if "train" in self._published else []

@@ -4,7 +4,9 @@ Rows (windows of T + 1 tokens) are numbered from the first row of the run. The t
 on the number of processes or the size of micro-batches.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -15,22 +17,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lineartime.choices import Task
-from lineartime.data.batches import (
-    Batch,
-    draw_prefix_lengths,
-    make_batch,
-    read_window,
-)
+from lineartime.data.batches import Batch, draw_prefix_lengths, make_batch, read_window
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 
 _OFFSET, _ORDER, _MASKS, _PREFIXES = range(4)  # purposes of random numbers: one seed gives other numbers for each
+_AHEAD = 2  # prepared steps; more would only take memory
 
 
 @dataclass(frozen=True)
 class Rows:
     """How the rows of a step are distributed over processes and micro-batches.
+
+    Raises LineartimeError unless every process gets the same number of micro-batches of the same size.
 
     Attributes:
         per_step: rows in an optimiser step, over all processes.
@@ -39,9 +39,6 @@ class Rows:
         ranks: the number of processes that read different rows.
         groups: the number of groups in a step; rows i with equal i % groups form a group. A multiple of `ranks`; 0 means
             `ranks`. A process computes the micro-batches of one group after those of another.
-
-    Raises:
-        LineartimeError: unless every process gets the same number of micro-batches of the same size.
     """
 
     per_step: int
@@ -84,8 +81,7 @@ class Loader(Protocol):
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from the merged state of a run with any number of processes.
 
-        Raises:
-            LineartimeError: if that run read its text in a different way.
+        Raises LineartimeError if that run read its text in a different way.
         """
 
     def close(self) -> None:
@@ -131,24 +127,14 @@ class BatchMaker:
 class CachedLoader:
     """Reads encoded text in adjacent windows, each once per epoch. The order and the offset depend on the epoch.
 
-    Args:
-        stream: the encoded text.
-        make: makes batches from windows.
-        context_length: T.
-        rows: the rows of this process.
-
-    Raises:
-        LineartimeError: if the stream is shorter than one window.
+    Raises LineartimeError if the stream is shorter than one window, of `context_length` + 1 tokens.
     """
 
     def __init__(self, stream: TokenStream, make: BatchMaker, context_length: int, rows: Rows) -> None:
         if len(stream) < context_length + 1:
-            raise LineartimeError(
-                f"There are {len(stream)} tokens in {stream.name}, fewer than a context and the token after it "
-                f"({context_length + 1}): give more text, or a smaller ",
-                Argument("context_length"),
-                ".",
-            )
+            found = f"There are {len(stream)} tokens in {stream.name}, fewer than a context and the token after it"
+            advice = f" ({context_length + 1}): give more text, or a smaller "
+            raise LineartimeError(found + advice, Argument("context_length"), ".")
         self._stream = stream
         self._make = make
         self._context_length = context_length
@@ -178,7 +164,7 @@ class CachedLoader:
         """Continue after the recorded number of rows. Raises LineartimeError if the run streamed its text."""
         if "lanes" in state:
             raise LineartimeError(
-                "The run streamed its text and cannot continue with encoded text: resume it with its own options."
+                "The run streamed its text, and cannot continue with encoded text: resume it with its options."
             )
         self._rows_read = state["rows"]
         self._epoch = self._first_epoch
@@ -211,3 +197,47 @@ class _Epoch:
     @cached_property  # not needed for the epochs that a resumed run skips
     def order(self) -> NDArray[np.int64]:
         return np.random.default_rng((self.seed, _ORDER, self.number)).permutation(self.windows)
+
+
+class PrefetchedLoader:
+    """A loader that prepares the next two steps in a thread; its state is that after the last step it returned."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._state = loader.state()
+        self._thread = ThreadPoolExecutor(1, "lineartime-data")
+        self._ahead: deque[Future[tuple[list[Batch], dict[str, Any]]]] = deque()
+
+    def next_step(self) -> list[Batch]:
+        """The micro-batches of the next step. Raises any error that occurred while preparing them, also when called again."""
+        while len(self._ahead) < _AHEAD:
+            self._ahead.append(self._thread.submit(self._prepare))
+        batches, self._state = self._ahead[0].result()
+        self._ahead.popleft()
+        self._ahead.append(self._thread.submit(self._prepare))
+        return batches
+
+    def state(self) -> dict[str, Any]:
+        """The state of the loader after the last step returned."""
+        return self._state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Discard the prepared steps and continue from another state."""
+        self._discard()
+        self._loader.restore(state)
+        self._state = state
+
+    def close(self) -> None:
+        """Stop the thread and close the loader."""
+        self._discard()
+        self._thread.shutdown()
+        self._loader.close()
+
+    def _prepare(self) -> tuple[list[Batch], dict[str, Any]]:
+        return self._loader.next_step(), self._loader.state()
+
+    def _discard(self) -> None:
+        for step in self._ahead:
+            step.cancel()
+        wait(self._ahead)  # for the one that is being prepared
+        self._ahead.clear()

@@ -1,4 +1,4 @@
-"""Local files as documents: text, JSON lines, JSON, CSV and Parquet, plain or compressed."""
+"""Local files as documents: text and records, plain or compressed, whole or one split of them."""
 
 from codecs import getincrementaldecoder
 from collections import deque
@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from typing import IO
 
 from lineartime.choices import TEXT_COLUMN, Split
-from lineartime.data.local_files import COMPRESSED, SourceFile, not_utf8, skip
-from lineartime.data.progress import Progress
+from lineartime.data.local_files import BLOCK, SourceFile, not_utf8
 from lineartime.data.records import file_format, read_records
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 """The splits, which do not overlap."""
 SHARES: dict[Split, float] = {"train": 0.9, "validation": 0.05, "test": 0.05}
-
-BLOCK = 1 << 18  # characters, or bytes, of text in memory at a time
-_MARK = "\ufeff"  # which some programs write at the beginning of a UTF-8 file
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
     decoder = getincrementaldecoder("utf-8")()
     position = start
     with file.open() as stream:
-        skip(stream, start)
+        _skip(stream, start)
         block = b"-"
         while block:
             block = stream.read(BLOCK if stop is None else min(BLOCK, stop - position))
@@ -106,25 +103,27 @@ def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
                 offset = position - held_back + error.start
                 raise not_utf8(f"{file.path}", error.object, error.start, offset) from None
             if position == 0:
-                text = text.removeprefix(_MARK)
+                text = text.removeprefix("\ufeff")  # which some programs write at the beginning of a UTF-8 file
             position += len(block)
             if text:
                 yield text
 
 
+def _skip(stream: IO[bytes], count: int) -> None:
+    """Skip the first `count` bytes of a stream."""
+    if stream.seekable():
+        stream.seek(count)
+    while not stream.seekable() and count > 0 and (block := stream.read(min(BLOCK, count))):
+        count -= len(block)
+
+
 @lru_cache(maxsize=64)
 def _cuts(file: SourceFile, at_lines: bool, version: tuple[int, int]) -> dict[Split, tuple[int, int]]:
-    """The bounds of the three splits of a text, in bytes.
-
-    For a compressed file, whose length is unknown, this reads the file several times.
-    """
+    """The bounds of the three splits of a text, in bytes. A compressed file, whose length is unknown, is read several times."""
     length = version[0]
-    if file.path.suffix.lower() in COMPRESSED:
-        length = 0
-        with file.open() as stream, Progress(f"decompressing {file.path.name}") as progress:
-            while block := stream.read(BLOCK):
-                length += len(block)
-                progress.advance(len(block))
+    if file.is_compressed:
+        with file.open() as stream:
+            length = sum(map(len, iter(lambda: stream.read(BLOCK), b"")))
     shares = [SHARES["train"], SHARES["train"] + SHARES["validation"], 1]
     offsets = [round(length * share) for share in shares]
     first, second = (_cut(file, start, stop, at_lines) for start, stop in pairwise(offsets))
@@ -140,7 +139,7 @@ def _cut(file: SourceFile, offset: int, stop: int, at_line: bool) -> int:
     searched = min(1 << 16, (stop - offset) // 2)
     earliest = max(0, offset - 3)  # a character has at most 4 bytes
     with file.open() as stream:
-        skip(stream, earliest)
+        _skip(stream, earliest)
         before = stream.read(offset - earliest)
         following = stream.read(max(1, searched))
     newline = following.find(b"\n", 0, searched) if at_line else -1

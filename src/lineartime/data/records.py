@@ -1,18 +1,28 @@
-"""Files of records, each with a document in one of its columns: JSON lines, JSON, CSV and Parquet."""
+"""Files of records, each with a document in one of its columns: JSON lines, JSON, CSV and Parquet.
+
+Each reader is one function from a file to its texts. The csv and json modules read what they can: unlike pyarrow and datasets,
+they tell the line of an error, and need no extra.
+"""
 
 import codecs
+import csv
 import json
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Literal
+from itertools import chain
+from typing import IO, Any, Literal
 
-from lineartime.data.csv_records import csv_records, csv_without_column
-from lineartime.data.local_files import COMPRESSED, CSV, RECORDS, Expansion, SourceFile, damaged, missing_column, not_utf8
-from lineartime.errors import LineartimeError, file_error, missing_extra
+from lineartime.data.local_files import CSV, LEAVE_OUT, Expansion, SourceFile, damaged, missing_column, not_utf8, reporting
+from lineartime.errors import LineartimeError, missing_extra
 
 Format = Literal["text", "json lines", "json", "csv", "parquet"]
 
 _PEEK = 1 << 16  # bytes that tell an array from JSON lines
+_DELIMITERS = ",;\t|"
+_LONGEST_FIELD = 1 << 30
+"""The maximum length of a field of CSV, which may be a book; Python's default is 128 KiB."""
 
 
 def file_format(file: SourceFile) -> Format:
@@ -21,14 +31,14 @@ def file_format(file: SourceFile) -> Format:
     A .json file holds an array of objects or texts, JSON lines, or one object with the column. Any other JSON is text.
 
     Raises:
-        LineartimeError: for a .json or .zip file that cannot be read, records that lack the column, a tar archive, and Parquet
+        LineartimeError: for a .json or .zip file that cannot be read, records in a .json file that lack the column, and Parquet
             in a compressed file.
     """
     if file.as_text:
         return "text"
     match file.format_suffix:
         case ".parquet":
-            if file.path.suffix.lower() in COMPRESSED:
+            if file.is_compressed:
                 raise LineartimeError(f"{file.path} is Parquet in a compressed file, which cannot be read: unpack it.")
             return "parquet"
         case ".jsonl" | ".ndjson":
@@ -36,86 +46,21 @@ def file_format(file: SourceFile) -> Format:
         case ".csv" | ".tsv":
             return "csv"
         case ".json":
-            found = _json_format(file, file.version)
-            if isinstance(found, LineartimeError):
-                raise found.with_traceback(None)
-            return found
+            return _json_format(file, file.version)
     return "text"
-
-
-def is_named_text(file: SourceFile) -> bool:
-    """Whether a file is plain, uncompressed text by its name; CSV is."""
-    suffix = file.path.suffix.lower()
-    return suffix in CSV or suffix not in (*COMPRESSED, *RECORDS)
 
 
 def why_no_records(file: SourceFile) -> LineartimeError | None:
     """The error for a .json or .csv file in which no record has the column; None for one with records or of plain JSON."""
-    if file.format_suffix in CSV:
-        return csv_without_column(file, file.version)
-    if file.format_suffix != ".json":
-        return None
-    found = _json_format(file, file.version)
-    return found if isinstance(found, LineartimeError) else None
-
-
-@lru_cache(maxsize=4096)
-def _json_format(file: SourceFile, version: tuple[int, int]) -> Format | LineartimeError:
-    """The format of a .json file, or the error for one without texts that may be records."""
-    path, column = file.path, file.column
-    with file.open() as stream:
-        first = stream.readline(_PEEK).removeprefix(codecs.BOM_UTF8)
-        while first.isspace():
-            first = stream.readline(_PEEK)
-        if first.lstrip().startswith(b"["):
-            return _array_format(file, first + stream.read(_PEEK))
-        if not first.endswith(b"\n"):
-            first += stream.readline()
-        row = _parsed(first)
-        if isinstance(row, dict):
-            if column in row:
-                return "json lines"
-            if stream.readline(_PEEK).lstrip().startswith(b"{"):
-                return missing_column(column, f"{path}, line 1,", row)
-        content = first + stream.read()
-    whole = _parsed(content)
-    if not isinstance(whole, dict):
-        return "text"
-    lists = [name for name, value in whole.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if isinstance(whole.get(column), str):
-        return "json"
-    if lists:
-        return LineartimeError(
-            f'{path} is a JSON object with its records in "{lists[0]}": write that list alone, or one record in each line.'
-        )
-    return "text"
-
-
-def _array_format(file: SourceFile, beginning: bytes) -> Format | LineartimeError:
-    """The format of a JSON array, by its first record; the whole file is only read if that does not end in the beginning."""
-    text = beginning.decode(errors="ignore").lstrip()[1:].lstrip()
     try:
-        records = [json.JSONDecoder().raw_decode(text)[0]]
-    except (ValueError, RecursionError):
-        try:
-            with file.open() as stream:
-                records = _loaded(str(file.path), stream.read(), 0)
-        except LineartimeError as error:
-            return error
-    for record in records[:1]:
-        try:
-            _record_text(file, record, 1)
-        except LineartimeError as error:
-            return error
-    return "json"
-
-
-def _parsed(content: bytes) -> Any:
-    """The value of a JSON text, or None if it is not JSON."""
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        return None
+        if file.format_suffix in CSV:
+            with _csv_rows(file):
+                return None
+        if file.format_suffix == ".json":
+            file_format(file)
+    except LineartimeError as error:
+        return error
+    return None
 
 
 def read_records(file: SourceFile) -> Iterator[str]:
@@ -126,7 +71,7 @@ def read_records(file: SourceFile) -> Iterator[str]:
         case "json":
             return _json(file)
         case "csv":
-            return csv_records(file)
+            return _csv(file)
         case "parquet":
             return _parquet(file)
     raise ValueError(f"{file.path} has no records.")
@@ -144,14 +89,67 @@ def _json_lines(file: SourceFile) -> Iterator[str]:
 
 
 def _json(file: SourceFile) -> Iterator[str]:
-    """The records of an array, or the single record of a file. The whole file is read into memory."""
-    with file.open() as stream:
-        whole = _loaded(str(file.path), stream.read(), 0)
+    whole = _whole(file)
     if isinstance(whole, dict):
         yield _text(str(file.path), whole, file.column, is_first=True)
-        return
-    for number, record in enumerate(whole, 1):
-        yield _record_text(file, record, number)
+    else:
+        yield from (_record_text(file, record, number) for number, record in enumerate(whole, 1))
+
+
+def _whole(file: SourceFile) -> Any:
+    """The value of a JSON file, which is read into memory."""
+    with file.open() as stream:
+        return _loaded(str(file.path), stream.read(), 0)
+
+
+@lru_cache(maxsize=4096)
+def _json_format(file: SourceFile, version: tuple[int, int]) -> Format:
+    """The format of a .json file of this version. Raises LineartimeError for one without texts that may be records."""
+    path, column = file.path, file.column
+    with file.open() as stream:
+        first = stream.readline(_PEEK).removeprefix(codecs.BOM_UTF8)
+        while first.isspace():
+            first = stream.readline(_PEEK)
+        if first.lstrip().startswith(b"["):
+            for record in _first_of_array(file, first + stream.read(_PEEK)):
+                _record_text(file, record, 1)
+            return "json"
+        if not first.endswith(b"\n"):
+            first += stream.readline()
+        row = _parsed(first)
+        if isinstance(row, dict) and column in row:
+            return "json lines"
+        second = stream.readline(_PEEK)
+        if isinstance(row, dict) and second.lstrip().startswith(b"{"):
+            raise missing_column(column, f"{path}, line 1,", row)
+        whole = _parsed(first + second + stream.read())
+    if not isinstance(whole, dict):
+        return "text"
+    if isinstance(whole.get(column), str):
+        return "json"
+    lists = [name for name, value in whole.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if lists:
+        found = f'{path} is a JSON object with its records in "{lists[0]}"'
+        raise LineartimeError(f"{found}: write that list alone, or one record in each line.")
+    return "text"
+
+
+def _first_of_array(file: SourceFile, beginning: bytes) -> list[Any]:
+    """The first record of a JSON array, if there is one; the whole file is only read if it does not end in the beginning."""
+    text = beginning.decode(errors="ignore").lstrip()[1:].lstrip()
+    try:
+        return [json.JSONDecoder().raw_decode(text)[0]]
+    except (ValueError, RecursionError):
+        records: list[Any] = _whole(file)
+        return records[:1]
+
+
+def _parsed(content: bytes) -> Any:
+    """The value of a JSON text, or None if it is not JSON."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _record_text(file: SourceFile, record: Any, number: int) -> str:
@@ -174,23 +172,21 @@ def _loaded(where: str, content: bytes, position: int) -> Any:
 
 def _text(where: str, record: Any, column: str, is_first: bool) -> str:
     """The text of a record; empty for null."""
+    wrong = ""
     if not isinstance(record, dict):
-        raise LineartimeError(
-            f'{where} is {record!r:.40}, but must be an object with a "{column}": correct it, or leave it out.'
-        )
-    if column not in record and is_first:
-        raise missing_column(column, where, record)
-    if column not in record:  # the records before it have the column, so that no other name would help
-        raise LineartimeError(f'{where} has no "{column}": correct it, or leave it out.')
-    text = _value(where, column, record[column])
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        reason = error.reason
-        raise LineartimeError(
-            f"{where} has an incomplete character in its text ({reason}): correct it, or leave it out."
-        ) from None
-    return text
+        wrong = f'is {record!r:.40}, but must be an object with a "{column}"'
+    elif column not in record:
+        if is_first:
+            raise missing_column(column, where, record)
+        wrong = f'has no "{column}"'  # but the records before it have: another column would not help
+    else:
+        text = _value(where, column, record[column])
+        try:
+            text.encode()
+            return text
+        except UnicodeEncodeError as error:
+            wrong = f"has an incomplete character in its text ({error.reason})"
+    raise LineartimeError(f"{where} {wrong}: correct it, or leave it out.")
 
 
 def _value(where: str, column: str, value: object) -> str:
@@ -198,6 +194,51 @@ def _value(where: str, column: str, value: object) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     raise LineartimeError(f'{where} has {value!r:.40} in "{column}" instead of a text: correct it, or leave it out.')
+
+
+def _csv(file: SourceFile) -> Iterator[str]:
+    with _csv_rows(file) as (rows, columns):
+        place = columns.index(file.column)
+        for row in rows:
+            if row and len(row) != len(columns):  # an empty line is no record
+                fields = "1 field" if len(row) == 1 else f"{len(row)} fields"
+                found = f"{file.path}, line {rows.line_num:,}, has {fields}, but line 1 names {len(columns)}"
+                raise LineartimeError(f"{found}: quote fields that have separators in them, or ", *LEAVE_OUT)
+            if row:
+                yield row[place]
+
+
+@contextmanager
+def _csv_rows(file: SourceFile) -> Iterator[tuple[Any, list[str]]]:
+    """The rows after the first one, and the columns that it names, with that of the text."""
+    csv.field_size_limit(max(_LONGEST_FIELD, csv.field_size_limit()))  # of the whole process: there is no other
+    with file.open() as stream:
+        lines = _lines(file, stream)
+        header = next(lines, "").removeprefix("\ufeff")
+        if file.format_suffix == ".tsv":  # by its standard, without quotes
+            rows = csv.reader(chain([header], lines), delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
+        else:  # the most frequent separator of the first line, outside of quotes
+            delimiter = max(_DELIMITERS, key=re.sub(r'"[^"]*"', "", header).count)
+            rows = csv.reader(chain([header], lines), delimiter=delimiter, strict=True)
+        try:
+            columns = [name.strip() for name in next(rows, [])]
+            if file.column not in columns:
+                raise missing_column(file.column, f"{file.path}, line 1,", columns)
+            yield rows, columns
+        except csv.Error as error:
+            where = f"{file.path}, line {rows.line_num:,},"
+            raise LineartimeError(f"{where} is not CSV ({error}): correct it, or leave it out.") from None
+
+
+def _lines(file: SourceFile, stream: IO[bytes]) -> Iterator[str]:
+    position = 0
+    for number, line in enumerate(stream, 1):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            where = f"{file.path}, line {number:,},"
+            raise not_utf8(where, line, error.start, position + error.start) from None
+        position += len(line)
 
 
 def _parquet(file: SourceFile) -> Iterator[str]:
@@ -210,12 +251,11 @@ def _parquet(file: SourceFile) -> Iterator[str]:
     number = 0
     expansion = Expansion(file)
     try:
-        with path.open("rb") as raw, parquet.ParquetFile(raw) as table:
+        with reporting(path), path.open("rb") as raw, parquet.ParquetFile(raw) as table:
             names = table.schema_arrow.names
             if column not in names:
                 raise missing_column(column, str(path), names)
-            # Few rows at a time: a row may be a whole book.
-            for batch in table.iter_batches(batch_size=16, columns=[column]):
+            for batch in table.iter_batches(batch_size=16, columns=[column]):  # few rows at a time: a row may be a whole book
                 for value in batch.column(0):
                     text = _value(f"{path}, row {number},", column, value.as_py())
                     expansion.count(len(text))
@@ -224,7 +264,5 @@ def _parquet(file: SourceFile) -> Iterator[str]:
     except UnicodeDecodeError as error:
         byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
         raise LineartimeError(f"{path}, row {number}, is not UTF-8 text ({byte}): write it anew, or leave it out.") from None
-    except OSError as error:
-        raise (damaged(path, error) if error.errno is None else file_error("read", path, error)) from None
     except arrow.ArrowException as error:
         raise damaged(path, error) from None

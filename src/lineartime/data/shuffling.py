@@ -1,8 +1,8 @@
 """Shuffle a stream so that a run can resume anywhere: documents are permuted within blocks.
 
 A block is the next N documents, which are read into memory. Their order depends only on the seed and the number of the block.
-The state is the start of the block and the number of its documents that have been yielded. A shuffle buffer that is refilled
-one document at a time would mix over longer distances, but its state would be all documents in it.
+The state is the start of the block and the number of its documents that have been yielded. The shuffle buffer of the datasets
+library mixes over longer distances, but gives examples again after a resume.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,27 +21,20 @@ Documents = Iterator[tuple[list[str], State]]
 def shuffled(
     read: Callable[[State | None], Documents], block_size: int, seed: Sequence[int], state: State | None, name: str
 ) -> Documents:
-    """Shuffle the examples of a stream in blocks.
+    """Shuffle the examples that `read` yields from a state, in blocks of `block_size`, and yield them with other states.
 
-    Args:
-        read: reads the stream from a state; None is the beginning.
-        block_size: N, the number of examples in a block.
-        seed: numbers that determine the order.
-        state: where to continue, from an earlier pass; None for the beginning.
-        name: the name of the text in messages.
-
-    Yields:
-        The documents of the examples that `read` yields, in another order and with states of this function.
-
-    Raises:
-        LineartimeError: for a state that does not belong to this stream; also whatever `read` raises.
+    The seed determines the order, and `state`, None for the beginning, is one of an earlier pass. `name` is that of the text in
+    messages. Raises LineartimeError for a state that does not belong to this stream.
     """
-    number, done, begin = _position(state, name)
-    stream = read(begin)
+    match {"block": 0, "done": 0, "begin": None} if state is None else state:
+        case {"block": int(number), "done": int(done), "begin": None | dict() as begin} if number >= 0 and done >= 0:
+            stream = read(begin)
+        case _:
+            raise no_position(name)
     while True:
         block = list(islice(stream, block_size))
         if done and done >= len(block):
-            raise _no_position(name)
+            raise no_position(name)
         if not block:
             return
         order = np.random.default_rng([*seed, number]).permutation(len(block))
@@ -51,18 +44,8 @@ def shuffled(
         yield block[order[-1]][0], {"block": number, "done": done, "begin": begin}
 
 
-def _position(state: State | None, name: str) -> tuple[int, int, State | None]:
-    """The number of a block, the number of its examples that have been yielded, and the state at its start."""
-    match state:
-        case None:
-            return 0, 0, None
-        case {"block": int(number), "done": int(done), "begin": None | dict() as begin} if number >= 0 and done >= 0:
-            return number, done, begin
-    raise _no_position(name)
-
-
-def _no_position(name: str) -> LineartimeError:
+def no_position(name: str) -> LineartimeError:
+    """The error for a state that does not belong to a stream."""
     return LineartimeError(
-        f"The checkpoint's position in {name} does not exist in this shuffled text: restore the checkpoint from a copy, or "
-        "train again."
+        f"The checkpoint's position in {name} does not exist in this text: restore the checkpoint from a copy, or train again."
     )

@@ -6,11 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Protocol
 
 from lineartime.choices import Split
 from lineartime.data.readers import SHARES, SPLITS, FilePart
-from lineartime.errors import ArgumentError
 
 _LETTER = r"[^\W\d_]"
 _WORDS = re.compile(
@@ -113,24 +111,6 @@ def completed(named: Files) -> Files:
     cut: Files = {split: [replace(part, splits=(split,)) for part in parts] for split in missing}
     # One part for all that is left of a file: a stream reads every part as often as any other.
     return {**named, **cut, "train": [replace(part, splits=kept) for part in parts]}
-
-
-class _Described(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    def describe(self, split: Split) -> str | None: ...
-
-
-def missing_split(corpus: _Described, split: Split) -> ArgumentError:
-    """The error for a split that a corpus does not have. It lists the splits that the corpus has."""
-    there = " and a ".join(each for each in SPLITS if corpus.describe(each))
-    advice = "give text to train on as well" if split == "train" else "choose an existing split, or all"
-    return ArgumentError(
-        "data",
-        f"is {corpus.name}, which, judging by its file names, has a {there} split but no {split} split: {advice}, or rename "
-        "the files.",
-    )
 
 
 def within_files(parts: Sequence[FilePart]) -> Files:

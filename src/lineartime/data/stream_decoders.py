@@ -2,17 +2,6 @@
 
 import codecs
 from collections.abc import Callable
-from typing import Protocol
-
-
-class StreamDecoder(Protocol):
-    """Turns tokens into text as they arrive, and holds back incomplete characters."""
-
-    def push(self, token: int) -> str:
-        """Add a token, and return the text that it completes: often one character, sometimes none."""
-
-    def flush(self) -> str:
-        """Return the text held back, after the last token."""
 
 
 class ByteStreamDecoder:
@@ -33,6 +22,7 @@ class ByteStreamDecoder:
 class JsonStreamDecoder:
     """Decodes new tokens together with those before them, because the text of a token can depend on its neighbours.
 
+    The `DecodeStream` of the tokenizers library holds text back until it is valid, which bytes of an untrained model never are.
     A token may end one character and begin the next, so every token may end within a character. What is held back is therefore
     the end of the text, not tokens: an incomplete character reads as U+FFFD.
     """

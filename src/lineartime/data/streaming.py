@@ -2,11 +2,10 @@
 
 A corpus is divided into a fixed number of lanes, and row i of a run comes from lane i % lanes, so that the order of the text
 does not depend on the number of processes. Lanes start in different files, which mixes the documents. The documents of a lane
-can also be shuffled in blocks. The shuffle buffer of the datasets library is not used, because it cannot be restored.
+can also be shuffled in blocks.
 """
 
 from collections import deque
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,78 +13,49 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lineartime.choices import Split
 from lineartime.data.batches import Batch
 from lineartime.data.corpora import Corpus, Source
 from lineartime.data.encode import encoded
 from lineartime.data.hub import reporting_read_errors
 from lineartime.data.loaders import BatchMaker, Rows, in_order
-from lineartime.data.readers import SPLITS, pieces
-from lineartime.data.shuffling import shuffled
+from lineartime.data.readers import pieces
+from lineartime.data.shuffling import Documents, State, no_position, shuffled
 from lineartime.data.tokenizers import Tokenizer
-from lineartime.errors import ArgumentError, LineartimeError, check_choice
-
-State = dict[str, Any]
+from lineartime.errors import ArgumentError, LineartimeError
 
 
-def stream_documents(
-    corpus: Corpus, split: Split, lane: int, lanes: int, state: State | None
-) -> Iterator[tuple[list[str], State]]:
-    """Make one pass over a lane's share of a split. In a joined corpus, the lanes start with different sources.
+def stream_documents(corpus: Corpus, lane: int, lanes: int, state: State | None) -> Documents:
+    """Make one pass over the share of a lane, from 0 to lanes - 1, of the training split, from a state of an earlier pass.
 
-    With at least as many files as lanes, each lane has its own files. With fewer files, several lanes read the same file and
-    take turns with its documents.
+    In a corpus of several sources, the lanes start with different ones. With at least as many files as lanes, each lane has its
+    own files. With fewer files, several lanes read the same file and take turns with its documents.
 
-    Args:
-        corpus: the text.
-        split: the part of the text to read: "train", "validation" or "test".
-        lane: the share, from 0 to lanes - 1.
-        lanes: the number of shares.
-        state: where to continue, from an earlier pass; None for the beginning.
-
-    Yields:
-        The documents of one example of the corpus, and the state after them as plain JSON.
-
-    Raises:
-        LineartimeError: for a corpus that cannot be read or streamed, or the split "all".
+    Raises LineartimeError for a corpus that cannot be read or streamed, or has no training split.
     """
-    check_choice("split", split, SPLITS)
-    sources = _having(corpus, split)
+    sources = corpus.having("train")
     if len(sources) == 1:
-        yield from _documents(sources[0], split, lane, lanes, state)
+        yield from _documents(sources[0], lane, lanes, state)
         return
     done = 0 if state is None else state.get("sources")
     if type(done) is not int or not 0 <= done < len(sources):
-        raise _no_position(sources[0])
+        raise no_position(sources[0].name)
     for number in range(done, len(sources)):
         source = sources[(lane + number) % len(sources)]
         within = None if state is None or number > done else state.get("within")
-        for texts, after in _documents(source, split, lane, lanes, within):
+        for texts, after in _documents(source, lane, lanes, within):
             yield texts, {"sources": number, "within": after}
 
 
-def _having(corpus: Corpus, split: Split) -> list[Source]:
-    corpus.identity(split)  # raises for a split that does not exist
-    return [source for source in corpus.sources if source.describe(split)]
-
-
-def _documents(source: Source, split: Split, lane: int, lanes: int, state: State | None) -> Iterator[tuple[list[str], State]]:
+def _documents(source: Source, lane: int, lanes: int, state: State | None) -> Documents:
     with reporting_read_errors(source.name):
-        dataset = _share(source.examples(split), lane, lanes)
+        dataset = _share(source.examples("train"), lane, lanes)
         if state is not None:
             try:
                 dataset.load_state_dict(state)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # not a state of this text
-                raise _no_position(source) from None
+                raise no_position(source.name) from None
         for example in dataset:
             yield source.texts(example), dataset.state_dict()
-
-
-def _no_position(source: Source) -> LineartimeError:
-    return LineartimeError(
-        f"The checkpoint's position in {source.name} does not exist in this text: restore the checkpoint from a copy, or train "
-        "again."
-    )
 
 
 def _share(dataset: Any, lane: int, lanes: int) -> Any:
@@ -172,8 +142,8 @@ class _Lane:
                 )
             epoch, source = epoch + 1, None
 
-    def _documents(self, epoch: int, state: State | None) -> Iterator[tuple[list[str], State]]:
-        read = partial(stream_documents, self._corpus, "train", self._lane, self._lanes)
+    def _documents(self, epoch: int, state: State | None) -> Documents:
+        read = partial(stream_documents, self._corpus, self._lane, self._lanes)
         if not self._shuffle:
             return read(state)
         return shuffled(read, self._shuffle, (self._seed, self._lane, epoch), state, self._corpus.name)
@@ -182,30 +152,19 @@ class _Lane:
 class StreamingLoader:
     """Encodes the training split of a corpus while reading it: row i is the next window of lane i % lanes.
 
-    A process reads only the lanes of its rows. A lane that ends starts again, independently of the others.
+    A process reads only the lanes of its rows. A lane that ends starts again, independently of the others. `shuffle` documents
+    of a lane are shuffled together, in an order that depends on the seed of `make`; 0 is for no shuffling.
 
-    Args:
-        corpus: a corpus on the hub, or of JSON lines, JSON or Parquet files.
-        make: makes batches from windows.
-        context_length: T.
-        rows: the rows of this process.
-        lanes: the number of lanes, a multiple of the number of processes.
-        shuffle: the number of documents of a lane that are shuffled together, in an order that depends on the seed of `make`;
-            0 for no shuffling.
-
-    Raises:
-        LineartimeError: if `lanes` is not a multiple of the number of processes; for a corpus that cannot be streamed, or has
-            fewer documents than lanes; and during reading, for text that cannot be read.
+    Raises LineartimeError if `lanes` is not a multiple of the number of processes; for a corpus that cannot be streamed, or has
+    fewer documents than lanes; and during reading, for text that cannot be read.
     """
 
     def __init__(self, corpus: Corpus, make: BatchMaker, context_length: int, rows: Rows, lanes: int, shuffle: int = 0) -> None:
         if lanes < 1 or lanes % rows.ranks:
-            raise ArgumentError(
-                "lanes",
-                f"is {lanes}, but {rows.ranks} processes need a multiple of {rows.ranks}: use another number of lanes in a new "
-                "run, or a number of processes that divides the lanes.",
-            )
-        for source in _having(corpus, "train"):
+            found = f"is {lanes}, but {rows.ranks} processes need a multiple of {rows.ranks}"
+            advice = "use another number of lanes in a new run, or a number of processes that divides the lanes"
+            raise ArgumentError("lanes", f"{found}: {advice}.")
+        for source in corpus.having("train"):
             source.examples("train")  # raises at once if it cannot be streamed
         self._make = make
         self._context_length = context_length

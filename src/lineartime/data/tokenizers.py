@@ -3,29 +3,29 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.choices import BYTE_VOCABULARY
-from lineartime.data.hub_files import newest_file
+from lineartime.data.hub import newest_file
 from lineartime.data.seams import Seam, find_seam
-from lineartime.data.stream_decoders import ByteStreamDecoder, JsonStreamDecoder, StreamDecoder
-from lineartime.data.tokenizer_trial import MAX_BYTES, check_definition, no_panics, parts_of
+from lineartime.data.stream_decoders import ByteStreamDecoder, JsonStreamDecoder
 from lineartime.errors import (
     ArgumentError,
     LineartimeError,
+    first_line,
     reporting_file_errors,
     require_packages,
     typed_first_line,
 )
 from lineartime.files import TOKENIZER_FILE
-from lineartime.json_files import open_regular
 
 _HUB = "hub:"
 MASK_TEXT, END_TEXT = "[MASK]", "[END]"
@@ -51,38 +51,6 @@ _NOTHING_BEFORE: dict[str, dict[str, Any]] = {
 }
 
 
-class Tokenizer(Protocol):
-    """The interface of a tokenizer."""
-
-    vocab_size: int
-    end_of_document: int
-    mask: int
-
-    def encode(self, text: str, inside: bool = False) -> NDArray[np.int64]:
-        """The token ids of a text, without special tokens; for one inside another, without what is put before a text."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The token ids of several texts, on all cores."""
-
-    def seam(self, text: str) -> Seam | None:
-        """A place in a short text, in its middle if possible, at which the tokens of a longer one can be joined."""
-
-    def beginning(self, text: str, n_tokens: int) -> str:
-        """The part of a text that its first tokens encode, with the whole of a last character that they hold a part of."""
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of token ids, without special tokens."""
-
-    def stream_decoder(self) -> StreamDecoder:
-        """A decoder of tokens that arrive one by one."""
-
-    def show(self, token: int) -> str:
-        r"""A readable form of a token: its text, the bytes of an incomplete character as \xc3, or its name."""
-
-    def to_json(self) -> str:
-        """A JSON text from which `read_tokenizer` restores an equal tokenizer."""
-
-
 class ByteTokenizer:
     """Every byte of the UTF-8 text is a token; 256 ends a document and 257 masks a token."""
 
@@ -91,7 +59,7 @@ class ByteTokenizer:
     mask = 257
 
     def encode(self, text: str, inside: bool = False) -> NDArray[np.int64]:
-        """The bytes of a text: int64 [n]."""
+        """The bytes of a text, also of one inside another: int64 [n]."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
@@ -122,8 +90,28 @@ class ByteTokenizer:
         return bytes([token]).decode(errors="backslashreplace")
 
     def to_json(self) -> str:
-        """A marker: a byte tokenizer has no parameters."""
+        """A JSON text from which `tokenizer_from_json` restores the tokenizer, which has no parameters."""
         return json.dumps({"lineartime": "bytes"})
+
+
+@contextmanager
+def _library_errors(what: str, advice: str) -> Iterator[None]:
+    """Turn an error of the tokenizers library, which raises plain Exception, or its panic into a LineartimeError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise LineartimeError(f"{what} ({first_line(error):.300}){advice}") from None
+
+
+def _parts_of(stage: Any) -> Iterator[dict[str, Any]]:
+    """The parts of a stage of a definition, with sequences flattened."""
+    if isinstance(stage, dict):
+        yield stage
+        for name in ("normalizers", "pretokenizers"):
+            for part in stage.get(name, ()):
+                yield from _parts_of(part)
 
 
 class JsonTokenizer:
@@ -136,13 +124,8 @@ class JsonTokenizer:
         require_packages("tokenizers", extra="tokenizers", purpose=f"The tokenizer {source}")
         import tokenizers
 
-        check_definition(definition, source)
-        with no_panics(source):
-            try:
-                self._tokenizer: Any = tokenizers.Tokenizer.from_str(definition)
-            except Exception as error:  # the library raises plain Exception
-                what = f"{source} is not a tokenizer file ({error!s:.300})"
-                raise LineartimeError(f"{what}: give a tokenizer.json of the tokenizers library.") from None
+        with _library_errors(f"{source} is not a tokenizer file", ": give a tokenizer.json of the tokenizers library."):
+            self._tokenizer: Any = tokenizers.Tokenizer.from_str(definition)
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text and does not end it
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -161,27 +144,24 @@ class JsonTokenizer:
         return (known[0], size) if known else (size, size + 1)
 
     def encode(self, text: str, inside: bool = False) -> NDArray[np.int64]:
-        """The token ids of a text, without special tokens: int64 [n]. `inside`: see `Tokenizer`."""
+        """The token ids of a text, without special tokens: int64 [n]; for one inside another, without what is put before."""
         return (self._inside if inside else self).encode_batch([text])[0]
 
     @cached_property
     def _inside(self) -> "JsonTokenizer":
         """The tokenizer without what it puts before a text."""
         definition = json.loads(self._definition)
-        for part in chain(parts_of(definition.get("normalizer")), parts_of(definition.get("pre_tokenizer"))):
+        for part in chain(_parts_of(definition.get("normalizer")), _parts_of(definition.get("pre_tokenizer"))):
             part.update(_NOTHING_BEFORE.get(part.get("type", ""), {}))
         return JsonTokenizer(json.dumps(definition), self._source)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The token ids of several texts: int64 [n] each."""
+        """The token ids of several texts, on all cores: int64 [n] each."""
         return [np.array(each.ids, dtype=np.int64) for each in self._encodings(texts, self._tokenizer.encode_batch_fast)]
 
     def _encodings(self, texts: Sequence[str], encode: Callable[..., Any]) -> Any:
-        with no_panics(self._source):
-            try:
-                return encode(list(texts), add_special_tokens=False)
-            except Exception as error:  # the library raises plain Exception, for instance for an unknown word
-                raise LineartimeError(f"The tokenizer {self._source} cannot encode the text: {error}.") from None
+        with _library_errors(f"The tokenizer {self._source} cannot encode the text", "."):  # for instance an unknown word
+            return encode(list(texts), add_special_tokens=False)
 
     def seam(self, text: str) -> Seam | None:
         """A place in a short text, in its middle if possible, at which the tokens of a longer one can be joined."""
@@ -190,13 +170,12 @@ class JsonTokenizer:
 
     def beginning(self, text: str, n_tokens: int) -> str:
         """The part of a text that its first tokens encode, with the whole of a last character that they hold a part of."""
-        with no_panics(self._source):
-            offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets[:n_tokens]
-        return text[: max((end for _, end in offsets), default=0)]
+        [encoding] = self._encodings([text], self._tokenizer.encode_batch)
+        return text[: max((end for _, end in encoding.offsets[:n_tokens]), default=0)]
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens."""
-        with no_panics(self._source):
+        with _library_errors(f"The tokenizer {self._source} cannot decode tokens", "."):
             text: str = self._tokenizer.decode([token for token in ids if token < self._known])
         return text
 
@@ -226,22 +205,16 @@ class JsonTokenizer:
         return self._definition
 
 
-def is_hub_tokenizer(choice: str) -> bool:
-    """Whether `choice` names a tokenizer on the hub."""
-    return choice.startswith(_HUB)
+Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def is_ready_name(choice: str) -> bool:
     """Whether `named_tokenizer` reads this as a name, not as a path."""
-    return choice == "bytes" or is_hub_tokenizer(choice)
+    return choice == "bytes" or choice.startswith(_HUB)
 
 
-def hub_tokenizer(choice: str) -> "JsonTokenizer":
-    """The tokenizer of a repository on the Hugging Face hub, such as hub:gpt2.
-
-    Raises:
-        ArgumentError: if there is no tokenizer of that name, or the hub cannot be reached.
-    """
+def hub_tokenizer(choice: str) -> JsonTokenizer:
+    """The tokenizer of a repository on the hub, such as hub:gpt2. Raises ArgumentError if it cannot be read."""
     require_packages("tokenizers", "huggingface_hub", extra="tokenizers", purpose=f"The tokenizer {choice}")
     try:
         file = newest_file(choice.removeprefix(_HUB), TOKENIZER_FILE, "model")
@@ -258,14 +231,13 @@ def named_tokenizer(choice: str) -> Tokenizer:
     """The tokenizer "bytes", one on the hub, or one at a path. Raises LineartimeError if there is none."""
     if choice == "bytes":
         return ByteTokenizer()
-    return hub_tokenizer(choice) if is_hub_tokenizer(choice) else read_tokenizer(Path(choice))
+    return hub_tokenizer(choice) if choice.startswith(_HUB) else read_tokenizer(Path(choice))
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer from a file, or from a folder with a tokenizer.json; `lineartime.load_tokenizer` also takes a run.
 
-    Raises:
-        LineartimeError: if the file cannot be read or is not a tokenizer.
+    Raises LineartimeError if the file cannot be read or is not a tokenizer.
     """
     file = path / TOKENIZER_FILE if path.is_dir() else path
     return tokenizer_from_json(read_definition(file), str(file))
@@ -274,8 +246,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 def tokenizer_from_json(definition: str, source: str) -> Tokenizer:
     """The tokenizer of a JSON text that `to_json` wrote, or of the tokenizers library; `source` names it in messages.
 
-    Raises:
-        LineartimeError: if the text does not define a tokenizer.
+    Raises LineartimeError if the text does not define a tokenizer.
     """
     if definition == ByteTokenizer().to_json():
         return ByteTokenizer()
@@ -283,16 +254,13 @@ def tokenizer_from_json(definition: str, source: str) -> Tokenizer:
 
 
 def read_definition(file: Path) -> str:
-    """Read the text of a definition. Raises LineartimeError if the file cannot be read, is too large or is not UTF-8."""
-    with reporting_file_errors("read", file), open_regular(file) as opened:
-        content = opened.read(MAX_BYTES + 1)
-    advice = "give a tokenizer.json of the tokenizers library"
-    if len(content) > MAX_BYTES:
-        raise LineartimeError(f"{file} is not a tokenizer file (it is larger than {MAX_BYTES >> 20} MiB): {advice}.")
+    """Read the text of a definition. Raises LineartimeError if the file cannot be read or is not UTF-8."""
     try:
-        return content.decode()
+        with reporting_file_errors("read", file):
+            return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise LineartimeError(f"{file} is not a tokenizer file (it is not UTF-8 at byte {error.start:,}): {advice}.") from None
+        what = f"{file} is not a tokenizer file (it is not UTF-8 at byte {error.start:,})"
+        raise LineartimeError(f"{what}: give a tokenizer.json of the tokenizers library.") from None
 
 
 def check_vocabulary(tokenizer: object, vocab_size: int) -> None:

@@ -7,6 +7,8 @@ A folder of the cache is written under a temporary name and renamed when it is c
 
 The digest of a file is checked when the file is opened, unless size and modification time have not changed since the last
 successful check.
+
+Token files of other trainers would be read by functions like `_open`: one for each format, from a path to a `TokenStream`.
 """
 
 import hashlib
@@ -15,19 +17,19 @@ import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lineartime.choices import Split
 from lineartime.data.corpora import Corpus
 from lineartime.data.encode import FACTS, EncodedTextInfo, Integers, ShardWriter
 from lineartime.data.progress import Progress
+from lineartime.data.readers import SPLITS
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import LineartimeError, file_error
 from lineartime.files import remove_abandoned, sha256, write_atomically
@@ -139,17 +141,9 @@ class Shards:
 def token_stream(
     corpus: Corpus, split: Split, tokenizer: Tokenizer, cache: str | Path, max_tokens: int | None = None
 ) -> TokenStream:
-    """The tokens of a split, encoded only if the cache does not hold them.
+    """The tokens of a split, or its first `max_tokens`, encoded only if the folder of token files, `cache`, does not hold them.
 
-    Args:
-        corpus: the text.
-        split: the part of the text.
-        tokenizer: encodes the text.
-        cache: the folder of token files.
-        max_tokens: encode only this many tokens from the beginning of the split.
-
-    Raises:
-        LineartimeError: for text that cannot be read or is not UTF-8, and for a cache that cannot be written or is damaged.
+    Raises LineartimeError for text that cannot be read or is not UTF-8, and for a cache that cannot be written or is damaged.
     """
     folder = Path(cache) / _key(corpus.identity(split), tokenizer, max_tokens)
     name = corpus.name if split == "all" else f"the {split} split of {corpus.name}"
@@ -157,6 +151,30 @@ def token_stream(
         _write(folder, corpus, split, tokenizer, max_tokens)
     stream = _open(folder, name)
     return replace(stream, is_cut=max_tokens is not None and len(stream) >= max_tokens)
+
+
+def describe_splits(corpus: Corpus, streams: Mapping[Split, TokenStream] | None = None) -> list[str]:
+    """Describe each split of a corpus in a line: its source and, if it is encoded, its numbers of documents and tokens.
+
+    This neither reads nor encodes the text.
+    """
+    streams = streams or {}
+    lines = list(corpus.notes)
+    for split in SPLITS:
+        if place := corpus.describe(split):
+            lines.append(f"{split + ':':<12}{place}{_counts(streams.get(split))}")
+    if "all" in streams:
+        lines.append(f"{'all:':<12}the whole text{_counts(streams['all'])}")
+    return lines
+
+
+def _counts(stream: TokenStream | None) -> str:
+    if stream is None:
+        return ""
+    first = "the first " if stream.is_cut else ""
+    count = stream.n_documents
+    documents = "" if count is None else "1 document, " if count == 1 else f"{count:,} documents, "
+    return f": {first}{documents}{len(stream):,} tokens"
 
 
 def _key(identity: str, tokenizer: Tokenizer, max_tokens: int | None) -> str:
@@ -172,7 +190,8 @@ def _open(folder: Path, name: str) -> TokenStream:
     try:
         _verify(folder, facts.sha256)
         dtype = np.dtype(facts.dtype)
-        shards = [_map(folder / file, dtype) for file in sorted(facts.sha256)]
+        files = [folder / file for file in sorted(facts.sha256)]
+        shards = [np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype) for file in files]
     except ValueError:  # a shard that ends within a token, with a matching digest
         raise _damaged(folder, FACTS) from None
     except OSError as error:
@@ -182,10 +201,6 @@ def _open(folder: Path, name: str) -> TokenStream:
     written = "".join(facts.sha256[file] for file in sorted(facts.sha256))
     identity = hashlib.sha256(written.encode()).hexdigest()[:12]
     return TokenStream(name, Shards(shards), facts.n_bytes, facts.n_words, identity, facts.n_documents)
-
-
-def _map(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
 
 
 def _verify(folder: Path, digests: dict[str, str]) -> None:

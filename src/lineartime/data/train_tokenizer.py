@@ -30,8 +30,7 @@ _LONG_RUN = re.compile(r"[^\W\d_]{500}|\d{500}|(?:[^\w\s]|_){500}|\s{500}")
 _MIN_VOCABULARY: dict[TokenizerKind, int] = {"bpe": 256 + len(_SPECIAL), "unigram": 256 + len(_SPECIAL) + 1 + 256}
 _MAX_VOCABULARY = 2**24
 """The largest vocabulary: above the largest in use, and small enough for the library that trains it."""
-_MAX_DIGITS = 20
-"""The maximum number of digits of a size in a name."""
+_NAME = re.compile(r"(bpe|unigram)-(\d{1,20})")
 
 TRAINING_BYTES: dict[TokenizerKind, int] = {"bpe": 1 << 30, "unigram": 1 << 26}
 """Bytes of text to learn from. Unigram needs many times as much memory."""
@@ -49,8 +48,7 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
         vocab_size: the number of tokens, including the end of a document and the mask. A short text gives fewer.
         max_bytes: the bytes of text to learn from; the default is `TRAINING_BYTES`.
 
-    Raises:
-        LineartimeError: for an unknown kind, a vocabulary too small for all bytes or too large, or a corpus without text.
+    Raises LineartimeError for an unknown kind, a vocabulary too small for all bytes or too large, or a corpus without text.
     """
     check_tokenizer_options(kind, vocab_size, max_bytes)
     require_packages("tokenizers", extra="tokenizers", purpose="Training a tokenizer")
@@ -159,9 +157,8 @@ def names_folder(choice: str | None) -> bool:
 
 def _to_train(choice: str) -> tuple[TokenizerKind, int] | None:
     """The kind and size of a tokenizer to train, from a name such as bpe-32000; None for other names."""
-    name, _, number = choice.partition("-")
-    kind = next((kind for kind in TRAINING_BYTES if kind == name), None)
-    return None if kind is None or not number.isdecimal() or len(number) > _MAX_DIGITS else (kind, int(number))
+    found = _NAME.fullmatch(choice)
+    return None if found is None else ("bpe" if found[1] == "bpe" else "unigram", int(found[2]))
 
 
 def size_to_train(choice: str) -> int | None:
@@ -194,8 +191,7 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
         corpus: the text to train on.
         cache: the folder of trained tokenizers.
 
-    Raises:
-        LineartimeError: for any other choice, and for errors in training or reading the tokenizer.
+    Raises LineartimeError for any other choice, and for errors in training or reading the tokenizer.
     """
     wanted = _to_train(choice) if isinstance(choice, str) else None
     if wanted is None:

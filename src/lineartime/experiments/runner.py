@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lineartime
-from lineartime.data import load_corpus
-from lineartime.data.splits import missing_split
+from lineartime.data import load_corpus, missing_split
 from lineartime.errors import ArgumentError
 from lineartime.experiments.definitions import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
 from lineartime.experiments.folder import write_plan

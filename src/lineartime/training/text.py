@@ -18,11 +18,11 @@ from lineartime.data import (
     TokenStream,
     describe_splits,
     joined,
+    missing_split,
     no_text,
     portable_identity,
     token_stream,
 )
-from lineartime.data.splits import missing_split
 from lineartime.evaluation.perplexity import bits_per_byte
 from lineartime.training.config import TrainConfig
 
@@ -69,9 +69,10 @@ class Text:
             streams: dict[Split, TokenStream] = {"train": stream, "validation": self.validation}
             # What cannot be read should show now, and not after days of training. `eval` finds the tokens in the cache.
             testing = [source for source in corpus.sources if source.describe("test")]
-            local = [token_stream(each, "test", tokenizer, cache) for each in testing if isinstance(each, LocalCorpus)]
+            local = [Corpus([source]) for source in testing if isinstance(source, LocalCorpus)]
+            encoded = [token_stream(each, "test", tokenizer, cache) for each in local]
             if local and len(local) == len(testing):
-                streams["test"] = joined(corpus, "test", local)
+                streams["test"] = joined(corpus, "test", encoded)
             self.splits = describe_splits(corpus, streams)
             training = f"{len(stream):,} tokens, digest {stream.digest}"
             self.earlier_identities = (training,)
@@ -90,7 +91,7 @@ class Text:
 
 def _held_out(corpus: Corpus, tokenizer: Tokenizer, cache: Path, max_tokens: int | None) -> TokenStream:
     """The validation split, or the beginnings of that of each source, of `max_tokens` together or a few more."""
-    sources = [source for source in corpus.sources if source.describe("validation")]
+    sources = [Corpus([source]) for source in corpus.sources if source.describe("validation")]
     if max_tokens is None or len(sources) < 2:
         return token_stream(corpus, "validation", tokenizer, cache, max_tokens)
     each = -(-max_tokens // len(sources))
