@@ -100,7 +100,7 @@ def test_compressed_text_is_read_whole_and_split(tmp_path: Path, suffix: str) ->
     assert 0.85 < len(parts[0][0]) / len(text) < 0.95
 
 
-@pytest.mark.parametrize(("kind", "suffix"), zip(WRITERS, [*COMPRESS, ""], strict=True))
+@pytest.mark.parametrize(("kind", "suffix"), [*zip(WRITERS, [*COMPRESS, ""], strict=True)])
 def test_each_record_is_a_document(tmp_path: Path, kind: str, suffix: str) -> None:
     file = tmp_path / f"a{kind.split()[0]}{suffix}"
     for mark in (b"", codecs.BOM_UTF8):
@@ -185,7 +185,7 @@ def test_text_is_the_same_however_it_is_cut(tmp_path: Path, monkeypatch: pytest.
             Path(name).write_text(text, encoding="utf-8")
             splits = ["".join("".join(blocks) for blocks in load_corpus(name).documents(split)) for split in SPLITS]
             assert "".join(splits) == text
-            assert len(splits[0]) >= 0.9 * len(text) - 1
+            assert len(splits[0]) >= 0.85 * len(text) - 1
 
 
 def test_what_is_read_as_before_keeps_its_identity(tmp_path: Path) -> None:

@@ -341,8 +341,8 @@ class HubDataset(_Repository):
                 configs = datasets.get_dataset_config_names(path, revision=revision)
                 if (self.config or len(configs) > 1) and self.config not in configs:
                     first = f"{PREFIX}{self.repository}/{configs[0]}"
-                    found = f"is {self.name}, but must name one of the configurations {', '.join(configs)}"
-                    raise ArgumentError("data", f"{found}: {first}.") from None
+                    wrong = f"is {self.name}, but must name one of the configurations {', '.join(configs)}"
+                    raise ArgumentError("data", f"{wrong}: {first}.") from None
                 raise
         found: dict[Split, list[str]] = {}
         for name in names:
