@@ -2,8 +2,16 @@ import numpy as np
 import pytest
 import torch
 
-from lineartime.data import ByteTokenizer, TokenStream, causal_batch, evaluation_batch, masked_batch, packed_batch, prefix_batch
-from lineartime.data.batches import draw_prefix_lengths, spread_windows
+from lineartime.data import ByteTokenizer, TokenStream
+from lineartime.data.batches import (
+    causal_batch,
+    draw_prefix_lengths,
+    evaluation_batch,
+    masked_batch,
+    packed_batch,
+    prefix_batch,
+    spread_windows,
+)
 from lineartime.ops.cross_entropy import IGNORED
 
 

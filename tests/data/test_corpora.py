@@ -7,7 +7,8 @@ from pathlib import Path, PurePath
 import pytest
 
 from lineartime.choices import Split
-from lineartime.data import ByteTokenizer, Corpus, LocalCorpus, describe_splits, load_corpus, standard_library, token_stream
+from lineartime.data import ByteTokenizer, Corpus, LocalCorpus, describe_splits, load_corpus, token_stream
+from lineartime.data.corpora import standard_library
 from lineartime.data.readers import SPLITS
 from lineartime.data.splits import split_of_path
 from lineartime.errors import LineartimeError

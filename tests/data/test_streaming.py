@@ -22,10 +22,8 @@ from lineartime.data import (
     StreamingLoader,
     load_corpus,
     merge_states,
-    stream_documents,
 )
-from lineartime.data.shuffling import State, shuffled
-from lineartime.data.streaming import _Lane
+from lineartime.data.streaming import State, _Lane, shuffled, stream_documents
 from lineartime.errors import LineartimeError
 
 BYTES = ByteTokenizer()
@@ -56,11 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, texts in enumerate(FILES):
         write_parquet(root / f"mirror/emozilla/pg19/data/train-{number:05d}-of-00003.parquet", texts)
         write_json_lines(root / f"json/train-{number}.jsonl", texts)
-        write_parquet(root / f"parquet/train-{number}.parquet", texts)
     for name in ("json/valid.jsonl", "json/test.jsonl"):
         write_json_lines(root / name, ["text"])
-    for name in ("parquet/valid.parquet", "parquet/test.parquet"):
-        write_parquet(root / name, ["text"])
     write_json_lines(root / "first/train.jsonl", FILES[0])
     for number, texts in enumerate(FILES[1:]):
         write_parquet(root / f"mirror/org/rest/train-{number:05d}-of-00002.parquet", texts)
@@ -71,14 +66,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(params=["hub", "json", "parquet", "several"])
+@pytest.fixture(params=["hub", "json", "several"])
 def corpus(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
     monkeypatch.setenv("LINEARTIME_MIRROR", str(folder / "mirror"))
     if request.param == "hub":
         return load_corpus("pg19")
     if request.param == "several":
         return load_corpus([folder / "first", "hub:org/rest"])
-    return load_corpus(folder / request.param)
+    return load_corpus(folder / "json")
 
 
 def read(corpus: Corpus, lane: int, lanes: int, state: dict[str, Any] | None = None) -> list[tuple[str, dict[str, Any]]]:

@@ -2,11 +2,7 @@
 
 from lineartime.data.batches import (
     Batch,
-    causal_batch,
     evaluation_batch,
-    masked_batch,
-    packed_batch,
-    prefix_batch,
     read_window,
     spread_windows,
 )
@@ -18,10 +14,9 @@ from lineartime.data.corpora import (
     missing_split,
     no_text,
     portable_identity,
-    standard_library,
 )
 from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, PrefetchedLoader, Rows, merge_states
-from lineartime.data.streaming import StreamingLoader, stream_documents
+from lineartime.data.streaming import StreamingLoader
 from lineartime.data.tokenizers import (
     ByteTokenizer,
     JsonTokenizer,
@@ -47,7 +42,6 @@ __all__ = [
     "StreamingLoader",
     "TokenStream",
     "Tokenizer",
-    "causal_batch",
     "describe_splits",
     "evaluation_batch",
     "fingerprint",
@@ -55,20 +49,15 @@ __all__ = [
     "is_tokenizer_name",
     "joined",
     "load_corpus",
-    "masked_batch",
     "merge_states",
     "missing_split",
     "no_text",
-    "packed_batch",
     "portable_identity",
-    "prefix_batch",
     "read_tokenizer",
     "read_window",
     "ready_tokenizer",
     "size_to_train",
     "spread_windows",
-    "standard_library",
-    "stream_documents",
     "token_stream",
     "tokenizer_for",
     "tokenizer_from_json",

@@ -2,11 +2,14 @@
 
 A corpus is divided into a fixed number of lanes, and row i of a run comes from lane i % lanes, so that the order of the text
 does not depend on the number of processes. Lanes start in different files, which mixes the documents. The documents of a lane
-can also be shuffled in blocks.
+can also be shuffled, in blocks of the next N documents, so that a run can resume anywhere: the shuffle buffer of the datasets
+library mixes over longer distances, but gives examples again after a resume.
 """
 
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +22,12 @@ from lineartime.data.encode import encoded
 from lineartime.data.hub import reporting_read_errors
 from lineartime.data.loaders import BatchMaker, Rows, in_order
 from lineartime.data.readers import pieces
-from lineartime.data.shuffling import Documents, State, no_position, shuffled
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.errors import ArgumentError, LineartimeError
+
+State = dict[str, Any]
+Documents = Iterator[tuple[list[str], State]]
+"""For each example, its documents and the state after it as plain JSON."""
 
 
 def stream_documents(corpus: Corpus, lane: int, lanes: int, state: State | None) -> Documents:
@@ -38,7 +44,7 @@ def stream_documents(corpus: Corpus, lane: int, lanes: int, state: State | None)
         return
     done = 0 if state is None else state.get("sources")
     if type(done) is not int or not 0 <= done < len(sources):
-        raise no_position(sources[0].name)
+        raise _no_position(sources[0].name)
     for number in range(done, len(sources)):
         source = sources[(lane + number) % len(sources)]
         within = None if state is None or number > done else state.get("within")
@@ -53,7 +59,7 @@ def _documents(source: Source, lane: int, lanes: int, state: State | None) -> Do
             try:
                 dataset.load_state_dict(state)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # not a state of this text
-                raise no_position(source.name) from None
+                raise _no_position(source.name) from None
         for example in dataset:
             yield source.texts(example), dataset.state_dict()
 
@@ -66,6 +72,40 @@ def _share(dataset: Any, lane: int, lanes: int) -> Any:
         return dataset.shard(num_shards=lanes, index=lane)
     sharing = len(range(lane % files, lanes, files))  # the lanes that read the same file
     return split_dataset_by_node(dataset.shard(num_shards=files, index=lane % files), lane // files, sharing)
+
+
+def shuffled(
+    read: Callable[[State | None], Documents], block_size: int, seed: Sequence[int], state: State | None, name: str
+) -> Documents:
+    """Shuffle the examples that `read` yields from a state, in blocks of `block_size`, and yield them with other states.
+
+    The order depends on the seed and the number of the block. A state is where the block starts and how many of its documents
+    have been yielded; `state`, None for the beginning, is one of an earlier pass. `name` is that of the text in messages.
+
+    Raises LineartimeError for a state that does not belong to this stream.
+    """
+    match {"block": 0, "done": 0, "begin": None} if state is None else state:
+        case {"block": int(number), "done": int(done), "begin": None | dict() as begin} if number >= 0 and done >= 0:
+            stream = read(begin)
+        case _:
+            raise _no_position(name)
+    while True:
+        block = list(islice(stream, block_size))
+        if done and done >= len(block):
+            raise _no_position(name)
+        if not block:
+            return
+        order = np.random.default_rng([*seed, number]).permutation(len(block))
+        for place in range(done, len(block) - 1):
+            yield block[order[place]][0], {"block": number, "done": place + 1, "begin": begin}
+        number, done, begin = number + 1, 0, block[-1][1]
+        yield block[order[-1]][0], {"block": number, "done": done, "begin": begin}
+
+
+def _no_position(name: str) -> LineartimeError:
+    return LineartimeError(
+        f"The checkpoint's position in {name} does not exist in this text: restore the checkpoint from a copy, or train again."
+    )
 
 
 class _Mark(NamedTuple):
