@@ -11,7 +11,7 @@ import pytest
 
 from lineartime.choices import Split
 from lineartime.data import Corpus, describe_splits, load_corpus
-from lineartime.data.hub import HUB, HubCorpus
+from lineartime.data.named_corpora import HUB, HubCorpus
 from lineartime.data.readers import SPLITS
 from lineartime.errors import LineartimeError
 

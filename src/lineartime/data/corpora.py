@@ -8,8 +8,9 @@ from typing import Any
 
 from lineartime.choices import DEFAULT_TEXT, MAX_EXPANSION, TEXT_COLUMN, Split
 from lineartime.data.folders import FilesOfText
-from lineartime.data.hub import HUB, PREFIX, HubCorpus, HubDataset, datasets_library, hub_dataset, mirror
+from lineartime.data.hub import PREFIX, HubDataset, datasets_library, mirror
 from lineartime.data.local_files import SourceFile
+from lineartime.data.named_corpora import HUB, HubCorpus, hub_dataset
 from lineartime.data.readers import SPLITS, FilePart
 from lineartime.data.splits import (
     Files,
