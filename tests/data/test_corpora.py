@@ -227,7 +227,8 @@ def test_several_texts_are_put_together_split_by_split(tmp_path: Path, monkeypat
     assert documents(corpus, "all") == ["test", "a" * 1000, "b" * 1000]
     assert corpus.name == "test.txt, a.txt, b.txt"
     assert describe_splits(corpus)[2] == "test:       test.txt + 5% of a.txt + 5% of b.txt"
-    for twice in (["a.txt", "a.txt"], [".", "a.txt"], ["test.txt", Path("test.txt")], ["c4", "c4"]):
+    repeated: list[list[str | Path]] = [["a.txt", "a.txt"], [".", "a.txt"], ["test.txt", Path("test.txt")], ["c4", "c4"]]
+    for twice in repeated:
         with pytest.raises(LineartimeError, match=r"^data has .*(a.txt|test.txt|c4) twice: leave one out"):
             load_corpus(twice)
 
@@ -242,7 +243,7 @@ def test_a_column_of_a_text_without_columns_is_an_error(tmp_path: Path) -> None:
 
 def test_a_text_that_is_not_there_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
-    cases = [
+    cases: list[tuple[str | Path, str]] = [
         (tmp_path, r"holds no text: give a text file or a folder"),
         (tmp_path / "empty.txt", "holds no text"),
         (tmp_path / "*.txt", r"is .*, which is a pattern: give the folder .*, with include='\*.txt'"),

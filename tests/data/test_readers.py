@@ -19,7 +19,7 @@ import zstandard
 
 from lineartime.choices import Split
 from lineartime.data import load_corpus, readers
-from lineartime.data.local_files import SourceFile
+from lineartime.data.local_files import BLOCK, SourceFile
 from lineartime.data.readers import SPLITS, FilePart
 from lineartime.errors import ArgumentError, LineartimeError
 
@@ -267,7 +267,7 @@ def test_a_line_of_fifty_megabytes_is_a_document_like_any_other(tmp_path: Path, 
         (document,) = part_of(tmp_path / file).documents()
         lengths = [len(block) for block in document]
         assert sum(lengths) == len(text)
-        assert max(lengths) <= readers.BLOCK
+        assert max(lengths) <= BLOCK
 
 
 def test_the_first_byte_of_a_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:

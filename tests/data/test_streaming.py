@@ -23,6 +23,7 @@ from lineartime.data import (
     load_corpus,
     merge_states,
 )
+from lineartime.data.readers import SPLITS
 from lineartime.data.streaming import State, _Lane, shuffled, stream_documents
 from lineartime.errors import LineartimeError
 
@@ -101,7 +102,7 @@ def test_a_lane_resumes_after_any_document(corpus: Corpus, lanes: int) -> None:
 def test_held_out_documents_of_a_data_set_are_in_no_lane(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINEARTIME_MIRROR", str(folder / "mirror"))
     corpus = load_corpus("hub:org/whole")
-    held_out = ["".join(blocks) for split in ("validation", "test") for blocks in corpus.documents(split)]  # type: ignore[arg-type]
+    held_out = ["".join(blocks) for split in SPLITS[1:] for blocks in corpus.documents(split)]
     assert len(held_out) > 3
     whole = [read(corpus, lane, 3) for lane in range(3)]
     assert sorted([text for lane in whole for text, _ in lane] + held_out) == sorted(f"text {i}" for i in range(100))

@@ -166,14 +166,10 @@ def load_corpus(
 ) -> Corpus:
     """Load a corpus by name, the text at a path, several of these together, or the standard library's source for None.
 
-    Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. A path is a file or a folder, whose files and
-    those of its subfolders are read, except hidden, binary and `side_files`: text, JSON lines, JSON, CSV or Parquet. If names
-    of files or folders state a held-out split (`split_of_path`), or all name the training split, these splits are used, and a
-    missing split takes 5% of each training file. Otherwise, a folder is split by file if no held-out split gets more than 10%
-    of its bytes, and within its files if one does. The name of the path itself counts for a file, and for a folder only if the
-    whole name is that of a split; `train` counts beside a path that is named for a held-out split.
-
-    Several texts are joined split by split. Paths whose names state their splits come first and are treated as one folder.
+    Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. If names of files or folders state a held-out
+    split (`split_of_path`), or all name the training split, these splits are used, and a missing split takes 5% of each training
+    file. Otherwise, a folder is split by file if no held-out split gets more than 10% of its bytes, and within its files if one
+    does. Several texts are joined split by split. Paths whose names state their splits come first, as one folder.
 
     Args:
         data: names and paths.
@@ -183,8 +179,7 @@ def load_corpus(
             one without a slash matches the name of a file or of a folder above it, one with a slash a path below the folder.
         exclude: patterns of the files and folders in folders to leave out.
 
-    Raises:
-        LineartimeError: if there is no text, or most of a folder is not text.
+    Raises LineartimeError if there is no text, or most of a folder is not text.
     """
     check_type("max_expansion", max_expansion, int)
     check_limits("max_expansion", max_expansion, [Between(1, 10**9)])

@@ -27,13 +27,11 @@ Integers = NDArray[np.unsignedinteger[Any]]
 
 
 class Part(NamedTuple):
-    """A part of a document, with the text around it that its tokens can depend on.
+    """A part of a document, from its left to its right seam, which are empty at the ends of the document.
 
     Attributes:
         around: the text of the part, and around it the rest of the texts of the seams.
-        left: the seam at which the part begins; an empty one at the beginning of the document.
-        right: the seam at which it ends; an empty one at the end of the document.
-        around_ids: the tokens of the text around it; none before they are known.
+        around_ids: the tokens of that text; none before they are known.
     """
 
     around: str
@@ -105,16 +103,7 @@ def _parts(tokenizer: Tokenizer, blocks: Iterator[str]) -> Iterator[Part]:
 
 @dataclass(frozen=True)
 class EncodedTextInfo:
-    """Facts about an encoded text, stored in facts.json.
-
-    Attributes:
-        dtype: the type of the tokens.
-        n_tokens: the number of tokens.
-        n_bytes: the number of bytes of the text.
-        n_words: the number of words of the text.
-        sha256: the digest of each file.
-        n_documents: the number of documents; None for tokens that an earlier version encoded.
-    """
+    """Facts about an encoded text, stored in facts.json. Earlier versions did not count documents."""
 
     dtype: Literal["uint16", "uint32"]
     n_tokens: Count

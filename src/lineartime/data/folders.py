@@ -92,8 +92,7 @@ class FilesOfText:
         A file of a folder is left out if it is hidden, in the folder of a run, of a kind that is not read or one of the
         `side_files`, and by the patterns.
 
-        Raises:
-            LineartimeError: if there is none, a file or folder cannot be read, or most bytes of a folder are not text.
+        Raises LineartimeError if there is none, a file or folder cannot be read, or most bytes of a folder are not text.
         """
         self.paths.append(path)
         try:

@@ -71,10 +71,8 @@ class SourceFile:
     def open(self) -> Iterator[IO[bytes]]:
         """Open the file for reading its decompressed bytes.
 
-        Raises:
-            LineartimeError: naming the file, if it cannot be read.
-            ArgumentError: naming `max_expansion`, while reading, if a compressed file holds more than `max_expansion` times
-                its size. Up to 64 MiB are always allowed.
+        Raises LineartimeError, naming the file, if it cannot be read, and ArgumentError, while reading, if a compressed file
+        holds more than `max_expansion` times its size. Up to 64 MiB are always allowed.
         """
         with reporting(self.path), self.path.open("rb") as raw:
             if self.is_compressed:

@@ -30,9 +30,8 @@ def file_format(file: SourceFile) -> Format:
 
     A .json file holds an array of objects or texts, JSON lines, or one object with the column. Any other JSON is text.
 
-    Raises:
-        LineartimeError: for a .json or .zip file that cannot be read, records in a .json file that lack the column, and Parquet
-            in a compressed file.
+    Raises LineartimeError for a .json or .zip file that cannot be read, records in a .json file that lack the column, and
+    Parquet in a compressed file.
     """
     if file.as_text:
         return "text"

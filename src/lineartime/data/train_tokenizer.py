@@ -182,16 +182,10 @@ def ready_tokenizer(choice: str | Path | None) -> Tokenizer:
 
 
 def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tokenizer:
-    """Return the tokenizer for a name or a path.
+    """Return the tokenizer for a name or a path: "bytes" or None, a file or a checkpoint folder, or a name on the hub ("hub:gpt2").
 
-    Args:
-        choice: "bytes" or None; a file or a checkpoint folder; "bpe-32000" or "unigram-32000", with the size of the vocabulary,
-            to train a tokenizer on the training split the first time and keep it in the cache; or a name on the hub, as in
-            "hub:gpt2".
-        corpus: the text to train on.
-        cache: the folder of trained tokenizers.
-
-    Raises LineartimeError for any other choice, and for errors in training or reading the tokenizer.
+    "bpe-32000" or "unigram-32000", with the size of the vocabulary, is trained on the corpus the first time and kept in the
+    cache, a folder. Raises LineartimeError for any other choice, and for errors in training or reading the tokenizer.
     """
     wanted = _to_train(choice) if isinstance(choice, str) else None
     if wanted is None:
