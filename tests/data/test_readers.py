@@ -55,7 +55,8 @@ def read(part: FilePart) -> list[str]:
 
 
 def json_lines(texts: list[str]) -> bytes:
-    return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+    rows = [{"id": i if i else "zero", "text": text} for i, text in enumerate(texts)]  # another column may have two types
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 def csv_of(texts: list[str], delimiter: str = ",") -> bytes:

@@ -167,7 +167,7 @@ def load_corpus(
     """Load a corpus by name, the text at a path, several of these together, or the standard library's source for None.
 
     Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. If names of files or folders state a held-out
-    split (`split_of_path`), or all name the training split, these splits are used, and a missing split takes 5% of each training
+    split (`split_of_path`), or all name the training split, these splits are used, and a missing one takes 5% of each training
     file. Otherwise, a folder is split by file if no held-out split gets more than 10% of its bytes, and within its files if one
     does. Several texts are joined split by split. Paths whose names state their splits come first, as one folder.
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -38,64 +38,6 @@ from lineartime.json_files import read_file, read_plain
 _FORMAT = 4  # part of every folder's name: increase it when the same input would give other tokens
 _VERIFIED = "verified.json"
 _PARTIAL = r"[0-9a-f]{20}\.[0-9a-f]{32}\.partial"
-
-
-class Tokens(Protocol):
-    """A sequence of tokens: a numpy array, or several on disk."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, places: slice, /) -> Integers: ...
-
-
-@dataclass(frozen=True)
-class TokenStream:
-    """The tokens of a split as one sequence, with an end-of-document token after every document.
-
-    Attributes:
-        name: its name in messages.
-        tokens: unsigned integers [n].
-        n_bytes: the number of bytes of the encoded text.
-        n_words: the number of words of that text, separated by white space.
-        digest: a string that differs between streams of different tokens; empty for a stream that is not on disk.
-        n_documents: the number of documents, including a last one that is cut; None if an earlier version encoded the tokens.
-        is_cut: whether a token limit ended the stream before the end of the split.
-    """
-
-    name: str
-    tokens: Tokens
-    n_bytes: int
-    n_words: int = 0
-    digest: str = ""
-    n_documents: int | None = None
-    is_cut: bool = False
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def prefetch(self, places: list[tuple[int, int]]) -> None:
-        """Tell the system to read ahead these ranges of tokens (start, end), all at once instead of one by one."""
-        if isinstance(self.tokens, Shards):
-            for start, stop in places:
-                self.tokens.prefetch(start, stop)
-
-
-def joined(corpus: Corpus, split: Split, streams: Sequence[TokenStream]) -> TokenStream:
-    """The tokens of a split of a corpus, from those of its sources, one after another."""
-    documents = [stream.n_documents for stream in streams if stream.n_documents is not None]
-    return TokenStream(
-        f"the {split} split of {corpus.name}",
-        Shards([shard for stream in streams for shard in _shards(stream)]),
-        sum(stream.n_bytes for stream in streams),
-        sum(stream.n_words for stream in streams),
-        hashlib.sha256("".join(stream.digest for stream in streams).encode()).hexdigest()[:12],
-        sum(documents) if len(documents) == len(streams) else None,
-        any(stream.is_cut for stream in streams),
-    )
-
-
-def _shards(stream: TokenStream) -> Sequence[Integers]:
-    return stream.tokens.shards if isinstance(stream.tokens, Shards) else [stream.tokens[:]]
 
 
 class Shards:
@@ -136,6 +78,53 @@ class Shards:
             yield index, start - before, end - before
             start = end
             index += 1
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """The tokens of a split as one sequence, with an end-of-document token after every document.
+
+    Attributes:
+        name: its name in messages.
+        tokens: unsigned integers [n], in memory or on disk.
+        n_bytes: the number of bytes of the encoded text.
+        n_words: the number of words of that text, separated by white space.
+        digest: a string that differs between streams of different tokens; empty for a stream that is not on disk.
+        n_documents: the number of documents, including a last one that is cut; None if an earlier version encoded the tokens.
+        is_cut: whether a token limit ended the stream before the end of the split.
+    """
+
+    name: str
+    tokens: Integers | Shards
+    n_bytes: int
+    n_words: int = 0
+    digest: str = ""
+    n_documents: int | None = None
+    is_cut: bool = False
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def prefetch(self, places: list[tuple[int, int]]) -> None:
+        """Tell the system to read ahead these ranges of tokens (start, end), all at once instead of one by one."""
+        if isinstance(self.tokens, Shards):
+            for start, stop in places:
+                self.tokens.prefetch(start, stop)
+
+
+def joined(corpus: Corpus, split: Split, streams: Sequence[TokenStream]) -> TokenStream:
+    """The tokens of a split of a corpus, from those of its sources, one after another."""
+    parts = [stream.tokens for stream in streams]
+    documents = [stream.n_documents for stream in streams if stream.n_documents is not None]
+    return TokenStream(
+        f"the {split} split of {corpus.name}",
+        Shards([shard for tokens in parts for shard in (tokens.shards if isinstance(tokens, Shards) else [tokens])]),
+        sum(stream.n_bytes for stream in streams),
+        sum(stream.n_words for stream in streams),
+        hashlib.sha256("".join(stream.digest for stream in streams).encode()).hexdigest()[:12],
+        sum(documents) if len(documents) == len(streams) else None,
+        any(stream.is_cut for stream in streams),
+    )
 
 
 def token_stream(

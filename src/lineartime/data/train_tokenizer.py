@@ -182,7 +182,7 @@ def ready_tokenizer(choice: str | Path | None) -> Tokenizer:
 
 
 def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tokenizer:
-    """Return the tokenizer for a name or a path: "bytes" or None, a file or a checkpoint folder, or a name on the hub ("hub:gpt2").
+    """Return the tokenizer for a name or a path: "bytes" or None, a file or a checkpoint folder, or one on the hub (hub:gpt2).
 
     "bpe-32000" or "unigram-32000", with the size of the vocabulary, is trained on the corpus the first time and kept in the
     cache, a folder. Raises LineartimeError for any other choice, and for errors in training or reading the tokenizer.
