@@ -1,8 +1,8 @@
 """Files of records, each with a document in one of its columns: JSON lines, JSON, CSV and Parquet.
 
-Each reader is one function from a file to its texts. The modules csv and json need no extra. They also read what pyarrow, and
-datasets with it, would not: another column may hold values of two types, the line of an error is the file's and not the block's,
-and CSV that ends within quotes is an error.
+Each reader is one function from a file to its texts. The modules csv and json need no extra. They also do what pyarrow, and
+datasets with it, does not: another column may hold values of two types, the line of an error is that of the file, not of a
+block, and CSV that ends within quotes is an error.
 """
 
 import codecs
