@@ -1,10 +1,8 @@
 """Progress of work that takes seconds or hours: a bar after the first second, or a line without a terminal."""
 
 import threading
-from contextlib import suppress
 
 from rich.console import Console
-from rich.errors import LiveError
 from rich.filesize import decimal
 from rich.progress import Progress as Bar
 from rich.progress import ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
@@ -25,7 +23,7 @@ class _Counted(ProgressColumn):
 
 
 class Progress:
-    """A context manager that shows what is being done.
+    """A context manager that shows what is being done, one thing at a time.
 
     Args:
         description: what is being done.
@@ -55,8 +53,7 @@ class Progress:
         self._bar.advance(self._task, count)
 
     def _appear(self) -> None:
-        if not SCREEN.isatty():
-            print(f"{self._description} ...", file=SCREEN, flush=True)
-            return
-        with suppress(LiveError):  # the caller shows a bar of their own, and this version of rich shows only one
+        if SCREEN.isatty():
             self._bar.start()
+        else:
+            print(f"{self._description} ...", file=SCREEN, flush=True)
