@@ -1,4 +1,4 @@
-"""The host: its processor, how busy it is, and the packages installed on it. Nothing here needs PyTorch."""
+"""The host: its processor, its memory, and the packages installed on it. Nothing here needs PyTorch."""
 
 import ctypes
 import os
@@ -16,8 +16,6 @@ from lineartime.fields import Between
 
 CPUINFO = Path("/proc/cpuinfo")
 """Where Linux describes the processor."""
-STAT = Path("/proc/stat")
-"""Where Linux counts what each core has done."""
 MAX_THREADS = 4096
 """The maximum number of CPU threads in a process: more than any machine has cores."""
 Threads = Annotated[int, Between(1, MAX_THREADS)]
@@ -94,23 +92,6 @@ def available_cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):  # on Linux
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
-
-
-def busy_seconds(cores: frozenset[int]) -> float | None:
-    """The seconds that these cores have been busy with any program since boot; None if the system does not report them.
-
-    The time during which a virtual machine waited for its host is included.
-    """
-    try:
-        lines = STAT.read_text().splitlines()
-    except OSError:
-        return None
-    ticks = 0
-    for name, *fields in map(str.split, lines):
-        if name.removeprefix("cpu").isdecimal() and int(name.removeprefix("cpu")) in cores:
-            user, nice, system, _idle, _waiting, *others = map(int, fields)
-            ticks += user + nice + system + sum(others[:3])  # both kinds of interrupts, and stolen time; user includes guests
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def stop_signals() -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from lineartime.training.config import TrainConfig
-from lineartime.training.loop import Trainer
+from lineartime.training.loop import Trainer, train
 
 # What each process does: it takes its place from the environment, like one that torchrun started.
 SCRIPT = """
@@ -95,21 +96,56 @@ def launch(fork: Fork, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     return start
 
 
+@contextmanager
+def interrupting(step: int) -> Iterator[None]:
+    """Press Ctrl-C while a step is computed."""
+    take = Trainer.take_step
+
+    def take_and_interrupt(self: Trainer, *arguments: Any) -> bool:
+        if self.step + 1 == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return take(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "take_step", take_and_interrupt)
+        yield
+
+
 @pytest.fixture
-def interrupt_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], AbstractContextManager[None]]:
+def interrupt_after() -> Callable[[int], AbstractContextManager[None]]:
     """`with interrupt_after(3)`: press Ctrl-C while step 3 is computed."""
-
-    @contextmanager
-    def interrupting(step: int) -> Iterator[None]:
-        take = Trainer.take_step
-
-        def take_and_interrupt(self: Trainer, *arguments: Any) -> bool:
-            if self.step + 1 == step:
-                os.kill(os.getpid(), signal.SIGINT)
-            return take(self, *arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "take_step", take_and_interrupt)
-            yield
-
     return interrupting
+
+
+def small(folder: Path, **options: Any) -> TrainConfig:
+    """The options of the fixture `config`, for a run that several tests share."""
+    text = folder / "text.txt"
+    text.write_text("".join(f"the square of {i} is {i * i}, and so on.\n" for i in range(400)))
+    model = ("d_model=16", "n_blocks=2", "d_qk=8", "chunk_size=8")
+    sizes = {"context_length": 24, "batch_size": 2, "steps": 6, "eval_every": 2, "eval_windows": 4, "precision": "fp32"}
+    places = {"data": str(text), "cache": folder / "cache", "out": folder / "run"}
+    return TrainConfig(override=model, **sizes, **places, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with the options of `config`, to be read only."""
+    return train(small(tmp_path_factory.mktemp("whole"))).run
+
+
+@pytest.fixture(scope="session")
+def _stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with interrupting(3):
+        return train(small(tmp_path_factory.mktemp("stopped"))).run
+
+
+@pytest.fixture
+def finished(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return Path(shutil.copytree(whole, tmp_path / "finished"))
+
+
+@pytest.fixture
+def stopped(_stopped: Path, tmp_path: Path) -> Path:
+    """A copy of a run of these options that was interrupted after step 3."""
+    return Path(shutil.copytree(_stopped, tmp_path / "stopped"))

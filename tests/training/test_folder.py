@@ -33,8 +33,8 @@ def test_a_folder_is_for_one_run_at_a_time(config: MakeConfig) -> None:
     assert not is_locked(run)
 
 
-def test_looking_at_a_run_neither_changes_it_nor_keeps_it_from_going_on(config: MakeConfig) -> None:
-    run = trained(config(steps=1))
+def test_looking_at_a_run_neither_changes_it_nor_keeps_it_from_going_on(finished: Path) -> None:
+    run = finished
     lock = run / ".lock"
     lock.chmod(0o400)
     assert not is_locked(run)
@@ -61,12 +61,10 @@ def test_a_lock_that_was_deleted_while_it_was_opened_locks_nothing(tmp_path: Pat
             lock_run(tmp_path)
 
 
-def test_a_run_that_is_going_on_is_told_from_one_that_was_stopped(config: MakeConfig) -> None:
-    run = trained(config(steps=2))
-    (run / "run.json").write_text((run / "run.json").read_text().replace('"steps": 2', '"steps": 9'))
-    assert summarize(run, "")[0].state == "stopped"
-    with locked_run(config(), World()):
-        assert summarize(run, "")[0].state == "running"
+def test_a_run_that_is_going_on_is_told_from_one_that_was_stopped(stopped: Path) -> None:
+    assert summarize(stopped, "")[0].state == "stopped"
+    with locked_run(TrainConfig(out=stopped), World()):
+        assert summarize(stopped, "")[0].state == "running"
 
 
 def test_a_mistake_leaves_no_folder(config: MakeConfig) -> None:
@@ -79,15 +77,12 @@ def test_a_mistake_leaves_no_folder(config: MakeConfig) -> None:
     assert config().run_directory.exists(), "a folder of the user is deleted"
 
 
-def test_a_place_that_can_hold_no_folder_is_named(config: MakeConfig, text: Path) -> None:
-    with pytest.raises(LineartimeError, match=f"Cannot write {text}/run: Not a directory"):
-        trained(config(out=text / "run"))
-
-
-def test_text_that_cannot_be_streamed_leaves_no_folder(config: MakeConfig) -> None:
+def test_text_that_cannot_be_streamed_leaves_no_folder(config: MakeConfig, text: Path) -> None:
     with pytest.raises(LineartimeError, match="is one long text and cannot be streamed"):
         trained(config(streaming=True))
     assert not config().run_directory.exists()
+    with pytest.raises(LineartimeError, match=f"Cannot write {text}/run: Not a directory"):
+        trained(config(out=text / "run"))
 
 
 def test_a_single_document_is_not_blamed_on_the_context(config: MakeConfig, tmp_path: Path) -> None:

@@ -12,11 +12,10 @@ from lineartime.host import peak_memory
 from lineartime.machine import using_threads
 from lineartime.runs.reporter import NullReporter
 from lineartime.training.config import TrainConfig
-from lineartime.training.environment import read_environment
+from lineartime.training.distributed import read_environment
 from lineartime.training.folder import check_folder
 from lineartime.training.interrupts import Stop
-from lineartime.training.loop import Trainer, prepare
-from lineartime.training.step import memory_of_steps
+from lineartime.training.loop import Trainer, memory_of_steps, prepare
 
 STEPS = 3
 """The number of timed steps, after a first step that compiles and allocates memory."""

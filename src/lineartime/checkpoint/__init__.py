@@ -112,10 +112,7 @@ def load(
         LineartimeError: if there is no such checkpoint, or it is damaged, or this version of lineartime cannot read it; or if
             PyTorch has no such device here.
     """
-    from lineartime.machine import find_device
-
-    place = find_device(device)
-    return read_from(path, read_model, checkpoint).to(place).eval()
+    return load_with_tokenizer(path, device, checkpoint=checkpoint).model
 
 
 @dataclass(frozen=True)
@@ -134,11 +131,10 @@ def load_with_tokenizer(
 
     Use it instead of `find_checkpoint` and two reads: a run in training may remove the checkpoint between them.
     """
-    from lineartime.data import read_tokenizer
     from lineartime.machine import find_device
 
     place = find_device(device)
-    loaded = read_from(path, lambda found: Loaded(found, read_model(found), read_tokenizer(found)), checkpoint)
+    loaded = read_from(path, lambda found: Loaded(found, *read_model(found)), checkpoint)
     loaded.model.to(place).eval()
     return loaded
 
@@ -196,19 +192,17 @@ def best_checkpoint(run: str | Path) -> Path:
     The untrained model of step 0 is the best only if it is the only one. Raises LineartimeError if there is no checkpoint.
     """
     last = last_checkpoint(run)
-    trained = [checkpoint for checkpoint in reversed(list_checkpoints(run)) if checkpoint_step(checkpoint) > 0]
-    losses = {checkpoint: _loss_unless_removed(checkpoint) for checkpoint in trained}
-    measured = {checkpoint: loss for checkpoint, loss in losses.items() if loss is not None}
-    return min(measured, key=measured.__getitem__, default=last)
-
-
-def _loss_unless_removed(checkpoint: Path) -> float | None:
-    try:
-        return read_validation_loss(checkpoint)
-    except LineartimeError:
-        if checkpoint.exists():
-            raise
-        return None
+    losses: dict[Path, float] = {}
+    for checkpoint in reversed(list_checkpoints(run)):
+        try:
+            loss = read_validation_loss(checkpoint) if checkpoint_step(checkpoint) > 0 else None
+        except LineartimeError:
+            if checkpoint.exists():  # otherwise the run has just removed it
+                raise
+            continue
+        if loss is not None:
+            losses[checkpoint] = loss
+    return min(losses, key=losses.__getitem__, default=last)
 
 
 def find_checkpoint(path: str | Path, which: CheckpointChoice | None = None) -> Path:

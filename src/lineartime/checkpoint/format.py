@@ -86,39 +86,35 @@ def checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def read_model(checkpoint: Path) -> "CausalLM | MaskedLM":
-    """Build the model of a checkpoint with its weights, on the CPU. Raises LineartimeError as `load` does.
+def read_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
+    """Build the model of a checkpoint with its weights, on the CPU, and its tokenizer. Raises LineartimeError as `load` does.
 
     A model that was shared without the files for training may also lack its checksums.
     """
     from lineartime.checkpoint.weights import UnfitWeightsError, check_weights, load_weights
     from lineartime.data import read_tokenizer
     from lineartime.models.language_model import build_model
+    from lineartime.models.memory import check_memory
 
     verify_model(checkpoint)
     config = read_model_config(checkpoint)
     try:
         check_weights(checkpoint / WEIGHTS, config)
-        _check_memory(checkpoint, config)
+        try:
+            check_memory(config)
+        except ArgumentError as error:
+            raise LineartimeError(f"{checkpoint} holds a model that is too large for this machine: {error}") from None
         model = build_model(config).float()  # whatever PyTorch's default dtype is
         load_weights(checkpoint / WEIGHTS, model)
     except UnfitWeightsError as error:
         raise damaged(checkpoint, str(error)) from None
     except ValueError as error:
         raise _unknown_model(checkpoint, error) from None
-    tokens = read_tokenizer(checkpoint).vocab_size
-    if tokens != model.config.vocab_size:
-        raise damaged(checkpoint, f"its tokenizer has {tokens:,} tokens and its model {model.config.vocab_size:,}")
-    return model
-
-
-def _check_memory(checkpoint: Path, config: "ModelConfig") -> None:
-    from lineartime.models.memory import check_memory
-
-    try:
-        check_memory(config)
-    except ArgumentError as error:
-        raise LineartimeError(f"{checkpoint} holds a model that is too large for this machine: {error}") from None
+    tokenizer = read_tokenizer(checkpoint)
+    if tokenizer.vocab_size != model.config.vocab_size:
+        sizes = f"its tokenizer has {tokenizer.vocab_size:,} tokens and its model {model.config.vocab_size:,}"
+        raise damaged(checkpoint, sizes)
+    return model, tokenizer
 
 
 def load_into(model: "LanguageModel", checkpoint: Path) -> None:
@@ -189,12 +185,8 @@ def has_training_state(checkpoint: Path) -> bool:
 def read_validation_loss(checkpoint: Path) -> float | None:
     """The validation loss of a checkpoint in nats per token; None if not measured. Raises LineartimeError if damaged."""
     if (checkpoint / _VALIDATION).exists():
-        return _added_validation_loss(checkpoint)
+        return _read_as(ValidationLoss, checkpoint / _VALIDATION).validation_loss
     return read_training_state(checkpoint).validation_loss if has_training_state(checkpoint) else None
-
-
-def _added_validation_loss(checkpoint: Path) -> float:
-    return _read_as(ValidationLoss, checkpoint / _VALIDATION).validation_loss
 
 
 def add_validation_loss(checkpoint: Path, loss: float) -> None:
@@ -210,7 +202,7 @@ def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
     """Raise DamagedCheckpointError unless the given files, or by default all files, match their checksums."""
     if not (checkpoint / _MANIFEST).is_file():
         raise damaged(checkpoint, f"{_MANIFEST} is missing")
-    manifest = _read_manifest(checkpoint / _MANIFEST).files
+    manifest = _read_as(Manifest, checkpoint / _MANIFEST, "files").files
     for name in {*_MODEL_FILES, _TRAINING, *manifest} if names is None else names:
         file = checkpoint / name
         if not file.is_file():
@@ -220,22 +212,14 @@ def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
         if found != manifest.get(name):
             raise damaged(checkpoint, f"{name} is not what was written")
     if names is None and (checkpoint / _VALIDATION).exists():  # added later, so it is not in the manifest
-        _added_validation_loss(checkpoint)
+        _read_as(ValidationLoss, checkpoint / _VALIDATION)
 
 
-def _read_manifest(file: Path) -> Manifest:
-    _, files = _read(file)
-    return _decoded(Manifest, {"files": files}, file)
-
-
-def _read_as(content: type[Content], file: Path) -> Content:
+def _read_as(content: type[Content], file: Path, field: str = "") -> Content:
+    """Read a JSON file as a dataclass, of which it holds all fields, or the one that is named."""
     _, values = _read(file)
-    return _decoded(content, values, file)
-
-
-def _decoded(content: type[Content], values: dict[str, Any], file: Path) -> Content:
     try:
-        return decoded(content, values)
+        return decoded(content, {field: values} if field else values)
     except ValueError as error:
         raise damaged(file.parent, f"{file.name}: {error}") from None
 

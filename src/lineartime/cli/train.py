@@ -75,7 +75,7 @@ def run(options: Options, arguments: Sequence[str]) -> None:
 
 
 def _train(config: TrainConfig, defaults: TrainConfig) -> None:
-    from lineartime.training.environment import read_environment
+    from lineartime.training.distributed import read_environment
     from lineartime.training.loop import train_completed
 
     result = train_completed(config, defaults)
@@ -110,7 +110,7 @@ def _in_file(file: Path) -> dict[str, Any]:
 
 
 def _resume_command(run: Path) -> str:
-    from lineartime.training.environment import read_environment
+    from lineartime.training.distributed import read_environment
 
     start, environment = "lineartime", read_environment()
     if environment.world_size > 1:

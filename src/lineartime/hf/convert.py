@@ -23,7 +23,7 @@ from lineartime.checkpoint import (
 )
 from lineartime.checkpoint.format import read_model
 from lineartime.checkpoint.saving import write_model
-from lineartime.data.tokenizers import Tokenizer, read_definition, read_tokenizer
+from lineartime.data.tokenizers import Tokenizer, read_definition
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, new_folder, os_error_behind, utf8_path
@@ -107,7 +107,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
 def _read_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, dict[str, str], int | None]:
     """A model, its tokenizer, the facts about its training for the model card, and its context in training, if known."""
     options = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
-    return read_model(checkpoint), read_tokenizer(checkpoint), training_facts(checkpoint), options.get("context_length")
+    return (*read_model(checkpoint), training_facts(checkpoint), options.get("context_length"))
 
 
 @contextmanager

@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Device, Precision, Task
-from lineartime.errors import Argument, ArgumentError
+from lineartime.errors import Argument, ArgumentError, MessagePart
 from lineartime.fields import Between, Positive, check_fields, check_ranges, decode, set_plain
 from lineartime.files import absolute_path
 from lineartime.host import Threads
-from lineartime.training.overrides import errors_in_override, read_override, written
+from lineartime.training.overrides import errors_in_override, options_of, read_override, written
 
 if TYPE_CHECKING:  # these need PyTorch, without which the command line shows its help
     from lineartime.data import Rows
@@ -148,27 +148,19 @@ class TrainConfig:
         from lineartime.data import is_corpus_name, is_tokenizer_name
 
         given: dict[str, Any] = dict(vars(self))  # Python callers may pass a mapping, lists, and a str or a Path for each path
-        override = given["override"]
-        if isinstance(override, Mapping):
-            override = written(override)
+        if isinstance(self.override, Mapping):
+            given["override"] = written(self.override)
         if not isinstance(self.preset, str):
-            from lineartime.training.given_model import options_of
-
-            given |= options_of(self.preset, self.task, all_values=self.recipe is not None or self.like is not None)
-            if isinstance(override, (list, tuple)):  # anything else is refused by `check`
-                override = [*written(given["override"]), *override]
-            for name in ("preset", "task"):
-                object.__setattr__(self, name, given[name])
-        given["override"] = override
-        if isinstance(given["track"], str):
-            given["track"] = [given["track"]]
-        if isinstance(given["data"], (str, Path)):
-            given["data"] = [given["data"]]
-        if isinstance(given["data"], (list, tuple)):
-            given["data"] = [absolute_path(item, is_corpus_name) for item in given["data"]]
-        elif given["data"] is None:
-            given["data"] = []
-        for name in ("override", "track", "data"):
+            model = options_of(self.preset, self.task, all_values=self.recipe is not None or self.like is not None)
+            override = given["override"]
+            if isinstance(override, (list, tuple)):  # anything else is refused below
+                override = [*written(model["override"]), *override]
+            given |= {**model, "override": override}
+        if isinstance(self.track, str):
+            given["track"] = [self.track]
+        data = [] if self.data is None else [self.data] if isinstance(self.data, (str, Path)) else self.data
+        given["data"] = [absolute_path(item, is_corpus_name) for item in data] if isinstance(data, (list, tuple)) else data
+        for name in ("preset", "task", "override", "track", "data"):
             object.__setattr__(self, name, given[name])
         set_plain(self)
         # A resumed run has to find its text from any working directory.
@@ -189,84 +181,74 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise LineartimeError, naming the argument, for a value that is not allowed."""
+        from lineartime.training.schedule import warmup_steps
+
         check_fields(self)
         check_ranges(self)
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
-            raise ArgumentError(
-                "warmup_steps", f"is {self.warmup_steps}, but must be below ", Argument("steps", self.steps), "."
-            )
-        if self.decay_steps is not None and self.schedule == "wsd":
-            from lineartime.training.schedule import warmup_steps
-
-            warmup = warmup_steps(self)
-            if warmup + self.decay_steps > self.steps:
-                together = f"is {self.decay_steps}, but must, with {warmup} steps of warm-up, be at most "
-                raise ArgumentError("decay_steps", together, Argument("steps", self.steps), ".")
-        inherits = self.resume or self.like is not None or self.recipe is not None  # what was not given may be unused here
-        if self.decay_steps is not None and self.schedule != "wsd" and not inherits:
-            problem = f"is {self.decay_steps}, but {self.schedule} schedules have no decay: use "
-            raise ArgumentError("decay_steps", problem, Argument("schedule", "wsd"), ", or leave it out.")
-        if self.optimizer == "adamw" and not inherits:
-            for name in ("adamw_ratio", "momentum"):
-                value, usual = getattr(self, name), getattr(TrainConfig, name)
-                if value != usual:
-                    use = (": use ", Argument("optimizer", "muon"), " or ", Argument(name, usual), ".")
-                    raise ArgumentError(name, f"is {value}, but is not used with ", Argument("optimizer", "adamw"), *use)
+            self._refuse("warmup_steps", "but must be below ", Argument("steps", self.steps), ".")
+        if self.schedule == "wsd" and self.decay_steps is not None and warmup_steps(self) + self.decay_steps > self.steps:
+            most = f"but must, with {warmup_steps(self)} steps of warm-up, be at most "
+            self._refuse("decay_steps", most, Argument("steps", self.steps), ".")
         if self.keep_every is not None and self.keep_every % self.eval_every:
-            found, why = f"is {self.keep_every}, but must be a multiple of ", ": checkpoints follow evaluations."
-            raise ArgumentError("keep_every", found, Argument("eval_every", self.eval_every), why)
+            multiple = ("but must be a multiple of ", Argument("eval_every", self.eval_every))
+            self._refuse("keep_every", *multiple, ": checkpoints follow evaluations.")
         if self.clips_locally and self.parallel == "fsdp":
-            argument, value = ("clip", "local") if self.clip_tokens is None else ("clip_tokens", self.clip_tokens)
-            raise ArgumentError(
-                argument,
-                f"is {value}, but with ",
-                Argument("parallel", "fsdp"),
-                " no process has a whole gradient: use ",
-                Argument("clip", "global"),
-                " or ",
-                Argument("parallel", "ddp"),
-                ".",
+            self._refuse(
+                "clip" if self.clip_tokens is None else "clip_tokens",
+                *("but with ", Argument("parallel", "fsdp"), " no process has a whole gradient: use "),
+                *(Argument("clip", "global"), " or ", Argument("parallel", "ddp"), "."),
             )
-        if self.lanes != TrainConfig.lanes and not self.streaming and not inherits:
-            raise ArgumentError("lanes", f"is {self.lanes}, but needs ", Argument("streaming"), ": leave it out.")
-        if self.shuffle_documents and not self.streaming and not inherits:
-            advice = ": text that is encoded beforehand is shuffled by windows."
-            raise ArgumentError("shuffle_documents", f"is {self.shuffle_documents}, but needs ", Argument("streaming"), advice)
         if self.packed and self.context_parallel > 1:
             raise ArgumentError("packed", "cannot be combined with ", Argument("context_parallel"), ": use one or the other.")
         if self.task == "prefix-lm" and self.context_parallel > 1:
-            found = "is prefix-lm, whose prefixes cannot be split over processes: leave out "
-            raise ArgumentError("task", found, Argument("context_parallel"), ".")
+            self._refuse("task", "whose prefixes cannot be split over processes: leave out ", Argument("context_parallel"), ".")
+        if (
+            not self.resume and self.like is None and self.recipe is None
+        ):  # otherwise, options that were not given may be unused
+            self._check_used()
+
+    def _check_used(self) -> None:
+        """Raise ArgumentError for an option without effect."""
+        if self.decay_steps is not None and self.schedule != "wsd":
+            problem = f"but {self.schedule} schedules have no decay: use "
+            self._refuse("decay_steps", problem, Argument("schedule", "wsd"), ", or leave it out.")
+        for name in ("adamw_ratio", "momentum"):
+            usual = getattr(TrainConfig, name)
+            if self.optimizer == "adamw" and getattr(self, name) != usual:
+                use = (": use ", Argument("optimizer", "muon"), " or ", Argument(name, usual), ".")
+                self._refuse(name, "but is not used with ", Argument("optimizer", "adamw"), *use)
+        if self.lanes != TrainConfig.lanes and not self.streaming:
+            self._refuse("lanes", "but needs ", Argument("streaming"), ": leave it out.")
+        if self.shuffle_documents and not self.streaming:
+            advice = ": text that is encoded beforehand is shuffled by windows."
+            self._refuse("shuffle_documents", "but needs ", Argument("streaming"), advice)
+
+    def _refuse(self, name: str, *why: MessagePart) -> NoReturn:
+        raise ArgumentError(name, f"is {getattr(self, name)}, ", *why)
 
     def rows(self, data_rank: int, data_ranks: int) -> "Rows":
-        """Divide the sequences of a step over the `data_ranks` processes that read different data. Raises as `check`."""
-        if self.tokens_per_batch is None:
-            return self._grouped(self.batch_size, data_rank, data_ranks)
-        smallest = data_ranks * self.context_length
-        if self.tokens_per_batch < 1 or self.tokens_per_batch % smallest:
-            processes = f"{data_ranks} processes x " if data_ranks > 1 else ""
-            raise ArgumentError(
-                "tokens_per_batch",
-                f"is {self.tokens_per_batch}, but must be a positive multiple of {smallest}, which is {processes}",
-                Argument("context_length"),
-                ".",
-            )
-        return self._grouped(self.tokens_per_batch // smallest, data_rank, data_ranks)
+        """Divide the sequences of a step over the `data_ranks` processes that read different data. Raises as `check`.
 
-    def _grouped(self, each: int, data_rank: int, data_ranks: int) -> "Rows":
-        """Divide a step with `each` sequences per process into groups that are clipped together."""
+        Sequences that are clipped together form a group.
+        """
         from lineartime.data import Rows
 
+        each = self.batch_size
+        if self.tokens_per_batch is not None:
+            smallest = data_ranks * self.context_length
+            each, rest = divmod(self.tokens_per_batch, smallest)
+            if rest or each < 1:
+                processes = f"{data_ranks} processes x " if data_ranks > 1 else ""
+                multiple = f"but must be a positive multiple of {smallest}, which is {processes}"
+                self._refuse("tokens_per_batch", multiple, Argument("context_length"), ".")
         together = each
         if self.clip_tokens is not None and self.clip_norm > 0:
             together, rest = divmod(self.clip_tokens, self.context_length)
             if rest or together < 1 or each % together:
-                raise ArgumentError(
-                    "clip_tokens",
-                    f"is {self.clip_tokens}, but must be a multiple of ",
-                    Argument("context_length", self.context_length),
-                    f" that divides the {each * self.context_length} tokens of a step in each process.",
-                )
+                divides = f" that divides the {each * self.context_length} tokens of a step in each process."
+                multiple_of = Argument("context_length", self.context_length)
+                self._refuse("clip_tokens", "but must be a multiple of ", multiple_of, divides)
         at_once = next(count for count in range(min(self.batch_size, together), 0, -1) if together % count == 0)
         return Rows(each * data_ranks, at_once, data_rank, data_ranks, each // together * data_ranks)
 
@@ -279,24 +261,16 @@ class TrainConfig:
             raise ArgumentError("override", "cannot set task: use ", Argument("task"), ".")
         asked = values.pop("vocab_size", vocab_size)  # comes from a `ModelConfig`
         if asked != vocab_size:
-            raise ArgumentError(
-                "override",
-                f"cannot set vocab_size to {asked}: it follows from ",
-                Argument("tokenizer"),
-                f", which has {vocab_size} tokens; choose another one, or vocab_size={vocab_size}.",
-            )
+            has = f", which has {vocab_size} tokens; choose another one, or vocab_size={vocab_size}."
+            raise ArgumentError("override", f"cannot set vocab_size to {asked}: it follows from ", Argument("tokenizer"), has)
         resolve(self.preset, self.task)  # an error names the preset or the task
         with errors_in_override():
             config = resolve(self.preset, self.task, vocab_size=vocab_size, **values)
             longest = config.longest_sequence
         if longest is not None and self.context_length > longest:
             field = "max_positions" if longest == config.max_positions else "max_length"
-            raise ArgumentError(
-                "context_length",
-                f"is {self.context_length}, but {self.preset} reads at most {longest} tokens: use a shorter context, or ",
-                Argument("override"),
-                f" {field}={self.context_length}.",
-            )
+            reads = f"but {self.preset} reads at most {longest} tokens: use a shorter context, or "
+            self._refuse("context_length", reads, Argument("override"), f" {field}={self.context_length}.")
         return config
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,16 +11,46 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lineartime.errors import ArgumentError, LineartimeError, ReportedError
-from lineartime.training.environment import read_environment
-from lineartime.training.liveness import rendezvous, watch_ranks
+from lineartime.errors import Argument, ArgumentError, LineartimeError, ReportedError, first_line
+from lineartime.fields import shown
 
 Result = TypeVar("Result")
+
+
+class Environment(NamedTuple):
+    """The place of this process among those that torchrun started; a group is the processes of a machine."""
+
+    world_size: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    local_world_size: int = 1
+    group_rank: int = 0
+    group_world_size: int = 1
+    torchelastic_restart_count: int = 0
+
+
+def read_environment() -> Environment:
+    """Read the variables. A single process has ranks of 0, whatever other programs have set.
+
+    Raises:
+        LineartimeError: naming the variable, if it is not a number.
+    """
+    values = {}
+    for name, default in Environment()._asdict().items():
+        text = os.environ.get(name.upper(), str(default)).strip()
+        if not (text.isascii() and text.isdecimal()):
+            found = f"{name.upper()} in the environment is {shown(text)}, but must be a whole number"
+            raise LineartimeError(f"{found}: start the processes with torchrun, which sets it, or unset it.")
+        values[name] = int(text)
+    environment = Environment(**values)
+    alone = Environment(torchelastic_restart_count=environment.torchelastic_restart_count)
+    return environment if environment.world_size > 1 else alone
 
 
 @dataclass(frozen=True)
@@ -72,6 +102,14 @@ class World:
             dist.all_reduce(totals)
         return list(map(float, totals))
 
+    def gather(self, value: Result) -> list[Result]:
+        """Gather the values of all processes, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
         """Run a `with` block in every process. If it fails in one, it fails in all, and a single process reports the error.
@@ -106,14 +144,6 @@ class World:
         value: Result = self.gather(made)[0]
         return value
 
-    def gather(self, value: Result) -> list[Result]:
-        """Gather the values of all processes, in the order of ranks."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
-
     def local_main_first(self, name: str, make: Callable[[], Result]) -> Result:
         """Call `make` first in one process of each machine, then in the others, which find the files that it wrote.
 
@@ -127,22 +157,22 @@ class World:
         if self.store is None:
             return make()
         environment = read_environment()
-        machine, machines = environment.group_rank, environment.group_world_size
         if self.local_rank == 0:
+            key = f"first/{name}/{environment.group_rank}"
             try:
                 result = make()
             except BaseException:
-                self.store.set(f"first/{name}/{machine}", "failed")
+                self.store.set(key, "failed")
                 raise
-            self.store.set(f"first/{name}/{machine}", "made")
-        for other in range(machines):
+            self.store.set(key, "made")
+        for other in range(environment.group_world_size):
             self.store.wait([f"first/{name}/{other}"], timedelta(days=30))
             if self.store.get(f"first/{name}/{other}") != b"made":
                 raise ReportedError(f"The first process of machine {other} could not prepare {name}.")
         return result if self.local_rank == 0 else make()
 
 
-_MEETINGS = itertools.count()
+_RUNS = itertools.count()
 """Counts the runs of this process, as all others do."""
 
 
@@ -156,8 +186,8 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
         context_parallel: the number of processes that share each sequence.
 
     Raises:
-        LineartimeError: if `context_parallel` does not divide the number of processes; or naming a process that does not start
-            or is lost.
+        LineartimeError: if `context_parallel` does not divide the number of processes, or if a process does not start or is
+            lost.
     """
     environment = read_environment()
     rank, size = environment.rank, environment.world_size
@@ -170,28 +200,18 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
         return
     if device.type == "mps":
         raise ArgumentError("device", "is mps, which supports only one process, but torchrun has started several: use cpu.")
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise LineartimeError(
-            f"WORLD_SIZE in the environment is {os.environ['WORLD_SIZE']}, but {missing[0]} is not set: start the processes "
-            "with torchrun, which sets both."
-        )
     if context_parallel < 1 or size % context_parallel:
-        raise World(rank, size).reported_by_main(
-            ArgumentError(
-                "context_parallel",
-                f"is {context_parallel}, which does not divide the {size} processes: use a divisor of {size}.",
-            )
-        )
+        found = f"is {context_parallel}, which does not divide the {size} processes: use a divisor of {size}."
+        raise World(rank, size).reported_by_main(ArgumentError("context_parallel", found))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    meeting = next(_MEETINGS)
-    store = rendezvous(meeting, rank, size, timeout)
     wait = timedelta(seconds=timeout)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with watch_ranks(store, meeting, rank, size, timeout):
+    # Processes from before a restart, and earlier runs of these processes, used other prefixes.
+    prefix = f"lineartime/{environment.torchelastic_restart_count}/{next(_RUNS)}"
+    store = dist.PrefixStore(prefix, _meet(rank, size, timeout))
+    with _lost_processes_reported(timeout):
         dist.init_process_group(
-            backend,
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=size,
@@ -208,3 +228,31 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
             # DDP frees its process group while holding the GIL, and joins the threads of gloo, which need it to free tensors.
             time.sleep(0.01)
             dist.destroy_process_group()
+
+
+@cache  # it serves all runs of this process
+def _meet(rank: int, size: int, timeout: float) -> dist.Store:
+    """The key-value store of all processes. Process 0 serves it, or torchrun, which outlives all of them."""
+    try:
+        store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout)))[0]
+    except (ValueError, RuntimeError) as error:  # a variable that is missing or wrong; a process that is not there
+        found, why = f"Process {rank} of {size} did not find the others", first_line(error).rstrip(".")
+        advice = "start all of them with torchrun; the output of the one that is missing says why."
+        raise LineartimeError(f"{found} within {timeout:g} s (timeout; {why}): {advice}") from None
+    return store
+
+
+@contextmanager
+def _lost_processes_reported(timeout: float) -> Iterator[None]:
+    """Turn a failed exchange, which torch.distributed ends after `timeout` at the latest, into a LineartimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(word in str(error) for word in ("gloo", "NCCL", "TCPStore")):
+            raise
+        raise LineartimeError(
+            f"A process of the run was lost, or exchanged nothing for {timeout:g} s (timeout): its own output, or that of "
+            "torchrun, says why; then resume the run from its last checkpoint with ",
+            Argument("resume", True),
+            ".",
+        ) from None

@@ -1,12 +1,11 @@
 """The folder of a run: whether it can be used, and which of its checkpoints to start from."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lineartime import checkpoint as checkpoints
-from lineartime.errors import Argument, ArgumentError, LineartimeError, reporting_file_errors
+from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.files import is_folder, is_there
 from lineartime.runs.lock import LOCK_FILE, lock_run
 from lineartime.runs.record import last_error, read_record
@@ -31,7 +30,7 @@ def locked_run(config: TrainConfig, world: World) -> Iterator[None]:
     with world.raise_on_all_ranks():
         check_folder(config)
         existed = is_there(run)
-        if config.resume and not is_there(run):
+        if config.resume and not existed:
             raise ArgumentError("out", f"is {run}, where there is no run to resume: give the folder of the run.")
         if world.is_main:
             lock = lock_run(run)
@@ -50,47 +49,28 @@ def locked_run(config: TrainConfig, world: World) -> Iterator[None]:
 def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:
     """The checkpoint to start from, if any, and notes for the user. Removes what killed processes left behind."""
     run = config.run_directory
-    if not config.resume:
-        if checkpoints.list_checkpoints(run):
-            failed, resume, out = _error_of(run), Argument("resume", True), Argument("out")
-            if failed is None:
-                raise LineartimeError(f"{run} already holds a run: resume it with ", resume, ", or give another ", out, ".")
-            what = f"{run} already holds a run, which failed ({failed.rstrip('.')}): give another "
-            raise LineartimeError(what, out, ", or resume it with ", resume, " if the cause is gone.")
+    if config.resume:
+        last, wrong = checkpoints.last_whole_checkpoint(run)
+        for damaged in wrong:
+            checkpoints.set_aside(damaged)
         checkpoints.remove_partial(run)
-        return None, []
-    last, wrong = checkpoints.last_whole_checkpoint(run)
-    for damaged in wrong:
-        checkpoints.set_aside(damaged)
+        return last, [f"{what}: resuming from {last.name}." for what in wrong.values()]
+    if checkpoints.list_checkpoints(run):
+        failed = None
+        with suppress(LineartimeError):  # a record that is missing or damaged
+            failed = last_error(read_record(run))
+        resume, out = Argument("resume", True), Argument("out")
+        if failed is None:
+            raise LineartimeError(f"{run} already holds a run: resume it with ", resume, ", or give another ", out, ".")
+        what = f"{run} already holds a run, which failed ({failed.rstrip('.')}): give another "
+        raise LineartimeError(what, out, ", or resume it with ", resume, " if the cause is gone.")
     checkpoints.remove_partial(run)
-    return last, [f"{what}: resuming from {last.name}." for what in wrong.values()]
-
-
-def _error_of(run: Path) -> str | None:
-    """The error that ended the run in a folder, if its record holds one."""
-    try:
-        return last_error(read_record(run))
-    except LineartimeError:
-        return None
+    return None, []
 
 
 def check_shared(run: Path, world: World) -> None:
-    """Raise LineartimeError unless all processes see the same folder, where each writes its part of a checkpoint."""
-    if world.size == 1:
-        return
-    sign = run / world.share(lambda: f".seen-by-all-{os.getpid()}")
-    with world.raise_on_all_ranks(), reporting_file_errors("write", run):
-        if world.is_main:
-            run.mkdir(parents=True, exist_ok=True)
-            sign.touch()
-    [missing] = world.sum(not sign.exists())
-    if world.is_main:
-        sign.unlink(missing_ok=True)
+    """Raise LineartimeError unless all processes see the locked folder, where each writes its part of a checkpoint."""
+    [missing] = world.sum(not (run / LOCK_FILE).exists())
     if missing:
-        raise world.reported_by_main(
-            ArgumentError(
-                "out",
-                f"is {run}, which is not the same folder for {missing:.0f} of the {world.size} processes: give a folder on a "
-                "disk that all machines share.",
-            )
-        )
+        found = f"is {run}, which is not the same folder for {missing:.0f} of the {world.size} processes"
+        raise world.reported_by_main(ArgumentError("out", f"{found}: give a folder on a disk that all machines share."))

@@ -1,40 +1,42 @@
-"""The training loop: batches in, checkpoints and metrics out."""
+"""Training, from top to bottom: options, processes, set-up, steps, evaluations, checkpoints."""
 
 import dataclasses
 import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from lineartime import checkpoint as checkpoints
+from lineartime.choices import Precision
 from lineartime.data import Batch, merge_states
 from lineartime.errors import Argument, ArgumentError, DivergedError, LineartimeError, MessagePart, did_you_mean, spell
 from lineartime.fields import decode
 from lineartime.files import removed_on_failure
+from lineartime.host import freed_memory_kept
 from lineartime.machine import autocast, choose_device, using_threads
+from lineartime.ops.cross_entropy import IGNORED
 from lineartime.runs.record import RunRecord
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
 from lineartime.runs.trackers import check_trackers
 from lineartime.training.config import TrainConfig
-from lineartime.training.contention import Contention
-from lineartime.training.distributed import World, join_world
-from lineartime.training.environment import read_environment
+from lineartime.training.distributed import World, join_world, read_environment
 from lineartime.training.folder import check_shared, locked_run, starting_point
 from lineartime.training.interrupts import Stop, interrupts
 from lineartime.training.optimizers import build_optimizer
-from lineartime.training.parallel import parallelize
+from lineartime.training.parallel import parallelize, part_of
 from lineartime.training.result import TrainingResult
-from lineartime.training.resuming import complete, precision_note, resumed_config, saved_config
+from lineartime.training.resuming import complete, resumed_config, saved_config
 from lineartime.training.saving import CheckpointWriter, restore_moments
 from lineartime.training.schedule import learning_rate
 from lineartime.training.setup import Setup, set_up
-from lineartime.training.start import start_notes
-from lineartime.training.step import compute_gradient, count_targets, memory_of_steps
+from lineartime.training.start import precision_notes, start_notes
 from lineartime.training.validation import Validation
 
 _OTHER_NAMES = {
@@ -89,7 +91,8 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
 
 def train_completed(config: TrainConfig, defaults: TrainConfig) -> TrainingResult:
     """Train with a complete set of options. `defaults` holds the values of options that were not given."""
-    device = choose_device(config.device, read_environment().local_rank)
+    environment = read_environment()
+    device = choose_device(config.device, environment.local_rank)
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
     record = RunRecord(config.run_directory)
     kept = torch.random.fork_rng([device] if device.type == "cuda" else [])  # a step seeds the generators of the caller
@@ -97,7 +100,7 @@ def train_completed(config: TrainConfig, defaults: TrainConfig) -> TrainingResul
     threads = using_threads(config.threads)
     with record.errors(), kept, threads, own_precision, together as world, locked_run(config, world):
         # The trainer gets no name: it must be freed before the processes disconnect, which could deadlock (`join_world`).
-        if read_environment().restart_count > 0:  # torchrun has replaced a lost process: resume if there is a checkpoint
+        if environment.torchelastic_restart_count > 0:  # torchrun has replaced a lost process: resume if there is a checkpoint
             exists = bool(checkpoints.list_checkpoints(config.run_directory))
             config = dataclasses.replace(config, resume=config.resume or exists)
         start, notes = world.share(lambda: starting_point(config))
@@ -115,18 +118,18 @@ def prepare(
 ) -> "Trainer":
     """The trainer of a new run, or of a run that starts from a checkpoint; its folder is not touched. Raises as `train`."""
     world = world or World()
+    before: Precision | None = None  # the precision of the run that is resumed
     with world.raise_on_all_ranks():
         config.check()
         check_trackers(config.track)
-    if start is not None:
-        with world.raise_on_all_ranks():
+        if start is not None:
             started = saved_config(start)
             taken = checkpoints.read_training_state(start).step
             config = resumed_config(config, started, defaults or TrainConfig(), taken)
             config.check()
+            before = started.precision
     setup = set_up(config, world, start)
-    if start is not None:
-        notes = [*notes, precision_note(started.precision, setup.config.precision, setup.device)]
+    notes = [*notes, *precision_notes(setup.config.precision, before, setup.device)]
     return Trainer(setup, world, record or RunRecord(config.run_directory), start, notes)
 
 
@@ -160,22 +163,29 @@ class Trainer:
             if start is not None:
                 self._restore(start)
         if start is None:
-            notes = [*notes, *world.share(lambda: start_notes(config, setup.tokenizer, self.model.config, setup.device))]
-        self.notes = [*notes, *self.text.splits, setup.summary(world), self.optimizer.summary(config)]
-        if start is not None:
+            notes = [*notes, *world.share(lambda: start_notes(config, setup.tokenizer, self.model.config))]
+        else:
             with world.raise_on_all_ranks():
                 restore_moments(start, self.optimizer, self.step - self.skipped, world)
-            self.notes.append(f"Resuming from {start.name}.")
+        self.notes = [*notes, *self.text.splits, setup.summary(world), self.optimizer.summary(config), *self._more_notes(start)]
+
+    def _more_notes(self, start: Path | None) -> list[str]:
+        """What the user may want to know before training starts."""
+        config = self.config
+        notes = []
+        if start is not None:
+            notes.append(f"Resuming from {start.name}.")
             if config.max_time is not None:
-                self.notes.append(f"Training stops after {config.max_time:g} minutes ({spell(Argument('max_time'))}).")
+                notes.append(f"Training stops after {config.max_time:g} minutes ({spell(Argument('max_time'))}).")
         if config.task == "prefix-lm":
             each = "document" if config.packed else "sequence"
-            self.notes.append(f"Validation reads the first half of each {each} as its prefix and measures what follows.")
+            notes.append(f"Validation reads the first half of each {each} as its prefix and measures what follows.")
         if self.text.is_lossy:
-            self.notes.append(
+            notes.append(
                 "The tokenizer does not restore the text exactly: bits per byte and perplexity per word leave out what it "
                 "loses, and do not compare with those of other tokenizers."
             )
+        return notes
 
     def _restore(self, start: Path) -> None:
         """Restore the position of a checkpoint. Raises LineartimeError if the text has changed."""
@@ -201,7 +211,6 @@ class Trainer:
             with self.world.raise_on_all_ranks():
                 reporter = self._reporter()
             minutes = math.inf if self.config.max_time is None else self.config.max_time
-            on_cpu = self.setup.device.type == "cpu"
             interruptible = interrupts(alone=self.world.size == 1, seconds=60 * minutes)
             with memory_of_steps(self.setup.device), reporter as report, interruptible as stop:
                 for note in self.notes:
@@ -213,12 +222,9 @@ class Trainer:
                     self._evaluate_saved(report)
                 if self.step >= steps:
                     report.say(f"The run in {run} has already taken all of its {steps} steps.")
-                contention = Contention(torch.get_num_threads() if on_cpu else 1, self.world.size)
                 stopped = False
                 while self.step < steps and not stopped:
                     stopped = self.take_step(report, stop)
-                    if advice := contention.advice():
-                        report.say(advice)
                     if self._evaluation_is_due and not stopped:
                         stopped = not self._evaluate(report, stop)
                     if self._evaluation_is_due or stopped:
@@ -248,16 +254,13 @@ class Trainer:
         start = time.perf_counter()
         batches, failure = self._read()
         waiting = time.perf_counter() - start
-        targets = count_targets(batches, failure, self.world)
-        gradient = compute_gradient(self.parallel, batches, targets, self.step, self.config, self.world, self.setup.device)
-        finite = math.isfinite(gradient.loss) and math.isfinite(gradient.norm)
-        loss_sum, norm_sum, infinite, failed, stopped = self.world.sum(
-            gradient.loss, gradient.norm, not finite, self.writer.failed, stop.requested
-        )
+        own_targets, targets = self._count_targets(batches, failure)
+        loss, norm = self._compute_gradient(batches, own_targets, targets)
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        loss, norm, infinite, failed, stopped = self.world.sum(loss, norm, not finite, self.writer.failed, stop.requested)
         if failed:
             self.writer.finish()  # raises the error
-        loss = loss_sum / gradient.targets if gradient.targets else math.nan  # a masked model may have nothing to predict
-        norm = norm_sum / self.world.size
+        loss = loss / targets if targets else math.nan  # a masked model may have nothing to predict
         rates = self.optimizer.set_learning_rate(learning_rate(self.step, self.config))
         self.step += 1
         self._validation_loss = None
@@ -268,7 +271,7 @@ class Trainer:
             self._skipped_in_a_row = 0
             self.optimizer.step()
         self.optimizer.zero_grad()
-        seconds = time.perf_counter() - start
+        seconds, norm = time.perf_counter() - start, norm / self.world.size
         report.step(self.step, StepMetrics(loss, rates, norm, self.setup.tokens_per_step, seconds, waiting, self.skipped))
         if infinite:
             self._report_skipped(loss, report)
@@ -280,6 +283,45 @@ class Trainer:
             return self.text.loader.next_step(), None
         except Exception as error:
             return [], error
+
+    def _count_targets(self, batches: Sequence[Batch], failure: Exception | None) -> tuple[list[int], float]:
+        """The targets in each micro-batch, and all of the step. If one process could not read, all raise its `failure`."""
+        own = [int((batch.targets != IGNORED).sum()) for batch in batches]
+        # Processes that share a sequence have the same batches.
+        total, failed = self.world.sum(sum(own) / self.world.context_parallel, failure is not None)
+        if failed:
+            with self.world.raise_on_all_ranks():
+                if failure is not None:
+                    raise failure
+        return own, total
+
+    def _compute_gradient(self, batches: Sequence[Batch], own_targets: list[int], targets: float) -> tuple[float, float]:
+        """Run the forward and backward passes of a step and clip the gradient.
+
+        Returns:
+            The sum of this process's losses, in nats, and the norm of the gradient before clipping; if groups of micro-batches
+            are clipped separately, the mean norm of this process's groups.
+        """
+        # The seed of dropout is derived from the step, so that checkpoints need not store a state.
+        seeds = np.random.SeedSequence((self.config.seed, self.step, self.world.rank)).generate_state(1, np.uint64)
+        torch.manual_seed(int(seeds[0] >> np.uint64(1)))
+        device, bf16 = self.setup.device, self.config.precision == "bf16"
+        losses: list[Tensor] = []
+        norms: list[Tensor] = []
+        size = len(batches) // self.parallel.groups
+        for start in range(0, len(batches), size):
+            weight = self.parallel.loss_weight(sum(own_targets[start : start + size]), max(1.0, targets))
+            for index in range(start, start + size):
+                with self.parallel.accumulate(last=index == len(batches) - 1):
+                    with autocast(device, bf16):
+                        loss = self.parallel.objective(*part_of(batches[index], self.world, device))
+                    (loss * weight).backward()
+                losses.append(loss.detach())
+            norms.append(self.parallel.clip(self.config.clip_norm or math.inf))
+        self.parallel.finish()
+        # Copy to the host once, at the end: a copy waits for the device, which then idles until the next pass is queued.
+        numbers = torch.stack([x.to(losses[0].dtype) for x in (*losses, *norms)]).tolist()
+        return sum(numbers[: len(losses)]), sum(numbers[len(losses) :]) / len(norms)
 
     def _report_skipped(self, loss: float, report: NullReporter) -> None:
         """Say why the step was skipped. Raises LineartimeError after too many in a row."""
@@ -343,3 +385,8 @@ class Trainer:
                 automatic=self.setup.automatic,
             )
         )
+
+
+def memory_of_steps(device: torch.device) -> AbstractContextManager[None]:
+    """A context in which steps on a CPU keep the memory that they free."""
+    return freed_memory_kept() if device.type == "cpu" else nullcontext()

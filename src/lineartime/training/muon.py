@@ -59,18 +59,18 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # no closure: the gradient is there
         """Update the matrices from their gradients."""
-        for group in self.param_groups:
-            rate, momentum = group["lr"], group["momentum"]
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-                update = self._direction(gradient.lerp(mean, momentum), self._rows[parameter])
-                parameter.mul_(1 - rate * group["weight_decay"]).add_(update, alpha=-rate)
+        [group] = self.param_groups
+        rate, momentum = group["lr"], group["momentum"]
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+            update = self._direction(gradient.lerp(mean, momentum), self._rows[parameter])
+            parameter.mul_(1 - rate * group["weight_decay"]).add_(update, alpha=-rate)
 
     def _direction(self, mean: Tensor, rows: list[int]) -> Tensor:
         """The update at a learning rate of 1, sharded like the mean gradient."""

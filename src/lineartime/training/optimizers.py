@@ -1,7 +1,6 @@
-"""The optimiser of a run: AdamW, or Muon for the linear maps inside layers and AdamW for the rest; the learning rate."""
+"""The optimiser of a run: AdamW, or Muon for the linear maps inside layers and AdamW for the rest."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,85 +12,93 @@ from lineartime.training.config import TrainConfig
 from lineartime.training.muon import Muon
 from lineartime.training.schedule import describe_schedule
 
-
-@dataclass(frozen=True)
-class OptimizerPart:
-    """An optimiser for some of a model's parameters.
-
-    Attributes:
-        name: the name of the algorithm for users.
-        rate_name: the name of its learning rate in metrics.jsonl.
-        ratio: its learning rate, as a share of the run's.
-        optimizer: the optimiser that updates the parameters.
-        moments: the names of the tensors that it keeps for each parameter, in the parameter's shape.
-    """
-
-    name: str
-    rate_name: str
-    ratio: float
-    optimizer: torch.optim.Optimizer
-    moments: tuple[str, ...]
+_MOMENTS = {Muon: ("momentum_buffer",), torch.optim.AdamW: ("exp_avg", "exp_avg_sq")}
+"""The tensors that an optimiser keeps for each parameter, in the parameter's shape."""
 
 
 class ModelOptimizer:
-    """Updates all parameters of a model, each by one of its parts."""
+    """Updates all parameters of a model, each by one of its `parts`: optimisers with their shares of the learning rate."""
 
-    def __init__(self, model: nn.Module, *parts: OptimizerPart) -> None:
+    def __init__(self, model: nn.Module, *parts: tuple[torch.optim.Optimizer, float]) -> None:
         self._model = model
-        self._parts = parts
+        self._parts = [part for part, _ in parts]
+        self._ratios = [ratio for _, ratio in parts]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all parts, as in `torch.optim`."""
-        return [group for part in self._parts for group in part.optimizer.param_groups]
+        return [group for part in self._parts for group in part.param_groups]
 
     def set_learning_rate(self, rate: float) -> dict[str, float]:
         """Set the learning rates of the next step from the run's rate; return them by their names in metrics.jsonl."""
-        for part in self._parts:
-            for group in part.optimizer.param_groups:
-                group["lr"] = part.ratio * rate
-        return {part.rate_name: part.ratio * rate for part in self._parts}
+        rates = [ratio * rate for ratio in self._ratios]
+        for part, own in zip(self._parts, rates, strict=True):
+            for group in part.param_groups:
+                group["lr"] = own
+        return dict(zip(("learning_rate", "adamw_learning_rate"), rates, strict=False))
 
     def step(self) -> None:
         """Update the parameters from their gradients."""
         for part in self._parts:
-            part.optimizer.step()
+            part.step()
 
     def zero_grad(self) -> None:
         """Reset the gradients."""
         for part in self._parts:
-            part.optimizer.zero_grad()
+            part.zero_grad()
 
     def moments(self) -> dict[str, Tensor]:
         """The running means that it keeps, by name; complete after the first step."""
         return {
-            f"{moment}.{name}": state[moment]
+            f"{moment}.{name}": part.state[parameter][moment]
             for part, name, parameter in self._named()
-            for state in [part.optimizer.state.get(parameter, {})]
-            for moment in part.moments
-            if moment in state
+            for moment in _MOMENTS[type(part)]
+            if moment in part.state.get(parameter, {})
         }
 
     def start_at(self, step: int) -> None:
         """Enter the state after `step` steps, with zero moments into which those of a checkpoint can be loaded."""
         for part, _, parameter in self._named():
-            state = part.optimizer.state[parameter] = {moment: torch.zeros_like(parameter) for moment in part.moments}
-            if isinstance(part.optimizer, torch.optim.AdamW):
+            state = part.state[parameter] = {moment: torch.zeros_like(parameter) for moment in _MOMENTS[type(part)]}
+            if isinstance(part, torch.optim.AdamW):
                 state["step"] = torch.tensor(float(step), device=parameter.device)
 
     def summary(self, config: TrainConfig) -> str:
         """One line that states what each part updates, and at which learning rate."""
         texts = []
-        for part in self._parts:
-            count = sum(parameter.numel() for group in part.optimizer.param_groups for parameter in group["params"])
-            texts.append(f"{part.name}: {count:,} parameters, peak learning rate {part.ratio * config.learning_rate:g}")
+        for part, ratio in zip(self._parts, self._ratios, strict=True):
+            count = sum(parameter.numel() for group in part.param_groups for parameter in group["params"])
+            texts.append(f"{type(part).__name__}: {count:,} parameters, peak learning rate {ratio * config.learning_rate:g}")
         return f"{'; '.join(texts)}; {describe_schedule(config)}"
 
-    def _named(self) -> Iterator[tuple[OptimizerPart, str, nn.Parameter]]:
+    def _named(self) -> Iterator[tuple[torch.optim.Optimizer, str, nn.Parameter]]:
         """Each parameter with its part and its name in the model."""
-        owners = {p: part for part in self._parts for group in part.optimizer.param_groups for p in group["params"]}
+        owners = {p: part for part in self._parts for group in part.param_groups for p in group["params"]}
         for name, parameter in self._model.named_parameters():
             yield owners[parameter], name, parameter
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> ModelOptimizer:
+    """Build the optimiser that the options describe. Weight decay applies only to the matrices of the model."""
+    rate, decay = config.learning_rate, config.weight_decay
+    maps = hidden_maps(model) if config.optimizer == "muon" else {}
+    others = [parameter for parameter in model.parameters() if parameter not in maps]
+    matrices = {id(parameter) for parameter in matrices_of(model)}
+    ratio = config.adamw_ratio if config.optimizer == "muon" else 1.0
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in others if id(p) in matrices], "weight_decay": decay},
+            {"params": [p for p in others if id(p) not in matrices], "weight_decay": 0.0},
+        ],
+        lr=ratio * rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=all(p.device.type != "mps" for p in others),  # the fused kernels for MPS are untested
+    )
+    if config.optimizer == "adamw":
+        return ModelOptimizer(model, (adamw, ratio))
+    muon = Muon(maps, lr=rate, momentum=config.momentum, weight_decay=decay, bf16=config.precision == "bf16")
+    return ModelOptimizer(model, (muon, 1.0), (adamw, ratio))
 
 
 def matrices_of(model: nn.Module) -> Iterator[Tensor]:
@@ -124,36 +131,3 @@ def hidden_maps(model: nn.Module) -> dict[Tensor, tuple[int, ...]]:
                 parameter = module.get_parameter(name)
                 found[parameter] = (len(parameter),)
     return {parameter: rows for parameter, rows in found.items() if parameter.dim() == 2}
-
-
-def build_optimizer(model: nn.Module, config: TrainConfig) -> ModelOptimizer:
-    """Build the optimiser that the options describe. Weight decay applies only to the matrices of the model."""
-    rate, decay = config.learning_rate, config.weight_decay
-    if config.optimizer == "adamw":
-        return ModelOptimizer(model, _adamw(model, list(model.parameters()), config, "learning_rate", 1.0))
-    maps = hidden_maps(model)
-    muon = Muon(maps, lr=rate, momentum=config.momentum, weight_decay=decay, bf16=config.precision == "bf16")
-    others = [parameter for parameter in model.parameters() if parameter not in maps]
-    return ModelOptimizer(
-        model,
-        OptimizerPart("Muon", "learning_rate", 1.0, muon, ("momentum_buffer",)),
-        _adamw(model, others, config, "adamw_learning_rate", config.adamw_ratio),
-    )
-
-
-def _adamw(
-    model: nn.Module, parameters: list[nn.Parameter], config: TrainConfig, rate_name: str, ratio: float
-) -> OptimizerPart:
-    """AdamW for some parameters of a model, in two groups: matrices, and the rest."""
-    matrices = {id(parameter) for parameter in matrices_of(model)}
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if id(p) in matrices], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if id(p) not in matrices], "weight_decay": 0.0},
-        ],
-        lr=ratio * config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=all(p.device.type != "mps" for p in parameters),  # the fused kernels for MPS are untested
-    )
-    return OptimizerPart("AdamW", rate_name, ratio, adamw, ("exp_avg", "exp_avg_sq"))

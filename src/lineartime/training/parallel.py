@@ -30,8 +30,7 @@ from lineartime.training.distributed import World
 class Objective(nn.Module):
     """A module whose forward pass is the sum of a model's losses, to be wrapped by DDP and FSDP.
 
-    `group` holds the processes that share each sequence, if several do. Raises ArgumentError for a group and a model other
-    than FLASH.
+    Raises ArgumentError for a `group` of processes that share each sequence, and a model other than FLASH.
     """
 
     def __init__(self, model: LanguageModel, group: dist.ProcessGroup | None = None) -> None:
@@ -61,12 +60,7 @@ class Parallel:
         self._world = world
 
     def loss_weight(self, own_targets: int, targets: float) -> float:
-        """The factor by which to multiply a summed loss before the backward pass.
-
-        Args:
-            own_targets: targets in this process's share of the group of micro-batches.
-            targets: targets of the step, over all processes.
-        """
+        """The factor of a summed loss in the backward pass, from the targets of this process's group and of the whole step."""
         return self._world.size / targets
 
     @contextmanager
@@ -117,11 +111,10 @@ class GroupClipped(Parallel):
         self._total = []
 
     def _gradients(self) -> list[Tensor]:
-        gradients = []
         for parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients.append(parameter.grad)
-        return gradients
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def _average(self, gradients: list[Tensor], group: dist.ProcessGroup | None, size: int, groups: int = 1) -> None:
         waiting = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients] if size > 1 else []

@@ -1,14 +1,12 @@
 """Options that are taken from a run to resume, from a run to repeat, or from a recipe."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any, TypeVar
 
 from lineartime.checkpoint import (
+    CheckpointChoice,
     NoCheckpointError,
     is_checkpoint,
     last_whole_checkpoint,
@@ -17,14 +15,11 @@ from lineartime.checkpoint import (
     read_model_config,
     read_training_state,
 )
-from lineartime.choices import Precision
 from lineartime.errors import Argument, ArgumentError, LineartimeError
-from lineartime.machine import faster_precision
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.training.config import TrainConfig
-from lineartime.training.given_model import options_of
-from lineartime.training.overrides import merged_override
+from lineartime.training.overrides import merged_override, options_of
 from lineartime.training.recipes import recipe_config, recipe_preset
 from lineartime.training.schedule import with_other_steps
 
@@ -54,10 +49,11 @@ _MAY_CHANGE = (
 _LENGTHS = ("steps", "decay_steps")
 """Options that may differ as long as the steps taken would have had the same learning rates."""
 
-_OWN: dict[str, Any] = {"out": None, "resume": False, "auto_resume": False, "recipe": None}
-"""What is not repeated of a run."""
+_NOT_REPEATED: dict[str, Any] = {"out": None, "resume": False, "auto_resume": False, "recipe": None}
+
 ApplyGiven = Callable[[TrainConfig], TrainConfig]
 """Applies the options that the user gave to other defaults."""
+Content = TypeVar("Content")
 
 
 def saved_config(checkpoint: Path) -> TrainConfig:
@@ -80,38 +76,29 @@ def resumed_config(asked: TrainConfig, started: TrainConfig, defaults: TrainConf
     `defaults` holds the values of options that were not given now, and `taken` is the number of steps taken. Raises
     ArgumentError if a given option differs and must not.
     """
-    values = {}
-    given = {name: getattr(asked, name) for name in _LENGTHS if getattr(asked, name) != getattr(defaults, name)}
-    if any(value != getattr(started, name) for name, value in given.items()):
-        started = with_other_steps(started, dataclasses.replace(started, **given), taken)
-        defaults = dataclasses.replace(defaults, **{name: getattr(asked, name) for name in _LENGTHS})
-    for field in dataclasses.fields(TrainConfig):
-        new, old = getattr(asked, field.name), getattr(started, field.name)
-        if field.name in ("out", "resume", "auto_resume") or (
-            new != getattr(defaults, field.name) and field.name in _MAY_CHANGE
-        ):
-            values[field.name] = new
-        elif new != getattr(defaults, field.name):
-            if field.name == "tokenizer":  # None means this
-                old = old or "bytes"
-            if new == old:
-                continue
-            raise ArgumentError(
-                field.name,
-                f"is {_shown(new)}, but the run in {asked.run_directory} was started with {_shown(old)}: leave the option out "
-                "to resume it, or start another run in another folder.",
-            )
-    return dataclasses.replace(started, **values)
-
-
-def precision_note(started: Precision, precision: Precision, device: torch.device) -> str:
-    """A note on a resumed run's precision, and why it differs from the one before or from that of a new run here."""
-    if started not in ("auto", precision):
-        return f"Computing in {precision}, and no longer in {started}."
-    faster, reason = faster_precision(device)
-    if faster == precision:
-        return f"Computing in {precision}, as before." if started == precision else f"Computing in {precision}: {reason}."
-    return f"Computing in {precision}, as before; a new run would compute in {faster} here, because {reason}."
+    given = {
+        field.name: value
+        for field in dataclasses.fields(TrainConfig)
+        if (value := getattr(asked, field.name)) != getattr(defaults, field.name)
+    }
+    lengths = {name: given.pop(name) for name in _LENGTHS if name in given}
+    if any(value != getattr(started, name) for name, value in lengths.items()):
+        started = with_other_steps(started, dataclasses.replace(started, **lengths), taken)
+    kept = {name: getattr(asked, name) for name in ("out", "resume", "auto_resume")}
+    for name, value in given.items():
+        if name in _MAY_CHANGE:
+            kept[name] = value
+        elif name not in kept:
+            before = getattr(started, name)
+            if name == "tokenizer":  # None means this
+                before = before or "bytes"
+            if value != before:
+                raise ArgumentError(
+                    name,
+                    f"is {_shown(value)}, but the run in {asked.run_directory} was started with {_shown(before)}: leave the "
+                    "option out to resume it, or start another run in another folder.",
+                )
+    return dataclasses.replace(started, **kept)
 
 
 def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
@@ -129,9 +116,17 @@ def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig,
             raise ArgumentError("auto_resume", "needs the folder of the run: give ", Argument("out"), ".")
         if list_checkpoints(config.out):
             return _resumed_again(config, apply_given)
-    _check_combination(config)
+    if config.resume and config.init_from is not None:
+        combined = ("starts a new run, and cannot be combined with ", Argument("resume"), ": use one of them.")
+        raise ArgumentError("init_from", *combined)
+    chosen = [name for name in ("resume", "like", "recipe") if getattr(config, name)]
+    if len(chosen) > 1:
+        other = Argument(chosen[1])
+        raise ArgumentError(chosen[0], "cannot be combined with ", other, ": each sets all other options; use one of them.")
     if config.resume and not is_checkpoint(config.run_directory):
-        return _resumed(config, apply_given)
+        defaults = _resumed(config.run_directory)
+        # The folder may depend on other options, which need not be given again.
+        return dataclasses.replace(apply_given(defaults), out=config.run_directory), defaults
     defaults = TrainConfig()
     if config.like is not None:
         config, defaults = _repeated(config.like, apply_given)
@@ -140,58 +135,20 @@ def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig,
         defaults = recipe_config(config.recipe, preset)
         config = _merging_override(defaults, apply_given)
     if config.init_from is not None and config.init_from != defaults.init_from:  # given, not inherited from another run
-        config, defaults = _beginning_with(config.init_from, defaults, apply_given)
+        defaults = _read("init_from", config.init_from, lambda checkpoint: _with_model_of(checkpoint, defaults))
+        config = dataclasses.replace(_merging_override(defaults, apply_given), init_from=defaults.init_from)
     return config, defaults
 
 
-def _check_combination(config: TrainConfig) -> None:
-    """Raise ArgumentError if two options choose where the others come from."""
-    if config.resume and config.init_from is not None:
-        raise ArgumentError(
-            "init_from", "starts a new run, and cannot be combined with ", Argument("resume"), ": use one of them."
-        )
-    chosen = [name for name in ("resume", "like", "recipe") if getattr(config, name)]
-    if len(chosen) > 1:
-        other = Argument(chosen[1])
-        raise ArgumentError(chosen[0], "cannot be combined with ", other, ": each sets all other options; use one of them.")
-
-
-def _resumed(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
-    """`complete` with `resume`."""
-    last, _ = last_whole_checkpoint(config.run_directory)
-    defaults = dataclasses.replace(saved_config(last), out=config.run_directory, resume=True)
-    # The folder may depend on other options, which need not be given again.
-    return dataclasses.replace(apply_given(defaults), out=config.run_directory), defaults
-
-
-def _repeated(like: Path, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
-    """`complete` with `like`."""
-    with _naming("like", like):
-        started = read_from(like, _repeated_config, None if is_checkpoint(like) else "last")
-    defaults = dataclasses.replace(started.config, **_OWN, like=like)
-    config = _merging_override(defaults, apply_given)
-    if config.data != defaults.data:  # the patterns belong to the text of that run
-        include = () if config.include == defaults.include else config.include
-        exclude = () if config.exclude == defaults.exclude else config.exclude
-        config = dataclasses.replace(config, include=include, exclude=exclude)
-    sizes = ("batch_size", "context_length", "tokens_per_batch")
-    changed = [name for name in sizes if getattr(config, name) != getattr(defaults, name)]
-    if started.chose_step and changed and "tokens_per_batch" not in changed:
-        config = dataclasses.replace(config, tokens_per_batch=None)
-    return config, defaults
-
-
-def _beginning_with(init_from: Path, defaults: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
-    """`complete` with `init_from`, on top of other defaults."""
-    with _naming("init_from", init_from):
-        defaults = read_from(init_from, lambda checkpoint: _with_model_of(checkpoint, defaults))
-    return dataclasses.replace(_merging_override(defaults, apply_given), init_from=defaults.init_from), defaults
+def _resumed(run: Path) -> TrainConfig:
+    last, _ = last_whole_checkpoint(run)
+    return dataclasses.replace(saved_config(last), out=run, resume=True)
 
 
 def _resumed_again(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
     """`complete` for a run that has begun, and whose command is given again, with what the run began with."""
-    last, _ = last_whole_checkpoint(config.run_directory)
-    defaults = dataclasses.replace(saved_config(last), out=config.out, resume=True)
+    assert config.out is not None
+    defaults = _resumed(config.out)
     began_with = {name: getattr(defaults, name) for name in ("like", "recipe", "init_from")}
     for name, before in began_with.items():
         given = getattr(config, name)
@@ -202,41 +159,40 @@ def _resumed_again(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainC
     return dataclasses.replace(_merging_override(defaults, apply_given), **began_with), defaults
 
 
-@contextmanager
-def _naming(option: str, path: Path) -> Iterator[None]:
-    """Name the option in the error for a path without a checkpoint."""
-    try:
-        yield
-    except NoCheckpointError as error:
-        raise ArgumentError(option, f"is {path}, which {error.problem}: {error.advice}.") from None
+def _repeated(like: Path, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
+    """`complete` with `like`."""
+    started, chose_step = _read("like", like, _repeated_config, None if is_checkpoint(like) else "last")
+    defaults = dataclasses.replace(started, **_NOT_REPEATED, like=like)
+    config = _merging_override(defaults, apply_given)
+    if config.data != defaults.data:  # the patterns belong to the text of that run
+        include = () if config.include == defaults.include else config.include
+        exclude = () if config.exclude == defaults.exclude else config.exclude
+        config = dataclasses.replace(config, include=include, exclude=exclude)
+    sizes = ("batch_size", "context_length", "tokens_per_batch")
+    changed = [name for name in sizes if getattr(config, name) != getattr(defaults, name)]
+    if chose_step and changed and "tokens_per_batch" not in changed:
+        config = dataclasses.replace(config, tokens_per_batch=None)
+    return config, defaults
 
 
-class _Repeated(NamedTuple):
-    """The options of a run to repeat, and whether its tokens per batch followed from other options."""
+def _repeated_config(checkpoint: Path) -> tuple[TrainConfig, bool]:
+    """The options of a checkpoint's run as they were given, and whether its tokens per batch followed from other options.
 
-    config: TrainConfig
-    chose_step: bool
-
-
-def _repeated_config(checkpoint: Path) -> _Repeated:
-    """The options of a checkpoint's run as they were given; they state where its preset means another model today.
-
-    Its tokens per batch are those of the run, which may have had another number of processes.
+    They state the model where the preset means another one today. The tokens per batch are those of the run, which may have
+    had another number of processes.
     """
     automatic = dict(read_training_state(checkpoint).automatic)
     chose_step = automatic.pop("tokens_per_batch", 0) is None
     config, model = dataclasses.replace(saved_config(checkpoint), **automatic), read_model_config(checkpoint)
     if config.model_config(model.vocab_size) != model:
         config = dataclasses.replace(config, **_options_of_model(model))
-    return _Repeated(config, chose_step)
+    return config, chose_step
 
 
 def _with_model_of(checkpoint: Path, defaults: TrainConfig) -> TrainConfig:
     """These defaults, with a checkpoint's model and tokenizer. Raises LineartimeError if no run can have such a model."""
-    place = checkpoint.absolute()
-    return dataclasses.replace(
-        defaults, **_options_of_model(read_model_config(checkpoint)), tokenizer=str(place), init_from=place
-    )
+    options, place = _options_of_model(read_model_config(checkpoint)), checkpoint.absolute()
+    return dataclasses.replace(defaults, **options, tokenizer=str(place), init_from=place)
 
 
 def _options_of_model(model: ModelConfig) -> dict[str, Any]:
@@ -259,6 +215,13 @@ def _merging_override(defaults: TrainConfig, apply_given: ApplyGiven) -> TrainCo
     return dataclasses.replace(asked, override=merged_override(inherited, asked.override))
 
 
+def _read(option: str, path: Path, read: Callable[[Path], Content], which: CheckpointChoice | None = None) -> Content:
+    """Read from the checkpoint at a path, which an option gives."""
+    try:
+        return read_from(path, read, which)
+    except NoCheckpointError as error:
+        raise ArgumentError(option, f"is {path}, which {error.problem}: {error.advice}.") from None
+
+
 def _shown(value: object) -> str:
-    """Format a value for an error message."""
     return "nothing" if value in (None, ()) else " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

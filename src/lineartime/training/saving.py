@@ -49,7 +49,7 @@ class CheckpointWriter:
         self._tokenizer = tokenizer
         self._world = world
         self._thread: threading.Thread | None = None
-        self._target: Path | None = None
+        self._target = run
         self._error: BaseException | None = None
 
     @property
@@ -60,27 +60,26 @@ class CheckpointWriter:
     def begin(self, state: TrainingState) -> None:
         """Copy the contents of a checkpoint and write it in the background. Raises as `finish` for the previous checkpoint."""
         self.finish()
-        target = checkpoint_path(self._run, state.step)
-        partial = partial_path(target)
-        with self._world.raise_on_all_ranks(), self._reporting(target):
+        self._target = checkpoint_path(self._run, state.step)
+        partial = partial_path(self._target)
+        with self._world.raise_on_all_ranks(), self._reporting():
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
         weights = _whole(self._model.state_dict(), keep=self._world.is_main)
         writing = self._write_moments(partial)
-        self._target = target
-        self._thread = threading.Thread(target=self._complete, args=(writing, weights, state, partial, target), daemon=True)
+        self._thread = threading.Thread(target=self._complete, args=(writing, weights, state, partial), daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
         """Wait until the checkpoint is on disk. Raises LineartimeError if it could not be written; others are kept."""
-        if self._thread is None or self._target is None:
+        if self._thread is None:
             return
         self.wait()
         self._thread = None
         error, self._error = self._error, None
         try:
-            with self._world.raise_on_all_ranks(), self._reporting(self._target):
+            with self._world.raise_on_all_ranks(), self._reporting():
                 if error is not None:
                     raise error
         except Exception:
@@ -93,9 +92,9 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
 
-    def _reporting(self, target: Path) -> AbstractContextManager[None]:
+    def _reporting(self) -> AbstractContextManager[None]:
         then = ("resume the run with ", Argument("resume", True)) if list_checkpoints(self._run) else ("train again",)
-        return reporting_file_errors("write", f"the checkpoint {target}", *then)
+        return reporting_file_errors("write", f"the checkpoint {self._target}", *then)
 
     def _write_moments(self, partial: Path) -> "Future[Any] | None":
         moments = self._optimizer.moments()
@@ -104,13 +103,10 @@ class CheckpointWriter:
         dcp = _engine()
         writer = dcp.HuggingFaceStorageWriter(str(partial / OPTIMIZER_FOLDER), save_distributed=True)
         group, alone = self._world.checkpoint_group, self._world.size == 1
-        future = dcp.async_save(moments, storage_writer=writer, process_group=group, no_dist=alone)
-        assert isinstance(future, Future)
+        future: Future[Any] = dcp.async_save(moments, storage_writer=writer, process_group=group, no_dist=alone)
         return future
 
-    def _complete(
-        self, writing: "Future[Any] | None", weights: dict[str, Tensor], state: TrainingState, partial: Path, target: Path
-    ) -> None:
+    def _complete(self, writing: "Future[Any] | None", weights: dict[str, Tensor], state: TrainingState, partial: Path) -> None:
         """Wait for the parts of all processes. The main process then adds its files and makes the checkpoint visible."""
         try:
             if writing is not None:
@@ -118,7 +114,7 @@ class CheckpointWriter:
             if not self._world.is_main:
                 return
             write_files(partial, weights, self._model.config, self._tokenizer, state)
-            partial.rename(target)
+            partial.rename(self._target)
             synchronise(self._run)
         except BaseException as error:  # `finish` raises it in the main thread
             self._error = _cause(error)

@@ -1,4 +1,4 @@
-"""The learning rate of each step, as a share of its peak.
+"""The learning rate of each step.
 
 With a peak P, S steps, W of them warm-up, D of them decay, and x = (step - W) / (S - W), from 0 after the warm-up to 1 just
 after the last step, the rate of a step, counted from 0, is P (step + 1) / W during the warm-up, and then
@@ -20,16 +20,13 @@ from lineartime.training.config import TrainConfig
 COSINE_FLOOR = 0.1
 """The final learning rate of a cosine schedule, as a share of the peak."""
 LONGEST_WARMUP = 1000
-"""The maximum default of the warm-up at a constant rate."""
+"""The maximum default of the warm-up at a constant rate, which may end sooner or later than the run was started for."""
 _COMPARED = 1000
 """At how many of the steps taken the rates of two schedules are compared."""
 
 
 def warmup_steps(config: TrainConfig) -> int:
-    """The number of steps over which the learning rate rises; by default, a tenth of all.
-
-    A run at a constant rate may end sooner or later than it was started for, so that its default is at most `LONGEST_WARMUP`.
-    """
+    """The number of steps over which the learning rate rises; by default, a tenth of all."""
     if config.warmup_steps is not None:
         return config.warmup_steps
     tenth = config.steps // 10
@@ -73,31 +70,22 @@ def describe_schedule(config: TrainConfig) -> str:
 
 
 def with_other_steps(started: TrainConfig, asked: TrainConfig, taken: int) -> TrainConfig:
-    """The options of a run that goes on to another number of steps, or decays over others.
-
-    Args:
-        started: the options with which the run was started.
-        asked: the steps and the steps of decay that are asked for.
-        taken: the number of steps taken. Their learning rates must be those of a run that was started for the new number.
-
-    Returns:
-        The options of `started`, with the other steps and its own warm-up.
+    """The options of a run, with its own warm-up, that goes on to the steps and the steps of decay of `asked`.
 
     Raises:
-        ArgumentError: if another number of steps would have had other learning rates, or is below those taken.
+        ArgumentError: if the `taken` steps would have had other learning rates, or more were taken than are asked for.
     """
     if asked.steps <= warmup_steps(started):
         found = f"is {asked.steps}, but the run was started with a warm-up of {warmup_steps(started)} steps"
         raise ArgumentError("steps", f"{found}: ask for more.")
-    changed = dataclasses.replace(started, steps=asked.steps, decay_steps=asked.decay_steps, warmup_steps=warmup_steps(started))
     if asked.decay_steps is not None and started.schedule != "wsd":
         found = f"is {asked.decay_steps}, but the {started.schedule} schedule of this run has no decay"
         raise ArgumentError("decay_steps", f"{found}: leave it out.")
     if asked.steps < taken:
         raise ArgumentError("steps", f"is {asked.steps}, but the run has taken {taken} steps: ask for at least as many.")
+    changed = dataclasses.replace(started, steps=asked.steps, decay_steps=asked.decay_steps, warmup_steps=warmup_steps(started))
     compared = {round(number * max(0, taken - 1) / _COMPARED) for number in range(_COMPARED + 1)} if taken else set()
-    other = [step for step in compared if learning_rate(step, changed) != learning_rate(step, started)]
-    if other:
+    if any(learning_rate(step, changed) != learning_rate(step, started) for step in compared):
         name = "steps" if asked.steps != started.steps else "decay_steps"
         raise ArgumentError(
             name,

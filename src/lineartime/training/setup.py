@@ -8,15 +8,7 @@ from typing import Any
 import torch
 
 from lineartime import checkpoint as checkpoints
-from lineartime.data import (
-    Corpus,
-    Rows,
-    Tokenizer,
-    load_corpus,
-    read_tokenizer,
-    tokenizer_for,
-    tokenizer_from_json,
-)
+from lineartime.data import Corpus, Rows, Tokenizer, load_corpus, read_tokenizer, tokenizer_for, tokenizer_from_json
 from lineartime.data.corpora import load_corpus_of_run
 from lineartime.data.train_tokenizer import names_folder
 from lineartime.errors import Argument, ArgumentError, LineartimeError
@@ -86,53 +78,39 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     Raises:
         LineartimeError: for options that are incompatible with each other, the text or this machine.
     """
+    weights = start or config.init_from
+    is_new = start is None
     with world.raise_on_all_ranks():
         device = choose_device(config.device, world.local_rank)
         rows = config.rows(world.data_rank, world.data_ranks)
         cache = config.cache or cache_folder()
-        if start is None and config.init_from is not None:
-            check_start(config, config.init_from)
+        if is_new and weights is not None:
+            check_start(config, weights)
     corpus: Corpus = world.local_main_first("the corpus", lambda: _corpus(config, start))
-    tokenizer: Tokenizer = world.local_main_first(
-        "the tokenizer", lambda: _tokenizer(config.tokenizer, corpus, cache) if start is None else read_tokenizer(start)
-    )
+    tokenizer: Tokenizer = world.local_main_first("the tokenizer", lambda: _tokenizer(config.tokenizer, start, corpus, cache))
     # Each machine trains a tokenizer, and unigram tokenizers of the same text differ from one training to the next.
     definition = world.share(tokenizer.to_json)
     if definition != tokenizer.to_json():
         tokenizer = tokenizer_from_json(definition, "the tokenizer of the main process")
     with world.raise_on_all_ranks():
-        if start is None and config.init_from is not None:
-            check_tokenizer(config, tokenizer, config.init_from)
+        if is_new and weights is not None:
+            check_tokenizer(config, tokenizer, weights)
         # A run keeps its model, whatever its preset means today.
         model_config = config.model_config(tokenizer.vocab_size) if start is None else checkpoints.read_model_config(start)
         slice_unit = _slice_unit(model_config, config)
         _check_memory(model_config, config, rows, device, world)
-        torch.manual_seed(config.seed)
-        with errors_in_override():
-            model = build_model(model_config).to(device)
-        objective = Objective(model, world.context_group)
-        source = start or config.init_from
-        if source is not None:
-            try:
-                checkpoints.load_into(model, source)
-            except checkpoints.UnfitWeightsError as error:
-                if start is not None:
-                    raise checkpoints.damaged(start, str(error)) from None
-                what = f"is {source}, whose weights are not those of the model that is asked for: {error}."
-                raise ArgumentError("init_from", what) from None
+        objective = Objective(_model(model_config, config, device, start), world.context_group)
     text: Text = world.local_main_first("the text", lambda: Text(corpus, tokenizer, config, rows, cache))
     _check_same_run(config, text, world)
     tokens_per_step = rows.per_step * config.context_length
+    tokens, parameters = tokens_per_step * config.steps, objective.model.n_parameters
     precision, (compiled, why_not_compiled) = world.share(
-        lambda: (
-            choose_precision(config.precision, device),
-            choose_compile(config.compile, device, model.n_parameters, tokens_per_step * config.steps),
-        )
+        lambda: (choose_precision(config.precision, device), choose_compile(config.compile, device, parameters, tokens))
     )
     if config.recompute:
-        model.recompute_blocks()
+        objective.model.recompute_blocks()
     if compiled:
-        model.compile_blocks()
+        objective.model.compile_blocks()
     # Checkpoints store the resolved options, so that a resumed run computes the same.
     resolved = dataclasses.replace(
         config, precision=precision, compile="on" if compiled else "off", tokens_per_batch=tokens_per_step
@@ -148,33 +126,44 @@ def _corpus(config: TrainConfig, start: Path | None) -> Corpus:
     return load(config.data, config.text_column, config.max_expansion, config.include, config.exclude)
 
 
-def _automatic(given: TrainConfig, resolved: TrainConfig, start: Path | None) -> dict[str, Any]:
-    """The options that were left to the library, as they were given: now, or before, if the run is resumed with the same."""
-    found = {name: value for name, value in given.to_dict().items() if value != resolved.to_dict()[name]}
-    if start is None:
-        return found
-    before = checkpoints.read_training_state(start)
-    kept = {name: value for name, value in before.automatic.items() if given.to_dict()[name] == before.config.get(name)}
-    return {**found, **kept}
+def _tokenizer(choice: str | None, start: Path | None, corpus: Corpus, cache: Path) -> Tokenizer:
+    """The tokenizer of the checkpoint to resume from; otherwise that of a name or a path, such as another run's folder."""
+    if start is not None:
+        return read_tokenizer(start)
+    if choice is not None and names_folder(choice):
+        return checkpoints.load_tokenizer(choice)
+    return tokenizer_for(choice, corpus, cache)
 
 
-MAY_DIFFER = ("data", "tokenizer", "cache", "device", "threads")
-"""Options whose values may differ between the machines of a run: paths, and what suits a machine."""
+def _model(model_config: ModelConfig, config: TrainConfig, device: torch.device, start: Path | None) -> LanguageModel:
+    """The model on its device, with the weights of a checkpoint if there is one."""
+    torch.manual_seed(config.seed)
+    with errors_in_override():
+        model = build_model(model_config).to(device)
+    weights = start or config.init_from
+    if weights is None:
+        return model
+    try:
+        checkpoints.load_into(model, weights)
+    except checkpoints.UnfitWeightsError as error:
+        if start is not None:
+            raise checkpoints.damaged(start, str(error)) from None
+        what = f"is {weights}, whose weights are not those of the model that is asked for: {error}."
+        raise ArgumentError("init_from", what) from None
+    return model
 
 
-def _check_same_run(config: TrainConfig, text: Text, world: World) -> None:
-    """Raise LineartimeError, in every process, unless all processes have the same options and the same text."""
-    own = {name: str(value) for name, value in config.to_dict().items() if name not in MAY_DIFFER}
-    own["the text"] = text.identity
-    first, *others = world.gather(own)
-    for rank, other in enumerate(others, start=1):
-        for name, value in first.items():
-            if other[name] != value:
-                error = LineartimeError(
-                    f"Process {rank} was started for another run than process 0: {name} is {other[name]} there, and {value} in "
-                    "process 0. Start all processes with the same options and the same text."
-                )
-                raise world.reported_by_main(error)
+def _slice_unit(model_config: ModelConfig, config: TrainConfig) -> int:
+    """The unit of the length of sequences that processes share: one whole chunk per process."""
+    ranks, chunk_size = config.context_parallel, int(model_config.mixer.options.get("chunk_size", 1))
+    if ranks > 1 and config.context_length % (ranks * chunk_size):
+        raise ArgumentError(
+            "context_length",
+            f"is {config.context_length}, but must be a multiple of {ranks * chunk_size}: {ranks} processes (",
+            Argument("context_parallel"),
+            f") x chunk_size {chunk_size}.",
+        )
+    return ranks * chunk_size
 
 
 def _check_memory(model_config: ModelConfig, config: TrainConfig, rows: Rows, device: torch.device, world: World) -> None:
@@ -196,21 +185,30 @@ def _check_memory(model_config: ModelConfig, config: TrainConfig, rows: Rows, de
         )
 
 
-def _tokenizer(choice: str | None, corpus: Corpus, cache: Path) -> Tokenizer:
-    """The tokenizer of a name or a path, which may be the folder of another run."""
-    if choice is not None and names_folder(choice):
-        return checkpoints.load_tokenizer(choice)
-    return tokenizer_for(choice, corpus, cache)
+_MAY_DIFFER = ("data", "tokenizer", "cache", "device", "threads")
+"""Options whose values may differ between the machines of a run: paths, and what suits a machine."""
 
 
-def _slice_unit(model_config: ModelConfig, config: TrainConfig) -> int:
-    """The unit of the length of sequences that processes share: one whole chunk per process."""
-    ranks, chunk_size = config.context_parallel, int(model_config.mixer.options.get("chunk_size", 1))
-    if ranks > 1 and config.context_length % (ranks * chunk_size):
-        raise ArgumentError(
-            "context_length",
-            f"is {config.context_length}, but must be a multiple of {ranks * chunk_size}: {ranks} processes (",
-            Argument("context_parallel"),
-            f") x chunk_size {chunk_size}.",
-        )
-    return ranks * chunk_size
+def _check_same_run(config: TrainConfig, text: Text, world: World) -> None:
+    """Raise LineartimeError, in every process, unless all processes have the same options and the same text."""
+    own = {name: str(value) for name, value in config.to_dict().items() if name not in _MAY_DIFFER}
+    own["the text"] = text.identity
+    first, *others = world.gather(own)
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other[name] != value:
+                error = LineartimeError(
+                    f"Process {rank} was started for another run than process 0: {name} is {other[name]} there, and {value} in "
+                    "process 0. Start all processes with the same options and the same text."
+                )
+                raise world.reported_by_main(error)
+
+
+def _automatic(given: TrainConfig, resolved: TrainConfig, start: Path | None) -> dict[str, Any]:
+    """The options that were left to the library, as they were given: now, or before, if the run is resumed with the same."""
+    found = {name: value for name, value in given.to_dict().items() if value != resolved.to_dict()[name]}
+    if start is None:
+        return found
+    before = checkpoints.read_training_state(start)
+    kept = {name: value for name, value in before.automatic.items() if given.to_dict()[name] == before.config.get(name)}
+    return {**found, **kept}

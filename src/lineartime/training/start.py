@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lineartime import checkpoint as checkpoints
+from lineartime.choices import Precision
 from lineartime.data import Tokenizer, fingerprint, read_tokenizer, ready_tokenizer, size_to_train
 from lineartime.data.train_tokenizer import names_folder
 from lineartime.errors import Argument, ArgumentError, LineartimeError, spell
@@ -26,32 +27,23 @@ def check_start(config: TrainConfig, start: Path) -> None:
         ArgumentError: naming the option with which the weights do not fit.
     """
     theirs = checkpoints.read_model_config(start)
-    size = _vocab_size(config.tokenizer)
+    size, nearest = _vocab_size(config.tokenizer), nearest_preset(theirs)
     if size != theirs.vocab_size:
         raise _unfit("tokenizer", f"is {config.tokenizer}, which has {size:,} tokens", f"has {theirs.vocab_size:,}")
     ours = config.model_config(size)
     with errors_in_override():
         fits = _shapes(ours) == _shapes(theirs)
-    if fits:
-        _check_size(config, theirs)
-        return
-    if config.preset != nearest_preset(theirs):
-        raise _unfit("preset", f"is {config.preset}", f"is {nearest_preset(theirs)}")
-    given, there = values_of(ours), values_of(theirs)
-    names = [item.partition("=")[0] for item in config.override]
-    changed = {name: given[name] for name in names if name in given and given[name] != there.get(name)}
-    for name, value in changed.items():
-        if _changes_shapes(theirs, name, value):
-            raise _unfit("override", f"sets {name} to {value}", f"has {there.get(name)}")
-    raise _unfit("task", f"is {config.task}", f"has other weights, for {theirs.task}")
-
-
-def _check_size(config: TrainConfig, theirs: ModelConfig) -> None:
-    """Raise ArgumentError for a preset of another size than the weights, which overrides of their run would make fit."""
-    nearest = nearest_preset(theirs)
-    given, found = (resolve(name, config.task) for name in (config.preset, nearest))
-    if (given.d_model, given.n_blocks) != (found.d_model, found.n_blocks):
+    # A preset of another size is a mistake, although the overrides that are taken from the other run make it fit.
+    named, found = (resolve(name, config.task) for name in (config.preset, nearest))
+    if (named.d_model, named.n_blocks) != (found.d_model, found.n_blocks) or (not fits and config.preset != nearest):
         raise _unfit("preset", f"is {config.preset}", f"is {nearest}")
+    if fits:
+        return
+    given, there = values_of(ours), values_of(theirs)
+    for name in (item.partition("=")[0] for item in config.override):
+        if name in given and given[name] != there.get(name) and _changes_shapes(theirs, name, given[name]):
+            raise _unfit("override", f"sets {name} to {given[name]}", f"has {there.get(name)}")
+    raise _unfit("task", f"is {config.task}", f"has other weights, for {theirs.task}")
 
 
 def check_tokenizer(config: TrainConfig, tokenizer: Tokenizer, start: Path) -> None:
@@ -60,7 +52,7 @@ def check_tokenizer(config: TrainConfig, tokenizer: Tokenizer, start: Path) -> N
         raise _unfit("tokenizer", f"is {config.tokenizer or 'bytes'}", "has learnt the tokens of another one")
 
 
-def start_notes(config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig, device: torch.device) -> list[str]:
+def start_notes(config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig) -> list[str]:
     """Sentences about what the user of a new run might not expect, for instance a tokenizer that is smaller than its name says.
 
     Raises:
@@ -76,10 +68,17 @@ def start_notes(config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig, d
         if before is not None and before != config.context_length:
             now = f"{spell(Argument('context_length'))} is {config.context_length:,}"
             notes.append(f"The weights were trained on {before:,} tokens at a time; now, {now}.")
-    faster, reason = faster_precision(device)
-    if (config.precision, faster) == ("bf16", "fp32"):
-        notes.append(f"Computing in bf16 as asked; fp32 would be faster here, because {reason}.")
     return notes
+
+
+def precision_notes(precision: Precision, before: Precision | None, device: torch.device) -> list[str]:
+    """A sentence about the precision of a run, if it may surprise; `before` is that of the run that is resumed."""
+    faster, reason = faster_precision(device)
+    if before not in (None, "auto", precision):
+        return [f"Computing in {precision}, and no longer in {before}."]
+    if precision != faster and (precision == "bf16" or before is not None):
+        return [f"Computing in {precision}; {faster} would be faster here, because {reason}."]
+    return []
 
 
 def _check_own_mixer(model: ModelConfig) -> list[str]:

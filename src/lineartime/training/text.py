@@ -33,8 +33,7 @@ class Text:
     Attributes:
         loader: the loader of the training text.
         validation: the held-out text.
-        is_lossy: whether decoding fails to restore the beginning of the held-out text, apart from whitespace at its ends. If
-            so, losses per byte and per word leave out some of the text.
+        is_lossy: whether decoding fails to restore the beginning of the held-out text, so that losses per byte leave some out.
         name: a description of the training text.
         identity: a description that changes with the text, training or held out, and not with its path.
         earlier_identities: what earlier versions wrote into checkpoints for the same text.

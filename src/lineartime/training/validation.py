@@ -1,7 +1,4 @@
-"""The loss on held-out text during training, computed by all processes of the run.
-
-Shapes: B batch, T tokens of context.
-"""
+"""The loss on held-out text during training, computed by all processes of the run."""
 
 import torch
 from torch import nn
@@ -43,17 +40,16 @@ class Validation:
     @torch.no_grad()
     def loss(self, stop: Stop | None = None) -> float | None:
         """The mean over all targets, in nats; None if any process is asked to stop before the end."""
-        device, world = self._setup.device, self._world
-        total, count = 0.0, 0
+        setup, world = self._setup, self._world
+        total, count, stopped = 0.0, 0, False
         self._objective.eval()
-        stopped = False
         with torch.compiler.set_stance("force_eager"):  # these shapes are too rare to be worth compiling
             for batch in self._batches():
                 stopped = stop is not None and world.sum(stop.requested) != [0]
                 if stopped:
                     break
-                with autocast(device, self._setup.config.precision == "bf16"):
-                    total += float(self._objective(*part_of(batch, world, device)))
+                with autocast(setup.device, setup.config.precision == "bf16"):
+                    total += float(self._objective(*part_of(batch, world, setup.device)))
                 count += int((batch.targets != IGNORED).sum())
         self._objective.train()
         if stopped:
@@ -61,7 +57,7 @@ class Validation:
         total, targets = world.sum(total, count / world.context_parallel)
         if not targets:
             raise LineartimeError(
-                f"The held-out text, {self._setup.text.validation.name}, has no token to predict: give more text to hold out."
+                f"The held-out text, {setup.text.validation.name}, has no token to predict: give more text to hold out."
             )
         return total / targets
 
@@ -79,7 +75,6 @@ class Validation:
 
     def _batch(self, indices: list[int]) -> Batch:
         """The batch of some windows, which does not depend on the other windows."""
-        setup = self._setup
-        text, length = setup.text.validation, self._length + 1
-        windows = torch.stack([read_window(text, self._starts[index], length) for index in indices])
+        setup, text = self._setup, self._setup.text.validation
+        windows = torch.stack([read_window(text, self._starts[index], self._length + 1) for index in indices])
         return evaluation_batch(setup.config.task, windows, setup.tokenizer, indices, packed=setup.config.packed)
