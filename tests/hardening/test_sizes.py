@@ -26,7 +26,7 @@ from lineartime.models.presets import presets, resolve
 from lineartime.training import setup
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
-from lineartime.training.start import check_start
+from lineartime.training.setup import check_start
 
 SMALL = {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}
 OPTIONS: dict[str, Any] = {

@@ -20,8 +20,7 @@ from lineartime.runs.summary import RunSummary, find_runs, summarize
 from lineartime.runs.table import differing_options, group_runs
 from lineartime.training import loop
 from lineartime.training.config import TrainConfig
-from lineartime.training.loop import train
-from lineartime.training.validation import Validation
+from lineartime.training.loop import Validation, train
 
 
 def make_run(run: Path, best: float = 2.0, steps: int = 40, taken: int = 40, **options: Any) -> Path:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lineartime.training.interrupts import interrupts
+from lineartime.training.loop import interrupts
 
 
 def test_a_second_interrupt_of_a_process_that_is_alone_acts_as_usual() -> None:

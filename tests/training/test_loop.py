@@ -32,10 +32,8 @@ from lineartime.models import CausalLM, MaskedLM
 from lineartime.runs import trackers
 from lineartime.runs.record import read_record
 from lineartime.training.config import TrainConfig
-from lineartime.training.interrupts import Stop
-from lineartime.training.loop import Trainer, prepare, train
+from lineartime.training.loop import Stop, Trainer, Validation, prepare, train
 from lineartime.training.resuming import saved_config
-from lineartime.training.validation import Validation
 
 MakeConfig = Callable[..., TrainConfig]
 InterruptAfter = Callable[[int], AbstractContextManager[None]]

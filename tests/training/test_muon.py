@@ -3,8 +3,7 @@ import torch
 from torch import Tensor, nn
 
 import lineartime
-from lineartime.training.muon import COEFFICIENTS, ITERATIONS, Muon, orthogonal
-from lineartime.training.optimizers import hidden_maps
+from lineartime.training.optimizers import COEFFICIENTS, ITERATIONS, Muon, hidden_maps, orthogonal
 
 
 def updated(weights: Tensor, gradients: list[Tensor], rows: list[int], bf16: bool = False, decay: float = 0.1) -> Tensor:

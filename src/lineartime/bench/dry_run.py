@@ -13,9 +13,8 @@ from lineartime.machine import using_threads
 from lineartime.runs.reporter import NullReporter
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import read_environment
-from lineartime.training.folder import check_folder
-from lineartime.training.interrupts import Stop
-from lineartime.training.loop import Trainer, memory_of_steps, prepare
+from lineartime.training.loop import Stop, Trainer, memory_of_steps, prepare
+from lineartime.training.resuming import check_folder
 
 STEPS = 3
 """The number of timed steps, after a first step that compiles and allocates memory."""

@@ -2,24 +2,27 @@
 
 import dataclasses
 import math
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lineartime import checkpoint as checkpoints
 from lineartime.choices import Precision
-from lineartime.data import Batch, merge_states
+from lineartime.data import Batch, evaluation_batch, merge_states, read_window, spread_windows
 from lineartime.errors import Argument, ArgumentError, DivergedError, LineartimeError, MessagePart, did_you_mean, spell
 from lineartime.fields import decode
 from lineartime.files import removed_on_failure
-from lineartime.host import freed_memory_kept
+from lineartime.host import freed_memory_kept, stop_signals
 from lineartime.machine import autocast, choose_device, using_threads
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.runs.record import RunRecord
@@ -27,17 +30,13 @@ from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
 from lineartime.runs.trackers import check_trackers
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World, join_world, read_environment
-from lineartime.training.folder import check_shared, locked_run, starting_point
-from lineartime.training.interrupts import Stop, interrupts
 from lineartime.training.optimizers import build_optimizer
 from lineartime.training.parallel import parallelize, part_of
 from lineartime.training.result import TrainingResult
-from lineartime.training.resuming import complete, resumed_config, saved_config
+from lineartime.training.resuming import check_shared, complete, locked_run, resumed_config, saved_config, starting_point
 from lineartime.training.saving import CheckpointWriter, restore_moments
 from lineartime.training.schedule import learning_rate
-from lineartime.training.setup import Setup, set_up
-from lineartime.training.start import precision_notes, start_notes
-from lineartime.training.validation import Validation
+from lineartime.training.setup import Setup, precision_notes, set_up, start_notes
 
 _OTHER_NAMES = {
     "model": "preset",
@@ -249,7 +248,7 @@ class Trainer:
                 self.notes.insert(0, note)
             return Reporter(run, self.step, config.steps, config.track, record=config.to_dict(), resumed=self.resumed)
 
-    def take_step(self, report: NullReporter, stop: Stop) -> bool:
+    def take_step(self, report: NullReporter, stop: "Stop") -> bool:
         """Take one optimiser step, or skip it if its gradient is not finite; return whether any process was asked to stop."""
         start = time.perf_counter()
         batches, failure = self._read()
@@ -340,7 +339,7 @@ class Trainer:
     def _evaluation_is_due(self) -> bool:
         return self.step > 0 and (self.step % self.config.eval_every == 0 or self.step == self.config.steps)
 
-    def _evaluate(self, report: NullReporter, stop: Stop | None = None) -> bool:
+    def _evaluate(self, report: NullReporter, stop: "Stop | None" = None) -> bool:
         """Report the validation loss of this step; return False if any process is asked to stop before it is known."""
         loss = self._validate(stop)
         if loss is None:
@@ -360,7 +359,7 @@ class Trainer:
             if self.world.is_main and loss is not None:
                 checkpoints.add_validation_loss(checkpoint, loss)
 
-    def _validate(self, stop: Stop | None = None) -> float | None:
+    def _validate(self, stop: "Stop | None" = None) -> float | None:
         loss = self._validation_loss = self.validation.loss(stop)
         if loss is not None and not math.isfinite(loss):
             raise self._diverged(f"The validation loss became {loss} at step {self.step}")
@@ -390,3 +389,115 @@ class Trainer:
 def memory_of_steps(device: torch.device) -> AbstractContextManager[None]:
     """A context in which steps on a CPU keep the memory that they free."""
     return freed_memory_kept() if device.type == "cpu" else nullcontext()
+
+
+class Validation:
+    """Evaluates on windows spread evenly over held-out text, the same ones every time.
+
+    `objective` computes the sum of a batch's losses. A text that is shorter than a window is read as one shorter window. Raises
+    LineartimeError if processes share sequences and the text is too short for a whole chunk for each of them.
+    """
+
+    def __init__(self, objective: nn.Module, setup: Setup, world: World) -> None:
+        self._objective = objective
+        self._setup = setup
+        self._world = world
+        self._length = setup.config.context_length
+        available, unit = len(setup.text.validation), setup.slice_unit
+        if world.context_parallel > 1 and available <= self._length:  # the longest window that can be sliced
+            self._length = (available - 1) // unit * unit
+            if self._length <= 0:
+                raise LineartimeError(
+                    f"The held-out text has {available} tokens, too few for slices of whole chunks ({unit} + 1): "
+                    "give more text, or a smaller ",
+                    Argument("context_parallel"),
+                    ".",
+                )
+        self._starts = spread_windows(setup.text.validation, setup.config.eval_windows, self._length)
+
+    @torch.no_grad()
+    def loss(self, stop: "Stop | None" = None) -> float | None:
+        """The mean over all targets, in nats; None if any process is asked to stop before the end."""
+        setup, world = self._setup, self._world
+        total, count, stopped = 0.0, 0, False
+        self._objective.eval()
+        with torch.compiler.set_stance("force_eager"):  # these shapes are too rare to be worth compiling
+            for batch in self._batches():
+                stopped = stop is not None and world.sum(stop.requested) != [0]
+                if stopped:
+                    break
+                with autocast(setup.device, setup.config.precision == "bf16"):
+                    total += float(self._objective(*part_of(batch, world, setup.device)))
+                count += int((batch.targets != IGNORED).sum())
+        self._objective.train()
+        if stopped:
+            return None
+        total, targets = world.sum(total, count / world.context_parallel)
+        if not targets:
+            raise LineartimeError(
+                f"The held-out text, {setup.text.validation.name}, has no token to predict: give more text to hold out."
+            )
+        return total / targets
+
+    def _batches(self) -> list[Batch]:
+        """This process's batches. All processes have equally many, since FSDP needs every process in each forward pass."""
+        world = self._world
+        together = self._setup.config.batch_size * world.data_ranks
+        batches = []
+        for first in range(0, len(self._starts), together):
+            indices = list(range(first, min(first + together, len(self._starts))))
+            own = indices[world.data_rank :: world.data_ranks]
+            batch = self._batch(own or indices[:1])
+            batches.append(batch if own else batch._replace(targets=torch.full_like(batch.targets, IGNORED)))
+        return batches
+
+    def _batch(self, indices: list[int]) -> Batch:
+        """The batch of some windows, which does not depend on the other windows."""
+        setup, text = self._setup, self._setup.text.validation
+        windows = torch.stack([read_window(text, self._starts[index], self._length + 1) for index in indices])
+        return evaluation_batch(setup.config.task, windows, setup.tokenizer, indices, packed=setup.config.packed)
+
+
+@dataclass
+class Stop:
+    """Whether a signal has asked the run to stop, or its deadline has passed, a time of `time.monotonic`."""
+
+    signalled: bool = False
+    deadline: float = math.inf
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run has to stop."""
+        return self.signalled or self.is_late
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() >= self.deadline
+
+
+@contextmanager
+def interrupts(alone: bool, seconds: float = math.inf) -> Iterator[Stop]:
+    """Turn SIGINT (Ctrl-C), SIGTERM, SIGHUP (a closed terminal) and the end of `seconds` into a request to stop.
+
+    If the process is `alone`, a second SIGINT acts as usual. Otherwise, a signal may arrive many times, because it is sent to
+    the process group and torchrun also forwards it to each of its processes.
+    """
+    stop = Stop(deadline=time.monotonic() + seconds)
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield stop
+        return
+    previous = {number: signal.getsignal(number) for number in stop_signals()}
+
+    def request(number: int, _frame: object) -> None:
+        stop.signalled = True
+        if alone and number == signal.SIGINT:
+            signal.signal(number, previous[number])
+
+    for number in previous:
+        signal.signal(number, request)
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
