@@ -55,12 +55,9 @@ def read_environment() -> Environment:
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among the processes of the run.
+    """The place of this process among the processes of the run; numbers count from 0.
 
     Attributes:
-        rank: its number, from 0.
-        size: the number of processes.
-        local_rank: its number on its machine, from 0.
         context_parallel: the number of processes that share each sequence; they are neighbours in rank.
         context_group: the processes that share this one's sequences; None if it reads them alone.
         checkpoint_group: all processes, for writing checkpoints in the background; None if there is one process.
@@ -151,25 +148,21 @@ class World:
         the first calls have finished on all machines. If a call fails in one process, all processes fail together.
         """
         with self.raise_on_all_ranks():
-            return self._local_main_first(name, make)
-
-    def _local_main_first(self, name: str, make: Callable[[], Result]) -> Result:
-        if self.store is None:
-            return make()
-        environment = read_environment()
-        if self.local_rank == 0:
-            key = f"first/{name}/{environment.group_rank}"
-            try:
-                result = make()
-            except BaseException:
-                self.store.set(key, "failed")
-                raise
-            self.store.set(key, "made")
-        for other in range(environment.group_world_size):
-            self.store.wait([f"first/{name}/{other}"], timedelta(days=30))
-            if self.store.get(f"first/{name}/{other}") != b"made":
-                raise ReportedError(f"The first process of machine {other} could not prepare {name}.")
-        return result if self.local_rank == 0 else make()
+            if self.store is None:
+                return make()
+            environment = read_environment()
+            if self.local_rank == 0:
+                made = "failed"
+                try:
+                    result = make()
+                    made = "made"
+                finally:
+                    self.store.set(f"first/{name}/{environment.group_rank}", made)
+            for other in range(environment.group_world_size):
+                self.store.wait([f"first/{name}/{other}"], timedelta(days=30))
+                if self.store.get(f"first/{name}/{other}") != b"made":
+                    raise ReportedError(f"The first process of machine {other} could not prepare {name}.")
+            return result if self.local_rank == 0 else make()
 
 
 _RUNS = itertools.count()

@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lineartime import checkpoint as checkpoints
-from lineartime.checkpoint import (
-    CheckpointChoice,
-    NoCheckpointError,
-    is_checkpoint,
-    last_whole_checkpoint,
-    list_checkpoints,
-    read_from,
-    read_model_config,
-    read_training_state,
-)
+from lineartime.checkpoint import CheckpointChoice, NoCheckpointError
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.files import is_folder, is_there
 from lineartime.models.config import ModelConfig
@@ -64,7 +55,7 @@ Content = TypeVar("Content")
 
 def saved_config(checkpoint: Path) -> TrainConfig:
     """The options with which a checkpoint's run was started. Raises LineartimeError if they cannot be read."""
-    state = read_training_state(checkpoint)
+    state = checkpoints.read_training_state(checkpoint)
     try:
         config = TrainConfig.from_dict(state.config)
         if state.step > config.steps:
@@ -120,7 +111,7 @@ def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig,
     if config.auto_resume and not config.resume:
         if config.out is None:
             raise ArgumentError("auto_resume", "needs the folder of the run: give ", Argument("out"), ".")
-        if list_checkpoints(config.out):
+        if checkpoints.list_checkpoints(config.out):
             return _resumed_again(config, apply_given)
     if config.resume and config.init_from is not None:
         combined = ("starts a new run, and cannot be combined with ", Argument("resume"), ": use one of them.")
@@ -129,7 +120,7 @@ def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig,
     if len(chosen) > 1:
         other = Argument(chosen[1])
         raise ArgumentError(chosen[0], "cannot be combined with ", other, ": each sets all other options; use one of them.")
-    if config.resume and not is_checkpoint(config.run_directory):
+    if config.resume and not checkpoints.is_checkpoint(config.run_directory):
         defaults = _resumed(config.run_directory)
         # The folder may depend on other options, which need not be given again.
         return dataclasses.replace(apply_given(defaults), out=config.run_directory), defaults
@@ -147,7 +138,7 @@ def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig,
 
 
 def _resumed(run: Path) -> TrainConfig:
-    last, _ = last_whole_checkpoint(run)
+    last, _ = checkpoints.last_whole_checkpoint(run)
     return dataclasses.replace(saved_config(last), out=run, resume=True)
 
 
@@ -167,7 +158,7 @@ def _resumed_again(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainC
 
 def _repeated(like: Path, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
     """`complete` with `like`."""
-    started, chose_step = _read("like", like, _repeated_config, None if is_checkpoint(like) else "last")
+    started, chose_step = _read("like", like, _repeated_config, None if checkpoints.is_checkpoint(like) else "last")
     defaults = dataclasses.replace(started, **_NOT_REPEATED, like=like)
     config = _merging_override(defaults, apply_given)
     if config.data != defaults.data:  # the patterns belong to the text of that run
@@ -187,9 +178,9 @@ def _repeated_config(checkpoint: Path) -> tuple[TrainConfig, bool]:
     They state the model where the preset means another one today. The tokens per batch are those of the run, which may have
     had another number of processes.
     """
-    automatic = dict(read_training_state(checkpoint).automatic)
+    automatic = dict(checkpoints.read_training_state(checkpoint).automatic)
     chose_step = automatic.pop("tokens_per_batch", 0) is None
-    config, model = dataclasses.replace(saved_config(checkpoint), **automatic), read_model_config(checkpoint)
+    config, model = dataclasses.replace(saved_config(checkpoint), **automatic), checkpoints.read_model_config(checkpoint)
     if config.model_config(model.vocab_size) != model:
         config = dataclasses.replace(config, **_options_of_model(model))
     return config, chose_step
@@ -197,7 +188,7 @@ def _repeated_config(checkpoint: Path) -> tuple[TrainConfig, bool]:
 
 def _with_model_of(checkpoint: Path, defaults: TrainConfig) -> TrainConfig:
     """These defaults, with a checkpoint's model and tokenizer. Raises LineartimeError if no run can have such a model."""
-    options, place = _options_of_model(read_model_config(checkpoint)), checkpoint.absolute()
+    options, place = _options_of_model(checkpoints.read_model_config(checkpoint)), checkpoint.absolute()
     return dataclasses.replace(defaults, **options, tokenizer=str(place), init_from=place)
 
 
@@ -224,7 +215,7 @@ def _merging_override(defaults: TrainConfig, apply_given: ApplyGiven) -> TrainCo
 def _read(option: str, path: Path, read: Callable[[Path], Content], which: CheckpointChoice | None = None) -> Content:
     """Read from the checkpoint at a path, which an option gives."""
     try:
-        return read_from(path, read, which)
+        return checkpoints.read_from(path, read, which)
     except NoCheckpointError as error:
         raise ArgumentError(option, f"is {path}, which {error.problem}: {error.advice}.") from None
 
@@ -250,8 +241,6 @@ def locked_run(config: TrainConfig, world: World) -> Iterator[None]:
     with world.raise_on_all_ranks():
         check_folder(config)
         existed = is_there(run)
-        if config.resume and not existed:
-            raise ArgumentError("out", f"is {run}, where there is no run to resume: give the folder of the run.")
         if world.is_main:
             lock = lock_run(run)
     try:
