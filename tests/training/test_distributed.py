@@ -248,17 +248,6 @@ def test_every_system_has_the_same_loss_under_fsdp_in_bf16(fork: Callable[[str],
     assert process.wait() == 0, process.output
 
 
-def test_processes_that_do_not_share_their_folder_are_told_so(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
-    elsewhere = """
-if os.environ["RANK"] == "1":
-    import dataclasses
-    config = dataclasses.replace(config, out=Path("elsewhere"))
-"""
-    processes = launch(config(), 2, before=elsewhere)
-    assert processes.wait(30) == [1, 1]
-    assert "is not the same folder for 1 of the 2 processes" in processes.errors()[0]
-
-
 def test_two_processes_train_one_run_after_another(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
     first = 'import dataclasses\ntrain(dataclasses.replace(config, out=Path(str(config.out) + "-first")))'
     processes = launch(config(steps=2), 2, before=first)
@@ -296,6 +285,36 @@ def test_an_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch
     assert second.startswith("ReportedError")  # which the command line does not show
 
 
+@pytest.mark.parametrize(
+    ("changed", "speaker", "message"),
+    [
+        ("out=Path('elsewhere')", 0, "is not the same folder for 1 of the 3 processes"),
+        (
+            "learning_rate=0.03",
+            0,
+            "Process 2 was started for another run than process 0: learning_rate is 0.03 there, and 0.003 in",
+        ),
+        ("data=(__file__,), cache=Path('other')", 0, "Process 2 was started for another run than process 0: the text is "),
+        ("batch_size=0", 2, "batch_size is 0, but must be at least 1 and at most 1,073,741,824."),
+    ],
+    ids=["folder", "options", "text", "value"],
+)
+def test_a_process_that_differs_ends_all_at_once_and_one_says_why(
+    config: MakeConfig, launch: Launch, changed: str, speaker: int, message: str
+) -> None:
+    other = f"""
+import dataclasses
+__file__ = os.__file__
+if os.environ["RANK"] == "2":
+    config = dataclasses.replace(config, {changed})
+"""
+    processes = launch(config(), 3, before=other)
+    assert processes.wait(60) == [1, 1, 1]  # long before the timeout
+    said = processes.errors()
+    assert message in said[speaker]
+    assert [rank for rank in range(3) if not said[rank].startswith("ReportedError")] == [speaker]
+
+
 def test_text_that_one_process_cannot_read_ends_all_and_is_on_record(
     config: MakeConfig, launch: Launch, tmp_path: Path
 ) -> None:
@@ -313,32 +332,6 @@ def test_text_that_one_process_cannot_read_ends_all_and_is_on_record(
     assert "line 302" in error
 
 
-def test_processes_that_were_started_for_different_runs_are_told_so(config: MakeConfig, launch: Launch) -> None:
-    other = """
-if os.environ["RANK"] == "1":
-    import dataclasses
-    config = dataclasses.replace(config, learning_rate=0.03)
-"""
-    processes = launch(config(learning_rate=0.01), 2, before=other)
-    assert processes.wait(60) == [1, 1]
-    said = processes.errors()
-    expected = "Process 1 was started for another run than process 0: learning_rate is 0.03 there, and 0.01 in process 0."
-    assert said[0].startswith(f"LineartimeError: {expected}")
-    assert said[1].startswith("ReportedError")
-
-
-def test_processes_that_read_different_texts_are_told_so(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "other.txt").write_text("Another text altogether.\n" * 400)
-    other = f"""
-if os.environ["RANK"] == "1":
-    import dataclasses
-    config = dataclasses.replace(config, data=({str(tmp_path / "other.txt")!r},), cache=Path({str(tmp_path / "cache-1")!r}))
-"""
-    processes = launch(config(), 2, before=other)
-    assert processes.wait(60) == [1, 1]
-    assert "Process 1 was started for another run than process 0: the text is " in processes.errors()[0]
-
-
 def test_the_tokenizer_that_the_main_process_trained_is_that_of_all(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     # As if a machine of its own had trained another tokenizer: unigram tokenizers differ from one training to the next.
@@ -353,19 +346,6 @@ if os.environ["RANK"] == "1":
 """
     processes = launch(config(tokenizer="bpe-400"), 2, before=other)
     assert processes.wait(120) == [0, 0], processes.errors()
-
-
-def test_an_error_in_one_process_alone_is_said_by_it_and_ends_the_others_at_once(config: MakeConfig, launch: Launch) -> None:
-    wrong = """
-if os.environ["RANK"] == "1":
-    import dataclasses
-    config = dataclasses.replace(config, batch_size=0)
-"""
-    processes = launch(config(), 3, before=wrong)
-    assert processes.wait(30) == [1, 1, 1]  # long before the timeout
-    said = processes.errors()
-    assert said[1] == "ArgumentError: batch_size is 0, but must be at least 1 and at most 1,073,741,824."
-    assert said[0] == said[2] == "ReportedError: batch_size is 0, but must be at least 1 and at most 1,073,741,824."
 
 
 def test_killed_at_any_moment_six_times_a_run_loses_nothing(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
