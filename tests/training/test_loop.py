@@ -613,12 +613,6 @@ def test_options_that_contradict_each_other_are_named(config: MakeConfig) -> Non
     config(lanes=3, shuffle_documents=5, like="another").check()  # taken from a run that streams its text
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_named(config: MakeConfig) -> None:
-    with pytest.raises(LineartimeError, match="device is cuda, but PyTorch sees no GPU"):
-        trained(config(device="cuda"))
-
-
 def test_a_run_in_a_thread_cannot_handle_signals_and_trains_all_the_same(config: MakeConfig) -> None:
     from concurrent.futures import ThreadPoolExecutor
 

@@ -257,29 +257,23 @@ def write_files(
 ) -> None:
     """Add everything but the optimiser's moments to the folder of a checkpoint, and wait until all of it is on the disk.
 
-    Without `state`, only the model and its tokenizer are written.
-
-    Raises:
-        OSError, SafetensorError: if writing fails.
+    Without `state`, only the model and its tokenizer are written. Raises OSError or SafetensorError if writing fails.
     """
     from safetensors.torch import save_file
 
     save_file({name: weight.contiguous() for name, weight in weights.items()}, checkpoint / WEIGHTS)
     synchronise(checkpoint / WEIGHTS)
-    _write_json(checkpoint / _MODEL, config.to_dict())
+    write_synchronised(checkpoint / _MODEL, _json(config.to_dict()))
     shutil.copymode(checkpoint / _MODEL, checkpoint / WEIGHTS)  # safetensors lets only their owner read them
     write_synchronised(checkpoint / TOKENIZER_FILE, tokenizer.to_json())
     if state is not None:
-        _write_json(checkpoint / _TRAINING, state.to_dict())
+        write_synchronised(checkpoint / _TRAINING, _json(state.to_dict()))
     files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
-    _write_json(checkpoint / _MANIFEST, {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files})
+    checksums = {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files}
+    write_synchronised(checkpoint / _MANIFEST, _json(checksums))
     for folder in (checkpoint / OPTIMIZER_FOLDER, checkpoint):
         if folder.is_dir():
             synchronise(folder)
-
-
-def _write_json(file: Path, data: Mapping[str, Any]) -> None:
-    write_synchronised(file, _json(data))
 
 
 def _json(data: Mapping[str, Any]) -> str:
