@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 import lineartime
 from lineartime import machine
 from lineartime.checkpoint import (
-    best_checkpoint,
     last_checkpoint,
     list_checkpoints,
     read_training_state,
@@ -109,15 +108,6 @@ def test_a_stream_of_several_texts_holds_out_some_of_each(config: MakeConfig, tm
     trainer.text.loader.close()
     assert abs(held_out.count(b"a") - held_out.count(b"z")) <= 5
     assert 4 * trainer.config.context_length + 1 <= len(trainer.text.validation) <= 4 * trainer.config.context_length + 2
-
-
-def test_the_best_and_the_last_checkpoints_stay(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = iter([9.0, 3.0, 5.0, 4.0])
-    monkeypatch.setattr(Validation, "loss", lambda self, stop: next(values))
-    run = trained(config(steps=6))
-    assert [path.name for path in list_checkpoints(run)] == ["step-00000002", "step-00000004", "step-00000006"]
-    assert best_checkpoint(run).name == "step-00000002"
-    assert last_checkpoint(run).name == "step-00000006"
 
 
 def test_checkpoints_to_keep_stay_to_the_end(config: MakeConfig) -> None:

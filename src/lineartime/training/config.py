@@ -194,22 +194,19 @@ class TrainConfig:
             multiple = ("but must be a multiple of ", Argument("eval_every", self.eval_every))
             self._refuse("keep_every", *multiple, ": checkpoints follow evaluations.")
         if self.clips_locally and self.parallel == "fsdp":
-            self._refuse(
-                "clip" if self.clip_tokens is None else "clip_tokens",
-                *("but with ", Argument("parallel", "fsdp"), " no process has a whole gradient: use "),
-                *(Argument("clip", "global"), " or ", Argument("parallel", "ddp"), "."),
-            )
+            found = ("but with ", Argument("parallel", "fsdp"), " no process has a whole gradient: use ")
+            advice = (Argument("clip", "global"), " or ", Argument("parallel", "ddp"), ".")
+            self._refuse("clip" if self.clip_tokens is None else "clip_tokens", *found, *advice)
         if self.packed and self.context_parallel > 1:
             raise ArgumentError("packed", "cannot be combined with ", Argument("context_parallel"), ": use one or the other.")
         if self.task == "prefix-lm" and self.context_parallel > 1:
             self._refuse("task", "whose prefixes cannot be split over processes: leave out ", Argument("context_parallel"), ".")
-        if (
-            not self.resume and self.like is None and self.recipe is None
-        ):  # otherwise, options that were not given may be unused
+        inherits = self.resume or self.like is not None or self.recipe is not None
+        if not inherits:  # otherwise, what was not given may be unused here
             self._check_used()
 
     def _check_used(self) -> None:
-        """Raise ArgumentError for an option without effect."""
+        """Raise ArgumentError for an option that has no effect beside the others."""
         if self.decay_steps is not None and self.schedule != "wsd":
             problem = f"but {self.schedule} schedules have no decay: use "
             self._refuse("decay_steps", problem, Argument("schedule", "wsd"), ", or leave it out.")
