@@ -352,7 +352,7 @@ def test_whatever_ends_a_run_is_on_record(
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(loop, "compute_gradient", fail)
+    monkeypatch.setattr(loop.Trainer, "_compute_gradient", fail)
     with pytest.raises(type(error)):
         train(config())
     assert summarize(config().run_directory, "")[0].error == sentence.strip(": ")
