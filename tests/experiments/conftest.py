@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from lineartime.errors import LineartimeError
+from lineartime.errors import typed_first_line
 from lineartime.experiments import catalogue, estimate, worker
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.definitions import Arm, Optimizer, Scale
-from lineartime.experiments.plan import Job, make_plan
+from lineartime.experiments.definitions import INTERRUPTED, Arm, Job, Optimizer, Scale
+from lineartime.experiments.plan import make_plan
 from lineartime.experiments.runner import run_all
 from lineartime.models.systems import Size
 
 Options = Callable[..., ReproduceConfig]
-Do = Callable[[Job, dict[str, Any]], int]
+Do = Callable[[Job], int]
 
 TINY = Scale(
     "for tests",
@@ -82,19 +82,20 @@ def done() -> list[str]:
 def here(done: list[str]) -> Do:
     """Do a job in this process, which takes no time to start."""
 
-    def do(job: Job, message: dict[str, Any]) -> int:
+    def do(job: Job) -> int:
         done.append(job.kind)
-        return perform(job, message)
+        return perform(job)
 
     return do
 
 
-def perform(job: Job, message: dict[str, Any]) -> int:
+def perform(job: Job) -> int:
     """Do a job, and end as its process does."""
     try:
-        return worker.INTERRUPTED if worker.perform(message) is None else 0
-    except LineartimeError as error:
-        (job.folder / "log.txt").write_text(f"{error}\n")
+        return INTERRUPTED if worker.perform(job) is None else 0
+    except Exception as error:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        (job.folder / "log.txt").write_text(f"before\n{typed_first_line(error)}\n")
         return 1
 
 

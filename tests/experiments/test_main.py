@@ -1,10 +1,12 @@
 """`python -m lineartime.experiments`, for machines with PyTorch and little else."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,22 @@ from lineartime.experiments.__main__ import main
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import make_plan
 from lineartime.experiments.runner import RunsResult
+from lineartime.models.registering import VARIABLE
 
 Options = Callable[..., ReproduceConfig]
+OWN = """
+import lineartime
+from lineartime.experiments.catalogue import EXPERIMENTS
+from lineartime.baselines.kernel_attention import KernelAttention
+from lineartime.training.loop import train
+
+class Own(KernelAttention):
+    name = "own"
+    def features(self, x):
+        return x.relu() + 0.001
+
+lineartime.register_system("own", Own, "mlp")
+"""
 
 
 def test_it_takes_the_options_of_the_command_line(
@@ -35,22 +51,19 @@ def test_it_takes_the_options_of_the_command_line(
         "lm", "gpu", tmp_path, report=True, books=("a", "b"), contexts=(8192, 1024), systems=("flash",), budget=60.0, threads=2
     )
     assert asked == [ReproduceConfig(**{**vars(expected), "compile": "off"})]
-    monkeypatch.undo()
-    assert main(["lmm"]) == 1
-    assert capsys.readouterr().err.startswith("error: name is 'lmm', which is no experiment (did you mean lm")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--out", ""], "out is empty: give a path"),
-        (["--cache", ""], "cache is empty: give a path"),
-        (["--compile", "auto"], "compile is auto, which compiles long runs alone, .* use on or off"),
-        (["--optimizers", "muon", "--rates", "0.001", "0.0010000001"], "rates is 0.001 0.001, but must be numbers that differ"),
+        (["lmm"], r"name is 'lmm', which is no experiment \(did you mean lm"),
+        (["lm", "--out", ""], "out is empty: give a path"),
+        (["lm", "--compile", "auto"], "compile is auto, which compiles long runs alone, .* use on or off"),
+        (["lm", "--optimizers", "muon", "--rates", "0.001", "0.0010000001"], "rates is 0.001 0.001, but must be numbers that"),
     ],
 )
 def test_wrong_options_are_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lm", *arguments]) == 1
+    assert main(arguments) == 1
     assert re.search(f"error: {message}", capsys.readouterr().err)
 
 
@@ -60,24 +73,31 @@ def test_a_reader_of_the_list_that_has_seen_enough_is_no_error() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_a_run_needs_neither_tyro_nor_datasets_nor_tensorboard(options: Options, tmp_path: Path) -> None:
+def test_a_run_needs_neither_tyro_nor_datasets_nor_tensorboard(options: Options) -> None:
     plan = make_plan(options())
-    job = plan.final_job(plan.entries[0], "adamw", 0, 1e-3, 2)
-    test = {"name": "", "times_context": 2, "chunk_size": None}
-    message = {
-        "folder": str(tmp_path / "run"),
-        "kind": "run",
-        "options": dict(job.options),
-        "tests": [test],
-        "test_tokens": 256,
-    }
-    script = f"""
+    job = plan.final_job(plan.contenders[0], "adamw", 0, 1e-3, 2)
+    script = """
 import sys
 for name in ("tyro", "datasets", "tensorboardX", "tokenizers", "pyarrow"):
     sys.modules[name] = None
 from lineartime.experiments import __main__, command, worker
-print(worker.perform({message!r}))
+sys.exit(worker.main())
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "'tests': [{'name': '', 'context_length': 128" in result.stdout, result.stderr
-    assert json.loads((tmp_path / "run" / "outcome.json").read_text())["tests"][0]["bits_per_byte"] > 0
+    line = json.dumps(asdict(job), default=str) + "\n"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        process.stdin.write(line)
+        process.stdin.flush()  # it stays open: its end would tell the process to stop
+        assert process.wait() == 0
+    assert json.loads((job.folder / "outcome.json").read_text())["tests"][0]["bits_per_byte"] > 0
+
+
+@pytest.mark.usefixtures("only_systems_of_the_library_afterwards", "tiny")
+def test_it_imports_modules_of_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    assert main(["lm", "--scale", "trial", "--list", "--add", "own", "--systems", "own", "--import", "own.py"]) == 0
+    assert "own-tiny" in capsys.readouterr().out
+    assert os.environ[VARIABLE] == str(tmp_path / "own.py")  # so that the processes of runs import it, too

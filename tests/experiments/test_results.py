@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from lineartime.experiments.plan import Job
+from lineartime.experiments.definitions import Job
+from lineartime.experiments.report_data import settings_with_results
 from lineartime.experiments.results import Point, Run, Tuning, best_tuning, seconds_to, training_seconds
-from lineartime.experiments.tables import settings_with_results, table
+from lineartime.experiments.tables import table
 
 
 def points(*pairs: tuple[float, float]) -> list[Point]:

@@ -28,7 +28,7 @@ from lineartime.cli import main
 from lineartime.data.encode import EncodedTextInfo
 from lineartime.errors import LineartimeError
 from lineartime.experiments.folder import PlanOptions
-from lineartime.experiments.outcome import Outcome
+from lineartime.experiments.results import Outcome
 from lineartime.fields import decode
 from lineartime.generation.state_files import _digest
 from lineartime.json_files import read_file

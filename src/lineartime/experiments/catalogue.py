@@ -1,8 +1,9 @@
 """The experiments, their scales and the optimisers: add an entry to add one."""
 
 from dataclasses import replace
+from typing import Any
 
-from lineartime.choices import ScaleName
+from lineartime.choices import ScaleName, TextName
 from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.experiments.definitions import Arm, Experiment, FinalTest, Optimizer, Scale, Setting
 from lineartime.models.presets import SIZES
@@ -101,29 +102,24 @@ _COMBINER = Arm("combiner", "combiner", paper_row="Combiner")
 _MC_TFM = Arm("mc-tfm++", "mc-tfm++")
 
 
-def _seeds(count: int, *arms: Arm) -> tuple[Arm, ...]:
-    return tuple(replace(arm, seeds=count) for arm in arms)
+def _each(*arms: Arm, **values: Any) -> tuple[Arm, ...]:
+    """Arms that share values."""
+    return tuple(replace(arm, **values) for arm in arms)
 
 
-def _only(scales: tuple[ScaleName, ...], *arms: Arm) -> tuple[Arm, ...]:
-    return tuple(replace(arm, scales=scales) for arm in arms)
+def _settings(*scales: tuple[Setting, ...]) -> dict[ScaleName, tuple[Setting, ...]]:
+    """The settings of the scales cpu, gpu and paper."""
+    return dict(zip(("cpu", "gpu", "paper"), scales, strict=True))
 
 
-def _preset(preset: str, *arms: Arm) -> tuple[Arm, ...]:
-    """Arms with another preset at the scale `paper`; `{system}` is replaced by the name of their system."""
-    return tuple(replace(arm, paper_preset=preset.replace("{system}", arm.system)) for arm in arms)
-
-
-def _settings(
-    cpu: tuple[Setting, ...], gpu: tuple[Setting, ...], paper: tuple[Setting, ...]
-) -> dict[ScaleName, tuple[Setting, ...]]:
-    return {"cpu": cpu, "gpu": gpu, "paper": paper}
+def _in(text: TextName, *contexts: int) -> tuple[Setting, ...]:
+    return tuple(Setting(text, context) for context in contexts)
 
 
 _APPROXIMATIONS = {"FLASH-Quad -> FLASH": ("flash-quad", "flash"), "TFM++ -> MC-TFM++": ("transformer++", "mc-tfm++")}
 _LENGTHS = (512, 1024, 2048, 4096, 8192)
-_WIKIPEDIA = tuple(Setting("wikipedia", context) for context in _LENGTHS)
-_ONE = _settings((Setting("wikipedia", 1024),), (Setting("wikipedia", 1024),), (Setting("wikipedia", 1024),))
+_WIKIPEDIA = _in("wikipedia", *_LENGTHS)
+_ONE = _settings(_in("wikipedia", 1024), _in("wikipedia", 1024), _in("wikipedia", 1024))
 _FIVE_MINUTES: dict[ScaleName, float] = {"cpu": 300.0, "gpu": 240.0}
 _CHUNKS = (64, 128, 256, 512, 1024)
 _SMALL, _UNIT = {"initial_scores": "small"}, {"initial_scores": "unit"}
@@ -133,11 +129,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Time of a training step by the length of the context",
         "Which systems take as long for a token at any length?",
         (
-            *(_FLASH, _FLASH_NEXT, _FLASH_QUAD, *_only(_NOT_GPU, _TRANSFORMER), _TRANSFORMER_1, _TRANSFORMER_2),
+            *(_FLASH, _FLASH_NEXT, _FLASH_QUAD, *_each(_TRANSFORMER, scales=_NOT_GPU), _TRANSFORMER_1, _TRANSFORMER_2),
             *(_PERFORMER, Arm("performer-matmul", "performer-matmul"), Arm("performer-chunked", "performer-chunked")),
             *(_COMBINER, _MC_TFM),
         ),
-        _settings(_WIKIPEDIA, (*_WIKIPEDIA, Setting("wikipedia", 16_384), Setting("wikipedia", 65_536)), _WIKIPEDIA),
+        _settings(_WIKIPEDIA, _in("wikipedia", *_LENGTHS, 16_384, 65_536), _WIKIPEDIA),
         baseline="transformer++",
         paper_tables=("lm_wiki40b",),
         kind="latency",
@@ -146,13 +142,13 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Language models",
         "How well does each system predict the next token after the same time of training?",
         (
-            *_seeds(2, _FLASH, _FLASH_NEXT, _FLASH_QUAD, _TRANSFORMER_2),
-            *_only(_ONLY_PAPER, _TRANSFORMER, _TRANSFORMER_1),
+            *_each(_FLASH, _FLASH_NEXT, _FLASH_QUAD, _TRANSFORMER_2, seeds=2),
+            *_each(_TRANSFORMER, _TRANSFORMER_1, scales=_ONLY_PAPER),
             *(_QK_NORM, _PERFORMER, _PERFORMER_CHUNKED, _COMBINER, _MC_TFM),
         ),
         _settings(
-            (Setting("wikipedia", 512), Setting("wikipedia", 2048), Setting("books", 4096)),
-            (Setting("books", 8192), Setting("books", 1024), Setting("wikipedia", 8192), Setting("wikipedia", 1024)),
+            (*_in("wikipedia", 512, 2048), *_in("books", 4096)),
+            (*_in("books", 8192, 1024), *_in("wikipedia", 8192, 1024)),
             _WIKIPEDIA,
         ),
         baseline="transformer++",
@@ -162,11 +158,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     "next": Experiment(
         "FLASH and what was learnt since",
         "Is flash-next better than FLASH after the same time of training, on code and on books, at any length?",
-        _seeds(2, _only(_NOT_PAPER, _FLASH)[0], _FLASH_NEXT),
+        _each(_FLASH, _FLASH_NEXT, seeds=2, scales=_NOT_PAPER),
         _settings(
-            tuple(Setting(text, context) for text in ("code", "books") for context in (1024, 4096)),
-            tuple(Setting(text, context) for text in ("code", "books") for context in (1024, 8192)),
-            (),
+            (*_in("code", 1024, 4096), *_in("books", 1024, 4096)), (*_in("code", 1024, 8192), *_in("books", 1024, 8192)), ()
         ),
         baseline="flash",
         budget=_FIVE_MINUTES,
@@ -174,34 +168,26 @@ EXPERIMENTS: dict[str, Experiment] = {
     "next-ablation": Experiment(
         "The parts of flash-next",
         "What does each part of flash-next add to FLASH, after the same time of training?",
-        _only(
-            _NOT_PAPER,
+        _each(
             _FLASH,
             Arm("flash, published divisor", "flash", {"normalization": "paper"}),
             Arm("flash, unit scores", "flash", {"initial_scores": "unit"}),
             Arm("flash, token shift", "flash", {"token_shift": True}),
             _FLASH_NEXT,
             Arm("flash-next, token shift", "flash-next", {"token_shift": True}),
+            scales=_NOT_PAPER,
         ),
-        _settings(
-            tuple(Setting(text, context) for text in ("code", "books") for context in (1024, 4096)),
-            (Setting("code", 1024), Setting("books", 8192)),
-            (),
-        ),
+        _settings((*_in("code", 1024, 4096), *_in("books", 1024, 4096)), (*_in("code", 1024), *_in("books", 8192)), ()),
         baseline="flash",
     ),
     "mlm": Experiment(
         "Masked language models",
         "How well does each system predict masked tokens after the same time of training?",
         (
-            *_seeds(2, _FLASH, _FLASH_QUAD, _TRANSFORMER_2),
-            *(*_only(_ONLY_PAPER, _TRANSFORMER, _TRANSFORMER_1), _PERFORMER, _COMBINER, _MC_TFM),
+            *_each(_FLASH, _FLASH_QUAD, _TRANSFORMER_2, seeds=2),
+            *(*_each(_TRANSFORMER, _TRANSFORMER_1, scales=_ONLY_PAPER), _PERFORMER, _COMBINER, _MC_TFM),
         ),
-        _settings(
-            (Setting("wikipedia", 512), Setting("wikipedia", 2048)),
-            (Setting("wikipedia", 1024), Setting("wikipedia", 8192)),
-            _WIKIPEDIA,
-        ),
+        _settings(_in("wikipedia", 512, 2048), _in("wikipedia", 1024, 8192), _WIKIPEDIA),
         baseline="transformer++",
         task="mlm",
         recipe="mlm-c4",
@@ -214,14 +200,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Language models of books",
         "Which system is the best on long books, and how fast does it reach the final quality of Transformer+?",
         (
-            *_preset("{system}-large", *_seeds(2, _FLASH, _FLASH_QUAD, _TRANSFORMER_2, _TRANSFORMER_1), _COMBINER),
+            *_each(_FLASH, _FLASH_QUAD, _TRANSFORMER_2, _TRANSFORMER_1, seeds=2, paper_preset="{system}-large"),
+            *_each(_COMBINER, paper_preset="{system}-large"),
             _FLASH_NEXT,
         ),
-        _settings(
-            (Setting("books", 1024), Setting("books", 4096)),
-            (Setting("books", 1024), Setting("books", 8192)),
-            tuple(Setting("books", context) for context in _LENGTHS[1:]),
-        ),
+        _settings(_in("books", 1024, 4096), _in("books", 1024, 8192), _in("books", *_LENGTHS[1:])),
         baseline="transformer+",
         recipe="lm-pg19",
         paper_tables=("lm_pg19",),
@@ -231,8 +214,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         "A gated attention unit against attention with a feed-forward layer, at three sizes",
         "Is a model of gated attention units better than a Transformer of as many parameters?",
         (
-            *_preset("gau-{size}", _FLASH_QUAD),
-            *_preset("{system}-{size}", _TRANSFORMER_1, _TRANSFORMER_2),
+            *_each(_FLASH_QUAD, paper_preset="gau-{size}"),
+            *_each(_TRANSFORMER_1, _TRANSFORMER_2, paper_preset="{system}-{size}"),
         ),
         _settings(
             tuple(Setting("wikipedia", 512, size) for size in ("128", "192", "256")),
@@ -247,20 +230,18 @@ EXPERIMENTS: dict[str, Experiment] = {
         "What do relu^2, a single head and the gate do in a gated attention unit, and what would they do in a Transformer?",
         (
             Arm("gau", "flash-quad", paper_row="original GAU", paper_preset="gau-ablation"),
-            Arm("gau-softmax", "gau-softmax", paper_row="relu2 -> softmax", paper_preset="gau-softmax-ablation"),
-            Arm(
-                "gau-multi-head",
-                "gau-multi-head",
-                paper_row="single-head -> multi-head",
-                paper_preset="gau-multi-head-ablation",
+            *_each(
+                Arm("gau-softmax", "gau-softmax", paper_row="relu2 -> softmax"),
+                Arm("gau-multi-head", "gau-multi-head", paper_row="single-head -> multi-head"),
+                Arm("gau-ungated", "gau-ungated", paper_row="no gating"),
+                paper_preset="{system}-ablation",
             ),
-            Arm("gau-ungated", "gau-ungated", paper_row="no gating", paper_preset="gau-ungated-ablation"),
             Arm("transformer++", "transformer++", paper_row="original MHSA"),
             Arm("mhsa-relu2", "mhsa-relu2", paper_row="softmax -> relu2"),
             Arm("mhsa-single-head", "mhsa-single-head", paper_row="multi-head -> single-head"),
             Arm("mhsa-gated", "mhsa-gated", paper_row="add gating"),
         ),
-        _settings((Setting("wikipedia", 512),), (Setting("wikipedia", 1024),), (Setting("wikipedia", 512),)),
+        _settings(_in("wikipedia", 512), _in("wikipedia", 1024), _in("wikipedia", 512)),
         baseline="gau",
         paper_tables=("ablation_gau", "ablation_mhsa"),
         budget=_FIVE_MINUTES,
@@ -269,11 +250,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "The size of chunks",
         "How large must the chunks of FLASH be, and can another size be used after training?",
         tuple(Arm(f"chunks of {size}", "flash", {"chunk_size": size}) for size in _CHUNKS),
-        _settings(
-            (Setting("books", 1024), Setting("books", 4096)),
-            (Setting("books", 1024), Setting("books", 8192)),
-            (Setting("wikipedia", 1024), Setting("wikipedia", 8192)),
-        ),
+        _settings(_in("books", 1024, 4096), _in("books", 1024, 8192), _in("wikipedia", 1024, 8192)),
         baseline="chunks of 256",
         tests=(FinalTest(), *(FinalTest(f"tested with {size}", chunk_size=size) for size in _CHUNKS)),
         budget=_FIVE_MINUTES,
@@ -282,9 +259,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "The local and the global part of mixed chunk attention",
         "Does FLASH need both the quadratic part inside chunks and the linear part across them?",
         (_FLASH, Arm("local alone", "flash-local"), Arm("global alone", "flash-global"), _FLASH_QUAD),
-        _settings(
-            (Setting("books", 2048),), (Setting("books", 8192),), (Setting("wikipedia", 1024), Setting("wikipedia", 8192))
-        ),
+        _settings(_in("books", 2048), _in("books", 8192), _in("wikipedia", 1024, 8192)),
         baseline="flash",
         budget=_FIVE_MINUTES,
     ),
@@ -292,7 +267,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "The cost of mixed chunk attention",
         "How much quality does the approximation cost a model of gated units, and how much a Transformer?",
         (_FLASH_QUAD, _FLASH, _TRANSFORMER_2, _MC_TFM),
-        _settings((Setting("wikipedia", 2048),), (Setting("wikipedia", 1024), Setting("wikipedia", 8192)), _WIKIPEDIA),
+        _settings(_in("wikipedia", 2048), _in("wikipedia", 1024, 8192), _WIKIPEDIA),
         baseline="transformer++",
         paper_tables=("lm_wiki40b",),
         pairs=_APPROXIMATIONS,
@@ -301,8 +276,8 @@ EXPERIMENTS: dict[str, Experiment] = {
     "optimizer": Experiment(
         "The optimiser",
         "How much does the optimiser matter, for each system, beside the system?",
-        _only(_NOT_PAPER, *_seeds(2, _FLASH, _TRANSFORMER_2), _FLASH_QUAD),
-        _settings((Setting("code", 1024),), (Setting("books", 1024),), ()),
+        (*_each(_FLASH, _TRANSFORMER_2, seeds=2, scales=_NOT_PAPER), *_each(_FLASH_QUAD, scales=_NOT_PAPER)),
+        _settings(_in("code", 1024), _in("books", 1024), ()),
         baseline="transformer++",
         each_optimizer=True,
         budget=_FIVE_MINUTES,

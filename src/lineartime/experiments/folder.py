@@ -37,6 +37,11 @@ class PlanOptions:
     add: tuple[str, ...] = ()
 
 
+def plan_options(config: ReproduceConfig) -> dict[str, Any]:
+    """The options on which runs depend."""
+    return {name: getattr(config, name) for name in PlanOptions.__dataclass_fields__}
+
+
 def with_saved_options(config: ReproduceConfig) -> ReproduceConfig:
     """Complete the options with those of the runs in the folder. Raises ArgumentError if a given one differs."""
     file = folder_of(config) / PLAN_FILE
@@ -65,31 +70,14 @@ def with_device(config: ReproduceConfig) -> ReproduceConfig:
 
 def write_plan(plan: Plan) -> None:
     """Write the options on which the runs depend. Raises ArgumentError if the folder holds runs of other options."""
-    file = plan.folder / PLAN_FILE
-    if file.exists():
-        check_options(plan)
-        if _read(file)["add"] == plan.config.add:
-            return
-    write_file(file, json.dumps(plan_options(plan), indent=1) + "\n")
-
-
-def check_options(plan: Plan) -> None:
-    """Raise ArgumentError if the folder holds runs of other options."""
-    wanted = plan_options(plan)
-    for name, found in _read(plan.folder / PLAN_FILE).items():
-        if name != "add" and wanted[name] != found and not _is_unknown(name, found):
-            raise _differs(name, wanted[name], found, plan.folder)
-
-
-def plan_options(plan: Plan) -> dict[str, Any]:
-    """The options on which the runs depend, with defaults replaced by their values in this version."""
-    given = {name: getattr(plan.config, name) for name in PlanOptions.__dataclass_fields__}
-    return {**given, "budget": plan.budget, "tuning": plan.tuning, "optimizers": plan.optimizers, "compile": plan.compile}
-
-
-def _is_unknown(name: str, found: object) -> bool:
-    """Whether an earlier version wrote a plan without what the runs were made with."""
-    return name in ("device", "precision") and found == "auto"
+    file, wanted = plan.folder / PLAN_FILE, plan_options(plan.config)
+    found = _read(file) if file.exists() else {}
+    for name, value in found.items():
+        unknown = name in ("device", "precision") and value == "auto"  # of an earlier version
+        if name != "add" and wanted[name] != value and not unknown:
+            raise _differs(name, wanted[name], value, plan.folder)
+    if not found or found["add"] != wanted["add"]:
+        write_file(file, json.dumps(wanted, indent=1) + "\n")
 
 
 def _differs(name: str, value: object, found: object, folder: Path) -> ArgumentError:

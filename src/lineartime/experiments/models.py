@@ -1,42 +1,44 @@
-"""The models of an experiment: their sizes, and parameters within 3 % of each other."""
+"""The models of an experiment: their sizes, parameters within 3 % of each other, the paper's recipes, and other chunk sizes."""
 
 from functools import cache
 from typing import Any
 
+import torch
+
 from lineartime.choices import Task
-from lineartime.experiments.definitions import Arm, Setting
+from lineartime.experiments.definitions import Arm, Experiment, Setting
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import count_parameters
+from lineartime.models.language_model import LanguageModel, build_model
 from lineartime.models.presets import model_of, resolve, values_of
 from lineartime.models.systems import SYSTEMS, Size
-from lineartime.training.overrides import written
+from lineartime.training.config import TrainConfig
+from lineartime.training.overrides import merged_override, written
+from lineartime.training.recipes import recipe_config
 
 TOLERANCE = 0.03
 """The largest allowed relative difference of a model's number of parameters from the first one's."""
+_PAPER_TOKENS, _PAPER_CORES = 2**18, 64
+"""The tokens of a step in the paper, and the TPU cores on which it trains. Each clips the gradient of its own tokens."""
 
-count_parameters_cached = cache(count_parameters)
+parameters_of = cache(count_parameters)
 """The number of parameters of a model."""
 
 
-def model_at(arm: Arm, size: Size, task: Task, setting: Setting, vocab_size: int) -> ModelConfig:
-    """The model of an arm at a size, with as many learned positions as the context has tokens."""
+def model_at(arm: Arm, size: Size, task: Task, setting: Setting, vocab_size: int, target: int | None) -> ModelConfig:
+    """The model of an arm at a size, with as many learned positions as the context has tokens.
+
+    Unless its parameters are within 3 % of the target, its width becomes the one that brings them nearest.
+    """
     config = model_of(SYSTEMS[arm.system], size, task).override(vocab_size=vocab_size, **arm.override)
-    return config if config.max_positions is None else config.override(max_positions=setting.context)
-
-
-def match_parameters(config: ModelConfig, size: Size, target: int) -> ModelConfig:
-    """A model with the width that brings its parameters nearest to a target, if they are not within 3 % of it."""
-    if abs(count_parameters_cached(config) - target) <= TOLERANCE * target:
+    if config.max_positions is not None:
+        config = config.override(max_positions=setting.context)
+    if target is None or abs(parameters_of(config) - target) <= TOLERANCE * target:
         return config
     unit = 2 * size.n_heads  # an even number of features for each head
-    middle = size.d_model * (target / count_parameters_cached(config)) ** 0.5 / unit
+    middle = size.d_model * (target / parameters_of(config)) ** 0.5 / unit
     models = [config.override(d_model=unit * max(1, int(middle) + nearby)) for nearby in (-1, 0, 1, 2)]
-    return min(models, key=lambda model: abs(count_parameters_cached(model) - target))
-
-
-def paper_preset(arm: Arm, setting: Setting) -> str:
-    """The preset of an arm at the scale `paper`."""
-    return arm.paper_preset.replace("{size}", setting.size) or f"{arm.system}-base"
+    return min(models, key=lambda model: abs(parameters_of(model) - target))
 
 
 def training_options(arm: Arm, config: ModelConfig) -> dict[str, Any]:
@@ -45,3 +47,44 @@ def training_options(arm: Arm, config: ModelConfig) -> dict[str, Any]:
     usual = values_of(resolve(preset, config.task))
     different = {name: value for name, value in values_of(config).items() if usual[name] != value and name != "vocab_size"}
     return {"preset": preset, "task": config.task, "override": written(different)}
+
+
+def paper_model(experiment: Experiment, arm: Arm, setting: Setting) -> tuple[dict[str, Any], ModelConfig]:
+    """The options of training of an arm in the paper's recipe, and its model with the recipe's vocabulary.
+
+    Scores are divided as published; the presets divide them by the number of visible keys.
+    """
+    preset = arm.paper_preset.replace("{system}", arm.system).replace("{size}", setting.size)
+    recipe = recipe_config(experiment.recipe, preset)
+    usual = resolve(recipe.preset, experiment.task)
+    published: dict[str, Any] = {} if usual.max_positions is None else {"max_positions": setting.context}
+    if "normalization" in usual.mixer.options:
+        published["normalization"] = "paper"
+        if "max_length" in usual.mixer.options:  # the constant n; up to 512 tokens, it also makes the relative bias a table
+            published["max_length"] = setting.context
+    items = list(merged_override(recipe.override, written(published), written(arm.override)))
+    # Without the name of the recipe: `train` would apply its values again in place of options that equal the defaults.
+    options = {**recipe.to_dict(), "recipe": None, "context_length": setting.context, "override": items}
+    if recipe.clips_locally:
+        options["clip_tokens"] = max(_PAPER_TOKENS // _PAPER_CORES, setting.context)
+    return options, TrainConfig.from_dict({**options, "data": None}).model_config(usual.vocab_size)
+
+
+def with_chunk_size(model: LanguageModel, chunk_size: int) -> LanguageModel | None:
+    """A copy of a trained model of FLASH that reads chunks of another size; None if its relative bias does not allow it.
+
+    A table of biases keeps those of the distances that both sizes have; distances that training did not see get zero. Beyond
+    512 tokens the bias is of another form, which cannot be made from a table.
+    """
+    other = build_model(model.config.override(chunk_size=chunk_size)).to(next(model.parameters()).device)
+    weights, wanted = model.state_dict(), other.state_dict()
+    if weights.keys() != wanted.keys():
+        return None
+    for name, weight in weights.items():
+        if weight.shape != wanted[name].shape:
+            kept, table = min(len(weight), len(wanted[name])), torch.zeros_like(wanted[name])
+            old, new = ((len(each) - kept) // 2 for each in (weight, table))
+            table[new : new + kept] = weight[old : old + kept]
+            weights[name] = table
+    other.load_state_dict(weights)
+    return other.eval()

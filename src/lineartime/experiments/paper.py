@@ -45,24 +45,20 @@ def paper_numbers(tables: Sequence[str], row: str, setting: Setting, task: Task 
             continue
         if "columns" in table:
             return {"pplx": values[table["columns"].index("pplx_lm" if task == "clm" else "pplx_mlm")]}
-        contexts = values.get("context", table.get("context"))
-        if setting.context not in contexts:
+        if setting.context not in table["context"]:
             return {}
-        place = contexts.index(setting.context)
-        found = {key: values[key][place] for key in ("pplx", "latency_ms", "speedup") if key in values}
+        place = table["context"].index(setting.context)
+        found = {key: column[place] for key, column in values.items() if column[place] is not None}
         if (name, row) == ("lm_wiki40b", "FLASH"):
             found["speedup"] = paper_tables()["speedup_headline"]["flash_over_transformer++"][place]
-        return {key: value for key, value in found.items() if value is not None}
+        return found
     return {}
 
 
 def paper_cost(pair: str, setting: Setting, task: Task = "clm") -> float | None:
     """By how much the perplexity of an approximation exceeds that of the exact model in the paper; None if it has no number.
 
-    Args:
-        pair: as the paper names it, "FLASH-Quad -> FLASH".
-        setting: the text and the context; masked models of C4 stand beside any text.
-        task: what is learnt.
+    The pair is called as in the paper, "FLASH-Quad -> FLASH". Masked models of C4 stand beside any text.
     """
     name = "mlm_c4" if task == "mlm" else "lm_wiki40b"
     costs = paper_tables()["approximation_cost_pplx"]
@@ -72,7 +68,6 @@ def paper_cost(pair: str, setting: Setting, task: Task = "clm") -> float | None:
     return cost
 
 
-def paper_loss(tables: Sequence[str], row: str, setting: Setting, task: Task = "clm") -> float | None:
+def paper_loss(numbers: dict[str, float]) -> float | None:
     """The paper's loss in nats, from its perplexity; None if it has none."""
-    perplexity = paper_numbers(tables, row, setting, task).get("pplx")
-    return None if perplexity is None else math.log(perplexity)
+    return math.log(numbers["pplx"]) if "pplx" in numbers else None

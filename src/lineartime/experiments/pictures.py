@@ -2,46 +2,167 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from lineartime.experiments.collect import baseline_row, metric_of_test, values_of_row
 from lineartime.experiments.plan import Plan
-from lineartime.experiments.report_data import LatencyReport, QualityReport, QualitySetting, Report, TestMetric
-from lineartime.experiments.report_texts import CURVES
+from lineartime.experiments.report_data import Report, baseline_row, metric_of_test, values_of_row
+from lineartime.experiments.tables import metric_of_report
 from lineartime.runs.figures import new_figure, save_figure
 from lineartime.runs.ticks import label_axes
 
 WIDTH, HEIGHT = 4.8, 3.6
 _COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold", "navy"]
 _MARKERS = "osD^v<>PX*dph"
+CURVES = (
+    "Loss on held-out text by the time of training, without evaluations and compilation, at the speed that was measured alone. "
+    "Dotted: the final quality of {base}, which the speed-up refers to. Thin lines are further seeds."
+)
+CONTEXTS = "Final quality by the length of the context, here and in the paper."
+CHUNKS = "Quality by the size of chunks in the test; circled: as trained."
+LATENCY = "Time of a token by the length of the context, here and in the paper."
+
+
+@dataclass
+class Panel:
+    """Curves of systems, by name, over a power of two, some points of which are circled."""
+
+    title: str
+    unit: str
+    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    circled: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, name: str, x: float, y: float | None) -> None:
+        """Add a point to a curve, unless it has none or one there: the paper's numbers are the same for all texts."""
+        points = self.curves.setdefault(name, []) if y is not None else []
+        if y is not None and x not in dict(points):
+            points.append((x, y))
+
+    @property
+    def places(self) -> list[float]:
+        """Where its curves have points."""
+        return sorted({x for points in self.curves.values() for x, _ in points})
 
 
 def draw_pictures(plan: Plan, report: Report) -> list[tuple[Path, str]]:
     """Draw all pictures for which there are numbers, and return each with its caption. LineartimeError without matplotlib."""
     if plan.experiment.kind == "latency":
-        times = cast("LatencyReport", report)
-        figures = [("latency", _latency(plan, times), "Time of a token by the length of the context, here and in the paper.")]
+        figures = [("latency", _by_number(plan, _latency(report), "tokens of context", log=True), LATENCY)]
     else:
-        results = cast("QualityReport", report)
-        figures = [("quality", _curves(plan, results), CURVES.format(base=plan.experiment.baseline))]
-        figures.append(
-            ("contexts", _contexts(plan, results), "Final quality by the length of the context, here and in the paper.")
-        )
+        figures = [
+            ("quality", _curves(plan, report), CURVES.format(base=plan.experiment.baseline)),
+            ("contexts", _by_number(plan, _contexts(plan, report), "tokens of context"), CONTEXTS),
+        ]
         if len(plan.experiment.tests) > 2:
-            figures.append(("tests", _tests(plan, results), "Quality by the size of chunks in the test; circled: as trained."))
+            figures.append(("tests", _by_number(plan, _chunks(plan, report), "tokens of a chunk in the test"), CHUNKS))
     drawn = []
     for name, figure, caption in figures:
+        file = plan.folder / f"{name}.png"
         if figure is None:
-            (plan.folder / f"{name}.png").unlink(missing_ok=True)  # of an earlier report, perhaps
-            continue
-        drawn.append((save_figure(figure, plan.folder / f"{name}.png", 130), caption))
+            file.unlink(missing_ok=True)  # of an earlier report, perhaps
+        else:
+            drawn.append((save_figure(figure, file, 130), caption))
     return drawn
 
 
-def _metric(plan: Plan) -> tuple[TestMetric, str]:
-    return ("loss", "nats per masked token") if plan.experiment.task == "mlm" else ("bits_per_byte", "bits per byte")
+def _contexts(plan: Plan, report: Report) -> list[Panel]:
+    """Final quality by context: a panel for each text with two contexts or more, and one of the paper."""
+    metric, unit = metric_of_report(plan)
+    panels = {setting["text"]: Panel(f"{setting['text']}, test split", unit) for setting in report["settings"]}
+    paper = Panel("the paper", "perplexity")
+    for setting in report["settings"]:
+        for row in setting["rows"]:
+            found = values_of_row(row, metric_of_test("", metric))
+            panels[setting["text"]].add(row["name"], setting["context"], statistics.fmean(found) if found else None)
+            paper.add(row["name"], setting["context"], row["paper"].get("pplx"))
+    shown = [panel for panel in panels.values() if len(panel.places) > 1]
+    return [*shown, paper] if shown and len(paper.places) > 1 else shown
+
+
+def _chunks(plan: Plan, report: Report) -> list[Panel]:
+    """Quality by the chunk size of the test: a panel for each setting."""
+    metric, unit = metric_of_report(plan)
+    panels = []
+    for setting in report["settings"]:
+        panel = Panel(setting["name"], unit)
+        for row in setting["rows"]:
+            for test in plan.experiment.tests:
+                found = values_of_row(row, metric_of_test(test.name, metric))
+                if test.chunk_size is not None and found:
+                    panel.add(row["name"], test.chunk_size, statistics.fmean(found))
+                    if test.chunk_size == row["chunk_size"]:
+                        panel.circled.append((test.chunk_size, statistics.fmean(found)))
+        panels.append(panel)
+    return [panel for panel in panels if panel.curves]
+
+
+def _latency(report: Report) -> list[Panel]:
+    """Microseconds a token by context, here and in the paper."""
+    ours, paper = Panel("here", "µs per token"), Panel("the paper", "ms per step of 262,144 tokens")
+    for setting in report["settings"]:
+        for row in setting["rows"]:
+            ours.add(row["name"], setting["context"], row["microseconds_per_token"])
+            paper.add(row["name"], setting["context"], row["paper"].get("latency_ms"))
+    return [panel for panel in (ours, paper) if panel.curves] if ours.curves else []
+
+
+def _by_number(plan: Plan, panels: Sequence[Panel], label: str, log: bool = False) -> Any:
+    """Curves by a power of two, with one legend; None without panels."""
+    if not panels:
+        return None
+    looks = _looks(plan, (name for panel in panels for name in panel.curves))
+    figure, all_axes = _figure(len(panels), len(looks))
+    lines: dict[str, Any] = {}
+    for axes, panel in zip(all_axes, panels, strict=True):
+        for name, values in panel.curves.items():
+            colour, marker = looks[name]
+            (lines[name],) = axes.plot(*zip(*sorted(values), strict=True), "-", color=colour, marker=marker, markersize=4)
+        for x, y in panel.circled:
+            axes.plot(x, y, "o", markersize=10, markerfacecolor="none", markeredgecolor="black")
+        axes.set_xscale("log", base=2)
+        axes.set(title=panel.title, xlabel=label, ylabel=panel.unit)
+        axes.margins(x=0.08, y=0.08)
+        axes.grid(alpha=0.3)
+        if log:
+            axes.set_yscale("log")
+        label_axes(axes, x_values=panel.places)
+    _legend(figure, lines, len(panels))
+    return figure
+
+
+def _curves(plan: Plan, report: Report) -> Any:
+    """Held-out loss by seconds of training, with a panel for each setting; None without any."""
+    metric, unit = metric_of_report(plan)
+    place = 3 if metric == "bits_per_byte" else 2
+    settings = [each for each in report["settings"] if any(run["curve"] for row in each["rows"] for run in row["runs"])]
+    if not settings:
+        return None
+    looks = _looks(plan, (row["name"] for setting in settings for row in setting["rows"]))
+    figure, panels = _figure(len(settings), len(looks))
+    lines: dict[str, Any] = {}
+    for axes, setting in zip(panels, settings, strict=True):
+        late: list[float] = []
+        base = baseline_row(setting["rows"], plan.experiment.baseline)
+        for row, run in ((each, run) for each in setting["rows"] for run in each["runs"] if run["curve"]):
+            seconds, values = [point[1] for point in run["curve"]], [point[place] for point in run["curve"]]
+            colour, marker = looks[row["name"]]
+            first = run["seed"] == 0
+            look = {"marker": marker if first else "", "linewidth": 1.4 if first else 0.7}
+            (line,) = axes.plot(seconds, values, "-", color=colour, markersize=3, **look)
+            lines.setdefault(row["name"], line)
+            late += values[len(values) // 3 :]
+            if row is base and first:
+                axes.axhline(values[-1], color=colour, linestyle=":", linewidth=1)
+        low, high = min(late), max(late)  # the first losses would flatten what is compared
+        margin = 0.05 * (high - low) or 0.01
+        axes.set_ylim(low - margin, high + margin)
+        axes.set(title=setting["name"], xlabel="seconds of training", ylabel=unit)
+        axes.grid(alpha=0.3)
+        label_axes(axes)
+    _legend(figure, lines, len(settings))
+    return figure
 
 
 def _looks(plan: Plan, names: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -70,147 +191,5 @@ def _figure(panels: int, names: int) -> tuple[Any, list[Any]]:
 
 
 def _legend(figure: Any, lines: dict[str, Any], panels: int) -> None:
-    columns = _columns(panels)
-    figure.legend(
-        lines.values(), lines.keys(), loc="outside lower center", ncols=min(len(lines), 3 * columns), frameon=False, fontsize=8
-    )
-
-
-def _curves(plan: Plan, report: QualityReport) -> Any:
-    """Held-out loss by seconds of training: a panel for each setting."""
-    name, unit = _metric(plan)
-    place = 3 if name == "bits_per_byte" else 2
-    settings = [each for each in report["settings"] if any(run["curve"] for row in each["rows"] for run in row["runs"])]
-    if not settings:
-        return None
-    looks = _looks(plan, (row["name"] for setting in settings for row in setting["rows"]))
-    figure, panels = _figure(len(settings), len(looks))
-    lines: dict[str, Any] = {}
-    for axes, setting in zip(panels, settings, strict=True):
-        late: list[float] = []
-        base = baseline_row(setting["rows"], plan.experiment.baseline)
-        for row in setting["rows"]:
-            colour, marker = looks[row["name"]]
-            for run in row["runs"]:
-                points = [(point[1], point[place]) for point in run["curve"]]
-                if not points:
-                    continue
-                first = run["seed"] == 0
-                (line,) = axes.plot(
-                    *zip(*points, strict=True),
-                    "-",
-                    color=colour,
-                    marker=marker if first else "",
-                    markersize=3,
-                    linewidth=1.4 if first else 0.7,
-                )
-                lines.setdefault(row["name"], line)
-                late += [value for _, value in points[len(points) // 3 :]]
-                if row is base and first:
-                    axes.axhline(points[-1][1], color=colour, linestyle=":", linewidth=1)
-        low, high = min(late), max(late)  # the first losses would flatten what is compared
-        margin = 0.05 * (high - low) or 0.01
-        axes.set_ylim(low - margin, high + margin)
-        axes.set(title=setting["name"], xlabel="seconds of training", ylabel=unit)
-        axes.grid(alpha=0.3)
-        label_axes(axes)
-    _legend(figure, lines, len(settings))
-    return figure
-
-
-def _contexts(plan: Plan, report: QualityReport) -> Any:
-    """Final quality by context: a panel for each text with two contexts or more, and one of the paper."""
-    metric, unit = _metric(plan)
-    texts: dict[str, list[QualitySetting]] = {}
-    for setting in report["settings"]:
-        texts.setdefault(setting["text"], []).append(setting)
-    panels: list[tuple[str, str, dict[str, list[tuple[float, float]]]]] = []
-    for text, settings in texts.items():
-        points: dict[str, list[tuple[float, float]]] = {}
-        for setting in settings:
-            for row in setting["rows"]:
-                if found := values_of_row(row, metric_of_test("", metric)):
-                    points.setdefault(row["name"], []).append((setting["context"], statistics.fmean(found)))
-        if len({context for each in points.values() for context, _ in each}) > 1:
-            panels.append((f"{text}, test split", unit, points))
-    of_paper: dict[str, list[tuple[float, float]]] = {}
-    for setting in report["settings"]:
-        for row in setting["rows"]:
-            if "pplx" in row["paper"]:
-                points_of = of_paper.setdefault(row["name"], [])
-                if setting["context"] not in [context for context, _ in points_of]:
-                    points_of.append((setting["context"], row["paper"]["pplx"]))
-    if not panels:
-        return None
-    if len({context for each in of_paper.values() for context, _ in each}) > 1:
-        panels.append(("the paper", "perplexity", of_paper))
-    return _by_number(plan, panels, "tokens of context")
-
-
-def _tests(plan: Plan, report: QualityReport) -> Any:
-    """Quality by the chunk size of the test: a panel for each setting."""
-    metric, unit = _metric(plan)
-    panels = []
-    circles: list[list[tuple[float, float]]] = []
-    for setting in report["settings"]:
-        points: dict[str, list[tuple[float, float]]] = {}
-        trained: list[tuple[float, float]] = []
-        for row in setting["rows"]:
-            for test in plan.experiment.tests:
-                found = values_of_row(row, metric_of_test(test.name, metric))
-                if test.chunk_size is not None and found:
-                    points.setdefault(row["name"], []).append((test.chunk_size, statistics.fmean(found)))
-                    if test.chunk_size == row["chunk_size"]:
-                        trained.append(points[row["name"]][-1])
-        if points:
-            panels.append((setting["name"], unit, points))
-            circles.append(trained)
-    return _by_number(plan, panels, "tokens of a chunk in the test", circles) if panels else None
-
-
-def _by_number(
-    plan: Plan,
-    panels: Sequence[tuple[str, str, dict[str, list[tuple[float, float]]]]],
-    label: str,
-    circles: Sequence[Sequence[tuple[float, float]]] = (),
-) -> Any:
-    """Curves by a power of two: a panel each, and one legend."""
-    looks = _looks(plan, (name for _, _, points in panels for name in points))
-    figure, all_axes = _figure(len(panels), len(looks))
-    lines: dict[str, Any] = {}
-    for number, (axes, (title, unit, points)) in enumerate(zip(all_axes, panels, strict=True)):
-        for name, values in points.items():
-            colour, marker = looks[name]
-            (lines[name],) = axes.plot(*zip(*sorted(values), strict=True), "-", color=colour, marker=marker, markersize=4)
-        for x, y in circles[number] if circles else ():
-            axes.plot(x, y, "o", markersize=10, markerfacecolor="none", markeredgecolor="black")
-        axes.set_xscale("log", base=2)
-        axes.set(title=title, xlabel=label, ylabel=unit)
-        axes.margins(x=0.08, y=0.08)
-        axes.grid(alpha=0.3)
-        label_axes(axes, x_values=sorted({x for values in points.values() for x, _ in values}))
-    _legend(figure, lines, len(panels))
-    return figure
-
-
-def _latency(plan: Plan, report: LatencyReport) -> Any:
-    """Microseconds a token by context, here and in the paper."""
-    ours: dict[str, list[tuple[float, float]]] = {}
-    paper: dict[str, list[tuple[float, float]]] = {}
-    for setting in report["settings"]:
-        for row in setting["rows"]:
-            if row["microseconds_per_token"] is not None:
-                ours.setdefault(row["name"], []).append((setting["context"], row["microseconds_per_token"]))
-            if "latency_ms" in row["paper"]:
-                paper.setdefault(row["name"], []).append((setting["context"], row["paper"]["latency_ms"]))
-    if not ours:
-        return None
-    figure = _by_number(
-        plan,
-        [("here", "µs per token", ours), ("the paper", "ms per step of 262,144 tokens", paper)][: 2 if paper else 1],
-        "tokens of context",
-    )
-    for axes in figure.axes:
-        axes.set_yscale("log")
-        label_axes(axes, x_values=sorted({float(x) for line in axes.lines for x in line.get_xdata()}))
-    return figure
+    names, ncols = lines.keys(), min(len(lines), 3 * _columns(panels))
+    figure.legend(lines.values(), names, loc="outside lower center", ncols=ncols, frameon=False, fontsize=8)

@@ -2,42 +2,40 @@
 
 import json
 import shlex
-import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from operator import itemgetter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lineartime.errors import LineartimeError
-from lineartime.experiments.collect import baseline_row, collect, metric_of_test, values_of_row, within_tolerance
+from lineartime.experiments.collect import collect
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.folder import PLAN_FILE, check_options, plan_options
-from lineartime.experiments.paper import DESCRIPTIONS, paper_cost
+from lineartime.experiments.folder import PLAN_FILE, plan_options
+from lineartime.experiments.paper import DESCRIPTIONS
 from lineartime.experiments.pictures import draw_pictures
-from lineartime.experiments.plan import Plan
-from lineartime.experiments.report_data import LatencyReport, LatencyRow, QualityReport, Report, RunData, SystemRow, TestMetric
-from lineartime.experiments.report_texts import APPROXIMATION, LATENCY, OTHER_CHUNKS, legend
-from lineartime.experiments.tables import NOT_THERE, settings_with_results, table
+from lineartime.experiments.plan import Plan, with_defaults
+from lineartime.experiments.report_data import Report, settings_with_results
+from lineartime.experiments.tables import latency_tables, pairs_table, positions_tables, quality_tables, tests_tables
 from lineartime.experiments.treatment import equal_treatment, parameters_apart
 from lineartime.files import write_file
-from lineartime.markdown import three_digits
 from lineartime.models.registering import imported_names
 
 JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
+LATENCY = (
+    "All systems take turns in each measurement, with the same tokens in a step. A step is forward and backward, without the "
+    "optimiser. The paper's times are of whole steps on other machines, so only their ratios compare."
+)
 
 
 def write_report(plan: Plan) -> tuple[Path, Report, list[str]]:
     """Write the report of the existing results. Return its file, its data, and a sentence for each missing picture.
 
     Raises:
-        LineartimeError: if the folder has no runs, or runs of other options, or cannot be written.
+        LineartimeError: if the folder has no runs or cannot be written.
     """
     if not (plan.folder / PLAN_FILE).exists():
         raise LineartimeError(
             f"{plan.folder} has no runs of {plan.config.name} at the scale {plan.config.scale}: run it first."
         )
-    check_options(plan)
     report = collect(plan)
     write_file(plan.folder / JSON_FILE, json.dumps(report, indent=1) + "\n")
     file, notes = render(plan, report)
@@ -68,16 +66,18 @@ def _blocks(plan: Plan, report: Report, pictures: Sequence[tuple[Path, str]]) ->
     for picture, caption in pictures:
         yield f"![{caption}]({picture.name})\n\n{caption}"
     if plan.experiment.kind == "quality":
-        results = cast("QualityReport", report)
-        yield from _quality_tables(plan, results)
-        yield from equal_treatment(plan, results)
+        yield from quality_tables(plan, report)
+        yield _legend(plan)
+        yield from positions_tables(report)
+        yield from tests_tables(plan, report)
+        yield from pairs_table(plan, report)
+        yield from equal_treatment(plan, report)
     else:
-        yield from _latency_tables(cast("LatencyReport", report))
+        yield from latency_tables(report)
         yield LATENCY
         yield parameters_apart(report)
-    tables = [f"{DESCRIPTIONS[name]}" for name in plan.experiment.paper_tables]
-    where = f" ({'; '.join(tables)})" if tables else ""
-    yield f"The paper: {report['paper']}{where}."
+    tables = "; ".join(DESCRIPTIONS[name] for name in plan.experiment.paper_tables)
+    yield f"The paper: {report['paper']}{f' ({tables})' if tables else ''}."
 
 
 def _facts(plan: Plan, report: Report) -> str:
@@ -90,11 +90,7 @@ def _facts(plan: Plan, report: Report) -> str:
     lines += [f"- machine: {machine}" for machine in report["machines"]]
     if precisions := report.get("precisions"):  # reports of earlier versions do not hold them
         lines.append(f"- precision of matrix products: {' and '.join(precisions)}")
-    labels = (
-        {setting["label"] for setting in settings_with_results(cast("QualityReport", report))}
-        if plan.experiment.kind == "quality"
-        else report["texts"].keys()
-    )
+    labels = {setting["label"] for setting in settings_with_results(report)}
     lines += [f"- text of {label}: {text}" for label, text in report["texts"].items() if label in labels]
     if plan.config.scale == "trial":
         lines.append("- **a trial**: toy models trained for seconds, to see that everything works; the numbers mean nothing")
@@ -103,7 +99,7 @@ def _facts(plan: Plan, report: Report) -> str:
 
 def _command(plan: Plan, options: dict[str, Any]) -> str:
     """The command that makes these runs, with file names of texts in place of paths. It may have run in several parts."""
-    usual = plan_options(replace(plan, config=ReproduceConfig(plan.config.name, plan.config.scale)))
+    usual = plan_options(with_defaults(ReproduceConfig(plan.config.name, plan.config.scale)))
     words = ["lineartime", "reproduce", plan.config.name, "--scale", plan.config.scale]
     for name, value in options.items():
         if value is not None and json.dumps(value) != json.dumps(usual[name]):
@@ -124,179 +120,20 @@ def _incomplete(report: Report) -> str:
     return "\n\n".join(lines)
 
 
-# Tables of quality ---------------------------------------------------------------------------------------------------
-
-
-def _quality_tables(plan: Plan, report: QualityReport) -> Iterator[str]:
-    masked, words = plan.experiment.task == "mlm", plan.experiment.words
-    metric: TestMetric = "loss" if masked else "bits_per_byte"
-    for setting in settings_with_results(report):
-        yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
-        rows = setting["rows"]
-        columns: dict[str, list[str]] = {"system": [row["name"] for row in rows]}
-        columns["parameters"] = [_parameters_of(row) for row in rows]
-        columns["optimiser, rate"] = [_rate(row) for row in rows]
-        columns["steps"] = [_each(row, itemgetter("steps"), ",.0f") for row in rows]
-        columns["tokens/s"] = [
-            NOT_THERE if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}" for row in rows
+def _legend(plan: Plan) -> str:
+    """What the columns of the tables of quality mean."""
+    base = plan.experiment.baseline
+    per = "masked token" if plan.experiment.task == "mlm" else "byte"
+    return "\n".join(
+        [
+            "- Of two or three seeds, all values are shown; of more, the mean ± the standard deviation, and their number.",
+            f"- Losses per {per} are on text that was not trained on: *held-out* text, on which the curves and the tuned rates "
+            "are measured, and the *test* split, measured once at the end.",
+            f"- *loss against the baseline*: the held-out loss over that of {base}, less one; for the paper, the same of the "
+            "logarithms of its perplexities. It compares across tokenizers and sizes better than losses do. "
+            "Like the speed-up, it is over the seeds that both have.",
+            f"- *speed-up*, as the paper defines it: the time in which {base} reaches its final quality, over the time in "
+            "which this system reaches it; of the same seed, and of training alone. A learning rate is scheduled for the whole "
+            "run, so a shorter run could reach that quality sooner.",
         ]
-        columns["training (s)"] = [_each(row, itemgetter("seconds"), ",.0f") for row in rows]
-        columns["held-out nats" if masked else "held-out bits/byte"] = [_each(row, itemgetter(metric), ".4f") for row in rows]
-        name = "test nats per masked token" if masked else "**test bits/byte**"
-        columns[name] = [_values(values_of_row(row, metric_of_test("", metric))) for row in rows]
-        if words:
-            columns["test perplexity per word"] = [
-                _values(values_of_row(row, metric_of_test("", "word_perplexity")), ",.4g") for row in rows
-            ]
-        columns["paper: perplexity"] = [_paper(row, "pplx", ".4g") for row in rows]
-        columns["loss against the baseline"] = [_percent(row["relative_loss"]) for row in rows]
-        columns["paper: loss against it"] = [_percent(row["paper_relative_loss"]) for row in rows]
-        base = baseline_row(rows, report["baseline"])
-        columns["speed-up"] = [_speedups(row, base) for row in rows]
-        columns["paper: speed-up"] = [_paper(row, "speedup", ".3g") for row in rows]
-        yield table(columns)
-        if any(row["rate_at_edge"] for row in rows):
-            yield "\\* The best rate is at an end of the grid: a rate beyond it may be better."
-    yield legend(plan)
-    yield from _positions_table(report)
-    if len(plan.experiment.tests) > 1:
-        yield from _tests_table(report, metric)
-    if plan.experiment.pairs:
-        yield from _pairs_table(plan, report, metric)
-
-
-def _positions_table(report: QualityReport) -> Iterator[str]:
-    """The test losses of the first seed by the position of a token in its context."""
-    for setting in settings_with_results(report):
-        measured = {row["name"]: _by_position(row) for row in setting["rows"]}
-        found = {name: losses for name, losses in measured.items() if losses}
-        if found:
-            columns = {"system": list(found)}
-            for first, (last, _) in next(iter(found.values())).items():
-                columns[f"{first:,.0f} to {last:,.0f}"] = [f"{losses[first][1]:.3f}" for losses in found.values()]
-            yield f"Test loss by the place of a token in its context: {setting['name']} (nats, first seed)"
-            yield table(columns)
-
-
-def _by_position(row: SystemRow) -> dict[float, tuple[float, float]]:
-    """The last place and the loss by the first place of each part of the context, from the fourth token on.
-
-    Empty if the first run is not finished. Earlier versions ended the last part one token earlier.
-    """
-    parts: list[list[float]] = next((test["by_position"] for test in row["runs"][0]["tests"] if test["name"] == ""), [])
-    return {first: (last, loss) for first, last, loss in parts if 4 <= first < last}
-
-
-def _tests_table(report: QualityReport, metric: TestMetric) -> Iterator[str]:
-    """Measurements that differ from training: columns are the tests."""
-    unit = "bits per byte" if metric == "bits_per_byte" else "nats"
-    for setting in settings_with_results(report):
-        columns: dict[str, list[str]] = {"system": [row["name"] for row in setting["rows"]]}
-        for name in report["tests"]:
-            value = metric_of_test(name, metric)
-            columns[name or "as trained"] = [_values(values_of_row(row, value)) for row in setting["rows"]]
-        yield f"## Tests that differ from training: {setting['name']} ({unit} of the test split)"
-        yield table(columns)
-    if any(name.startswith("tested with") for name in report["tests"]):
-        yield OTHER_CHUNKS
-
-
-def _pairs_table(plan: Plan, report: QualityReport, metric: TestMetric) -> Iterator[str]:
-    """What an approximation costs, for each seed that both models have."""
-    unit = "bits/byte" if metric == "bits_per_byte" else "nats"
-    columns: dict[str, list[str]] = {"context": [], "from -> to": [], unit: [], "loss": [], "paper: perplexity": []}
-    for setting, place in zip(report["settings"], plan.settings, strict=True):
-        rows = {row["arm"]: row for row in setting["rows"]}
-        for name, (exact, approximate) in plan.experiment.pairs.items():
-            if exact not in rows or approximate not in rows:
-                continue
-            value = metric_of_test("", metric)
-            runs = zip(rows[exact]["runs"], rows[approximate]["runs"], strict=False)
-            both = [(value(first), value(second)) for first, second in runs]
-            seeds = [(wanted, found) for wanted, found in both if wanted is not None and found is not None]
-            if not seeds:
-                continue
-            cost = paper_cost(name, place, plan.experiment.task)
-            columns["context"].append(setting["name"])
-            columns["from -> to"].append(name)
-            columns[unit].append(_values([found - wanted for wanted, found in seeds], "+.4f"))
-            columns["loss"].append(_values([100 * (found / wanted - 1) for wanted, found in seeds], "+.2f", " %"))
-            columns["paper: perplexity"].append(NOT_THERE if cost is None else f"{cost:+.2f}")
-    if columns["context"]:
-        yield "## What the approximation costs"
-        yield table(columns, text=2)
-        yield APPROXIMATION
-
-
-# Tables of latency ----------------------------------------------------------------------------------------------------
-
-
-def _latency_tables(report: LatencyReport) -> Iterator[str]:
-    precisions = {row["precision"] for setting in report["settings"] for row in setting["rows"] if row["precision"]}
-    columns_of: tuple[tuple[str, Callable[[LatencyRow], float | None], Callable[[float], str]], ...] = (
-        (
-            f"Microseconds for a token, forward and backward, in {' and '.join(sorted(precisions))}",
-            itemgetter("microseconds_per_token"),
-            three_digits,
-        ),
-        (f"The time of a step over that of {report['baseline']}", itemgetter("relative"), "{:.2f}".format),
-        ("The paper: the same ratio, on 64 TPU-v4 cores", itemgetter("paper_relative"), "{:.2f}".format),
     )
-    for title, value, form in columns_of:
-        if all(value(row) is None for setting in report["settings"] for row in setting["rows"]):
-            continue
-        names = [row["name"] for row in report["settings"][0]["rows"]]
-        columns: dict[str, list[str]] = {"system": names}
-        for setting in report["settings"]:
-            columns[f"{setting['context']:,}"] = [
-                (row["problem"] or NOT_THERE) if (found := value(row)) is None else form(found) for row in setting["rows"]
-            ]
-        yield f"## {title}"
-        yield table(columns)
-
-
-# Cells ----------------------------------------------------------------------------------------------------------------
-
-
-def _values(values: Sequence[float], form: str = ".4f", unit: str = "") -> str:
-    """The values of all seeds, or of more than three, their mean and standard deviation."""
-    if len(values) > 3:
-        mean, deviation = format(statistics.fmean(values), form), format(statistics.stdev(values), form.replace("+", ""))
-        spread = f" ± {deviation}" if len(set(values)) > 1 else ""
-        return f"{mean}{spread}{unit} ({len(values)})"
-    return " / ".join(f"{value:{form}}{unit}" for value in values) or NOT_THERE
-
-
-def _each(row: SystemRow, metric: Callable[[RunData], float | None], form: str) -> str:
-    return _values(values_of_row(row, metric), form)
-
-
-def _parameters_of(row: SystemRow) -> str:
-    mark = "" if within_tolerance(row) else " (!)"
-    millions = row["parameters"] / 1e6
-    count = f"{millions:.2f} M" if millions < 100 else f"{millions:.0f} M"
-    return f"{count}, {row['parameters_over_first']:+.1%}{mark}" if row["parameters_over_first"] else count
-
-
-def _rate(row: SystemRow) -> str:
-    if row["rate"] is None:
-        return NOT_THERE
-    return f"{row['optimizer'] or ''} {row['rate']:g}{'*' if row['rate_at_edge'] else ''}".strip()
-
-
-def _paper(row: SystemRow, name: str, form: str) -> str:
-    return NOT_THERE if row["paper"].get(name) is None else format(row["paper"][name], form)
-
-
-def _percent(value: float | None) -> str:
-    return NOT_THERE if value is None else f"{100 * value:+.2f} %"
-
-
-def _speedups(row: SystemRow, base: SystemRow | None) -> str:
-    """The speed-ups of the seeds that this row and the baseline's have."""
-    both = zip(row["runs"], row["speedups"], base["runs"] if base else [], strict=False)
-    speedups = [speedup for run, speedup, other in both if run["loss"] is not None and other["loss"] is not None]
-    known = [speedup for speedup in speedups if speedup is not None]
-    if len(known) == len(speedups):
-        return _values(known, ".2f")
-    return " / ".join("not reached" if speedup is None else f"{speedup:.2f}" for speedup in speedups)

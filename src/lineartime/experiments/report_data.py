@@ -1,191 +1,136 @@
-"""The types of what report.json holds: plain data, which tables and pictures show."""
+"""The content of report.json: plain data, which tables and pictures show."""
 
+import statistics
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
 from lineartime.choices import ScaleName
+from lineartime.experiments.models import TOLERANCE
 from lineartime.experiments.results import State
 
 TestMetric = Literal["loss", "bits_per_byte", "word_perplexity"]
 
 
-class TestData(TypedDict):
-    """A trained model on its test split: a `Measurement` without its text."""
-
-    name: str
-    context_length: int
-    loss: float
-    bits_per_byte: float | None
-    word_perplexity: float | None
-    tokens: int
-    by_position: list[list[float]]
-
-
 class RunData(TypedDict):
-    """The run of a system with one seed; None for what it does not have yet.
-
-    Attributes:
-        seed: the seed.
-        folder: the name of its folder.
-        state: whether it is finished.
-        steps, tokens: of the whole run.
-        planned_seconds: the budget.
-        seconds: those of training, at the speed that was measured alone.
-        taken_seconds: those that it took, beside what else the machine did.
-        loss: nats per token on held-out text, at the end.
-        bits_per_byte: the same in bits per byte; None for masked tokens.
-        curve: the step, the seconds, the loss and the bits per byte of each evaluation.
-        tests: the measurements on the test split.
-    """
+    """The run of a system with one seed; None for what it does not have yet."""
 
     seed: int
-    folder: str
+    folder: str  # its name
     state: State
     steps: int | None
-    tokens: int | None
-    planned_seconds: float | None
-    seconds: float | None
-    taken_seconds: float | None
-    loss: float | None
-    bits_per_byte: float | None
-    curve: list[list[Any]]
-    tests: list[TestData]
+    tokens: int | None  # of the whole run
+    planned_seconds: float | None  # the budget
+    seconds: float | None  # of training, at the speed that was measured alone
+    taken_seconds: float | None  # those that it took, beside what else the machine did
+    loss: float | None  # nats per token on held-out text, at the end
+    bits_per_byte: float | None  # the same in bits per byte; None for masked tokens
+    curve: list[list[Any]]  # the step, the seconds, the loss and the bits per byte of each evaluation
+    tests: list[dict[str, Any]]  # each `Measurement`, without its text
 
 
-class AnyRow(TypedDict):
-    """What every row has.
+Metric = Callable[[RunData], float | None]
+"""A number of a run, if it has it."""
 
-    Attributes:
-        name: the arm and, if each optimiser has a row, the optimiser.
-        arm: the arm of the experiment.
-        parameters: their number.
-        parameters_over_first: their relative difference from those of the first arm.
-        paper: the paper's numbers: "pplx", "latency_ms" and "speedup", as far as it has them.
-    """
 
-    name: str
+class SystemRow(TypedDict, total=False):
+    """An arm in a setting: its runs, or the time of its steps. Older reports lack the newest keys."""
+
+    name: str  # the arm and, if each optimiser has a row, the optimiser
     arm: str
     parameters: int
-    parameters_over_first: float
-    paper: dict[str, float]
-
-
-class SystemRow(AnyRow, total=False):
-    """An arm in a setting. Reports of earlier versions lack the newest keys.
-
-    Attributes:
-        system, override: the preset and its options.
-        optimizer, rate: those of its runs, chosen by the trials; None before.
-        rate_at_edge: whether the rate is at an end of the grid.
-        grid: for each optimiser and rate, the loss of the trial in nats per token, or the state of its run.
-        trial_steps: the steps of the trials of each optimiser.
-        tokens_per_second: the speed that was measured alone.
-        runs: one for each seed.
-        chunk_size: of the model, if it has chunks.
-        paper_loss: the paper's loss in nats.
-        relative_loss, paper_relative_loss: the relative difference of the loss from the baseline's.
-        speedups: for each seed, the time in which the baseline reaches its final quality over that of this system.
-    """
-
+    parameters_over_first: float  # the relative difference from those of the first arm
+    paper: dict[str, float]  # the paper's numbers: "pplx", "latency_ms" and "speedup", as far as it has them
+    # Of runs:
     system: str
     override: list[str]
-    optimizer: str | None
+    optimizer: str | None  # of its runs, chosen by the trials, as is the rate; None before
     rate: float | None
-    rate_at_edge: bool
-    grid: dict[str, dict[str, float | str]]
-    trial_steps: dict[str, int | None]
-    tokens_per_second: float | None
-    runs: list[RunData]
-    chunk_size: int | None
-    paper_loss: float | None
-    relative_loss: float | None
+    rate_at_edge: bool  # whether the rate is at an end of the grid
+    grid: dict[str, dict[str, float | str]]  # by optimiser and rate: the trial's loss in nats per token, or its state
+    trial_steps: dict[str, int | None]  # by optimiser
+    tokens_per_second: float | None  # the speed that was measured alone
+    runs: list[RunData]  # one for each seed
+    chunk_size: int | None  # of the model, if it has chunks
+    paper_loss: float | None  # in nats
+    relative_loss: float | None  # the relative difference from the baseline's
     paper_relative_loss: float | None
-    speedups: list[float | None]
-
-
-class LatencyRow(AnyRow, total=False):
-    """The time of a step of an arm, forward and backward.
-
-    Attributes:
-        problem: why it could not be measured.
-        microseconds_per_token, milliseconds: the median; None without one.
-        precision: that of matrix products.
-        relative, paper_relative: the time over the baseline's, here and in the paper.
-    """
-
-    problem: str | None
-    microseconds_per_token: float | None
+    speedups: list[float | None]  # by seed: the baseline's time to its final quality over the time of this system to it
+    # Of steps, forward and backward:
+    problem: str | None  # why their time could not be measured
+    microseconds_per_token: float | None  # the median
     milliseconds: float | None
-    precision: str | None
-    relative: float | None
+    precision: str | None  # of matrix products
+    relative: float | None  # the time over the baseline's
     paper_relative: float | None
 
 
-class _AnySetting(TypedDict):
-    """A text and a context: the name of its folder, and its name in words."""
+class SettingRows(TypedDict):
+    """The systems in a setting."""
 
-    label: str
-    name: str
-    context: int
-
-
-class QualitySetting(_AnySetting):
-    """The systems that were trained on a text."""
-
+    label: str  # the name of its folder
+    name: str  # in words
     text: str
+    context: int
     rows: list[SystemRow]
 
 
-class LatencySetting(_AnySetting):
-    """The systems that were timed at a context."""
-
-    rows: list[LatencyRow]
-
-
-class AnyReport(TypedDict, total=False):
-    """What every report.json holds. Those of earlier versions lack the newest keys.
-
-    Attributes:
-        experiment, title, question, scale: of the experiment.
-        options: what its runs depend on, by the names of `reproduce`; texts are names of files.
-        complete: whether all runs are finished.
-        missing, problems: the runs that are missing, and a sentence for each that failed or is damaged.
-        paper: the source of the paper's numbers.
-        baseline: the arm that others are compared with.
-        machines, precisions: on which and in which its runs have run.
-        started: when the first and the last one began.
-        texts: the files of each setting.
-        tests: the names of the measurements of each trained model.
-    """
+class Report(TypedDict, total=False):
+    """The content of report.json. Older ones lack the newest keys."""
 
     experiment: str
     title: str
     question: str
     scale: ScaleName
-    options: dict[str, Any]
+    options: dict[str, Any]  # what its runs depend on, by the names of `reproduce`; texts are names of files
     complete: bool
-    missing: list[str]
-    problems: list[str]
-    paper: str
-    baseline: str | None
+    missing: list[str]  # runs
+    problems: list[str]  # a sentence for each run that failed or is damaged
+    paper: str  # the source of the paper's numbers
+    baseline: str  # the arm that others are compared with
     machines: list[str]
-    precisions: list[str]
-    started: list[str]
-    texts: dict[str, str]
-    tests: list[str]
+    precisions: list[str]  # of matrix products
+    started: list[str]  # when the first and the last run began
+    texts: dict[str, str]  # the files of each setting
+    tests: list[str]  # the names of the measurements of each trained model
+    settings: list[SettingRows]
 
 
-class QualityReport(AnyReport, total=False):
-    """The results of an experiment about quality: those of each text and context."""
+def baseline_row(rows: Iterable[SystemRow], baseline: str) -> SystemRow | None:
+    """The row of the baseline, and of several, with an optimiser each, that with the lowest loss; None if there is none."""
 
-    settings: list[QualitySetting]
+    def mean_loss(row: SystemRow) -> float:
+        losses = values_of_row(row, itemgetter("loss"))
+        return statistics.fmean(losses) if losses else float("inf")
 
-
-class LatencyReport(AnyReport, total=False):
-    """The results of an experiment about time: those of each context."""
-
-    settings: list[LatencySetting]
+    return min((row for row in rows if row["arm"] == baseline), key=mean_loss, default=None)
 
 
-Report = QualityReport | LatencyReport
+def values_of_row(row: SystemRow, metric: Metric) -> list[float]:
+    """The values of a metric over the seeds of a row that have one."""
+    return [value for run in row["runs"] if (value := metric(run)) is not None]
+
+
+def metric_of_test(name: str, metric: TestMetric) -> Metric:
+    """A metric of a run: a number of one of its tests."""
+    return lambda run: next((test[metric] for test in run["tests"] if test["name"] == name), None)
+
+
+def settings_with_results(report: Report) -> list[SettingRows]:
+    """The settings of which anything has run, each with the systems that have. Rows of latency have, as they run together."""
+    found = [SettingRows({**setting, "rows": list(filter(_has_begun, setting["rows"]))}) for setting in report["settings"]]
+    return [setting for setting in found if setting["rows"]]
+
+
+def _has_begun(row: SystemRow) -> bool:
+    if "runs" not in row:
+        return True
+    tried = [cell for grid in row["grid"].values() for cell in grid.values()]
+    return any(state != "missing" for state in [*tried, *(run["state"] for run in row["runs"])])
+
+
+def within_tolerance(row: SystemRow) -> bool:
+    """Whether the parameters of a row are within 3 % of the first one's."""
+    return abs(row["parameters_over_first"]) <= TOLERANCE

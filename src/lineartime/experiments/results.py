@@ -8,28 +8,66 @@ from typing import Any, Literal
 
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import LineartimeError
-from lineartime.experiments.outcome import OUTCOME_FILE, Measurement, Outcome
-from lineartime.experiments.plan import Entry, Job, Plan
+from lineartime.experiments.definitions import Job
+from lineartime.experiments.plan import Contender, Plan
+from lineartime.fields import Count
 from lineartime.files import RECORD_FILE
 from lineartime.json_files import read_file
 from lineartime.runs.metrics import METRICS_FILE, Line, read_metrics
 from lineartime.runs.record import read_record
 
 State = Literal["missing", "interrupted", "finished", "failed", "damaged"]
+"""An interrupted run is to be resumed; one that failed has an error, and is not repeated."""
+OUTCOME_FILE = "outcome.json"
+"""The measurements or the error of a run that has ended. An interrupted run has none."""
 PAUSE = 5.0
 """A step that takes more than this multiple of the median is a compilation or a pause, and counts as the median."""
 
 
 @dataclass(frozen=True)
-class Point:
-    """An evaluation on held-out text during training.
+class Measurement:
+    """A trained model on its test split."""
 
-    Attributes:
-        step: the number of steps before it.
-        seconds: of training until then, without evaluations and compilation.
-        loss: in nats per token.
-        bits_per_byte: None for masked tokens.
-    """
+    name: str  # what differed from training; empty for nothing
+    context_length: Count  # of a window, in tokens
+    loss: float  # the mean in nats per token
+    bits_per_byte: float | None  # None for masked tokens
+    word_perplexity: float | None  # None where words cannot be counted
+    tokens: Count  # how many were measured
+    text: str  # its name
+    by_position: tuple[tuple[float, ...], ...] = ()  # the first place, the last place and the loss of each part of the window
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of a step of a system."""
+
+    subject: str  # the preset
+    length: Count  # of a sequence, in tokens
+    batch: Count  # sequences
+    tokens: Count  # of a step
+    median_seconds: float | None  # None if it failed
+    spread_seconds: float | None  # between the quartiles
+    problem: str | None  # why it failed
+    dtype: str  # the precision
+    mode: str  # eager or compiled
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The content of outcome.json: what was measured, or the error that ended the run."""
+
+    kind: str = ""  # of the job
+    error: str | None = None
+    tests: tuple[Measurement, ...] = ()
+    time: str | None = None  # when the times of steps were measured
+    machine: dict[str, str | int | None] = field(default_factory=dict)  # where
+    entries: tuple[StepTime, ...] = ()
+
+
+@dataclass(frozen=True)
+class Point:
+    """An evaluation on held-out text after a number of steps, and seconds of training without evaluations and compilation."""
 
     step: int
     seconds: float
@@ -39,28 +77,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Run:
-    """The results of a run.
-
-    Attributes:
-        job: what was asked for.
-        state: "finished" with its measurements, "failed" with an error, "interrupted" (to be resumed), "missing" or "damaged".
-        problem: a sentence about a run that failed or is damaged; empty for others.
-        options: those it was trained with.
-        seconds: of training, without evaluations and compilation.
-        speed: tokens of a second, the median over the steps after the first quarter.
-        points: the evaluations during training.
-        tests: those at the end.
-        outcome: everything in its outcome file.
-    """
+    """The results of a job."""
 
     job: Job
     state: State
-    problem: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    speed: float | None = None
-    points: tuple[Point, ...] = ()
-    tests: tuple[Measurement, ...] = ()
+    problem: str = ""  # a sentence about a run that failed or is damaged
+    options: dict[str, Any] = field(default_factory=dict)  # those it was trained with
+    speed: float | None = None  # tokens of a second, the median over the steps after the first quarter
+    points: tuple[Point, ...] = ()  # the evaluations during training
     outcome: Outcome = field(default_factory=Outcome)
 
     @property
@@ -74,8 +98,6 @@ def read_run(job: Job) -> Run:
     folder = job.folder
     try:
         outcome = read_file(folder / OUTCOME_FILE, Outcome) if (folder / OUTCOME_FILE).exists() else None
-        if outcome is not None and job.kind == "latency":
-            return Run(job, "failed" if outcome.error else "finished", outcome.error or "", outcome=outcome)
         lines = read_metrics(folder) if (folder / METRICS_FILE).exists() else []
         options = read_record(folder).options if (folder / RECORD_FILE).exists() else {}
     except LineartimeError as error:
@@ -84,26 +106,21 @@ def read_run(job: Job) -> Run:
     if outcome is None:
         return Run(job, "interrupted" if list_checkpoints(folder) else "missing", options=options)
     if outcome.error:
-        return Run(job, "failed", outcome.error, options=options, outcome=outcome)
-    if not isinstance(options.get("steps"), int) or max((line["step"] for line in lines), default=0) < options["steps"]:
+        return Run(job, "failed", f"{job.name} failed: {outcome.error}", options, outcome=outcome)
+    if job.kind == "latency":
+        return Run(job, "finished", outcome=outcome)
+    steps, tokens_per_step = options.get("steps"), options.get("tokens_per_batch")
+    if not (isinstance(steps, int) and isinstance(tokens_per_step, int) and any(line["step"] >= steps for line in lines)):
         return Run(job, "damaged", f"{folder} says that it is finished, but its metrics do not: delete it, and run again.")
-    if options.get("tokens_per_batch") is None:
-        return Run(job, "damaged", f"{folder} does not tell how many tokens a step has: delete it, and run again.")
-    seconds = training_seconds(lines, options["tokens_per_batch"])
-    return Run(
-        job,
-        "finished",
-        options=options,
-        seconds=max(seconds.values(), default=0.0),
-        speed=_speed(lines),
-        points=tuple(
-            Point(int(line["step"]), seconds[int(line["step"])], line["validation_loss"], line.get("validation_bits_per_byte"))
-            for line in lines
-            if "validation_loss" in line and int(line["step"]) in seconds
-        ),
-        tests=outcome.tests,
-        outcome=outcome,
+    seconds = training_seconds(lines, tokens_per_step)
+    points = tuple(
+        Point(int(line["step"]), seconds[int(line["step"])], line["validation_loss"], line.get("validation_bits_per_byte"))
+        for line in lines
+        if "validation_loss" in line and int(line["step"]) in seconds
     )
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    speed = statistics.median(speeds[len(speeds) // 4 :]) if speeds else None
+    return Run(job, "finished", "", options, speed, points, outcome)
 
 
 def training_seconds(lines: Sequence[Line], tokens_per_step: int) -> dict[int, float]:
@@ -119,11 +136,6 @@ def training_seconds(lines: Sequence[Line], tokens_per_step: int) -> dict[int, f
     return seconds
 
 
-def _speed(lines: Sequence[Line]) -> float | None:
-    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
-    return statistics.median(speeds[len(speeds) // 4 :]) if speeds else None
-
-
 def seconds_to(points: Sequence[Point], loss: float) -> float | None:
     """The seconds of training after which a loss is reached, interpolated between evaluations; None if it never is."""
     if points and points[0].loss <= loss:
@@ -137,12 +149,7 @@ def seconds_to(points: Sequence[Point], loss: float) -> float | None:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The runs that tried the rates of an optimiser for an entry.
-
-    Attributes:
-        optimizer: its name.
-        runs: by rate.
-    """
+    """The runs that tried the rates of an optimiser for a contender, by rate."""
 
     optimizer: str
     runs: dict[float, Run]
@@ -153,34 +160,31 @@ class Tuning:
         return all(run.state in ("finished", "failed") for run in self.runs.values())
 
     @property
-    def best(self) -> float | None:
-        """The rate with the lowest loss on held-out text."""
-        losses = {rate: run.final.loss for rate, run in self.runs.items() if run.final is not None}
-        return min(losses, key=lambda rate: losses[rate]) if losses else None
+    def losses(self) -> dict[float, float]:
+        """The loss on held-out text of each rate whose run reached its end."""
+        return {rate: run.final.loss for rate, run in self.runs.items() if run.final is not None}
 
     @property
-    def loss(self) -> float:
-        """The loss of the best rate; infinite if no run reached its end."""
-        best = None if self.best is None else self.runs[self.best].final
-        return float("inf") if best is None else best.loss
+    def best(self) -> float | None:
+        """The rate with the lowest loss."""
+        return min(self.losses, key=self.losses.__getitem__, default=None)
 
 
-def read_tuning(plan: Plan, entry: Entry, optimizer: str) -> Tuning:
-    """Read the trials of an entry with an optimiser."""
-    runs = {rate: read_run(plan.tuning_job(entry, optimizer, rate)) for rate in plan.rates(optimizer)}
+def read_tuning(plan: Plan, contender: Contender, optimizer: str) -> Tuning:
+    """Read the trials of a contender with an optimiser."""
+    runs = {rate: read_run(plan.tuning_job(contender, optimizer, rate)) for rate in plan.rates(optimizer)}
     return Tuning(optimizer, runs)
-
-
-def read_speed(plan: Plan, entry: Entry, optimizer: str) -> float | None:
-    """The tokens per second of an entry with an optimiser: the median of the measured rounds; None before the first."""
-    runs = [read_run(plan.speed_job(entry, optimizer, number)) for number in range(plan.scale.speed_rounds)]
-    speeds = [run.speed for run in runs if run.state == "finished" and run.speed]
-    return statistics.median(speeds) if speeds else None
 
 
 def best_tuning(tunings: Sequence[Tuning]) -> Tuning | None:
     """The tuning with the lowest loss, as soon as all are complete and one succeeded."""
-    if not tunings or not all(tuning.is_complete for tuning in tunings):
+    if not all(tuning.is_complete for tuning in tunings):
         return None
-    best = min(tunings, key=lambda tuning: tuning.loss)
-    return best if best.best is not None else None
+    return min((each for each in tunings if each.losses), key=lambda tuning: min(tuning.losses.values()), default=None)
+
+
+def read_speed(plan: Plan, contender: Contender, optimizer: str) -> float | None:
+    """The tokens per second of a contender with an optimiser: the median of the measured rounds; None before the first."""
+    runs = [read_run(plan.speed_job(contender, optimizer, number)) for number in range(plan.scale.speed_rounds)]
+    speeds = [run.speed for run in runs if run.state == "finished" and run.speed]
+    return statistics.median(speeds) if speeds else None

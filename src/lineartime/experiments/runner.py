@@ -9,37 +9,87 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import lineartime
-from lineartime.data import load_corpus, missing_split
 from lineartime.errors import ArgumentError
-from lineartime.experiments.definitions import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
+from lineartime.experiments.definitions import INTERRUPTED, MAX_TRIAL_RATIO, MIN_TRIAL_STEPS, Job
 from lineartime.experiments.folder import write_plan
-from lineartime.experiments.plan import Entry, Job, Plan
-from lineartime.experiments.results import Run, Tuning, best_tuning, read_run, read_speed, read_tuning
-from lineartime.experiments.worker import INTERRUPTED
+from lineartime.experiments.plan import Contender, Plan
+from lineartime.experiments.results import best_tuning, read_run, read_speed, read_tuning
 from lineartime.host import stop_signals
 from lineartime.machine import choose_device, compiler_missing
 from lineartime.runs.lock import lock_run
 
 LOG_FILE = "log.txt"
 
-Perform = Callable[[Job, dict[str, Any]], int]
+Perform = Callable[[Job], int]
 """Does a job and returns its exit status."""
 
 
 @dataclass(frozen=True)
 class RunsResult:
-    """The result of running the jobs of an experiment.
-
-    Attributes:
-        interrupted: whether it was asked to stop.
-        problems: a sentence for each run that is not as it should be.
-    """
+    """Whether running an experiment was interrupted, and a sentence for each run that is not as it should be."""
 
     interrupted: bool = False
     problems: tuple[str, ...] = ()
+
+
+def all_jobs(plan: Plan) -> Iterator[tuple[Contender, Job]]:
+    """Every selected process of an experiment with its contender, in order; of latency, the first stands for all.
+
+    A job follows from the results that there are when it is asked for: trials have no steps before the speed of their model is
+    measured, runs have neither steps nor a rate before the trials have ended. Time decides nothing after the speeds, which are
+    measured in rounds over all arms, so that a slow minute of the machine slows all.
+    """
+    for setting in plan.settings:
+        contenders = plan.selected(setting)
+        if plan.experiment.kind == "latency":
+            yield from ((first, plan.latency_job(setting)) for first in contenders[:1])
+            continue
+        pairs = [(each, optimizer) for each in contenders for optimizer in plan.config.optimizers if plan.tunes]
+        for number in range(plan.scale.speed_rounds):
+            yield from ((each, plan.speed_job(each, optimizer, number)) for each, optimizer in pairs)
+        for each, optimizer in pairs:
+            for job in _trials(plan, each, optimizer):
+                yield each, job
+        seeds = [plan.config.seeds or plan.seeds(each.arm) for each in contenders]
+        for seed in range(max(seeds, default=0)):
+            for each, count in zip(contenders, seeds, strict=True):
+                if seed < count:
+                    for job in _final_jobs(plan, each, seed):
+                        yield each, job
+
+
+def _trials(plan: Plan, contender: Contender, optimizer: str) -> Iterator[Job]:
+    """The trials of all rates. They last longer than planned, but not many times, if they have too few steps to choose by."""
+    speed, tokens = read_speed(plan, contender, optimizer), plan.tokens_per_step(contender.setting)
+    for rate in plan.rates(optimizer):
+        job = plan.tuning_job(contender, optimizer, rate)
+        if speed is not None:
+            steps = _steps(plan.config.tuning, speed, tokens)
+            if plan.config.scale != "trial":
+                steps = max(steps, min(MIN_TRIAL_STEPS, MAX_TRIAL_RATIO * steps))
+            job = replace(plan.tuning_job(contender, optimizer, rate, steps), seconds=steps * tokens / speed)
+        yield job
+
+
+def _final_jobs(plan: Plan, contender: Contender, seed: int) -> Iterator[Job]:
+    """The run of a seed with the optimiser that the trials choose, or with each."""
+    tunings = [read_tuning(plan, contender, optimizer) for optimizer in plan.config.optimizers] if plan.tunes else []
+    chosen = best_tuning(tunings)
+    if chosen is None:
+        names = plan.config.optimizers if plan.experiment.each_optimizer else plan.config.optimizers[:1]
+        yield from (plan.final_job(contender, optimizer, seed) for optimizer in names)
+        return
+    for tuning in tunings if plan.experiment.each_optimizer else [chosen]:
+        speed = read_speed(plan, contender, tuning.optimizer)
+        steps = None if speed is None else _steps(plan.config.budget, speed, plan.tokens_per_step(contender.setting))
+        yield plan.final_job(contender, tuning.optimizer, seed, tuning.best, steps)
+
+
+def _steps(seconds: float | None, tokens_per_second: float, tokens_per_step: int) -> int:
+    """The steps that take the planned seconds."""
+    return max(2, round((seconds or 0.0) * tokens_per_second / tokens_per_step))
 
 
 def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = None) -> RunsResult:
@@ -51,161 +101,62 @@ def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = No
         perform: does a job; by default in a process of its own.
 
     Raises:
-        LineartimeError: for a text that is missing, or a folder with runs of other options.
+        LineartimeError: for a missing device or compiler, or a folder with runs of other options.
     """
-    check_machine(plan)
-    check_texts(plan)
+    missing = compiler_missing(choose_device(plan.config.device))
+    if missing and plan.tunes and plan.config.compile == "on":
+        raise ArgumentError("compile", f"is on, but {missing}: install g++, or use off.")
+    problems: dict[str, None] = {}  # each once: no rate is a problem of all seeds
+    warned: set[int] = set()
     with lock_run(plan.folder):
         write_plan(plan)
-        return _Runner(plan, say, perform or in_own_process).run()
-
-
-def check_machine(plan: Plan) -> None:
-    """Raise ArgumentError if there is no such device, or no compiler for models that are to be compiled."""
-    missing = compiler_missing(choose_device(plan.config.device))
-    if missing and plan.tunes and plan.compile == "on":
-        raise ArgumentError("compile", f"is on, but {missing}: install g++, or use off.")
-
-
-def check_texts(plan: Plan) -> None:
-    """Raise ArgumentError for a text that is missing or cannot be trained on."""
-    if plan.experiment.kind == "latency":
-        return
-    for text in dict.fromkeys(entry.setting.text for entry in plan.entries if plan.is_selected(entry)):
-        data = next(entry.options["data"] for entry in plan.entries if entry.setting.text == text)
-        own = bool(getattr(plan.config, text))
-        if not own and not plan.config.data and plan.config.scale == "paper":
-            continue  # that of the recipe, which the run itself loads
         try:
-            corpus = load_corpus(data or None)
-        except ArgumentError as error:
-            raise ArgumentError(text if own else "data", *error.predicate) from None
-        if corpus.describe("train") is None:
-            raise missing_split(corpus, "train")
-
-
-class _Runner:
-    def __init__(self, plan: Plan, say: Callable[[str], None], perform: Perform) -> None:
-        self._plan = plan
-        self._say = say
-        self._perform = perform
-        self._problems: list[str] = []
-
-    def run(self) -> RunsResult:
-        try:
-            for setting in self._plan.settings:
-                entries = [entry for entry in self._plan.entries_of(setting) if self._plan.is_selected(entry)]
-                if self._plan.experiment.kind == "latency":
-                    if entries:
-                        self._do(self._plan.latency_job(setting))
-                else:
-                    self._setting(entries)
+            for contender, job in all_jobs(plan):
+                rate, steps = job.options.get("learning_rate"), job.options.get("steps") or 0
+                if job.kind == "run" and rate is None:
+                    problems[_without_rate(plan, contender)] = None
+                if job.kind != "latency" and (rate is None or not steps):
+                    continue  # what it follows from is missing, and told
+                if job.kind == "tune" and steps < MIN_TRIAL_STEPS and plan.config.scale != "trial" and steps not in warned:
+                    warned.add(steps)
+                    say(f"  trials of {steps} steps may choose a rate or an optimiser by chance: more seconds for tuning help")
+                if problem := _do(job, say, perform or in_own_process):
+                    problems[problem] = None
         except KeyboardInterrupt:
-            return RunsResult(True, tuple(self._problems))
-        return RunsResult(False, tuple(self._problems))
+            return RunsResult(True, tuple(problems))
+    return RunsResult(False, tuple(problems))
 
-    def _setting(self, entries: list[Entry]) -> None:
-        """Measure the speed of all arms, tune them, then train the first seed of all, then the others."""
-        plan = self._plan
-        if plan.tunes:
-            self._measure_speeds(entries)
-            for entry in entries:
-                for optimizer in plan.optimizers:
-                    self._tune(entry, optimizer)
-        for seed in range(max((plan.seeds_now(entry.arm) for entry in entries), default=0)):
-            for entry in entries:
-                if seed < plan.seeds_now(entry.arm):
-                    self._final(entry, seed)
 
-    def _measure_speeds(self, entries: list[Entry]) -> None:
-        """Measure all arms in rounds, so that a slow minute of the machine slows all. Later, time decides nothing."""
-        for number in range(self._plan.scale.speed_rounds):
-            for entry in entries:
-                for optimizer in self._plan.optimizers:
-                    self._do(self._plan.speed_job(entry, optimizer, number))
+def _without_rate(plan: Plan, contender: Contender) -> str:
+    ended = all(read_tuning(plan, contender, optimizer).is_complete for optimizer in plan.config.optimizers)
+    why = "all of its trials failed" if ended else "not all of its trials have ended"
+    return f"{contender.arm.name} ({contender.setting}) has no learning rate: {why}."
 
-    def _tune(self, entry: Entry, optimizer: str) -> None:
-        plan = self._plan
-        speed = read_speed(plan, entry, optimizer)
-        if speed is None:
-            return
-        tokens = plan.tokens_per_step(entry)
-        steps = _trial_steps(plan, speed, tokens)
-        if steps < MIN_TRIAL_STEPS and plan.config.scale != "trial":
-            self._say(f"  trials of {steps} steps may choose a rate or an optimiser by chance: more seconds for tuning help")
-        for rate in plan.rates(optimizer):
-            self._do(replace(plan.tuning_job(entry, optimizer, rate, steps), seconds=steps * tokens / speed))
 
-    def _final(self, entry: Entry, seed: int) -> None:
-        plan = self._plan
-        if not plan.tunes:
-            self._do(plan.final_job(entry, "adamw", seed))
-            return
-        tunings = {optimizer: read_tuning(plan, entry, optimizer) for optimizer in plan.optimizers}
-        chosen = best_tuning(list(tunings.values()))
-        if chosen is None:
-            ended = all(tuning.is_complete for tuning in tunings.values())
-            why = "all of its trials failed" if ended else "not all of its trials have ended"
-            problem = f"{entry.arm.name} ({entry.setting}) has no learning rate: {why}."
-            if problem not in self._problems:  # once for all seeds
-                self._problems.append(problem)
-            return
-        for optimizer in plan.final_optimizers(chosen.optimizer):
-            self._train(entry, tunings[optimizer], seed)
-
-    def _train(self, entry: Entry, tuning: Tuning, seed: int) -> None:
-        plan = self._plan
-        speed, rate = read_speed(plan, entry, tuning.optimizer), tuning.best
-        if speed is None or rate is None:
-            return
-        steps = _steps(plan.budget, speed, plan.tokens_per_step(entry))
-        self._do(plan.final_job(entry, tuning.optimizer, seed, rate, steps))
-
-    def _do(self, job: Job) -> Run:
-        """Do a job unless it has ended, and read its results."""
+def _do(job: Job, say: Callable[[str], None], perform: Perform) -> str:
+    """Do a job unless it has ended, and return a sentence if it is not as it should be."""
+    run = read_run(job)
+    problem = run.problem
+    if run.state in ("missing", "interrupted"):
+        planned = "" if job.seconds is None else f", {round(job.seconds, 1):g} s of training"
+        steps = f", {job.options['steps']:,} steps" if "steps" in job.options else ""
+        say(f"{'resuming ' if run.state == 'interrupted' else ''}{job.name}{steps}{planned}")
+        status = perform(job)
         run = read_run(job)
-        name = job.folder.relative_to(self._plan.folder).as_posix()
-        if run.state in ("missing", "interrupted"):
-            planned = "" if job.seconds is None else f", {round(job.seconds, 1):g} s of training"
-            steps = f", {job.options['steps']:,} steps" if "steps" in job.options else ""
-            self._say(f"{'resuming ' if run.state == 'interrupted' else ''}{name}{steps}{planned}")
-            status = self._perform(job, self._message(job))
-            run = read_run(job)
-            if status == INTERRUPTED:
-                raise KeyboardInterrupt
-            if job.kind == "speed" and run.speed is not None:
-                self._say(f"  {run.speed:,.0f} tokens/s")
-            elif run.final is not None:
-                bits = run.final.bits_per_byte
-                quality = f"{run.final.loss:.4f} nats" if bits is None else f"{bits:.4f} bits per byte"
-                self._say(f"  {quality} on held-out text after {run.seconds:,.1f} s of training")
-            elif run.state in ("missing", "interrupted"):
-                run = Run(job, run.state, f"{name} {_why(job, status)}")
-        if run.problem:
-            problem = f"{name} failed: {run.problem}" if run.state == "failed" else run.problem
-            self._say(f"  {problem}")
-            self._problems.append(problem)
-        return run
-
-    def _message(self, job: Job) -> dict[str, Any]:
-        return {
-            "folder": str(job.folder),
-            "kind": job.kind,
-            "options": dict(job.options),
-            "tests": [asdict(test) for test in job.tests],
-            "test_tokens": self._plan.scale.test_tokens if self._plan.tunes else None,
-        }
-
-
-def _steps(seconds: float | None, tokens_per_second: float, tokens_per_step: int) -> int:
-    """The steps that take the planned seconds."""
-    return max(2, round((seconds or 0.0) * tokens_per_second / tokens_per_step))
-
-
-def _trial_steps(plan: Plan, tokens_per_second: float, tokens_per_step: int) -> int:
-    """The steps of a trial: those of its planned seconds, or the fewest, if these do not take many times as long."""
-    planned = _steps(plan.tuning, tokens_per_second, tokens_per_step)
-    return planned if plan.config.scale == "trial" else max(planned, min(MIN_TRIAL_STEPS, MAX_TRIAL_RATIO * planned))
+        problem = run.problem
+        if status == INTERRUPTED:
+            raise KeyboardInterrupt
+        if job.kind == "speed" and run.speed is not None:
+            say(f"  {run.speed:,.0f} tokens/s")
+        elif run.final is not None:
+            bits = run.final.bits_per_byte
+            quality = f"{run.final.loss:.4f} nats" if bits is None else f"{bits:.4f} bits per byte"
+            say(f"  {quality} on held-out text after {run.final.seconds:,.1f} s of training")
+        elif run.state in ("missing", "interrupted"):
+            problem = f"{job.name} {_why(job, status)}"
+    if problem:
+        say(f"  {problem}")
+    return problem
 
 
 def _why(job: Job, status: int) -> str:
@@ -215,7 +166,7 @@ def _why(job: Job, status: int) -> str:
     return f"ended with an error: {lines[-1]}" if lines else f"ended with status {status}: see {log}."
 
 
-def in_own_process(job: Job, message: dict[str, Any]) -> int:
+def in_own_process(job: Job) -> int:
     """Do a job in a process of its own, with its output in a file. A request to stop is passed on to it.
 
     Returns:
@@ -232,7 +183,7 @@ def in_own_process(job: Job, message: dict[str, Any]) -> int:
     with process, _passing_on(process) as asked:
         with suppress(BrokenPipeError):  # it has ended already
             assert process.stdin is not None
-            process.stdin.write(json.dumps(message) + "\n")
+            process.stdin.write(json.dumps(asdict(job), default=str) + "\n")
             process.stdin.flush()  # it stays open: its end would tell the process to stop
         status = process.wait()
     return INTERRUPTED if asked else status

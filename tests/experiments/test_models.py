@@ -3,7 +3,7 @@
 import torch
 
 import lineartime
-from lineartime.experiments.chunks import with_chunk_size
+from lineartime.experiments.models import with_chunk_size
 from lineartime.models import CausalLM
 
 SIZES = {"d_model": 16, "n_blocks": 1, "d_qk": 8}
