@@ -1,6 +1,5 @@
 """Experiments of a second: models of a few hundred parameters, two systems, two rates."""
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,6 @@ from lineartime.errors import typed_first_line
 from lineartime.experiments import catalogue, estimate, worker
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import INTERRUPTED, Arm, Job, Optimizer, Scale
-from lineartime.experiments.plan import make_plan
-from lineartime.experiments.runner import run_all
 from lineartime.models.systems import Size
 
 Options = Callable[..., ReproduceConfig]
@@ -97,17 +94,3 @@ def perform(job: Job) -> int:
         job.folder.mkdir(parents=True, exist_ok=True)
         (job.folder / "log.txt").write_text(f"before\n{typed_first_line(error)}\n")
         return 1
-
-
-@pytest.fixture(scope="module")
-def once(tiny: None, room: Path) -> Path:
-    """The folder of a finished experiment."""
-    progress = run_all(make_plan(make_options(room, room / "finished", "lm", seeds=1)), lambda _: None, perform)
-    assert progress.problems == ()
-    return room / "finished"
-
-
-@pytest.fixture
-def finished(once: Path, tmp_path: Path) -> None:
-    """Put the runs of a finished experiment with one seed of each arm where `options` say."""
-    shutil.copytree(once, tmp_path / "out")

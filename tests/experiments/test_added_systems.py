@@ -9,11 +9,7 @@ from torch import Tensor
 from lineartime.baselines.kernel_attention import KernelAttention
 from lineartime.errors import ArgumentError
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.definitions import Job
-from lineartime.experiments.folder import with_saved_options
-from lineartime.experiments.plan import Plan, make_plan
-from lineartime.experiments.report import write_report
-from lineartime.experiments.runner import run_all
+from lineartime.experiments.plan import make_plan
 from lineartime.models.registering import register_system
 
 Options = Callable[..., ReproduceConfig]
@@ -30,27 +26,6 @@ class Relu(KernelAttention):
 
     def features(self, x: Tensor) -> Tensor:
         return x.relu() + 0.001
-
-
-@pytest.mark.usefixtures("only_systems_of_the_library_afterwards")
-def test_a_system_of_ones_own_joins_an_experiment(options: Options, here: Callable[[Job], int]) -> None:
-    def run(**values: Any) -> Plan:
-        plan = make_plan(with_saved_options(options(seeds=1, **values)))
-        assert run_all(plan, lambda _: None, here).problems == ()
-        return plan
-
-    register_system("relu", Relu, "mlp")
-    run(systems=("transformer++",))
-    plan = run(add=("relu", "flash:chunk_size=8"), systems=("relu", "flash:chunk_size=8"))
-    file, report, _ = write_report(plan)
-    rows = report["settings"][0]["rows"]
-    finished = [row["name"] for row in rows if row["runs"][0]["state"] == "finished"]
-    assert finished == ["transformer++", "relu", "flash:chunk_size=8"]
-    text = file.read_text()
-    assert "--add relu flash:chunk_size=8" in text
-    assert "flash (" not in text[text.index("**Parameters.**") :].split("\n")[0]  # which has no run
-    later = make_plan(with_saved_options(options()))  # the folder remembers what was added
-    assert [each.arm.name for each in later.contenders] == ["flash", "transformer++", "relu", "flash:chunk_size=8"]
 
 
 def test_an_added_system_may_have_other_options(options: Options) -> None:

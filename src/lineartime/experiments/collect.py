@@ -112,7 +112,7 @@ def _row(plan: Plan, contender: Contender, tunings: list[Tuning], chosen: Tuning
     rate = trained.get("learning_rate", best)
     if trained and plan.tunes:
         optimizer = _optimizer_of(plan, trained, optimizer)
-    if chosen is not None and (optimizer, rate) != (chosen.optimizer, best):
+    if chosen is not None and best is not None and (optimizer, rate) != (chosen.optimizer, best):
         choice = f"trained with {optimizer} {rate:g}, but the trials choose {chosen.optimizer} {best:g} now"
         problem = f"{choice}: delete its folder, and run again."
         runs = [replace(run, problem=run.problem or f"{run.job.name} {problem}") if run.options else run for run in runs]

@@ -81,7 +81,7 @@ def _final_jobs(plan: Plan, contender: Contender, seed: int) -> Iterator[Job]:
         names = plan.config.optimizers if plan.experiment.each_optimizer else plan.config.optimizers[:1]
         yield from (plan.final_job(contender, optimizer, seed) for optimizer in names)
         return
-    for tuning in tunings if plan.experiment.each_optimizer else [chosen]:
+    for tuning in [each for each in tunings if each.losses] if plan.experiment.each_optimizer else [chosen]:
         speed = read_speed(plan, contender, tuning.optimizer)
         steps = None if speed is None else _steps(plan.config.budget, speed, plan.tokens_per_step(contender.setting))
         yield plan.final_job(contender, tuning.optimizer, seed, tuning.best, steps)
