@@ -31,6 +31,7 @@ from lineartime.experiments.report_data import Report
 from lineartime.experiments.results import read_run
 from lineartime.experiments.runner import RunsResult, all_jobs, in_own_process, run_all
 from lineartime.models.registering import register_system
+from lineartime.runs.lock import lock_run
 from lineartime.runs.metrics import read_metrics
 from lineartime.training.loop import Trainer
 
@@ -372,6 +373,12 @@ def test_without_a_compiler_no_compiled_run_is_begun(options: Options, here: Do,
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ArgumentError, match=r"^compile is on, but there is no C\+\+ compiler here: install g\+\+, or use off"):
         run_all(make_plan(options(compile="on")), ignore, here)
+
+
+def test_two_calls_do_not_run_an_experiment_at_once(options: Options, here: Do) -> None:
+    plan = make_plan(options())
+    with lock_run(plan.folder), pytest.raises(ArgumentError, match="which another run is using: wait for its end"):
+        run_all(plan, ignore, here)
 
 
 def test_masked_models_are_measured_in_nats(options: Options, here: Do) -> None:
