@@ -56,10 +56,8 @@ def test_it_takes_the_options_of_the_command_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["lmm"], r"name is 'lmm', which is no experiment \(did you mean lm"),
         (["lm", "--out", ""], "out is empty: give a path"),
         (["lm", "--compile", "auto"], "compile is auto, which compiles long runs alone, .* use on or off"),
-        (["lm", "--optimizers", "muon", "--rates", "0.001", "0.0010000001"], "rates is 0.001 0.001, but must be numbers that"),
     ],
 )
 def test_wrong_options_are_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
