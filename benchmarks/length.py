@@ -19,7 +19,7 @@ from lineartime.host import freed_memory_kept
 from lineartime.machine import choose_precision
 from lineartime.markdown import markdown_table
 from lineartime.models.presets import resolve
-from lineartime.runs.ticks import label_axes
+from lineartime.plots import label_axes
 
 PRESETS = ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"]
 LENGTHS = [512, 1024, 2048, 4096, 8192]
@@ -86,7 +86,6 @@ def draw(rows: list[dict[str, object]]) -> None:
         axes.set_xscale("log", base=2)
         axes.set(yscale="log", title=what)
         axes.set(xlabel="tokens in a sequence" if what == "training" else "tokens already read", ylabel="µs per token")
-        axes.grid(alpha=0.3)
         axes.legend()
         label_axes(axes, x_values=LENGTHS if what == "training" else POSITIONS)
     documented = Path(__file__).parent / "results" == RESULTS

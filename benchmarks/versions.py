@@ -67,7 +67,7 @@ CHECKS = (
     ),
     Check("zstandard", "data", ("tests/data/test_readers.py", "tests/data/test_corpora.py")),
     Check("pyyaml", "data", ("tests/cli/test_config_file.py",)),
-    Check("matplotlib", "plot", ("tests/runs", "tests/inspection")),
+    Check("matplotlib", "plot", ("tests/test_plots.py", "tests/runs", "tests/inspection")),
     Check("onnxscript", "onnx", ("tests/test_export.py", "-k", "onnx")),
     Check("onnx", "onnx", ("tests/test_export.py", "-k", "onnx")),
     Check("triton", "triton", ("tests/ops/triton", "-m", "not slow")),

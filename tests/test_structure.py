@@ -17,7 +17,7 @@ FLOORS: list[set[str]] = [
     {"fields"},
     {"host"},
     {"files", "machine", "native"},
-    {"json_files"},
+    {"json_files", "plots"},
     {"ops"},
     {"layers"},
     {"baselines", "foreign layers"},

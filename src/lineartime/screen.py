@@ -8,10 +8,12 @@ import io
 import os
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
 
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
 """The system's errors for a terminal or a pipe that nobody reads any more."""
@@ -68,6 +70,26 @@ def output_console(**options: Any) -> "Console":
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     return Output(highlight=False, **options)
+
+
+def print_markdown(text: str) -> None:
+    """Print Markdown to standard output: laid out on a terminal, and as it is in a file or a pipe."""
+    from rich.markdown import Markdown
+
+    if sys.stdout.isatty():
+        output_console().print(Markdown(text))
+    else:
+        print(text, end="")
+
+
+def progress_bar(*columns: "ProgressColumn") -> "Progress":
+    """A progress bar on standard error, where one can be shown. Its console prints lines everywhere."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(file=SCREEN, highlight=False, markup=False, soft_wrap=True)
+    in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None  # without it, rich warns and shows no bar
+    return Progress(*columns, console=console, disable=not (console.is_terminal or in_notebook), transient=True)
 
 
 def discard(stream: IO[str]) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from lineartime import cli
+from lineartime.bench.benchmark import make_benchmark
 from lineartime.bench.config import BenchConfig
-from lineartime.bench.plan import make_plan as plan_of_benchmark
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.experiments import __main__, catalogue, command, runner, worker

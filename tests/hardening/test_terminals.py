@@ -18,8 +18,8 @@ import pytest
 
 import lineartime
 from lineartime.cli import main
+from lineartime.plots import drawable
 from lineartime.runs.curve import draw_comparison, draw_curve
-from lineartime.runs.figures import drawable
 from lineartime.screen import SCREEN, discard, output_console
 from lineartime.training.config import TrainConfig
 

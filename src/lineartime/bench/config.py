@@ -79,14 +79,13 @@ class BenchConfig:
     def folder(self) -> Path:
         """The folder for the results; raises LineartimeError if `out` already holds results."""
         if self.out is None:
-            folders = chain([FOLDER], (FOLDER.with_name(f"{FOLDER.name}-{number}") for number in count(2)))
-            return next(folder for folder in folders if not folder.exists())
+            numbered = (FOLDER.with_name(f"{FOLDER.name}-{number}") for number in count(2))
+            return next(folder for folder in chain([FOLDER], numbered) if not folder.exists())
         if self.out.exists() and not self.out.is_dir():
             raise ArgumentError("out", f"is {self.out}, which is a file: give a folder.")
         if (self.out / RESULTS_FILE).exists():
-            raise ArgumentError(
-                "out", f"is {self.out}, which holds results, and these are never overwritten: give another folder."
-            )
+            why = "which holds results, and these are never overwritten"
+            raise ArgumentError("out", f"is {self.out}, {why}: give another folder.")
         return self.out
 
     def check(self) -> None:
@@ -101,7 +100,6 @@ class BenchConfig:
             causal = Argument("task", "clm")
             raise ArgumentError("measure", f"has {streamed[0]}, which needs ", causal, ": leave it out, or use that task.")
 
-    def lengths(self, measure: Measure) -> tuple[str, tuple[int, ...]]:
-        """The name of the option that holds the lengths of a measure, and the lengths."""
-        name = "positions" if measure == "decode" else "context_lengths"
-        return name, getattr(self, name)
+    def lengths(self, measure: Measure) -> tuple[int, ...]:
+        """The lengths of a measure."""
+        return self.positions if measure == "decode" else self.context_lengths

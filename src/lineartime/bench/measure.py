@@ -2,14 +2,11 @@
 
 import gc
 import math
-import os
 import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import torch
@@ -23,11 +20,9 @@ PRODUCTS = {
     "cpu": ((256, 256, 256), (512, 512, 512), (1024, 256, 1024), (1024, 1024, 1024), (4096, 256, 1024), (2048, 2048, 2048)),
     "cuda": ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 1024, 4096), (8192, 4096, 16384)),
 }
-"""Sizes m, n, k of products of [m, k] and [k, n]: square ones, and shapes that occur in models. The fastest is the peak.
-
-Sorted from small to large, to skip those that would take too long at the speed measured so far."""
+"""Sizes m, n, k of products of [m, k] and [k, n], from small to large: square ones, and shapes that occur in models."""
 MAX_PRODUCT_SECONDS = 1.0
-"""The longest time, in seconds, that a single product may take."""
+"""The longest time that a single product may take at the speed measured so far; longer ones are skipped."""
 
 
 def synchronized(device: torch.device) -> float:
@@ -44,36 +39,31 @@ def repetitions(seconds: float, min_seconds: float) -> int:
     return max(1, math.ceil(min_seconds / max(seconds, 1e-7)))
 
 
-class RewindingStep(ABC):
+class RewindingStep:
     """A step whose next call costs more than the last one: it goes back to its beginning after every `burst` calls."""
 
     burst: int
 
-    @abstractmethod
     def __call__(self) -> object:
         """Take the step."""
+        raise NotImplementedError
 
-    @abstractmethod
     def rewind(self) -> None:
         """Go back to the beginning, which is not timed."""
+        raise NotImplementedError
 
 
 def timed(step: Callable[[], object], calls: int, clock: Clock) -> float:
     """The mean seconds per call, over `calls` calls."""
-    if not isinstance(step, RewindingStep):
-        return _seconds(step, calls, clock) / calls
-    seconds = 0.0
-    for first in range(0, calls, step.burst):
-        step.rewind()
-        seconds += _seconds(step, min(step.burst, calls - first), clock)
+    burst, seconds = step.burst if isinstance(step, RewindingStep) else calls, 0.0
+    for first in range(0, calls, burst):
+        if isinstance(step, RewindingStep):
+            step.rewind()
+        start = clock()
+        for _ in range(min(burst, calls - first)):
+            step()
+        seconds += clock() - start
     return seconds / calls
-
-
-def _seconds(step: Callable[[], object], calls: int, clock: Clock) -> float:
-    start = clock()
-    for _ in range(calls):
-        step()
-    return clock() - start
 
 
 def interleaved(
@@ -89,7 +79,7 @@ def interleaved(
         clock: returns the time in seconds, after all pending work has finished.
 
     Yields:
-        The key of a step with the seconds per call, or with the error it raised; a step that failed is not called again.
+        The key of a step with the seconds per call, or with the error that it raised, after which it is not called again.
     """
     failed = set()
     order = list(steps.items())
@@ -110,13 +100,9 @@ def interleaved(
 def median_seconds(
     steps: Mapping[Key, Callable[[], object]], rounds: int, clock: Clock, min_seconds: float = 0.0
 ) -> dict[Key, float | None]:
-    """The median seconds of each step, timed in turn after two warm-up calls; None if memory runs out during these.
+    """The median seconds of each step, timed as by `interleaved` after two warm-up calls; None if memory runs out in these.
 
-    Args:
-        steps: the steps to time; all other errors are raised.
-        rounds: the number of measurements of each step.
-        clock: as for `interleaved`.
-        min_seconds: the minimum duration of a measurement; shorter steps are repeated.
+    A measurement takes `min_seconds` at least: shorter steps are repeated.
     """
     ready: dict[Key, tuple[Callable[[], object], int]] = {}
     times: dict[Key, list[float]] = {key: [] for key in steps}
@@ -163,22 +149,13 @@ def peak_flops(device: torch.device, dtype: str, seconds: float = 0.3) -> float:
 def separate_compilations() -> Iterator[None]:
     """Compile each subject for its own sizes, without using the caches of earlier runs."""
     import torch._dynamo
+    from torch._inductor.utils import fresh_cache
 
     own_sizes = torch._dynamo.config.patch(  # by default, shapes become dynamic, and compilation stops at a limit
         automatic_dynamic_shapes=False, recompile_limit=256, accumulated_recompile_limit=4096
     )
-    cache = "TORCHINDUCTOR_CACHE_DIR"
-    before = {name: os.environ.get(name) for name in (cache, "TRITON_CACHE_DIR")}  # Inductor sets the second from the first
-    with TemporaryDirectory(prefix="lineartime-bench-", ignore_cleanup_errors=True) as folder, own_sizes:
-        os.environ[cache] = folder
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+    with fresh_cache(), own_sizes:
+        yield
 
 
 def release(device: torch.device) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import statistics
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from lineartime.host import installed_version, processor_name
 
 
 @dataclass
-class Entry:
-    """The measurements of one subject in one case.
+class Measurement:
+    """What was measured of one subject in one case.
 
     Attributes:
-        case: what was measured.
+        case: the measure, length and precision.
         subject: the model.
         seconds: seconds per step, one value for each round.
         calls: the number of steps that each of these values averages.
@@ -69,7 +69,7 @@ class Entry:
             return None
         return max(0.0, self.first_seconds - self.median)
 
-    def ratio(self, first: "Entry") -> float | None:
+    def ratio(self, first: "Measurement") -> float | None:
         """The step time relative to the first subject: the median of the ratios over the rounds that both have."""
         if self.alone or first.alone:
             return None
@@ -78,12 +78,12 @@ class Entry:
 
 
 class Results:
-    """All entries of a benchmark, the machine it ran on and the peaks it is compared with.
+    """All measurements of a benchmark, the machine they were made on and the peaks they are compared with.
 
     Args:
         folder: where results.json goes.
         options: the options of the benchmark, for JSON.
-        device: where it ran.
+        device: where it runs.
         precision: which precision was chosen on this machine, and why; empty if the options name it.
     """
 
@@ -93,30 +93,30 @@ class Results:
         self.precision = precision
         self.machine = describe_machine(device)
         self.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self.entries: list[Entry] = []
+        self.measurements: list[Measurement] = []
         self.peaks: dict[str, list[float]] = {}
 
     @property
-    def finished(self) -> list[Entry]:
-        """The entries with timings or a problem."""
-        return [entry for entry in self.entries if entry.seconds or entry.problem]
+    def finished(self) -> list[Measurement]:
+        """The measurements with timings or a problem."""
+        return [found for found in self.measurements if found.seconds or found.problem]
 
-    def use_of_peak(self, entry: Entry) -> float | None:
+    def use_of_peak(self, found: Measurement) -> float | None:
         """The FLOP/s of the model as a share of the highest measured peak of matrix products."""
-        peak, speed = max(self.peaks.get(entry.case.dtype, []), default=None), entry.tokens_per_second
-        if peak is None or speed is None or entry.flops_per_token is None:
+        peak, speed = max(self.peaks.get(found.case.dtype, []), default=None), found.tokens_per_second
+        if peak is None or speed is None or found.flops_per_token is None:
             return None
-        return entry.flops_per_token * speed / peak
+        return found.flops_per_token * speed / peak
 
-    def ratio_to_first(self, entry: Entry) -> float | None:
-        """The step time of an entry relative to the first entry of its case, if both were timed."""
-        first = next((other for other in self.finished if other.case == entry.case), None)
-        return None if first is None else entry.ratio(first)
+    def ratio_to_first(self, found: Measurement) -> float | None:
+        """The step time relative to the first measurement of the same case, if both were timed."""
+        first = next((other for other in self.finished if other.case == found.case), None)
+        return None if first is None else found.ratio(first)
 
-    def to_dict(self) -> dict[str, Any]:
-        """All results, for JSON."""
-        subjects = dict.fromkeys(entry.subject for entry in self.finished)
-        return {
+    def save(self) -> Path:
+        """Write results.json."""
+        subjects = dict.fromkeys(found.subject for found in self.finished)
+        content = {
             "options": self.options,
             "precision": self.precision,
             "machine": self.machine,
@@ -124,34 +124,32 @@ class Results:
             "lineartime": installed_version("lineartime"),
             "peak_flops": {dtype: {"runs": runs, "taken": max(runs)} for dtype, runs in self.peaks.items()},
             "subjects": [subject.to_dict() for subject in subjects],
-            "entries": [self._entry_dict(entry) for entry in self.finished],
+            "entries": [self._to_dict(found) for found in self.finished],
         }
+        return write_file(self.folder / RESULTS_FILE, json.dumps(content, indent=1) + "\n")
 
-    def _entry_dict(self, entry: Entry) -> dict[str, Any]:
+    def _to_dict(self, found: Measurement) -> dict[str, Any]:
+        memory = None if found.memory is None else asdict(found.memory)
         return {
-            **asdict(entry.case),
-            "tokens": entry.case.tokens,
-            "subject": entry.subject.name,
-            "mode": entry.subject.mode,
-            "problem": entry.problem,
-            "alone": entry.alone,
-            "seconds": entry.seconds,
-            "calls": entry.calls,
-            "median_seconds": entry.median,
-            "spread_seconds": entry.spread,
-            "tokens_per_second": entry.tokens_per_second,
-            "ratio_to_first": self.ratio_to_first(entry),
-            "flops_per_token": entry.flops_per_token,
-            "use_of_peak": self.use_of_peak(entry),
-            **{f"{part.name}_bytes": getattr(entry.memory, part.name, None) for part in fields(Memory)},
-            "state_bytes": entry.state_bytes,
-            "first_seconds": entry.first_seconds,
-            "compile_seconds": entry.compile_seconds,
+            **asdict(found.case),
+            "tokens": found.case.tokens,
+            "subject": found.subject.name,
+            "mode": found.subject.mode,
+            "problem": found.problem,
+            "alone": found.alone,
+            "seconds": found.seconds,
+            "calls": found.calls,
+            "median_seconds": found.median,
+            "spread_seconds": found.spread,
+            "tokens_per_second": found.tokens_per_second,
+            "ratio_to_first": self.ratio_to_first(found),
+            "flops_per_token": found.flops_per_token,
+            "use_of_peak": self.use_of_peak(found),
+            **{f"{part}_bytes": memory and memory[part] for part in ("peak", "weights", "gradients")},
+            "state_bytes": found.state_bytes,
+            "first_seconds": found.first_seconds,
+            "compile_seconds": found.compile_seconds,
         }
-
-    def save(self) -> Path:
-        """Write results.json."""
-        return write_file(self.folder / RESULTS_FILE, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

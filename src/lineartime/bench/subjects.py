@@ -73,13 +73,7 @@ class Subject:
 
 @dataclass
 class Ready:
-    """A subject that is ready to take steps of a case.
-
-    Attributes:
-        model: the model.
-        step: takes one step.
-        state_bytes: bytes of the state of one stream before a decode step; None for other measures.
-    """
+    """A model, what takes one of its steps, and for decode the bytes of the state of one stream before it."""
 
     model: nn.Module
     step: Callable[[], object]
@@ -190,6 +184,18 @@ def state_after(model: CausalLM, ids: Tensor) -> Any:
     return ModelState(tuple(shape.blocks[0].map(filled, block) for block in state.blocks))
 
 
+def flops_per_token(subject: Subject, case: Case) -> float | None:
+    """FLOPs of a step per token; a backward pass counts as two forward passes. None for decode, and if not counted."""
+    if case.measure == "decode":
+        return None
+    forward = forward_flops_per_token(subject, case.length)
+    if forward is None:
+        return None
+    if case.measure == "prefill":  # with logits of the last token alone
+        return forward - 2 * subject.config.d_model * subject.config.vocab_size * (case.length - 1) / case.length
+    return 3 * forward if case.measure == "train" else forward
+
+
 @lru_cache
 def forward_flops_per_token(subject: Subject, length: int) -> float | None:
     """FLOPs per token of the matrix products in a forward pass over `length` tokens; None if they cannot be counted."""
@@ -202,10 +208,3 @@ def forward_flops_per_token(subject: Subject, length: int) -> float | None:
         subject.build()(torch.zeros(1, length, dtype=torch.long))
     flops: int = counter.get_total_flops()
     return flops / length
-
-
-def prefill_flops_per_token(subject: Subject, length: int) -> float | None:
-    """FLOPs per token of reading a prompt of `length` tokens, with logits of its last token alone; None if not counted."""
-    forward = forward_flops_per_token(subject, length)
-    of_logits = 2 * subject.config.d_model * subject.config.vocab_size
-    return None if forward is None else forward - of_logits * (length - 1) / length

@@ -15,8 +15,8 @@ from rich.table import Column, Table
 from lineartime.choices import Context, Device, Precision, Split
 from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
 from lineartime.errors import ArgumentError, Call
-from lineartime.runs.curve import REPORT, draw_report
-from lineartime.runs.figures import check_picture
+from lineartime.plots import check_picture
+from lineartime.runs.curve import draw_report
 from lineartime.screen import SCREEN, output_console
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def run(options: Options) -> None:
     if options.plot is not None:
         if len(options.runs) > 1:
             raise ArgumentError("plot", "shows one run: give one, or draw the curves of several by ", Call("runs"), ".")
-        check_picture(REPORT, options.plot)  # before the slow part
+        check_picture(options.plot)  # before the slow part
     for each in options.runs[1:]:  # a wrong path should not be told after the first run was measured
         find_checkpoint(each, checkpoint_choice(options.checkpoint))
     with using_threads(options.threads):

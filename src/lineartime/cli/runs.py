@@ -15,8 +15,8 @@ from rich.progress import track
 from rich.table import Table
 
 from lineartime.errors import LineartimeError
-from lineartime.runs.curve import COMPARISON, draw_comparison
-from lineartime.runs.figures import check_picture
+from lineartime.plots import check_picture
+from lineartime.runs.curve import draw_comparison
 from lineartime.runs.seeds import merge_seeds
 from lineartime.runs.summary import RunSummary, summarize
 from lineartime.runs.table import Group, column_widths, compare, full_width, group_runs, name_runs
@@ -80,7 +80,7 @@ def _draw(options: Options, groups: Sequence[Group], problems: list[str]) -> Pat
     if options.json and options.plot is None:
         return None
     if options.plot is not None:
-        check_picture(COMPARISON, options.plot)
+        check_picture(options.plot)
     file = options.plot or next(folder for folder in options.folders if folder.is_dir()) / _PICTURE
     largest = sorted(groups, key=lambda group: -len(group.runs))[:_MOST_DRAWN]
     drawn = [group for group in groups if group in largest]

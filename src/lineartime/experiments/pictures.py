@@ -10,8 +10,7 @@ from typing import Any
 from lineartime.experiments.plan import Plan
 from lineartime.experiments.report_data import Report, baseline_row, metric_of_test, values_of_row
 from lineartime.experiments.tables import metric_of_report
-from lineartime.runs.figures import new_figure, save_figure
-from lineartime.runs.ticks import label_axes
+from lineartime.plots import label_axes, new_figure, save_figure
 
 WIDTH, HEIGHT = 4.8, 3.6
 _COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold", "navy"]
@@ -182,7 +181,7 @@ def _figure(panels: int, names: int) -> tuple[Any, list[Any]]:
     """A figure with panels in rows of two or three, and room for a legend below them."""
     columns = _columns(panels)
     rows, lines = -(-panels // columns), -(-names // (3 * columns))
-    figure = new_figure("A picture", WIDTH * columns + 0.4, HEIGHT * rows + 0.4 + 0.22 * lines)
+    figure = new_figure(WIDTH * columns + 0.4, HEIGHT * rows + 0.4 + 0.22 * lines)
     figure.get_layout_engine().set(wspace=0.05, hspace=0.05)
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in grid[panels:]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineartime.data.batches import Batch, evaluation_batch
+from lineartime.data.batches import evaluation_batch
 from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import Argument, ArgumentError, LineartimeError
 from lineartime.evaluation.perplexity import token_losses
@@ -28,12 +28,7 @@ _STATES = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """One or more tokens that make whole characters.
-
-    Attributes:
-        text: the text, as the tokenizer decodes it.
-        losses: the loss of each token, in nats; None for a token that the model did not have to predict.
-    """
+    """A text of whole characters, and the loss in nats of each of its tokens; None where the model had nothing to predict."""
 
     text: str
     losses: tuple[float | None, ...]
@@ -51,10 +46,10 @@ class LayerView:
 
     Attributes:
         name: the class name of the mixer.
-        weights: for each part of its attention, the weight with which each token (row) reads each other token (column),
-            [T, T]; the mean over heads.
+        weights: for each part of its attention, how much each token (row) reads each other token (column), [T, T]; the mean
+            over heads.
         added: for each part, the norm of what it adds to each token, [T].
-        states: the norm of the layer's global state, by the number of tokens read; empty for a mixer without one.
+        states: the norm of the global state, by the number of tokens read; empty for a mixer without one.
         missing: sentences that say what this mixer does not have.
     """
 
@@ -81,7 +76,7 @@ class Inspection:
         task: the task of the model.
         pieces: the text, with losses.
         left_out: how many tokens were not read, because the text was too long.
-        prefix: how many tokens at the beginning of the text were read bidirectionally, for a model of task "prefix-lm".
+        prefix: how many tokens at the beginning were read in both directions, by a model of task "prefix-lm".
         layers: the layers, from first to last.
     """
 
@@ -125,34 +120,26 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
     check_vocabulary(tokenizer, config.vocab_size)
     check_max_tokens(max_tokens)
     ids = encode_given(tokenizer, "text", text)
+    shown, longest = ids[:max_tokens], config.longest_sequence
     if not ids:
         raise ArgumentError("text", "is empty, but must hold at least one token.")
-    shown = ids[:max_tokens]
-    longest = config.longest_sequence
     if longest is not None and len(shown) > longest:
-        raise ArgumentError(
-            "text",
-            f"has {len(shown):,} tokens, but this model reads at most {longest:,}: shorten it, or use ",
-            Argument("max_tokens", longest),
-            ".",
-        )
+        found = f"has {len(shown):,} tokens, but this model reads at most {longest:,}: shorten it, or use "
+        raise ArgumentError("text", found, Argument("max_tokens", longest), ".")
     end = tokenizer.end_of_document
     window = torch.tensor([[*shown, end] if config.task == "mlm" else [end, *shown]], device="cpu")
-    batch = _on_device(evaluation_batch(config.task, window, tokenizer, [0]), next(model.parameters()).device)
-    prefix = 0 if batch.prefix_lengths is None else max(0, int(batch.prefix_lengths) - 1)  # the first is the end of a document
+    batch, device = evaluation_batch(config.task, window, tokenizer, [0]), next(model.parameters()).device
+    prefixes = None if batch.prefix_lengths is None else batch.prefix_lengths.to(device)
+    prefix = 0 if prefixes is None else max(0, int(prefixes) - 1)  # the first is the end of a document
 
     inputs: list[Tensor] = []
     backbone = model.backbone
-    hidden = backbone.read(batch.inputs, prefix_lengths=batch.prefix_lengths, inputs=inputs)
-    losses = token_losses(model, hidden, batch.targets)[0].tolist()
+    hidden = backbone.read(batch.inputs.to(device), prefix_lengths=prefixes, inputs=inputs)
+    losses = token_losses(model, hidden, batch.targets.to(device))[0].tolist()
     check_finite_logits(all(map(math.isfinite, losses)))
     known = [loss if target != IGNORED else None for loss, target in zip(losses, batch.targets[0].tolist(), strict=True)]
-    layers = tuple(_layer(block.mixer, x, batch.prefix_lengths) for block, x in zip(backbone.blocks, inputs, strict=True))
+    layers = tuple(_layer(block.mixer, x, prefixes) for block, x in zip(backbone.blocks, inputs, strict=True))
     return Inspection(config.task, _pieces(tokenizer, shown, known), len(ids) - len(shown), prefix, layers)
-
-
-def _on_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(*(None if x is None else x.to(device) for x in batch))  # type: ignore[arg-type]  # None only where Batch allows it
 
 
 def _pieces(tokenizer: Tokenizer, ids: list[int], losses: list[float | None]) -> tuple[Piece, ...]:

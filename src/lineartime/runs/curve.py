@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineartime.errors import LineartimeError
-from lineartime.runs.figures import drawable, new_figure, save_figure
+from lineartime.plots import FAINT, drawable, label_axes, legend_below, new_figure, save_figure
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, losses, read_metrics
 from lineartime.runs.record import read_record, texts_of
-from lineartime.runs.ticks import label_axes
 
 if TYPE_CHECKING:  # needs PyTorch, without which the command line shows its help
     from lineartime.evaluation import Evaluation
 
 CURVE_FILE = "loss.png"
-REPORT = "A picture of the losses"
-"""What `draw_report` makes, in errors."""
-COMPARISON = "A plot of runs"
-"""What `draw_comparison` makes, in errors."""
+DEVIATION = "validation_deviation"
+"""In the lines of merged seeds: the standard deviation of their validation losses, which is drawn as a band."""
+Runs = Mapping[str, Sequence[Line]]
+"""The lines of several runs as returned by `thinned`, by the names of the runs."""
 _MAX_POINTS = 2000
 """The maximum number of points of a curve in a comparison: more than an image has pixels across."""
 
@@ -31,10 +30,8 @@ def draw_curve(run: str | Path, title: str | None = None) -> Path:
     written.
     """
     run = Path(run)
-    figure = new_figure("The loss curve", 7, 4.2)
-    axes = figure.subplots()
-    _draw_losses(axes, run)
-    axes.set_title(drawable(_title(run) if title is None else title))
+    figure = new_figure(7, 4.2)
+    _draw_losses(figure.subplots(), run, _title(run) if title is None else title)
     return save_figure(figure, run / CURVE_FILE)
 
 
@@ -46,23 +43,22 @@ def draw_report(run: str | Path, evaluation: "Evaluation", file: Path) -> Path:
     """
     run = Path(run)
     learned = (run / METRICS_FILE).exists()
-    figure = new_figure(REPORT, 12 if learned else 6, 4.2)
-    axes = figure.subplots(1, 2 if learned else 1, squeeze=False)[0]
+    figure = new_figure(12 if learned else 6, 4.2)
+    panels = figure.subplots(1, 2 if learned else 1, squeeze=False)[0]
     if learned:
-        _draw_losses(axes[0], run)
-        axes[0].set_title(drawable(_title(run)))
-    _draw_positions(axes[-1], evaluation)
+        _draw_losses(panels[0], run, _title(run))
+    _draw_positions(panels[-1], evaluation)
     return save_figure(figure, file)
 
 
-def _draw_losses(axes: Any, run: Path) -> None:
+def _draw_losses(axes: Any, run: Path, title: str) -> None:
     """Plot the training and validation losses of a run by step."""
     lines = read_metrics(run)
     training, validation = losses(lines, "loss"), losses(lines, "validation_loss")
     if training:
         steps, values = list(training), list(training.values())
-        point = "o" if len(steps) == 1 else ""  # a line through one point cannot be seen
-        axes.plot(steps, values, point + "-", color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each step")
+        marker = "o" if len(steps) == 1 else ""  # a line through one point cannot be seen
+        axes.plot(steps, values, marker=marker, color="tab:blue", label="training, each step", **FAINT)
         if means := _trailing_means(values):
             axes.plot(steps[-len(means) :], means, color="tab:blue", label=f"training, mean of the last {AVERAGED} steps")
     if validation:
@@ -70,8 +66,7 @@ def _draw_losses(axes: Any, run: Path) -> None:
         lowest = "" if validation[least] == last else f", {validation[least]:.3f} at step {least:,}"
         label = f"validation, {last:.3f} at the end{lowest}"
         axes.plot(list(validation), list(validation.values()), "o-", color="tab:orange", label=label)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
+    axes.set(title=drawable(title), xlabel="step", ylabel="loss (nats per token)")
     label_axes(axes, whole_x=True)
     if training or validation:
         axes.legend()
@@ -81,20 +76,14 @@ def _draw_positions(axes: Any, evaluation: "Evaluation") -> None:
     """Plot the loss by the number of tokens read, one level for each power of two, and the overall mean as a line."""
     positions = evaluation.by_position
     edges = [*(position.first for position in positions), positions[-1].last + 1]
-    values, errors = [position.loss for position in positions], [position.error or 0.0 for position in positions]
+    low, values, high = ([position.loss + sign * (position.error or 0.0) for position in positions] for sign in (-1, 0, 1))
     axes.stairs(values, edges, baseline=None, color="tab:green", linewidth=2)
-    low, high = ([value + sign * error for value, error in zip(values, errors, strict=True)] for sign in (-1, 1))
     band = ([*low, low[-1]], [*high, high[-1]])  # a filled `stairs` would be cut at the edge of the panel
     axes.fill_between(edges, *band, step="post", color="tab:green", alpha=0.2, linewidth=0, label="± standard error")
     axes.axhline(evaluation.loss, color="black", linestyle=":", linewidth=1, label=f"mean, {evaluation.loss:.3f}")
     axes.set_xscale("log", base=2)
-    what = "place in the window" if evaluation.masked else "tokens read before"
-    axes.set(
-        title=drawable(evaluation.text),
-        xlabel=what,
-        ylabel=f"loss (nats per {'masked token' if evaluation.masked else 'token'})",
-    )
-    axes.grid(alpha=0.3)
+    where, token = ("place in the window", "masked token") if evaluation.masked else ("tokens read before", "token")
+    axes.set(title=drawable(evaluation.text), xlabel=where, ylabel=f"loss (nats per {token})")
     label_axes(axes)
     axes.legend()
 
@@ -108,69 +97,60 @@ def thinned(lines: Sequence[Line]) -> list[Line]:
     return [*means[::-every][::-1], *(line for line in lines if "validation_loss" in line)]
 
 
-DEVIATION = "validation_deviation"
-"""In the lines of merged seeds: the standard deviation of their validation losses, which is drawn as a band."""
-Runs = Mapping[str, Sequence[Line]]
-"""The lines of several runs as returned by `thinned`, by the names of the runs."""
-
-
 def draw_comparison(groups: Mapping[str, Runs], file: Path) -> Path:
     """Plot the validation losses of runs, and faintly their training losses, by step, tokens and time; return the file.
 
     Each group of runs with comparable losses has its own row, with a title. Raises LineartimeError without matplotlib, or if
     the file cannot be written.
     """
-    columns, count = 3, sum(map(len, groups.values()))
-    figure = new_figure(COMPARISON, 13, 4.2 * len(groups) + 0.25 * -(-count // columns))
+    columns, names = 3, [name for runs in groups.values() for name in runs]
+    figure = new_figure(13, 4.2 * len(groups) + 0.25 * -(-len(names) // columns))
     lines_and_markers = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))
-    styles = cycle((f"C{colour}", *style) for style in lines_and_markers for colour in range(10))
-    look = {name: next(styles) for runs in groups.values() for name in runs}
-    entries: dict[str, Any] = {}
+    looks = [{"color": f"C{n}", "linestyle": line, "marker": marker} for line, marker in lines_and_markers for n in range(10)]
+    look = dict(zip(names, cycle(looks), strict=False))
+    legend: dict[str, Any] = {}
     grid = figure.subplots(len(groups), columns, sharey="row", squeeze=False)
     for row, (title, runs) in zip(grid, groups.items(), strict=True):
-        entries |= _draw_group(row, runs, look)
+        legend |= _draw_group(row, runs, look)
         row[0].set_ylabel("loss (nats per token)")
         row[1].set_title(drawable(title), fontsize="medium")
     averaged = any("loss" in line for runs in groups.values() for lines in runs.values() for line in lines)
     faint = f"; faint: training loss, mean of the last {AVERAGED} steps" if averaged else ""
     figure.suptitle(f"validation loss{faint}", fontsize="medium")
-    figure.legend(entries.values(), map(drawable, entries), loc="outside lower center", ncols=columns, frameon=False)
+    legend_below(figure, legend, columns)
     return save_figure(figure, file)
 
 
-def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, tuple[str, str, str]]) -> dict[str, Any]:
-    """Plot runs in the panels for steps, tokens and time, and return their legend entries."""
-    longest = max((line.get("seconds", 0.0) for lines in runs.values() for line in lines), default=0.0)
+def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, dict[str, str]]) -> dict[str, Any]:
+    """Plot runs in the panels for steps, tokens and time, and return their lines for the legend."""
+    every = [line for lines in runs.values() for line in lines]
+    longest = max((line.get("seconds", 0.0) for line in every), default=0.0)
     unit, seconds = next((unit for unit in (("hours", 3600), ("minutes", 60)) if longest > 2 * unit[1]), ("seconds", 1))
-    panels = (("step", "step", 1), ("tokens", "tokens", 1), ("seconds", f"{unit} of training", seconds))
-    entries: dict[str, Any] = {}
-    for axes, (name, label, scale) in zip(row, panels, strict=True):
+    legend: dict[str, Any] = {}
+    for axes, name, label, scale in zip(
+        row, ("step", "tokens", "seconds"), ("step", "tokens", f"{unit} of training"), (1, 1, seconds), strict=True
+    ):
         for run, lines in runs.items():
-            colour, style, marker = look[run]
             training = [(line[name] / scale, line["loss"]) for line in lines if {name, "loss"} <= line.keys()]
             evaluated = [line for line in lines if {name, "validation_loss"} <= line.keys()]
             if training:
-                (faint,) = axes.plot(*zip(*training, strict=True), style, color=colour, alpha=0.3, linewidth=0.8)
-                entries.setdefault(run, faint)
+                (faint,) = axes.plot(*zip(*training, strict=True), **{**look[run], "marker": ""}, **FAINT)
+                legend.setdefault(run, faint)
             if evaluated:
-                points = [(line[name] / scale, line["validation_loss"]) for line in evaluated]
-                (entries[run],) = axes.plot(*zip(*points, strict=True), style, color=colour, marker=marker, markersize=3)
-                apart = [line.get(DEVIATION, 0.0) for line in evaluated]
-                if any(apart):
-                    places, means = zip(*points, strict=True)
-                    below, above = ([mean + sign * part for mean, part in zip(means, apart, strict=True)] for sign in (-1, 1))
-                    axes.fill_between(places, below, above, color=colour, alpha=0.15, linewidth=0)
+                places, means = [line[name] / scale for line in evaluated], [line["validation_loss"] for line in evaluated]
+                (legend[run],) = axes.plot(places, means, markersize=3, **look[run])
+                below, above = (
+                    [line["validation_loss"] + sign * line.get(DEVIATION, 0.0) for line in evaluated] for sign in (-1, 1)
+                )
+                axes.fill_between(places, below, above, color=look[run]["color"], alpha=0.15, linewidth=0)
         axes.set_xlabel(label)
-        axes.grid(alpha=0.3)
         axes.yaxis.set_tick_params(labelleft=True)
-    evaluations = [line["validation_loss"] for lines in runs.values() for line in lines if "validation_loss" in line]
-    if len(set(evaluations)) > 1:  # the first training losses are so high that they would flatten the curves
-        low = min([*evaluations, *(line["loss"] for lines in runs.values() for line in lines if "loss" in line)])
-        high = max(evaluations)
-        row[0].set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
-    for axes, (name, _, _) in zip(row, panels, strict=True):
         label_axes(axes, whole_x=name != "seconds")
-    return entries
+    evaluations = [line["validation_loss"] for line in every if "validation_loss" in line]
+    if len(set(evaluations)) > 1:  # the first training losses are so high that they would flatten the curves
+        low, high = min(evaluations + [line["loss"] for line in every if "loss" in line]), max(evaluations)
+        row[0].set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    return legend
 
 
 def _title(run: Path) -> str:

@@ -1,4 +1,4 @@
-"""Turn the options of a benchmark into a plan: which models to measure, how, and in which order."""
+"""Turn the options of a benchmark into the models and cases to measure."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -18,8 +18,8 @@ from lineartime.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The cases to measure, each with the subjects that take turns in it.
+class Benchmark:
+    """What is measured: cases, each with the subjects that take turns in it.
 
     Attributes:
         device: the device to measure on.
@@ -36,47 +36,42 @@ class Plan:
         """All subjects, in the order of the options."""
         return tuple(dict.fromkeys(subject for _, subjects in self.cells for subject in subjects))
 
+    @property
+    def compiled(self) -> bool:
+        """Whether any subject is compiled."""
+        return any(subject.mode == "compiled" for subject in self.subjects)
 
-def make_plan(options: BenchConfig) -> Plan:
-    """Make a plan from the options; raises LineartimeError if they cannot be measured."""
+
+def make_benchmark(options: BenchConfig) -> Benchmark:
+    """The benchmark that the options describe; raises LineartimeError if it cannot be measured."""
     options.check()
     configs = _model_configs(options)
     device = choose_device(options.device)
-    _check_machine(options, device)
-    dtypes, precision = _precisions(options, device)
+    if "bf16" in options.dtypes and not supports_bf16(device):
+        raise ArgumentError("dtypes", "has bf16, which this GPU does not support: leave it out.")
+    if "compiled" in options.modes and (missing := compiler_missing(device)):
+        raise ArgumentError("modes", f"has compiled, but {missing}: install g++, or leave it out.")
+    chosen, reason = faster_precision(device) if "auto" in options.dtypes else ("fp32", "")
+    dtypes: dict[Dtype, None] = dict.fromkeys(chosen if dtype == "auto" else dtype for dtype in options.dtypes)
     cells = []
     for measure in dict.fromkeys(options.measure):
         subjects = _subjects(options, measure, configs, device)
-        _, lengths = options.lengths(measure)
-        sizes = [(n, options.decode_batch if measure in STREAMED else max(1, options.tokens_per_batch // n)) for n in lengths]
-        cases = [Case(measure, length, dtype, batch) for dtype in dtypes for length, batch in sizes]
-        cells += [(case, subjects) for case in dict.fromkeys(cases)]
-    return Plan(device, tuple(cells), precision)
-
-
-def _check_machine(options: BenchConfig, device: torch.device) -> None:
-    if "bf16" in options.dtypes and not supports_bf16(device):
-        raise ArgumentError("dtypes", "has bf16, which this GPU does not support: leave it out.")
-    missing = compiler_missing(device)
-    if "compiled" in options.modes and missing:
-        raise ArgumentError("modes", f"has compiled, but {missing}: install g++, or leave it out.")
-
-
-def _precisions(options: BenchConfig, device: torch.device) -> tuple[list[Dtype], str]:
-    """The precisions to measure in, and which one "auto" chose and why."""
-    chosen, reason = faster_precision(device) if "auto" in options.dtypes else ("fp32", "")
-    dtypes = dict.fromkeys(chosen if dtype == "auto" else dtype for dtype in options.dtypes)
-    return list(dtypes), f"{chosen}, because {reason}" if reason else ""
+        for dtype in dtypes:
+            for length in dict.fromkeys(options.lengths(measure)):
+                batch = options.decode_batch if measure in STREAMED else max(1, options.tokens_per_batch // length)
+                cells.append((Case(measure, length, dtype, batch), subjects))
+    return Benchmark(device, tuple(cells), f"{chosen}, because {reason}" if reason else "")
 
 
 def _model_configs(options: BenchConfig) -> dict[str, ModelConfig]:
+    """The models of the presets, with what `override` changes in all of them or in one."""
     fields = {name: _fields(options, name) for name in options.presets}
     for item in options.override:
         key, equals, _ = item.partition("=")
         preset, dot, field = key.rpartition(".")
         if dot and preset not in fields:
             raise ArgumentError("override", f"has {item!r}, but {preset!r} is not among the presets: {', '.join(fields)}.")
-        known = fields[preset] if dot else dict.fromkeys(chain(*fields.values()))
+        known = fields[preset] if dot else list(dict.fromkeys(chain(*fields.values())))
         if field == "vocab_size":
             raise ArgumentError("override", "cannot set vocab_size: use ", Argument("vocab_size"), ".")
         if equals and field not in known:
@@ -85,15 +80,14 @@ def _model_configs(options: BenchConfig) -> dict[str, ModelConfig]:
     return {name: _model_config(options, name, known) for name, known in fields.items()}
 
 
-def _fields(options: BenchConfig, preset: str) -> dict[str, None]:
+def _fields(options: BenchConfig, preset: str) -> list[str]:
     """The fields that `override` can set in the model of a preset."""
     if preset not in PRESETS and preset in PEERS:
         raise ArgumentError("presets", f"has {preset}, which is a peer: give it in ", Argument("peers"), ".")
-    names = resolve(preset, options.task).override_names
-    return dict.fromkeys(name for name in names if name not in ("vocab_size", "task"))
+    return [name for name in resolve(preset, options.task).override_names if name not in ("vocab_size", "task")]
 
 
-def _model_config(options: BenchConfig, preset: str, fields: dict[str, None]) -> ModelConfig:
+def _model_config(options: BenchConfig, preset: str, fields: list[str]) -> ModelConfig:
     shared = [item for item in options.override if "=" not in item or item.partition("=")[0] in fields]
     own = [item.removeprefix(f"{preset}.") for item in options.override if item.startswith(f"{preset}.")]
     # Parse the values as training does, to raise the same errors.
@@ -104,45 +98,34 @@ def _model_config(options: BenchConfig, preset: str, fields: dict[str, None]) ->
             build_model(config.override(n_blocks=1))
     except ValueError as error:
         raise ArgumentError("override", f"does not make a model of {preset}: {error}") from None
-    _check_lengths(options, preset, config)
-    return config
-
-
-def _check_lengths(options: BenchConfig, preset: str, config: ModelConfig) -> None:
-    """Raise ArgumentError for a length that the model cannot read."""
     longest = config.longest_sequence
     for measure in options.measure:
-        name, lengths = options.lengths(measure)
-        length = max(lengths) + (2 if measure == "decode" else 0)
+        length = max(options.lengths(measure)) + (2 if measure == "decode" else 0)
         if longest is not None and length > longest:
             field = "max_positions" if longest == config.max_positions else "max_length"
-            raise ArgumentError(
-                name,
-                f"make {preset} read {length} tokens, but it reads at most {longest}: use shorter ones, or ",
-                Argument("override"),
-                f" {field}={length}.",
-            )
+            found = f"make {preset} read {length} tokens, but it reads at most {longest}: use shorter ones, or "
+            name = "positions" if measure == "decode" else "context_lengths"
+            raise ArgumentError(name, found, Argument("override"), f" {field}={length}.")
+    return config
 
 
 def _subjects(
     options: BenchConfig, measure: Measure, configs: dict[str, ModelConfig], device: torch.device
 ) -> tuple[Subject, ...]:
+    """The models that take part in a measure, in all their modes, and the peers, which have no streams."""
     modes = tuple(dict.fromkeys(options.modes))
-    if measure in STREAMED:
-        return tuple(
-            Subject(name, mode, config)
-            for name, config in configs.items()
-            for mode in (modes if measure == "decode" and config.mixer.layer.constant_state else ("eager",))
-        )
-    subjects = [Subject(name, mode, config) for name, config in configs.items() for mode in modes]
-    for peer in dict.fromkeys(options.peers):
+    subjects = []
+    for name, config in configs.items():
+        steps_in_place = measure == "decode" and config.mixer.layer.constant_state
+        for mode in modes if measure not in STREAMED or steps_in_place else ("eager",):
+            subjects.append(Subject(name, mode, config))
+    for peer in dict.fromkeys(options.peers) if measure not in STREAMED else ():
         if peer == "fla" and options.task != "clm":
             raise ArgumentError("peers", "has fla, which needs ", Argument("task", "clm"), ": leave it out, or use that task.")
-        gated = [config for config in configs.values() if {"d_qk", "chunk_size"} <= config.to_dict()["mixer"].keys()]
+        gated = [config for config in configs.values() if {"d_qk", "chunk_size"} <= config.mixer.options.keys()]
         if not gated:
-            raise ArgumentError(
-                "peers", f"has {peer}, which takes its sizes from a preset with d_qk and chunk_size: add flash-tiny."
-            )
+            sizes = "which takes its sizes from a preset with d_qk and chunk_size"
+            raise ArgumentError("peers", f"has {peer}, {sizes}: add flash-tiny.")
         check_peer(peer, device)
         subjects += [Subject(peer, mode, gated[0], is_peer=True) for mode in modes]
     return tuple(subjects)

@@ -1,0 +1,81 @@
+"""Plots: what a reader sees beside the axes, and files that are whole or as they were."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from lineartime.errors import LineartimeError
+from lineartime.plots import check_picture, label_axes, new_figure, save_figure
+
+pytestmark = pytest.mark.pictures
+
+
+def labels(axis: Any) -> list[str]:
+    """The labels that are visible beside an axis."""
+    axis.figure.draw_without_rendering()
+    low, high = sorted(axis.get_view_interval())
+    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+    return [tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high and tick.label1.get_text()]
+
+
+def test_steps_are_whole_numbers_in_full() -> None:
+    axes = Figure().subplots()
+    axes.plot([0, 60_000], [2.0, 3.1])
+    label_axes(axes, whole_x=True)
+    assert labels(axes.xaxis) == ["0", "10,000", "20,000", "30,000", "40,000", "50,000", "60,000"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [((0.02, 900), ["0.1", "1", "10", "100"]), ((310, 870), ["400", "600", "800"])]
+)
+def test_a_logarithmic_axis_has_numbers_in_full(values: tuple[float, float], expected: list[str]) -> None:
+    axes = Figure().subplots()
+    axes.loglog(values, values)
+    label_axes(axes)
+    assert set(expected) <= set(labels(axes.yaxis))
+
+
+def test_measured_lengths_are_on_their_axis() -> None:
+    axes = Figure().subplots()
+    axes.plot([512, 8192, 65536], [1, 2, 3])
+    axes.set_xscale("log", base=2)
+    label_axes(axes, x_values=[512, 8192, 65536])
+    assert labels(axes.xaxis) == ["512", "8,192", "65,536"]
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = save_figure(new_figure(1, 1), tmp_path / "loss.png")
+    old = file.read_bytes()
+
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(LineartimeError, match=r"Cannot write .*loss.png: No space left on device"):
+        save_figure(new_figure(1, 1), file)
+    assert file.read_bytes() == old
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_link_stays_a_link_whether_its_picture_is_there_or_not(tmp_path: Path) -> None:
+    link, file = tmp_path / "latest.svg", tmp_path / "loss.svg"
+    link.symlink_to(file)
+    check_picture(link)
+    assert link.is_symlink()
+    assert not file.exists()
+    save_figure(new_figure(1, 1), link)
+    assert link.is_symlink()
+    assert file.read_text().startswith("<?xml")
+
+
+def test_a_format_that_needs_latex_is_named_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = new_figure(1, 1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("xelatex not found")
+
+    monkeypatch.setattr(drawn, "savefig", fail)
+    with pytest.raises(LineartimeError, match=r"Cannot draw .*loss.pgf \(xelatex not found\): use .png, .pdf or .svg"):
+        save_figure(drawn, tmp_path / "loss.pgf")
