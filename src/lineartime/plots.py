@@ -9,6 +9,7 @@ from typing import Any
 
 from lineartime.errors import LineartimeError, first_line, missing_extra, reporting_file_errors
 from lineartime.files import is_there, write_atomically
+from lineartime.units import counted
 
 FAINT = {"alpha": 0.3, "linewidth": 0.8}
 """The look of a curve that is shown beside a more important one."""
@@ -24,7 +25,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = ()) -> None:
-    """Give both axes a grid and numbers in full, such as 12,000, after their scales are set.
+    """Give both axes a grid and plain numbers, such as 12,000, after their scales are set.
 
     Args:
         axes: axes of matplotlib.
@@ -42,7 +43,7 @@ def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = 
             axis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
     if whole_x:
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.xaxis.set_major_formatter(lambda x, _: counted(x))
     if x_values:
         axes.set_xticks(sorted(set(x_values)))
         axes.xaxis.set_tick_params(labelsize="small")

@@ -1,11 +1,25 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
-from lineartime.errors import LineartimeError
-from lineartime.runs.curve import draw_curve
+from lineartime.runs.curve import draw_comparison, draw_curve, thinned
 from lineartime.runs.metrics import MetricsLog, losses, read_damaged_metrics, read_metrics
-from lineartime.runs.record import write_record
+from lineartime.runs.record import RunRecord
+
+
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved from now on."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def capture(self: Figure, *arguments: Any, **options: Any) -> None:
+        figures.append(self)
+        save(self, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", capture)
+    return figures
 
 
 def test_losses_are_listed_by_step(tmp_path: Path) -> None:
@@ -20,25 +34,14 @@ def test_losses_are_listed_by_step(tmp_path: Path) -> None:
     assert losses(lines, "validation_loss") == {1: 2.5}
 
 
-def test_the_curve_is_a_picture_of_the_losses(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, 0)
-    for step in range(1, 31):
-        log.write(step, {"loss": 5 / step})
-    log.write(30, {"validation_loss": 0.3})
-    log.close()
-    assert draw_curve(tmp_path, "title").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_curve_is_entitled_with_its_model_and_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.axes import Axes
-
-    titles = []
-    monkeypatch.setattr(Axes, "set_title", lambda self, title: titles.append(title))
+    figures = captured(monkeypatch)
     (tmp_path / "metrics.jsonl").touch()
     draw_curve(tmp_path)
     for data in ("somewhere/books.txt", None):
-        write_record(tmp_path, {"preset": "flash-tiny", "data": data}, [])
+        RunRecord(tmp_path).begin({"preset": "flash-tiny", "data": data}, [])
         draw_curve(tmp_path)
+    titles = [figure.axes[0].get_title() for figure in figures]
     assert titles[:2] == [tmp_path.name, "flash-tiny on books.txt"]
     assert titles[2].startswith("flash-tiny on ")
     assert "None" not in titles[2]
@@ -66,7 +69,36 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_a_curve_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(LineartimeError, match=r"needs matplotlib, .* pip install 'lineartime\[plot\]'"):
-        draw_curve(tmp_path, "title")
+@pytest.mark.parametrize("steps", [1, 19, 20, 45])
+def test_the_mean_of_the_last_steps_begins_where_there_are_as_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    text = "".join(f'{{"step": {step}, "loss": {float(step)}}}\n' for step in range(1, steps + 1))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    figures = captured(monkeypatch)
+    draw_curve(tmp_path)
+    each, *means = figures[0].axes[0].lines
+    assert len(each.get_xdata()) == steps
+    assert each.get_marker() == ("o" if steps == 1 else "None")  # else a single step cannot be seen
+    found = [list(zip(*line.get_data(), strict=True)) for line in means]
+    assert found == ([[(step, step - 9.5) for step in range(20, steps + 1)]] if steps >= 20 else [])
+    lines = [{"step": step, "loss": float(step)} for step in range(1, steps + 1)]
+    assert [(line["step"], line["loss"]) for line in thinned(lines)] == [(step, step - 9.5) for step in range(20, steps + 1)]
+
+
+def test_runs_whose_losses_do_not_compare_have_axes_of_their_own_and_equal_losses_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*losses: float) -> list[dict[str, float]]:
+        totals = [{"step": step, "tokens": 10 * step, "seconds": float(step)} for step in range(1, len(losses) + 1)]
+        return [{**line, "validation_loss": loss} for line, loss in zip(totals, losses, strict=True)]
+
+    figures = captured(monkeypatch)
+    groups = {"text one": {"a": run(2.5, 2.5), "b": run(2.5)}, "text two": {"c": run(6.0, 5.0, 4.0)}}
+    draw_comparison(groups, tmp_path / "x.png")
+    limits = [each.get_ylim() for each in figures[0].axes]
+    assert len(limits) == 6
+    assert limits[0] == limits[1] == limits[2]
+    assert limits[3] == limits[4] == limits[5]
+    assert limits[0][1] < 3 < limits[3][0]
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["a", "b", "c"]

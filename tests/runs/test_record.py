@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lineartime.errors import LineartimeError
-from lineartime.runs.record import Git, read_record, write_record
+from lineartime.runs.record import Git, RunRecord, last_error, read_record
 
 COMMAND = ["lineartime", "train", "--seed", "7"]
 OPTIONS = {"seed": 7, "override": ("d_model=16",), "precision": "fp32", "resume": False}
@@ -37,7 +37,7 @@ def begin_checkpoint(run: Path) -> None:
 
 def test_it_tells_options_command_versions_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    write_record(tmp_path / "run", OPTIONS, COMMAND)
+    RunRecord(tmp_path / "run").begin(OPTIONS, COMMAND)
     record = read_record(tmp_path / "run")
     assert record.options == {**OPTIONS, "override": ["d_model=16"]}
     assert record.seed == 7
@@ -56,9 +56,9 @@ def test_it_tells_options_command_versions_and_machine(tmp_path: Path, monkeypat
 
 
 def test_a_process_that_goes_on_is_added_with_what_it_changes(tmp_path: Path) -> None:
-    write_record(tmp_path, OPTIONS, COMMAND)
+    RunRecord(tmp_path).begin(OPTIONS, COMMAND)
     begin_checkpoint(tmp_path)
-    write_record(tmp_path, {**OPTIONS, "precision": "bf16", "resume": True}, [*COMMAND, "--resume"])
+    RunRecord(tmp_path).begin({**OPTIONS, "precision": "bf16", "resume": True}, [*COMMAND, "--resume"])
     record = read_record(tmp_path)
     assert record.options["precision"] == "fp32"
     assert [process.changed_options for process in record.processes] == [{}, {"precision": "bf16", "resume": True}]
@@ -66,8 +66,8 @@ def test_a_process_that_goes_on_is_added_with_what_it_changes(tmp_path: Path) ->
 
 
 def test_a_run_that_begins_again_forgets_the_one_that_left_no_checkpoint(tmp_path: Path) -> None:
-    write_record(tmp_path, OPTIONS, COMMAND)
-    write_record(tmp_path, {**OPTIONS, "seed": 8}, COMMAND)
+    RunRecord(tmp_path).begin(OPTIONS, COMMAND)
+    RunRecord(tmp_path).begin({**OPTIONS, "seed": 8}, COMMAND)
     record = read_record(tmp_path)
     assert record.seed == record.options["seed"] == 8
     assert len(record.processes) == 1
@@ -75,7 +75,7 @@ def test_a_run_that_begins_again_forgets_the_one_that_left_no_checkpoint(tmp_pat
 
 def test_it_tells_the_state_of_git_and_never_where_it_comes_from(repository: Path, tmp_path: Path) -> None:
     def git() -> Git | None:
-        write_record(tmp_path / "run", OPTIONS, COMMAND)
+        RunRecord(tmp_path / "run").begin(OPTIONS, COMMAND)
         return read_record(tmp_path / "run").processes[-1].git
 
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -89,20 +89,16 @@ def test_it_tells_the_state_of_git_and_never_where_it_comes_from(repository: Pat
     assert "password" not in (tmp_path / "run" / "run.json").read_text()
 
 
-def test_a_repository_without_a_commit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    subprocess.run(["git", "init", "--initial-branch", "main"], check=True, capture_output=True)
-    write_record(tmp_path, OPTIONS, COMMAND)
-    assert read_record(tmp_path).processes[0].git == Git(None, "main", changed=False)
-
-
 def test_neither_git_nor_a_repository_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    write_record(tmp_path, OPTIONS, COMMAND)
+    RunRecord(tmp_path).begin(OPTIONS, COMMAND)
     assert read_record(tmp_path).processes[0].git is None
+    subprocess.run(["git", "init", "--initial-branch", "main"], check=True, capture_output=True)
+    RunRecord(tmp_path).begin(OPTIONS, COMMAND)
+    assert read_record(tmp_path).processes[0].git == Git(None, "main", changed=False)
     monkeypatch.setenv("PATH", "")
-    write_record(tmp_path, OPTIONS, COMMAND)
+    RunRecord(tmp_path).begin(OPTIONS, COMMAND)
     assert read_record(tmp_path).processes[0].git is None
 
 
@@ -112,7 +108,7 @@ def test_a_damaged_record_is_named_and_renamed_when_its_run_is_resumed(tmp_path:
     with pytest.raises(LineartimeError, match=r"run.json is damaged \(.*\): restore it from a copy, or delete it"):
         read_record(tmp_path)
     begin_checkpoint(tmp_path)
-    note = write_record(tmp_path, OPTIONS, [*COMMAND, "--resume"])
+    note = RunRecord(tmp_path).begin(OPTIONS, [*COMMAND, "--resume"])
     assert re.fullmatch(r".*run.json is damaged \(.*\): it is now called damaged-1-run.json, and a new record begins.", note)
     assert [process.command[-1] for process in read_record(tmp_path).processes] == ["--resume"]
     assert (tmp_path / "damaged-1-run.json").read_text() == content
@@ -123,14 +119,33 @@ def test_a_record_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path
         read_record(tmp_path)
     (tmp_path / "run.json").mkdir()
     with pytest.raises(LineartimeError, match=r"Cannot write .*run.json: Is a directory"):
-        write_record(tmp_path, OPTIONS, COMMAND)
+        RunRecord(tmp_path).begin(OPTIONS, COMMAND)
 
 
 def test_the_schedule_of_a_record_is_that_of_its_last_process(tmp_path: Path) -> None:
-    write_record(tmp_path, OPTIONS, COMMAND)
+    RunRecord(tmp_path).begin(OPTIONS, COMMAND)
     (tmp_path / "step-00000002").mkdir()
     assert read_record(tmp_path).schedule == {}
-    write_record(tmp_path, {**OPTIONS, "steps": 90, "precision": "bf16"}, COMMAND)
+    RunRecord(tmp_path).begin({**OPTIONS, "steps": 90, "precision": "bf16"}, COMMAND)
     assert read_record(tmp_path).schedule == {"steps": 90}
-    write_record(tmp_path, {**OPTIONS, "steps": 120}, COMMAND)
+    RunRecord(tmp_path).begin({**OPTIONS, "steps": 120}, COMMAND)
     assert read_record(tmp_path).schedule == {"steps": 120}
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (RuntimeError("first line\nsecond"), "RuntimeError: first line"),
+        (LineartimeError("The text is damaged: restore it."), "The text is damaged: restore it."),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_whatever_ends_a_process_is_on_record_until_the_next_one(tmp_path: Path, error: Exception, sentence: str) -> None:
+    begin_checkpoint(tmp_path)
+    record = RunRecord(tmp_path)
+    record.begin(OPTIONS, COMMAND)
+    with pytest.raises(type(error)), record.errors():
+        raise error
+    assert last_error(read_record(tmp_path)) == sentence
+    RunRecord(tmp_path).begin(OPTIONS, COMMAND)
+    assert [process.error for process in read_record(tmp_path).processes] == [sentence, None]

@@ -1,15 +1,9 @@
-import builtins
-import importlib.util
-import inspect
 import json
 import math
 import os
 import sys
 import time
-import warnings
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +11,7 @@ import pytest
 from lineartime.errors import LineartimeError
 from lineartime.runs.metrics import METRICS_FILE, read_metrics
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
+from lineartime.screen import progress_bar
 
 pytestmark = pytest.mark.pictures
 
@@ -30,17 +25,27 @@ def take(report: NullReporter, step: int, loss: float = 5.5, **numbers: Any) -> 
     report.step(step, StepMetrics(loss=loss, **{**defaults, "skipped": 0, **numbers}))
 
 
-def test_metrics_hold_all_numbers(tmp_path: Path) -> None:
-    with reporter(tmp_path) as report:
-        take(report, 1)
+def test_metrics_hold_all_numbers_and_what_is_printed_names_loss_speed_and_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with reporter(tmp_path, steps=10) as report:
+        report.say("data/x[/y]z [b]a.txt")  # as it is, without markup
+        time.sleep(0.05)  # an evaluation or a checkpoint belongs to no step
+        take(report, 1, seconds=2.0, waiting=0.5)
         report.validation(1, 5.25, 7.5)
+        take(report, 2, seconds=2.0, waiting=99.0)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0].pop("tokens_per_second") > 0
-    assert 0 <= lines[0].pop("seconds") <= lines[1].pop("seconds") < 60
+    assert 0.05 <= lines[0].pop("seconds") <= lines[1].pop("seconds") <= lines[2].pop("seconds") < 60
+    step = {"loss": 5.5, "learning_rate": 0.25, "gradient_norm": 3.0, "tokens_per_second": 50.0}
     assert lines == [
-        {"step": 1, "loss": 5.5, "learning_rate": 0.25, "gradient_norm": 3.0, "waiting": 0.0, "tokens": 100},
+        {"step": 1, **step, "waiting": 0.25, "tokens": 100},
         {"step": 1, "validation_loss": 5.25, "validation_bits_per_byte": 7.5, "tokens": 100},
+        {"step": 2, **step, "waiting": 1.0, "tokens": 200},
     ]
+    note, line, _ = capsys.readouterr().err.splitlines()
+    assert note == "data/x[/y]z [b]a.txt"
+    losses = "step  1/10  training loss 5.500  validation loss 5.250 (7.500 bits per byte)"
+    assert line == f"{losses}  50 tokens/s  ETA 0:00:18"
 
 
 def test_losses_are_drawn_when_a_run_ends_even_by_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +73,10 @@ def test_a_run_without_matplotlib_says_why_there_is_no_picture(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with reporter(tmp_path) as report:
         take(report, 1)
-    assert "no loss curve: The loss curve needs matplotlib, which is not installed: pip install" in capsys.readouterr().err
+    assert (
+        "no loss curve: A plot needs matplotlib, which is not installed: pip install 'lineartime[plot]'"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_resumed_run_counts_tokens_and_time_on_but_not_the_time_between(
@@ -103,16 +111,6 @@ def test_a_resumed_run_counts_tokens_and_time_on_but_not_the_time_between(
     assert [(line["step"], line["tokens"]) for line in read_metrics(tmp_path)] == [(1, 100), (5, 500)]
 
 
-def test_speed_and_waiting_are_those_of_the_step_itself(tmp_path: Path) -> None:
-    with reporter(tmp_path) as report:
-        report.validation(0, 8.0, None)
-        time.sleep(0.05)  # an evaluation or a checkpoint belongs to no step
-        take(report, 1, seconds=2.0, waiting=0.5)
-        take(report, 2, seconds=2.0, waiting=99.0)
-    _, *steps = read_metrics(tmp_path)
-    assert [(line["tokens_per_second"], line["waiting"]) for line in steps] == [(50.0, 0.25), (50.0, 1.0)]
-
-
 def test_a_skipped_step_leaves_one_line_of_valid_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path, steps=3) as report:
         take(report, 1, loss=2.0)
@@ -136,33 +134,6 @@ def test_a_resumed_run_may_begin_with_an_evaluation(tmp_path: Path, capsys: pyte
         assert capsys.readouterr().err == "step 1/2  validation loss 2.500\n"
 
 
-def test_the_null_reporter_takes_all_calls_and_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = [name for name in vars(Reporter) if not name.startswith("_")]
-    assert {"step", "validation", "say"} <= set(names)
-    for name in names:
-        assert inspect.signature(getattr(NullReporter, name)) == inspect.signature(getattr(Reporter, name))
-    with NullReporter() as report:
-        report.say("nothing")
-        take(report, 1)
-        report.validation(1, 1.0, None)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_what_is_printed_names_loss_speed_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with reporter(tmp_path, steps=10) as report:
-        take(report, 5, loss=1.25)
-        report.validation(5, 1.5, 2.164)
-    line = capsys.readouterr().err
-    assert "step  5/10  training loss 1.250  validation loss 1.500 (2.164 bits per byte)" in line
-    assert "tokens/s  ETA 0:00:0" in line
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(LineartimeError, match=r"Cannot read .*metrics.jsonl: Is a directory"):
-        reporter(tmp_path)
-
-
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     with reporter(tmp_path) as report:
         log = report._log
@@ -173,47 +144,8 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), log._opened.fileno())  # or what it could not write would fail again
 
 
-def test_names_with_brackets_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with reporter(tmp_path) as report:
-        report.say("data/x[/y]z [b]a.txt")
-    assert "data/x[/y]z [b]a.txt" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("with_widgets", [True, False])
-def test_a_notebook_shows_the_lines_and_with_widgets_a_bar(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_widgets: bool
-) -> None:
-    displayed: list[Any] = []
-
-    class ZMQInteractiveShell:
-        """The class by which a notebook is known."""
-
-    class Output:
-        """A place in the notebook that is written anew."""
-
-        def __enter__(self) -> "Output":
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def clear_output(self, wait: bool) -> None: ...
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
-    modules: dict[str, dict[str, Any]] = {"IPython": {}, "IPython.display": {"display": displayed.append}}
-    modules |= {"ipywidgets": {"Output": Output}} if with_widgets else {}
-    for name, content in modules.items():
-        module = ModuleType(name)
-        module.__dict__.update(content, __spec__=ModuleSpec(name, None), __path__=[])
-        monkeypatch.setitem(sys.modules, name, module)
-    assert (importlib.util.find_spec("ipywidgets") is not None) == with_widgets
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with reporter(tmp_path, steps=10) as report:
-            take(report, 1)
-            report.validation(1, 1.5, None)
-    shown = " ".join(str(getattr(thing, "text", thing)) for thing in displayed)
-    assert "validation loss 1.500" in shown
-    assert ("tokens/s  ETA" in shown) is True
-    assert any(isinstance(thing, Output) for thing in displayed) == with_widgets
+def test_a_notebook_has_a_bar_only_with_its_widgets(monkeypatch: pytest.MonkeyPatch, with_widgets: bool) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("lineartime.screen.find_spec", lambda name: name if with_widgets else None)
+    assert progress_bar().disable != with_widgets

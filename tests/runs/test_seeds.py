@@ -39,23 +39,20 @@ def test_seeds_of_one_setting_are_one_row_with_mean_and_deviation(tmp_path: Path
     assert (alone.name, alone.seeds, alone.validation_deviation) == ("c", (), None)
 
 
-def test_runs_of_other_options_or_without_an_evaluation_are_not_merged(tmp_path: Path) -> None:
-    runs = made(
-        tmp_path, a={"seed": 0}, b={"seed": 1, "learning_rate": 0.1}, c={"seed": 2, "taken": 3}, d={"seed": 3, "taken": 3}
-    )
-    assert [run.name for run in merge_seeds(runs)] == ["a", "b", "c", "d"]
-
-
 def test_only_runs_of_as_many_steps_and_one_of_each_seed_are_merged(tmp_path: Path) -> None:
     runs = made(
         tmp_path,
         a={"seed": 0, "override": ["x=1", "y=2"]},
         b={"seed": 1, "taken": 30, "override": ["x=1", "y=2"]},
+        f={"seed": 4, "learning_rate": 0.1, "override": ["x=1", "y=2"]},
+        g={"seed": 5, "taken": 3, "override": ["x=1", "y=2"]},
+        h={"seed": 6, "taken": 3, "override": ["x=1", "y=2"]},
         c={"seed": 2, "override": ["y=2", "x=1"]},
         d={"seed": 2, "override": ["x=1", "y=2"]},
         e={"seed": None, "override": ["x=1", "y=2"]},
     )
-    assert [(run.name, run.seeds) for run in merge_seeds(runs)] == [("a", (0, 2)), ("b", ()), ("d", ()), ("e", ())]
+    alone = [(name, ()) for name in "bfghde"]  # g and h have no evaluation
+    assert [(run.name, run.seeds) for run in merge_seeds(runs)] == [("a", (0, 2)), *alone]
 
 
 def test_the_command_shows_mean_and_deviation_and_overrides_as_columns(

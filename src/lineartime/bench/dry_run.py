@@ -2,7 +2,9 @@
 
 import statistics
 import time
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -26,8 +28,7 @@ class DryRun:
 
     Attributes:
         notes: the messages that the run would print at its start.
-        step_seconds: seconds of one step, the median of a few.
-        step_tokens: tokens in one step.
+        step_seconds, step_tokens: of one step, the median of a few.
         evaluation_seconds: seconds of one evaluation.
         seconds: seconds of all steps and evaluations.
         weights: bytes of the weights in a checkpoint.
@@ -62,18 +63,14 @@ def dry_run(config: TrainConfig) -> DryRun:
     check_folder(config)
     with using_threads(config.threads):
         trainer = prepare(config)
-        try:
+        with closing(trainer.text.loader):
             return _measured(trainer)
-        finally:
-            trainer.text.loader.close()
 
 
 def _measured(trainer: Trainer) -> DryRun:
     config, setup = trainer.config, trainer.setup
 
-    def step() -> None:
-        trainer.take_step(NullReporter(), Stop())
-
+    step = partial(trainer.take_step, NullReporter(), Stop())
     with memory_of_steps(setup.device):
         step()
         step_seconds = statistics.median(timed(step, 1, time.perf_counter) for _ in range(STEPS))

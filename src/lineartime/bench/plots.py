@@ -1,6 +1,7 @@
 """The plots of a benchmark: time, memory and decode latency by length, and quality by cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,86 +23,79 @@ def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
     Raises:
         LineartimeError: if matplotlib is missing, or a file cannot be written.
     """
-    finished = results.finished
-    timed = [found for found in finished if found.median is not None]
-    at_once = [found for found in timed if found.case.measure in AT_ONCE]
-    decode = [found for found in timed if found.case.measure == "decode"]
-    measured = [found for found in finished if found.memory is not None and not found.problem]
-    colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(each.subject.name for each in finished))}
-    figures = {}
-    if at_once:
-        figures["latency"] = _by_length(at_once, "tokens of context", "µs per token", _microseconds, colours)
-    if measured:
-        figures["memory"] = _by_length(measured, "tokens of context", "MB of a step, above the weights", _megabytes, colours)
-    if decode:
-        figures["decode"] = _by_length(decode, "tokens read before", "ms per token", _milliseconds, colours)
-    if costs := _costs(at_once, quality):
-        figures["pareto"] = _pareto(costs, quality, colours)
-    return [save_figure(figure, results.folder / f"{name}.png", 130) for name, figure in figures.items()]
+    figures = {
+        "latency": _by_length(results, "tokens of context", "µs per token", _microseconds),
+        "memory": _by_length(results, "tokens of context", "MB of a step, above the weights", _megabytes),
+        "decode": _by_length(results, "tokens read before", "ms per token", _milliseconds),
+        "pareto": _pareto(results, quality),
+    }
+    return [save_figure(figure, results.folder / f"{name}.png", 130) for name, figure in figures.items() if figure is not None]
 
 
-def _microseconds(found: Measurement) -> float:
-    assert found.median is not None
-    return 1e6 * found.median / found.case.tokens
+def _microseconds(found: Measurement) -> float | None:
+    return 1e6 * found.median / found.case.tokens if found.median is not None and found.case.measure in AT_ONCE else None
 
 
-def _milliseconds(found: Measurement) -> float:
-    assert found.median is not None
-    return 1e3 * found.median
+def _milliseconds(found: Measurement) -> float | None:
+    return 1e3 * found.median if found.median is not None and found.case.measure == "decode" else None
 
 
-def _megabytes(found: Measurement) -> float:
-    assert found.memory is not None
-    return max(found.memory.peak, 1) / 1e6
+def _megabytes(found: Measurement) -> float | None:
+    return max(found.memory.peak, 1) / 1e6 if found.memory is not None and not found.problem else None
 
 
-def _by_length(
-    measurements: Sequence[Measurement], x: str, y: str, value: Callable[[Measurement], float], colours: dict[str, str]
-) -> Any:
-    """Draw curves by length: a panel for each measure and precision, with a shared legend."""
-    panels = list(dict.fromkeys((found.case.dtype, found.case.measure) for found in measurements))
-    dtypes, measures = (list(dict.fromkeys(parts)) for parts in zip(*panels, strict=True))
-    subjects = list(dict.fromkeys(found.subject for found in measurements))
+def _colours(results: Results) -> dict[str, str]:
+    names = dict.fromkeys(found.subject.name for found in results.finished)
+    return {name: f"C{place % 10}" for place, name in enumerate(names)}
+
+
+def _by_length(results: Results, x: str, y: str, value: Callable[[Measurement], float | None]) -> Any:
+    """Draw curves by length: a panel for each measure and precision, with a shared legend. None if there are no values."""
+    shown = [(found.case, found.subject, number) for found in results.finished if (number := value(found)) is not None]
+    if not shown:
+        return None
+    measures = list(dict.fromkeys(case.measure for case, _, _ in shown))
+    dtypes = list(dict.fromkeys(case.dtype for case, _, _ in shown))
+    subjects = list(dict.fromkeys(subject for _, subject, _ in shown))
     rows, columns = (len(dtypes), len(measures)) if len(measures) > 1 else (1, len(dtypes))
-    legend_height = 0.25 * -(-len(subjects) // (2 * columns))
-    figure = new_figure(WIDTH * columns + 0.4, HEIGHT * rows + 0.3 + legend_height)
+    figure = new_figure(WIDTH * columns + 0.4, HEIGHT * rows + 0.3 + 0.25 * -(-len(subjects) // (2 * columns)))
     grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
     lines: dict[str, Any] = {}
-    for axes, (dtype, measure) in zip(grid.flat, [(d, m) for d in dtypes for m in measures], strict=True):
-        shown = [found for found in measurements if (found.case.dtype, found.case.measure) == (dtype, measure)]
+    colours = _colours(results)
+    for axes, (dtype, measure) in zip(grid.flat, product(dtypes, measures), strict=True):
+        panel = [each for each in shown if each[0].kind == (measure, dtype)]
         for subject in subjects:
-            points = sorted((found.case.length, value(found)) for found in shown if found.subject == subject)
+            points = sorted((case.length, number) for case, own, number in panel if own == subject)
             if points:
                 style = "o-" if subject.mode == "eager" else "s--"
                 colour = colours[subject.name]
                 (lines[str(subject)],) = axes.plot(*zip(*points, strict=True), style, color=colour, markersize=4)
-        modes = " and ".join(dict.fromkeys(found.subject.mode for found in shown))
+        modes = " and ".join(dict.fromkeys(subject.mode for _, subject, _ in panel))
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set(title=f"{measure}, {dtype}, {modes}", xlabel=x)
         axes.yaxis.set_tick_params(labelleft=True)
-        label_axes(axes, x_values=[found.case.length for found in shown])
+        label_axes(axes, x_values=[case.length for case, _, _ in panel])
     for row in grid:
         row[0].set_ylabel(y)
     legend_below(figure, lines, 2 * columns)
     return figure
 
 
-def _costs(measurements: Sequence[Measurement], quality: dict[str, float]) -> dict[str, dict[str, float]]:
-    """By panel title, the µs per token of every preset of known quality, in its fastest mode."""
-    measure = min((found.case.measure for found in measurements), key=AT_ONCE.index, default=AT_ONCE[0])
-    chosen = [found for found in measurements if found.case.measure == measure and found.subject.name in quality]
-    longest = max((found.case.length for found in chosen), default=0)
+def _pareto(results: Results, quality: dict[str, float]) -> Any:
+    """Draw quality by cost in the longest context, in the fastest mode: a panel for each precision. None without quality."""
+    known = [found for found in results.finished if found.subject.name in quality and _microseconds(found) is not None]
+    measure = min((found.case.measure for found in known), key=AT_ONCE.index, default="train")
+    longest = max((found.case.length for found in known if found.case.measure == measure), default=0)
     costs: dict[str, dict[str, float]] = {}
-    for found in chosen:
-        if found.case.length == longest:
+    for found in known:
+        cost = _microseconds(found)
+        if (found.case.measure, found.case.length) == (measure, longest) and cost is not None:
             panel = costs.setdefault(f"{measure}, {found.case.dtype}, {longest:,} tokens of context", {})
-            panel[found.subject.name] = min(_microseconds(found), panel.get(found.subject.name, float("inf")))
-    return costs
-
-
-def _pareto(costs: dict[str, dict[str, float]], quality: dict[str, float], colours: dict[str, str]) -> Any:
-    """Draw quality by cost: a panel for each precision, with a line through the Pareto front."""
+            panel[found.subject.name] = min(cost, panel.get(found.subject.name, cost))
+    if not costs:
+        return None
+    colours = _colours(results)
     figure = new_figure(WIDTH * len(costs) + 0.4, HEIGHT + 0.4)
     for (title, points), axes in zip(costs.items(), figure.subplots(1, len(costs), squeeze=False).flat, strict=True):
         best = pareto_front({name: (cost, quality[name]) for name, cost in points.items()})

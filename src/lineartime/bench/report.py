@@ -37,9 +37,8 @@ def report(results: Results) -> str:
 
 def _tables(results: Results) -> Iterator[tuple[str, dict[str, list[str]]]]:
     """The titles of the tables, and the cells of their columns by the names of these."""
-    for kind in dict.fromkeys((found.case.measure, found.case.dtype) for found in results.finished):
-        measure, dtype = kind
-        rows = [_row(results, found) for found in results.finished if (found.case.measure, found.case.dtype) == kind]
+    for measure, dtype in dict.fromkeys(found.case.kind for found in results.finished):
+        rows = [_row(results, found) for found in results.finished if found.case.kind == (measure, dtype)]
         kept = [name for name in rows[0] if name in ("model", "ms") or any(row[name] for row in rows)]
         yield f"{TITLES[measure]}, {dtype}", {name: [row[name] or "-" for row in rows] for name in kept}
 

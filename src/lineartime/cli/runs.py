@@ -4,29 +4,23 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import tyro
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from lineartime.errors import LineartimeError
 from lineartime.plots import check_picture
 from lineartime.runs.curve import draw_comparison
 from lineartime.runs.seeds import merge_seeds
-from lineartime.runs.summary import RunSummary, summarize
-from lineartime.runs.table import Group, column_widths, compare, full_width, group_runs, name_runs
+from lineartime.runs.summary import RunSummary, name_runs, summarize
+from lineartime.runs.table import UNLIMITED, Group, group_runs, make_tables
 from lineartime.screen import SCREEN, output_console
 
 _PICTURE = "runs.png"
 _MOST_DRAWN = 8
 """The maximum number of groups in the plot: a row of panels each."""
-_UNLIMITED = 100_000
-"""The width, in columns, of output that is not a terminal."""
 
 
 @dataclass(frozen=True)
@@ -97,29 +91,17 @@ def _draw(options: Options, groups: Sequence[Group], problems: list[str]) -> Pat
 
 def _print(groups: Sequence[Group]) -> None:
     on_screen = sys.stdout.isatty()
-    console = output_console(markup=False, width=None if on_screen else _UNLIMITED)
-    comparison = compare(groups, console.width if on_screen else None)
-    widths = column_widths(comparison.columns)
-    if full_width(widths) > console.width:
-        del widths["run"]  # let long names fold
-    rows = zip(*comparison.columns.values(), strict=True)
-    for group in groups:
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in comparison.columns:
-            justify: Any = "left" if name in ("run", "model", "data", "state") else "right"
-            width = widths.get(name)  # the same in all groups
-            table.add_column(name, justify=justify, overflow="fold", min_width=width, no_wrap=width is not None)
-        for row in islice(rows, len(group.runs)):
-            table.add_row(*row)
+    console = output_console(markup=False, width=None if on_screen else UNLIMITED)
+    tables, left_out, more = make_tables(groups, console.width if on_screen else None)
+    for group, table in zip(groups, tables, strict=True):
         if group.title:
             console.print(group.title, soft_wrap=True)
         console.print(table)
     notes = [f"{run.name} failed: {run.error}" for group in groups for run in group.runs if run.error and "failed" in run.state]
-    if comparison.left_out:
-        notes.append(f"The screen is too narrow for {', '.join(comparison.left_out)} (--json has everything).")
-    if comparison.more_options:
-        count, names = len(comparison.more_options), ", ".join(comparison.more_options)
-        more = "1 more option differs" if count == 1 else f"{count} more options differ"
-        notes.append(f"{more}: {names} (--json has everything).")
+    if left_out:
+        notes.append(f"The screen is too narrow for {', '.join(left_out)} (--json has everything).")
+    if more:
+        differ = "1 more option differs" if len(more) == 1 else f"{len(more)} more options differ"
+        notes.append(f"{differ}: {', '.join(more)} (--json has everything).")
     for note in notes:
         console.print(note, soft_wrap=True)

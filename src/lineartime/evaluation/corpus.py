@@ -59,15 +59,10 @@ def evaluate(
 
     Args:
         model: the folder of a run, of a checkpoint or of a saved model; or a model in memory.
-        data: name of a corpus, or a file or folder, which is split as for training, or several of these; the default is the
-            text that a run was trained on.
+        data: a text as `lineartime.data.load_corpus` takes it, split as for training; the default is that of a run's training.
         checkpoint: which checkpoint of a run: "best" (the default), with the lowest validation loss; "last"; or a step.
-        text_column: the column that holds the text in JSON, CSV, Parquet and hub data sets; the default is "text", or, for the
-            text of a run, the column used in training.
-        max_expansion: the maximum number of bytes of text per byte of a compressed file; the default is as in training.
-        include: patterns of the files of folders to read, as of `lineartime.data.load_corpus`; the default is all of them, or,
-            for the text of a run, as in training.
-        exclude: patterns of the files and folders to leave out; the default is as for `include`.
+        text_column, max_expansion, include, exclude: how to read the text, as for `load_corpus`; for the text of a run, the
+            defaults are as in training.
         tokenizer: the model's tokenizer; the default is the one in the folder of a run.
         split: the part of the text to measure on.
         context: "windowed" for independent windows, or "carried" for the split as one sequence, in which every token has all
@@ -77,7 +72,6 @@ def evaluate(
         max_tokens: measure only on this many tokens from the beginning of the split.
         batch_size: windows computed at once.
         packed: whether tokens attend to their own document alone; the default is as a run was trained, and otherwise False.
-            Carried context reads all documents as one sequence.
         device: where to load the model of a run: "auto" takes a GPU if there is one, and other names are PyTorch's; a model in
             memory stays where it is.
         precision: of matrix products.
@@ -90,22 +84,24 @@ def evaluate(
     if data is not None and not data:
         raise ArgumentError("data", "is empty: give a text, or leave it out.")
     check_type("cache", cache, str | Path | None)
-    _check_options(
-        {"split": (split, Split), "context": (context, Context), "precision": (precision, Precision)},
-        {"context_length": context_length, "max_tokens": max_tokens, "batch_size": batch_size, "stride": stride},
-        packed,
-    )
+    sizes = {"context_length": context_length, "max_tokens": max_tokens, "batch_size": batch_size, "stride": stride}
+    for name, size in sizes.items():
+        if size is not None:
+            check_positive(**{name: size})
+            check_limits(name, size, [Between(most=2**40)])
+    check_type("packed", packed, bool | None)
+    for name, value, allowed in (("split", split, Split), ("context", context, Context), ("precision", precision, Precision)):
+        check_choice(name, value, get_args(allowed))
+
     subject = _subject(model, tokenizer, checkpoint, device)
     _check_known(subject, {"data": data, "context_length": context_length, "tokenizer": subject.tokenizer})
     model, tokenizer, trained = subject.model, subject.tokenizer, subject.trained
     check_vocabulary(tokenizer, model.config.vocab_size)
     assert tokenizer is not None
     if context == "carried":
-        _causal(model)
-        _check_no_windows(stride, packed)
+        _check_carried(model, stride, packed)
 
-    reading = {"text_column": text_column, "max_expansion": max_expansion, "include": include, "exclude": exclude}
-    corpus = _corpus(trained, data, reading)
+    corpus = _corpus(trained, data, text_column=text_column, max_expansion=max_expansion, include=include, exclude=exclude)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     cache = cache_folder() if cache is None else Path(cache)
     stream = token_stream(corpus, split, tokenizer, cache, max_tokens)
@@ -117,7 +113,8 @@ def evaluate(
     length: int = trained["context_length"] if context_length is None else context_length
     bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"
     if context == "carried":
-        evaluation = evaluate_carried(_causal(model), stream, tokenizer, segment=length, bf16=bf16, max_tokens=max_tokens)
+        assert isinstance(model, CausalLM)
+        evaluation = evaluate_carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=max_tokens)
     else:
         evaluation = evaluate_windowed(
             model,
@@ -135,7 +132,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Subject:
-    """The model to measure, its tokenizer and checkpoint, the options and held-out text of its training, and the unknown."""
+    """The model to measure, and what is known of its training; `unknown` says in an error why something is not."""
 
     model: LanguageModel
     tokenizer: Tokenizer | None
@@ -176,7 +173,7 @@ def _read(checkpoint: Path) -> tuple[Loaded, dict[str, Any], str]:
     return load_with_tokenizer(checkpoint), *known
 
 
-def _corpus(trained: Mapping[str, Any], data: Data, given: Mapping[str, Any]) -> Corpus:
+def _corpus(trained: Mapping[str, Any], data: Data, **given: Any) -> Corpus:
     """A text, or that of a run, `trained`, if `data` is None; read as `given`, or where this is None, as in training."""
     usual = {"text_column": TEXT_COLUMN, "max_expansion": MAX_EXPANSION, "include": (), "exclude": ()}
     kept = trained if data is None else {name: trained[name] for name in ("max_expansion",) if name in trained}
@@ -191,18 +188,6 @@ def _has_changed(corpus: Corpus, tokenizer: Tokenizer, cache: Path, subject: _Su
     return token_stream(corpus, "validation", tokenizer, cache).digest != subject.held_out
 
 
-def _check_options(choices: dict[str, tuple[str, Any]], sizes: dict[str, int | None], packed: bool | None) -> None:
-    """Check the values that need no model: choices with the type that lists them, sizes, and `packed`."""
-    for name, size in sizes.items():
-        if size is not None:
-            check_positive(**{name: size})
-            check_limits(name, size, [Between(most=2**40)])
-    if packed is not None:
-        check_type("packed", packed, bool)
-    for name, (choice, allowed) in choices.items():
-        check_choice(name, choice, get_args(allowed))
-
-
 def _check_known(subject: _Subject, given: dict[str, Any]) -> None:
     """Check that each option without a default is given, or known from training."""
     missing = [name for name, value in given.items() if value is None and name not in subject.trained]
@@ -212,18 +197,13 @@ def _check_known(subject: _Subject, given: dict[str, Any]) -> None:
         raise ArgumentError(missing[0], why, Argument(missing[0]), *others, ".")
 
 
-def _causal(model: LanguageModel) -> CausalLM:
-    """The model, if it can read a whole split as one sequence."""
+def _check_carried(model: LanguageModel, stride: int | None, packed: bool | None) -> None:
+    """Check that the model can read a whole split as one sequence, and that no option asks for windows."""
     if not isinstance(model, CausalLM):
         raise ArgumentError("context", "is carried, which needs a causal model, but this one is masked: use windowed.")
     if model.config.task == "prefix-lm":
         found = "is carried, but this model was trained to read a prefix, which one long sequence does not have"
         raise ArgumentError("context", f"{found}: use windowed.")
-    return model
-
-
-def _check_no_windows(stride: int | None, packed: bool | None) -> None:
-    """Check that no option asks for windows, which carried context does not have."""
     if stride is not None:
         raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
     if packed:

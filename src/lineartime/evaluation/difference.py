@@ -6,7 +6,7 @@ import torch
 
 from lineartime.errors import ArgumentError
 from lineartime.evaluation.perplexity import Evaluation
-from lineartime.evaluation.positions import RowSums
+from lineartime.evaluation.positions import mean_over_rows
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,9 @@ def difference(first: Evaluation, second: Evaluation) -> Difference:
             raise ArgumentError("second", f"is an evaluation with another {what}: the two must read the same tokens.")
     if not torch.equal(first.samples[:, 1], second.samples[:, 1]):
         raise ArgumentError("second", "predicts other tokens than the first: the two must read the same tokens.")
-    losses, tokens = second.samples[:, 0] - first.samples[:, 0], first.samples[:, 1]
-    sums = RowSums(1)
-    sums.add(losses[:, None], tokens[:, None])
-    mean = sums.mean(0)
+    mean = mean_over_rows(second.samples[:, 0] - first.samples[:, 0], first.samples[:, 1])
     assert mean is not None  # an evaluation has predicted tokens
-    bits = None if first.bits_per_byte is None or not first.loss else first.bits_per_byte / first.loss
-    return Difference(
-        mean.loss,
-        mean.error,
-        None if bits is None else bits * mean.loss,
-        None if bits is None or mean.error is None else bits * mean.error,
-    )
+    if first.bits_per_byte is None or not first.loss:
+        return Difference(mean.loss, mean.error, None, None)
+    bits = first.bits_per_byte / first.loss
+    return Difference(mean.loss, mean.error, bits * mean.loss, None if mean.error is None else bits * mean.error)

@@ -49,14 +49,11 @@ class Evaluation:
         bits_per_byte: the total loss in bits, divided by the bytes of the predicted text; None for masked tokens.
         word_perplexity: exp of the total loss divided by the number of words (separated by white space), which does not depend
             on the tokenizer; None for masked tokens, and for text with too few words.
-        prose: whether the text is prose, judged from samples. Otherwise, the word perplexity means little: in source code, a
-            line without spaces is a word.
-        by_position: the loss by the number of preceding tokens, from each power of two to the next. The first of these is the
-            token before the window, or an end of document. A masked model is bidirectional: for it, this is the loss by
-            position in the window.
-        loss_error: the standard error of the loss, in nats, with windows, or pieces of the carried context, as samples: how far
-            the loss of other text of this kind may be. None for a single window. The difference of two models on the same
-            windows is known far more precisely: see `lineartime.evaluation.difference`.
+        prose: whether the text is prose, judged from samples: only then does the word perplexity mean much.
+        by_position: the loss by the number of preceding tokens, from each power of two to the next, the first of which precedes
+            the window. For a masked model, which reads in both directions, the loss by position in the window.
+        loss_error: the standard error of the loss, with windows, or pieces of the carried context, as samples; None for one.
+            `lineartime.evaluation.difference` tells far more precisely how two models differ.
         samples: float64 [windows, 2], the sum of the losses of each window, or piece of the carried context, and its tokens.
         digest: a string that differs between streams of different tokens; empty for a stream in memory.
         checkpoint: the checkpoint of the model; None for a model in memory. It is ignored when results are compared.
@@ -262,19 +259,16 @@ def _evaluation(
     check_finite_logits(math.isfinite(loss))
     # The measured part of the stream is assumed to have a proportional share of its bytes and words.
     n_bytes, n_words = (round(number * count / len(stream)) for number in (stream.n_bytes, stream.n_words))
-    bits = None if masked else bits_per_byte(loss, count, n_bytes)
-    per_word = None if masked else word_perplexity(loss, count, n_words)
-    prose = _is_prose(stream, tokenizer)
     return Evaluation(
         stream.name,
         context,
         loss,
         count,
         masked,
-        bits,
-        per_word,
-        prose,
-        list(sums.by_position()),
+        bits_per_byte=None if masked else bits_per_byte(loss, count, n_bytes),
+        word_perplexity=None if masked else word_perplexity(loss, count, n_words),
+        prose=_is_prose(stream, tokenizer),
+        by_position=list(sums.by_position()),
         loss_error=error,
         samples=sums.samples(),
         digest=stream.digest,

@@ -57,7 +57,7 @@ def _draw_losses(axes: Any, run: Path, title: str) -> None:
     training, validation = losses(lines, "loss"), losses(lines, "validation_loss")
     if training:
         steps, values = list(training), list(training.values())
-        marker = "o" if len(steps) == 1 else ""  # a line through one point cannot be seen
+        marker = "o" if len(steps) == 1 else None  # a line through one point cannot be seen
         axes.plot(steps, values, marker=marker, color="tab:blue", label="training, each step", **FAINT)
         if means := _trailing_means(values):
             axes.plot(steps[-len(means) :], means, color="tab:blue", label=f"training, mean of the last {AVERAGED} steps")

@@ -90,15 +90,9 @@ def read_damaged_metrics(run: str | Path) -> tuple[list[dict[str, float]], list[
             try:
                 lines.append(_parse(content))
             except ValueError as error:
-                if content.endswith(b"\n") or not _is_cut_off(content):
+                if content.endswith(b"\n") or not content.startswith(b"{"):
                     problems.append(f"line {number:,}: {error}".rstrip("."))
     return lines, problems
-
-
-def _is_cut_off(last: bytes) -> bool:
-    """Whether a last line without a line end is the beginning of a line that we write."""
-    begin = b'{"step": '
-    return last[: len(begin)] == begin[: len(last)] and len(last) < _LONGEST
 
 
 def losses(lines: Iterable[Line], name: str) -> dict[int, float]:

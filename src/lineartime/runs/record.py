@@ -40,7 +40,7 @@ class Git:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a process: system, processor, cores, PyTorch threads, processes of the run, GPUs, CUDA version."""
+    """The machine of a process; `threads` are PyTorch's, and `processes` those of the whole run."""
 
     system: str = ""
     processor: str = ""
@@ -80,7 +80,7 @@ class Record:
 
     Attributes:
         options: the options with which it was started, as JSON values.
-        processes: the processes that trained it; the first one started it.
+        processes: the processes that trained it, the first of which started it.
         seed: the option `seed`.
     """
 
@@ -98,81 +98,66 @@ class Record:
         return {name: changed[name] for name in ("steps", "decay_steps", "warmup_steps") if name in changed}
 
 
-def write_record(run: Path, config: dict[str, Any], command: Sequence[str]) -> str:
-    """Write run.json when a process starts to train a run, before the first checkpoint of a new run.
-
-    A run with checkpoints is being resumed. Its record keeps the options with which it was started, and gets an entry for this
-    process with the options that differ. A damaged record is renamed, and a new one begins. `config` holds all options as JSON
-    values, `command` the program and its arguments.
-
-    Returns:
-        A note on a damaged record; empty without one.
-
-    Raises:
-        LineartimeError: if the file cannot be written.
-    """
-    options = json.loads(json.dumps(config))  # as `read_record` returns them
-    record, note = Record(options, (), options.get("seed")), ""
-    if list_checkpoints(run) and (run / RECORD_FILE).exists():
-        try:
-            record = read_record(run)
-        except DamagedFileError as error:
-            names = (f"damaged-{number}-{RECORD_FILE}" for number in count(1))
-            aside = next(path for name in names if not is_there(path := run / name))
-            with reporting_file_errors("rename", run / RECORD_FILE):
-                (run / RECORD_FILE).replace(aside)
-            note = f"{error.file} is damaged ({error.what}): it is now called {aside.name}, and a new record begins."
-    started = record.options
-    process = Process(
-        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        command=tuple(command),
-        changed_options={name: options[name] for name in options if options[name] != started.get(name)},
-        versions=_versions(),
-        machine=_machine(),
-        git=_git(),
-    )
-    _write(run, dataclasses.replace(record, processes=(*record.processes, process)))
-    return note
-
-
-def _write(run: Path, record: Record) -> None:
-    plain = dataclasses.asdict(record)
-    for process in plain["processes"]:
-        if process["error"] is None:
-            del process["error"]
-    write_file(run / RECORD_FILE, json.dumps(plain, indent=2) + "\n")
-
-
 class RunRecord:
     """Writes run.json in the main process of a run: `begin` before the first step, `errors` if an error ends the run."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._entry: int | None = None
+        self._process: int | None = None
 
     def begin(self, config: dict[str, Any], command: Sequence[str]) -> str:
-        """Write the record, and return a note, as `write_record` does."""
-        note = write_record(self._run, config, command)
-        self._entry = len(read_record(self._run).processes) - 1
+        """Write the record when a process starts to train a run, before the first checkpoint of a new run.
+
+        A run with checkpoints is being resumed. Its record keeps the options with which it was started, and gets this process
+        with the options that differ. A damaged record is renamed, and a new one begins. `config` holds all options as JSON
+        values, `command` the program and its arguments.
+
+        Returns:
+            A note on a damaged record; empty without one.
+
+        Raises:
+            LineartimeError: if the file cannot be written.
+        """
+        options = json.loads(json.dumps(config))  # as `read_record` returns them
+        record, note = Record(options, (), options.get("seed")), ""
+        if list_checkpoints(self._run) and (self._run / RECORD_FILE).exists():
+            try:
+                record = read_record(self._run)
+            except DamagedFileError as error:
+                names = (f"damaged-{number}-{RECORD_FILE}" for number in count(1))
+                aside = next(path for name in names if not is_there(path := self._run / name))
+                with reporting_file_errors("rename", error.file):
+                    error.file.replace(aside)
+                note = f"{error.file} is damaged ({error.what}): it is now called {aside.name}, and a new record begins."
+        process = Process(
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            command=tuple(command),
+            changed_options={name: value for name, value in options.items() if value != record.options.get(name)},
+            versions=_versions(),
+            machine=_machine(),
+            git=_git(),
+        )
+        self._process = len(record.processes)
+        self._write(dataclasses.replace(record, processes=(*record.processes, process)))
         return note
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Record the message of an error that ends the `with` block in the entry of this process, if `begin` was called."""
+        """Record the message of an error that ends the `with` block with this process, if `begin` was called."""
         try:
             yield
         except Exception as error:
-            if self._entry is not None:
+            if self._process is not None:
+                message = error.message(spell) if isinstance(error, LineartimeError) else typed_first_line(error)
                 with suppress(LineartimeError, IndexError):  # the error itself is what matters
-                    self._add_error(self._entry, error)
+                    record = read_record(self._run)
+                    processes = list(record.processes)
+                    processes[self._process] = dataclasses.replace(processes[self._process], error=message)
+                    self._write(dataclasses.replace(record, processes=tuple(processes)))
             raise
 
-    def _add_error(self, entry: int, error: Exception) -> None:
-        record = read_record(self._run)
-        processes = list(record.processes)
-        message = error.message(spell) if isinstance(error, LineartimeError) else typed_first_line(error)
-        processes[entry] = dataclasses.replace(processes[entry], error=message)
-        _write(self._run, dataclasses.replace(record, processes=tuple(processes)))
+    def _write(self, record: Record) -> None:
+        write_file(self._run / RECORD_FILE, json.dumps(dataclasses.asdict(record), indent=2) + "\n")
 
 
 def last_error(record: Record) -> str | None:
@@ -195,8 +180,7 @@ def _versions() -> dict[str, str]:
     import torch  # needed only for training: records are read without PyTorch
 
     found = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
-    torch_with_build = {"torch": torch.__version__}  # the package metadata may lack the build
-    return {"python": platform.python_version()} | found | torch_with_build
+    return {"python": platform.python_version(), **found, "torch": torch.__version__}  # its metadata may lack the build
 
 
 def _machine() -> Machine:

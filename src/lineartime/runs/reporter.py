@@ -6,19 +6,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from lineartime.errors import LineartimeError
 from lineartime.runs.curve import draw_curve
 from lineartime.runs.metrics import AVERAGED, MetricsLog
 from lineartime.runs.trackers import Trackers
-from lineartime.screen import SCREEN
+from lineartime.screen import progress_bar
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,12 @@ class Reporter(NullReporter):
         self._run = run
         self._steps = steps
         self._recorded = False
-        self._progress = _progress()
+        self._progress = progress_bar(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s{task.fields[skipped]}  ETA"),
+            TimeRemainingColumn(compact=True),
+        )
         self._task = self._progress.add_task("train", total=steps, completed=first_step, loss="-", speed="-", skipped="")
         self._log = MetricsLog(run, first_step)
         try:
@@ -111,11 +114,14 @@ class Reporter(NullReporter):
             if error is None:
                 raise
         if self._recorded:
-            self._draw()
+            try:
+                self.say(f"loss curve: {draw_curve(self._run)}")
+            except LineartimeError as problem:
+                self.say(f"no loss curve: {problem}")
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
-        self._progress.console.print(text, soft_wrap=True)
+        self._progress.console.print(text)
 
     def step(self, step: int, metrics: StepMetrics) -> None:
         """Record step number `step` (from 1), which has just ended."""
@@ -144,44 +150,21 @@ class Reporter(NullReporter):
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
         """Record and print an evaluation on held-out text after a step."""
-        bits = "" if bits_per_byte is None else f" ({bits_per_byte:.3f} bits per byte)"
-        steps = f"step {step:>{len(str(self._steps))}}/{self._steps}"
-        training = f"training loss {self._average('loss'):.3f}  " if self._latest["loss"] else ""  # none just after resuming
-        losses = f"{training}validation loss {loss:.3f}{bits}"
-        speed = self._average("speed")
-        pace = ""
-        if speed > 0:  # NaN before the first step of a resumed run
+        parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
+        if self._latest["loss"]:  # none just after resuming
+            parts.append(f"training loss {self._average('loss'):.3f}")
+        bits = {} if bits_per_byte is None else {"validation_bits_per_byte": bits_per_byte}
+        parts.append(f"validation loss {loss:.3f}" + (f" ({bits_per_byte:.3f} bits per byte)" if bits else ""))
+        if (speed := self._average("speed")) > 0:
             remaining = timedelta(seconds=round((self._steps - step) * self._step_tokens / speed))
-            pace = f"  {speed:,.0f} tokens/s  ETA {remaining}"
-        self.say(f"{steps}  {losses}{pace}")
-        extra = {} if bits_per_byte is None else {"validation_bits_per_byte": bits_per_byte}
-        self._record(step, validation_loss=loss, **extra)
+            parts += [f"{speed:,.0f} tokens/s", f"ETA {remaining}"]
+        self.say("  ".join(parts))
+        self._record(step, validation_loss=loss, **bits)
 
     def _average(self, name: str) -> float:
         """The mean over the latest steps; NaN before the first."""
-        return statistics.fmean(self._latest[name]) if self._latest[name] else math.nan
-
-    def _draw(self) -> None:
-        try:
-            self.say(f"loss curve: {draw_curve(self._run)}")
-        except LineartimeError as problem:
-            self.say(f"no loss curve: {problem}")
+        return statistics.fmean(self._latest[name] or [math.nan])
 
     def _record(self, step: int, **numbers: float) -> None:
         self._recorded = True
         self._trackers.write(step, self._log.write(step, numbers))
-
-
-def _progress() -> Progress:
-    """The progress bar, disabled where it cannot be shown. Its console prints lines everywhere."""
-    console = Console(file=SCREEN, highlight=False, markup=False)
-    in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None  # without it, rich warns and shows no bar
-    return Progress(
-        TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s{task.fields[skipped]}  ETA"),
-        TimeRemainingColumn(compact=True),
-        console=console,
-        disable=not (console.is_terminal or in_notebook),
-        transient=True,
-    )

@@ -5,6 +5,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lineartime.runs.curve import DEVIATION
 from lineartime.runs.metrics import Line
@@ -13,6 +14,8 @@ from lineartime.runs.summary import RunSummary
 
 _OF_A_RUN = ("seed", *WITHOUT_EFFECT)
 """Options that may differ between the seeds of one setting."""
+_MEANS = ("training_loss", "validation_loss", "bits_per_byte", "tokens_per_second", "seconds", "waiting")
+"""What a merged run has as the mean of its runs."""
 
 
 def merge_seeds(runs: Sequence[RunSummary]) -> list[RunSummary]:
@@ -39,42 +42,27 @@ def _merged(runs: Sequence[RunSummary]) -> RunSummary:
     runs = sorted(runs, key=lambda run: (run.options["seed"], run.name))
     first, states = runs[0], Counter(run.state for run in runs)
     state = first.state if len(states) == 1 else ", ".join(f"{count} {state}" for state, count in states.items())
+    means: dict[str, Any] = {name: _over(statistics.fmean, runs, name) for name in _MEANS}
     return replace(
         first,
         options={name: value for name, value in first.options.items() if name not in _OF_A_RUN},
-        training_loss=_mean(runs, lambda run: run.training_loss),
-        validation_loss=_mean(runs, lambda run: run.validation_loss),
-        bits_per_byte=_mean(runs, lambda run: run.bits_per_byte),
-        tokens_per_second=_mean(runs, lambda run: run.tokens_per_second),
-        seconds=_mean(runs, lambda run: run.seconds),
-        waiting=_mean(runs, lambda run: run.waiting),
+        **means,
         skipped=sum(run.skipped for run in runs),
         state=state,
         error=next((run.error for run in runs if run.error), None),
         silent_seconds=min(run.silent_seconds for run in runs),
         lines=_mean_lines([run.lines for run in runs]),
         seeds=tuple(run.options["seed"] for run in runs),
-        validation_deviation=_deviation(runs, lambda run: run.validation_loss),
-        bits_deviation=_deviation(runs, lambda run: run.bits_per_byte),
+        validation_deviation=_over(statistics.stdev, runs, "validation_loss"),
+        bits_deviation=_over(statistics.stdev, runs, "bits_per_byte"),
         paths=tuple(run.path for run in runs),
     )
 
 
-Number = Callable[[RunSummary], float | None]
-
-
-def _values(runs: Sequence[RunSummary], number: Number) -> list[float]:
-    return [value for value in map(number, runs) if value is not None]
-
-
-def _mean(runs: Sequence[RunSummary], number: Number) -> float | None:
-    values = _values(runs, number)
-    return statistics.fmean(values) if len(values) == len(runs) else None
-
-
-def _deviation(runs: Sequence[RunSummary], number: Number) -> float | None:
-    values = _values(runs, number)
-    return statistics.stdev(values) if len(values) == len(runs) else None
+def _over(statistic: Callable[[list[float]], float], runs: Sequence[RunSummary], name: str) -> float | None:
+    """A statistic of a number of runs; None if one of them lacks the number."""
+    values = [getattr(run, name) for run in runs]
+    return None if None in values else statistic(values)
 
 
 def _mean_lines(of_runs: Sequence[Sequence[Line]]) -> list[Line]:

@@ -1,8 +1,8 @@
-"""Summarise a run from its files, and find runs in folders."""
+"""Find runs in folders, and summarise each from its files."""
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -77,12 +77,32 @@ class RunSummary:
         return {**values, "path": str(self.path), "paths": [str(path) for path in self.paths]}
 
 
+def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
+    """Find the runs in and below folders, each once, with their names to show; and a sentence for each folder without runs."""
+    found: dict[Path, tuple[Path, str]] = {}  # by their real paths
+    missing: list[str] = []
+    for folder in folders:
+        if not is_there(folder):
+            missing.append(f"{folder} does not exist: give the folder of a run, or one with runs in it.")
+            continue
+        unreadable: list[str] = []
+        runs = list(find_runs(folder, unreadable))
+        missing += unreadable
+        if not runs and not unreadable:
+            missing.append(f"There is no run in {folder}: give the folder of a run, or one with runs in it.")
+        for run in runs:
+            name = run.relative_to(folder) if len(folders) == 1 and run != folder else run
+            found.setdefault(run.resolve(), (run, str(name)))
+    return dict(found.values()), missing
+
+
 def find_runs(folder: Path, unreadable: list[str], depth: int = DEPTH) -> Iterator[Path]:
     """Yield the runs in a folder and its subfolders; add a sentence to `unreadable` for each of them that cannot be read."""
     try:
         with reporting_file_errors("read", folder):
             is_run = any((folder / name).is_file() for name in (METRICS_FILE, RECORD_FILE)) or bool(list_checkpoints(folder))
-            within = [] if is_run else [path for path in sorted(folder.iterdir()) if path.is_dir() and path.name[0] != "."]
+            within = [] if is_run else [path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
+            within.sort(key=lambda path: (path.is_symlink(), path))  # a run has its own name, and not that of a link to it
     except LineartimeError as error:
         unreadable.append(str(error))
         return
@@ -96,42 +116,42 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
     """Summarise a run; also return a sentence for each of its damaged files."""
     problems: list[str] = []
     record = _record(path, problems)
-    whole = not problems
-    options = record.options | record.schedule
-    failure = last_error(record)
+    options, failure = record.options | record.schedule, last_error(record)
     lines: list[dict[str, float]] = []
+    damaged: list[str] = []
     metrics = path / METRICS_FILE
     if is_there(metrics):  # otherwise it has not taken a step yet
         try:
             lines, damaged = read_damaged_metrics(path)
         except LineartimeError as error:
             problems.append(str(error))
-            whole = False
-        else:
-            if damaged:
-                what = "1 damaged line" if len(damaged) == 1 else f"{len(damaged):,} damaged lines"
-                problems.append(f"{metrics} has {what}, skipped here ({damaged[0]}): restore it from a copy if you have one.")
+    whole = not problems
+    if damaged:
+        what = "1 damaged line" if len(damaged) == 1 else f"{len(damaged):,} damaged lines"
+        problems.append(f"{metrics} has {what}, skipped here ({damaged[0]}): restore it from a copy if you have one.")
     evaluated = [line for line in lines if "validation_loss" in line]
     best = min(evaluated, key=lambda line: line["validation_loss"], default={})
     losses = [line["loss"] for line in lines if "loss" in line]
-    speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second", 0) > 0]
-    step, seconds, tokens = (_largest(lines, name) for name in ("step", "seconds", "tokens"))
+    timed = [line for line in lines if line.get("tokens_per_second", 0) > 0]
+    totals = {
+        total: max((line.get(total, 0) for line in lines), default=0) for total in ("step", "tokens", "seconds", "skipped")
+    }
     silent = max(0.0, time.time() - _last_change(metrics, path))
     summary = RunSummary(
         name=name,
         path=path,
         options=options,
         tokenizer=_tokenizer(path),
-        step=int(step or 0),
-        tokens=None if tokens is None else int(tokens),
+        step=int(totals["step"]),
+        tokens=int(totals["tokens"]) if any("tokens" in line for line in lines) else None,
         training_loss=statistics.fmean(losses[-AVERAGED:]) if losses else None,
         validation_loss=best.get("validation_loss"),
         bits_per_byte=best.get("validation_bits_per_byte"),
-        tokens_per_second=statistics.median(speeds) if speeds else None,
-        seconds=seconds,
-        waiting=_waiting(lines),
-        skipped=int(_largest(lines, "skipped") or 0),
-        state=_state(path, options.get("steps"), failure, step, seconds, silent) if whole else "damaged",
+        tokens_per_second=statistics.median(line["tokens_per_second"] for line in timed) if timed else None,
+        seconds=totals["seconds"] if any("seconds" in line for line in lines) else None,
+        waiting=_waiting([line for line in timed if "waiting" in line]),
+        skipped=int(totals["skipped"]),
+        state=_state(path, options.get("steps"), failure, totals, silent) if whole else "damaged",
         error=failure,
         silent_seconds=round(silent, 1),
         lines=thinned(lines),
@@ -171,39 +191,25 @@ def _tokenizer(path: Path) -> str:
     return ""
 
 
-def _largest(lines: list[dict[str, float]], name: str) -> float | None:
-    """The final value of a running total."""
-    return max((line[name] for line in lines if name in line), default=None)
-
-
-def _waiting(lines: list[dict[str, float]]) -> float | None:
-    """The share of waiting in the time of all steps.
-
-    All steps have the same number of tokens, so the time of a step is proportional to the inverse of its speed.
-    """
-    steps = [line for line in lines if "waiting" in line and line.get("tokens_per_second", 0) > 0]
-    if not steps:
-        return None
+def _waiting(steps: Sequence[Line]) -> float | None:
+    """The share of waiting in the time of all steps. They have equally many tokens: their times are inverse to their speeds."""
     seconds = [1 / line["tokens_per_second"] for line in steps]
-    return sum(line["waiting"] * second for line, second in zip(steps, seconds, strict=True)) / sum(seconds)
+    return sum(line["waiting"] * second for line, second in zip(steps, seconds, strict=True)) / sum(seconds) if steps else None
 
 
-def _state(path: Path, steps: object, error: str | None, step: float | None, seconds: float | None, silent: float) -> str:
+def _state(path: Path, steps: object, error: str | None, totals: dict[str, float], silent: float) -> str:
     """Determine the state of a run from its error, recorded steps, lock, last checkpoint and last write, in this order."""
+    locked, step, saved = is_locked(path), int(totals["step"]), list_checkpoints(path)[-1:]
     if error is not None:
-        return "running" if is_locked(path) else "failed"  # it is being resumed, or not
-    checkpoints = list_checkpoints(path)
-    if isinstance(steps, int) and step is not None and step >= steps:
-        saved = not checkpoints or checkpoints[-1] == checkpoint_path(path, steps)
-        if saved:  # or copied without checkpoints; a run that was killed in its last evaluation has only earlier ones
-            return "finished"
-    locked = is_locked(path)
+        return "running" if locked else "failed"  # it is being resumed, or not
+    if isinstance(steps, int) and step >= steps and saved in ([], [checkpoint_path(path, steps)]):
+        return "finished"  # perhaps copied without checkpoints; one killed in its last evaluation has only earlier ones
     if locked:
         return "running"
-    if checkpoints and checkpoints[-1] == checkpoint_path(path, int(step or 0)):
+    if saved == [checkpoint_path(path, step)]:
         return "stopped"
     if locked is False:  # its process was killed
         return "silent"
     # The run may be on another machine: allow a minute, or ten of its steps if they are long.
-    moment = max(60.0, 10 * seconds / step) if seconds and step else 60.0
-    return "running" if silent < moment else "silent"
+    ten_steps = 10 * totals["seconds"] / step if step else 0.0
+    return "running" if silent < max(60.0, ten_steps) else "silent"

@@ -1,36 +1,29 @@
-"""A table of runs: the cells that describe each run, and the columns that fit on a screen."""
+"""A table of runs: groups with comparable losses, the cells that describe each run, and the columns that fit on a screen."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from lineartime.choices import TEXT_COLUMN
-from lineartime.files import is_there
 from lineartime.runs.record import WITHOUT_EFFECT, texts_of
-from lineartime.runs.summary import RunSummary, find_runs
+from lineartime.runs.summary import RunSummary
 from lineartime.units import counted, duration
 
 _MAX_OPTIONS = 4
-"""The maximum number of columns for options that differ."""
-_NOT_COMPARED = (
-    "preset",
-    "data",
-    "text_column",
-    "max_expansion",
-    "include",
-    "exclude",
-    "steps",
-    *WITHOUT_EFFECT,
-)
+"""The maximum number of columns for options that differ, on a screen."""
+UNLIMITED = 100_000
+"""The width, in columns, of output that is not a terminal."""
+_NOT_COMPARED = ("preset", "data", "text_column", "max_expansion", "include", "exclude", "steps", *WITHOUT_EFFECT)
 """Options with a column of their own, and options that change neither what a run learns nor how fast."""
-_GROUPED_BY = {"data": "text", "tokenizer": "tokenizer", "task": "task"}
-"""The options that must be equal for losses to be comparable, and their names in titles."""
-_PADDING = 2
-"""The padding of a column, in characters."""
+_GROUPED_BY = ("data", "tokenizer", "task")
+"""The options that must be equal for losses to be comparable."""
 
 
 @dataclass(frozen=True)
@@ -41,87 +34,33 @@ class Group:
     runs: list[RunSummary]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A table of runs.
-
-    Attributes:
-        columns: the cells of each column by its header, one cell for each run.
-        left_out: the columns that do not fit on the screen.
-        more_options: the options that also differ, but have no column.
-    """
-
-    columns: dict[str, list[str]]
-    left_out: list[str]
-    more_options: list[str]
-
-
-def column_widths(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """The width of the longest cell in each column, in characters."""
-    return {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
-
-
-def full_width(widths: Mapping[str, int]) -> int:
-    """The width of a table whose columns have these widths, in characters."""
-    return sum(width + _PADDING for width in widths.values()) + 1
-
-
-def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
-    """Find the runs in and below folders, each once, with their names to show; and a sentence for each folder without runs."""
-    found: dict[Path, tuple[Path, str]] = {}
-    missing = []
-    for folder in folders:
-        if not is_there(folder):
-            missing.append(f"{folder} does not exist: give the folder of a run, or one with runs in it.")
-            continue
-        unreadable: list[str] = []
-        runs = list(find_runs(folder, unreadable))
-        missing += unreadable
-        if not runs and not unreadable:
-            missing.append(f"There is no run in {folder}: give the folder of a run, or one with runs in it.")
-        for run in runs:
-            name = run.relative_to(folder) if len(folders) == 1 and run != folder else run
-            own = run.resolve()
-            if own not in found or _indirection(run) < _indirection(found[own][0]):
-                found[own] = (run, str(name))
-    return dict(found.values()), missing
-
-
-def _indirection(run: Path) -> tuple[int, int]:
-    """How many links a path has, and how many parts."""
-    return sum(part.is_symlink() for part in (run, *run.parents)), len(run.parts)
-
-
 def group_runs(runs: Sequence[RunSummary]) -> list[Group]:
     """Group runs by text, tokenizer and task. Runs with unknown options form the last group."""
-    groups: dict[tuple[tuple[str, ...], ...], list[RunSummary]] = {}
-    names = _tokenizer_names(runs)
+    named = [(run.tokenizer, str(run.options.get("tokenizer") or "bytes")) for run in runs if run.tokenizer]
+    # The shortest name that a run has for a tokenizer, which is seldom a path.
+    names = dict(sorted(named, key=lambda pair: (len(pair[1]), pair[1]), reverse=True))
+    groups: dict[tuple[str, ...], list[RunSummary]] = {}
     for run in runs:
         groups.setdefault(_compared_by(run, names), []).append(run)
     known = sorted(key for key in groups if key)
-    parts = {word: _cells(values) for word, values in zip(_GROUPED_BY.values(), zip(*known, strict=True), strict=False)}
-    told = {word: cells for word, cells in parts.items() if len(set(cells)) > 1 or (word == "text" and () in groups)}
-    titles = [", ".join(f"{word} {cells[at]}" for word, cells in told.items()) for at in range(len(known))]
+    differ = [len(set(parts)) > 1 for parts in zip(*known, strict=True)]
+    if differ and () in groups:
+        differ[0] = True  # beside a group of unknown text
+    titles = [", ".join(part for part, differs in zip(key, differ, strict=True) if differs) for key in known]
     found = [Group(title, _ranked(groups[key])) for key, title in zip(known, titles, strict=True)]
     unknown = [Group("unknown text" if known else "", _ranked(groups[()]))] if () in groups else []
     return [*found, *unknown]
 
 
-def _tokenizer_names(runs: Sequence[RunSummary]) -> dict[str, str]:
-    """A name for each tokenizer, by its digest: the shortest that a run has for it, which is seldom a path."""
-    named = [(run.tokenizer, str(run.options.get("tokenizer") or "bytes")) for run in runs if run.tokenizer]
-    return dict(sorted(named, key=lambda pair: (len(pair[1]), pair[1]), reverse=True))
-
-
-def _compared_by(run: RunSummary, tokenizers: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """The texts, the tokenizer and the task of a run; empty if unknown."""
+def _compared_by(run: RunSummary, tokenizers: Mapping[str, str]) -> tuple[str, ...]:
+    """The texts, the tokenizer and the task of a run, in words; empty if unknown."""
     if not run.options:
         return ()
     given = run.options.get
     column = given("text_column")
-    in_column = () if column in (None, TEXT_COLUMN) else (f"(column {column})",)
+    in_column = "" if column in (None, TEXT_COLUMN) else f" (column {column})"
     tokenizer = tokenizers.get(run.tokenizer, str(given("tokenizer") or "bytes"))
-    return (*texts_of(run.options), *in_column), (tokenizer,), (str(given("task") or "clm"),)
+    return f"text {' '.join(texts_of(run.options))}{in_column}", f"tokenizer {tokenizer}", f"task {given('task') or 'clm'}"
 
 
 def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
@@ -135,29 +74,54 @@ def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
     return sorted(runs, key=rank)
 
 
-def compare(groups: Sequence[Group], width: int | None = None) -> Comparison:
-    """Make a table of all runs, group by group, with the options that differ between runs of the same group.
+def make_tables(groups: Sequence[Group], width: int | None = None) -> tuple[list[Table], list[str], list[str]]:
+    """A table for each group, with the options that differ between runs of the same group.
 
-    If it does not fit on a screen of `width` characters, the least important columns are left out.
+    On a screen of `width` characters, there are a few options, and the least important columns are left out if need be.
+
+    Returns:
+        The tables, the columns that were left out, and the options that also differ, but have no column.
     """
     runs = [run for group in groups for run in group.runs]
-    in_titles = (*_GROUPED_BY, "seed") if any(run.seeds for run in runs) else tuple(_GROUPED_BY)
+    in_titles = (*_GROUPED_BY, "seed") if any(run.seeds for run in runs) else _GROUPED_BY
     differing = dict.fromkeys(name for group in groups for name in differing_options(group.runs))
     options = [name for name in differing if name not in in_titles]
     most = len(options) if width is None else _MAX_OPTIONS
-    shown, more = options[:most], options[most:]
-    columns = {name: [cell(run) for run in runs] for name, cell in _CELLS.items()}
-    columns |= {name: _cells([_options_of(run).get(name) for run in runs]) for name in ("data", *shown)}
-    if len(set(columns["data"])) > 1:  # the titles of the groups name the text
-        del columns["data"]
-    columns = {name: cells for name, cells in columns.items() if name in _ALWAYS or set(cells) != {"-"}}
-    left_out = []
-    for name in (*_FIRST_TO_GO, *reversed(shown), *_LAST_TO_GO):
-        if width is None or full_width(column_widths(columns)) <= width:
+    columns, left_out = _columns(runs, options[:most]), []
+    for name in (*_FIRST_TO_GO, *reversed(options[:most]), *_LAST_TO_GO):
+        if width is None or all(_width(table) <= width for table in _tables(groups, columns)):
             break
         if columns.pop(name, None) is not None:
             left_out.append(name)
-    return Comparison(columns, left_out, more)
+    return _tables(groups, columns), left_out, options[most:]
+
+
+def _columns(runs: Sequence[RunSummary], options: Sequence[str]) -> dict[str, list[str]]:
+    """The cells of all runs by column, with columns for options. Columns without content are left out."""
+    columns = {name: [cell(run) for run in runs] for name, cell in _CELLS.items()}
+    columns |= {name: [_cell(_options_of(run).get(name)) for run in runs] for name in options}
+    if len({_cell(run.options.get("data")) for run in runs}) > 1:  # the titles of the groups name the text
+        del columns["data"]
+    return {name: cells for name, cells in columns.items() if name in _ALWAYS or set(cells) != {"-"}}
+
+
+def _tables(groups: Sequence[Group], columns: Mapping[str, Sequence[str]]) -> list[Table]:
+    """A table for each group. In a narrow one, only the names of runs fold."""
+    rows, tables = zip(*columns.values(), strict=True), []
+    for group in groups:
+        tables.append(Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)))
+        for name in columns:
+            justify: Any = "left" if name in ("run", "model", "data", "state") else "right"
+            tables[-1].add_column(name, justify=justify, overflow="fold", no_wrap=name != "run")
+        for row in islice(rows, len(group.runs)):
+            tables[-1].add_row(*row)
+    return tables
+
+
+def _width(table: Table) -> int:
+    """The width of a table in which nothing folds, in characters."""
+    console = Console()
+    return console.measure(table, options=console.options.update_width(UNLIMITED)).maximum
 
 
 def differing_options(runs: Sequence[RunSummary]) -> list[str]:
@@ -174,33 +138,11 @@ def _options_of(run: RunSummary) -> dict[str, Any]:
     return options | {name if name not in options else f"override {name}": value for name, _, value in items}
 
 
-def _cells(values: Sequence[Any]) -> list[str]:
-    """The values of an option as cells, in full where different values would look alike."""
-    short = [_value(value) for value in values]
-    alike = {cell: {json.dumps(value) for value, other in zip(values, short, strict=True) if other == cell} for cell in short}
-    return [cell if len(alike[cell]) == 1 else _in_full(value) for value, cell in zip(values, short, strict=True)]
-
-
-def _in_full(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _value(value: Any) -> str:
-    """The value of an option as a cell; for a path, its last part."""
-    if value is None:
-        return "-"
+def _cell(value: Any) -> str:
+    """The value of an option as a cell."""
     if isinstance(value, (list, tuple)):
-        return " ".join(map(_value, value)) or "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, str):
-        return value.rstrip("/").rpartition("/")[2]
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _steps(run: RunSummary) -> str:
-    steps = run.options.get("steps")
-    return f"{run.step:,}" + (f"/{steps:,}" if isinstance(steps, int) else "")
+        value = " ".join(map(str, value)) or None
+    return "-" if value is None else str(value)
 
 
 def _number(format_spec: str, value: float | None, deviation: float | None = None) -> str:
@@ -210,10 +152,10 @@ def _number(format_spec: str, value: float | None, deviation: float | None = Non
 
 _CELLS: dict[str, Callable[[RunSummary], str]] = {
     "run": lambda run: run.name,
-    "model": lambda run: _value(run.options.get("preset")),
-    "data": lambda run: "-",  # filled in by `compare`, as are the options that differ
+    "model": lambda run: _cell(run.options.get("preset")),
+    "data": lambda run: " ".join(Path(text).name for text in texts_of(run.options)) if run.options.get("data") else "-",
     "seeds": lambda run: f"{len(run.seeds)}" if run.seeds else "-",
-    "step": _steps,
+    "step": lambda run: f"{run.step:,}" + (f"/{run.options['steps']:,}" if run.options.get("steps") else ""),
     "tokens": lambda run: "-" if run.tokens is None else counted(run.tokens),
     "training": lambda run: _number(".3f", run.training_loss),
     "validation": lambda run: _number(".3f", run.validation_loss, run.validation_deviation),

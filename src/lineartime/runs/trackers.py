@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lineartime.errors import Argument, ArgumentError, LineartimeError, first_line, is_installed, missing_extra
 from lineartime.files import write_atomically
@@ -23,29 +23,16 @@ PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio
 """The package that each tracker needs."""
 
 
-class Tracker(Protocol):
-    """Receives the numbers of a run."""
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Record finite numbers by name. Steps arrive in order and may repeat."""
-
-    def close(self) -> None:
-        """Finish; `write` is not called afterwards."""
-
-
 def check_trackers(names: Sequence[str]) -> None:
     """Raise LineartimeError for a tracker that does not exist, or whose package is not installed."""
     for name in names:
         if name not in PACKAGES:
             raise ArgumentError("track", f"contains {name!r}, but must be any of {', '.join(PACKAGES)}.")
         if not is_installed(PACKAGES[name]):
-            if name == "tensorboard":  # a dependency of lineartime, not an extra
-                raise LineartimeError(
-                    "TensorBoard scalars need tensorboardX: pip install tensorboardX, or leave the tracker out of ",
-                    Argument("track"),
-                    ".",
-                )
-            raise missing_extra(PACKAGES[name], name, f"The tracker {name}")
+            if name != "tensorboard":  # which is a dependency of lineartime, not an extra
+                raise missing_extra(PACKAGES[name], name, f"The tracker {name}")
+            missing = "TensorBoard scalars need tensorboardX: pip install tensorboardX, or leave the tracker out of "
+            raise LineartimeError(missing, Argument("track"), ".")
 
 
 class Trackers:
@@ -69,22 +56,23 @@ class Trackers:
     ) -> None:
         check_trackers(names)
         self._say = say
-        self._trackers: dict[str, Tracker] = {}
+        self._trackers: dict[str, TensorBoard | WandB | Trackio] = {}
         keep_identity = resumed
         for name in dict.fromkeys(names):
             try:
                 with redirect_stdout(sys.stderr):  # standard output is for results
-                    self._trackers[name] = _start(name, run, first_step, keep_identity, options)
+                    if name == "tensorboard":
+                        self._trackers[name] = TensorBoard(run / "tensorboard", first_step)
+                    else:
+                        tracker = WandB if name == "wandb" else Trackio
+                        self._trackers[name] = tracker(run, _identity(run, keep_identity), options)
+                        keep_identity = True  # all of them share that of the first
             except Exception as error:  # a foreign package may raise anything
                 if not resumed:
                     self.close()
-                    raise LineartimeError(
-                        f"The tracker {name} cannot start: {first_line(error).rstrip('.')}; fix that, or leave it out of ",
-                        Argument("track"),
-                        ".",
-                    ) from None
+                    found = f"The tracker {name} cannot start: {first_line(error).rstrip('.')}; fix that, or leave it out of "
+                    raise LineartimeError(found, Argument("track"), ".") from None
                 self._say_failed(name, error)
-            keep_identity |= name != "tensorboard"  # all of them share that of the first
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send numbers to every tracker."""
@@ -95,7 +83,7 @@ class Trackers:
         with redirect_stdout(sys.stderr):
             self._each(lambda tracker: tracker.close())
 
-    def _each(self, action: Callable[[Tracker], None]) -> None:
+    def _each(self, action: "Callable[[TensorBoard | WandB | Trackio], None]") -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 action(tracker)
@@ -105,12 +93,6 @@ class Trackers:
 
     def _say_failed(self, name: str, error: Exception) -> None:
         self._say(f"The tracker {name} failed, and training continues without it: {first_line(error).rstrip('.')}.")
-
-
-def _start(name: str, run: Path, first_step: int, keep_identity: bool, options: Mapping[str, Any]) -> Tracker:
-    if name == "tensorboard":
-        return TensorBoard(run / "tensorboard", first_step)
-    return (WandB if name == "wandb" else Trackio)(run, _identity(run, keep_identity), options)
 
 
 def _identity(run: Path, keep: bool) -> str:
