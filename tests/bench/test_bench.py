@@ -319,21 +319,18 @@ def test_results_are_never_overwritten(finished: tuple[Path, str], monkeypatch: 
     assert BenchConfig().folder() == Path("runs/bench-2")
 
 
-@pytest.mark.parametrize(
-    ("name", "bf16"),
-    [
-        *((name, False) for name in presets("clm") if name.endswith("-tiny")),
-        *((name, True) for name in ("flash-tiny", "flash-quad-tiny", "transformer++-tiny", "performer-tiny")),
-    ],
-)
-def test_a_state_of_zeros_is_like_the_real_one(name: str, bf16: bool) -> None:
-    model = lineartime.build(name, n_blocks=2, d_model=64)
+def test_a_state_of_zeros_is_like_the_real_one() -> None:
+    fp32 = [(name, False) for name in presets("clm") if name.endswith("-tiny")]
+    bf16 = [(name, True) for name in ("flash-tiny", "flash-quad-tiny", "transformer++-tiny", "performer-tiny")]
     ids = torch.randint(0, 200, (2, 260))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        zeros, real = state_after(model, ids), prefill_batch(model, ids)[1]
-        assert [(x.shape, x.dtype) for x in zeros.tensors()] == [(x.shape, x.dtype) for x in real.tensors()]
-        assert zeros.position.tolist() == [260, 260]
-        model.extend(ids[:, :1], zeros)
+    for name, low in fp32 + bf16:
+        model = lineartime.build(name, n_blocks=2, d_model=64)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=low):
+            zeros, real = state_after(model, ids), prefill_batch(model, ids)[1]
+            for state in (zeros, real):
+                assert state.position.tolist() == [260, 260], name
+            assert [(x.shape, x.dtype) for x in zeros.tensors()] == [(x.shape, x.dtype) for x in real.tensors()], name
+            model.extend(ids[:, :1], zeros)
 
 
 def test_states_are_those_of_one_stream_after_so_many_tokens() -> None:
@@ -362,10 +359,8 @@ def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
     ("values", "message"),
     [
         ({"presets": ("flash-pytorch",)}, "^presets has flash-pytorch, which is a peer: give it in peers"),
-        ({"presets": ("linformer-tiny",)}, "cannot be a causal model: .* use task='mlm'"),
         ({"measure": ()}, "^measure is empty"),
         ({"task": "mlm"}, "^measure has prefill, which needs task='clm': leave it out"),
-        ({"context_lengths": (8, 0)}, "^context_lengths is 0, but must be at least 1"),
         ({"context_lengths": 512}, "^context_lengths is 512, but must be a list"),
         (
             {"presets": ("transformer-tiny",), "positions": (1024,), "override": ()},
@@ -374,7 +369,6 @@ def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
         ({"override": ("chunk=3",)}, "^override has 'chunk', which is not a field of any of these models; there are d_model"),
         ({"override": ("other-tiny.d_qk=8",)}, "'other-tiny.d_qk=8', but 'other-tiny' is not among the presets: flash-tiny"),
         ({"override": ("flash-tiny.n_heads=8",)}, "^override has 'n_heads', which is not a field of flash-tiny; there are"),
-        ({"override": ("chunk_size",)}, "override.*'chunk_size'.* form NAME=VALUE"),
         ({"override": ("d_qk=-3",)}, "d_qk is -3"),
         ({"override": ("vocab_size=3",)}, "^override cannot set vocab_size: use vocab_size"),
         ({"peers": ("fla",)}, "^peers has fla, which needs a GPU"),

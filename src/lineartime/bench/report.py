@@ -51,8 +51,8 @@ def _row(results: Results, found: Measurement) -> dict[str, str]:
         "position" if case.measure == "decode" else "context": f"{case.length:,}",
         "batch": f"{case.batch:,}",
         "model": str(found.subject) + ("*" if found.alone else ""),
-        "ms": found.problem or ("" if found.median is None else _milliseconds(found.median)),
-        "spread": "" if found.spread is None else _milliseconds(found.spread),
+        "ms": found.problem or ("" if found.median is None else three_digits(1e3 * found.median)),
+        "spread": "" if found.spread is None else three_digits(1e3 * found.spread),
         "tokens/s": "" if found.tokens_per_second is None else three_digits(found.tokens_per_second),
         "x first": "" if ratio is None else f"{ratio:.2f}",
         "MFU": "" if use is None else f"{use:.1%}",
@@ -101,8 +101,3 @@ def _notes(results: Results, columns: set[str]) -> list[str]:
 
 def _markdown(columns: dict[str, list[str]]) -> str:
     return markdown_table(list(columns), zip(*columns.values(), strict=True), left=list(columns).index("model") + 1)
-
-
-def _milliseconds(seconds: float) -> str:
-    value = 1e3 * seconds
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 0.01 else f"{value:.1g}"

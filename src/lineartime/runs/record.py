@@ -103,7 +103,7 @@ class RunRecord:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._process: int | None = None
+        self._record: Record | None = None
 
     def begin(self, config: dict[str, Any], command: Sequence[str]) -> str:
         """Write the record when a process starts to train a run, before the first checkpoint of a new run.
@@ -137,8 +137,8 @@ class RunRecord:
             machine=_machine(),
             git=_git(),
         )
-        self._process = len(record.processes)
-        self._write(dataclasses.replace(record, processes=(*record.processes, process)))
+        self._record = dataclasses.replace(record, processes=(*record.processes, process))
+        self._write(self._record)
         return note
 
     @contextmanager
@@ -147,13 +147,12 @@ class RunRecord:
         try:
             yield
         except Exception as error:
-            if self._process is not None:
+            if self._record is not None and (self._run / RECORD_FILE).exists():  # a new run may have left nothing
                 message = error.message(spell) if isinstance(error, LineartimeError) else typed_first_line(error)
-                with suppress(LineartimeError, IndexError):  # the error itself is what matters
-                    record = read_record(self._run)
-                    processes = list(record.processes)
-                    processes[self._process] = dataclasses.replace(processes[self._process], error=message)
-                    self._write(dataclasses.replace(record, processes=tuple(processes)))
+                *others, own = self._record.processes
+                with suppress(LineartimeError):  # the error itself is what matters
+                    failed = dataclasses.replace(own, error=message)
+                    self._write(dataclasses.replace(self._record, processes=(*others, failed)))
             raise
 
     def _write(self, record: Record) -> None:
