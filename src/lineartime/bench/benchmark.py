@@ -19,17 +19,11 @@ from lineartime.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is measured: cases, each with the subjects that take turns in it.
+    """What is measured: cases, each with the subjects that take turns in it."""
 
-    Attributes:
-        device: the device to measure on.
-        cells: the cases with their subjects.
-        precision: which precision "auto" chose, and why; empty without "auto".
-    """
-
-    device: torch.device
-    cells: tuple[tuple[Case, tuple[Subject, ...]], ...]
-    precision: str = ""
+    device: torch.device  # the device to measure on
+    cells: tuple[tuple[Case, tuple[Subject, ...]], ...]  # the cases with their subjects
+    precision: str = ""  # which precision "auto" chose, and why; empty without "auto"
 
     @property
     def subjects(self) -> tuple[Subject, ...]:

@@ -24,26 +24,16 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class DryRun:
-    """The findings of a dry run.
+    """The findings of a dry run."""
 
-    Attributes:
-        notes: the messages that the run would print at its start.
-        step_seconds, step_tokens: of one step, the median of a few.
-        evaluation_seconds: seconds of one evaluation.
-        seconds: seconds of all steps and evaluations.
-        weights: bytes of the weights in a checkpoint.
-        moments: bytes of the optimiser's moments.
-        peak: peak memory in bytes: of tensors on a GPU, otherwise of the whole process.
-    """
-
-    notes: list[str]
-    step_seconds: float
-    step_tokens: int
-    evaluation_seconds: float
-    seconds: float
-    weights: int
-    moments: int
-    peak: int
+    notes: list[str]  # the messages that the run would print at its start
+    step_seconds: float  # of one step, the median of a few
+    step_tokens: int  # in one step
+    evaluation_seconds: float  # seconds of one evaluation
+    seconds: float  # seconds of all steps and evaluations
+    weights: int  # bytes of the weights in a checkpoint
+    moments: int  # bytes of the optimiser's moments
+    peak: int  # peak memory in bytes: of tensors on a GPU, otherwise of the whole process
 
 
 def dry_run(config: TrainConfig) -> DryRun:

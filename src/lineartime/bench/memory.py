@@ -31,17 +31,11 @@ SMALL = 16
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one step, in bytes.
+    """Memory of one step, in bytes."""
 
-    Attributes:
-        peak: the most memory that the step holds above the weights, including gradients.
-        weights: all parameters.
-        gradients: the gradients that the step leaves.
-    """
-
-    peak: int
-    weights: int
-    gradients: int
+    peak: int  # the most memory that the step holds above the weights, including gradients
+    weights: int  # all parameters
+    gradients: int  # the gradients that the step leaves
 
 
 class OutOfMemoryError(Exception):

@@ -21,31 +21,18 @@ from lineartime.host import installed_version, processor_name
 
 @dataclass
 class Measurement:
-    """What was measured of one subject in one case.
+    """What was measured of one subject in one case."""
 
-    Attributes:
-        case: the measure, length and precision.
-        subject: the model.
-        seconds: seconds per step, one value for each round.
-        calls: the number of steps that each of these values averages.
-        first_seconds: seconds of the very first step, which compiles.
-        alone: whether it was measured after the others, because they did not all fit into memory together.
-        problem: why there are no numbers: "out of memory", or what failed.
-        memory: memory of a step, if it was measured.
-        state_bytes: bytes of the state of a stream, for decode.
-        flops_per_token: FLOPs of the model per token, for train including the backward pass; None if unknown.
-    """
-
-    case: Case
-    subject: Subject
-    seconds: list[float] = field(default_factory=list)
-    calls: int = 1
-    first_seconds: float | None = None
-    alone: bool = False
-    problem: str | None = None
-    memory: Memory | None = None
-    state_bytes: int | None = None
-    flops_per_token: float | None = None
+    case: Case  # the measure, length and precision
+    subject: Subject  # the model
+    seconds: list[float] = field(default_factory=list)  # seconds per step, one value for each round
+    calls: int = 1  # the number of steps that each of these values averages
+    first_seconds: float | None = None  # seconds of the very first step, which compiles
+    alone: bool = False  # whether it was measured after the others, because they did not all fit into memory together
+    problem: str | None = None  # why there are no numbers: "out of memory", or what failed
+    memory: Memory | None = None  # memory of a step, if it was measured
+    state_bytes: int | None = None  # bytes of the state of a stream, for decode
+    flops_per_token: float | None = None  # FLOPs of the model per token, for train including the backward pass; None if unknown
 
     @property
     def median(self) -> float | None:

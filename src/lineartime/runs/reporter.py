@@ -21,25 +21,15 @@ from lineartime.screen import progress_bar
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The numbers of one optimiser step.
+    """The numbers of one optimiser step."""
 
-    Attributes:
-        loss: the loss in nats per token, NaN for a step without targets; the loss and the norm may be infinite or NaN.
-        learning_rates: the learning rates of this step, by their names in metrics.jsonl.
-        gradient_norm: the norm of the gradient before clipping.
-        tokens: the number of tokens in this step, over all processes.
-        seconds: how long the step took.
-        waiting: seconds of the step spent waiting for data.
-        skipped: the number of steps so far that were skipped because a number was not finite.
-    """
-
-    loss: float
-    learning_rates: Mapping[str, float]
-    gradient_norm: float
-    tokens: int
-    seconds: float
-    waiting: float
-    skipped: int
+    loss: float  # the loss in nats per token, NaN for a step without targets; the loss and the norm may be infinite or NaN
+    learning_rates: Mapping[str, float]  # the learning rates of this step, by their names in metrics.jsonl
+    gradient_norm: float  # the norm of the gradient before clipping
+    tokens: int  # the number of tokens in this step, over all processes
+    seconds: float  # how long the step took
+    waiting: float  # seconds of the step spent waiting for data
+    skipped: int  # the number of steps so far that were skipped because a number was not finite
 
 
 class NullReporter:

@@ -23,52 +23,28 @@ DEPTH = 3
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The summary of a run; values that its files do not hold are None.
+    """The summary of a run; values that its files do not hold are None."""
 
-    Attributes:
-        name: the name for display.
-        path: its folder.
-        options: the options with which it was started; empty if unknown.
-        tokenizer: a digest of its tokenizer; empty if unknown.
-        step: the last recorded step.
-        tokens: the number of tokens trained on.
-        training_loss: the mean of the last 20 steps, in nats per token.
-        validation_loss: the lowest validation loss, in nats per token.
-        bits_per_byte: the bits per byte of the same evaluation.
-        tokens_per_second: the median of all steps.
-        seconds: the time spent training, including evaluations and checkpoints.
-        waiting: the share of the steps' time spent waiting for data.
-        skipped: the number of skipped steps.
-        state: "damaged" if its record or its metrics cannot be read; "failed"; "finished"; "running"; "stopped" if its last
-            step is saved; "silent" otherwise.
-        error: the message of the error that ended a failed run.
-        silent_seconds: the time since its last write.
-        lines: its losses, thinned for the plot.
-        seeds: of several runs that `merge_seeds` has merged, their seeds; empty for one run.
-        validation_deviation, bits_deviation: the standard deviations of their losses.
-        paths: their folders.
-    """
-
-    name: str
+    name: str  # the name for display
     path: Path
-    options: dict[str, Any]
-    tokenizer: str
-    step: int
-    tokens: int | None
-    training_loss: float | None
-    validation_loss: float | None
-    bits_per_byte: float | None
-    tokens_per_second: float | None
-    seconds: float | None
-    waiting: float | None
+    options: dict[str, Any]  # the options with which it was started; empty if unknown
+    tokenizer: str  # a digest of its tokenizer; empty if unknown
+    step: int  # the last recorded step
+    tokens: int | None  # the number of tokens trained on
+    training_loss: float | None  # the mean of the last 20 steps, in nats per token
+    validation_loss: float | None  # the lowest validation loss, in nats per token
+    bits_per_byte: float | None  # the bits per byte of the same evaluation
+    tokens_per_second: float | None  # the median of all steps
+    seconds: float | None  # the time spent training, including evaluations and checkpoints
+    waiting: float | None  # the share of the steps' time spent waiting for data
     skipped: int
-    state: str
-    error: str | None
-    silent_seconds: float
-    lines: list[Line] = field(repr=False)
-    seeds: tuple[int, ...] = ()
-    validation_deviation: float | None = None
-    bits_deviation: float | None = None
+    state: str  # damaged, failed, finished, running, stopped (its last step is saved) or silent: see `_state`
+    error: str | None  # the message of the error that ended a failed run
+    silent_seconds: float  # the time since its last write
+    lines: list[Line] = field(repr=False)  # its losses, thinned for the plot
+    seeds: tuple[int, ...] = ()  # of several runs that `merge_seeds` has merged, their seeds; empty for one run
+    validation_deviation: float | None = None  # the standard deviation of their losses
+    bits_deviation: float | None = None  # the same in bits per byte
     paths: tuple[Path, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
