@@ -150,26 +150,20 @@ def test_subjects_take_turns_until_they_fail() -> None:
 
 
 def test_a_step_that_grows_is_timed_near_its_beginning_and_going_back_takes_no_time() -> None:
-    now, positions = 0.0, []
+    now, position, positions = 0.0, 50, []
 
-    class Growing(RewindingStep):
-        burst = 3
+    def step() -> None:
+        nonlocal now, position
+        positions.append(position)
+        position += 1
+        now += position / 10
 
-        def __init__(self) -> None:
-            self.position = 50
+    def rewind() -> None:
+        nonlocal now, position
+        position = 10
+        now += 1000
 
-        def __call__(self) -> None:
-            nonlocal now
-            positions.append(self.position)
-            self.position += 1
-            now += self.position / 10
-
-        def rewind(self) -> None:
-            nonlocal now
-            self.position = 10
-            now += 1000
-
-    assert timed(Growing(), 7, lambda: now) == pytest.approx((2 * (11 + 12 + 13) + 11) / 10 / 7)
+    assert timed(RewindingStep(step, rewind, burst=3), 7, lambda: now) == pytest.approx((2 * (11 + 12 + 13) + 11) / 10 / 7)
     assert positions == [10, 11, 12, 10, 11, 12, 10]
 
 

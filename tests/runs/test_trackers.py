@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 
 from lineartime.errors import LineartimeError
@@ -149,15 +150,15 @@ def test_a_tracker_that_fails_is_said_once_and_the_others_go_on(
     assert len(read_metrics(tmp_path)) == 3
 
 
-def test_scalars_on_a_full_disk_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(event: Event) -> None:
+def test_scalars_on_a_full_disk_end_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(writer: EventsWriter, event: Event) -> None:
         raise OSError(28, "No space left on device")
 
     with Reporter(tmp_path, 0, 2, ("tensorboard",), record={}, resumed=False) as report:
-        tracker: Any = report._trackers._trackers["tensorboard"]
-        tracker._writer.write_event = fail
+        monkeypatch.setattr(EventsWriter, "write_event", fail)
         report.step(1, StepMetrics(5.5, {"learning_rate": 0.25}, 3.0, tokens=100, seconds=1.0, waiting=0.0, skipped=0))
-    tracker.close()
     assert "The tracker tensorboard failed, and training continues without it: [Errno 28] No space" in capsys.readouterr().err
     assert len(read_metrics(tmp_path)) == 1
 

@@ -452,7 +452,7 @@ def test_a_tracker_that_cannot_start_leaves_no_folder_of_a_run(
 
     monkeypatch.setattr(trackers, "check_trackers", lambda names: None)
     monkeypatch.setattr("lineartime.training.loop.check_trackers", lambda names: None)
-    monkeypatch.setattr(trackers, "WandB", refuses)
+    monkeypatch.setattr(trackers, "_wandb", refuses)
     with pytest.raises(LineartimeError, match="The tracker wandb cannot start: no key; fix that, or leave it out of track"):
         trained(config(track=("tensorboard", "wandb")))
     assert not (tmp_path / "run").exists()

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -39,18 +40,17 @@ def repetitions(seconds: float, min_seconds: float) -> int:
     return max(1, math.ceil(min_seconds / max(seconds, 1e-7)))
 
 
+@dataclass(frozen=True)
 class RewindingStep:
-    """A step whose next call costs more than the last one: it goes back to its beginning after every `burst` calls."""
+    """A step whose next call costs more than the last one: `rewind`, which is not timed, goes back before `burst` calls."""
 
+    step: Callable[[], object]
+    rewind: Callable[[], object]
     burst: int
 
     def __call__(self) -> object:
         """Take the step."""
-        raise NotImplementedError
-
-    def rewind(self) -> None:
-        """Go back to the beginning, which is not timed."""
-        raise NotImplementedError
+        return self.step()
 
 
 def timed(step: Callable[[], object], calls: int, clock: Clock) -> float:

@@ -109,8 +109,7 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
             model.compile_step()
         with torch.no_grad():
             state = state_after(model, context)
-            endless = model.constant_state and model.config.longest_sequence is None
-            step = (Decoding if endless else GrowingDecoding)(model, state, ids[:, -1])
+            step = _decoding(model, state, ids[:, -1])
         return Ready(model, step, state.nbytes // case.batch)
     if subject.mode == "compiled":
         compile_model = model.compile_blocks if isinstance(model, LanguageModel) else model.compile
@@ -128,34 +127,28 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
     return Ready(model, train)
 
 
-class Decoding:
-    """Reads one more token of each stream, from a state on."""
+def _decoding(model: CausalLM, state: ModelState, tokens: Tensor) -> Callable[[], object]:
+    """A step that reads one more token of each stream, from a state on, and returns the logits of the next tokens.
 
-    def __init__(self, model: CausalLM, state: ModelState, tokens: Tensor) -> None:
-        self._model, self._state, self._tokens = model, state, tokens
-        self._read_next = continuing(model, state.clone())
-
-    @torch.no_grad()
-    def __call__(self) -> Tensor:
-        """The logits of the next tokens."""
-        return self._read_next(self._tokens)
-
-
-class GrowingDecoding(Decoding, RewindingStep):
-    """The same with a state that grows or ends: it goes back before it grows by more than a thirty-second, or nine tokens."""
-
-    def __init__(self, model: CausalLM, state: ModelState, tokens: Tensor) -> None:
-        super().__init__(model, state, tokens)
-        position, longest = int(state.position.max()), model.config.longest_sequence
-        self.burst = max(8, position // 32 - 1)
-        if longest is not None:
-            self.burst = min(self.burst, longest - position - 1)
+    If the state grows or ends, the step goes back before it has grown by more than a thirty-second, or nine tokens.
+    """
+    read_next = continuing(model, state.clone())
 
     @torch.no_grad()
-    def rewind(self) -> None:
-        """Begin again from the state, and read a token, which makes room for those that follow."""
-        self._read_next = continuing(self._model, self._state.clone())
-        self()
+    def step() -> Tensor:
+        return read_next(tokens)
+
+    @torch.no_grad()
+    def rewind() -> None:
+        nonlocal read_next
+        read_next = continuing(model, state.clone())
+        read_next(tokens)  # which makes room for those that follow
+
+    position, longest = int(state.position.max()), model.config.longest_sequence
+    if model.constant_state and longest is None:
+        return step
+    burst = max(8, position // 32 - 1)
+    return RewindingStep(step, rewind, burst if longest is None else min(burst, longest - position - 1))
 
 
 def _cross_entropy(peer: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:

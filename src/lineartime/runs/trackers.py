@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lineartime.errors import Argument, ArgumentError, LineartimeError, first_line, is_installed, missing_extra
 from lineartime.files import write_atomically
@@ -33,6 +33,13 @@ def check_trackers(names: Sequence[str]) -> None:
                 raise missing_extra(PACKAGES[name], name, f"The tracker {name}")
             missing = "TensorBoard scalars need tensorboardX: pip install tensorboardX, or leave the tracker out of "
             raise LineartimeError(missing, Argument("track"), ".")
+
+
+class Tracker(NamedTuple):
+    """What a tracker does with the numbers of a step, by their names, and at the end. Steps arrive in order and may repeat."""
+
+    write: Callable[[int, Mapping[str, float]], object]
+    close: Callable[[], object]
 
 
 class Trackers:
@@ -56,16 +63,16 @@ class Trackers:
     ) -> None:
         check_trackers(names)
         self._say = say
-        self._trackers: dict[str, TensorBoard | WandB | Trackio] = {}
+        self._trackers: dict[str, Tracker] = {}
         keep_identity = resumed
         for name in dict.fromkeys(names):
             try:
                 with redirect_stdout(sys.stderr):  # standard output is for results
                     if name == "tensorboard":
-                        self._trackers[name] = TensorBoard(run / "tensorboard", first_step)
+                        self._trackers[name] = _tensorboard(run / "tensorboard", first_step)
                     else:
-                        tracker = WandB if name == "wandb" else Trackio
-                        self._trackers[name] = tracker(run, _identity(run, keep_identity), options)
+                        start = _wandb if name == "wandb" else _trackio
+                        self._trackers[name] = start(run, _identity(run, keep_identity), options)
                         keep_identity = True  # all of them share that of the first
             except Exception as error:  # a foreign package may raise anything
                 if not resumed:
@@ -83,7 +90,7 @@ class Trackers:
         with redirect_stdout(sys.stderr):
             self._each(lambda tracker: tracker.close())
 
-    def _each(self, action: "Callable[[TensorBoard | WandB | Trackio], None]") -> None:
+    def _each(self, action: Callable[[Tracker], object]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 action(tracker)
@@ -107,76 +114,52 @@ def _identity(run: Path, keep: bool) -> str:
     return identity
 
 
-class TensorBoard:
-    """Writes scalars in TensorBoard's format, in the calling thread, so that errors such as a full disk can be reported."""
+def _tensorboard(folder: Path, first_step: int) -> Tracker:
+    """Scalars in TensorBoard's format, written in the calling thread, so that errors such as a full disk can be reported."""
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto import event_pb2
+    from tensorboardX.summary import scalar
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2
-        from tensorboardX.summary import scalar
+    event: Any = event_pb2.Event
+    folder.mkdir(parents=True, exist_ok=True)
+    writer: Any = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.{first_step}")
+    # Tells TensorBoard to drop later steps that a killed process wrote.
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    writer.write_event(event(wall_time=time.time(), step=first_step + 1, session_log=start))
 
-        self._event: Any = event_pb2.Event
-        self._scalar: Any = scalar
-        folder.mkdir(parents=True, exist_ok=True)
-        self._writer: Any = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.{first_step}")
-        # Tells TensorBoard to drop later steps that a killed process wrote.
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._writer.write_event(event_pb2.Event(wall_time=time.time(), step=first_step + 1, session_log=start))
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Append scalars and flush them to the system."""
+    def write(step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=self._scalar(name, value)))
-        self._writer.flush()
+            writer.write_event(event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+        writer.flush()
 
-    def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
+    return Tracker(write, writer.close)
 
 
-class WandB:
+def _wandb(run: Path, identity: str, options: Mapping[str, Any]) -> Tracker:
     """A run of Weights & Biases, configured by its environment variables: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY."""
+    import wandb
 
-    def __init__(self, run: Path, identity: str, options: Mapping[str, Any]) -> None:
-        import wandb
-
-        self._run: Any = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            id=identity,
-            name=run.absolute().name,
-            dir=str(run.absolute()),
-            config=dict(options),
-            resume="allow",
-            settings=wandb.Settings(console="off"),  # otherwise it captures the progress bar
-        )
-        # W&B's own step never decreases; this axis may, when a killed run resumes from an earlier checkpoint.
-        self._run.define_metric("step", hidden=True)
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue numbers for W&B's own process."""
-        self._run.log({**numbers, "step": step})
-
-    def close(self) -> None:
-        """Wait until everything is sent."""
-        self._run.finish()
+    tracked: Any = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        id=identity,
+        name=run.absolute().name,
+        dir=str(run.absolute()),
+        config=dict(options),
+        resume="allow",
+        settings=wandb.Settings(console="off"),  # otherwise it captures the progress bar
+    )
+    # W&B's own step never decreases; this axis may, when a killed run resumes from an earlier checkpoint.
+    tracked.define_metric("step", hidden=True)
+    tracked.define_metric("*", step_metric="step")
+    return Tracker(lambda step, numbers: tracked.log({**numbers, "step": step}), tracked.finish)
 
 
-class Trackio:
+def _trackio(run: Path, identity: str, options: Mapping[str, Any]) -> Tracker:
     """A run of trackio, on this machine unless trackio's environment variables say otherwise."""
+    import trackio
 
-    def __init__(self, run: Path, identity: str, options: Mapping[str, Any]) -> None:
-        import trackio
-
-        self._finish: Callable[[], None] = trackio.finish
-        # trackio identifies runs by name alone, and the folders of several runs may have the same name.
-        name = f"{run.absolute().name}-{identity}"
-        self._run: Any = trackio.init(project=PROJECT, name=name, config=dict(options), resume="allow", embed=False)
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue numbers for trackio's own thread."""
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        """Wait until everything is written."""
-        self._finish()  # the package's function, since it would call the run's own again at exit
+    # trackio identifies runs by name alone, and the folders of several runs may have the same name.
+    name = f"{run.absolute().name}-{identity}"
+    tracked: Any = trackio.init(project=PROJECT, name=name, config=dict(options), resume="allow", embed=False)
+    # The package's own `finish`: otherwise it would finish the run again at exit.
+    return Tracker(lambda step, numbers: tracked.log(dict(numbers), step=step), trackio.finish)
