@@ -157,8 +157,10 @@ def test_scalars_on_a_full_disk_end_no_run(
         raise OSError(28, "No space left on device")
 
     with Reporter(tmp_path, 0, 2, ("tensorboard",), record={}, resumed=False) as report:
+        tracker = report._trackers._trackers["tensorboard"]
         monkeypatch.setattr(EventsWriter, "write_event", fail)
         report.step(1, StepMetrics(5.5, {"learning_rate": 0.25}, 3.0, tokens=100, seconds=1.0, waiting=0.0, skipped=0))
+    tracker.close()
     assert "The tracker tensorboard failed, and training continues without it: [Errno 28] No space" in capsys.readouterr().err
     assert len(read_metrics(tmp_path)) == 1
 

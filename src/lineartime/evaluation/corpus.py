@@ -61,8 +61,10 @@ def evaluate(
         model: the folder of a run, of a checkpoint or of a saved model; or a model in memory.
         data: a text as `lineartime.data.load_corpus` takes it, split as for training; the default is that of a run's training.
         checkpoint: which checkpoint of a run: "best" (the default), with the lowest validation loss; "last"; or a step.
-        text_column, max_expansion, include, exclude: how to read the text, as for `load_corpus`; for the text of a run, the
-            defaults are as in training.
+        text_column: as for `load_corpus`; for the text of a run, the default is as in training.
+        max_expansion: as for `load_corpus`; the default is as in training.
+        include: as for `load_corpus`; for the text of a run, the default is as in training.
+        exclude: as `include`.
         tokenizer: the model's tokenizer; the default is the one in the folder of a run.
         split: the part of the text to measure on.
         context: "windowed" for independent windows, or "carried" for the split as one sequence, in which every token has all

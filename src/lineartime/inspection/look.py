@@ -42,13 +42,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class LayerView:
-    """What one layer does with the text."""
+    """What one layer does with the text.
 
-    name: str  # the class name of the mixer
-    weights: Mapping[Part, Tensor]  # by part of its attention, how much each row reads each column, [T, T]; the mean over heads
-    added: Mapping[Part, Tensor]  # for each part, the norm of what it adds to each token, [T]
-    states: Mapping[int, float]  # the norm of the global state, by the number of tokens read; empty for a mixer without one
-    missing: tuple[str, ...]  # sentences that say what this mixer does not have
+    Attributes:
+        name: the class name of the mixer.
+        weights: for each part of its attention, how much each token (row) reads each other token (column), [T, T]; the mean
+            over heads.
+        added: for each part, the norm of what it adds to each token, [T].
+        states: the norm of the global state, by the number of tokens read; empty for a mixer without one.
+        missing: sentences that say what this mixer does not have.
+    """
+
+    name: str
+    weights: Mapping[Part, Tensor]
+    added: Mapping[Part, Tensor]
+    states: Mapping[int, float]
+    missing: tuple[str, ...]
 
     @property
     def global_share(self) -> Tensor | None:
@@ -61,12 +70,20 @@ class LayerView:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a model does with a text."""
+    """What a model does with a text.
+
+    Attributes:
+        task: the task of the model.
+        pieces: the text, with losses.
+        left_out: how many tokens were not read, because the text was too long.
+        prefix: how many tokens at the beginning were read in both directions, by a model of task "prefix-lm".
+        layers: the layers, from first to last.
+    """
 
     task: str
     pieces: tuple[Piece, ...]
-    left_out: int  # how many tokens were not read, because the text was too long
-    prefix: int  # how many tokens at the beginning were read in both directions, by a model of task "prefix-lm"
+    left_out: int
+    prefix: int
     layers: tuple[LayerView, ...]
 
     @property

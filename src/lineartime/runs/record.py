@@ -53,23 +53,39 @@ class Machine:
 
 @dataclass(frozen=True)
 class Process:
-    """A process that trained a run."""
+    """A process that trained a run.
 
-    time: str = ""  # when it started, in ISO 8601 format
-    command: tuple[str, ...] = ()  # the program and its arguments
-    changed_options: dict[str, Any] = field(default_factory=dict)  # the options that differ from the run's, by name
-    versions: dict[str, str] = field(default_factory=dict)  # of Python and packages
+    Attributes:
+        time: when it started, in ISO 8601 format.
+        command: the program and its arguments.
+        changed_options: the options that differ from the run's, by name.
+        versions: the versions of Python and packages.
+        machine: the machine that it ran on.
+        git: the state of the git repository; None without one.
+        error: the message of the error that ended it; None if there was none.
+    """
+
+    time: str = ""
+    command: tuple[str, ...] = ()
+    changed_options: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
     machine: Machine = Machine()
-    git: Git | None = None  # None without a repository
-    error: str | None = None  # the message of the error that ended it; None if there was none
+    git: Git | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True)
 class Record:
-    """A run: run.json."""
+    """A run: run.json.
 
-    options: dict[str, Any]  # the options with which it was started, as JSON values
-    processes: tuple[Process, ...]  # the processes that trained it, the first of which started it
+    Attributes:
+        options: the options with which it was started, as JSON values.
+        processes: the processes that trained it, the first of which started it.
+        seed: the option `seed`.
+    """
+
+    options: dict[str, Any]
+    processes: tuple[Process, ...]
     seed: int | None = None
 
     def __post_init__(self) -> None:
