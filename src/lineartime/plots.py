@@ -11,9 +11,6 @@ from lineartime.errors import LineartimeError, first_line, missing_extra, report
 from lineartime.files import is_there, write_atomically
 from lineartime.units import counted
 
-FAINT = {"alpha": 0.3, "linewidth": 0.8}
-"""The look of a curve that is shown beside a more important one."""
-
 
 def new_figure(width: float, height: float) -> Any:
     """Create a figure of the given size in inches. Raises LineartimeError without matplotlib."""

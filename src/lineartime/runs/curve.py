@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineartime.errors import LineartimeError
-from lineartime.plots import FAINT, drawable, label_axes, legend_below, new_figure, save_figure
+from lineartime.plots import drawable, label_axes, legend_below, new_figure, save_figure
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, losses, read_metrics
 from lineartime.runs.record import read_record, texts_of
 
@@ -19,6 +19,8 @@ DEVIATION = "validation_deviation"
 """In the lines of merged seeds: the standard deviation of their validation losses, which is drawn as a band."""
 Runs = Mapping[str, Sequence[Line]]
 """The lines of several runs as returned by `thinned`, by the names of the runs."""
+_FAINT: dict[str, Any] = {"alpha": 0.3, "linewidth": 0.8}
+"""The look of training losses beside validation losses or means."""
 _MAX_POINTS = 2000
 """The maximum number of points of a curve in a comparison: more than an image has pixels across."""
 
@@ -58,7 +60,7 @@ def _draw_losses(axes: Any, run: Path, title: str) -> None:
     if training:
         steps, values = list(training), list(training.values())
         marker = "o" if len(steps) == 1 else None  # a line through one point cannot be seen
-        axes.plot(steps, values, marker=marker, color="tab:blue", label="training, each step", **FAINT)
+        axes.plot(steps, values, marker=marker, color="tab:blue", label="training, each step", **_FAINT)
         if means := _trailing_means(values):
             axes.plot(steps[-len(means) :], means, color="tab:blue", label=f"training, mean of the last {AVERAGED} steps")
     if validation:
@@ -134,7 +136,7 @@ def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, dict[str, str
             training = [(line[name] / scale, line["loss"]) for line in lines if {name, "loss"} <= line.keys()]
             evaluated = [line for line in lines if {name, "validation_loss"} <= line.keys()]
             if training:
-                (faint,) = axes.plot(*zip(*training, strict=True), **{**look[run], "marker": ""}, **FAINT)
+                (faint,) = axes.plot(*zip(*training, strict=True), **{**look[run], "marker": ""}, **_FAINT)
                 legend.setdefault(run, faint)
             if evaluated:
                 places, means = [line[name] / scale for line in evaluated], [line["validation_loss"] for line in evaluated]

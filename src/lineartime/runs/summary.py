@@ -109,39 +109,33 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
     best = min(evaluated, key=lambda line: line["validation_loss"], default={})
     losses = [line["loss"] for line in lines if "loss" in line]
     timed = [line for line in lines if line.get("tokens_per_second", 0) > 0]
-    totals = {
-        total: max((line.get(total, 0) for line in lines), default=0) for total in ("step", "tokens", "seconds", "skipped")
-    }
-    silent = max(0.0, time.time() - _last_change(metrics, path))
+    totals: dict[str, float] = {"step": 0}
+    for line in lines:
+        totals |= {
+            name: max(totals.get(name, 0), line[name]) for name in ("step", "tokens", "seconds", "skipped") if name in line
+        }
+    changed = max((place.stat().st_mtime for place in (metrics, path) if is_there(place)), default=time.time())
+    silent = max(0.0, time.time() - changed)
     summary = RunSummary(
         name=name,
         path=path,
         options=options,
         tokenizer=_tokenizer(path),
         step=int(totals["step"]),
-        tokens=int(totals["tokens"]) if any("tokens" in line for line in lines) else None,
+        tokens=int(totals["tokens"]) if "tokens" in totals else None,
         training_loss=statistics.fmean(losses[-AVERAGED:]) if losses else None,
         validation_loss=best.get("validation_loss"),
         bits_per_byte=best.get("validation_bits_per_byte"),
         tokens_per_second=statistics.median(line["tokens_per_second"] for line in timed) if timed else None,
-        seconds=totals["seconds"] if any("seconds" in line for line in lines) else None,
+        seconds=totals.get("seconds"),
         waiting=_waiting([line for line in timed if "waiting" in line]),
-        skipped=int(totals["skipped"]),
+        skipped=int(totals.get("skipped", 0)),
         state=_state(path, options.get("steps"), failure, totals, silent) if whole else "damaged",
         error=failure,
         silent_seconds=round(silent, 1),
         lines=thinned(lines),
     )
     return summary, problems
-
-
-def _last_change(*paths: Path) -> float:
-    """When one of these was changed last, in seconds; now, if all of them have just been deleted."""
-    times = []
-    for path in paths:
-        with suppress(OSError):
-            times.append(path.stat().st_mtime)
-    return max(times, default=time.time())
 
 
 def _record(path: Path, problems: list[str]) -> Record:
@@ -187,5 +181,5 @@ def _state(path: Path, steps: object, error: str | None, totals: dict[str, float
     if locked is False:  # its process was killed
         return "silent"
     # The run may be on another machine: allow a minute, or ten of its steps if they are long.
-    ten_steps = 10 * totals["seconds"] / step if step else 0.0
+    ten_steps = 10 * totals.get("seconds", 0) / step if step else 0.0
     return "running" if silent < max(60.0, ten_steps) else "silent"
