@@ -9,7 +9,7 @@ import os
 import sys
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,10 +74,21 @@ def output_console(**options: Any) -> "Console":
 
 def print_markdown(text: str) -> None:
     """Print Markdown to standard output: laid out on a terminal, and as it is in a file or a pipe."""
-    from rich.markdown import Markdown
+    from rich.markdown import Markdown, TableElement
+    from rich.table import Table
+
+    class Folding(TableElement):
+        def __rich_console__(self, console: Any, options: Any) -> Any:
+            for table in super().__rich_console__(console, options):
+                for column in table.columns if isinstance(table, Table) else ():
+                    column.overflow = "fold"  # otherwise long names are cut
+                yield table
+
+    class Report(Markdown):
+        elements: ClassVar = Markdown.elements | {"table_open": Folding}
 
     if sys.stdout.isatty():
-        output_console().print(Markdown(text))
+        output_console().print(Report(text))
     else:
         print(text, end="")
 
