@@ -395,7 +395,7 @@ def test_latency_is_measured_for_all_systems_together(options: Options, here: Do
     plan = make_plan(options("latency", threads=1))
     job = plan.latency_job(plan.settings[0])
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in job.options.items()}
-    [(_, subjects)] = plan_of_benchmark(BenchConfig(**given)).cells
+    [(_, subjects)] = make_benchmark(BenchConfig(**given)).cells
     assert [subject.config for subject in subjects] == [each.model for each in plan.contenders]  # whose sizes are reported
 
     assert run_all(plan, ignore, here).problems == ()
