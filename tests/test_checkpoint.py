@@ -142,8 +142,12 @@ def test_a_loss_that_is_measured_after_saving_is_added_and_its_damage_is_noticed
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "empty"])
-def test_damage_to_any_file_is_noticed_and_said_in_one_sentence(tmp_path: Path, name: str, damage: str) -> None:
+def test_damage_to_any_file_is_noticed_and_said_in_one_sentence(tmp_path: Path, name: str) -> None:
+    for damage in ("truncate", "flip", "delete", "empty"):
+        check_damage_is_noticed(tmp_path / damage, name, damage)
+
+
+def check_damage_is_noticed(tmp_path: Path, name: str, damage: str) -> None:
     save(tmp_path, 1, loss=0.5)
     path = save(tmp_path, 2)
     file = path / name
@@ -269,7 +273,7 @@ def test_being_killed_while_deleting_an_old_checkpoint_breaks_nothing(tmp_path: 
     lineartime.load(tmp_path)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ["model.safetensors", MOMENTS])
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, name: str) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.baselines.bigbird import (
@@ -29,17 +30,11 @@ def blocks_of(length: int, block_size: int, causal: bool, n_global: int, n_rando
     return [[chosen[head, g][there[head, g]].tolist() for g in range(count)] for head in range(2)]
 
 
-@pytest.mark.parametrize("length", [1, 3, 7, 16, 23])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("block_size", "n_global", "n_random"), [(1, 2, 3), (2, 1, 2), (30, 1, 1)])
+@every_pair(length=[1, 3, 7, 16, 23], causal=[False, True], sizes=[(1, 2, 3), (2, 1, 2), (30, 1, 1)])
 def test_values_and_gradients_are_those_of_the_definition(
-    length: int,
-    causal: bool,
-    block_size: int,
-    n_global: int,
-    n_random: int,
-    assert_heads_are_the_definition: Callable[..., None],
+    length: int, causal: bool, sizes: tuple[int, int, int], assert_heads_are_the_definition: Callable[..., None]
 ) -> None:
+    block_size, n_global, n_random = sizes
     options = {"block_size": block_size, "n_global": n_global, "causal": causal}
 
     def definition(head: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -53,8 +48,7 @@ def test_values_and_gradients_are_those_of_the_definition(
     )
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 4, 5, 7, 12, 40])
+@every_pair(causal=[False, True], count=[1, 2, 4, 5, 7, 12, 40])
 def test_random_blocks_are_distinct_and_neither_near_nor_global(causal: bool, count: int) -> None:
     for head in blocks_of(count, 1, causal, n_global=2, n_random=3):
         for g, chosen in enumerate(head):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.pairs import every_pair
 
 from lineartime.baselines import explicit_topk
 from lineartime.baselines.explicit_topk import (
@@ -15,9 +16,7 @@ from lineartime.ops import KVCache
 from lineartime.ops.make_batch import stream_batch
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 17])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("n_largest", [1, 4])
+@every_pair(length=[1, 3, 4, 17], causal=[False, True], n_largest=[1, 4])
 def test_values_and_gradients_are_those_of_the_definition(
     length: int, causal: bool, n_largest: int, assert_heads_are_the_definition: Callable[..., None]
 ) -> None:

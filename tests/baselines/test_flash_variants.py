@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.baselines.flash_cls import FLASHCLS, flash_cls_oracle
@@ -21,7 +22,8 @@ from lineartime.ops.mixed_chunk.chunked import summary_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
 
 CHUNK = 4
-lengths = pytest.mark.parametrize("length", [1, 3, 4, 5, 17])
+LENGTHS = [1, 3, 4, 5, 17]
+lengths = pytest.mark.parametrize("length", LENGTHS)
 directions = pytest.mark.parametrize("causal", [False, True])
 
 
@@ -49,9 +51,7 @@ def quadratic_part(layer: FLASHInParts, method: Callable[..., Tensor] | None = N
     return attend
 
 
-@directions
-@lengths
-@pytest.mark.parametrize("normalization", ["count", "paper"])
+@every_pair(causal=[False, True], length=LENGTHS, normalization=["count", "paper"])
 def test_flash_is_the_sum_of_its_parts(causal: bool, length: int, normalization: Any) -> None:
     both = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization)).double()
     local = FLASHLocal(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()
@@ -74,9 +74,7 @@ def test_causal_flash_with_one_chunk_is_a_gau(length: int) -> None:
     torch.testing.assert_close(flash(x), gau(x), atol=1e-10, rtol=0)
 
 
-@directions
-@lengths
-@pytest.mark.parametrize("activation", ["relu2", "softmax"])
+@every_pair(causal=[False, True], length=LENGTHS, activation=["relu2", "softmax"])
 def test_overlapping_attention_is_the_definition(
     causal: bool, length: int, activation: Any, assert_same_function: Callable[..., None]
 ) -> None:

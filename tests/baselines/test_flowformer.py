@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.baselines import flowformer
@@ -18,9 +19,7 @@ from lineartime.baselines.flowformer import (
 from lineartime.ops.make_batch import stream_batch
 
 
-@pytest.mark.parametrize("length", [1, 3, 17, 130])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("largest_flow", [5.0, 1.0])  # the smaller one bounds about half of the flows
+@every_pair(length=[1, 3, 17, 130], causal=[False, True], largest_flow=[5.0, 1.0])
 def test_values_and_gradients_are_those_of_the_definition(
     length: int, causal: bool, largest_flow: float, assert_same_function: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,9 +39,7 @@ SIMILARITIES: dict[Callable[..., KernelAttention], Callable[[Tensor, Tensor], Te
 }
 
 
-@pytest.mark.parametrize("layer", SIMILARITIES)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("length", [1, 5, 17])
+@every_pair(layer=SIMILARITIES, causal=[False, True], length=[1, 5, 17])
 def test_attention_is_the_mean_of_values_by_similarity(
     layer: Callable[..., KernelAttention], causal: bool, length: int, assert_same_function: Callable[..., None]
 ) -> None:

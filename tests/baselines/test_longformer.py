@@ -4,19 +4,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.pairs import every_pair
 
 from lineartime.baselines.longformer import Longformer, longformer_attention, longformer_attention_oracle
 
 LENGTHS = [1, 3, 4, 5, 8, 17]
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("window", "n_global"), [(1, 1), (4, 2), (4, 9)])
+@every_pair(length=LENGTHS, causal=[False, True], sizes=[(1, 1), (4, 2), (4, 9)])
 def test_values_and_gradients_are_those_of_the_definition(
-    length: int, causal: bool, window: int, n_global: int, assert_heads_are_the_definition: Callable[..., None]
+    length: int, causal: bool, sizes: tuple[int, int], assert_heads_are_the_definition: Callable[..., None]
 ) -> None:
-    options = {"window": window, "n_global": n_global, "causal": causal}
+    options = {"window": sizes[0], "n_global": sizes[1], "causal": causal}
     assert_heads_are_the_definition(
         lambda q, k, v, real: longformer_attention(q, k, v, **options, real=real),
         lambda _, q, k, v: longformer_attention_oracle(q, k, v, **options),

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.baselines.mixed_chunk import MixedChunk, mixed_chunk_scheme_oracle
@@ -27,9 +28,7 @@ def build(local: str, features: str, **options: bool) -> MixedChunk:
     return MixedChunk(12, n_heads=2, chunk_size=CHUNK, **parts, **options)  # type: ignore[arg-type]
 
 
-@every_pair_of_parts
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("length", [1, 4, 9, 17])
+@every_pair(local=["own", "overlapping"], features=list(SIMILARITIES), causal=[False, True], length=[1, 4, 9, 17])
 def test_values_and_gradients_are_those_of_the_definition(
     local: str, features: str, causal: bool, length: int, assert_heads_are_the_definition: Callable[..., None]
 ) -> None:

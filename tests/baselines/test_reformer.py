@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.baselines import reformer
@@ -32,10 +33,7 @@ def random_buckets(length: int, used: int) -> Tensor:
     return torch.randint(used, (2, 2, ROUNDS, length))
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("used", [1, BUCKETS])
-@pytest.mark.parametrize("padded", [False, True])
+@every_pair(length=LENGTHS, causal=[False, True], used=[1, BUCKETS], padded=[False, True])
 def test_values_and_gradients_are_those_of_the_definition(length: int, causal: bool, used: int, padded: bool) -> None:
     lengths = [length, length // 2 if padded else length]
     real = torch.arange(length) < torch.tensor(lengths)[:, None]
@@ -52,8 +50,7 @@ def test_values_and_gradients_are_those_of_the_definition(length: int, causal: b
             torch.testing.assert_close(of_fast, of_exact, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("compared", [1, 5 * 23, 2**20])
-@pytest.mark.parametrize("used", [1, BUCKETS])
+@every_pair(compared=[1, 5 * 23, 2**20], used=[1, BUCKETS])
 def test_streaming_is_the_causal_form_however_few_are_compared(
     monkeypatch: pytest.MonkeyPatch, compared: int, used: int
 ) -> None:

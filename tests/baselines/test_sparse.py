@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.baselines import sparse
@@ -28,10 +29,7 @@ def definition(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], *, stride: i
     return out
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("stride", [1, STRIDE])
-@pytest.mark.parametrize("padded", [False, True])
+@every_pair(length=LENGTHS, causal=[False, True], stride=[1, STRIDE], padded=[False, True])
 def test_values_and_gradients_are_those_of_the_definition(length: int, causal: bool, stride: int, padded: bool) -> None:
     lengths = [length, length // 2 if padded else length]
     real = torch.arange(length) < torch.tensor(lengths)[:, None]

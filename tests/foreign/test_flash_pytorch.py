@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 
 import lineartime
@@ -22,9 +23,7 @@ def norm_of(name: str) -> type[Any]:
     return {"layernorm": torch.nn.LayerNorm, "scalenorm": Theirs}[name]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("laplace", [False, True])
-@pytest.mark.parametrize("length", LENGTHS)
+@every_pair(causal=[False, True], laplace=[False, True], length=LENGTHS)
 def test_a_gau_stays_the_same_function(
     causal: bool, laplace: bool, length: int, theirs: Callable[..., Any], assert_agree: Callable[..., None]
 ) -> None:
@@ -40,10 +39,7 @@ def test_a_gau_stays_the_same_function(
         torch.testing.assert_close(ours(x, mask=mask)[1:, :-2], other(x[1:, :-2]), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("norm", ["layernorm", "scalenorm"])
+@every_pair(causal=[False, True], shift=[False, True], length=LENGTHS, norm=["layernorm", "scalenorm"])
 def test_a_flash_stays_the_same_function_and_comes_back(
     causal: bool, shift: bool, length: int, norm: str, theirs: Callable[..., Any], assert_agree: Callable[..., None]
 ) -> None:
@@ -65,10 +61,8 @@ def model_pair(theirs: Callable[..., Any], causal: bool, norm: str, s: int = S) 
     return from_flash_pytorch(other.state_dict(), **arguments), other
 
 
-@pytest.mark.parametrize("s", [S, 8])  # of which 32 and all 8 features are rotated
-@pytest.mark.parametrize("norm", ["scalenorm", "layernorm"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("length", LENGTHS)
+# 32 and all 8 features are rotated
+@every_pair(s=[S, 8], norm=["scalenorm", "layernorm"], causal=[False, True], length=LENGTHS)
 def test_a_model_has_the_same_logits(s: int, norm: str, causal: bool, length: int, theirs: Callable[..., Any]) -> None:
     ours, other = model_pair(theirs, causal, norm, s)
     ids = torch.randint(30, (2, length))

@@ -302,34 +302,15 @@ def test_a_recorded_step_keeps_the_memory_of_its_graph(model: CausalLM, monkeypa
     ("options", "message"),
     [
         ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"seed": -1}, "seed is -1"),
         ({"seed": 2**70}, "seed is 1180591620717411303424, but must be at least 0 and below 2\\^63"),
         ({"top_k": -1}, "top_k is -1"),
         ({"top_p": 0.0}, "top_p is 0.0"),
-        ({"top_p": 1.1}, "top_p is 1.1"),
         ({"min_p": -0.1}, "min_p is -0.1, but must be at least 0 and at most 1"),
-        ({"min_p": float("nan")}, "min_p is nan"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, but must be above 0"),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty is nan"),
     ],
 )
 def test_sampling_options_out_of_range_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Sampling(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": "0.8"}, "temperature is '0.8', but must be a number"),
-        ({"top_k": 1.5}, "top_k is 1.5, but must be an integer"),
-        ({"top_p": None}, "top_p is None, but must be a number"),
-        ({"seed": "1"}, "seed is '1', but must be an integer, at least 0 and below 2\\^63 or None"),
-    ],
-)
-def test_sampling_options_of_a_wrong_type_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
         Sampling(**options)
 
 

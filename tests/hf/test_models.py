@@ -60,11 +60,16 @@ def test_a_model_gives_the_logits_of_lineartime_and_returns_from_a_folder(
 
 
 @every_causal_system
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-3)])
-def test_cached_logits_are_the_uncached_ones(system: str, dtype: torch.dtype, atol: float, tiny: Tiny, awake: Awake) -> None:
-    model = LineartimeForCausalLM(tiny(system)).to(dtype).eval()
-    if dtype == torch.float32:
-        awake(model)
+def test_cached_logits_are_the_uncached_ones(system: str, tiny: Tiny, awake: Awake) -> None:
+    cached_logits_are_the_uncached_ones(awake(LineartimeForCausalLM(tiny(system))), 1e-5)
+
+
+@pytest.mark.parametrize("system", ["flash", "flash-quad", "transformer", "performer"])
+def test_cached_logits_in_bf16_are_the_uncached_ones(system: str, tiny: Tiny) -> None:
+    cached_logits_are_the_uncached_ones(LineartimeForCausalLM(tiny(system)).bfloat16().eval(), 2e-3)
+
+
+def cached_logits_are_the_uncached_ones(model: LineartimeForCausalLM, atol: float) -> None:
     ids = ids_of(2, 27)
     whole = model(ids).logits
     first = model(ids[:, :13], use_cache=True)
@@ -76,18 +81,17 @@ def test_cached_logits_are_the_uncached_ones(system: str, dtype: torch.dtype, at
 
 
 @every_causal_system
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_row_equals_the_row_alone_with_a_cache_and_without(system: str, side: str, tiny: Tiny, awake: Awake) -> None:
+def test_a_padded_row_equals_the_row_alone_with_a_cache_and_without(system: str, tiny: Tiny, awake: Awake) -> None:
     model = awake(LineartimeForCausalLM(tiny(system)))
     long, short = ids_of(1, 21), ids_of(1, 10)
-    ids, mask = padded(short, 21, side)
-    ids, mask = torch.cat([long, ids]), torch.cat([torch.ones_like(long), mask])
+    left, right = padded(short, 21, "left"), padded(short, 21, "right")
+    ids, mask = torch.cat([long, left[0], right[0]]), torch.cat([torch.ones_like(long), left[1], right[1]])
     with torch.no_grad():
-        alone = [model(row).logits[0] for row in (long, short)]
+        alone = [model(row).logits[0] for row in (long, short, short)]
         for cached in (False, True):
             logits = model(ids, attention_mask=mask, use_cache=cached).logits
-            close(logits[0], alone[0])
-            close(logits[1][mask[1] == 1], alone[1])
+            for row in range(3):
+                close(logits[row][mask[row] == 1], alone[row])
 
 
 @every_causal_system
@@ -109,17 +113,16 @@ def test_streams_of_a_padded_batch_continue_as_each_would_alone(system: str, tin
 
 
 @every_system
-@pytest.mark.parametrize("names", ["position_ids", "cu_seq_lens"])
-def test_packed_documents_do_not_read_each_other(system: str, names: str, tiny: Tiny, awake: Awake) -> None:
+def test_packed_documents_do_not_read_each_other(system: str, tiny: Tiny, awake: Awake) -> None:
     model = awake(LineartimeModel(tiny(system, "mlm")))
     documents = [ids_of(1, length) for length in (9, 1, 14)]
     packed = torch.cat(documents, 1)
-    if names == "position_ids":
-        pack = {"position_ids": torch.cat([torch.arange(document.shape[1]) for document in documents])[None]}
-    else:
-        pack = {"cu_seq_lens_q": torch.tensor([0, 9, 10, 24], dtype=torch.int32)}
     alone = torch.cat([model(document).last_hidden_state for document in documents], 1)
-    close(model(packed, **pack).last_hidden_state, alone)
+    for pack in (
+        {"position_ids": torch.cat([torch.arange(document.shape[1]) for document in documents])[None]},
+        {"cu_seq_lens_q": torch.tensor([0, 9, 10, 24], dtype=torch.int32)},
+    ):
+        close(model(packed, **pack).last_hidden_state, alone)
 
 
 def test_hidden_states_are_what_each_block_reads_and_the_last_ones(causal: LineartimeForCausalLM) -> None:
@@ -256,7 +259,7 @@ def test_a_base_model_is_loaded_from_a_language_model_and_the_other_way(causal: 
     torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "base")(ids).logits, causal(ids).logits)
 
 
-@every_system
+@pytest.mark.parametrize("system", ["flash", "flash-quad", "transformer", "bigbird", "combiner"])
 def test_weights_that_a_file_lacks_are_drawn_and_no_others(system: str, tiny: Tiny, awake: Awake, tmp_path: Path) -> None:
     model = awake(LineartimeForMaskedLM(tiny(system, "mlm")))
     state = model.state_dict()

@@ -1,11 +1,13 @@
 """Models for fine-tuning, training by `Trainer`, pipelines, and adapters of PEFT."""
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -62,9 +64,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-@pytest.mark.parametrize("auto", list(AUTO))
-@pytest.mark.parametrize("task", ["clm", "mlm"])
-@pytest.mark.parametrize("system", ["flash", "transformer++"])
+@every_pair(auto=list(AUTO), task=["clm", "mlm"], system=["flash", "transformer++"])
 def test_a_head_is_put_on_a_trained_model_and_saved_with_it(
     auto: Any, task: str, system: str, tiny: Tiny, awake: Awake, tmp_path: Path
 ) -> None:
@@ -241,8 +241,9 @@ def _padded(rows: list[dict[str, Tensor]], side: str) -> dict[str, Tensor]:
     return {name: torch.stack(values) for name, values in batch.items()}
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", [*PROBLEMS, *LANGUAGE, "tokens", "answers", "choices"])
+@pytest.mark.parametrize(
+    ("kind", "side"), zip([*PROBLEMS, *LANGUAGE, "tokens", "answers", "choices"], cycle(["left", "right"]), strict=False)
+)
 def test_accumulated_batches_have_the_gradient_of_one_batch(kind: str, side: str, tiny: Tiny, tmp_path: Path) -> None:
     losses, norms = [], []
     for size, steps in ((7, 1), (2, 4)):  # the last of four has one row

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.layers import Attention
@@ -12,10 +13,7 @@ from lineartime.layers.attention import MANY_KEYS
 from lineartime.ops import KVCache, rope
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("rotary", [False, True])
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("length", [1, 3, 17])
+@every_pair(causal=[False, True], rotary=[False, True], normed=[False, True], length=[1, 3, 17])
 def test_every_head_is_softmax_attention(
     causal: bool, rotary: bool, normed: bool, length: int, assert_same_function: Callable[..., None]
 ) -> None:

@@ -20,7 +20,7 @@ D = 16
 SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": 4}
 MIXERS = KINDS["mixer"]
 CAUSAL = [name for name, mixer in MIXERS.items() if mixer.why_not_causal is None]
-PREFIX = [name for name, mixer in MIXERS.items() if mixer.reads_prefix]
+OF_THE_BASE = ["flash", "gau", "attention", "combiner-fixed"]
 SAID = r"is|has|holds|packs"
 
 
@@ -107,32 +107,30 @@ PREFIX_LENGTHS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", MIXERS)
-@pytest.mark.parametrize("case", TOKENS)
-def test_tokens_that_a_mixer_cannot_read_are_named(name: str, case: str) -> None:
-    refuses(lambda: build(name)(TOKENS[case]), "x")
-    if name in CAUSAL:
-        refuses(lambda: build(name).extend(TOKENS[case], None), "x")
+@pytest.mark.parametrize("name", OF_THE_BASE)
+def test_what_a_mixer_cannot_read_is_named(name: str) -> None:
+    mixer = build(name)
+    for tokens in TOKENS.values():
+        refuses(lambda: mixer(tokens), "x")  # noqa: B023
+        refuses(lambda: mixer.extend(tokens, None), "x")  # noqa: B023
+    for boundaries in CU_SEQLENS.values():
+        refuses(lambda: mixer(ROW, None, boundaries), "cu_seqlens")  # noqa: B023
+    refuses(lambda: mixer(X, None, integers(0, 18)), "cu_seqlens")
+    for mask in MASKS.values():
+        refuses(lambda: mixer(X, mask), "mask")  # noqa: B023
+        refuses(lambda: mixer.extend(X, None, mask), "mask")  # noqa: B023
+    for lengths in PREFIX_LENGTHS.values() if mixer.reads_prefix else ():
+        refuses(lambda: mixer(X, None, None, lengths), "prefix_lengths")  # noqa: B023
+    for size in (1.5, 2.0, -1, "2", None, True):
+        refuses(lambda: mixer.init_state(size), "batch_size")  # type: ignore[arg-type]  # noqa: B023
 
 
-@pytest.mark.parametrize("name", MIXERS)
-@pytest.mark.parametrize("case", CU_SEQLENS)
-def test_boundaries_of_documents_that_do_not_fit_are_named(name: str, case: str) -> None:
-    refuses(lambda: build(name)(ROW, None, CU_SEQLENS[case]), "cu_seqlens")
-
-
-@pytest.mark.parametrize("name", MIXERS)
-@pytest.mark.parametrize("case", MASKS)
-def test_masks_that_do_not_fit_are_named(name: str, case: str) -> None:
-    refuses(lambda: build(name)(X, MASKS[case]), "mask")
-    if name in CAUSAL:
-        refuses(lambda: build(name).extend(X, None, MASKS[case]), "mask")
-
-
-@pytest.mark.parametrize("name", PREFIX)
-@pytest.mark.parametrize("case", PREFIX_LENGTHS)
-def test_prefix_lengths_that_do_not_fit_are_named(name: str, case: str) -> None:
-    refuses(lambda: build(name)(X, None, None, PREFIX_LENGTHS[case]), "prefix_lengths")
+@pytest.mark.parametrize("mixer", MIXERS.values())
+def test_no_mixer_replaces_what_checks_its_arguments(mixer: type[Mixer]) -> None:
+    checked = ["forward", "extend", "describe", "init_state", "read_prefix", "open", "normed"]
+    checked += ["check_input", "check_state", "check_prefix", "check_causal"]
+    for name in checked:
+        assert getattr(mixer, name) is getattr(Mixer, name), f"{mixer.__name__}.{name}: test it as the base is tested"
 
 
 def changed(change: Callable[[Tensor], Tensor]) -> Callable[[Mixer], Any]:
@@ -162,31 +160,21 @@ STATES: dict[str, Callable[[Mixer], Any]] = {
 }
 
 
+# The state of a Reformer holds all tokens, whatever its chunk size.
+CHUNKED = [name for name in CAUSAL if "chunk_size" in constructor_options(MIXERS[name]) and name != "reformer"]
+
+
 def small_options(mixer: Mixer) -> dict[str, Any]:
     return {option: value for option, value in SMALL.items() if option in constructor_options(type(mixer))}
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-@pytest.mark.parametrize("case", STATES)
-def test_states_of_anything_else_are_named(name: str, case: str) -> None:
+def test_states_of_anything_else_are_named(name: str) -> None:
     mixer = build(name)
-    with pytest.raises(ArgumentError, match=r"^(state(\.\w+)*|x) (is|has) .*, but "):
-        mixer.extend(X, STATES[case](mixer))
-
-
-# The state of a Reformer holds all tokens, whatever its chunk size.
-CHUNKED = [name for name in CAUSAL if "chunk_size" in constructor_options(MIXERS[name]) and name != "reformer"]
-
-
-@pytest.mark.parametrize("name", CHUNKED)
-def test_a_state_of_another_chunk_size_is_named(name: str) -> None:
-    refuses(lambda: build(name).extend(X, build(name, chunk_size=8).init_state(2)), "state")
-
-
-@pytest.mark.parametrize("name", CAUSAL)
-@pytest.mark.parametrize("size", [1.5, 2.0, -1, "2", None, True])
-def test_a_batch_size_that_is_none_is_named(name: str, size: Any) -> None:
-    refuses(lambda: build(name).init_state(size), "batch_size")
+    others = [*STATES.values(), *([lambda mixer: build(name, chunk_size=8).init_state(2)] if name in CHUNKED else [])]
+    for other in others:
+        with pytest.raises(ArgumentError, match=r"^(state(\.\w+)*|x) (is|has) .*, but "):
+            mixer.extend(X, other(mixer))
 
 
 # Constructors ---------------------------------------------------------------------------------------------------------
@@ -199,52 +187,35 @@ WRONG: dict[Any, list[Any]] = {
     int | None: [1.5, 64.0, "8", True, 0, -1, [1]],
 }
 ZERO_IS_ALLOWED = {"n_global", "n_random", "convolution"}
-CASES = [
-    (layer, name, value)
-    for layer in LAYERS
-    for name, option in constructor_options(layer).items()
-    for value in WRONG.get(option.type, ["none of them", 1, None, ["softmax"]])
-    if name not in ("device", "dtype") and not (value == 0 and name in ZERO_IS_ALLOWED)
-]
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_options_of_the_wrong_type_or_outside_their_range_are_named(layer: type[nn.Module]) -> None:
-    for of_layer, name, value in CASES:
-        if of_layer is layer:
-            refuses(lambda: layer(24, **{name: value}), name)  # noqa: B023
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("width", [1.5, 16.0, "16", None, True, 0, -16, torch.tensor(16)])
-def test_a_width_that_is_no_whole_number_is_named(layer: type[nn.Module], width: Any) -> None:
-    refuses(lambda: layer(width), "d_model")
-
-
-@pytest.mark.parametrize("layer", [*MIXERS.values()])
-def test_an_odd_rotary_width_is_named(layer: type[nn.Module]) -> None:
     options = constructor_options(layer)
-    argument, odd = ("d_qk", {"d_qk": 7}) if "d_qk" in options else ("n_heads", {"n_heads": 8})
-    refuses(lambda: layer(24, **odd), argument)
+    for name, option in options.items():
+        for value in WRONG.get(option.type, ["none of them", 1, None, ["softmax"]]):
+            if name not in ("device", "dtype") and not (value == 0 and name in ZERO_IS_ALLOWED):
+                refuses(lambda: layer(24, **{name: value}), name)  # noqa: B023
+    for width in (1.5, 16.0, "16", None, True, 0, -16, torch.tensor(16)):
+        refuses(lambda: layer(width), "d_model")  # noqa: B023
+    if layer in MIXERS.values():  # an odd rotary width
+        argument, odd = ("d_qk", {"d_qk": 7}) if "d_qk" in options else ("n_heads", {"n_heads": 8})
+        refuses(lambda: layer(24, **odd), argument)
 
 
 # Other layers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", TOKENS)
-def test_tokens_that_other_layers_cannot_read_are_named(case: str) -> None:
+def test_what_other_layers_cannot_read_is_named() -> None:
     cross = CrossGAU(D, d_qk=8)
-    refuses(lambda: cross(TOKENS[case], X), "x")
-    refuses(lambda: cross(X, TOKENS[case]), "source")
-    for layer in (MLP(D), GLU(D)):
-        refuses(lambda: layer(TOKENS[case]), "x")  # noqa: B023
-
-
-@pytest.mark.parametrize("case", MASKS)
-def test_masks_of_a_source_that_do_not_fit_are_named(case: str) -> None:
-    cross = CrossGAU(D, d_qk=8)
-    refuses(lambda: cross(X, X, MASKS[case]), "mask")
-    refuses(lambda: cross(X, X, None, MASKS[case]), "source_mask")
+    for tokens in TOKENS.values():
+        refuses(lambda: cross(tokens, X), "x")  # noqa: B023
+        refuses(lambda: cross(X, tokens), "source")  # noqa: B023
+        for layer in (MLP(D), GLU(D)):
+            refuses(lambda: layer(tokens), "x")  # noqa: B023
+    for mask in MASKS.values():
+        refuses(lambda: cross(X, X, mask), "mask")  # noqa: B023
+        refuses(lambda: cross(X, X, None, mask), "source_mask")  # noqa: B023
 
 
 # What stays allowed ---------------------------------------------------------------------------------------------------

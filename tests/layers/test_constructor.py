@@ -32,8 +32,12 @@ def build(layer: type[ResidualLayer], **options: Any) -> ResidualLayer:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("norm", ["layernorm", "scalenorm", "rmsnorm"])
-def test_parameters_are_made_where_and_how_the_constructor_is_told(layer: type[ResidualLayer], norm: str) -> None:
+def test_parameters_are_made_where_and_how_the_constructor_is_told(layer: type[ResidualLayer]) -> None:
+    for norm in ("layernorm", "scalenorm", "rmsnorm"):
+        are_made_where_they_are_told(layer, norm)
+
+
+def are_made_where_they_are_told(layer: type[ResidualLayer], norm: str) -> None:
     built = build(layer, device="meta", dtype=torch.float64, norm=norm)
     tensors = [*built.parameters(), *built.buffers()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
@@ -52,8 +56,12 @@ def test_a_seed_gives_the_same_weights_in_whatever_way_the_device_is_named() -> 
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_a_layer_made_without_memory_is_drawn_as_the_constructor_draws_it(layer: type[ResidualLayer], one_by_one: bool) -> None:
+def test_a_layer_made_without_memory_is_drawn_as_the_constructor_draws_it(layer: type[ResidualLayer]) -> None:
+    for one_by_one in (False, True):
+        is_drawn_as_the_constructor_draws_it(layer, one_by_one)
+
+
+def is_drawn_as_the_constructor_draws_it(layer: type[ResidualLayer], one_by_one: bool) -> None:
     torch.manual_seed(0)
     built = build(layer)
     drawn = build(layer, device="meta").to_empty(device="cpu")
@@ -80,11 +88,10 @@ def test_a_layer_made_without_memory_is_drawn_as_the_constructor_draws_it(layer:
             assert abs(tensor.mean()) <= few * tensor.std(), name
 
 
-@pytest.mark.parametrize(
-    "part",
-    [ScaleNorm(), RMSNorm(8), ScaledSin(8), TableBias(9), RotaryBias(8), LearnedPositions(9, 8)],
-    ids=lambda part: str(part),
-)
+PARTS: list[nn.Module] = [ScaleNorm(), RMSNorm(8), ScaledSin(8), TableBias(9), RotaryBias(8), LearnedPositions(9, 8)]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
 def test_a_part_is_drawn_anew_in_place(part: nn.Module) -> None:
     before = copy.deepcopy(part)
     with torch.no_grad():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.pairs import every_pair
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,15 +39,12 @@ def make(dtype: torch.dtype, rows: tuple[int, ...], k: int, n: int) -> tuple[Ten
     return torch.randn(*rows, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(
-    ("rows", "k", "n"),
-    [((1, 1), 256, 1100), ((3,), 7, 5), ((), 1, 1), ((2, 2), 33, 200), ((17,), 1, 40), ((MAX_ROWS,), 95, 131)],
-)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_it_is_the_linear_map(
-    dtype: torch.dtype, rows: tuple[int, ...], k: int, n: int, with_bias: bool, native: list[str]
-) -> None:
+SIZES: list[Any] = [((1, 1), 256, 1100), ((3,), 7, 5), ((), 1, 1), ((2, 2), 33, 200), ((17,), 1, 40), ((MAX_ROWS,), 95, 131)]
+
+
+@every_pair(dtype=list(TOLERANCES), sizes=SIZES, with_bias=[False, True])
+def test_it_is_the_linear_map(dtype: torch.dtype, sizes: Any, with_bias: bool, native: list[str]) -> None:
+    rows, k, n = sizes
     x, weight, bias = make(dtype, rows, k, n)
     bias_or_none = bias if with_bias else None
     with torch.no_grad(), using_threads(2):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.export import Dim, export
@@ -52,9 +53,7 @@ def exported(layer: Any, *example: Tensor) -> Any:
     return export(layer, example, dynamic_shapes=tuple({0: batch, 1: length} for _ in example))
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
+@every_pair(name=LAYERS, causal=[False, True], masked=[False, True])
 def test_an_exported_layer_is_the_definition_at_other_batch_sizes_and_lengths(name: str, causal: bool, masked: bool) -> None:
     layer = build(name, causal)
     example = (tokens(3, 37), torch.rand(3, 37) > 0.3) if masked else (tokens(3, 37),)
@@ -114,9 +113,7 @@ class Extended(nn.Module):
         return self.layer.extend(x, None)[0]
 
 
-@pytest.mark.parametrize("kind", ["flash", "gau", "attention", "shifted"])
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("strict", [False, True])
+@every_pair(kind=["flash", "gau", "attention", "shifted"], used=[False, True], strict=[False, True])
 def test_a_layer_streams_before_and_after_a_stream_is_exported(kind: str, used: bool, strict: bool) -> None:
     layer: Mixer = {
         "flash": lambda: FLASH(8, d_qk=4, chunk_size=16, causal=True),

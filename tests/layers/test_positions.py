@@ -35,13 +35,12 @@ def test_compiled_code_refuses_more_tokens_than_it_has_learned_positions() -> No
 
 
 @pytest.mark.parametrize("bias", [TableBias(300), RotaryBias(8), BucketBias(causal=True), BucketBias(causal=False)])
-@pytest.mark.parametrize(
-    ("n_queries", "n_keys", "first"), [(1, 1, 0), (7, 7, 0), (3, 9, 6), (4, 12, 4), (1, 300, 299), (300, 300, 0)]
-)
-def test_a_bias_of_tokens_side_by_side_is_that_of_their_positions(
-    bias: RelativeBias, n_queries: int, n_keys: int, first: int
-) -> None:
-    bias = bias.double()
+def test_a_bias_of_tokens_side_by_side_is_that_of_their_positions(bias: RelativeBias) -> None:
+    for sizes in ((1, 1, 0), (7, 7, 0), (3, 9, 6), (4, 12, 4), (1, 300, 299), (300, 300, 0)):
+        check_tokens_side_by_side(bias.double(), *sizes)
+
+
+def check_tokens_side_by_side(bias: RelativeBias, n_queries: int, n_keys: int, first: int) -> None:
     queries, keys = torch.arange(first, first + n_queries), torch.arange(n_keys)
     weights = torch.randn(n_queries, n_keys, dtype=torch.float64)
     parameters = list(bias.parameters())

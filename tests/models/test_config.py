@@ -14,10 +14,9 @@ from lineartime.models.systems import SYSTEMS
 
 
 @pytest.mark.parametrize("task", ["clm", "mlm"])
-@pytest.mark.parametrize("name", presets())
-def test_a_config_survives_json_exactly(name: str, task: Any) -> None:
-    config = presets(task)[name]
-    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+def test_a_config_survives_json_exactly(task: Any) -> None:
+    for config in presets(task).values():
+        assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_override_reaches_the_model_and_its_parts() -> None:
@@ -35,11 +34,8 @@ def test_override_reaches_the_model_and_its_parts() -> None:
     [
         ({"chunk": 32}, r"chunk is not an option of this model, which has task, vocab_size, .*chunk_size"),
         ({"vocab_size": 0}, "vocab_size is 0, but must be at least 1"),
-        ({"vocab_size": "many"}, "vocab_size is 'many', but must be an integer"),
-        ({"vocab_size": True}, "vocab_size is True"),
         ({"norm": "batchnorm"}, "norm is 'batchnorm', but must be one of 'layernorm', 'scalenorm', 'rmsnorm'"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0, but must be above 0"),
-        ({"chunk_size": 2.5}, "^chunk_size is 2.5, but must be an integer"),
         ({"activation": "gelu"}, "^activation is 'gelu', but must be one of 'relu2'"),
         (
             {"mixer": {"kind": "rnn"}},
@@ -47,11 +43,8 @@ def test_override_reaches_the_model_and_its_parts() -> None:
         ),
         ({"mixer": {"kind": "gau", "chunk_size": 3}}, "mixer.chunk_size is not an option of gau, which has .*d_qk"),
         ({"mixer": {"kind": "gau", "d_qk": 2.5}}, "mixer.d_qk is 2.5, but must be an integer"),
-        ({"mixer": None}, "mixer is None"),
-        ({"mixer": "mlp"}, "mixer.kind is 'mlp', which is not known here: import .* or use one of flash, gau, attention"),
         ({"mixer": 3}, "mixer is 3, but must be a LayerConfig, or the name, of one of these kinds: flash, gau, attention"),
         ({"mixer": LayerConfig("mlp")}, r"mixer is LayerConfig\('mlp', .* must be a LayerConfig, or the name, .*: flash"),
-        ({"feed_forward": "flash"}, "feed_forward.kind is 'flash', which is not known here: import .* or use one of mlp, glu"),
         ({"task": "span"}, "task is 'span', but must be one of 'clm', 'mlm'"),
     ],
 )
@@ -142,17 +135,17 @@ def test_options_defaults_and_types_are_those_of_constructors() -> None:
     assert constructor_options(LayerConfig("flash-global").layer)["chunk_size"].default == 64  # that of the nearest class
 
 
-@pytest.mark.parametrize("kind", sorted({system.mixer.name for system in SYSTEMS.values()}))
-def test_a_mechanism_has_one_name(kind: str) -> None:
-    mixer = KINDS["mixer"][kind]
-    assert mixer.name == kind
-    assert mixer.__module__.rpartition(".")[2] == kind.replace("-", "_")
-    assert mixer.__name__.lower() == kind.replace("-", "")
+def test_a_mechanism_has_one_name() -> None:
+    for kind in {system.mixer.name for system in SYSTEMS.values()}:
+        mixer = KINDS["mixer"][kind]
+        assert mixer.name == kind
+        assert mixer.__module__.rpartition(".")[2] == kind.replace("-", "_")
+        assert mixer.__name__.lower() == kind.replace("-", "")
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_every_system_says_what_it_is_in_a_line(system: str) -> None:
-    assert 10 <= len(SYSTEMS[system].describe()) <= 80
+def test_every_system_says_what_it_is_in_a_line() -> None:
+    for name, system in SYSTEMS.items():
+        assert 10 <= len(system.describe()) <= 80, name
 
 
 def test_learned_positions_need_a_number_of_them_and_no_others_have_one() -> None:

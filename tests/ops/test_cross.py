@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.ops.activations import ACTIVATIONS
@@ -23,13 +24,11 @@ def make_mask(source: int) -> Tensor:
     return mask
 
 
-@pytest.mark.parametrize(("queries", "source"), [(1, 1), (4, 7), (7, 4), (5, 5)])
-@pytest.mark.parametrize("heads", [(), (2,)])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@every_pair(sizes=[(1, 1), (4, 7), (7, 4), (5, 5)], heads=[(), (2,)], padded=[False, True], activation=ACTIVATIONS)
 def test_values_and_gradients_are_those_of_the_definition(
-    queries: int, source: int, heads: tuple[int, ...], padded: bool, activation: Any
+    sizes: tuple[int, int], heads: tuple[int, ...], padded: bool, activation: Any
 ) -> None:
+    queries, source = sizes
     inputs = make_inputs(queries, source, heads, grad=True)
     mask = make_mask(source) if padded else None
     fast = cross_attention(*inputs, source_mask=mask, activation=activation)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.layers import FLASH
@@ -63,9 +64,7 @@ def assert_same(a: list[Tensor], b: list[Tensor], atol: float = 1e-10) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles", "poisoned_memory")
-@pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 17, 32])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
+@every_pair(length=[0, 1, 3, 4, 5, 17, 32], causal=[False, True], normalization=["count", "paper", "paper_sum"])
 def test_tiled_form_is_the_definition(length: int, causal: bool, normalization: Any) -> None:
     inputs = make_inputs(3, length)
     tiled, oracle = (
@@ -304,18 +303,14 @@ def test_a_second_derivative_is_refused_with_what_to_do() -> None:
         torch.autograd.grad(out.sum(), gamma, create_graph=True)
 
 
-@pytest.mark.parametrize("backend", ["tiled", "torch"])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"mask": torch.ones(1, 8, dtype=torch.bool), "projected": torch.ones(2, 8, 16)}, r"mask has shape \[1, 8\]"),
-        ({"mask": torch.ones(1, 8)}, "mask has dtype"),
         ({"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is \[0, 5\]"),
-        ({"chunk_size": 0}, "chunk_size is 0"),
         ({"beta": torch.ones(4, 1)}, r"beta has shape \[4, 1\], but must be that of gamma"),
         ({"chunk_size": 4.0}, "chunk_size is 4.0, but must be an integer"),
         ({"positions": torch.arange(CHUNK)}, r"positions has shape \[4\], but must be \[T\] = \[8\] or \[B, T\] = \[1, 8\]"),
-        ({"positions": torch.arange(8.0)}, "positions has dtype torch.float32"),
         (
             {
                 "positions": torch.arange(8),
@@ -327,11 +322,12 @@ def test_a_second_derivative_is_refused_with_what_to_do() -> None:
         ),
     ],
 )
-def test_wrong_tokens_are_named_by_every_backend(options: dict[str, Any], message: str, backend: Any) -> None:
+def test_wrong_tokens_are_named_by_every_backend(options: dict[str, Any], message: str) -> None:
     projected, gamma, beta, _ = make_inputs(1, 8)
     arguments = {"projected": projected, "gamma": gamma, "beta": beta, "positions": None, "chunk_size": CHUNK} | options
-    with pytest.raises(ValueError, match=message):
-        gated_mixed_chunk_attention(**arguments, backend=backend)
+    for backend in ("tiled", "torch"):
+        with pytest.raises(ValueError, match=message):
+            gated_mixed_chunk_attention(**arguments, backend=backend)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -339,10 +335,8 @@ def test_wrong_tokens_are_named_by_every_backend(options: dict[str, Any], messag
     [
         ({"backend": "fast"}, "backend is 'fast'"),
         ({"backend": "tiled", "activation": "softmax"}, "backend is 'tiled', which cannot run here: it has no activation"),
-        ({"backend": "tiled", "normalization": "none"}, "normalization is 'none'"),
         ({"gamma": torch.ones(3, D_QK)}, r"gamma has shape \[3, 6\], but must be \[4, s\]"),
         ({"projected": torch.ones(1, 8, D_QK)}, r"projected has shape \[1, 8, 6\], but must be \[B, T, 2 e \+ s\] with s = 6"),
-        ({"bias": torch.ones(5, 5)}, r"bias has shape \[5, 5\]"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime import native
@@ -91,9 +92,7 @@ def test_streams_in_any_pieces_with_and_without_padding_are_the_definition(
         torch.testing.assert_close(found, exact, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("sizes", [[1] * 10, [3, 1, 6]])
+@every_pair(activation=ACTIVATIONS, normalization=NORMALIZATIONS, sizes=[[1] * 10, [3, 1, 6]])
 def test_concatenated_taken_and_cloned_streams_continue_as_each_would_alone(
     activation: Any, normalization: Any, sizes: list[int]
 ) -> None:
@@ -201,14 +200,12 @@ def read_projected(
     return torch.cat(outputs, 1), state
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
-)
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize(("rope", "biased"), [(True, True), (False, True), (True, False)])
-def test_tokens_one_by_one_are_the_gated_definition(
-    dtype: torch.dtype, tolerance: float, normalization: Any, rope: bool, biased: bool
-) -> None:
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@every_pair(dtype=list(TOLERANCES), normalization=NORMALIZATIONS, rope=[True, False], biased=[True, False])
+def test_tokens_one_by_one_are_the_gated_definition(dtype: torch.dtype, normalization: Any, rope: bool, biased: bool) -> None:
+    tolerance = TOLERANCES[dtype]
     projected, bias = make_projected(23, dtype=dtype), make_bias().to(dtype) if biased else None
     exact = Projected(*(x.double() for x in projected[:3] if x is not None))
     options: dict[str, Any] = {"positions": torch.arange(23) if rope else None, "normalization": normalization}
@@ -219,13 +216,12 @@ def test_tokens_one_by_one_are_the_gated_definition(
     assert (out - truth).abs().max() < tolerance * truth.abs().max()
 
 
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize(("d_qk", "biased", "rope"), [(6, True, True), (6, False, False), (5, True, False)])
-@pytest.mark.parametrize("tile_tokens", [8, 1024])
+@every_pair(normalization=NORMALIZATIONS, case=[(6, True, True), (6, False, False), (5, True, False)], tile_tokens=[8, 1024])
 def test_tiles_read_whole_chunks_of_streams_as_the_plain_form_does(
-    normalization: Any, d_qk: int, biased: bool, rope: bool, tile_tokens: int, monkeypatch: pytest.MonkeyPatch
+    normalization: Any, case: tuple[int, bool, bool], tile_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces that begin and end inside chunks, with one chunk, or several tiles of them; d_qk 5 has no C++ functions."""
+    d_qk, biased, rope = case
     monkeypatch.setattr(cpu, "TILE_TOKENS", tile_tokens)
     lengths, form = [], cpu.extend_gated
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
@@ -44,9 +45,7 @@ def forms(op: Any, backend: str, **options: Any) -> tuple[Callable[..., Tensor],
     return lambda *inputs: run(backend, *inputs), lambda *inputs: run("oracle", *inputs)
 
 
-@pytest.mark.parametrize("mask_kind", ["none", "left", "right", "holes"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
+@every_pair(mask_kind=["none", "left", "right", "holes"], activation=ACTIVATIONS, normalization=["count", "paper", "paper_sum"])
 def test_mixed_chunks_are_their_definition(
     mask_kind: str, activation: str, normalization: str, assert_same_function: Check
 ) -> None:
@@ -56,9 +55,7 @@ def test_mixed_chunks_are_their_definition(
     assert_same_function(fast, oracle, *inputs_of(4), torch.randn(CHUNK, CHUNK))
 
 
-@pytest.mark.parametrize("mask_kind", ["none", "left", "right", "holes"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("normalization", ["count", 7])
+@every_pair(mask_kind=["none", "left", "right", "holes"], activation=ACTIVATIONS, normalization=["count", 7])
 def test_quadratic_attention_is_its_definition(
     mask_kind: str, activation: str, normalization: str | int, assert_same_function: Check
 ) -> None:
@@ -100,9 +97,7 @@ def test_each_document_of_a_pack_has_a_prefix_of_its_own(padded: bool, assert_sa
         torch.testing.assert_close(packed[:, start:stop], quadratic_attention(*alone, causal=True, **row), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("backend", ["torch", "tiled"])
-@pytest.mark.parametrize("normalization", ["count", "paper"])
-@pytest.mark.parametrize("rope", [False, True])
+@every_pair(backend=["torch", "tiled"], normalization=["count", "paper"], rope=[False, True])
 def test_gated_forms_are_their_definition(backend: str, normalization: str, rope: bool, assert_same_function: Check) -> None:
     mask = make_mask("left")
     positions = torch.arange(LENGTH) if rope else None

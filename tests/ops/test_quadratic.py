@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
@@ -36,12 +37,14 @@ def make_inputs(batch: int, length: int, grad: bool = False) -> tuple[Tensor, Te
     return q, k, v
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("normalization", ["count", "paper", 7])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("backend", ["auto", "torch"])
+@every_pair(
+    length=LENGTHS,
+    causal=[False, True],
+    activation=ACTIVATIONS,
+    normalization=["count", "paper", 7],
+    padded=[False, True],
+    backend=["auto", "torch"],
+)
 def test_parallel_form_is_the_definition(
     length: int, causal: bool, activation: Any, normalization: Any, padded: bool, backend: Any
 ) -> None:
@@ -60,9 +63,7 @@ def test_parallel_form_is_the_definition(
     )
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@every_pair(backend=["auto", "torch"], causal=[False, True], activation=ACTIVATIONS)
 def test_gradcheck(causal: bool, activation: Any, backend: Any) -> None:
     mask = torch.arange(5)[None] > 0
     bias = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
@@ -118,10 +119,12 @@ def test_blocks_of_queries_do_not_show(padded: bool, backend: Any) -> None:
         torch.testing.assert_close(fast, exact, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("ends", [[0], [0, 0, 17], [0, 5, 9, 17], [0, 1, 1, 2, 17]])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("normalization", ["count", "paper"])
-@pytest.mark.parametrize("backend", ["auto", "torch", "oracle"])
+@every_pair(
+    ends=[[0], [0, 0, 17], [0, 5, 9, 17], [0, 1, 1, 2, 17]],
+    causal=[False, True],
+    normalization=["count", "paper"],
+    backend=["auto", "torch", "oracle"],
+)
 def test_packed_documents_equal_each_document_alone(ends: list[int], causal: bool, normalization: Any, backend: Any) -> None:
     length = ends[-1]
     inputs, bias = make_inputs(1, length), torch.randn(length, length, dtype=torch.float64)
@@ -234,9 +237,7 @@ def values_and_gradients(inputs: tuple[Tensor, ...], **options: Any) -> list[Ten
 
 
 @pytest.mark.usefixtures("small_tiles", "work")
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 257])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
+@every_pair(length=[1, 63, 64, 65, 257], causal=[False, True], padded=[False, True])
 def test_tiled_form_is_the_plain_one_at_ragged_lengths(length: int, causal: bool, padded: bool) -> None:
     bias = torch.randn(length, length, dtype=torch.float64, requires_grad=True)
     inputs = (*make_inputs(5, length, grad=True), bias)
@@ -265,8 +266,7 @@ def test_an_option_that_a_stream_does_not_have_is_named(options: dict[str, Any],
         quadratic_attention_extend(q, k, v, empty_cache(k, v), **options)
 
 
-@pytest.mark.parametrize("backend", ["tiled", "torch", "oracle"])
-@pytest.mark.parametrize("normalization", ["count", "paper", 7])
+@every_pair(backend=["tiled", "torch", "oracle"], normalization=["count", "paper", 7])
 def test_a_factored_bias_is_its_product(backend: Any, normalization: Any) -> None:
     inputs = make_inputs(2, 9, grad=True)
     factors = FactoredBias(*torch.randn(2, 9, 4, dtype=torch.float64).requires_grad_().unbind(0))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.ops.batch import Batch
@@ -34,9 +35,7 @@ def tokens(batch: int, d: int = 6) -> Tensor:
     return torch.randn(batch, LENGTH, d, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.parametrize("d", [1, 5, 6])
-@pytest.mark.parametrize("side", [None, *MASKS])
-@pytest.mark.parametrize("packed", [False, True])
+@every_pair(d=[1, 5, 6], side=[None, *MASKS], packed=[False, True])
 def test_whole_sequences_are_the_definition_with_its_gradients(d: int, side: str | None, packed: bool) -> None:
     x, mask = tokens(1 if packed else 3, d), None if side is None else MASKS[side]
     if packed and mask is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.foreign.activations import laplace
@@ -79,12 +80,9 @@ def assert_close(fast: list[Tensor], exact: list[Tensor], tolerance: float) -> N
         assert (x - y).abs().max() <= tolerance * (1 + y.abs().max())
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("activation", "with_bias"), [("relu2", True), ("relu2", False), ("laplace", True)])
-def test_values_and_gradients_are_the_definition(
-    length: int, causal: bool, activation: str, with_bias: bool, device: str
-) -> None:
+@every_pair(length=[1, 63, 64, 65], causal=[False, True], kind=[("relu2", True), ("relu2", False), ("laplace", True)])
+def test_values_and_gradients_are_the_definition(length: int, causal: bool, kind: tuple[str, bool], device: str) -> None:
+    activation, with_bias = kind
     dtype, tolerance = (torch.float64, 1e-12) if device == "cpu" else (torch.float32, 1e-5)
     inputs, options = make_inputs(length, dtype, device, with_bias=with_bias, batch=1, **ODD)
     options |= {"causal": causal, "activation": activation}
