@@ -6,7 +6,7 @@ RUN ?= runs/quick
 BIN = $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: train test tables docs dist lint types clean
+.PHONY: train test test-nightly test-all tables docs dist lint types clean
 
 train: $(VENV)/installed
 	$(BIN)/lineartime train --out $(RUN) $$(ls -d $(RUN)/step-* >/dev/null 2>&1 && echo --resume || echo --recipe quick)
@@ -14,7 +14,13 @@ train: $(VENV)/installed
 	$(BIN)/lineartime generate $(RUN) --prompt "$$(printf 'import os\n\n\nclass Reader:\n    def __init__(self, ')" --temperature 0.7 --max-tokens 160 --seed 5
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not nightly"
+
+# What takes long and guards no daily promise: learning, kernels compiled for other GPUs, distributions, the site.
+test-nightly: $(VENV)/installed
+	$(BIN)/python -m pytest -n auto --dist worksteal -m nightly
+
+test-all: test test-nightly
 
 tables: $(VENV)/installed
 	$(BIN)/python benchmarks/systems.py

@@ -43,7 +43,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run slow tests first: at the end, one of them would keep one process busy and leave the others idle."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None and item.get_closest_marker("nightly") is None)
 
 
 def pytest_collection_finish() -> None:

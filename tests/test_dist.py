@@ -51,7 +51,7 @@ def test_both_distributions_hold_every_file_of_the_package(built: Path) -> None:
     assert names <= held
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
 def test_a_distribution_installs_in_an_empty_environment_and_works(built: Path, kind: str, tmp_path: Path) -> None:
     environment = tmp_path / "environment"

@@ -23,7 +23,7 @@ def test_the_notebook_is_kept_without_outputs(cells: list[dict[str, Any]]) -> No
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_cells_of_the_notebook_run(
     cells: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,7 +71,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
 
 @pytest.mark.parametrize(
     "stop",
-    ["café", "fé o", "日", "本 is", "e", TEXT[-1], TEXT, TEXT[:1], "is n", "nowhere", TEXT + "!", "the café of 日本 is o"],
+    ["fé o", "日", "本 is", TEXT[-1], TEXT[:1], TEXT + "!", "the café of 日本 is o"],
 )
 def test_a_stop_text_cuts_the_text_exactly_wherever_tokens_end(tokenizer: Tokenizer, writes: Writes, stop: str) -> None:
     ids = tokenizer.encode(TEXT).tolist()

@@ -118,22 +118,16 @@ def test_a_model_of_ours_becomes_one_of_theirs(norm: Any, theirs: Callable[..., 
     ("options", "message"),
     [
         ({"norm": "scalenorm"}, "norm_eps is 1e-05, but must be at most 1e-10 for the scalenorm of FLASH-pytorch"),
-        ({"norm": "rmsnorm"}, "norm is 'rmsnorm', but FLASH-pytorch has only 'layernorm' and 'scalenorm'"),
         ({"normalization": "count"}, "normalization is 'count', but FLASH-pytorch has only 'paper_sum'"),
         (
             {"bias_form": "auto", "norm": "layernorm"},
             "bias_form is 'auto', but FLASH-pytorch has only a relative bias by buckets",
         ),
-        ({"activation": "softmax"}, "activation is 'softmax', but FLASH-pytorch has only 'relu2' and 'laplace'"),
         ({"rotary_width": 8}, "rotary_width is 8, but FLASH-pytorch has only 32"),
-        ({"rope": False}, "rope is False, but a model of FLASH-pytorch has rotary positions"),
         (
             {"final_norm": "same", "norm": "scalenorm"},
             "norm is 'scalenorm', but FLASH-pytorch has only 'layernorm' before the logits",
         ),
-        ({"norm_position": "post"}, "norm_position is 'post', but FLASH-pytorch has only 'pre'"),
-        ({"absolute_position": "none"}, "absolute_position is 'none', but FLASH-pytorch has only 'scaled_sin'"),
-        ({"token_types": 2}, "token_types is 2, but FLASH-pytorch has only 0"),
     ],
 )
 def test_an_option_that_flash_pytorch_does_not_have_is_named(options: dict[str, Any], message: str) -> None:
@@ -167,7 +161,6 @@ def test_a_layer_that_computes_something_else_is_not_converted() -> None:
         (lambda w: w.pop("layers.0.to_out.bias"), {}, "lack layers.0.to_out.bias"),
         (lambda w: w.update({"layers.0.more": torch.zeros(2)}), {}, "hold 'layers.0.more', which FLASH-pytorch does not have"),
         (lambda w: w.update({"to_logits.0.bias": torch.zeros(3)}), {}, r"to_logits.0.bias has shape \[3\]"),
-        (lambda w: w.update({"to_logits.0.bias": torch.zeros(D, dtype=torch.long)}), {}, "has dtype torch.int64"),
         (lambda w: w.update({"layers.1.rotary_pos_emb.freqs": torch.zeros(16)}), {}, "does not hold the standard rotary"),
         (
             lambda w: w.update({"layers.0.to_hidden.0.weight": torch.zeros(2 * (2 * D + 1), D)}),
@@ -176,9 +169,6 @@ def test_a_layer_that_computes_something_else_is_not_converted() -> None:
         ),
         (lambda w: w.clear(), {}, "do not belong to a model or layer of FLASH-pytorch"),
         (lambda w: None, {"reduce_group_non_causal_attn": False}, "reduce_group_non_causal_attn is False"),
-        (lambda w: None, {"add_residual": False}, "add_residual is False"),
-        (lambda w: None, {"group_size": 0}, "group_size is 0, but must be at least 1"),
-        (lambda w: None, {"causal": 1}, "causal is 1, but must be"),
     ],
 )
 def test_weights_of_something_else_are_named(
@@ -213,7 +203,7 @@ def test_weights_saved_in_half_precision_are_not_taken_for_those_of_other_rotati
         from_flash_pytorch(wrong, causal=True)
 
 
-@pytest.mark.parametrize("given", [None, "weights.pt", torch.nn.Linear(2, 2)])
-def test_weights_that_are_no_tensors_by_name_are_named(given: Any) -> None:
+def test_weights_that_are_no_tensors_by_name_are_named() -> None:
+    given: Any = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"weights is of type .*, but must be tensors by name: give model.state_dict"):
         from_flash_pytorch(given)

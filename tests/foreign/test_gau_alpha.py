@@ -94,15 +94,9 @@ def test_logits_are_tied_where_theirs_are(formulas: Any) -> None:
     [
         ({"num_hidden_layers": 10**6}, "have 3 layers, but num_hidden_layers is 1000000"),
         ({"vocab_size": 2**30}, r"word_embeddings.weight has shape \[19, 16\], but GAU-alpha has \[1073741824, 16\]"),
-        ({"hidden_size": "16"}, "hidden_size is '16' .*, but must be an integer"),
         ({"hidden_size": 0}, "hidden_size is 0 .*, but must be an integer from 1 on"),
         ({"intermediate_size": 17}, "intermediate_size is 17 .*, which no model of lineartime can have"),
-        ({"attention_key_size": 7}, "attention_key_size is 7"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"normalization": "none"}, "normalization is 'none'"),
-        ({"normalization": ["softmax"]}, r"normalization is \['softmax'\]"),
-        ({"embedding_size": 8}, "embedding_size is 8"),
-        ({"layer_norm_eps": float("nan")}, "layer_norm_eps is nan"),
         ({"use_bias": True}, "lack gau_alpha.encoder.layer.0.gau.i_dense.bias"),
     ],
 )

@@ -112,13 +112,13 @@ def recall_after_training(config: ModelConfig) -> float:
         return accuracy(answers(model, ids), values)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("system", sorted({*MECHANISMS} - {*CANNOT, LOCAL}))
 def test_a_system_that_reaches_the_pairs_learns_to_recall_them(system: str) -> None:
     assert recall_after_training(small(system)) > LEARNED
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("system", CANNOT)
 def test_a_system_that_loses_the_pairs_does_not_recall_them(system: str) -> None:
     assert recall_after_training(small(system)) < CANNOT[system]
@@ -134,7 +134,7 @@ def test_a_system_that_reads_its_chunk_alone_answers_the_same_for_all_pairs() ->
     assert not torch.equal(ids, others)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("system", "chunk_size"), [(LOCAL, LENGTH), ("combiner", 2)])
 def test_a_system_that_loses_the_pairs_recalls_them_with_another_chunk(system: str, chunk_size: int) -> None:
     assert recall_after_training(small(system).override(chunk_size=chunk_size)) > LEARNED

@@ -211,7 +211,7 @@ def train(model: EncoderDecoder, task: Callable[[Tensor], Tensor]) -> set[tuple[
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("task", "n_heads"), [(torch.clone, 4), (lambda string: string.flip(0), 1)], ids=["copy", "reverse"])
 def test_strings_never_seen_are_copied_and_reversed_exactly(task: Callable[[Tensor], Tensor], n_heads: int) -> None:
     config = EncoderDecoderConfig(

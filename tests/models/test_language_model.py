@@ -144,31 +144,6 @@ def test_prompts_that_are_padded_on_the_left_are_read_as_each_alone(name: str) -
         torch.testing.assert_close(torch.cat([padded[row, missing:], more[row]]), alone, atol=1e-5, rtol=0)
 
 
-def test_states_that_are_none_of_this_model_are_named() -> None:
-    model, other = causal("flash-tiny"), build_model(small("flash-tiny", "clm").override(n_blocks=3))
-    assert isinstance(other, CausalLM)
-    ids = torch.zeros(1, 1, dtype=torch.long)
-    some: Any = model
-    for state, message in (
-        (torch.zeros(1), "state is of type Tensor, but must be a state, as init_state and extend return it"),
-        ((1, 2), "state is of type tuple"),
-        (other.init_state(1), "state belongs to a model with 3 blocks, but this model has 2"),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            some.extend(ids, state)
-    for wrong in ([[1, 2]], "text", torch.zeros(1, 2).numpy()):
-        with pytest.raises(ArgumentError, match=r"ids is a .*, but must be a tensor"):
-            some(wrong)
-
-
-def test_ids_that_are_no_ids_are_named() -> None:
-    with pytest.raises(ValueError, match=r"ids has dtype torch.float32, but must be torch.int64 or torch.int32"):
-        causal("flash-tiny")(torch.zeros(2, 3))
-    for token in (-1, 50):
-        with pytest.raises(ValueError, match=f"ids holds {token}, but must be from 0 to vocab_size - 1 = 49"):
-            causal("flash-tiny")(torch.tensor([[3, token]]))
-
-
 def test_losses_are_the_cross_entropy_of_the_logits_summed_and_averaged_over_targets() -> None:
     model = causal("flash-tiny")
     ids = torch.randint(0, 50, (2, 20))

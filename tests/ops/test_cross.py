@@ -116,12 +116,8 @@ def test_half_precision_values_give_half_precision_outputs() -> None:
     [
         ({"activation": "gelu"}, "activation is 'gelu', but must be one of 'relu2'"),
         ({"q": torch.zeros(2, 6)}, r"q has shape \[2, 6\], but must be \[B, ..., T, s\]"),
-        ({"v": torch.zeros(2, 5, 4)}, r"v has shape \[2, 5, 4\], but must be \[B, ..., S, e\] = \[3, S, e\]"),
-        ({"k": torch.zeros(3, 4, 6)}, r"k has shape \[3, 4, 6\], but must be \[B, ..., S, s\] = \[3, 5, 6\]"),
         ({"k": torch.zeros(3, 5, 7)}, r"k has shape \[3, 5, 7\]"),
         ({"source_mask": torch.ones(5, dtype=torch.bool)}, r"source_mask has shape \[5\], but must be \[B, T\] = \[3, 5\]"),
-        ({"source_mask": torch.ones(3, 5)}, "source_mask has dtype torch.float32, but must be torch.bool"),
-        ({"source_mask": [True]}, "source_mask is a list, but must be a tensor"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:

@@ -30,7 +30,7 @@ SPILLED = {"bf16": 160, "fp32": 400}
 """Bytes of registers that may go to memory: few beside a tile. In bf16, the gate at the end of `read_chunks` takes most."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_kernel_fits_a_gpu_in_its_preferred_configuration_and_keeps_its_numbers_in_registers(tmp_path: Path) -> None:
     cases = ("flash bf16", "flash bf16, a prompt", "loss bf16", "flash-quad bf16, rotary bias", "flash fp32")
     rows = compiled(tmp_path, *cases, "--gpus", "90")
@@ -46,7 +46,7 @@ def test_every_kernel_fits_a_gpu_in_its_preferred_configuration_and_keeps_its_nu
             assert "wgmma" in row["products"], f"the tensor cores of compute capability 9.0 are not used: {row}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_older_gpu_has_room_and_registers_for_the_preferred_configurations(tmp_path: Path) -> None:
     rows = compiled(tmp_path, "flash bf16", "--gpus", "80")
     assert len(rows) >= 5
@@ -57,7 +57,7 @@ def test_an_older_gpu_has_room_and_registers_for_the_preferred_configurations(tm
         assert row["kernel"] not in WITH_PRODUCTS or "mma.sync" in row["products"], row
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_gpu_with_little_shared_memory_has_room_for_the_preferred_configurations(tmp_path: Path) -> None:
     rows = compiled(tmp_path, "flash-quad bf16, rotary bias", "--gpus", "89")  # needs most of all in benchmarks/results
     assert {"attention_weights", "score_gradient"} <= {row["kernel"] for row in rows}
