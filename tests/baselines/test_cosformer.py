@@ -51,8 +51,3 @@ def test_a_stream_may_not_grow_beyond_the_longest_sequence() -> None:
     layer.extend(torch.zeros(1, 1, 16), state)
     with pytest.raises(ValueError, match="max_length is 8 in this CosFormer, but the sequence has 9 tokens"):
         layer.extend(torch.zeros(1, 2, 16), state)
-
-
-def test_a_max_length_below_one_is_named() -> None:
-    with pytest.raises(ValueError, match="max_length is 0, but must be at least 1"):
-        CosFormer(16, n_heads=2, max_length=0)

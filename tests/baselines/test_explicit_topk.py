@@ -55,8 +55,3 @@ def test_streaming_is_the_causal_form_however_many_pairs_are_compared(monkeypatc
         pieces.append(piece)
     whole = ExplicitTopK(12, n_heads=2, n_largest=3, causal=True).attend(q, k, v, None)
     torch.testing.assert_close(torch.cat(pieces, 2), whole, atol=1e-10, rtol=0)
-
-
-def test_a_number_below_one_is_named() -> None:
-    with pytest.raises(ValueError, match="n_largest is 0, but must be at least 1"):
-        ExplicitTopK(16, n_heads=2, n_largest=0)

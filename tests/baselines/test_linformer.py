@@ -44,20 +44,6 @@ def test_a_landmark_starts_about_as_large_as_a_token() -> None:
         assert 0.9 < landmarks.std() < 1.1
 
 
-def test_causal_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="causal is True, but Linformer must have causal=False: every landmark mixes all pos"):
-        Linformer(16, n_heads=2, causal=True)
-
-
-def test_streaming_is_refused_with_the_reason() -> None:
-    layer = Linformer(16, n_heads=2)
-    message = "causal is False, so that Linformer cannot stream and does not support causal=True: every landmark"
-    with pytest.raises(ValueError, match=message):
-        layer.init_state(1)
-    with pytest.raises(ValueError, match=message):
-        layer.extend(torch.zeros(1, 1, 16), None)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_only_the_longest_sequence_has_to_fit(packed: bool) -> None:
     layer = Linformer(16, n_heads=2, n_landmarks=3, max_length=8)
@@ -65,9 +51,3 @@ def test_only_the_longest_sequence_has_to_fit(packed: bool) -> None:
     with pytest.raises(ValueError, match="max_length is 8 in this Linformer, but the sequence has 9 tokens"):
         layer(torch.zeros(1, 10 if packed else 9, 16), **options)
     assert layer(torch.zeros(1, 10, 16), cu_seqlens=torch.tensor([0, 2, 10])).shape == (1, 10, 16)
-
-
-@pytest.mark.parametrize("argument", ["n_landmarks", "max_length"])
-def test_values_that_are_not_allowed_are_named(argument: str) -> None:
-    with pytest.raises(ValueError, match=f"{argument} is 0, but must be at least 1"):
-        Linformer(16, n_heads=2, **{argument: 0})

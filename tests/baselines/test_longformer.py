@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from tests.pairs import every_pair
 
@@ -40,9 +39,3 @@ def test_memory_of_a_stream_stops_growing_and_a_long_prompt_is_read_by_windows()
     out, state = layer.extend(x, layer.init_state(1))
     torch.testing.assert_close(out, layer(x), atol=1e-6, rtol=0)
     assert [part.shape[2] for part in (state.k_global, state.v_global, state.k, state.v)] == [6, 6, 3, 3]
-
-
-@pytest.mark.parametrize("argument", ["window", "n_global"])
-def test_values_that_are_not_allowed_are_named(argument: str) -> None:
-    with pytest.raises(ValueError, match=f"{argument} is 0, but must be at least 1"):
-        Longformer(16, n_heads=2, **{argument: 0})

@@ -82,24 +82,3 @@ def test_a_segment_of_equal_tokens_for_every_landmark_is_softmax_attention_too()
     q, k, v = (x.repeat_interleave(5, 2) for x in (q, k, v))
     layer = Nystromformer(12, n_heads=2, n_landmarks=LANDMARKS, convolution=0)
     torch.testing.assert_close(layer.attend(q, k, v, None), F.scaled_dot_product_attention(q, k, v), atol=1e-2, rtol=0)
-
-
-def test_causal_and_streaming_are_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="causal is True, but Nystromformer must have causal=False: its landmarks are means"):
-        Nystromformer(16, n_heads=2, causal=True)
-    with pytest.raises(ValueError, match="causal is False, so that Nystromformer cannot stream and does not support"):
-        Nystromformer(16, n_heads=2).init_state(1)
-
-
-@pytest.mark.parametrize(
-    ("argument", "value", "message"),
-    [
-        ("n_landmarks", 0, "n_landmarks is 0, but must be at least 1"),
-        ("convolution", 4, "convolution is 4, but must be an odd number, or 0 for no convolution"),
-        ("convolution", -1, "convolution is -1, but must be"),
-        ("convolution", 3.0, "convolution is 3.0, but must be"),
-    ],
-)
-def test_values_that_are_not_allowed_are_named(argument: str, value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Nystromformer(16, n_heads=2, **{argument: value})

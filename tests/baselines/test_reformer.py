@@ -141,17 +141,3 @@ def test_every_parameter_is_learned() -> None:
     layer(torch.randn(1, 9, 16)).square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in layer.parameters())
     assert layer.to_qkv.weight.shape == (32, 16)
-
-
-@pytest.mark.parametrize(
-    ("argument", "value", "message"),
-    [
-        ("n_buckets", 7, "n_buckets is 7, but must be even: each hash direction defines two buckets"),
-        ("n_buckets", 0, "n_buckets is 0"),
-        ("n_rounds", 0, "n_rounds is 0"),
-        ("chunk_size", 0, "chunk_size is 0"),
-    ],
-)
-def test_values_that_are_not_allowed_are_named(argument: str, value: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Reformer(16, n_heads=2, **{argument: value})

@@ -373,9 +373,10 @@ def test_a_prefix_model_reads_its_prompt_in_both_directions(tiny: Tiny, awake: A
             model.generate(ids[:1], max_new_tokens=3, do_sample=False, **options)
 
 
-def test_loglikelihoods_of_texts_of_any_lengths_in_a_batch_are_exact(tiny: Tiny, awake: Awake) -> None:
+@every_kind
+def test_loglikelihoods_of_texts_of_any_lengths_in_a_batch_are_exact(system: str, tiny: Tiny, awake: Awake) -> None:
     """Padded on the right without a mask, as lm-eval does it, or on the left with one."""
-    model = awake(LineartimeForCausalLM(tiny()))
+    model = awake(LineartimeForCausalLM(tiny(system)))
     texts = [ids_of(1, length)[0] for length in (17, 3, 9, 1)]
     alone = [model(text[None]).logits[0].log_softmax(-1) for text in texts]
     right = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)

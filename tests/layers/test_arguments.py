@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lineartime.baselines.cosformer import CosFormer
 from lineartime.baselines.flash_global import FLASHGlobal
 from lineartime.baselines.flash_weighted import FLASHWeighted
+from lineartime.baselines.nystromformer import Nystromformer
 from lineartime.baselines.reformer import Reformer
 from lineartime.foreign import ForeignFLASH, ForeignGAU
 from lineartime.layers import FLASH, GAU, Attention
@@ -142,6 +143,7 @@ def test_every_activation_differs_from_the_others(layer: type[nn.Module]) -> Non
         (Attention, {"n_heads": 5}, "n_heads is 5, but must divide d_model = 24"),
         (Attention, {"n_heads": 8}, "n_heads is 8, but d_model / n_heads = 3 must be even"),
         (Reformer, {"n_heads": 2, "n_buckets": 3}, "n_buckets is 3, but must be even"),
+        (Nystromformer, {"n_heads": 2, "convolution": 4}, "convolution is 4, but must be an odd number, or 0"),
     ],
 )
 def test_values_that_are_not_allowed_are_named(layer: type[nn.Module], arguments: dict[str, Any], message: str) -> None:

@@ -25,18 +25,6 @@ LAYERS: dict[str, Callable[..., Mixer]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "token_shift"), [("flash", False), ("gau", True), ("attention", False), ("performer", True)])
-@torch.no_grad()
-def test_streams_of_another_layer_are_named(kind: str, token_shift: bool) -> None:
-    layer, x = LAYERS[kind](D_MODEL, causal=True, token_shift=token_shift), torch.zeros(1, 1, D_MODEL)
-    for other in LAYERS:
-        for shifted in (False, True):
-            if (other, shifted) != (kind, token_shift):
-                stranger = LAYERS[other](D_MODEL, causal=True, token_shift=shifted).init_state(1)
-                with pytest.raises(ArgumentError, match=r"^state.*: give it the state that init_state or extend of the same"):
-                    layer.extend(x, stranger)
-
-
 def test_streams_with_other_shifted_features_are_named() -> None:
     wide = FLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, expansion=1, causal=True, token_shift=True)
     narrow = FLASH(D_MODEL // 2, d_qk=8, chunk_size=CHUNK, expansion=2, causal=True, token_shift=True)

@@ -139,23 +139,13 @@ def test_inputs_that_do_not_fit_are_named() -> None:
     model, source, target = EncoderDecoder(TINY), make_ids(9), make_ids(7)
     with pytest.raises(ValueError, match=r"target_ids has shape \[1, 7\], but must have 2 rows, like source_ids"):
         model(source, target[:1])
-    with pytest.raises(ValueError, match=r"source_mask has shape \[2, 7\], but must be \[B, T\] = \[2, 9\]"):
-        model(source, target, torch.ones(2, 7, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"target_mask has shape \[2, 9\], but must be \[B, T\] = \[2, 7\]"):
         model(source, target, None, torch.ones(2, 9, dtype=torch.bool))
     with pytest.raises(ValueError, match="state is of 2 streams, but there are tokens of 1"):
         model.extend(target[:1], model.init_state(source))
-    with pytest.raises(ValueError, match="ids holds 20"):
-        model(source, torch.full_like(target, 20))
-    with pytest.raises(ValueError, match="max_tokens is 0, but must be at least 1"):
-        greedy(model, source, start_token=0, stop_token=1, max_tokens=0)
     short = EncoderDecoder(dataclasses.replace(TINY, mixer=LayerConfig("gau", d_qk=8, max_length=10))).eval()
     with pytest.raises(ValueError, match="max_tokens is 11, but the decoder of this model reads at most 10 tokens"):
         greedy(short, source, start_token=0, stop_token=1, max_tokens=11)
-    untyped: Any = greedy
-    for name, token in (("start_token", None), ("start_token", 1.5), ("stop_token", "a")):
-        with pytest.raises(ValueError, match=f"{name} is .*, but must be an integer"):
-            untyped(model, source, **{"start_token": 0, "stop_token": 1, "max_tokens": 5, name: token})
     for wrong in ({"start_token": 20}, {"start_token": -1}, {"stop_token": 20}):
         arguments = {"start_token": 0, "stop_token": 1, "max_tokens": 5, **wrong}
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*, but must be at least 0 and at most 19"):
