@@ -100,7 +100,7 @@ ONE_OF_EACH = [case_name(kind, row[0]) for kind, row in ROWS.items()]
 ONLY_BIDIRECTIONAL = [name for name, (mixer, _) in CASES.items() if mixer.why_not_causal is not None]
 CAUSAL = [name for name in CASES if name not in ONLY_BIDIRECTIONAL]
 DIRECTIONS = [(name, False) for name in ONE_OF_EACH] + [(name, True) for name in ONE_OF_EACH if name in CAUSAL]
-# What the base of all mixers does alone is tested on these; test_structure.py says that no mixer does it differently.
+# What the base of all mixers does alone is tested on these; test_boundary.py says that no mixer replaces it.
 OF_THE_BASE = ["flash", "gau", "attention", "combiner-fixed"]
 
 every_causal_case = pytest.mark.parametrize("name", CAUSAL)

@@ -197,7 +197,7 @@ def test_rotations_are_made_for_tokens_chunks_and_prefixes(shape: tuple[int, int
         assert torch.equal(batch.prefix.rotations, batch.rotations[:, [0, 1, 4]])
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=pytest.mark.nightly)])
 def test_compiled_code_makes_room_for_all_divisions(dynamic: bool | None) -> None:
     def run(v: Tensor, mask: Tensor | None, ends: Tensor | None) -> Tensor:
         maps = [v[..., :4] * scale for scale in (1, 2, 3, 4)]
