@@ -242,7 +242,8 @@ def _padded(rows: list[dict[str, Tensor]], side: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "side"), zip([*PROBLEMS, *LANGUAGE, "tokens", "answers", "choices"], cycle(["left", "right"]), strict=False)
+    ("kind", "side"),
+    list(zip([*PROBLEMS, *LANGUAGE, "tokens", "answers", "choices"], cycle(["left", "right"]), strict=False)),
 )
 def test_accumulated_batches_have_the_gradient_of_one_batch(kind: str, side: str, tiny: Tiny, tmp_path: Path) -> None:
     losses, norms = [], []
