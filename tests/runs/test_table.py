@@ -203,7 +203,7 @@ def test_a_run_on_several_texts_names_all_of_them_beside_one_of_an_earlier_versi
     make_run(tmp_path / "c", data=None)
     shown(tmp_path)
     text = capsys.readouterr().out
-    assert "text /texts/books hub:org/news" in text  # the title of its group
+    assert "text books news" in text  # the title of its group
     assert "text the Python standard library\n" in text  # the default
     assert "text_column" not in text
 

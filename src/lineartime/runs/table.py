@@ -39,28 +39,36 @@ def group_runs(runs: Sequence[RunSummary]) -> list[Group]:
     named = [(run.tokenizer, str(run.options.get("tokenizer") or "bytes")) for run in runs if run.tokenizer]
     # The shortest name that a run has for a tokenizer, which is seldom a path.
     names = dict(sorted(named, key=lambda pair: (len(pair[1]), pair[1]), reverse=True))
-    groups: dict[tuple[str, ...], list[RunSummary]] = {}
+    groups: dict[tuple[tuple[str, ...], ...], list[RunSummary]] = {}
     for run in runs:
         groups.setdefault(_compared_by(run, names), []).append(run)
     known = sorted(key for key in groups if key)
-    differ = [len(set(parts)) > 1 for parts in zip(*known, strict=True)]
-    if differ and () in groups:
-        differ[0] = True  # beside a group of unknown text
-    titles = [", ".join(part for part, differs in zip(key, differ, strict=True) if differs) for key in known]
+    parts = [
+        [f"{word} {name}" for name in _short_names(values)]
+        for word, values in zip(("text", "tokenizer", "task"), zip(*known, strict=True), strict=False)
+        if len(set(values)) > 1 or (word == "text" and () in groups)
+    ]
+    titles = [", ".join(part[place] for part in parts) for place in range(len(known))]
     found = [Group(title, _ranked(groups[key])) for key, title in zip(known, titles, strict=True)]
     unknown = [Group("unknown text" if known else "", _ranked(groups[()]))] if () in groups else []
     return [*found, *unknown]
 
 
-def _compared_by(run: RunSummary, tokenizers: Mapping[str, str]) -> tuple[str, ...]:
-    """The texts, the tokenizer and the task of a run, in words; empty if unknown."""
+def _compared_by(run: RunSummary, tokenizers: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+    """The texts, the tokenizer and the task of a run; empty if unknown."""
     if not run.options:
         return ()
     given = run.options.get
     column = given("text_column")
-    in_column = "" if column in (None, TEXT_COLUMN) else f" (column {column})"
+    in_column = () if column in (None, TEXT_COLUMN) else (f"(column {column})",)
     tokenizer = tokenizers.get(run.tokenizer, str(given("tokenizer") or "bytes"))
-    return f"text {' '.join(texts_of(run.options))}{in_column}", f"tokenizer {tokenizer}", f"task {given('task') or 'clm'}"
+    return (*texts_of(run.options), *in_column), (tokenizer,), (str(given("task") or "clm"),)
+
+
+def _short_names(values: Sequence[Sequence[str]]) -> list[str]:
+    """The last parts of paths, unless different ones would look alike."""
+    short = [" ".join(Path(part).name for part in value) for value in values]
+    return short if len(set(short)) == len(set(values)) else [" ".join(value) for value in values]
 
 
 def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
