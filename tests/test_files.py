@@ -109,11 +109,6 @@ def test_what_killed_processes_left_of_a_file_is_removed_once_it_is_old(tmp_path
     assert left[1].exists(), "of another file"
 
 
-def test_no_new_folder_has_the_name_of_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"out is .*step-00000009, the name of a checkpoint in a run: choose another name"):
-        check_new_folder("out", tmp_path / "step-00000009")
-
-
 def test_threads_that_write_the_same_file_do_not_disturb_each_other(tmp_path: Path) -> None:
     file, texts = tmp_path / "file.json", [str(number) * 1000 for number in range(10)]
     with ThreadPoolExecutor(4) as pool:
@@ -132,6 +127,8 @@ def test_links_and_folders_above_are_no_new_folders(tmp_path: Path) -> None:
             check_new_folder("folder", tmp_path / name)
     with pytest.raises(ArgumentError, match="which is not the name of a new folder"):
         check_new_folder("folder", tmp_path / "empty" / "..")
+    with pytest.raises(ArgumentError, match=r"step-00000009, the name of a checkpoint in a run: choose another name"):
+        check_new_folder("folder", tmp_path / "step-00000009")
     with pytest.raises(LineartimeError, match=r"Cannot read .*: File name too long"):
         check_new_folder("folder", tmp_path / ("x" * 300))
 

@@ -34,12 +34,6 @@ def test_the_precision_is_the_one_that_training_takes(monkeypatch: pytest.Monkey
         assert (fact.value, word in fact.why) == (expected, True)
 
 
-def test_it_tells_why_functions_in_cpp_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LINEARTIME_NATIVE", "0")
-    fact = next(fact for fact in explain_machine() if fact.name == "C++ functions")
-    assert (fact.value, fact.why) == ("no", "LINEARTIME_NATIVE is 0")
-
-
 def test_a_package_that_is_missing_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,12 +48,6 @@ def test_the_table_shows_the_extra_to_install(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(info, "EXTRAS", {"no_such_package": "plot"})
     assert main(["info"]) == 0
     assert "pip install 'lineartime[plot]'" in capsys.readouterr().out
-
-
-def test_json_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--json"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert json.loads(line)["torch.compile"]["value"] in ("yes", "no")
 
 
 def test_it_tells_the_size_of_the_cache_and_what_may_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

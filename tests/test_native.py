@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,22 +60,11 @@ def test_a_library_is_built_once_and_again_when_its_source_changes(source: Path)
     assert len(built()) == 2
 
 
-def test_threads_that_build_at_the_same_time_leave_one_library(source: Path) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda _: add(native_functions(source)), range(4))) == [5] * 4
-    assert len(built()) == 1
-
-
 def test_a_build_that_fails_is_told_in_a_line_and_leaves_nothing(source: Path) -> None:
     source.write_text("this is no C++")
     with pytest.warns(RuntimeWarning, match=r"add.cpp cannot be used, .*LINEARTIME_NATIVE=0"):
         assert native_functions(source) is None
     assert built() == []
-
-
-def test_a_source_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.warns(RuntimeWarning, match=r"add.cpp cannot be used, .*No such file"):
-        assert native_functions(tmp_path / "add.cpp") is None
 
 
 def test_a_library_that_cannot_be_opened_is_told_and_not_kept(source: Path) -> None:
@@ -92,12 +80,6 @@ def test_options_that_the_compiler_does_not_know_are_left_out(source: Path, monk
     monkeypatch.setattr(native.torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(native, "_UNITS", {"AVX512": ()})
     assert add(native_functions(source)) == 5
-
-
-def test_a_folder_that_cannot_be_written_is_told(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    with pytest.warns(RuntimeWarning, match="cannot be used.*Not a directory"):
-        assert native_functions(source) is None
 
 
 def test_a_user_without_a_home_computes_in_plain_pytorch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

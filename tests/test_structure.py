@@ -115,7 +115,7 @@ def test_a_module_of_the_public_surface_is_reached_by_its_own_name() -> None:
 
 # Flags that are written outside of cli/.
 FLAGS: dict[str, set[str]] = {
-    "errors.py": {"--resume"},  # an example of what the command line makes of an argument
+    "errors.py": {"--steps"},  # an example of what the command line makes of an argument
     "experiments/__main__.py": {"--{"},  # the one other command line, for machines without tyro
     "experiments/report.py": {"--scale", "--import", "--{"},  # the command that was given
     "runs/record.py": {"--porcelain", "--branch", "--untracked-files"},  # git's

@@ -1,78 +1,42 @@
 """Errors that a user can fix. The command line shows them without a traceback.
 
-A message is a list of parts. Anything that is written differently on the command line than in Python is a part of its own, an
-`Argument` or a `Call`: "resume=True" becomes "--resume".
+A message writes other arguments in backticks, as Python does: "`steps=600`", "`presets()`". The command line turns them into
+its own options and commands: "--steps 600", "`lineartime presets`".
 """
 
 import errno
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 
-
-@dataclass(frozen=True)
-class Argument:
-    """An argument in a message, optionally with a value: "steps", "steps=600"."""
-
-    name: str
-    value: object = None
-
-    def __str__(self) -> str:
-        return self.name if self.value is None else f"{self.name}={self.value!r}"
+MessagePart = str
 
 
-@dataclass(frozen=True)
-class Call:
-    """A function in a message that is also a command: "presets()", or "lineartime.hf.convert()" with its `module`."""
-
-    name: str
-    module: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}()".lstrip(".")
+def Argument(name: str, value: object = None) -> str:  # noqa: N802
+    """An argument in a message, optionally with a value."""
+    return f"`{name}`" if value is None else f"`{name}={value!r}`"
 
 
-MessagePart = str | Argument | Call
-Spelling = Callable[[Argument | Call], str]
-
-_spelling: Spelling = str
-
-
-@contextmanager
-def spelled(written: Spelling) -> Iterator[None]:
-    """Let `spell` write arguments and calls in another way for the duration of a `with` block, for instance as options."""
-    global _spelling
-    before, _spelling = _spelling, written
-    try:
-        yield
-    finally:
-        _spelling = before
+def Call(name: str, module: str = "") -> str:  # noqa: N802
+    """A function in a message that is also a command."""
+    return f"`{module}.{name}()`".replace("`.", "`")
 
 
-def spell(part: Argument | Call) -> str:
-    """An argument or a call as the user of this process writes it. The fields of files keep their names in Python."""
-    return _spelling(part)
+def spell(part: str) -> str:
+    """A part of a message."""
+    return part
 
 
 class LineartimeError(Exception):
-    """An error that the user can fix. Its message is one sentence that names what is wrong and says what to do.
+    """An error that the user can fix. Its message is one sentence that names what is wrong and says what to do."""
 
-    Args:
-        *parts: the parts of the message.
-    """
-
-    def __init__(self, *parts: MessagePart) -> None:
-        super().__init__(*parts)
-        self.parts = parts
+    def __init__(self, *message: str) -> None:
+        super().__init__("".join(message))
+        self.message = "".join(message)  # subclasses replace `args`, which copies an error to another process
 
     def __str__(self) -> str:
-        return self.message(str)
-
-    def message(self, written: Spelling) -> str:
-        """The message, with arguments and calls formatted by `written`."""
-        return "".join(part if isinstance(part, str) else written(part) for part in self.parts)
+        return self.message
 
 
 class DivergedError(LineartimeError):
@@ -86,14 +50,13 @@ class ArgumentError(LineartimeError, ValueError):
 
     Args:
         argument: the name of the argument in Python.
-        *predicate: the parts of the rest of the sentence: the value, what is allowed, what to do.
+        predicate: the rest of the sentence: the value, what is allowed, what to do.
     """
 
-    def __init__(self, argument: str, *predicate: MessagePart) -> None:
-        super().__init__(Argument(argument), " ", *predicate)
-        self.args = (argument, *predicate)  # used to copy the error to another process
-        self.argument = argument
-        self.predicate = predicate
+    def __init__(self, argument: str, *predicate: str) -> None:
+        self.argument, self.predicate = argument, "".join(predicate)
+        super().__init__(f"{argument} {self.predicate}")
+        self.args = (argument, self.predicate)
 
 
 class ReportedError(LineartimeError):
@@ -145,7 +108,7 @@ def typed_first_line(error: Exception) -> str:
     return line if isinstance(error, LineartimeError) or line == kind else f"{kind}: {line}"
 
 
-def file_error(action: str, path: object, error: OSError, *then: MessagePart) -> LineartimeError:
+def file_error(action: str, path: object, error: OSError, *then: str) -> LineartimeError:
     """The error for a file that we cannot read or write (`action`). `then` says what to do next: by default, try again."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     advice = "free some space" if full else "check the path and its permissions"
@@ -154,7 +117,7 @@ def file_error(action: str, path: object, error: OSError, *then: MessagePart) ->
 
 
 @contextmanager
-def reporting_file_errors(action: str, path: object, *then: MessagePart) -> Iterator[None]:
+def reporting_file_errors(action: str, path: object, *then: str) -> Iterator[None]:
     """Turn an OSError in a `with` block into the LineartimeError of `file_error`."""
     try:
         yield

@@ -26,7 +26,7 @@ _ABANDONED_SECONDS = 3600
 
 def write_atomically(file: Path, content: str | bytes) -> None:
     """Write or replace a file. A process killed at any moment leaves the old file or the new one. Raises OSError on failure."""
-    partial = _partial(file)
+    partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}.partial")  # another name than any other process has
     try:
         write_synchronised(partial, content)
         partial.replace(file)
@@ -44,11 +44,6 @@ def write_file(file: Path, text: str) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)
     return file
-
-
-def _partial(file: Path) -> Path:
-    """A temporary name, which no other process has that writes the same file."""
-    return file.with_name(f"{file.name}.{uuid.uuid4().hex}.partial")
 
 
 def write_synchronised(file: Path, content: str | bytes) -> None:
@@ -101,10 +96,9 @@ def check_new_folder(argument: str, folder: Path) -> None:
     if re.fullmatch(CHECKPOINT, folder.name):
         raise ArgumentError(argument, f"is {folder}, the name of a checkpoint in a run: choose another name.")
     with reporting_file_errors("read", folder):
-        is_new = not is_there(folder) and not folder.is_symlink()
-        is_empty = is_new or (folder.is_dir() and not any(folder.iterdir()))
-        cannot_be_replaced = folder.is_symlink() or folder.is_mount()
-    if not is_empty or cannot_be_replaced:
+        is_empty = folder.is_dir() and not any(folder.iterdir()) and not folder.is_mount()
+        taken = folder.is_symlink() or (is_there(folder) and not is_empty)
+    if taken:
         raise ArgumentError(argument, f"is {folder}, which exists already: delete it, or choose another folder.")
 
 
@@ -141,11 +135,11 @@ def _reporting_writes(destination: Path, partial: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error.filename, str | bytes):
-            failed, ours = Path(os.fsdecode(error.filename)).absolute(), (destination.absolute(), partial.absolute())
-            if ours[1] not in (failed, *failed.parents) and failed not in (ours[0], *ours[0].parents):
-                raise file_error("use", failed, error) from None
-        raise file_error("write", destination, error) from None
+        failed = Path(os.fsdecode(error.filename if isinstance(error.filename, str | bytes) else destination)).absolute()
+        above = (destination.absolute(), *destination.absolute().parents)
+        if failed in above or partial.absolute() in (failed, *failed.parents):
+            raise file_error("write", destination, error) from None
+        raise file_error("use", failed, error) from None
 
 
 def remove_abandoned(folder: Path, names: str) -> None:

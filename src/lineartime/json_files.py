@@ -2,7 +2,6 @@
 
 import errno
 import json
-import re
 import stat
 from collections import Counter
 from pathlib import Path
@@ -17,9 +16,6 @@ LARGEST = 1 << 26
 """The maximum size of a JSON file, in bytes."""
 MAX_DEPTH = 40
 """The maximum nesting depth of lists and objects."""
-_DIGITS = 40
-"""The maximum number of digits of an integer; every field allows far fewer."""
-_TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 
 
 class DamagedFileError(LineartimeError):
@@ -33,7 +29,7 @@ class DamagedFileError(LineartimeError):
 
     def __init__(self, file: Path, what: str, advice: str = "restore it from a copy") -> None:
         super().__init__(f"{file} is damaged ({what}): {advice}.")
-        self.args = (file, what, advice)  # used to copy the error to another process
+        self.args = (file, what, advice)
         self.file = file
         self.what = what
 
@@ -87,16 +83,16 @@ def parse(content: bytes) -> Any:
     """
     try:
         text = content.decode("utf-8")
+        found = _DECODER.decode(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 at byte {error.start:,}") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH:
-        _check_depth(text)
-    try:
-        return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error.msg} at line {error.lineno:,}, column {error.colno:,}") from None
     except RecursionError:
         raise ValueError(f"it has lists and objects nested more than {MAX_DEPTH} levels deep") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        _check_depth(found, MAX_DEPTH)
+    return found
 
 
 def decoded(content: type[Content], plain: Any) -> Content:
@@ -108,12 +104,12 @@ def decoded(content: type[Content], plain: Any) -> Content:
     return found
 
 
-def _check_depth(text: str) -> None:
-    depth = 0
-    for token in _TOKENS.finditer(text):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
-        if depth > MAX_DEPTH:
+def _check_depth(value: Any, levels: int) -> None:
+    if isinstance(value, (dict, list)):
+        if levels == 0:
             raise ValueError(f"it has lists and objects nested more than {MAX_DEPTH} levels deep")
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_depth(part, levels - 1)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -124,10 +120,4 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _whole_number(digits: str) -> int:
-    if len(digits) > _DIGITS:
-        raise ValueError(f"it has an integer of {len(digits):,} digits, but none may have more than {_DIGITS}")
-    return int(digits)
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_whole_number)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)

@@ -364,7 +364,7 @@ def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
         ({"override": ("other-tiny.d_qk=8",)}, "'other-tiny.d_qk=8', but 'other-tiny' is not among the presets: flash-tiny"),
         ({"override": ("flash-tiny.n_heads=8",)}, "^override has 'n_heads', which is not a field of flash-tiny; there are"),
         ({"override": ("d_qk=-3",)}, "d_qk is -3"),
-        ({"override": ("vocab_size=3",)}, "^override cannot set vocab_size: use vocab_size"),
+        ({"override": ("vocab_size=3",)}, "^override cannot set vocab_size: use `vocab_size`"),
         ({"peers": ("fla",)}, "^peers has fla, which needs a GPU"),
         (
             {"presets": ("transformer++-tiny",), "override": (), "peers": ("flash-pytorch",)},

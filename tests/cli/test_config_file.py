@@ -16,12 +16,13 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.training.config import TrainConfig
 
 Fails = Callable[..., None]
-OPTIONS = {"preset": "flash-tiny", "context_length": 24, "learning_rate": 0.002, "override": ("d_model=16", "n_blocks=1")}
+OPTIONS = {"preset": "flash-tiny", "context_length": 24, "learning_rate": 0.002, "override": ["d_model=16", "n_blocks=1"]}
 TEXTS = {
     "run.toml": 'model = "flash-tiny"\ncontext-length = 24\nlearning_rate = 2e-3\noverride = ["d_model=16", "n_blocks=1"]\n',
     "run.yaml": "model: flash-tiny\ncontext: 24\nlearning-rate: 2e-3\noverride:\n  - d_model=16\n  - n_blocks=1\n",
     "run.json": '{"preset": "flash-tiny", "context": 24, "learning_rate": 2e-3, "override": ["d_model=16", "n_blocks=1"]}',
 }
+NAMES = [field.name for field in dataclasses.fields(TrainConfig)]
 ALIASES = {"model": "preset", "context": "context_length"}
 
 
@@ -29,7 +30,7 @@ ALIASES = {"model": "preset", "context": "context_length"}
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
 def test_every_format_gives_the_same_options(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(TEXTS[name], encoding="utf-8-sig")
-    assert read_options(tmp_path / name, TrainConfig, ALIASES) == OPTIONS
+    assert read_options(tmp_path / name, NAMES, ALIASES) == OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -37,16 +38,8 @@ def test_every_format_gives_the_same_options(tmp_path: Path, name: str) -> None:
     [
         ("a.yaml", "steps: [", "a.yaml cannot be read as YAML: while parsing"),
         ("a.yaml", "- steps", "a.yaml holds a list, but must hold options by name"),
-        ("a.yaml", "", "a.yaml holds a NoneType"),
-        (
-            "a.yaml",
-            "!!python/object/apply:os.system [true]",
-            "cannot be read as YAML: could not determine a constructor",
-        ),
         ("a.json", "{", "a.json cannot be read as JSON: it is not JSON: Expecting property name"),
-        ("a.json", "[" * 100_000, "a.json cannot be read as JSON: it has lists and objects nested more than 40 levels deep"),
         ("a.json", b"\xff\xfe", "a.json cannot be read as JSON: 'utf-8' codec can't decode"),
-        ("a.json", " " * 2**21, "a.json is larger than a file of options can be"),
         ("a.json", '{"stepps": 3}', r"a.json has the unknown option 'stepps' \(did you mean steps\?\)"),
         ("a.json", '{"model": "flash-tiny", "preset": "flash-tiny"}', "a.json has preset twice, under two names"),
         ("a.txt", "steps = 3", "a.txt has the suffix '.txt': options are read from .toml, .yaml or .json"),
@@ -57,7 +50,7 @@ def test_a_file_that_holds_no_options_is_named(tmp_path: Path, name: str, conten
     if content is not None:
         (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(LineartimeError, match=message):
-        read_options(tmp_path / name, TrainConfig, ALIASES)
+        read_options(tmp_path / name, NAMES, ALIASES)
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -97,17 +90,11 @@ def test_an_override_on_the_command_line_changes_one_field_of_the_model_in_a_fil
     assert found["override"] == ["chunk_size=512", "n_blocks=2", "dropout=0.1"]
 
 
-def test_printed_options_do_not_refer_to_what_they_were_taken_from(capsys: pytest.CaptureFixture[str]) -> None:
-    found = printed(capsys, "--recipe", "quick", "--warmup-steps", "3", "--steps", "9")
-    assert (found["optimizer"], found["steps"]) == ("muon", 9)
-    assert "recipe" not in found
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
 def test_printed_options_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {**TrainConfig(preset="gau-tiny", data=('é "x".txt', "b"), override=("d_model=8",), out=Path("runs/ü")).to_dict()}
     (tmp_path / "run.toml").write_text(to_toml(options))
-    found = read_options(tmp_path / "run.toml", TrainConfig, {})
+    found = read_options(tmp_path / "run.toml", NAMES, {})
     assert TrainConfig(**found).to_dict() == options
 
 
@@ -115,10 +102,9 @@ def test_a_wrong_value_is_named_with_its_file(tmp_path: Path, fails: Fails) -> N
     file = tmp_path / "run.json"
     for content, message in (
         ('{"steps": "many"}', "run.json: steps is 'many', but must be an integer"),
-        ('{"override": [1]}', "run.json: override is"),
-        ('{"preset": "\\ud800"}', r"run.json: preset is '\\ud800', but must be a text that UTF-8 can hold"),
-        ('{"out": "a\\u0000b"}', r"run.json: out is 'a\\x00b', but must be a text without the character zero"),
-        ('{"data": ["\\ud800"]}', r"run.json: data is '\\ud800', but must be a text that UTF-8 can hold"),
+        ('{"steps": 0}', "run.json: steps is 0, but must be at least 1"),
+        ('{"out": "a\\u0000b"}', r"run.json: out is 'a\\x00b', but must be a text that UTF-8 can hold, without the character zero"),
+        ('{"data": ["\\ud800"]}', r"run.json: data\[0\] is '\\ud800', but must be a text that UTF-8 can hold"),
         ('{"recipe": "fast"}', "run.json: recipe is 'fast', but must be"),
     ):
         file.write_text(content)

@@ -1,7 +1,6 @@
 """`lineartime eval`."""
 
 import json
-import math
 import re
 import shutil
 from collections.abc import Callable
@@ -36,14 +35,6 @@ def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[st
     assert re.search(r"│ +16 to 31 │ +\d\.\d{4} │ +(-|\d\.\d{4}) │ +\d+ │", shown)
 
 
-def test_eval_prints_json_for_other_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", str(folder / "run"), "--json", "--cache", str(folder / "cache")]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["precision"] in ("fp32", "bf16")
-    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
-    assert sum(position["count"] for position in result["by_position"]) == result["tokens"]
-
-
 def test_eval_takes_other_text_and_another_split(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = folder / "other.txt"
     other.write_text("something else\n" * 100)
@@ -65,13 +56,12 @@ def test_another_checkpoint_than_the_best_can_be_chosen(folder: Path, capsys: py
         fails([command, f"{run}/step-00000004", "--checkpoint", "last"], "--checkpoint is last, but .* is a checkpoint itself")
 
 
-@pytest.mark.parametrize("with_manifest", [True, False])
 def test_a_model_that_was_passed_on_alone_is_evaluated_and_generates(
-    folder: Path, tmp_path: Path, fails: Fails, with_manifest: bool, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, fails: Fails, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "model"
     model.mkdir()
-    for name in ("model.safetensors", "model.json", "tokenizer.json", *(["manifest.json"] if with_manifest else [])):
+    for name in ("model.safetensors", "model.json", "tokenizer.json"):
         (model / name).write_bytes((best_checkpoint(folder / "run") / name).read_bytes())
     message = "is missing, but .*model has no training.json, which records what the model was trained on: give "
     fails(["eval", str(model)], f"--data {message}--data and --context-length")
@@ -83,42 +73,6 @@ def test_a_model_that_was_passed_on_alone_is_evaluated_and_generates(
         losses.append(json.loads(capsys.readouterr().out)["loss"])
     assert losses[0] == losses[1]
     assert main(["generate", str(model), "--prompt", "the square", "--max-tokens", "3"]) == 0
-
-
-def test_all_of_a_text_is_measured_if_it_is_asked_for_or_is_a_test_split(
-    folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails
-) -> None:
-    arguments = ["eval", str(folder / "run"), "--json", "--cache", str(folder / "cache"), "--data"]
-    for name, split in (("book.txt", "all"), ("my_test.txt", "test"), ("my_test.txt", "all")):
-        (folder / name).write_text("something else\n" * 100)
-        capsys.readouterr()
-        assert main([*arguments, str(folder / name), "--split", split]) == 0
-        shown = capsys.readouterr()
-        (line,) = shown.out.splitlines()  # what the splits are is said elsewhere
-        assert json.loads(line)["tokens"] == 1501
-        assert "1 document, 1,501 tokens" in shown.err
-    message = "--data is .*my_test.txt, which, judging by its file names, has a test split but no validation split: choose an"
-    fails([*arguments, str(folder / "my_test.txt"), "--split", "validation"], message)
-
-
-def test_several_texts_are_measured_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "a.jsonl").write_text('{"body": "abc"}\n' * 40)
-    (folder / "b.txt").write_text("something else\n" * 100)
-    arguments = ["--data", str(folder / "a.jsonl"), "--data", str(folder / "b.txt"), "--text-column", "body"]
-    assert main(["eval", *arguments, "--split", "all", "--cache", str(folder / "cache"), str(folder / "run")]) == 0
-    assert "all:        the whole text: 41 documents, 1,661 tokens" in capsys.readouterr().err
-
-
-def test_the_column_of_the_training_text_is_not_looked_for_in_another(
-    folder: Path, tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "body.jsonl").write_text('{"body": "some text of a body"}\n' * 100)
-    arguments = [*options[: options.index("--data")], "--cache", str(folder / "cache"), "--eval-windows", "2"]
-    train = ["train", *arguments, "--data", "body.jsonl", "--text-column", "body", "--steps", "1", "--out", "run"]
-    assert main(train) == 0
-    assert main(["eval", "run"]) == 0
-    assert "5% of body.jsonl: 5 documents" in capsys.readouterr().err
-    assert main(["eval", "run", "--data", str(folder / "text.txt")]) == 0
 
 
 def test_a_context_longer_than_the_model_reads_ends_in_a_sentence(
@@ -148,11 +102,6 @@ def test_a_masked_model_cannot_generate_or_carry(
     assert " per masked token" in capsys.readouterr().out
     fails(["generate", run], "model is a masked language model, which cannot generate: train one with --task clm")
     fails(["eval", run, "--context", "carried"], "--context is carried, which needs a causal model")
-
-
-@pytest.mark.parametrize("which", ["foo", "7", "9" * 5000])
-def test_a_checkpoint_that_is_not_there_is_answered_in_a_sentence(folder: Path, which: str, fails: Fails) -> None:
-    fails(["eval", str(folder / "run"), "--checkpoint", which], "--checkpoint is .*, but must be best, last, or the step of")
 
 
 def test_a_damaged_checkpoint_is_named(
@@ -227,24 +176,6 @@ def test_several_runs_are_compared_window_by_window(folder: Path, capsys: pytest
     assert "--plot shows one run: give one, or draw the curves of several by `lineartime runs`" in capsys.readouterr().err
 
 
-def test_runs_of_other_texts_are_shown_but_not_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, other = folder / "other.txt", folder / "other"
-    text.write_text("Some other words.\n" * 300)
-    small = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--context-length", "24", "--batch-size", "2"]
-    cache = ["--cache", str(folder / "cache")]
-    assert main(["train", *small, "--data", str(text), "--steps", "1", "--out", str(other), *cache]) == 0
-    capsys.readouterr()
-    assert main(["eval", str(folder / "run"), str(other), *cache]) == 0
-    assert "is an evaluation with another text or tokenizer: the two must read the same tokens" in capsys.readouterr().out
-
-
-def test_a_missing_run_is_told_before_others_are_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", str(folder / "run"), str(folder / "missing"), "--cache", str(folder / "cache")]) == 1
-    shown = capsys.readouterr().err
-    assert "missing does not exist" in shown
-    assert "test:" not in shown
-
-
 def test_what_was_measured_is_shown_if_a_later_run_fails(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,8 +185,3 @@ def test_what_was_measured_is_shown_if_a_later_run_fails(
     shown = capsys.readouterr()
     assert re.search(r"│ +\d\.\d{4} ± \d\.\d{4} │ +\d\.\d{4} │ +- │", shown.out)
     assert "damaged" in shown.err
-
-
-def test_eval_asks_for_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval"]) == 1
-    assert "runs is empty: give the folder of a run, or of one checkpoint" in capsys.readouterr().err

@@ -164,16 +164,6 @@ def test_text_appears_as_it_is_produced(folder: Path, start: Start) -> None:
     assert "Traceback" not in shown
 
 
-def test_many_samples_tell_that_they_are_being_drawn(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lineartime.data.progress._PATIENCE", 0.0)
-    assert main(["generate", str(folder / "run"), "--prompt", "the", "--max-tokens", "40", "--samples", "3"]) == 0
-    shown = capsys.readouterr()
-    assert "drawing 3 samples ...\n" in shown.err
-    assert shown.out.count("--- sample") == 3
-
-
 def test_a_saved_state_is_continued_as_the_whole_text_is(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,17 +181,6 @@ def test_a_saved_state_is_continued_as_the_whole_text_is(
     assert capsys.readouterr().out == saved.out
 
 
-def test_tokens_of_the_prompt_are_penalised_if_its_state_is_saved(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["generate", str(folder / "run"), "--prompt", "the square", "--max-tokens", "20", "--temperature", "0"]
-    texts = []
-    for more in ([], ["--repetition-penalty", "5"], ["--repetition-penalty", "5", "--save-state", str(tmp_path / "state")]):
-        assert main([*arguments, *more]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] != texts[1] == texts[2]
-
-
 def test_a_text_can_be_read_without_generating(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = str(tmp_path / "text.state")
     arguments = ["generate", str(folder / "run"), "--prompt", "the square", "--save-state", state, "--max-tokens", "0"]
@@ -212,17 +191,3 @@ def test_a_text_can_be_read_without_generating(folder: Path, tmp_path: Path, cap
     assert main(["generate", str(folder / "run"), "--state", state, "--samples", "2", "--json", "--max-tokens", "5"]) == 0
     samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [sample["sample"] for sample in samples] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--max-tokens", "0"], "--max-tokens is 0, but must be at least 1"),
-        (["--state", "nothing"], "Cannot read nothing: No such file or directory"),
-        (["--state", "{text}"], "{text} is damaged .*: read the prompt again, and save its state"),
-        (["--state", "{folder}"], "Cannot read {folder}: Is a directory"),
-    ],
-)
-def test_wrong_states_are_named(arguments: list[str], message: str, folder: Path, fails: Fails) -> None:
-    names = {"text": str(folder / "text.txt"), "folder": str(folder)}
-    fails(["generate", str(folder / "run"), *(each.format(**names) for each in arguments)], message.format(**names))

@@ -33,17 +33,6 @@ def test_override_takes_the_word_none_as_a_name(tmp_path: Path, options: list[st
     assert lineartime.load(tmp_path / "none").config.absolute_position == "none"
 
 
-def test_text_that_is_not_utf8_is_named(folder: Path, tmp_path: Path, fails: Fails) -> None:
-    (tmp_path / "bad.txt").write_bytes(b"fine\n" * 100 + b"\xff" + b"fine\n" * 100)
-    arguments = ["train", "--data", str(tmp_path / "bad.txt"), "--cache", str(folder / "cache"), "--out", str(tmp_path / "run")]
-    fails(arguments, r"bad.txt is not UTF-8 text \(byte 0xff at offset 500\)")
-    (tmp_path / "empty.txt").touch()
-    arguments[2] = str(tmp_path / "empty.txt")
-    fails(arguments, "--data is .*empty.txt, which holds no text")
-    (tmp_path / "empty.txt").write_text("short")
-    fails(arguments, r"There are 5 tokens in .*empty.txt, fewer than a context and the token after it \(513\): give more text")
-
-
 @pytest.mark.parametrize("command", ["train", "eval", "tokenize"])
 def test_all_commands_name_a_mistake_in_the_data_in_the_same_words(
     command: str, folder: Path, tmp_path: Path, fails: Fails
@@ -126,13 +115,6 @@ def test_resuming_goes_back_behind_a_damaged_checkpoint_whatever_is_damaged(
     assert main(["train", "--out", str(run), "--resume"]) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "is damaged (training.json is not what was written): resuming from step-00000001." in said
-
-
-def test_a_run_that_is_refused_leaves_the_picture_of_the_run_in_its_folder(folder: Path, fails: Fails) -> None:
-    picture = folder / "run" / "loss.png"
-    before = picture.read_bytes()
-    fails(["train", "--out", str(folder / "run"), "--model", "transformer++-tiny"], "already holds a run")
-    assert picture.read_bytes() == before
 
 
 def test_an_error_on_record_names_options_as_the_command_line_does(

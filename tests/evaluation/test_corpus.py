@@ -109,7 +109,7 @@ def test_what_cannot_be_measured_is_named(run: Path, tmp_path: Path) -> None:
     prefix = lineartime.build("flash-tiny", "prefix-lm", d_model=16, n_blocks=1).eval()
     given: dict[str, Any] = {"context_length": 24, "cache": run.parent / "cache"}
     wrong: list[tuple[Any, dict[str, Any], str]] = [
-        (model, {"data": text}, "tokenizer is missing, but a model in memory does not record .*: give tokenizer"),
+        (model, {"data": text}, "tokenizer is missing, but a model in memory does not record .*: give `tokenizer`"),
         (model, {"tokenizer": TOKENIZER}, "data is missing"),
         (dropping, {"data": text, "tokenizer": TOKENIZER}, "model is in training mode, in which dropout"),
         (

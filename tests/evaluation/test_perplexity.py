@@ -158,7 +158,7 @@ def test_a_prefix_model_is_measured_on_what_follows_the_first_half_of_each_windo
 
 
 def test_wrong_arguments_are_named(model: CausalLM) -> None:
-    with pytest.raises(LineartimeError, match=r"^stride is 9, but must be from 1 to context_length=8"):
+    with pytest.raises(LineartimeError, match=r"^stride is 9, but must be from 1 to `context_length=8`"):
         measure(model, stream(20), 8, 9)
     with pytest.raises(LineartimeError, match="There is no text in the test split of noise"):
         measure(model, TokenStream("the test split of noise", np.zeros(0, np.uint16), 0), 8, 8)

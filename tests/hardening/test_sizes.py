@@ -434,7 +434,7 @@ def test_a_tokenizer_that_is_not_the_models_is_refused_even_if_it_has_the_same_s
     first = train(data=str(text), out=tmp_path / "first", override=tiny, **options).run
     other = tmp_path / "other.txt"
     other.write_text("".join(f"{i} other words of another text\n" for i in range(900)))
-    with pytest.raises(ArgumentError, match="tokenizer is bpe-270, but the model of init_from has learnt the tokens"):
+    with pytest.raises(ArgumentError, match="tokenizer is bpe-270, but the model of `init_from` has learnt the tokens"):
         train(init_from=first, data=str(other), out=tmp_path / "other", **options)
     assert train(init_from=first, data=str(text), out=tmp_path / "second", **options).finished
 
@@ -454,7 +454,7 @@ def test_weights_that_do_not_fit_the_model_that_is_asked_for_are_named(run: Path
             train(init_from=run, **asked, **options)
     with pytest.raises(LineartimeError, match=r"unread.jsonl, line 1, is not JSON"):
         train(init_from=run, override={"dropout": 0.1}, tokenizer="bytes", **options)
-    with pytest.raises(LineartimeError, match="init_from starts a new run, and cannot be combined with resume"):
+    with pytest.raises(LineartimeError, match="init_from starts a new run, and cannot be combined with `resume`"):
         train(init_from=run, resume=True, out=run)
     for option in ("init_from", "like"):
         with pytest.raises(ArgumentError, match=f"^{option} is .*missing, which does not exist: give the folder of a run"):
@@ -466,7 +466,7 @@ def test_a_preset_of_another_size_than_the_weights_is_refused_whatever_overrides
     run: Path, text: Path, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"data": str(text), "cache": tmp_path / "c", "context_length": 16, "steps": 1, "track": ()}
-    with pytest.raises(ArgumentError, match=r"^preset is flash-base, but the model of init_from is flash-tiny: leave it out"):
+    with pytest.raises(ArgumentError, match=r"^preset is flash-base, but the model of `init_from` is flash-tiny: leave it out"):
         train(init_from=run, preset="flash-base", out=tmp_path / "base", **options)
     # An override that changes no shapes is one of the new run, also where it makes the model that of another preset.
     other = {"normalization": "paper", "initial_scores": "unit"}

@@ -73,12 +73,12 @@ def test_norms_follow_the_task() -> None:
 def test_a_system_that_only_looks_both_ways_is_no_causal_preset(name: str) -> None:
     assert name not in presets("clm")
     assert name in presets("mlm")
-    with pytest.raises(ValueError, match=rf"{name} cannot be a causal model: .*; use task='mlm'"):
+    with pytest.raises(ValueError, match=rf"{name} cannot be a causal model: .*; use `task='mlm'`"):
         lineartime.build(name)
 
 
 def test_a_mixer_that_only_looks_both_ways_makes_no_causal_model() -> None:
-    with pytest.raises(ValueError, match=r"task is 'clm', but a model of linformer cannot be causal: .*; use task='mlm'"):
+    with pytest.raises(ValueError, match=r"task is 'clm', but a model of linformer cannot be causal: .*; use `task='mlm'`"):
         lineartime.build("flash-tiny", mixer=LayerConfig("linformer"))
 
 

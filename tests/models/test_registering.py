@@ -271,7 +271,7 @@ def test_a_mixer_can_be_overridden_by_its_name_or_as_in_model_json(mixer: Any) -
 
 
 def test_an_unknown_mixer_is_named_with_those_like_it() -> None:
-    message = r"^mixer.kind is 'flash-locl' .did you mean flash-local.*, which is not known here: import .*, by import"
+    message = r"^mixer.kind is 'flash-locl' .did you mean flash-local.*, which is not known here: import .*, by `import`"
     with pytest.raises(ArgumentError, match=message):
         resolve("flash-tiny", mixer="flash-locl")
     with pytest.raises(LineartimeError, match=r"^mixer is 5, but must be a LayerConfig, or the name, of one of these kinds"):

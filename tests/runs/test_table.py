@@ -283,7 +283,7 @@ def test_a_run_that_an_error_ended_says_so_until_it_is_resumed(
     config: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = config().run_directory
-    message = "The validation loss became nan at step 2: start another run in another folder, with learning_rate below 0.003"
+    message = "The validation loss became nan at step 2: start another run in another folder, with `learning_rate` below 0.003"
     with monkeypatch.context() as patch:
         values = iter([5.0, math.nan])
         patch.setattr(Validation, "loss", lambda self, stop: next(values))
@@ -298,7 +298,7 @@ def test_a_run_that_an_error_ended_says_so_until_it_is_resumed(
     [facts] = json.loads(capsys.readouterr().out)["runs"]
     assert (facts["state"], facts["error"].startswith(message)) == ("failed", True)
     with pytest.raises(
-        LineartimeError, match=r"already holds a run, which failed \(The validation loss .*\): give another out"
+        LineartimeError, match=r"already holds a run, which failed \(The validation loss .*\): give another `out`"
     ):
         train(config(steps=2))
     assert summarize(run, "")[0].state == "failed"  # what was refused has not touched it

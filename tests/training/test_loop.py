@@ -260,7 +260,7 @@ def test_too_many_infinite_steps_in_a_row_end_the_run_and_leave_a_good_checkpoin
     broken = config(steps=50, learning_rate=1e30, warmup_steps=0, clip_norm=0.0, max_skipped=3, eval_every=50)
     with pytest.raises(
         LineartimeError,
-        match=r"consecutive skipped steps .*the last checkpoint is .*step-0000.*: .*learning_rate below 1e\+30",
+        match=r"consecutive skipped steps .*the last checkpoint is .*step-0000.*: .*`learning_rate` below 1e\+30",
     ):
         trained(broken)
     model = lineartime.load(broken.run_directory)
@@ -567,7 +567,7 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ({"override": ("chunk=3",)}, "override does not fit the model: chunk is not an option of this model"),
         (
             {"override": ("vocab_size=3",)},
-            "override cannot set vocab_size to 3: it follows from tokenizer, which has 258",
+            "override cannot set vocab_size to 3: it follows from `tokenizer`, which has 258",
         ),
         (
             {"preset": "performer-tiny", "task": "prefix-lm"},
@@ -575,7 +575,7 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ),
         (
             {"preset": "flash-quad-tiny", "override": ("d_model=16", "n_blocks=1", "max_length=8")},
-            "context_length is 24, but flash-quad-tiny reads at most 8 tokens: .* or override max_length=24",
+            "context_length is 24, but flash-quad-tiny reads at most 8 tokens: .* or `override` max_length=24",
         ),
         ({"context_length": 50_000}, r"There are \d+ tokens in the train split of .*text.txt, fewer than a context"),
         ({"data": "/does/not/exist"}, "data is /does/not/exist, which is neither a file or folder nor the name of"),

@@ -128,7 +128,7 @@ def test_another_optimiser_than_that_of_a_recipe_needs_no_other_option() -> None
     config = completed(recipe="quick", optimizer="adamw")
     config.check()
     assert config.optimizer == "adamw"
-    with pytest.raises(LineartimeError, match=r"^warmup_steps is 500, but must be below steps=420\.$"):
+    with pytest.raises(LineartimeError, match=r"^warmup_steps is 500, but must be below `steps=420`\.$"):
         completed(recipe="quick", warmup_steps=500).check()
 
 

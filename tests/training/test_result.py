@@ -72,7 +72,7 @@ def test_options_may_stand_beside_a_config_or_come_from_another_run(options: dic
     assert list(first.training_losses) == [1, 2]
     again = train(like=str(first.run), out=str(tmp_path / "again"))
     assert again.training_losses == first.training_losses
-    with pytest.raises(ArgumentError, match="like cannot be combined with recipe"):
+    with pytest.raises(ArgumentError, match="like cannot be combined with `recipe`"):
         train(like=str(first.run), recipe="lm-pg19")
 
 
@@ -110,7 +110,7 @@ def test_a_run_may_be_given_a_model_as_plain_data(options: dict[str, Any], tmp_p
     assert train(out=str(result.run), resume=True, preset=model).finished
     like = train(like=str(result.run), out=str(tmp_path / "like"), preset=model.override(chunk_size=4), track=[])
     assert like.model.config == model.override(chunk_size=4)
-    with pytest.raises(ArgumentError, match=r"override cannot set vocab_size to 300: .*tokenizer, which has 258 tokens"):
+    with pytest.raises(ArgumentError, match=r"override cannot set vocab_size to 300: .*`tokenizer`, which has 258 tokens"):
         train(**options | {"preset": model.override(vocab_size=300), "out": str(tmp_path / "other")})
 
 

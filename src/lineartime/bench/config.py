@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from lineartime.choices import MAX_CONTEXT_LENGTH, Device, Precision
 from lineartime.errors import Argument, ArgumentError
-from lineartime.fields import AtLeastOne, Between, check_fields, check_ranges, set_plain
+from lineartime.fields import AtLeastOne, Between, check_fields
 from lineartime.host import Threads
 
 Measure = Literal["train", "forward", "prefill", "decode"]
@@ -69,7 +69,7 @@ class BenchConfig:
     """Folder for the results; it must not hold any yet. The default is runs/bench, or runs/bench-2, and so on."""
 
     def __post_init__(self) -> None:
-        set_plain(self)
+        check_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The options for JSON. Paths are reduced to their names: full paths mean nothing on other machines."""
@@ -89,9 +89,7 @@ class BenchConfig:
         return self.out
 
     def check(self) -> None:
-        """Raise ArgumentError for a value that is not allowed."""
-        check_fields(self)
-        check_ranges(self)
+        """Raise ArgumentError for values that do not fit together."""
         for name in ("presets", "measure", "context_lengths", "positions", "dtypes", "modes"):
             if not getattr(self, name):
                 raise ArgumentError(name, "is empty: give at least one value.")

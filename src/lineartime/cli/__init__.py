@@ -1,34 +1,36 @@
-"""The command line: parse the arguments, call the library, and print the results.
+"""The command line: tyro parses the arguments, a command calls the library and prints the results.
 
 Each command is a module with a dataclass `Options`, whose fields are the command's options and whose docstrings are its help,
 and a function `run`. Only this package knows about flags: errors of the library name arguments, which become flags here.
 """
 
+import ast
 import os
+import re
 import shlex
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields, make_dataclass
-from functools import partial
+from dataclasses import make_dataclass
 from importlib import import_module
-from itertools import pairwise
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from rich.console import Console
 from rich.text import Text
 
-from lineartime.cli.imports import split_imports
-from lineartime.errors import Argument, Call, LineartimeError, ReportedError, did_you_mean, file_error, spelled
+from lineartime.errors import ArgumentError, LineartimeError, ReportedError, file_error
 from lineartime.host import installed_version
 from lineartime.screen import SCREEN, discard, open_standard_streams
+
+Options = TypeVar("Options")
 
 INTERRUPTED = 130
 _NARROWEST = 20
 """The minimum terminal width in columns: at smaller widths, tyro's help formatter does not terminate."""
-_COMMANDS = (
+COMMANDS = (
     "train",
     "eval",
     "generate",
@@ -47,6 +49,12 @@ _COMMANDS = (
 
 They import slow packages (PyTorch, matplotlib) inside `run`, so that help appears at once.
 """
+_IMPORT = Annotated[
+    tyro.conf.UseAppendAction[tuple[str, ...]],
+    tyro.conf.arg(name="import", metavar="MODULE", help="Module, or file ending in .py, that registers systems of your own."),
+]
+_MENTION = re.compile(r"`(?:lineartime\.[a-z.]*)?([a-z_]+)(\(\)|=[^`]+)?`")
+"""What a message names in backticks: an argument, an argument with its value, or a function that is also a command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,24 +65,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if shutil.get_terminal_size().columns < _NARROWEST:
         os.environ["COLUMNS"] = str(_NARROWEST)
     try:
-        modules, arguments = split_imports(arguments)
         if arguments[:1] == ["--version"]:
             print(f"lineartime {installed_version('lineartime')}, torch {installed_version('torch')}")
             return 0
-        _import(modules)
-        _check(arguments)
-        options = parse(arguments)
-        with spelled(partial(_written, options=options, arguments=arguments)):
-            if arguments[0] in ("train", "reproduce"):
-                _command(arguments[0]).run(options, arguments[1:])
-            else:
-                _command(arguments[0]).run(options)
+        name, *rest = arguments if arguments[:1] and arguments[0] in COMMANDS else _command_first(arguments)
+        command = _command(name)
+        options = parse(command.Options, rest)
+        if name in ("train", "reproduce"):
+            command.run(options, rest)
+        else:
+            command.run(options)
         sys.stdout.flush()  # so that a closed output fails here
     except ReportedError:
         time.sleep(3)  # torchrun ends all processes when one ends: let the one that reports the error end first
         return 1
     except LineartimeError as error:
-        return _fail(error.message(partial(_written, options=options, arguments=arguments)))
+        return _fail(_sentence(error, options))
     except BrokenPipeError:  # the reader of the output, for instance `head`, has closed it
         discard(sys.stdout)
     except OSError as error:
@@ -87,188 +93,96 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if not is_out_of_memory(error):
             raise
-        return _fail(_too_little_memory(options))
+        sizes = [f"`{name}`" for name in ("batch_size", "context_length", "samples") if hasattr(options, name)]
+        advice = f": use a smaller {' or '.join(sizes)}." if sizes else "."
+        return _fail(as_options(f"This machine has too little memory{advice}", type(options)))
     except KeyboardInterrupt as interrupt:
         print(str(interrupt) or "stopped", file=SCREEN)
         return INTERRUPTED
     return 0
 
 
-def _import(modules: Sequence[str]) -> None:
-    if modules:
+def parse(options: type[Options], arguments: Sequence[str], default: Options | None = None) -> Options:
+    """Parse the options of a command, and import the modules that --import names.
+
+    Exit with status 2 and a message if the arguments are wrong.
+
+    Raises:
+        LineartimeError: for a list that is given twice, of which tyro would keep the last values alone; or if a module cannot
+            be imported.
+    """
+    flags = [word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")]
+    for name, hint in get_type_hints(options, include_extras=True).items():
+        kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        flag = f"--{name.replace('_', '-')}"
+        if get_origin(kind) is tuple and tyro.conf.UseAppendAction not in marks and flags.count(flag) > 1:
+            raise LineartimeError(f"{flag} is given twice, and only the last one would count: give all its values after one.")
+    own: Any = ("options", Annotated[options, tyro.conf.arg(name="")], *(() if default is None else (default,)))
+    with_import: Any = make_dataclass("with_import", [own, ("modules", _IMPORT, ())])
+    program = f"lineartime {options.__module__.rpartition('.')[2]}"
+    parsed = tyro.cli(with_import, prog=program, description=options.__doc__, args=arguments)
+    if parsed.modules:
         from lineartime.models.registering import import_everywhere
 
-        import_everywhere(modules)
+        import_everywhere([str(Path(name).absolute()) if name.endswith(".py") else name for name in parsed.modules])
+    found: Options = parsed.options
+    return found
 
 
-def parse(arguments: Sequence[str]) -> Any:
-    """Parse the arguments into the `Options` of their command; exit with status 2 and a message if they are wrong."""
-    if arguments and arguments[0] in _COMMANDS:
-        options = _command(arguments[0]).Options
-        if problem := _misplaced(arguments) or _looks_like_option(arguments) or _wrong_choice(arguments):
-            _fail(problem)
-            sys.exit(2)
-        return tyro.cli(options, prog=f"lineartime {arguments[0]}", args=arguments[1:])
-    if arguments and not arguments[0].startswith("-"):
-        _fail(f"{arguments[0]} is not a command{did_you_mean(arguments[0], _COMMANDS)}: use one of {', '.join(_COMMANDS)}.")
-        sys.exit(2)
+def _command_first(arguments: Sequence[str]) -> list[str]:
+    """The arguments with --import behind the command; exits with the list of commands for --help, or if there is no command."""
     # Not A | B: the members are known only when this runs.
-    commands: Any = Union[tuple(Annotated[_command(name).Options, tyro.conf.subcommand(name)] for name in _COMMANDS)]  # noqa: UP007  # X | Y takes no tuple
+    commands: Any = Union[tuple(Annotated[_command(name).Options, tyro.conf.subcommand(name)] for name in COMMANDS)]  # noqa: UP007  # X | Y takes no tuple
     version = tyro.conf.arg(help="Print the versions of lineartime and PyTorch, and exit.")  # `main` does it
-    imported = tyro.conf.arg(
-        name="import",
-        metavar="MODULE",
-        help="A module, or a file ending in .py, that registers systems of your own; it may come anywhere, and be repeated.",
-    )
     fields: list[Any] = [
         ("command", Annotated[commands, tyro.conf.arg(name="")]),
         ("version", Annotated[bool, tyro.conf.FlagCreatePairsOff, version], False),
-        ("import_", Annotated[str | None, imported], None),
+        ("modules", _IMPORT, ()),
     ]
-    everything = make_dataclass("everything", fields)
-    return tyro.cli(everything, prog="lineartime", description="Transformer quality in linear time.", args=arguments)
+    everything: Any = make_dataclass("everything", fields)
+    found = tyro.cli(everything, prog="lineartime", description="Transformer quality in linear time.", args=arguments)
+    place = list(arguments).index(type(found.command).__module__.rpartition(".")[2])
+    return [*arguments[place:], *arguments[:place]]
 
 
 def _command(name: str) -> Any:
     return import_module(f"lineartime.cli.{name}")
 
 
-def _check(arguments: Sequence[str]) -> None:
-    """Raise LineartimeError for arguments that tyro would accept but misread."""
-    given, (lists, repeatable) = _flags(arguments), _lists(arguments)
-    for flag in dict.fromkeys(given):
-        if given.count(flag) > 1 and flag in lists:
-            raise LineartimeError(f"{flag} is given twice, and only the last one would count: give all its values after one.")
-        if given.count(flag) > 1 and flag not in repeatable:  # as scripts do to replace a value
-            print(f"{flag} is given twice: the last one counts.", file=SCREEN)
-    for flag, value in pairwise((*arguments, "--")):
-        if flag.replace("_", "-") in lists - _may_be_empty(arguments) and value.startswith("--"):
-            raise LineartimeError(f"{flag} has no value: give at least one, or leave the option out.")
-    for option in ("--out", "--cache"):  # an empty path would be the working directory
-        if (option, "") in pairwise(arguments) or f"{option}=" in arguments:
-            raise LineartimeError(f"{option} is empty: give a path, or leave the option out.")
+def _sentence(error: LineartimeError, options: Any) -> str:
+    """The message of an error, with the options of this command in place of the arguments of Python."""
+    if not isinstance(error, ArgumentError):
+        return as_options(error.message, type(options))
+    name = error.argument
+    if getattr(options, f"{name}_file", None) is not None:  # a text that was read from a file
+        name += "_file"
+    return f"{_flag(name, type(options)) or name} {as_options(error.predicate, type(options))}"
 
 
-def _misplaced(arguments: Sequence[str]) -> str:
-    """A sentence for a text or a run that `train` or `tokenize` is given without its option; empty if there is none."""
-    command, first = arguments[0], (*arguments[1:], "-")[0]
-    if command in ("train", "tokenize") and not first.startswith("-"):
-        return f"{first} is given without an option: write --data {first} for a text."
-    after = next((value for flag, value in pairwise(arguments) if flag == "--resume" and not value.startswith("-")), None)
-    return "" if after is None else f"--resume takes no value, but is followed by {after}: write --resume --out {after}."
+def as_options(message: str, command: type) -> str:
+    """Write the arguments that a message names in backticks as options of a command, or of `train`, of which errors advise."""
+
+    def written(mention: re.Match[str]) -> str:
+        name, rest = mention[1], mention[2] or ""
+        if rest == "()":
+            return f"`lineartime {name}`" if name in COMMANDS else mention[0]
+        flag = _flag(name, command) or _flag(name, _command("train").Options)
+        if flag is None or not rest:
+            return flag or mention[0]
+        value = ast.literal_eval(rest[1:])
+        if isinstance(value, bool):
+            return flag if value else flag.replace("--", "--no-", 1)
+        return f"{flag} {shlex.quote(str(value))}"
+
+    return _MENTION.sub(written, message)
 
 
-def _looks_like_option(arguments: Sequence[str]) -> str:
-    """A sentence for a text that begins like an option, which the parser would take for one; empty if there is none."""
-    hints = get_type_hints(_command(arguments[0]).Options)
-    texts = [f"--{name.replace('_', '-')}" for name, hint in hints.items() if str in (hint, *get_args(hint))]
-    for flag, value in pairwise(arguments):
-        if (
-            flag.replace("_", "-") in texts
-            and value.startswith("-")
-            and not value.startswith("--")
-            and value not in ("-", "-h")
-        ):
-            return f"{flag} is followed by {value}, which looks like an option: write {flag}={shlex.quote(value)}."
-    return ""
-
-
-def _wrong_choice(arguments: Sequence[str]) -> str:
-    """A sentence for a value that is none of the choices of its option; empty if there is none.
-
-    The parser would list the choices in another order each time.
-    """
-    given = _values(arguments)
-    for name, hint in get_type_hints(_command(arguments[0]).Options).items():
-        kinds = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal]
-        flag = f"--{name.replace('_', '-')}"
-        if not kinds or flag not in given:
-            continue
-        choices = [str(choice) for choice in get_args(kinds[0])]
-        several = get_origin(hint) is tuple
-        verb = "contains" if several else "is"
-        for value in given[flag] if several else given[flag][:1]:
-            if value not in choices and (value != "None" or several or hint is kinds[0]):
-                return f"{flag} {verb} {value}{did_you_mean(value, choices)}, but must be one of {', '.join(choices)}."
-    return ""
-
-
-def _values(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """The values after each flag; of a flag that is repeated, those after the last one."""
-    values: dict[str, list[str]] = {}
-    flag = ""
-    for argument in arguments:
-        if argument.startswith("--"):
-            flag, is_one, value = argument.partition("=")
-            flag = flag.replace("_", "-")
-            values[flag] = [value] if is_one else []
-        elif flag:
-            values[flag].append(argument)
-    return values
-
-
-def _flags(arguments: Sequence[str]) -> list[str]:
-    """The flags among the arguments, as their help spells them."""
-    return [argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
-
-
-def _lists(arguments: Sequence[str]) -> tuple[set[str], set[str]]:
-    """The flags of a command that take several values at once, and those that may be repeated instead."""
-    lists: set[str] = set()
-    repeatable: set[str] = set()
-    if not arguments or arguments[0] not in _COMMANDS:
-        return lists, repeatable
-    hints = get_type_hints(_command(arguments[0]).Options, include_extras=True)
-    for name, hint in hints.items():
-        kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        if get_origin(kind) is tuple:
-            (repeatable if tyro.conf.UseAppendAction in marks else lists).add(f"--{name.replace('_', '-')}")
-    return lists, repeatable
-
-
-def _may_be_empty(arguments: Sequence[str]) -> set[str]:
-    """The flags of a command whose default is not empty, so that no value means something else."""
-    if not arguments or arguments[0] not in _COMMANDS:
-        return set()
-    return {f"--{field.name.replace('_', '-')}" for field in fields(_command(arguments[0]).Options) if field.default != ()}
-
-
-def _written(part: Argument | Call, options: Any, arguments: Sequence[str]) -> str:
-    """The command-line spelling of an argument or a call that an error names.
-
-    Advice may name an option of `train`. An argument that neither command has keeps its name in Python.
-    """
-    if isinstance(part, Call):
-        return f"`lineartime {part.name}`"
-    if part == Argument("import"):
-        return "--import"
-    if getattr(options, f"{part.name}_file", None) is not None:  # a text that an option takes from a file
-        part = Argument(f"{part.name}_file", part.value)
-    hints = get_type_hints(type(options), include_extras=True)
-    if part.name not in hints and part.value is not None:
-        hints = get_type_hints(_command("train").Options, include_extras=True)
-    if part.name not in hints:
-        return str(part)
-    if tyro.conf.Positional in get_args(hints[part.name]):
-        return part.name
-    name = part.name.replace("_", "-")
-    if isinstance(part.value, bool):
-        return f"--{name}" if part.value else f"--no-{name}"
-    flag = _flag(f"--{name}", get_args(hints[part.name]), arguments)
-    return flag if part.value is None else f"{flag} {shlex.quote(str(part.value))}"
-
-
-def _flag(flag: str, annotations: Sequence[Any], arguments: Sequence[str]) -> str:
-    """The spelling of an option that the user chose: its `flag`, or one of the aliases in its annotations."""
-    aliases = [alias for each in annotations for alias in getattr(each, "aliases", None) or ()]
-    given = _flags(arguments)
-    return next((alias for alias in aliases if alias in given), flag)
-
-
-def _too_little_memory(options: Any) -> str:
-    """What to say when memory runs out: the options of the command that need less."""
-    sizes = [f"--{name.replace('_', '-')}" for name in ("batch_size", "context_length", "samples") if hasattr(options, name)]
-    return "This machine has too little memory" + (f": use a smaller {' or '.join(sizes)}." if sizes else ".")
+def _flag(name: str, command: type) -> str | None:
+    """The option of a command for an argument of Python: its name if it has no flag; None if the command has no such option."""
+    hints = {**get_type_hints(command, include_extras=True), "import": str}
+    if name not in hints:
+        return None
+    return name if tyro.conf.Positional in get_args(hints[name]) else f"--{name.replace('_', '-')}"
 
 
 def _fail(message: str) -> int:

@@ -13,9 +13,12 @@ class Options(BenchConfig):
 
     presets: tyro.conf.Positional[tuple[str, ...]] = BenchConfig.presets
 
+    def __post_init__(self) -> None:
+        """Leave the checks to `BenchConfig`: tyro would show its errors as those of the parser."""
+
 
 def run(options: Options) -> None:
     """Measure, print the results and write them."""
     from lineartime.bench.command import run_benchmark
 
-    run_benchmark(options)
+    run_benchmark(BenchConfig(**vars(options)))

@@ -5,10 +5,9 @@ data = ["books/", "wiki.txt"]
 learning-rate = 0.003          # or learning_rate
 """
 
-import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,34 +16,29 @@ from lineartime.errors import LineartimeError, did_you_mean, missing_extra, repo
 from lineartime.fields import shown
 from lineartime.json_files import parse
 
-_MAX_BYTES = 2**20
-"""The maximum size of an options file in bytes: a larger file was given by mistake."""
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
-def read_options(file: Path, cls: type, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Read the options in a TOML, YAML or JSON file, by the names of the fields of a dataclass.
+def read_options(file: Path, known: Collection[str], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Read the options in a TOML, YAML or JSON file.
 
     Args:
         file: the file; its suffix determines the format.
-        cls: the dataclass of the options.
-        aliases: alternative names of fields.
+        known: the names of all options.
+        aliases: alternative names of options.
 
     Raises:
         LineartimeError: naming the file, if it cannot be read, or has an unknown option. Types are not checked here.
     """
     with reporting_file_errors("read", file):
-        if file.stat().st_size > _MAX_BYTES:
-            raise LineartimeError(f"{file} is larger than a file of options can be ({_MAX_BYTES:,} bytes).")
-        text = file.read_bytes()
+        content = file.read_bytes()
     try:
-        values = _parse(file, text.decode("utf-8-sig"))
+        values = _parse(file, content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # from any of the parsers, or bytes that are not UTF-8
         what = " ".join(str(error).split())
         raise LineartimeError(f"{file} cannot be read as {file.suffix[1:].upper()}: {what}.") from None
     if not isinstance(values, dict):
         raise LineartimeError(f"{file} holds a {type(values).__name__}, but must hold options by name.")
-    known = [field.name for field in dataclasses.fields(cls)]
     found = {}
     for given, value in values.items():
         name = str(given).replace("-", "_")
@@ -53,7 +47,7 @@ def read_options(file: Path, cls: type, aliases: Mapping[str, str]) -> dict[str,
             raise LineartimeError(f"{file} has the unknown option {shown(given)}{did_you_mean(name, known)}.")
         if name in found:
             raise LineartimeError(f"{file} has {name} twice, under two names: keep one.")
-        found[name] = tuple(value) if isinstance(value, list) else value
+        found[name] = value
     return found
 
 

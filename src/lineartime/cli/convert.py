@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
-from lineartime.errors import Argument, ArgumentError
+from lineartime.cli.options import Checkpoint
+from lineartime.errors import ArgumentError
 from lineartime.files import is_folder, is_there
 
 
@@ -19,8 +19,7 @@ class Options:
     """Folder of a run, a checkpoint, a model of transformers or GAU-alpha; or a file of weights of FLASH-pytorch."""
     destination: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DESTINATION")]]
     """Folder to write, or the file for FLASH-pytorch."""
-    checkpoint: CheckpointOption = None
-    """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
+    checkpoint: Checkpoint = None
     to: Literal["auto", "flash-pytorch"] = "auto"
     """Format to write: auto is transformers for a model of lineartime, and lineartime for all others."""
     flash_pytorch: tuple[str, ...] = ()
@@ -32,49 +31,45 @@ class Options:
 def run(options: Options) -> None:
     """Convert the model, and print how to load it."""
     from lineartime.data.progress import Progress
+    from lineartime.foreign import is_foreign
 
     with Progress(f"converting {options.source}"):
-        said = _convert(options)
+        if options.to == "flash-pytorch":
+            said = _write_flash_pytorch(options)
+        elif is_foreign(options.source):
+            said = _read_foreign(options)
+        else:
+            said = _convert(options)
     print(said)
 
 
 def _convert(options: Options) -> str:
-    """Convert the model; return what was written and how to load it."""
-    if options.to == "flash-pytorch":
-        return _write_flash_pytorch(options)
-    from lineartime.foreign import is_foreign
+    """Convert a model of lineartime for transformers, or the reverse; return what was written and how to load it."""
     from lineartime.foreign.weights import SUFFIXES
 
-    if is_foreign(options.source):
-        return _read_foreign(options)
     if not is_folder(options.source):
-        raise _no_model(options.source)
+        problem = "whose suffix is not that of a file of weights" if is_there(options.source) else "which does not exist"
+        advice = f"give the folder of a model, or a file of weights ({', '.join(SUFFIXES)})"
+        raise ArgumentError("source", f"is {options.source}, {problem}: {advice}.")
     if options.destination.suffix in SUFFIXES:
-        problem = f"is {options.destination}, the name of a file of weights, but a folder would be written: give its name, or "
-        raise ArgumentError("destination", problem, Argument("to", "flash-pytorch"), ".")
+        problem = f"is {options.destination}, the name of a file of weights, but a folder would be written: give its name"
+        raise ArgumentError("destination", f"{problem}, or `to='flash-pytorch'`.")
     _refuse(options, "flash_pytorch", "tokenizer")
-    from lineartime.hf.convert import CONFIG, convert
+    from lineartime.hf.convert import CONFIG, convert  # needs transformers
 
-    folder = convert(options.source, options.destination, checkpoint=checkpoint_choice(options.checkpoint))
+    folder = convert(options.source, options.destination, checkpoint=options.checkpoint)
     if (folder / CONFIG).exists():
         return f"{folder}: a model of transformers, which its Auto classes load after `import lineartime.hf`"
     return _ours(folder)
 
 
-def _no_model(source: Path) -> ArgumentError:
-    from lineartime.foreign.weights import SUFFIXES
-
-    advice = f"give the folder of a model, or a file of weights ({', '.join(SUFFIXES)})"
-    problem = "whose suffix is not that of a file of weights" if is_there(source) else "which does not exist"
-    return ArgumentError("source", f"is {source}, {problem}: {advice}.")
-
-
 def _read_foreign(options: Options) -> str:
+    """Convert a model of another package; return what was written and how to load it."""
     from lineartime.checkpoint import load_tokenizer
     from lineartime.foreign import convert
 
     _refuse(options, "checkpoint")
-    arguments = dict(_read(item) for item in options.flash_pytorch)
+    arguments = dict(map(_read, options.flash_pytorch))
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
     written = _ours(convert(options.source, options.destination, tokenizer=tokenizer, flash_pytorch=arguments))
     if is_folder(options.source) or "causal" in arguments:
@@ -86,13 +81,14 @@ def _read_foreign(options: Options) -> str:
 
 
 def _write_flash_pytorch(options: Options) -> str:
+    """Write the weights of a model for FLASH-pytorch; return what was written and how to load it."""
     from lineartime.checkpoint import load
     from lineartime.foreign import write_flash_pytorch
     from lineartime.foreign.flash_pytorch_export import check_destination
 
     _refuse(options, "flash_pytorch", "tokenizer")
     check_destination(options.destination)  # before the slow part
-    arguments = write_flash_pytorch(load(options.source, checkpoint=checkpoint_choice(options.checkpoint)), options.destination)
+    arguments = write_flash_pytorch(load(options.source, checkpoint=options.checkpoint), options.destination)
     shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f"{options.destination}: the state_dict of FLASHTransformer({shown})"
 
@@ -100,7 +96,7 @@ def _write_flash_pytorch(options: Options) -> str:
 def _refuse(options: Options, *names: str) -> None:
     """Raise ArgumentError for options that this conversion does not use."""
     for name in names:
-        if getattr(options, name) not in (None, ()):
+        if getattr(options, name):
             raise ArgumentError(name, f"is given, but converting {options.source} does not use it: leave it out.")
 
 

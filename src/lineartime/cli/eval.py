@@ -6,21 +6,37 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 from rich.table import Column, Table
 
-from lineartime.choices import Context, Device, Precision, Split
-from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
-from lineartime.errors import ArgumentError, Call
+from lineartime.choices import Context, Precision, Split
+from lineartime.cli.options import Checkpoint, Device, Threads
+from lineartime.errors import ArgumentError
 from lineartime.plots import check_picture
 from lineartime.runs.curve import draw_report
 from lineartime.screen import SCREEN, output_console
 
 if TYPE_CHECKING:
     from lineartime.evaluation import Difference, Evaluation
+
+_GIVEN = (
+    "checkpoint",
+    "split",
+    "text_column",
+    "max_expansion",
+    "context",
+    "context_length",
+    "stride",
+    "max_tokens",
+    "batch_size",
+    "device",
+    "cache",
+)
+"""Options that `evaluate` takes as they are."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +45,7 @@ class Options:
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folder of a run, or of one checkpoint; several are compared with the first one, window by window."""
-    checkpoint: CheckpointOption = None
-    """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
+    checkpoint: Checkpoint = None
     split: Split = "test"
     """Split of the text to measure on; all is the whole text."""
     data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -56,11 +71,9 @@ class Options:
     packed: Literal["auto", "on", "off"] = "auto"
     """Whether tokens attend to their own document alone; auto does as in training."""
     device: Device = "auto"
-    """Device to compute on; auto takes a GPU if there is one."""
     precision: Precision = "auto"
     """Precision of matrix products; auto takes bf16 where the device has units for it."""
-    threads: int | None = None
-    """Number of CPU threads; the default is PyTorch's. While other programs run, 1 is often fastest."""
+    threads: Threads = None
     cache: Path | None = None
     """Cache folder for encoded text; the default is lineartime in the user's cache folder."""
     words: Literal["auto", "on", "off"] = "auto"
@@ -74,6 +87,7 @@ class Options:
 def run(options: Options) -> None:
     """Evaluate one checkpoint or several, and print the results."""
     from lineartime.checkpoint import find_checkpoint
+    from lineartime.evaluation import evaluate
     from lineartime.machine import choose_device, choose_precision, using_threads
 
     if not options.runs:
@@ -82,15 +96,18 @@ def run(options: Options) -> None:
     precision = choose_precision(options.precision, device)
     if options.plot is not None:
         if len(options.runs) > 1:
-            raise ArgumentError("plot", "shows one run: give one, or draw the curves of several by ", Call("runs"), ".")
+            raise ArgumentError("plot", "shows one run: give one, or draw the curves of several by `lineartime runs`.")
         check_picture(options.plot)  # before the slow part
     for each in options.runs[1:]:  # a wrong path should not be told after the first run was measured
-        find_checkpoint(each, checkpoint_choice(options.checkpoint))
+        find_checkpoint(each, options.checkpoint)
+    given: dict[str, Any] = {name: getattr(options, name) for name in _GIVEN}
+    given |= {name: getattr(options, name) or None for name in ("data", "include", "exclude")}
+    given["packed"] = None if options.packed == "auto" else options.packed == "on"
+    evaluations: list[Evaluation] = []
     with using_threads(options.threads):
-        evaluations: list[Evaluation] = []
         try:
             for each in options.runs:
-                evaluations.append(_evaluated(each, options, precision))
+                evaluations.append(evaluate(each, **given, precision=precision, say=partial(print, file=SCREEN)))
                 if options.json:
                     before = evaluations[0] if len(evaluations) > 1 else None
                     print(json.dumps(_plain(evaluations[-1], precision, before)), flush=True)
@@ -105,31 +122,6 @@ def run(options: Options) -> None:
         assert first.checkpoint is not None
         picture = draw_report(first.checkpoint.parent, first, options.plot)
         print(f"picture: {picture}", file=SCREEN if options.json else sys.stdout)
-
-
-def _evaluated(run: Path, options: Options, precision: Precision) -> "Evaluation":
-    from lineartime.evaluation import evaluate
-
-    return evaluate(
-        run,
-        options.data or None,
-        checkpoint=checkpoint_choice(options.checkpoint),
-        text_column=options.text_column,
-        max_expansion=options.max_expansion,
-        include=options.include or None,
-        exclude=options.exclude or None,
-        split=options.split,
-        context=options.context,
-        context_length=options.context_length,
-        stride=options.stride,
-        max_tokens=options.max_tokens,
-        batch_size=options.batch_size,
-        packed=None if options.packed == "auto" else options.packed == "on",
-        device=options.device,
-        precision=precision,
-        cache=options.cache,
-        say=lambda line: print(line, file=SCREEN),
-    )
 
 
 def _plain(evaluation: "Evaluation", precision: str, first: "Evaluation | None") -> dict[str, Any]:
@@ -150,7 +142,7 @@ def _difference(first: "Evaluation", other: "Evaluation") -> tuple["Difference |
     try:
         return difference(first, other), ""
     except ArgumentError as error:
-        return None, "".join(map(str, error.predicate))
+        return None, error.predicate
 
 
 def _print_comparison(evaluations: Sequence["Evaluation"], where: str) -> None:

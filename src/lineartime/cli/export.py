@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
-from lineartime.errors import Argument, ArgumentError
+from lineartime.cli.options import Checkpoint
+from lineartime.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class Options:
     """step: the next token of streams of a causal model, with the state as input and output; text: a whole text at once."""
     format: Literal["program", "package", "onnx"] = "program"
     """program: for torch.export.load; package: the step, compiled by AOTInductor for this kind of machine; onnx: ONNX."""
-    checkpoint: CheckpointOption = None
-    """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
+    checkpoint: Checkpoint = None
 
 
 def run(options: Options) -> None:
@@ -31,9 +30,8 @@ def run(options: Options) -> None:
     if options.part == "text" and options.format == "package":
         raise ArgumentError(
             "format",
-            "is package, but a package cannot call lineartime's operators, which read a whole text: use program or onnx, or ",
-            Argument("part", "step"),
-            ".",
+            "is package, but a package cannot call lineartime's operators, which read a whole text: use program or onnx, "
+            "or `part='step'`.",
         )
     from lineartime.data.progress import Progress
     from lineartime.export import checked_file
@@ -50,7 +48,7 @@ def _export(options: Options) -> str:
     from lineartime.export import export_step, export_text, write_onnx, write_package, write_program
     from lineartime.models.language_model import MaskedLM
 
-    model = load(options.run, checkpoint=checkpoint_choice(options.checkpoint))
+    model = load(options.run, checkpoint=options.checkpoint)
     if options.part == "text":
         program = export_text(model)
         inputs = "ids and mask [B, T]" if isinstance(model, MaskedLM) else "ids [B, T]"
@@ -59,9 +57,7 @@ def _export(options: Options) -> str:
         file = write_program(program, options.file)
         return f"{file}: {inputs} to logits [B, T, V], for torch.export.load after `import lineartime.ops`"
     if isinstance(model, MaskedLM):
-        raise ArgumentError(
-            "part", "is step, but a masked language model reads whole texts: use ", Argument("part", "text"), "."
-        )
+        raise ArgumentError("part", "is step, but a masked language model reads whole texts: use `part='text'`.")
     program = export_step(model)
     if options.format == "package":
         file = write_package(program, options.file)

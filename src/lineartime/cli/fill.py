@@ -10,8 +10,7 @@ import tyro
 from rich import box
 from rich.table import Column, Table
 
-from lineartime.choices import Device
-from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
+from lineartime.cli.options import Checkpoint, Device
 from lineartime.screen import output_console
 
 if TYPE_CHECKING:
@@ -28,10 +27,8 @@ class Options:
     """Text with one or more [MASK], each of which replaces one token (with bytes, one byte)."""
     top: int = 5
     """Number of candidates to show for each mask."""
-    checkpoint: CheckpointOption = None
-    """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
+    checkpoint: Checkpoint = None
     device: Device = "auto"
-    """Device to compute on; auto takes a GPU if there is one."""
     json: bool = False
     """Print the result as one line of JSON."""
 
@@ -43,7 +40,7 @@ def run(options: Options) -> None:
     from lineartime.machine import choose_device
     from lineartime.models.language_model import MaskedLM, check_model
 
-    loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=checkpoint_choice(options.checkpoint))
+    loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=options.checkpoint)
     masks = fill_mask(check_model(loaded.model, MaskedLM, "fill masks"), loaded.tokenizer, options.text, options.top)
     if options.json:
         found = [[dataclasses.asdict(candidate) for candidate in candidates] for candidates in masks]

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from lineartime.choices import Device
-from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
-from lineartime.cli.texts import read_text
+from lineartime.cli.options import Checkpoint, Device, Threads, read_text
 from lineartime.files import check_new
 from lineartime.screen import SCREEN
 from lineartime.units import size
@@ -29,8 +27,7 @@ class Options:
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
-    checkpoint: CheckpointOption = None
-    """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
+    checkpoint: Checkpoint = None
     prompt: str = ""
     """Text to continue; an empty prompt begins a new document."""
     prompt_file: Path | None = None
@@ -58,13 +55,11 @@ class Options:
     seed: int | None = None
     """Random seed; by default, every run generates a different text."""
     device: Device = "auto"
-    """Device to compute on; auto takes a GPU if there is one."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of weights and matrix products; bf16 halves the memory that is read for each token."""
     compile: bool = False
     """Compile the step of a token first, which takes some seconds; useful for long texts."""
-    threads: int | None = None
-    """Number of CPU threads; the default is PyTorch's. While other programs run, 1 is often fastest."""
+    threads: Threads = None
     json: bool = False
     """Print each continuation as one line of JSON, without the prompt before it."""
 
@@ -77,12 +72,12 @@ def run(options: Options) -> None:
     from lineartime.machine import choose_device, using_threads
     from lineartime.ops.checks import check_positive
 
+    check_positive(samples=options.samples)
     if options.save_state is None or options.max_tokens != 0:
         check_positive(max_tokens=options.max_tokens)
     if options.save_state is not None:
         check_new("save_state", options.save_state)
-    check_positive(samples=options.samples)
-    prompt, device = read_text("prompt", options.prompt, "prompt_file", options.prompt_file), choose_device(options.device)
+    prompt, device = read_text(options, "prompt"), choose_device(options.device)
     with using_threads(options.threads):
         _generate(options, prompt, device)
 
@@ -93,44 +88,38 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
     from lineartime.generation import Sampling, load_state, read_prompt, save_state
     from lineartime.text_generation import generate_samples, generate_text, prompt_ids
 
-    names = [field.name for field in fields(Sampling)]
-    sampling = Sampling(**{name: getattr(options, name) for name in names})
-    loaded = load_with_tokenizer(options.run, device, checkpoint=checkpoint_choice(options.checkpoint))
+    sampling = Sampling(**{field.name: getattr(options, field.name) for field in fields(Sampling)})
+    loaded = load_with_tokenizer(options.run, device, checkpoint=options.checkpoint)
+    tokenizer = loaded.tokenizer
     model, how = _prepared(loaded.model, options, device)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show every character
     state = None if options.state is None else load_state(model, options.state)
     notes, rest = [f"{loaded.checkpoint}: {device.type}, {how}"], prompt
     if options.max_tokens:  # checks all arguments, before the slow part
-        generate_text(model, loaded.tokenizer, prompt, options.max_tokens, sampling, options.stop, state)
+        generate_text(model, tokenizer, prompt, options.max_tokens, sampling, options.stop, state)
     if options.save_state is not None:
-        after = read_prompt(model, prompt_ids(loaded.tokenizer, prompt, state), state)
+        after = read_prompt(model, prompt_ids(tokenizer, prompt, state), state)
         save_state(model, after, options.save_state)
-        notes.append(
-            f"{options.save_state}: the state after {after.position:,} tokens, {size(options.save_state.stat().st_size)}"
-        )
+        written = size(options.save_state.stat().st_size)
+        notes.append(f"{options.save_state}: the state after {after.position:,} tokens, {written}")
         if options.repetition_penalty == 1:  # otherwise the prompt is read again, for its tokens count
             state, rest = after, ""
+    print("\n".join(notes), file=SCREEN, flush=True)
     if options.max_tokens == 0:
-        print("\n".join(notes), file=SCREEN, flush=True)
         return
     if options.samples == 1 and not options.json:
-        pieces = generate_text(model, loaded.tokenizer, rest, options.max_tokens, sampling, options.stop, state)
-        print("\n".join(notes), file=SCREEN, flush=True)
         sys.stdout.write(prompt)
         try:
-            for piece in pieces:
+            for piece in generate_text(model, tokenizer, rest, options.max_tokens, sampling, options.stop, state):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         finally:
             sys.stdout.write("\n")
             sys.stdout.flush()
         return
-    print("\n".join(notes), file=SCREEN, flush=True)
     with Progress(f"drawing {options.samples} samples"):
-        samples = generate_samples(
-            model, loaded.tokenizer, rest, options.samples, options.max_tokens, sampling, options.stop, state
-        )
+        samples = generate_samples(model, tokenizer, rest, options.samples, options.max_tokens, sampling, options.stop, state)
     for number, sample in enumerate(samples, 1):
         if options.json:
             print(json.dumps({"sample": number, "prompt": prompt, **dataclasses.asdict(sample)}), flush=True)

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import tyro
 
-from lineartime.choices import Device
-from lineartime.cli.checkpoint import CheckpointOption, checkpoint_choice
-from lineartime.cli.texts import read_text
-from lineartime.errors import Argument, ArgumentError, require_packages
+from lineartime.cli.options import Checkpoint, Device, read_text
+from lineartime.errors import ArgumentError, require_packages
 from lineartime.files import check_new_folder
 
 
@@ -26,10 +24,8 @@ class Options:
     """New folder for index.html and the pictures."""
     max_tokens: int = 512
     """Maximum number of tokens to read, up to 2,048; the rest of the text is left out."""
-    checkpoint: CheckpointOption = None
-    """Checkpoint of the run: best, last, or a step number; the default is the best by validation loss."""
+    checkpoint: Checkpoint = None
     device: Device = "auto"
-    """Device to compute on; auto takes a GPU if there is one."""
 
 
 def run(options: Options) -> None:
@@ -42,12 +38,12 @@ def run(options: Options) -> None:
     check_new_folder("out", options.out)  # like the next checks, before the slow part
     require_packages("matplotlib", extra="plot", purpose="A picture of a model")
     check_max_tokens(options.max_tokens)
-    text = read_text("text", options.text, "text_file", options.text_file)
+    text = read_text(options, "text")
     if not text and options.text_file is None:
-        raise ArgumentError("text", "is missing or empty: give a text, or a file with one by ", Argument("text_file"), ".")
+        raise ArgumentError("text", "is missing or empty: give a text, or a file with one by `text_file`.")
     if not text:
         raise ArgumentError("text_file", f"is {options.text_file}, which is empty: give a file with a text.")
-    loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=checkpoint_choice(options.checkpoint))
+    loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=options.checkpoint)
     inspection = inspect(loaded.model, loaded.tokenizer, text, options.max_tokens)
     page = write_inspection(inspection, str(loaded.checkpoint), options.out)
     left_out = f"; {inspection.left_out:,} more tokens were left out" if inspection.left_out else ""

@@ -1,10 +1,10 @@
 """`lineartime presets`: the models that can be built by name."""
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import tyro
 from rich import box
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
-from lineartime.errors import Argument, ArgumentError, LineartimeError, did_you_mean
+from lineartime.errors import ArgumentError, LineartimeError, did_you_mean
 from lineartime.screen import SCREEN, output_console
 
 
@@ -30,26 +30,6 @@ class Options:
     """Print one line of JSON for each preset; operations and memory are those of one token and one stream."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A preset and its cost.
-
-    Attributes:
-        context_length: the tokens for which operations and memory are counted: those asked for, or fewer if it reads fewer.
-        flops_per_token: of the matrix products of a forward pass.
-        state_bytes: the memory of a stream in float32; None for a bidirectional model.
-    """
-
-    name: str
-    description: str
-    n_blocks: int
-    d_model: int
-    parameters: int
-    context_length: int
-    flops_per_token: float
-    state_bytes: int | None
-
-
 def run(options: Options) -> None:
     """Print the presets; raises LineartimeError if no name matches, or if a size differs from the paper's."""
     from lineartime.models.cost import check_context_length
@@ -63,17 +43,21 @@ def run(options: Options) -> None:
             "out to see all of them."
         )
     if options.verify and options.json:
-        raise ArgumentError("verify", "shows a table, and cannot be combined with ", Argument("json", True), ".")
+        raise ArgumentError("verify", "shows a table, and cannot be combined with `json=True`.")
     if options.verify:
         _verify(names)
     elif options.json:
         for entry in _entries(names, options.context_length):
-            print(json.dumps(dataclasses.asdict(entry)), flush=True)
+            print(json.dumps(entry), flush=True)
     else:
         _print_costs(names, options.context_length)
 
 
-def _entries(names: Sequence[str], context_length: int) -> Iterator[Entry]:
+def _entries(names: Sequence[str], context_length: int) -> Iterator[dict[str, Any]]:
+    """Each preset and its cost, counted for the context length or, if it reads fewer tokens, for those.
+
+    Operations are those of the matrix products of a forward pass; the state is None for a bidirectional model.
+    """
     from lineartime.models.cost import cost
     from lineartime.models.presets import presets, system_of
 
@@ -82,7 +66,16 @@ def _entries(names: Sequence[str], context_length: int) -> Iterator[Entry]:
         model = causal.get(name) or bidirectional[name]
         length = min(context_length, model.longest_sequence or context_length)
         parameters, flops, state = cost(model, length)
-        yield Entry(name, system_of(name).describe(), model.n_blocks, model.d_model, parameters, length, flops, state)
+        yield {
+            "name": name,
+            "description": system_of(name).describe(),
+            "n_blocks": model.n_blocks,
+            "d_model": model.d_model,
+            "parameters": parameters,
+            "context_length": length,
+            "flops_per_token": flops,
+            "state_bytes": state,
+        }
 
 
 def _print_costs(names: Sequence[str], context_length: int) -> None:
@@ -95,12 +88,12 @@ def _print_costs(names: Sequence[str], context_length: int) -> None:
     entries, screen = _entries(names, context_length), Console(file=SCREEN)
     for entry in track(entries, "counting", len(names), console=screen, transient=True, disable=not screen.is_terminal):
         row = [
-            entry.name,
-            f"{entry.parameters / 1e6:.1f} M",
-            f"{entry.n_blocks} x {entry.d_model}",
-            f"{entry.flops_per_token / 1e6:,.1f}" + (" " if entry.context_length == context_length else "*"),
-            "none" if entry.state_bytes is None else f"{entry.state_bytes / 1e6:,.1f} MB",
-            entry.description,
+            entry["name"],
+            f"{entry['parameters'] / 1e6:.1f} M",
+            f"{entry['n_blocks']} x {entry['d_model']}",
+            f"{entry['flops_per_token'] / 1e6:,.1f}" + (" " if entry["context_length"] == context_length else "*"),
+            "none" if entry["state_bytes"] is None else f"{entry['state_bytes'] / 1e6:,.1f} MB",
+            entry["description"],
         ]
         table.add_row(*row[: len(columns)])
     console.print(table)

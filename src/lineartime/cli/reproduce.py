@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import tyro
 
-from lineartime.cli.imports import import_options
 from lineartime.errors import LineartimeError
 from lineartime.experiments.config import ReproduceConfig
 
@@ -18,6 +17,9 @@ class Options(ReproduceConfig):
     name: tyro.conf.Positional[str] = ReproduceConfig.name
     list: tyro.conf.FlagCreatePairsOff[bool] = ReproduceConfig.list
     report: tyro.conf.FlagCreatePairsOff[bool] = ReproduceConfig.report
+
+    def __post_init__(self) -> None:
+        """Leave the checks to `ReproduceConfig`: tyro would show its errors as those of the parser."""
 
 
 def run(options: Options, arguments: Sequence[str]) -> None:
@@ -31,6 +33,6 @@ def run(options: Options, arguments: Sequence[str]) -> None:
 
     result = reproduce(ReproduceConfig(**vars(options)))
     if result.interrupted:
-        raise KeyboardInterrupt(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}{import_options()}")
+        raise KeyboardInterrupt(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}")
     if result.problems:
         raise LineartimeError(FAILED)

@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
+from lineartime.cli import as_options
 from lineartime.errors import LineartimeError
 from lineartime.plots import check_picture
 from lineartime.runs.curve import draw_comparison
@@ -97,7 +98,8 @@ def _print(groups: Sequence[Group]) -> None:
         if group.title:
             console.print(group.title, soft_wrap=True)
         console.print(table)
-    notes = [f"{run.name} failed: {run.error}" for group in groups for run in group.runs if run.error and "failed" in run.state]
+    failed = [run for group in groups for run in group.runs if run.error and "failed" in run.state]
+    notes = [f"{run.name} failed: {as_options(run.error or '', Options)}" for run in failed]
     if left_out:
         notes.append(f"The screen is too narrow for {', '.join(left_out)} (--json has everything).")
     if more:

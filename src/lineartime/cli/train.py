@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import tyro
 
+from lineartime.cli import parse
 from lineartime.cli.config_file import read_options, to_toml
-from lineartime.cli.imports import import_options
-from lineartime.errors import Argument, ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.screen import SCREEN
 from lineartime.training.config import TrainConfig
 from lineartime.units import duration, size
@@ -36,15 +36,18 @@ class Options(TrainConfig):
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Only take three steps, and print sizes, memory and the time that the whole run would take; nothing is saved."""
 
+    def __post_init__(self) -> None:
+        """Leave the checks to `TrainConfig`: tyro would show its errors as those of the parser."""
+
 
 def run(options: Options, arguments: Sequence[str]) -> None:
     """Train, then print the best checkpoint.
 
-    The arguments are parsed again with the defaults of a file, a recipe or a run.
+    tyro parses the arguments again with the defaults of a file, a recipe or a run.
     """
     for name in ("resume", "auto_resume"):
         if options.dry_run and getattr(options, name):
-            raise ArgumentError("dry_run", "tries a new run, and cannot be combined with ", Argument(name, True), ".")
+            raise ArgumentError("dry_run", f"tries a new run, and cannot be combined with `{name}=True`.")
     in_file = {} if options.config is None else _in_file(options.config)
 
     from lineartime.training.overrides import merged_override
@@ -54,7 +57,7 @@ def run(options: Options, arguments: Sequence[str]) -> None:
         with_file = dataclasses.replace(defaults, **in_file)
         empty = dict.fromkeys((*_LISTS, "override"), ())  # values that are given replace the default ones
         usual = Options(**{**vars(with_file), **empty})
-        given = tyro.cli(Options, prog="lineartime train", args=arguments, default=usual)
+        given = parse(Options, arguments, usual)
         values = {field.name: getattr(given, field.name) for field in dataclasses.fields(TrainConfig)}
         of_file = with_file.override if "override" in in_file else ()
         override = merged_override(defaults.override, of_file, given.override)
@@ -101,18 +104,19 @@ def _dry_run(config: TrainConfig) -> None:
 
 def _in_file(file: Path) -> dict[str, Any]:
     """The options in a file; raises LineartimeError, naming the file, for an invalid value."""
-    values = read_options(file, TrainConfig, _ALIASES)
+    given = read_options(file, [field.name for field in dataclasses.fields(TrainConfig)], _ALIASES)
     try:
-        TrainConfig(**values)
+        return {name: getattr(TrainConfig(**given), name) for name in given}
     except ArgumentError as error:
         raise LineartimeError(f"{file}: {error}") from None
-    return values
 
 
 def _resume_command(run: Path) -> str:
+    from lineartime.models.registering import imported_names
     from lineartime.training.distributed import read_environment
 
+    imports = "".join(f" --import {shlex.quote(name)}" for name in imported_names())
     start, environment = "lineartime", read_environment()
     if environment.world_size > 1:
         start = f"torchrun --nproc-per-node {environment.local_world_size} -m lineartime"
-    return f"{start} train --resume --out {shlex.quote(str(run))}{import_options()}"
+    return f"{start} train --resume --out {shlex.quote(str(run))}{imports}"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lineartime.choices import Device, Precision, ScaleName, TextName
 from lineartime.errors import Argument, ArgumentError, did_you_mean
-from lineartime.fields import AtLeastOne, Positive, check_fields, check_ranges, set_plain
+from lineartime.fields import AtLeastOne, Positive, check_fields
 from lineartime.files import absolute_path
 from lineartime.host import Threads
 from lineartime.training.config import Rate
@@ -74,14 +74,12 @@ class ReproduceConfig:
             given = [value] if isinstance(value, (str, Path)) else value
             if isinstance(given, (list, tuple)):  # anything else is refused by `check`
                 object.__setattr__(self, name, tuple(absolute_path(text, is_corpus_name) for text in given))
-        set_plain(self)
+        check_fields(self)
 
     def check(self) -> None:
         """Raise ArgumentError for a value that is not allowed."""
         from lineartime.experiments.catalogue import OPTIMIZERS
 
-        check_fields(self)
-        check_ranges(self)
         for name in ("budget", "tuning"):
             value = getattr(self, name)
             if value is not None and self.scale == "paper":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.fields import Between, Positive, check_fields, check_ranges
+from lineartime.fields import Between, Positive, check_fields
 from lineartime.models.language_model import are_finite
 from lineartime.ops.tracing import is_traced
 
@@ -46,7 +46,6 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_ranges(self)
 
     def generator(self) -> torch.Generator:
         """A random number generator with this seed."""

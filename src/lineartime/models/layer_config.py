@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin
 from typing_extensions import Self
 
 from lineartime.errors import Argument, ArgumentError, check_choice, did_you_mean, spell
-from lineartime.fields import Between, check_fields, check_limits, check_names, check_ranges, check_type, from_fields, shown
+from lineartime.fields import Between, check_fields, check_limits, check_names, check_type, from_fields, shown
 from lineartime.foreign.mixers import ForeignCrossGAU, ForeignFLASH, ForeignGAU, NormPosition, from_earlier, post_norm
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
@@ -124,7 +124,6 @@ class PartsConfig:
                 allowed = f"a LayerConfig, or the name, of one of these kinds: {', '.join(kinds)}"
                 raise ArgumentError(part, f"is {shown(value)}, but must be {allowed}.")
         check_fields(self)
-        check_ranges(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dictionary for JSON, from which `from_dict` restores an equal config."""
@@ -137,7 +136,7 @@ class PartsConfig:
         Raises:
             ArgumentError: naming the field, for anything unknown, missing or of the wrong type.
         """
-        return from_fields(cls, dict(data), "the model")
+        return from_fields(cls, dict(data))
 
 
 def _layer(part: str, data: dict[str, Any] | str) -> LayerConfig:
@@ -151,4 +150,4 @@ def _layer(part: str, data: dict[str, Any] | str) -> LayerConfig:
     try:
         return LayerConfig(kind, **options)
     except ArgumentError as error:
-        raise ArgumentError(f"{part}.{error.argument}", *error.predicate) from None
+        raise ArgumentError(f"{part}.{error.argument}", error.predicate) from None

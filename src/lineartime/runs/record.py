@@ -19,7 +19,7 @@ from typing import Any
 from lineartime.checkpoint import list_checkpoints
 from lineartime.checkpoint.contents import check_options
 from lineartime.choices import DEFAULT_TEXT
-from lineartime.errors import LineartimeError, reporting_file_errors, spell, typed_first_line
+from lineartime.errors import LineartimeError, reporting_file_errors, typed_first_line
 from lineartime.files import RECORD_FILE, is_there, write_file
 from lineartime.host import installed_version, processor_name
 from lineartime.json_files import DamagedFileError, read_file
@@ -148,7 +148,7 @@ class RunRecord:
             yield
         except Exception as error:
             if self._record is not None and (self._run / RECORD_FILE).exists():  # a new run may have left nothing
-                message = error.message(spell) if isinstance(error, LineartimeError) else typed_first_line(error)
+                message = typed_first_line(error)
                 *others, own = self._record.processes
                 with suppress(LineartimeError):  # the error itself is what matters
                     failed = dataclasses.replace(own, error=message)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Device, Precision, Task
 from lineartime.errors import Argument, ArgumentError, MessagePart
-from lineartime.fields import Between, Positive, check_fields, check_ranges, decode, set_plain
+from lineartime.fields import Between, Positive, check_fields, decode
 from lineartime.files import absolute_path
 from lineartime.host import Threads
 from lineartime.training.overrides import errors_in_override, options_of, read_override, written
@@ -162,12 +162,11 @@ class TrainConfig:
         given["data"] = [absolute_path(item, is_corpus_name) for item in data] if isinstance(data, (list, tuple)) else data
         for name in ("preset", "task", "override", "track", "data"):
             object.__setattr__(self, name, given[name])
-        set_plain(self)
         # A resumed run has to find its text from any working directory.
-        if isinstance(self.cache, Path):
-            object.__setattr__(self, "cache", self.cache.absolute())
         object.__setattr__(self, "tokenizer", absolute_path(self.tokenizer, is_tokenizer_name))
         check_fields(self)
+        if isinstance(self.cache, Path):
+            object.__setattr__(self, "cache", self.cache.absolute())
 
     @property
     def run_directory(self) -> Path:
@@ -180,11 +179,9 @@ class TrainConfig:
         return (self.clip == "local" or self.clip_tokens is not None) and self.clip_norm > 0
 
     def check(self) -> None:
-        """Raise LineartimeError, naming the argument, for a value that is not allowed."""
+        """Raise LineartimeError, naming the argument, for values that do not fit together."""
         from lineartime.training.schedule import warmup_steps
 
-        check_fields(self)
-        check_ranges(self)
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             self._refuse("warmup_steps", "but must be below ", Argument("steps", self.steps), ".")
         if self.schedule == "wsd" and self.decay_steps is not None and warmup_steps(self) + self.decay_steps > self.steps:
@@ -286,5 +283,4 @@ class TrainConfig:
         given = data.get("data") or []
         values = {**data, "data": [given] if isinstance(given, (str, Path)) else given}
         config: TrainConfig = decode(cls, values if "data" in data else data)
-        check_ranges(config)
         return config
