@@ -53,7 +53,7 @@ def test_plain_data_becomes_dataclasses_tuples_and_paths() -> None:
         ({"parts": {}}, "^parts is {}, but must be a list, each item of which is an object with the fields size, rate"),
         ({"parts": [], "named": {"x": {"size": "1"}}}, "^named.x.size is '1', but must be an integer"),
         ({"parts": [], "place": ""}, "^place is empty: give a path"),
-        ({"parts": [], "place": "a\0b"}, "^place is 'a.x00b', but must be a text that UTF-8 can hold, without the character zero"),
+        ({"parts": [], "place": "a\0b"}, "^place is 'a.x00b', but must be a text that UTF-8 can hold"),
         ({"parts": [], "kind": "c"}, "^kind is 'c', but must be one of 'a', 'b'"),
         ({"parts": [], "anything": {"b": [2**70]}}, "^anything.b\\[0\\] is 1180591620717411303424, but must be at least"),
     ],

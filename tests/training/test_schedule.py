@@ -75,7 +75,7 @@ def test_a_run_goes_on_to_other_steps_if_those_taken_had_the_same_rates(
     started = TrainConfig(steps=100, **options)
     asked = TrainConfig(steps=steps, **options)
     if not allowed:
-        with pytest.raises(ArgumentError, match=r"^steps is .* with `init_from`; a run with `schedule='constant'`, or wsd before"):
+        with pytest.raises(ArgumentError, match=r"^steps is .* with `init_from`; a run with `schedule='constant'`, or wsd"):
             with_other_steps(started, asked, taken)
         return
     changed = with_other_steps(started, asked, taken)
