@@ -311,7 +311,7 @@ def test_a_tuple_of_options_is_recorded_and_read_back(config: Callable[..., Trai
     several = lineartime.build("powers-tiny", several=[["a", "b"], ["c"]], n_blocks=1).config
     assert type(several).from_dict(several.to_dict()) == several
     assert lineartime.build("powers-tiny", powers=[2], n_blocks=1).config.mixer.options["powers"] == (2,)
-    with pytest.raises(ArgumentError, match=r"powers is \('a',\), but must be a list, each item of which is an integer"):
+    with pytest.raises(ArgumentError, match=r"powers\[0\] is 'a', but must be an integer"):
         lineartime.build("powers-tiny", powers=["a"])
 
 
