@@ -159,7 +159,7 @@ def test_texts_are_recorded_so_that_earlier_and_later_versions_read_them(
         assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ArgumentError, match=r"^data is 3, but must be a list, each item of which is a text"):
         TrainConfig(data=3)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"^data is \(3,\), but must be a list, each item of which is a text"):
+    with pytest.raises(ArgumentError, match=r"^data\[0\] is 3, but must be a text"):
         TrainConfig(data=[3])  # type: ignore[arg-type]
 
 
