@@ -132,7 +132,7 @@ def test_what_is_neither_a_name_nor_a_config_is_named(wrong: Any) -> None:
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
     with pytest.raises(
-        ValueError, match=r"preset is 'flash-huge', which is not a preset .*large.*: use a name listed by presets\(\)\.$"
+        ValueError, match=r"preset is 'flash-huge', which is not a preset .*large.*: use a name listed by `presets\(\)`\.$"
     ):
         lineartime.build("flash-huge")
     with pytest.raises(ValueError, match="task is 'qa', but must be one of 'clm', 'mlm'"):
