@@ -10,23 +10,6 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 
-MessagePart = str
-
-
-def Argument(name: str, value: object = None) -> str:  # noqa: N802
-    """An argument in a message, optionally with a value."""
-    return f"`{name}`" if value is None else f"`{name}={value!r}`"
-
-
-def Call(name: str, module: str = "") -> str:  # noqa: N802
-    """A function in a message that is also a command."""
-    return f"`{module}.{name}()`".replace("`.", "`")
-
-
-def spell(part: str) -> str:
-    """A part of a message."""
-    return part
-
 
 class LineartimeError(Exception):
     """An error that the user can fix. Its message is one sentence that names what is wrong and says what to do."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from lineartime.errors import Argument, ArgumentError, LineartimeError, require_packages, typed_first_line
+from lineartime.errors import ArgumentError, LineartimeError, require_packages, typed_first_line
 from lineartime.files import check_new, new_file
 from lineartime.machine import compiler_missing, is_out_of_memory
 from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM, check_model
@@ -173,7 +173,7 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
     if size > MAX_ONNX_BYTES:
         raise LineartimeError(
             f"A program in ONNX holds at most {MAX_ONNX_BYTES / 2**30:.1f} GiB of weights in a file, but these have "
-            f"{size / 2**30:.1f} GiB: export the model in float16, or choose another ", Argument("format"), ".",
+            f"{size / 2**30:.1f} GiB: export the model in float16, or choose another `format`.",
         )  # fmt: skip
     given = program.example_inputs[0]
     inputs, outputs = ["ids", "mask"][: len(given)], ["logits"]
@@ -214,7 +214,7 @@ def checked_file(file: str | Path, suffix: str) -> Path:
     file = Path(file)
     if file.suffix != suffix:
         found = f"is {file}, but must end in {suffix}, the suffix of this format: rename it, or choose another "
-        raise ArgumentError("file", found, Argument("format"), ".")
+        raise ArgumentError("file", found, "`format`.")
     check_new("file", file)
     return file
 

@@ -352,9 +352,9 @@ def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"presets": ("flash-pytorch",)}, "^presets has flash-pytorch, which is a peer: give it in peers"),
+        ({"presets": ("flash-pytorch",)}, "^presets has flash-pytorch, which is a peer: give it in `peers`"),
         ({"measure": ()}, "^measure is empty"),
-        ({"task": "mlm"}, "^measure has prefill, which needs task='clm': leave it out"),
+        ({"task": "mlm"}, "^measure has prefill, which needs `task='clm'`: leave it out"),
         ({"context_lengths": 512}, "^context_lengths is 512, but must be a list"),
         (
             {"presets": ("transformer-tiny",), "positions": (1024,), "override": ()},

@@ -73,7 +73,7 @@ def test_patterns_choose_files_and_exclude_counts_last(folder: Path) -> None:
 
 
 def test_patterns_that_cannot_be_meant_are_errors(folder: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"which holds no text with these patterns: change include or exclude"):
+    with pytest.raises(ArgumentError, match=r"which holds no text with these patterns: change `include` or `exclude`"):
         load_corpus(folder, include=["*.rs"])
     with pytest.raises(ArgumentError, match=r"^exclude has an empty pattern"):
         load_corpus(folder, exclude=["/"])

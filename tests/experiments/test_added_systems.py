@@ -40,7 +40,7 @@ def test_an_added_system_may_have_other_options(options: Options) -> None:
 @pytest.mark.parametrize(
     ("name", "item", "message"),
     [
-        ("lm", "own", r"^add has 'own', but 'own' is no system: use one of presets\(\), or import the module"),
+        ("lm", "own", r"^add has 'own', but 'own' is no system: use one of `presets\(\)`, or import the module"),
         ("lm", "flash:chunk_size", "^add has 'flash:chunk_size', but override contains 'chunk_size', which is not of the form"),
         ("lm", "flash:chunks=8", "^add has 'flash:chunks=8', but chunks is not an option"),
         ("lm", "flash:d_model=64", "^add has 'flash:d_model=64', but d_model is the same, or follows from the parameters"),

@@ -453,7 +453,7 @@ def test_a_tracker_that_cannot_start_leaves_no_folder_of_a_run(
     monkeypatch.setattr(trackers, "check_trackers", lambda names: None)
     monkeypatch.setattr("lineartime.training.loop.check_trackers", lambda names: None)
     monkeypatch.setattr(trackers, "_wandb", refuses)
-    with pytest.raises(LineartimeError, match="The tracker wandb cannot start: no key; fix that, or leave it out of track"):
+    with pytest.raises(LineartimeError, match="The tracker wandb cannot start: no key; fix that, or leave it out of `track`"):
         trained(config(track=("tensorboard", "wandb")))
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
@@ -524,7 +524,7 @@ def test_a_streamed_run_is_resumed_on_a_copy_of_its_text(config: MakeConfig, tmp
 def test_a_text_that_was_moved_is_called_the_text_of_the_run(config: MakeConfig, text: Path) -> None:
     run = trained(config(steps=2, max_time=1e-6))
     moved = text.rename(text.with_name("moved.txt"))
-    message = r"^The text of this run is .*text.txt, which is neither .*\. Give the place where it is now: data\.$"
+    message = r"^The text of this run is .*text.txt, which is neither .*\. Give the place where it is now: `data`\.$"
     with pytest.raises(LineartimeError, match=message):
         resumed(run)
     with pytest.raises(LineartimeError, match=message):
@@ -561,7 +561,7 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
         ({"steps": 0}, "steps is 0, but must be at least 1"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"optimizer": "sgd"}, "optimizer is 'sgd', but must be one of 'adamw', 'muon'"),
-        ({"adamw_ratio": 0.5}, "is 0.5, but is not used with optimizer='adamw': use optimizer='muon' or adamw_ratio=1.0"),
+        ({"adamw_ratio": 0.5}, "is 0.5, but is not used with `optimizer='adamw'`: use `optimizer='muon'` or `adamw_ratio=1.0`"),
         ({"preset": "flash-giant"}, "preset is 'flash-giant', which is not a preset"),
         ({"override": ("chunk_size",)}, "override contains 'chunk_size', which is not of the form NAME=VALUE"),
         ({"override": ("chunk=3",)}, "override does not fit the model: chunk is not an option of this model"),
@@ -590,11 +590,11 @@ def test_options_outside_what_they_allow_are_named(config: MakeConfig, options: 
 
 def test_options_that_contradict_each_other_are_named(config: MakeConfig) -> None:
     contradictions: list[tuple[dict[str, Any], str]] = [
-        ({"shuffle_documents": 5}, r"^shuffle_documents is 5, but needs streaming: text that is encoded beforehand"),
-        ({"lanes": 3}, r"^lanes is 3, but needs streaming: leave it out"),
+        ({"shuffle_documents": 5}, r"^shuffle_documents is 5, but needs `streaming`: text that is encoded beforehand"),
+        ({"lanes": 3}, r"^lanes is 3, but needs `streaming`: leave it out"),
         ({"task": "prefix-lm", "context_parallel": 2}, "task is prefix-lm, whose prefixes cannot be split over processes"),
-        ({"packed": True, "context_parallel": 2}, "packed cannot be combined with context_parallel"),
-        ({"parallel": "fsdp", "clip": "local"}, "use clip='global' or parallel='ddp'"),
+        ({"packed": True, "context_parallel": 2}, "packed cannot be combined with `context_parallel`"),
+        ({"parallel": "fsdp", "clip": "local"}, "use `clip='global'` or `parallel='ddp'`"),
         ({"keep_every": 3}, "keep_every is 3, but must be a multiple of eval_every=2: checkpoints follow evaluations"),
     ]
     for options, message in contradictions:

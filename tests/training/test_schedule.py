@@ -52,7 +52,9 @@ def test_wsd_is_constant_then_falls_linearly_to_zero_over_its_last_steps() -> No
 def test_steps_of_decay_that_no_schedule_can_have_are_named() -> None:
     with pytest.raises(ArgumentError, match=r"^decay_steps is 5, but linear schedules have no decay: use schedule='wsd', or"):
         TrainConfig(decay_steps=5).check()
-    with pytest.raises(ArgumentError, match=r"^decay_steps is 541, but must, with 60 steps of warm-up, be at most steps=600\."):
+    with pytest.raises(
+        ArgumentError, match=r"^decay_steps is 541, but must, with 60 steps of warm-up, be at most `steps=600`\."
+    ):
         TrainConfig(schedule="wsd", decay_steps=541).check()
 
 
@@ -132,7 +134,7 @@ def test_a_run_that_goes_on_is_the_one_that_was_started_for_all_steps(
 
 
 def test_a_finished_run_with_a_falling_rate_says_how_to_go_on(finished: Path) -> None:
-    message = r"^steps is 8, but the run was started with 6, .* with init_from; a run with schedule='constant', or wsd"
+    message = r"^steps is 8, but the run was started with 6, .* with `init_from`; a run with `schedule='constant'`, or wsd"
     with pytest.raises(ArgumentError, match=message):
         lineartime.train(out=finished, resume=True, steps=8)
     with pytest.raises(ArgumentError, match=r"^decay_steps is 2, but the linear schedule of this run has no decay"):

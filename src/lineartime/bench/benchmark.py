@@ -8,7 +8,7 @@ import torch
 from lineartime.bench.config import STREAMED, BenchConfig, Dtype, Measure
 from lineartime.bench.peers import PEERS, check_peer
 from lineartime.bench.subjects import Case, Subject
-from lineartime.errors import Argument, ArgumentError, did_you_mean
+from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.machine import choose_device, compiler_missing, faster_precision, supports_bf16
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import build_model
@@ -67,7 +67,7 @@ def _model_configs(options: BenchConfig) -> dict[str, ModelConfig]:
             raise ArgumentError("override", f"has {item!r}, but {preset!r} is not among the presets: {', '.join(fields)}.")
         known = fields[preset] if dot else list(dict.fromkeys(chain(*fields.values())))
         if field == "vocab_size":
-            raise ArgumentError("override", "cannot set vocab_size: use ", Argument("vocab_size"), ".")
+            raise ArgumentError("override", "cannot set vocab_size: use `vocab_size`.")
         if equals and field not in known:
             whose = f"{preset if dot else 'any of these models'}{did_you_mean(field, known)}"
             raise ArgumentError("override", f"has {field!r}, which is not a field of {whose}; there are {', '.join(known)}.")
@@ -77,7 +77,7 @@ def _model_configs(options: BenchConfig) -> dict[str, ModelConfig]:
 def _fields(options: BenchConfig, preset: str) -> list[str]:
     """The fields that `override` can set in the model of a preset."""
     if preset not in PRESETS and preset in PEERS:
-        raise ArgumentError("presets", f"has {preset}, which is a peer: give it in ", Argument("peers"), ".")
+        raise ArgumentError("presets", f"has {preset}, which is a peer: give it in `peers`.")
     return [name for name in resolve(preset, options.task).override_names if name not in ("vocab_size", "task")]
 
 
@@ -99,7 +99,7 @@ def _model_config(options: BenchConfig, preset: str, fields: list[str]) -> Model
             field = "max_positions" if longest == config.max_positions else "max_length"
             found = f"make {preset} read {length} tokens, but it reads at most {longest}: use shorter ones, or "
             name = "positions" if measure == "decode" else "context_lengths"
-            raise ArgumentError(name, found, Argument("override"), f" {field}={length}.")
+            raise ArgumentError(name, found, f"`override` {field}={length}.")
     return config
 
 
@@ -115,7 +115,7 @@ def _subjects(
             subjects.append(Subject(name, mode, config))
     for peer in dict.fromkeys(options.peers) if measure not in STREAMED else ():
         if peer == "fla" and options.task != "clm":
-            raise ArgumentError("peers", "has fla, which needs ", Argument("task", "clm"), ": leave it out, or use that task.")
+            raise ArgumentError("peers", "has fla, which needs `task='clm'`: leave it out, or use that task.")
         gated = [config for config in configs.values() if {"d_qk", "chunk_size"} <= config.mixer.options.keys()]
         if not gated:
             sizes = "which takes its sizes from a preset with d_qk and chunk_size"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from lineartime.choices import MAX_CONTEXT_LENGTH, Device, Precision
-from lineartime.errors import Argument, ArgumentError
+from lineartime.errors import ArgumentError
 from lineartime.fields import AtLeastOne, Between, check_fields
 from lineartime.host import Threads
 
@@ -95,7 +95,7 @@ class BenchConfig:
                 raise ArgumentError(name, "is empty: give at least one value.")
         streamed = [measure for measure in self.measure if measure in STREAMED]
         if streamed and self.task != "clm":
-            causal = Argument("task", "clm")
+            causal = "`task='clm'`"
             raise ArgumentError("measure", f"has {streamed[0]}, which needs ", causal, ": leave it out, or use that task.")
 
     def lengths(self, measure: Measure) -> tuple[int, ...]:

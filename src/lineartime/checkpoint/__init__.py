@@ -37,7 +37,7 @@ from lineartime.checkpoint.format import (
 )
 from lineartime.checkpoint.saving import save
 from lineartime.checkpoint.weights import UnfitWeightsError
-from lineartime.errors import ArgumentError, Call, LineartimeError, reporting_file_errors
+from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import check_type, shown
 from lineartime.files import TOKENIZER_FILE, is_folder, is_there, remove, remove_abandoned
 
@@ -214,9 +214,7 @@ def find_checkpoint(path: str | Path, which: CheckpointChoice | None = None) -> 
     """
     path = Path(path)
     if is_there(path / "config.json") and not is_there(path / "model.json") and not list_checkpoints(path):
-        raise LineartimeError(
-            f"{path} holds a transformers model: convert it to lineartime with ", Call("convert", "lineartime.hf"), "."
-        )
+        raise LineartimeError(f"{path} holds a transformers model: convert it to lineartime with `lineartime.hf.convert()`.")
     if is_checkpoint(path):
         if which is not None:
             raise ArgumentError(

@@ -22,7 +22,7 @@ from lineartime.data.splits import (
     own_split,
     within_files,
 )
-from lineartime.errors import Argument, ArgumentError, LineartimeError, did_you_mean, reporting_file_errors
+from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, reporting_file_errors
 from lineartime.fields import Between, check_limits, check_type
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -231,9 +231,7 @@ def load_corpus_of_run(
     except ArgumentError as error:
         if error.argument != "data":
             raise
-        raise LineartimeError(
-            "The text of this run ", *error.predicate, " Give the place where it is now: ", Argument("data"), "."
-        ) from None
+        raise LineartimeError("The text of this run ", error.predicate, " Give the place where it is now: `data`.") from None
 
 
 def _check_exists(path: Path) -> None:
@@ -243,7 +241,7 @@ def _check_exists(path: Path) -> None:
             return
     if set(path.name) & set("*?["):
         folder = f"the folder {path.parent}, with " if path.parent.name else "the folder, with "
-        raise ArgumentError("data", f"is {path}, which is a pattern: give {folder}", Argument("include", path.name), ".")
+        raise ArgumentError("data", f"is {path}, which is a pattern: give {folder}`include={path.name!r}`.")
     names = sorted([*HUB, *_HUTTER])
     known = f"a corpus{did_you_mean(str(path), names)}: {', '.join(names)}"
     raise ArgumentError("data", f"is {path}, which is neither a file or folder nor the name of {known}.")

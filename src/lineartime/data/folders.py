@@ -13,7 +13,7 @@ from lineartime.data.local_files import COMPRESSED, CSV, LEAVE_OUT, RECORDS, Sou
 from lineartime.data.readers import FilePart
 from lineartime.data.records import why_no_records
 from lineartime.data.splits import has_no_text, listed, side_files
-from lineartime.errors import Argument, ArgumentError, LineartimeError, file_error, spell
+from lineartime.errors import ArgumentError, LineartimeError, file_error
 from lineartime.fields import check_type
 from lineartime.files import RECORD_FILE
 
@@ -115,7 +115,7 @@ class FilesOfText:
     def unused(self) -> list[str]:
         """A note for each pattern that matched nothing."""
         return [
-            f"No file matches {pattern}, a pattern of {spell(Argument(name))}."
+            f"No file matches {pattern}, a pattern of {name}."
             for name, patterns in (("include", self.include), ("exclude", self.exclude))
             for pattern in patterns
             if pattern not in self.matched
@@ -128,7 +128,7 @@ class FilesOfText:
         left = f" ({' '.join(self.notes).rstrip('.')})" if self.notes else ""
         if path.is_dir() and (self.include or self.exclude):
             found = f"is {path}, which holds no text with these patterns{left}: change "
-            return ArgumentError("data", found, Argument("include"), " or ", Argument("exclude"), ".")
+            return ArgumentError("data", found, "`include` or `exclude`.")
         return ArgumentError("data", f"is {path}, which holds no text{left}: give a text file or a folder of text files.")
 
     def _chosen(self, root: Path, folder: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
@@ -160,7 +160,7 @@ class FilesOfText:
             example = max(unread, key=lambda path: path.stat().st_size)
             (what, advice), name = unread[example], example.relative_to(folder).as_posix()
             found = f"is {folder}, most of which is not read, such as {what} ({name}): {advice}, or choose files by "
-            raise ArgumentError("data", found, Argument("include"), ".")
+            raise ArgumentError("data", found, "`include`.")
         for kind in dict.fromkeys(unread.values()):
             names = _names(folder, [path for path in unread if unread[path] == kind])
             self.notes.append(f"Left out of {folder}, because {kind[0]} are not read: {names}.")

@@ -20,7 +20,7 @@ from lineartime.choices import Task
 from lineartime.data.batches import Batch, draw_prefix_lengths, make_batch, read_window
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
-from lineartime.errors import Argument, ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 
 _OFFSET, _ORDER, _MASKS, _PREFIXES = range(4)  # purposes of random numbers: one seed gives other numbers for each
 _AHEAD = 2  # prepared steps; more would only take memory
@@ -134,7 +134,7 @@ class CachedLoader:
         if len(stream) < context_length + 1:
             found = f"There are {len(stream)} tokens in {stream.name}, fewer than a context and the token after it"
             advice = f" ({context_length + 1}): give more text, or a smaller "
-            raise LineartimeError(found + advice, Argument("context_length"), ".")
+            raise LineartimeError(found + advice, "`context_length`.")
         self._stream = stream
         self._make = make
         self._context_length = context_length

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN
-from lineartime.errors import Argument, ArgumentError, LineartimeError, MessagePart, file_error, first_line, require_packages
+from lineartime.errors import ArgumentError, LineartimeError, file_error, first_line, require_packages
 
 COMPRESSED = (".gz", ".xz", ".lzma", ".bz2", ".zst", ".zstd", ".zip")
 CSV = (".csv", ".tsv")
@@ -23,7 +23,7 @@ _COMPRESSED_BLOCK = 1 << 12  # few bytes, because they may expand by a factor of
 _SMALL = 1 << 26
 """The bytes to which any compressed file may expand, however small it is."""
 
-LEAVE_OUT: tuple[MessagePart, ...] = ("in a folder leave the file out by ", Argument("exclude"), ".")
+LEAVE_OUT: tuple[str, ...] = ("in a folder leave the file out by ", "`exclude`", ".")
 """The end of a message about a file that cannot be read, which may be given by itself."""
 
 
@@ -198,7 +198,7 @@ def damaged(path: Path, error: Exception) -> LineartimeError:
     return LineartimeError(f"{path} is damaged or cut off ({first_line(error)}): fetch it again, or ", *LEAVE_OUT)
 
 
-def missing_column(column: str, where: str, columns: Iterable[str], *otherwise: MessagePart) -> ArgumentError:
+def missing_column(column: str, where: str, columns: Iterable[str], *otherwise: str) -> ArgumentError:
     """The error for records of which the first lacks the column of the text, so that none is expected to have it."""
     found = f"is {column}, but {where} has the columns {', '.join(columns)}"
     return ArgumentError("text_column", f"{found}: name the one that holds the text", *(otherwise or (", or ", *LEAVE_OUT)))

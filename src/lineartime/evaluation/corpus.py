@@ -19,7 +19,7 @@ from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Precision, S
 from lineartime.data import Corpus, Tokenizer, describe_splits, load_corpus, token_stream
 from lineartime.data.corpora import Data, load_corpus_of_run
 from lineartime.data.tokenizers import check_vocabulary
-from lineartime.errors import Argument, ArgumentError, check_choice
+from lineartime.errors import ArgumentError, check_choice
 from lineartime.evaluation.perplexity import Evaluation, evaluate_carried, evaluate_windowed
 from lineartime.fields import Between, check_limits, check_type
 from lineartime.host import cache_folder
@@ -194,9 +194,9 @@ def _check_known(subject: _Subject, given: dict[str, Any]) -> None:
     """Check that each option without a default is given, or known from training."""
     missing = [name for name, value in given.items() if value is None and name not in subject.trained]
     if missing:
-        others = [part for name in missing[1:] for part in (" and ", Argument(name))]
+        others = [part for name in missing[1:] for part in (" and ", f"`{name}`")]
         why = f"is missing, but {subject.unknown} what the model was trained on: give "
-        raise ArgumentError(missing[0], why, Argument(missing[0]), *others, ".")
+        raise ArgumentError(missing[0], why, f"`{missing[0]}`", *others, ".")
 
 
 def _check_carried(model: LanguageModel, stride: int | None, packed: bool | None) -> None:

@@ -19,7 +19,7 @@ from lineartime.data.corpora import no_text
 from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
-from lineartime.errors import Argument, ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.evaluation.positions import PositionLoss, PositionSums
 from lineartime.evaluation.prose import is_prose
 from lineartime.machine import autocast
@@ -140,7 +140,7 @@ def evaluate_windowed(
             logits that are not finite.
     """
     if not 1 <= stride <= context_length:
-        raise ArgumentError("stride", f"is {stride}, but must be from 1 to ", Argument("context_length", context_length), ".")
+        raise ArgumentError("stride", f"is {stride}, but must be from 1 to `context_length={context_length!r}`.")
     tokens = _length(stream, max_tokens)
     longest = model.config.longest_sequence
     if longest is not None and min(context_length, tokens) > longest:
@@ -251,9 +251,7 @@ def _evaluation(
     mean = sums.mean()
     if mean is None:
         raise LineartimeError(
-            f"The model predicts no token of {stream.name}, so there is no loss: give more text, or more ",
-            Argument("max_tokens"),
-            ".",
+            f"The model predicts no token of {stream.name}, so there is no loss: give more text, or more `max_tokens`.",
         )
     loss, error, count = mean
     check_finite_logits(math.isfinite(loss))

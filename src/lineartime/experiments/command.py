@@ -58,7 +58,7 @@ def check_texts(config: ReproduceConfig) -> None:
                 if corpus.describe("train") is None:
                     raise missing_split(corpus, "train")
         except ArgumentError as error:
-            raise ArgumentError(name, *error.predicate) from None
+            raise ArgumentError(name, error.predicate) from None
 
 
 def _say(line: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lineartime.choices import Device, Precision, ScaleName, TextName
-from lineartime.errors import Argument, ArgumentError, did_you_mean
+from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.fields import AtLeastOne, Positive, check_fields
 from lineartime.files import absolute_path
 from lineartime.host import Threads
@@ -98,9 +98,7 @@ class ReproduceConfig:
         if len({f"{rate:g}" for rate in self.rates}) < len(self.rates):  # as the folders of trials are named
             raise ArgumentError("rates", f"is {given}, but must be numbers that differ in their first six digits.")
         if len(self.optimizers) != 1:
-            raise ArgumentError(
-                "rates", f"is {given}, but each optimiser has its own: give one in ", Argument("optimizers"), "."
-            )
+            raise ArgumentError("rates", f"is {given}, but each optimiser has its own: give one in `optimizers`.")
 
 
 def check_among(argument: str, values: tuple[Any, ...], known: tuple[Any, ...], kind: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from lineartime.choices import Device, Precision
-from lineartime.errors import Argument, ArgumentError
+from lineartime.errors import ArgumentError
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Plan, folder_of
 from lineartime.fields import Positive
@@ -82,7 +82,7 @@ def write_plan(plan: Plan) -> None:
 
 def _differs(name: str, value: object, found: object, folder: Path) -> ArgumentError:
     there = f"the runs in {folder} were made with {_shown(found)}: use that, or give another "
-    return ArgumentError(name, f"is {_shown(value)}, but {there}", Argument("out"), ".")
+    return ArgumentError(name, f"is {_shown(value)}, but {there}`out`.")
 
 
 def _read(file: Path) -> dict[str, Any]:

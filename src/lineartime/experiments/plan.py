@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.choices import Task
-from lineartime.errors import ArgumentError, Call, did_you_mean
+from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig, check_among
 from lineartime.experiments.definitions import Arm, Experiment, Job, Scale, Setting
@@ -176,7 +176,7 @@ def make_plan(config: ReproduceConfig) -> Plan:
             "name", f"is {config.name}, which the paper does not contain: use another scale than {config.scale}."
         )
     if config.add and experiment.kind == "latency":
-        raise ArgumentError("add", "is given, but this experiment measures all its models together: use ", Call("bench"), ".")
+        raise ArgumentError("add", "is given, but this experiment measures all its models together: use `bench()`.")
     arms = {arm.name: arm for arm in experiment.arms if config.scale in arm.scales}
     seeds = max(arm.seeds for arm in arms.values())
     arms |= {item: _added_arm(item, experiment.task, seeds) for item in config.add if item not in arms}
@@ -203,7 +203,7 @@ def _added_arm(item: str, task: Task, seeds: int) -> Arm:
     system, *override = item.split(":")
     if f"{system}-tiny" not in PRESETS:
         problem = f"has {item!r}, but {system!r} is no system{did_you_mean(system, SYSTEMS)}"
-        raise ArgumentError("add", f"{problem}: use one of ", Call("presets"), ", or import the module that registers it.")
+        raise ArgumentError("add", f"{problem}: use one of `presets()`, or import the module that registers it.")
     try:
         arm = Arm(item, system, dict(map(read_override, override)), seeds)
         reason = SYSTEMS[system].mixer.why_not_causal

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lineartime.data.batches import evaluation_batch
 from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
-from lineartime.errors import Argument, ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.evaluation.perplexity import token_losses
 from lineartime.fields import Between, check_limits
 from lineartime.layers.mixer import Mixer, Part
@@ -125,7 +125,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
         raise ArgumentError("text", "is empty, but must hold at least one token.")
     if longest is not None and len(shown) > longest:
         found = f"has {len(shown):,} tokens, but this model reads at most {longest:,}: shorten it, or use "
-        raise ArgumentError("text", found, Argument("max_tokens", longest), ".")
+        raise ArgumentError("text", found, f"`max_tokens={longest!r}`.")
     end = tokenizer.end_of_document
     window = torch.tensor([[*shown, end] if config.task == "mlm" else [end, *shown]], device="cpu")
     batch, device = evaluation_batch(config.task, window, tokenizer, [0]), next(model.parameters()).device

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lineartime.errors import Argument, ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.dense import Embedding
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.positions import LearnedPositions, ScaledSin
@@ -33,7 +33,7 @@ class Block(nn.Module):
         reason = config.mixer.layer.why_not_causal
         if config.task != "mlm" and reason is not None:
             problem = f"is {config.task!r}, but a model of {config.mixer.kind} cannot be causal: {reason}; use "
-            raise ArgumentError("task", problem, Argument("task", "mlm"), ".")
+            raise ArgumentError("task", problem, "`task='mlm'`.")
         self.mixer: Mixer = config.mixer.build(config.d_model, causal=config.task != "mlm", **options)
         if config.task == "prefix-lm":
             self.mixer.check_prefix()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineartime.errors import Argument, ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.dense import Dense, dense, is_untouched
 from lineartime.models.backbone import Backbone, ModelState
 from lineartime.models.config import ModelConfig
@@ -314,9 +314,7 @@ def check_model(model: object, kind: type[Kind], action: str, computes: bool = T
         )
     if not isinstance(inner, kind):
         found, task = ("masked", "clm") if isinstance(inner, MaskedLM) else ("causal", "mlm")
-        raise ArgumentError(
-            "model", f"is a {found} language model, which cannot {action}: train one with ", Argument("task", task), "."
-        )
+        raise ArgumentError("model", f"is a {found} language model, which cannot {action}: train one with `task={task!r}`.")
     if computes:
         check_evaluates(inner, inner.config.dropout)
     return inner

@@ -8,7 +8,7 @@ from typing import Any, Union, get_args, get_origin
 
 from typing_extensions import Self
 
-from lineartime.errors import Argument, ArgumentError, check_choice, did_you_mean, spell
+from lineartime.errors import ArgumentError, check_choice, did_you_mean
 from lineartime.fields import Between, check_fields, check_limits, check_names, check_type, from_fields, shown
 from lineartime.foreign.mixers import ForeignCrossGAU, ForeignFLASH, ForeignGAU, NormPosition, from_earlier, post_norm
 from lineartime.layers.cross import CrossGAU
@@ -143,7 +143,7 @@ def _layer(part: str, data: dict[str, Any] | str) -> LayerConfig:
     options = {"kind": data} if isinstance(data, str) else dict(data)
     kind = options.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS[part]:
-        like, own = did_you_mean(str(kind), KINDS[part]), spell(Argument("import"))
+        like, own = did_you_mean(str(kind), KINDS[part]), "`import`"
         advice = f"import the module that registers it, by {own}, or use one of {', '.join(KINDS[part])}"
         raise ArgumentError(f"{part}.kind", f"is {shown(kind)}{like}, which is not known here: {advice}.")
     kind, options = from_earlier(kind, options, own_options(KINDS[part][kind]))

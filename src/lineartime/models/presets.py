@@ -3,7 +3,7 @@
 from typing import Any, Literal, overload
 
 from lineartime.choices import BYTE_VOCABULARY, Task
-from lineartime.errors import Argument, ArgumentError, Call, did_you_mean
+from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
@@ -97,9 +97,7 @@ def system_of(preset: str) -> System:
     """The system of a preset, a row of the table of systems. Raises ArgumentError for an unknown preset."""
     if preset not in PRESETS:
         like = did_you_mean(preset, PRESETS)
-        raise ArgumentError(
-            "preset", f"is {preset!r}, which is not a preset{like}: use a name listed by ", Call("presets"), "."
-        )
+        raise ArgumentError("preset", f"is {preset!r}, which is not a preset{like}: use a name listed by `presets()`.")
     return SYSTEMS[PRESETS[preset][0]]
 
 
@@ -125,7 +123,7 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
     if task == "clm" and system.mixer.why_not_causal is not None and "mixer" not in overrides:
         reason = system.mixer.why_not_causal
         problem = f"is 'clm', but {preset_or_config} cannot be a causal model: {reason}; use "
-        raise ArgumentError("task", problem, Argument("task", "mlm"), ".")
+        raise ArgumentError("task", problem, "`task='mlm'`.")
     if task == "prefix-lm" and not system.mixer.reads_prefix and "mixer" not in overrides:
         others = ", ".join(name for name, row in SYSTEMS.items() if _can_learn(row, task))
         raise ArgumentError(

@@ -14,7 +14,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lineartime.errors import Argument, ArgumentError, LineartimeError, first_line, is_installed, missing_extra
+from lineartime.errors import ArgumentError, LineartimeError, first_line, is_installed, missing_extra
 from lineartime.files import write_atomically
 
 IDENTITY_FILE = "tracker-id"
@@ -32,7 +32,7 @@ def check_trackers(names: Sequence[str]) -> None:
             if name != "tensorboard":  # which is a dependency of lineartime, not an extra
                 raise missing_extra(PACKAGES[name], name, f"The tracker {name}")
             missing = "TensorBoard scalars need tensorboardX: pip install tensorboardX, or leave the tracker out of "
-            raise LineartimeError(missing, Argument("track"), ".")
+            raise LineartimeError(missing, "`track`.")
 
 
 class Tracker(NamedTuple):
@@ -78,7 +78,7 @@ class Trackers:
                 if not resumed:
                     self.close()
                     found = f"The tracker {name} cannot start: {first_line(error).rstrip('.')}; fix that, or leave it out of "
-                    raise LineartimeError(found, Argument("track"), ".") from None
+                    raise LineartimeError(found, "`track`.") from None
                 self._say_failed(name, error)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:

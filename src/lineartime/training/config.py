@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Device, Precision, Task
-from lineartime.errors import Argument, ArgumentError, MessagePart
+from lineartime.errors import ArgumentError
 from lineartime.fields import Between, Positive, check_fields, decode
 from lineartime.files import absolute_path
 from lineartime.host import Threads
@@ -183,21 +183,21 @@ class TrainConfig:
         from lineartime.training.schedule import warmup_steps
 
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
-            self._refuse("warmup_steps", "but must be below ", Argument("steps", self.steps), ".")
+            self._refuse("warmup_steps", "but must be below ", f"`steps={self.steps!r}`", ".")
         if self.schedule == "wsd" and self.decay_steps is not None and warmup_steps(self) + self.decay_steps > self.steps:
             most = f"but must, with {warmup_steps(self)} steps of warm-up, be at most "
-            self._refuse("decay_steps", most, Argument("steps", self.steps), ".")
+            self._refuse("decay_steps", most, f"`steps={self.steps!r}`", ".")
         if self.keep_every is not None and self.keep_every % self.eval_every:
-            multiple = ("but must be a multiple of ", Argument("eval_every", self.eval_every))
+            multiple = ("but must be a multiple of ", f"`eval_every={self.eval_every!r}`")
             self._refuse("keep_every", *multiple, ": checkpoints follow evaluations.")
         if self.clips_locally and self.parallel == "fsdp":
-            found = ("but with ", Argument("parallel", "fsdp"), " no process has a whole gradient: use ")
-            advice = (Argument("clip", "global"), " or ", Argument("parallel", "ddp"), ".")
+            found = ("but with ", "`parallel='fsdp'`", " no process has a whole gradient: use ")
+            advice = ("`clip='global'`", " or ", "`parallel='ddp'`", ".")
             self._refuse("clip" if self.clip_tokens is None else "clip_tokens", *found, *advice)
         if self.packed and self.context_parallel > 1:
-            raise ArgumentError("packed", "cannot be combined with ", Argument("context_parallel"), ": use one or the other.")
+            raise ArgumentError("packed", "cannot be combined with `context_parallel`: use one or the other.")
         if self.task == "prefix-lm" and self.context_parallel > 1:
-            self._refuse("task", "whose prefixes cannot be split over processes: leave out ", Argument("context_parallel"), ".")
+            self._refuse("task", "whose prefixes cannot be split over processes: leave out ", "`context_parallel`", ".")
         inherits = self.resume or self.like is not None or self.recipe is not None
         if not inherits:  # otherwise, what was not given may be unused here
             self._check_used()
@@ -206,19 +206,19 @@ class TrainConfig:
         """Raise ArgumentError for an option that has no effect beside the others."""
         if self.decay_steps is not None and self.schedule != "wsd":
             problem = f"but {self.schedule} schedules have no decay: use "
-            self._refuse("decay_steps", problem, Argument("schedule", "wsd"), ", or leave it out.")
+            self._refuse("decay_steps", problem, "`schedule='wsd'`", ", or leave it out.")
         for name in ("adamw_ratio", "momentum"):
             usual = getattr(TrainConfig, name)
             if self.optimizer == "adamw" and getattr(self, name) != usual:
-                use = (": use ", Argument("optimizer", "muon"), " or ", Argument(name, usual), ".")
-                self._refuse(name, "but is not used with ", Argument("optimizer", "adamw"), *use)
+                use = (": use ", "`optimizer='muon'`", " or ", f"`{name}={usual!r}`", ".")
+                self._refuse(name, "but is not used with ", "`optimizer='adamw'`", *use)
         if self.lanes != TrainConfig.lanes and not self.streaming:
-            self._refuse("lanes", "but needs ", Argument("streaming"), ": leave it out.")
+            self._refuse("lanes", "but needs ", "`streaming`", ": leave it out.")
         if self.shuffle_documents and not self.streaming:
             advice = ": text that is encoded beforehand is shuffled by windows."
-            self._refuse("shuffle_documents", "but needs ", Argument("streaming"), advice)
+            self._refuse("shuffle_documents", "but needs ", "`streaming`", advice)
 
-    def _refuse(self, name: str, *why: MessagePart) -> NoReturn:
+    def _refuse(self, name: str, *why: str) -> NoReturn:
         raise ArgumentError(name, f"is {getattr(self, name)}, ", *why)
 
     def rows(self, data_rank: int, data_ranks: int) -> "Rows":
@@ -235,13 +235,13 @@ class TrainConfig:
             if rest or each < 1:
                 processes = f"{data_ranks} processes x " if data_ranks > 1 else ""
                 multiple = f"but must be a positive multiple of {smallest}, which is {processes}"
-                self._refuse("tokens_per_batch", multiple, Argument("context_length"), ".")
+                self._refuse("tokens_per_batch", multiple, "`context_length`", ".")
         together = each
         if self.clip_tokens is not None and self.clip_norm > 0:
             together, rest = divmod(self.clip_tokens, self.context_length)
             if rest or together < 1 or each % together:
                 divides = f" that divides the {each * self.context_length} tokens of a step in each process."
-                multiple_of = Argument("context_length", self.context_length)
+                multiple_of = f"`context_length={self.context_length!r}`"
                 self._refuse("clip_tokens", "but must be a multiple of ", multiple_of, divides)
         at_once = next(count for count in range(min(self.batch_size, together), 0, -1) if together % count == 0)
         return Rows(each * data_ranks, at_once, data_rank, data_ranks, each // together * data_ranks)
@@ -252,11 +252,11 @@ class TrainConfig:
 
         values = dict(read_override(item) for item in self.override)
         if "task" in values:
-            raise ArgumentError("override", "cannot set task: use ", Argument("task"), ".")
+            raise ArgumentError("override", "cannot set task: use `task`.")
         asked = values.pop("vocab_size", vocab_size)  # comes from a `ModelConfig`
         if asked != vocab_size:
             has = f", which has {vocab_size} tokens; choose another one, or vocab_size={vocab_size}."
-            raise ArgumentError("override", f"cannot set vocab_size to {asked}: it follows from ", Argument("tokenizer"), has)
+            raise ArgumentError("override", f"cannot set vocab_size to {asked}: it follows from `tokenizer`", has)
         resolve(self.preset, self.task)  # an error names the preset or the task
         with errors_in_override():
             config = resolve(self.preset, self.task, vocab_size=vocab_size, **values)
@@ -264,7 +264,7 @@ class TrainConfig:
         if longest is not None and self.context_length > longest:
             field = "max_positions" if longest == config.max_positions else "max_length"
             reads = f"but {self.preset} reads at most {longest} tokens: use a shorter context, or "
-            self._refuse("context_length", reads, Argument("override"), f" {field}={self.context_length}.")
+            self._refuse("context_length", reads, "`override`", f" {field}={self.context_length}.")
         return config
 
     def to_dict(self) -> dict[str, Any]:

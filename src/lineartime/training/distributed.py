@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from lineartime.errors import Argument, ArgumentError, LineartimeError, ReportedError, first_line
+from lineartime.errors import ArgumentError, LineartimeError, ReportedError, first_line
 from lineartime.fields import shown
 
 Result = TypeVar("Result")
@@ -245,7 +245,5 @@ def _lost_processes_reported(timeout: float) -> Iterator[None]:
             raise
         raise LineartimeError(
             f"A process of the run was lost, or exchanged nothing for {timeout:g} s (timeout): its own output, or that of "
-            "torchrun, says why; then resume the run from its last checkpoint with ",
-            Argument("resume", True),
-            ".",
+            "torchrun, says why; then resume the run from its last checkpoint with `resume=True`.",
         ) from None

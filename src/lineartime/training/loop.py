@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lineartime import checkpoint as checkpoints
 from lineartime.choices import Precision
 from lineartime.data import Batch, evaluation_batch, merge_states, read_window, spread_windows
-from lineartime.errors import Argument, ArgumentError, DivergedError, LineartimeError, MessagePart, did_you_mean, spell
+from lineartime.errors import ArgumentError, DivergedError, LineartimeError, did_you_mean
 from lineartime.fields import decode
 from lineartime.files import removed_on_failure
 from lineartime.host import freed_memory_kept, stop_signals
@@ -175,7 +175,7 @@ class Trainer:
         if start is not None:
             notes.append(f"Resuming from {start.name}.")
             if config.max_time is not None:
-                notes.append(f"Training stops after {config.max_time:g} minutes ({spell(Argument('max_time'))}).")
+                notes.append(f"Training stops after {config.max_time:g} minutes (max_time).")
         if config.task == "prefix-lm":
             each = "document" if config.packed else "sequence"
             notes.append(f"Validation reads the first half of each {each} as its prefix and measures what follows.")
@@ -231,7 +231,7 @@ class Trainer:
                 self.writer.finish()
                 if stopped:  # the step is saved before it is evaluated, since there may be little time
                     late = stop.is_late and not stop.signalled
-                    why = f" ({spell(Argument('max_time'))} is over: {minutes:g} minutes)" if late else ""
+                    why = f" (max_time is over: {minutes:g} minutes)" if late else ""
                     report.say(f"Stopped after step {self.step}, which is saved{why}. It is now evaluated.")
                     self._evaluate_saved(report)
         finally:
@@ -331,7 +331,7 @@ class Trainer:
         self.writer.finish()
         raise self._diverged(
             f"Step {self.step} is the last of {self._skipped_in_a_row} consecutive skipped steps (",
-            Argument("max_skipped"),
+            "`max_skipped`",
             f"), because {reason}; the last checkpoint is {checkpoints.last_checkpoint(self.config.run_directory)}",
         )
 
@@ -365,9 +365,9 @@ class Trainer:
             raise self._diverged(f"The validation loss became {loss} at step {self.step}")
         return loss
 
-    def _diverged(self, *what: MessagePart) -> LineartimeError:
-        rate = (Argument("learning_rate"), f" below {self.config.learning_rate:g}")
-        advice = (": start another run in another folder, with ", *rate, " or more ", Argument("warmup_steps"), ".")
+    def _diverged(self, *what: str) -> LineartimeError:
+        rate = ("`learning_rate`", f" below {self.config.learning_rate:g}")
+        advice = (": start another run in another folder, with ", *rate, " or more ", "`warmup_steps`", ".")
         return self.world.reported_by_main(DivergedError(*what, *advice))
 
     def save(self) -> None:
@@ -409,9 +409,7 @@ class Validation:
             if self._length <= 0:
                 raise LineartimeError(
                     f"The held-out text has {available} tokens, too few for slices of whole chunks ({unit} + 1): "
-                    "give more text, or a smaller ",
-                    Argument("context_parallel"),
-                    ".",
+                    "give more text, or a smaller `context_parallel`.",
                 )
         self._starts = spread_windows(setup.text.validation, setup.config.eval_windows, self._length)
 

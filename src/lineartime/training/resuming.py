@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from lineartime import checkpoint as checkpoints
 from lineartime.checkpoint import CheckpointChoice, NoCheckpointError
-from lineartime.errors import Argument, ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import is_folder, is_there
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import PRESETS, resolve
@@ -110,15 +110,15 @@ def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig,
     """
     if config.auto_resume and not config.resume:
         if config.out is None:
-            raise ArgumentError("auto_resume", "needs the folder of the run: give ", Argument("out"), ".")
+            raise ArgumentError("auto_resume", "needs the folder of the run: give `out`.")
         if checkpoints.list_checkpoints(config.out):
             return _resumed_again(config, apply_given)
     if config.resume and config.init_from is not None:
-        combined = ("starts a new run, and cannot be combined with ", Argument("resume"), ": use one of them.")
+        combined = ("starts a new run, and cannot be combined with ", "`resume`", ": use one of them.")
         raise ArgumentError("init_from", *combined)
     chosen = [name for name in ("resume", "like", "recipe") if getattr(config, name)]
     if len(chosen) > 1:
-        other = Argument(chosen[1])
+        other = f"`{chosen[1]}`"
         raise ArgumentError(chosen[0], "cannot be combined with ", other, ": each sets all other options; use one of them.")
     if config.resume and not checkpoints.is_checkpoint(config.run_directory):
         defaults = _resumed(config.run_directory)
@@ -152,7 +152,7 @@ def _resumed_again(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainC
         # The weights of a run are recorded with the checkpoint that they were taken from.
         if given is not None and (before is None or not Path(before).absolute().is_relative_to(Path(given).absolute())):
             what = f"is {given}, but the run in {config.out} began with {_shown(before)}: use that, or give another "
-            raise ArgumentError(name, what, Argument("out"), ".")
+            raise ArgumentError(name, what, "`out`.")
     return dataclasses.replace(_merging_override(defaults, apply_given), **began_with), defaults
 
 
@@ -268,7 +268,7 @@ def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:
         failed = None
         with suppress(LineartimeError):  # a record that is missing or damaged
             failed = last_error(read_record(run))
-        resume, out = Argument("resume", True), Argument("out")
+        resume, out = "`resume=True`", "`out`"
         if failed is None:
             raise LineartimeError(f"{run} already holds a run: resume it with ", resume, ", or give another ", out, ".")
         what = f"{run} already holds a run, which failed ({failed.rstrip('.')}): give another "

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from lineartime.checkpoint import TrainingState, checkpoint_path, list_checkpoints, prune
 from lineartime.checkpoint.format import OPTIMIZER_FOLDER, partial_path, write_files
 from lineartime.data import Tokenizer
-from lineartime.errors import Argument, LineartimeError, first_line, reporting_file_errors
+from lineartime.errors import LineartimeError, first_line, reporting_file_errors
 from lineartime.files import os_error_behind, synchronise, utf8_path
 from lineartime.models.language_model import LanguageModel
 from lineartime.training.distributed import World
@@ -93,7 +93,7 @@ class CheckpointWriter:
             self._thread.join()
 
     def _reporting(self) -> AbstractContextManager[None]:
-        then = ("resume the run with ", Argument("resume", True)) if list_checkpoints(self._run) else ("train again",)
+        then = ("resume the run with ", "`resume=True`") if list_checkpoints(self._run) else ("train again",)
         return reporting_file_errors("write", f"the checkpoint {self._target}", *then)
 
     def _write_moments(self, partial: Path) -> "Future[Any] | None":
@@ -156,7 +156,7 @@ def restore_moments(checkpoint: Path, optimizer: ModelOptimizer, step: int, worl
 
 def _unusable(checkpoint: Path, why: str) -> LineartimeError:
     what = f"The optimiser's part of the checkpoint {checkpoint} is damaged, or of another optimiser ({why.rstrip('.')}): "
-    new = ("restore it from a copy, or start another run from its weights with ", Argument("init_from", str(checkpoint)), ".")
+    new = ("restore it from a copy, or start another run from its weights with ", f"`init_from={str(checkpoint)!r}`", ".")
     return LineartimeError(what, *new)
 
 

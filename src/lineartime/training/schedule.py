@@ -14,7 +14,7 @@ Source of wsd (warm-up, stable, decay): MiniCPM, arXiv 2404.06395, section 4.
 import dataclasses
 import math
 
-from lineartime.errors import Argument, ArgumentError
+from lineartime.errors import ArgumentError
 from lineartime.training.config import TrainConfig
 
 COSINE_FLOOR = 0.1
@@ -91,10 +91,6 @@ def with_other_steps(started: TrainConfig, asked: TrainConfig, taken: int) -> Tr
             name,
             f"is {getattr(asked, name)}, but the run was started with {getattr(started, name)}, and some of the {taken} steps "
             f"taken would have had other learning rates ({started.schedule} schedule): leave it out, or start a new run from "
-            "its weights with ",
-            Argument("init_from"),
-            "; a run with ",
-            Argument("schedule", "constant"),
-            ", or wsd before its decay, can go on.",
+            "its weights with `init_from`; a run with `schedule='constant'`, or wsd before its decay, can go on.",
         )
     return changed

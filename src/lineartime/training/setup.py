@@ -23,7 +23,7 @@ from lineartime.data import (
 )
 from lineartime.data.corpora import load_corpus_of_run
 from lineartime.data.train_tokenizer import names_folder
-from lineartime.errors import Argument, ArgumentError, LineartimeError, spell
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.host import cache_folder
 from lineartime.layers.contract import NO_FUTURE, BrokenPromiseError, check_mixer
 from lineartime.machine import choose_compile, choose_device, choose_precision, faster_precision
@@ -173,9 +173,8 @@ def _slice_unit(model_config: ModelConfig, config: TrainConfig) -> int:
     if ranks > 1 and config.context_length % (ranks * chunk_size):
         raise ArgumentError(
             "context_length",
-            f"is {config.context_length}, but must be a multiple of {ranks * chunk_size}: {ranks} processes (",
-            Argument("context_parallel"),
-            f") x chunk_size {chunk_size}.",
+            f"is {config.context_length}, but must be a multiple of {ranks * chunk_size}: {ranks} processes ("
+            f"`context_parallel`) x chunk_size {chunk_size}.",
         )
     return ranks * chunk_size
 
@@ -274,7 +273,7 @@ def start_notes(config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig) -
     if config.init_from is not None and checkpoints.has_training_state(config.init_from):
         before = checkpoints.read_training_state(config.init_from).config.get("context_length")
         if before is not None and before != config.context_length:
-            now = f"{spell(Argument('context_length'))} is {config.context_length:,}"
+            now = f"context_length is {config.context_length:,}"
             notes.append(f"The weights were trained on {before:,} tokens at a time; now, {now}.")
     return notes
 
@@ -305,7 +304,7 @@ def _check_own_mixer(model: ModelConfig) -> list[str]:
 
 
 def _unfit(option: str, given: str, there: str) -> ArgumentError:
-    return ArgumentError(option, f"{given}, but the model of ", Argument("init_from"), f" {there}: leave it out.")
+    return ArgumentError(option, f"{given}, but the model of `init_from` {there}: leave it out.")
 
 
 def _vocab_size(choice: str | None) -> int:
