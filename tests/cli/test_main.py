@@ -66,6 +66,7 @@ def test_the_parser_refuses_what_is_no_option_or_value(arguments: list[str], fai
         # Types and ranges of options.
         (["train", "--steps", "0"], "--steps is 0, but must be at least 1"),
         (["bench", "--tokens-per-batch", "0"], "--tokens-per-batch is 0, but must be at least 1"),
+        (["bench", "--context-lengths", "8", "0"], "--context-lengths is 0, but must be at least 1"),
         (["train", "--data", ""], "--data is empty: give a path"),
         (["generate", "{run}", "--top-p", "2"], "--top-p is 2.0, but must be above 0 and at most 1"),
         (["generate", "{run}", "--max-tokens", "0"], "--max-tokens is 0"),

@@ -153,10 +153,10 @@ def _sentence(error: LineartimeError, options: Any) -> str:
     """The message of an error, with the options of this command in place of the arguments of Python."""
     if not isinstance(error, ArgumentError):
         return as_options(error.message, type(options))
-    name = error.argument
+    name = error.argument.partition("[")[0]  # "context_lengths[1]" is a value of --context-lengths
     if getattr(options, f"{name}_file", None) is not None:  # a text that was read from a file
         name += "_file"
-    return f"{_flag(name, type(options)) or name} {as_options(error.predicate, type(options))}"
+    return f"{_flag(name, type(options)) or error.argument} {as_options(error.predicate, type(options))}"
 
 
 def as_options(message: str, command: type) -> str:
