@@ -99,9 +99,9 @@ def decode(hint: Any, value: Any, name: str = "") -> Any:
     """
     kind, parts = get_origin(hint), get_args(hint)
     if kind is Annotated:
-        found = decode(parts[0], value, name)
-        check_limits(name, found, parts[1:])
-        return found
+        if _is_of_type(value, parts[0]):  # these limits are closer than those of any number
+            check_limits(name, value, parts[1:])
+        return decode(parts[0], value, name)
     if kind in (Union, UnionType):
         return _decode_union(hint, value, name)
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):

@@ -111,7 +111,7 @@ TOO_LARGE: list[tuple[str, str, str]] = [
     ],
     (f"train --batch-size {2**25}", "--batch-size puts", "GB"),
     ("train --batch-size 1 --context-length 16000000", "--context-length puts 16,000,000 tokens in memory at once", "GB"),
-    (f"train --context {2**29}", "--context puts 536,870,912 tokens", "GB"),  # even one sequence is too long
+    (f"train --context {2**29}", "--context-length puts 536,870,912 tokens", "GB"),  # even one sequence is too long
     *[
         (f"eval RUN --{name} {value}", f"--{name} is {value}", "must be")
         for name in ("batch-size", "context-length", "stride", "max-tokens", "threads")
