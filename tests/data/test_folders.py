@@ -148,7 +148,11 @@ def test_side_files_of_shards_are_not_taken_for_the_text(tmp_path: Path, files: 
 
 
 def test_shards_given_alone_are_an_error(tmp_path: Path) -> None:
-    write(tmp_path, {"train.bin": IDS, "old.tar": IDS})
+    write(
+        tmp_path, {"train.bin": IDS, "old.tar": IDS, "mds/index.json": b"{}", "mds/a.mds": IDS[:9], "mds/args.yaml": b"a: 1\n"}
+    )
+    with pytest.raises(ArgumentError, match=r"^data is .*mds, most of which is not read, such as shards of records \(a.mds\)"):
+        load_corpus(tmp_path / "mds")
     with pytest.raises(ArgumentError, match=r"^data is .*train.bin, but token files are not read: give the text that the"):
         load_corpus(tmp_path / "train.bin")
     with pytest.raises(ArgumentError, match=r"^data is .*old.tar, but tar archives are not read: unpack them"):

@@ -154,10 +154,14 @@ class FilesOfText:
     def _texts(self, folder: Path, paths: list[Path]) -> list[FilePart]:
         """The files that are text. Raises ArgumentError if most bytes are not."""
         unread = {path: kind for path in paths if (kind := _unread(path))}
+        # An index beside shards says that all in its folder belongs to them.
+        indexed = {path.parent for path in paths if path.name in ("index.json", "state.json")}
+        shards = {path.parent: unread[path] for path in unread if path.suffix in _UNREAD and path.parent in indexed}
+        unread |= {path: shards[path.parent] for path in paths if path.parent in shards}
         kept = [path for path in paths if path not in unread]
         texts = [path for path in kept if not has_no_text(path.name)] or kept
-        if kept and _bytes(unread) > _bytes(texts):
-            example = max(unread, key=lambda path: path.stat().st_size)
+        if (kept or set(unread.values()) - {_BINARY}) and _bytes(unread) > _bytes(texts):
+            example = max(unread, key=lambda path: (path.suffix in _UNREAD, path.stat().st_size))
             (what, advice), name = unread[example], example.relative_to(folder).as_posix()
             found = f"is {folder}, most of which is not read, such as {what} ({name}): {advice}, or choose files by "
             raise ArgumentError("data", found, "`include`.")
