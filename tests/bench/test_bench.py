@@ -376,9 +376,9 @@ def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
 def test_wrong_options_are_named(values: dict[str, Any], message: str, options: Callable[..., BenchConfig]) -> None:
     out = options().out
     with pytest.raises(LineartimeError, match=message):
-        run_benchmark(config)
-    assert config.out is not None
-    assert not config.out.exists()
+        run_benchmark(options(**values))
+    assert out is not None
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
