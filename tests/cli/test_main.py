@@ -166,8 +166,8 @@ def test_arguments_of_the_library_are_written_as_options(
     assert shown(ArgumentError("presets", "is wrong.")) == "error: presets is wrong.\n"  # it has no flag
     assert shown(ArgumentError("segment", "is wrong.")) == "error: segment is wrong.\n"  # an argument of the library alone
     # The benchmark cannot be resumed: the flag is that of `train`, of which errors give advice.
-    message = "`memory=False`, `rounds=3`, `resume=True`, `peers`, `segment=3`, `presets()`, `import`, `dtypes='a b'`"
-    written = "--no-memory, --rounds 3, --resume, --peers, `segment=3`, `lineartime presets`, --import, --dtypes 'a b'"
+    message = "`memory=False`, `rounds=3`, `resume=True`, `peers`, `d=3`, `lineartime.hf.convert()`, `import`, `dtypes='a b'`"
+    written = "--no-memory, --rounds 3, --resume, --peers, `d=3`, `lineartime convert`, --import, --dtypes 'a b'"
     assert shown(LineartimeError(message)) == f"error: {written}\n"
 
 

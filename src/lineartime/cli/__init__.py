@@ -53,7 +53,7 @@ _IMPORT = Annotated[
     tyro.conf.UseAppendAction[tuple[str, ...]],
     tyro.conf.arg(name="import", metavar="MODULE", help="Module, or file ending in .py, that registers systems of your own."),
 ]
-_MENTION = re.compile(r"`(?:lineartime\.[a-z.]*)?([a-z_]+)(\(\)|=[^`]+)?`")
+_MENTION = re.compile(r"`(?:lineartime\.(?:[a-z]+\.)*)?([a-z_]+)(\(\)|=[^`]+)?`")
 """What a message names in backticks: an argument, an argument with its value, or a function that is also a command."""
 
 
