@@ -200,6 +200,14 @@ def penalized_text(model: CausalLM, prompt: list[int], count: int, penalty: floa
     return ids[len(prompt) :]
 
 
+@pytest.mark.parametrize("logits", [[3.0, 2.0], [-1.0, -1.5]])
+def test_a_penalty_makes_seen_tokens_less_likely_whatever_the_sign_of_their_logits(logits: list[float]) -> None:
+    seen, sampling = torch.tensor([[True, False]]), Sampling(0.0, repetition_penalty=2.0)
+    assert pick(torch.tensor([logits]), GREEDY, torch.zeros(1)).tolist() == [0]
+    assert pick(torch.tensor([logits]), sampling, torch.zeros(1), seen).tolist() == [1]
+    assert seen.tolist() == [[True, True]]
+
+
 @pytest.mark.parametrize("penalty", [1.3, 0.5])
 def test_tokens_of_the_prompt_and_of_the_text_are_penalised(model: CausalLM, penalty: float) -> None:
     sampling, given = Sampling(0.0, repetition_penalty=penalty), [[1, 2, 3, 2], [5], list(range(4, 30))]
