@@ -171,6 +171,13 @@ def test_arguments_of_the_library_are_written_as_options(
     assert shown(LineartimeError(message)) == f"error: {written}\n"
 
 
+def test_an_empty_path_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--out", ""], ["--cache", ""]):
+        with pytest.raises(SystemExit):
+            main(["train", "--data", "x.txt", *arguments])
+        assert "the path is empty" in capsys.readouterr().err
+
+
 def test_the_help_lists_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])

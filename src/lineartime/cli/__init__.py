@@ -53,8 +53,29 @@ _IMPORT = Annotated[
     tyro.conf.UseAppendAction[tuple[str, ...]],
     tyro.conf.arg(name="import", metavar="MODULE", help="Module, or file ending in .py, that registers systems of your own."),
 ]
+_REGISTRY = tyro.constructors.ConstructorRegistry()
 _MENTION = re.compile(r"`(?:lineartime\.(?:[a-z]+\.)*)?([a-z_]+)(\(\)|=[^`]+)?`")
 """What a message names in backticks: an argument, an argument with its value, or a function that is also a command."""
+
+
+@_REGISTRY.primitive_rule
+def _path(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Path] | None:
+    """Paths, but for an empty one, as of a variable that is not set: it would be the current folder."""
+
+    def read(words: list[str]) -> Path:
+        if not words[0]:
+            raise ValueError("the path is empty")
+        return Path(words[0])
+
+    if info.type is not Path:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=read,
+        is_instance=lambda x: isinstance(x, Path),
+        str_from_instance=lambda x: [str(x)],
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,7 +141,7 @@ def parse(options: type[Options], arguments: Sequence[str], default: Options | N
     own: Any = ("options", Annotated[options, tyro.conf.arg(name="")], *(() if default is None else (default,)))
     with_import: Any = make_dataclass("with_import", [own, ("modules", _IMPORT, ())])
     program = f"lineartime {options.__module__.rpartition('.')[2]}"
-    parsed = tyro.cli(with_import, prog=program, description=options.__doc__, args=arguments)
+    parsed = tyro.cli(with_import, prog=program, description=options.__doc__, args=arguments, registry=_REGISTRY)
     if parsed.modules:
         from lineartime.models.registering import import_everywhere
 
