@@ -118,7 +118,7 @@ def test_utf_16_is_not_taken_for_binary(folder: Path) -> None:
     [
         (
             {"train.bin": IDS, "val.bin": IDS[:99], "prepare.py": b"# encodes\n" * 99, "readme.md": b"## tokens\n" * 999},
-            r"such as token files \(train.bin\): give the text that the tokens were made from, or choose files by include",
+            r"such as token files \(train.bin\): give the text that the tokens were made from, or choose files by `include`",
         ),
         ({"doc.bin": IDS, "doc.idx": b"MMIDIDX\0\0", "vocab.json": b'{"a": 1}'}, r"such as token files \(doc.bin\)"),
         (

@@ -120,8 +120,8 @@ def test_what_cannot_be_measured_is_named(run: Path, tmp_path: Path) -> None:
         (run, {"split": "testing"}, "split is 'testing', but must be one of 'train'"),
         (run, {"context": "carried", "stride": 2}, "stride is for windows, but carried context has none"),
         (run, {"data": ""}, "data is empty: give a text, or leave it out"),
-        (run, {"data": [3]}, r"data is \(3,\), but must be a list, each item of which is a text or Path"),
-        (run, {"cache": 3}, "cache is 3, but must be a text or Path or None"),
+        (run, {"data": [3]}, r"data\[0\] is 3, but must be a text or a path"),
+        (run, {"cache": 3}, "cache is 3, but must be a text or a path or None"),
         (run, {"device": "tpu"}, "device is tpu, which PyTorch cannot use here"),
         (
             masked,

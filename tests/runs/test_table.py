@@ -293,7 +293,7 @@ def test_a_run_that_an_error_ended_says_so_until_it_is_resumed(
     shown(run)
     shown_text = capsys.readouterr().out
     assert rows(shown_text)[1][-1] == "failed"  # and not finished, though it has taken all of its steps
-    assert f"{run} failed: {message}" in shown_text
+    assert f"{run} failed: {message}".replace("`learning_rate`", "--learning-rate") in shown_text
     shown(run, json=True)
     [facts] = json.loads(capsys.readouterr().out)["runs"]
     assert (facts["state"], facts["error"].startswith(message)) == ("failed", True)

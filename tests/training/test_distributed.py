@@ -408,7 +408,7 @@ def test_options_that_do_not_fit_the_processes_are_named(
 def test_steps_that_cannot_be_divided_are_named(config: MakeConfig) -> None:
     for options, message in (
         ({"tokens_per_batch": 96}, "tokens_per_batch is 96, .* multiple of 72, which is 3 processes x `context_length`"),
-        ({"clip_tokens": 36}, "clip_tokens is 36, .* multiple of context_length=24 that divides the 48 tokens"),
+        ({"clip_tokens": 36}, "clip_tokens is 36, .* multiple of `context_length=24` that divides the 48 tokens"),
     ):
         with pytest.raises(LineartimeError, match=message):
             replace(config(), **options).rows(0, 3)

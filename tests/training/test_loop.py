@@ -595,7 +595,7 @@ def test_options_that_contradict_each_other_are_named(config: MakeConfig) -> Non
         ({"task": "prefix-lm", "context_parallel": 2}, "task is prefix-lm, whose prefixes cannot be split over processes"),
         ({"packed": True, "context_parallel": 2}, "packed cannot be combined with `context_parallel`"),
         ({"parallel": "fsdp", "clip": "local"}, "use `clip='global'` or `parallel='ddp'`"),
-        ({"keep_every": 3}, "keep_every is 3, but must be a multiple of eval_every=2: checkpoints follow evaluations"),
+        ({"keep_every": 3}, "keep_every is 3, but must be a multiple of `eval_every=2`: checkpoints follow evaluations"),
     ]
     for options, message in contradictions:
         with pytest.raises(ArgumentError, match=message):

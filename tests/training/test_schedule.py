@@ -50,7 +50,7 @@ def test_wsd_is_constant_then_falls_linearly_to_zero_over_its_last_steps() -> No
 
 
 def test_steps_of_decay_that_no_schedule_can_have_are_named() -> None:
-    with pytest.raises(ArgumentError, match=r"^decay_steps is 5, but linear schedules have no decay: use schedule='wsd', or"):
+    with pytest.raises(ArgumentError, match=r"^decay_steps is 5, but linear schedules have no decay: use `schedule='wsd'`, or"):
         TrainConfig(decay_steps=5).check()
     with pytest.raises(
         ArgumentError, match=r"^decay_steps is 541, but must, with 60 steps of warm-up, be at most `steps=600`\."
