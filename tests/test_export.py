@@ -161,7 +161,7 @@ class Layers(nn.Module):
         return torch.cat([layer(x, mask) for layer in self.layers], -1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [ForeignFLASH, ForeignGAU])
 def test_layers_with_every_option_are_the_same_in_onnx(kind: Any, tmp_path: Path) -> None:
     options: list[dict[str, Any]] = [

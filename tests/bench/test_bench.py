@@ -492,7 +492,7 @@ def test_a_process_that_is_killed_had_too_little_memory(monkeypatch: pytest.Monk
     assert not is_out_of_memory(RuntimeError("shapes"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_grows_with_the_batch_and_holds_the_gradients() -> None:
     few, many = (memory.in_process(subject(), Case("train", 64, "fp32", batch)) for batch in (64, 512))
     parameters = sum(p.numel() for p in subject().build().parameters())

@@ -32,7 +32,7 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
     return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_part_runs_from_a_bare_clone_and_writes_its_tables(tmp_path: Path) -> None:
     result = run_script(tmp_path, "--rehearse")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -241,7 +241,7 @@ for name in [name for name in presets("mlm") if name.endswith("-tiny")]:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_system_has_the_same_loss_under_fsdp_in_bf16(fork: Callable[[str], Any]) -> None:
     """Blocks have parameters in bf16 there, and a residual stream in float32."""
     process = fork(EVERY_SYSTEM)
@@ -348,6 +348,7 @@ if os.environ["RANK"] == "1":
     assert processes.wait(120) == [0, 0], processes.errors()
 
 
+@pytest.mark.nightly
 def test_killed_at_any_moment_six_times_a_run_loses_nothing(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
     options: dict[str, Any] = {"steps": 70, "eval_every": 3, "eval_windows": 1, "timeout": 10.0, "tokens_per_batch": 4 * 24}
     expected = trained(config(**options, out=tmp_path / "one"))
