@@ -295,7 +295,7 @@ def test_an_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch
             "Process 2 was started for another run than process 0: learning_rate is 0.03 there, and 0.003 in",
         ),
         ("data=(__file__,), cache=Path('other')", 0, "Process 2 was started for another run than process 0: the text is "),
-        ("batch_size=0", 2, "batch_size is 0, but must be at least 1 and at most 1,073,741,824."),
+        ("decay_steps=5", 2, "decay_steps is 5, but linear schedules have no decay: use `schedule='wsd'`, or leave it out."),
     ],
     ids=["folder", "options", "text", "value"],
 )
