@@ -294,7 +294,11 @@ def test_an_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch
             0,
             "Process 2 was started for another run than process 0: learning_rate is 0.03 there, and 0.003 in",
         ),
-        ("data=(__file__,), cache=Path('other')", 0, "Process 2 was started for another run than process 0: the text is "),
+        (
+            "data=(__file__,), cache=config.run_directory.parent / 'other'",
+            0,
+            "Process 2 was started for another run than process 0: the text is ",
+        ),
         ("decay_steps=5", 2, "decay_steps is 5, but linear schedules have no decay: use `schedule='wsd'`, or leave it out."),
     ],
     ids=["folder", "options", "text", "value"],
