@@ -91,7 +91,10 @@ def run_tests(tests: list[str], source: Path, output: Path) -> int:
 
 def main(names: list[str]) -> int:
     """Run the mutations of these names, or all, and print the table; the number of those that no test noticed."""
-    chosen = [mutation for mutation in read(MUTATIONS.read_text()) if not names or mutation.name in names]
+    known = {mutation.name: mutation for mutation in read(MUTATIONS.read_text())}
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"{unknown[0]!r} is not a mutation in {MUTATIONS.name}.")
+    chosen = [known[name] for name in names or known]
     survived = 0
     print("| mutation | file | noticed | by | s |\n|---|---|---|---|--:|", flush=True)
     with tempfile.TemporaryDirectory() as folder:

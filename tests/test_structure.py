@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 import lineartime
 
 SOURCE = Path(lineartime.__file__).parent
+TESTS = Path(__file__).parent
 
 # From the ground up; a room may import from its own floor's rooms as listed, and from every floor below.
 FLOORS: list[set[str]] = [
@@ -200,3 +202,11 @@ def test_no_layer_or_op_copies_values_to_the_host() -> None:
             if file.relative_to(SOURCE).as_posix() not in READS_VALUES:
                 found = re.search(r"\.(tolist|item|cpu|numpy)\(", file.read_text())
                 assert found is None, f"{file.relative_to(SOURCE)} calls {found and found[0]}), which forces a device sync"
+
+
+def test_each_mutation_breaks_a_line_that_stands_once_and_names_tests_that_exist() -> None:
+    mutations = runpy.run_path(str(TESTS / "mutations.py"))
+    for mutation in mutations["read"](mutations["MUTATIONS"].read_text()):
+        assert mutations["find"](mutation, SOURCE.parent) is None, mutation.name
+        for test in mutation.tests.split():
+            assert not test.endswith(".py") or (TESTS.parent / test).exists(), (mutation.name, test)

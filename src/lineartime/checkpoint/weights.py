@@ -28,7 +28,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     from safetensors import safe_open
 
     with utf8_path(file) as path, safe_open(path, framework="pt") as opened:
-        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no dict
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is not a dict
         return {name: Stored(list(found.get_shape()), found.get_dtype()) for name, found in slices.items()}
 
 

@@ -75,7 +75,7 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
             file.open("rb").close()  # safetensors names neither the file nor the reason
         with utf8_path(file) as readable, safe_open(readable, framework="pt") as opened:
             metadata: Mapping[str, str] = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is no dict
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is not a dict
     except SafetensorError as error:
         raise _damaged(file, first_line(error)) from None
     if metadata.get("format") != _FORMAT:

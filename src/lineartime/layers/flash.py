@@ -87,6 +87,7 @@ class FLASH(GatedUnit):
 
     def chunk_bias(self, batch: Batch) -> Tensor | None:
         """The relative bias of the quadratic part, [C, C], or None; C is the chunk size of the batch."""
+        # An exported program's operator cuts chunks itself; what its batch calls a chunk is a whole document.
         size = self.chunk_size if torch.compiler.is_exporting() else batch.chunk_size or self.chunk_size
         return None if self.bias is None else self.bias.consecutive(size, size, batch=batch)
 
