@@ -18,7 +18,7 @@ import pytest
 import zstandard
 
 from lineartime.choices import Split
-from lineartime.data import load_corpus, readers
+from lineartime.data import load_corpus, local_files, readers
 from lineartime.data.local_files import BLOCK, SourceFile
 from lineartime.data.readers import SPLITS, FilePart
 from lineartime.errors import ArgumentError, LineartimeError
@@ -87,6 +87,16 @@ WRITERS: dict[str, Callable[[list[str]], bytes]] = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "BLOCK", 7)  # cuts lines and characters
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
+def test_what_expands_a_million_times_is_never_in_memory_as_a_whole(tmp_path: Path, suffix: str) -> None:
+    file, compress = tmp_path / f"zeros{suffix}", {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[suffix]
+    file.write_bytes(compress(bytes(1 << 25)) + compress(b"end"))
+    with file.open("rb") as raw:
+        sizes = [len(block) for block in local_files._blocks(raw, file)]
+    assert max(sizes) <= BLOCK
+    assert sum(sizes) == (1 << 25) + 3
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)

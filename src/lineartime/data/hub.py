@@ -193,7 +193,10 @@ class HubDataset(Repository):
     def _load(self, names: list[str]) -> Any:
         path, config = self._place
         loaded = [self.load(path, name=config, split=name) for name in names]
-        return loaded[0] if len(loaded) == 1 else datasets_library(f"Reading {self.name}").concatenate_datasets(loaded)
+        if len(loaded) == 1:
+            return loaded[0]
+        with reporting_read_errors(self.name):
+            return datasets_library(f"Reading {self.name}").concatenate_datasets(loaded)
 
     @property
     def _place(self) -> tuple[Path | None, str | None]:

@@ -20,6 +20,7 @@ CSV = (".csv", ".tsv")
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *CSV)
 BLOCK = 1 << 18  # bytes, or characters, of text in memory at a time
 _COMPRESSED_BLOCK = 1 << 12  # few bytes, because they may expand by a factor of thousands
+_Inflater = type(zlib.decompressobj())
 _SMALL = 1 << 26
 """The bytes to which any compressed file may expand, however small it is."""
 
@@ -156,15 +157,28 @@ def _streams(raw: IO[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
             decoder = new() if compressed else None
         if decoder is not None:
             try:
-                block = decoder.decompress(compressed)
+                yield from _pieces(decoder, compressed)
             except Exception as error:  # each library has its own
                 raise EOFError(first_line(error)) from None
-            yield block
             compressed = decoder.unused_data if decoder.eof else b""
             decoder = None if decoder.eof else decoder
         compressed = compressed or raw.read(_COMPRESSED_BLOCK)
     if decoder is not None:
         raise EOFError("it ends within a stream")
+
+
+def _pieces(decoder: Any, compressed: bytes) -> Iterator[bytes]:
+    """What a decoder makes of some bytes; at most BLOCK at a time, but for zstandard, whose decoder has no limit."""
+    if isinstance(decoder, _Inflater):
+        yield decoder.decompress(compressed, BLOCK)
+        while decoder.unconsumed_tail and not decoder.eof:  # at the end, what was left before stays there
+            yield decoder.decompress(decoder.unconsumed_tail, BLOCK)
+    elif isinstance(decoder, bz2.BZ2Decompressor | lzma.LZMADecompressor):
+        yield decoder.decompress(compressed, BLOCK)
+        while not (decoder.eof or decoder.needs_input):
+            yield decoder.decompress(b"", BLOCK)
+    else:
+        yield decoder.decompress(compressed)
 
 
 def _member(archive: zipfile.ZipFile, path: Path) -> str:

@@ -26,6 +26,7 @@ from lineartime.errors import (
     typed_first_line,
 )
 from lineartime.files import TOKENIZER_FILE
+from lineartime.json_files import open_regular
 
 _HUB = "hub:"
 MASK_TEXT, END_TEXT = "[MASK]", "[END]"
@@ -256,8 +257,8 @@ def tokenizer_from_json(definition: str, source: str) -> Tokenizer:
 def read_definition(file: Path) -> str:
     """Read the text of a definition. Raises LineartimeError if the file cannot be read or is not UTF-8."""
     try:
-        with reporting_file_errors("read", file):
-            return file.read_text(encoding="utf-8")
+        with reporting_file_errors("read", file), open_regular(file) as opened:
+            return opened.read().decode()
     except UnicodeDecodeError as error:
         what = f"{file} is not a tokenizer file (it is not UTF-8 at byte {error.start:,})"
         raise LineartimeError(f"{what}: give a tokenizer.json of the tokenizers library.") from None
