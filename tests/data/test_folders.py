@@ -107,6 +107,12 @@ def test_a_binary_file_alone_is_an_error(tmp_path: Path) -> None:
         load_corpus(tmp_path / "pipe")
 
 
+def test_an_index_of_something_else_says_nothing_about_its_neighbours(tmp_path: Path) -> None:
+    for name, content in (("index.json", b'{"a": 1}'), ("x.npy", IDS[:99]), ("book.txt", b"a text\n" * 99)):
+        (tmp_path / name).write_bytes(content)
+    assert "book.txt" in files_of(load_corpus(tmp_path), tmp_path)
+
+
 def test_utf_16_is_not_taken_for_binary(folder: Path) -> None:
     (folder / "windows.txt").write_text("some text", encoding="utf-16")
     with pytest.raises(LineartimeError, match=r"windows.txt is not UTF-8 .*iconv -f utf-16 .* leave the file out by"):

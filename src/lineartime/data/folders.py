@@ -155,8 +155,8 @@ class FilesOfText:
         """The files that are text. Raises ArgumentError if most bytes are not."""
         unread = {path: kind for path in paths if (kind := _unread(path))}
         # An index beside shards says that all in its folder belongs to them.
-        indexed = {path.parent for path in paths if path.name in ("index.json", "state.json")}
-        shards = {path.parent: unread[path] for path in unread if path.suffix in _UNREAD and path.parent in indexed}
+        indexed = {path.parent for path in paths if _indexes_shards(path)}
+        shards = {path.parent: unread[path] for path in unread if path.suffix.lower() in _UNREAD and path.parent in indexed}
         unread |= {path: shards[path.parent] for path in paths if path.parent in shards}
         kept = [path for path in paths if path not in unread]
         texts = [path for path in kept if not has_no_text(path.name)] or kept
@@ -188,6 +188,15 @@ class FilesOfText:
             names = _names(folder, reasons)
             self.notes.append(f'Read as plain text in {folder}, for want of records with "{self.column}": {names}.')
         return [replace(part, file=replace(part.file, as_text=part.path in reasons)) for part in parts]
+
+
+def _indexes_shards(path: Path) -> bool:
+    """Whether a file lists the shards of its folder: of MosaicML Streaming, litdata, or save_to_disk."""
+    if path.name not in ("index.json", "state.json"):
+        return False
+    with path.open("rb") as stream:
+        head = stream.read(1 << 16)
+    return any(mark in head for mark in (b'"shards"', b'"chunk_bytes"', b'"_data_files"'))
 
 
 def matches(relative: PurePath, pattern: str) -> bool:
