@@ -68,3 +68,13 @@ def test_a_dataclass_that_checks_itself_takes_lists_and_texts() -> None:
     assert Checked(places) == Checked((Path("a"), Path("b")))
     with pytest.raises(ArgumentError, match=r"^size is 0, but must be at least 1"):
         Checked(size=0)
+
+
+def test_a_range_holds_for_a_union_and_any_value_can_be_shown() -> None:
+    for hint, value, message in (
+        (Annotated[int | None, Between(1, 5)], 99, "n is 99, but must be at least 1 and at most 5"),
+        (int, 10**5000, "n is a int that is too long to be shown, but must be"),
+        (str, 10**5000, "n is a int that is too long to be shown, but must be a text"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            decode(hint, value, "n")

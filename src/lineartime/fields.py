@@ -101,7 +101,9 @@ def decode(hint: Any, value: Any, name: str = "") -> Any:
     if kind is Annotated:
         if _is_of_type(value, parts[0]):  # these limits are closer than those of any number
             check_limits(name, value, parts[1:])
-        return decode(parts[0], value, name)
+        found = decode(parts[0], value, name)
+        check_limits(name, found, parts[1:])
+        return found
     if kind in (Union, UnionType):
         return _decode_union(hint, value, name)
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
@@ -141,7 +143,7 @@ def _is_of_type(value: Any, hint: Any) -> bool:
         return any(type(value) is type(option) and value == option for option in get_args(hint))
     if hint in (int, float):
         return not isinstance(value, bool) and isinstance(value, (int, float) if hint is float else int)
-    return hint is Any or (isinstance(hint, type) and isinstance(value, hint))
+    return hint is Any or (isinstance(hint, type) and get_origin(hint) is None and isinstance(value, hint))
 
 
 def _check_contents(value: Any, name: str) -> None:
@@ -216,7 +218,10 @@ def check_limits(name: str, value: Any, limits: Iterable[Any]) -> None:
 
 def shown(value: object) -> str:
     """Format a value for a message, shortened if it is long."""
-    return _short(repr(value))
+    try:
+        return _short(repr(value))
+    except (ValueError, RecursionError):  # a number with thousands of digits, or endlessly nested lists
+        return f"a {type(value).__name__} that is too long to be shown"
 
 
 def describe(hint: Any) -> str:
