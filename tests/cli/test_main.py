@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lineartime import cli
 from lineartime.__main__ import main as run_command
 from lineartime.cli import COMMANDS, main
 from lineartime.errors import ArgumentError, LineartimeError
@@ -169,6 +170,11 @@ def test_arguments_of_the_library_are_written_as_options(
     message = "`memory=False`, `rounds=3`, `resume=True`, `peers`, `d=3`, `lineartime.hf.convert()`, `import`, `dtypes='a b'`"
     written = "--no-memory, --rounds 3, --resume, --peers, `d=3`, `lineartime convert`, --import, --dtypes 'a b'"
     assert shown(LineartimeError(message)) == f"error: {written}\n"
+    assert shown(LineartimeError("`seed=x` and 'a*`b'")) == "error: `seed=x` and 'a*`b'\n"  # a text of the user
+
+
+def test_a_module_may_have_the_name_of_a_command() -> None:
+    assert cli._command_first(["--import", "info", "info"]) == ["info", "--import", "info"]
 
 
 def test_an_empty_path_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,8 @@ def _command_first(arguments: Sequence[str]) -> list[str]:
     ]
     everything: Any = make_dataclass("everything", fields)
     found = tyro.cli(everything, prog="lineartime", description="Transformer quality in linear time.", args=arguments)
-    place = list(arguments).index(type(found.command).__module__.rpartition(".")[2])
+    name = type(found.command).__module__.rpartition(".")[2]
+    place = next(i for i, word in enumerate(arguments) if word == name and arguments[i - 1 : i] != ["--import"])
     return [*arguments[place:], *arguments[:place]]
 
 
@@ -190,7 +191,10 @@ def as_options(message: str, command: type) -> str:
         flag = _flag(name, command) or _flag(name, _command("train").Options)
         if flag is None or not rest:
             return flag or mention[0]
-        value = ast.literal_eval(rest[1:])
+        try:
+            value = ast.literal_eval(rest[1:])
+        except (ValueError, SyntaxError):  # a text of the user, not of ours
+            return mention[0]
         if isinstance(value, bool):
             return flag if value else flag.replace("--", "--no-", 1)
         return f"{flag} {shlex.quote(str(value))}"

@@ -96,7 +96,7 @@ def _write_flash_pytorch(options: Options) -> str:
 def _refuse(options: Options, *names: str) -> None:
     """Raise ArgumentError for options that this conversion does not use."""
     for name in names:
-        if getattr(options, name):
+        if getattr(options, name) != getattr(Options, name):
             raise ArgumentError(name, f"is given, but converting {options.source} does not use it: leave it out.")
 
 
