@@ -438,13 +438,18 @@ if os.environ["RANK"] == "0":
 
 def test_the_environment_of_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")  # of another program: one process alone is the first
+    monkeypatch.setenv("LOCAL_RANK", "-1")
     assert read_environment() == Environment()
     values = {"WORLD_SIZE": 4, "RANK": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 1, "GROUP_WORLD_SIZE": 2}
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
     assert read_environment() == Environment(4, 3, 1, 2, 1, 2, 0)
-    monkeypatch.setenv("LOCAL_RANK", "one")
-    with pytest.raises(
-        LineartimeError, match=r"^LOCAL_RANK in the environment is 'one', but must be a whole number: start the"
+    for name, value, message in (
+        ("LOCAL_RANK", "one", "is 'one', but must be a whole number below 4: start the"),
+        ("RANK", "4", "is '4', but must be a whole number below 4"),
+        ("RANK", "", "is '', but must be a whole number below 4"),  # all processes would be the first, and wait for the others
     ):
-        read_environment()
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(LineartimeError, match=f"^{name} in the environment {message}"):
+                read_environment()

@@ -39,18 +39,25 @@ def read_environment() -> Environment:
     """Read the variables. A single process has ranks of 0, whatever other programs have set.
 
     Raises:
-        LineartimeError: naming the variable, if it is not a number.
+        LineartimeError: naming the variable, if it is missing, not a number or out of range.
     """
-    values = {}
-    for name, default in Environment()._asdict().items():
-        text = os.environ.get(name.upper(), str(default)).strip()
-        if not (text.isascii() and text.isdecimal()):
-            found = f"{name.upper()} in the environment is {shown(text)}, but must be a whole number"
-            raise LineartimeError(f"{found}: start the processes with torchrun, which sets it, or unset it.")
-        values[name] = int(text)
-    environment = Environment(**values)
-    alone = Environment(torchelastic_restart_count=environment.torchelastic_restart_count)
-    return environment if environment.world_size > 1 else alone
+    size, restarts = _number("WORLD_SIZE", 1), _number("TORCHELASTIC_RESTART_COUNT", 0)
+    if size <= 1:
+        return Environment(torchelastic_restart_count=restarts)
+    return Environment(
+        size, _number("RANK", None, size), _number("LOCAL_RANK", 0, size), _number("LOCAL_WORLD_SIZE", size),
+        _number("GROUP_RANK", 0), _number("GROUP_WORLD_SIZE", 1), restarts,
+    )  # fmt: skip
+
+
+def _number(name: str, default: int | None, below: int | None = None) -> int:
+    """A variable of the environment, or its default; None if it must be set."""
+    text = os.environ.get(name, "" if default is None else str(default)).strip()
+    if not (text.isascii() and text.isdecimal()) or (below is not None and int(text) >= below):
+        allowed = "a whole number" if below is None else f"a whole number below {below:,}"
+        found = f"{name} in the environment is {shown(text)}, but must be {allowed}"
+        raise LineartimeError(f"{found}: start the processes with torchrun, which sets it, or unset it.")
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -228,7 +235,12 @@ def _meet(rank: int, size: int, timeout: float) -> dist.Store:
     """The key-value store of all processes. Process 0 serves it, or torchrun, which outlives all of them."""
     try:
         store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout)))[0]
-    except (ValueError, RuntimeError) as error:  # a variable that is missing or wrong; a process that is not there
+    except ValueError as error:
+        where = "The environment does not say where the processes meet"
+        raise LineartimeError(
+            f"{where} ({first_line(error).rstrip('.')}): start all of them with torchrun, which says it."
+        ) from None
+    except RuntimeError as error:  # a process is not there
         found, why = f"Process {rank} of {size} did not find the others", first_line(error).rstrip(".")
         advice = "start all of them with torchrun; the output of the one that is missing says why."
         raise LineartimeError(f"{found} within {timeout:g} s (timeout; {why}): {advice}") from None

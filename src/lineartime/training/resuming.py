@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from lineartime import checkpoint as checkpoints
 from lineartime.checkpoint import CheckpointChoice, NoCheckpointError
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.files import is_folder, is_there
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import PRESETS, resolve
@@ -278,8 +279,16 @@ def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:
 
 
 def check_shared(run: Path, world: World) -> None:
-    """Raise LineartimeError unless all processes see the locked folder, where each writes its part of a checkpoint."""
-    [missing] = world.sum(not (run / LOCK_FILE).exists())
+    """Raise LineartimeError unless all processes see the same folder, where each writes its part of a checkpoint."""
+    if world.size == 1:
+        return
+    sign = run / world.share(lambda: f".seen-by-all-{uuid4().hex}")  # a copy of the folder holds all other files
+    with world.raise_on_all_ranks(), reporting_file_errors("write", run):
+        if world.is_main:
+            sign.touch()
+    [missing] = world.sum(not sign.exists())
+    if world.is_main:
+        sign.unlink(missing_ok=True)
     if missing:
         found = f"is {run}, which is not the same folder for {missing:.0f} of the {world.size} processes"
         raise world.reported_by_main(ArgumentError("out", f"{found}: give a folder on a disk that all machines share."))

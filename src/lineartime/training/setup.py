@@ -241,8 +241,11 @@ def check_start(config: TrainConfig, start: Path) -> None:
     with errors_in_override():
         fits = _shapes(ours) == _shapes(theirs)
     # A preset of another size is a mistake, although the overrides that are taken from the other run make it fit.
-    named, found = (resolve(name, config.task) for name in (config.preset, nearest))
-    if (named.d_model, named.n_blocks) != (found.d_model, found.n_blocks) or (not fits and config.preset != nearest):
+    is_other = not fits and config.preset != nearest
+    if not is_other:
+        named, found = (resolve(name, config.task) for name in (config.preset, nearest))
+        is_other = (named.d_model, named.n_blocks) != (found.d_model, found.n_blocks)
+    if is_other:
         raise _unfit("preset", f"is {config.preset}", f"is {nearest}")
     if fits:
         return
