@@ -25,6 +25,12 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_device_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").symlink_to("/dev/null")
+    write_atomically((tmp_path / "picture.png").resolve(), b"picture")
+    assert Path("/dev/null").is_char_device()
+
+
 def test_what_a_failure_has_added_is_removed_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("text")
 

@@ -25,7 +25,13 @@ _ABANDONED_SECONDS = 3600
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
-    """Write or replace a file. A process killed at any moment leaves the old file or the new one. Raises OSError on failure."""
+    """Write or replace a file. A process killed at any moment leaves the old file or the new one. Raises OSError on failure.
+
+    A device or a pipe stays one.
+    """
+    if is_there(file) and not file.is_file():
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+        return
     partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}.partial")  # another name than any other process has
     try:
         write_synchronised(partial, content)

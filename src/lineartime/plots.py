@@ -73,7 +73,7 @@ def check_picture(file: Path) -> None:
 
 
 def save_figure(figure: Any, file: Path, dots_per_inch: int = 150) -> Path:
-    """Write a picture as a whole and return the file; a link stays a link.
+    """Write a picture as a whole and return the file; a link stays a link, and a device one.
 
     Raises:
         LineartimeError: for a suffix that is no image format, or if the file cannot be written.
@@ -86,7 +86,7 @@ def save_figure(figure: Any, file: Path, dots_per_inch: int = 150) -> Path:
             figure.savefig(content, dpi=dots_per_inch, format=file.suffix[1:].lower())
         except RuntimeError as error:  # of the formats for LaTeX, which need it
             raise LineartimeError(f"Cannot draw {file} ({first_line(error)}): use .png, .pdf or .svg.") from None
-        write_atomically(file.resolve(), content.getvalue())
+        write_atomically(file.resolve(), content.getvalue())  # a link stays one
     return file
 
 

@@ -16,7 +16,7 @@ from lineartime.errors import LineartimeError
 from lineartime.runs.lock import LOCK_FILE, lock_run
 from lineartime.runs.metrics import read_metrics
 from lineartime.runs.record import RunRecord
-from lineartime.runs.summary import RunSummary, find_runs, summarize
+from lineartime.runs.summary import RunSummary, find_runs, name_runs, summarize
 from lineartime.runs.table import group_runs
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Validation, train
@@ -140,6 +140,9 @@ def test_no_run_is_shown_twice_and_one_with_a_link_to_it_has_its_own_name(
     shown(run, tmp_path, json=True)
     facts = json.loads(capsys.readouterr().out)
     assert sorted(str(Path(found["path"]).relative_to(tmp_path)) for found in facts["runs"]) == ["run-2024", "z/own"]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "z" / "own")  # which is found first
+    assert sorted(name_runs([tmp_path])[0].values()) == ["run-2024", "z/own"]
 
 
 def test_folders_are_searched_three_levels_down_and_never_in_runs(tmp_path: Path) -> None:

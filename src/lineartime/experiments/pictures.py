@@ -10,7 +10,7 @@ from typing import Any
 from lineartime.experiments.plan import Plan
 from lineartime.experiments.report_data import Report, baseline_row, metric_of_test, values_of_row
 from lineartime.experiments.tables import metric_of_report
-from lineartime.plots import label_axes, new_figure, save_figure
+from lineartime.plots import label_axes, legend_below, new_figure, save_figure
 
 WIDTH, HEIGHT = 4.8, 3.6
 _COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold", "navy"]
@@ -123,11 +123,10 @@ def _by_number(plan: Plan, panels: Sequence[Panel], label: str, log: bool = Fals
         axes.set_xscale("log", base=2)
         axes.set(title=panel.title, xlabel=label, ylabel=panel.unit)
         axes.margins(x=0.08, y=0.08)
-        axes.grid(alpha=0.3)
         if log:
             axes.set_yscale("log")
         label_axes(axes, x_values=panel.places)
-    _legend(figure, lines, len(panels))
+    legend_below(figure, lines, 3 * _columns(len(panels)), fontsize=8)
     return figure
 
 
@@ -158,9 +157,8 @@ def _curves(plan: Plan, report: Report) -> Any:
         margin = 0.05 * (high - low) or 0.01
         axes.set_ylim(low - margin, high + margin)
         axes.set(title=setting["name"], xlabel="seconds of training", ylabel=unit)
-        axes.grid(alpha=0.3)
         label_axes(axes)
-    _legend(figure, lines, len(settings))
+    legend_below(figure, lines, 3 * _columns(len(settings)), fontsize=8)
     return figure
 
 
@@ -187,8 +185,3 @@ def _figure(panels: int, names: int) -> tuple[Any, list[Any]]:
     for unused in grid[panels:]:
         unused.remove()
     return figure, grid[:panels]
-
-
-def _legend(figure: Any, lines: dict[str, Any], panels: int) -> None:
-    names, ncols = lines.keys(), min(len(lines), 3 * _columns(panels))
-    figure.legend(lines.values(), names, loc="outside lower center", ncols=ncols, frameon=False, fontsize=8)

@@ -55,7 +55,7 @@ class RunSummary:
 
 def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
     """Find the runs in and below folders, each once, with their names to show; and a sentence for each folder without runs."""
-    found: dict[Path, tuple[Path, str]] = {}  # by their real paths
+    found: list[tuple[Path, str]] = []
     missing: list[str] = []
     for folder in folders:
         if not is_there(folder):
@@ -67,9 +67,13 @@ def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
         if not runs and not unreadable:
             missing.append(f"There is no run in {folder}: give the folder of a run, or one with runs in it.")
         for run in runs:
-            name = run.relative_to(folder) if len(folders) == 1 and run != folder else run
-            found.setdefault(run.resolve(), (run, str(name)))
-    return dict(found.values()), missing
+            shown = run.relative_to(folder) if len(folders) == 1 and run != folder else run
+            found.append((run, str(shown)))
+    found.sort(key=lambda each: sum(path.is_symlink() for path in (each[0], *each[0].parents)))  # its own name before links
+    unique: dict[Path, tuple[Path, str]] = {}
+    for run, name in found:
+        unique.setdefault(run.resolve(), (run, name))
+    return dict(unique.values()), missing
 
 
 def find_runs(folder: Path, unreadable: list[str], depth: int = DEPTH) -> Iterator[Path]:
@@ -78,7 +82,7 @@ def find_runs(folder: Path, unreadable: list[str], depth: int = DEPTH) -> Iterat
         with reporting_file_errors("read", folder):
             is_run = any((folder / name).is_file() for name in (METRICS_FILE, RECORD_FILE)) or bool(list_checkpoints(folder))
             within = [] if is_run else [path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
-            within.sort(key=lambda path: (path.is_symlink(), path))  # a run has its own name, and not that of a link to it
+            within.sort()
     except LineartimeError as error:
         unreadable.append(str(error))
         return
@@ -114,8 +118,11 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
         totals |= {
             name: max(totals.get(name, 0), line[name]) for name in ("step", "tokens", "seconds", "skipped") if name in line
         }
-    changed = max((place.stat().st_mtime for place in (metrics, path) if is_there(place)), default=time.time())
-    silent = max(0.0, time.time() - changed)
+    changed: list[float] = []
+    for place in (metrics, path):
+        with suppress(OSError):  # a run that fails removes its folder
+            changed.append(place.stat().st_mtime)
+    silent = max(0.0, time.time() - max(changed, default=time.time()))
     summary = RunSummary(
         name=name,
         path=path,
