@@ -126,7 +126,8 @@ def test_on_a_gpu_of_apple_auto_takes_nothing_that_is_untested_there() -> None:
 
 
 def test_several_processes_cannot_share_a_gpu_of_apple(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
     with pytest.raises(LineartimeError, match=r"^device is mps, which supports only one process"), join_world(MPS, timeout=1):
         pass
 

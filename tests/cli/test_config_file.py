@@ -145,6 +145,7 @@ def test_a_dry_run_tells_what_a_run_takes_and_writes_nothing(
         dry_run(config(context_parallel=2))
     with pytest.raises(ArgumentError, match=r"out is .*, which is a file: give a folder"):
         dry_run(config(out=text))
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
     fails(["train", *small, *where, "--dry-run"], "torchrun started 2 processes, but a dry run is one process: leave torchrun")
     fails(["train", *small, *where, "--dry-run", "--resume"], "--dry-run tries a new run, and cannot be combined with --resume")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import lineartime
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import Sampling, TextBatch, generate, read_prompt
+from lineartime.generation import batch as module
 from lineartime.models import CausalLM
 from lineartime.ops.state import State
 
@@ -95,6 +97,24 @@ def test_texts_of_the_batch_draw_alike_whether_others_have_a_sampling_of_their_o
         steps = [batch.step() for _ in range(10)]
         found.append([[tokens[number] for tokens in steps] for number in (numbers[0], numbers[-1])])
     assert found[0] == found[1]
+
+
+def test_an_interrupted_draw_is_repeated_for_all_texts(awake: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = TextBatch(awake("flash-tiny"))
+    for sampling in (GREEDY, Sampling(temperature=0, top_k=3)):
+        batch.add([1, 2, 3], sampling=sampling)
+    draw, calls = module.pick, []
+
+    def interrupted(*arguments: Any) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return draw(*arguments)
+
+    monkeypatch.setattr(module, "pick", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        batch.step()
+    assert len(set(batch.step().values())) == 1  # the same prompt, read once, for both
 
 
 def test_an_empty_batch_draws_nothing(awake: Build) -> None:

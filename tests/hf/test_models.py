@@ -226,6 +226,12 @@ def test_gradients_are_the_same_with_blocks_computed_again(causal: LineartimeFor
     assert not getattr(causal, f"is_{checkpointing}")
 
 
+def test_blocks_are_computed_again_all_or_none(causal: LineartimeForCausalLM) -> None:
+    with pytest.raises(ValueError, match="every_n_layers is 2, but must be 1: all blocks are recomputed, or none"):
+        causal._set_gradient_checkpointing(every_n_layers=2)
+    assert not causal.model.gradient_checkpointing
+
+
 def test_tokens_can_be_added_and_the_logits_follow(causal: LineartimeForCausalLM, tmp_path: Path) -> None:
     ids = ids_of(2, 9)
     before = causal(ids).logits

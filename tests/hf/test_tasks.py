@@ -109,8 +109,8 @@ def test_a_row_that_has_no_single_label_is_refused(task: str, tiny: Tiny) -> Non
         with pytest.raises(ArgumentError, match=several):
             model(row, **packed)
     assert torch.equal(model(row, position_ids=torch.arange(7)[None]).logits, model(row).logits)
-    for length, mask in ((0, None), (7, torch.tensor([[1] * 7, [0] * 7]))):
-        with pytest.raises(ArgumentError, match="attention_mask has a row without tokens, but a label needs at least one"):
+    for length, mask, name in ((0, None, "input_ids"), (7, torch.tensor([[1] * 7, [0] * 7]), "attention_mask")):
+        with pytest.raises(ArgumentError, match=f"{name} has a row without tokens, but a label needs at least one"):
             model(torch.zeros(2, length, dtype=torch.long), attention_mask=mask)
     for name in ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q"):
         with pytest.raises(ArgumentError, match=f"{name} is a list, but must be a tensor: convert it"):

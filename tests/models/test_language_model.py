@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -260,3 +261,15 @@ def test_an_offloaded_embedding_cannot_compute_logits() -> None:
         LineartimeError, match=r"The token embedding is on meta, .* logits, from vectors on cpu: do not offload"
     ):
         model.logits(hidden)
+
+
+def test_a_language_model_takes_tokens_not_vectors() -> None:
+    model, vectors = causal("flash-tiny"), torch.randn(1, 4, 16)
+    calls: tuple[Callable[[torch.Tensor], object], ...] = (
+        model,
+        model.extend,
+        lambda x: model.loss(x, torch.ones(1, 4).long()),
+    )
+    for call in calls:
+        with pytest.raises(ArgumentError, match=r"^ids has dtype torch.float32, but must be torch.int64"):
+            call(vectors)

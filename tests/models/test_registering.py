@@ -148,6 +148,7 @@ def test_a_class_that_is_defined_again_replaces_the_first() -> None:
         ("mine", Squared, {"feed_forward": "moe"}, r"^feed_forward is 'moe', but must be one of 'mlp', 'glu'"),
         ("mine", Squared, {"options": {"flor": 1.0}}, r"^flor is not an option of Squared .did you mean floor"),
         ("mine", Squared, {"fields": {"depth": 3}}, r"^'?depth'? is not an option of fields, which has"),
+        ("mine", Squared, {"options": [("floor", 1.0)]}, r"^options is .*, but must be"),
         ("mine", Squared, {"scaled": {"floor": lambda size: size.depth}}, r"^scaled has a function for floor that fails: Attr"),
         ("mine", Kind, {}, r"^mixer is Kind, whose option kind has the name of one of the model: rename it"),
         ("mine", Wide, {"feed_forward": "mlp"}, r"^mixer is Wide, whose option expansion has the name of one of the feed-forw"),

@@ -133,15 +133,16 @@ class TextBatch:
             kinds.setdefault(text.sampling, []).append(place)
             if text.generator is not None:
                 uniform[place] = uniform_numbers(1, text.generator)
+        drawn: dict[int, int] = {}
         for sampling, places in kinds.items():
             seen = [tokens for place in places if (tokens := texts[place].seen) is not None]
             of_kind = logits if len(kinds) == 1 else logits[places]
-            drawn = pick(of_kind, sampling, uniform[places], torch.cat(seen) if seen else None)
-            for place, token in zip(places, drawn.tolist(), strict=True):
-                text = texts[place]
-                text.token, text.logits = token, None
-                if text.seen is not None:
-                    text.seen[0, token] = True
+            tokens_of_kind = pick(of_kind, sampling, uniform[places], torch.cat(seen) if seen else None)
+            drawn.update(zip(places, tokens_of_kind.tolist(), strict=True))
+        for place, text in enumerate(texts):  # after all draws, one of which may fail
+            text.token, text.logits = drawn[place], None
+            if text.seen is not None:
+                text.seen[0, text.token] = True
 
     def _read(self, numbers: list[int]) -> None:
         """Read the last token of some texts, and keep the logits after each."""

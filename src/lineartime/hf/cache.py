@@ -23,8 +23,8 @@ CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else 
 REREAD = 64
 """The undone tokens that are read again together with the next ones; more are read before them, once."""
 
-Tokens = tuple[Tensor, Tensor]
-"""Embedded tokens [B, N, d], and which of them are real, bool [B, N]."""
+Tokens = tuple[Tensor, Tensor | None]
+"""Embedded tokens [B, N, d], and which of them are real, bool [B, N]; None if all are."""
 
 
 class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types here
@@ -88,12 +88,14 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
             self._read(backbone, *self._unread)
             self._unread = None
         if self._unread is not None:
-            mask = torch.cat([self._unread[1], real_tokens(mask, embedded)], 1)
-            embedded = torch.cat([self._unread[0], embedded], 1)
+            both: list[Tokens] = [self._unread, (embedded, mask)]
+            if any(real is not None for _, real in both):
+                mask = torch.cat([real_tokens(real, tokens) for tokens, real in both], 1)
+            embedded = torch.cat([tokens for tokens, _ in both], 1)
         before = self.state.clone() if self._recording and self.state is not None else None
         hidden = self._read(backbone, embedded, mask, inputs)
         if self._recording:
-            self._recorded.append((before, (embedded.detach(), real_tokens(mask, embedded))))
+            self._recorded.append((before, (embedded.detach(), mask)))
         self._unread = None
         self._length += new
         first = embedded.shape[1] - new
@@ -103,8 +105,6 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def _read(self, backbone: Backbone, embedded: Tensor, mask: Tensor | None, inputs: list[Tensor] | None = None) -> Tensor:
         """[B, N, d] -> [B, N, d]; the input of each block is appended to `inputs`. A call that fails leaves the state."""
-        if mask is not None and bool(mask.all()):  # rows without padding are read faster
-            mask = None
         is_token = embedded.shape[1] == 1 and mask is None and inputs is None
         if self.state is not None and is_token and not torch.is_grad_enabled():
             if not self._is_prepared:
@@ -149,7 +149,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
         Raises:
             ArgumentError: for a positive number.
-            LineartimeError: for more tokens than were recorded.
+            LineartimeError: for more tokens than were recorded; those of a prefix are not.
         """
         if tokens_to_remove > 0:
             raise ArgumentError(
@@ -159,12 +159,12 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         if left > sum(embedded.shape[1] for _, (embedded, _) in self._recorded):
             raise LineartimeError(
                 f"The cache cannot forget {-tokens_to_remove} tokens: it can only take back what was read since the last crop, "
-                "and only after activate_past_recording()."
+                "after activate_past_recording(), and no prefix."
             )
         while left > 0:
             self.state, (embedded, real) = self._recorded.pop()
             left -= embedded.shape[1]
-            self._unread = (embedded[:, :-left], real[:, :-left]) if left < 0 else None
+            self._unread = (embedded[:, :-left], None if real is None else real[:, :-left]) if left < 0 else None
         self._length += tokens_to_remove
         self._recorded = []
 
@@ -181,10 +181,13 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some of the streams, in this order; a stream may be kept several times."""
         self.state = None if self.state is None else self.state.take(indices)
-        self._unread = None if self._unread is None else (self._unread[0][indices], self._unread[1][indices])
+
+        def chosen(tokens: Tokens) -> Tokens:
+            return tokens[0][indices], None if tokens[1] is None else tokens[1][indices]
+
+        self._unread = None if self._unread is None else chosen(self._unread)
         self._recorded = [
-            (None if before is None else before.take(indices), (embedded[indices], real[indices]))
-            for before, (embedded, real) in self._recorded
+            (None if before is None else before.take(indices), chosen(tokens)) for before, tokens in self._recorded
         ]
 
     reorder_cache = batch_select_indices  # for beam search

@@ -65,6 +65,7 @@ def check_labels(labels: Tensor, logits: Tensor) -> None:
 def packed_boundaries(
     mask: Tensor | None,
     embedded: Tensor,
+    /,  # `_` may hold arguments of these names
     cu_seq_lens_q: Tensor | None = None,
     position_ids: Tensor | None = None,
     seq_idx: Tensor | None = None,

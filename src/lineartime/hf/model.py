@@ -42,6 +42,13 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
         _check_places(getattr(model, "hf_device_map", {}))
         return loaded
 
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, *arguments: Any, every_n_layers: int = 1, **options: Any
+    ) -> None:
+        if enable and every_n_layers != 1:  # transformers would recompute all blocks without a word
+            raise ArgumentError("every_n_layers", f"is {every_n_layers}, but must be 1: all blocks are recomputed, or none.")
+        super()._set_gradient_checkpointing(enable, *arguments, **options)
+
     @property
     def accepts_loss_kwargs(self) -> bool:
         """True: losses are sums, divided by `num_items_in_batch`. `Trainer` asks for this, and then counts `targets`."""

@@ -62,7 +62,8 @@ class TaskModel(LineartimePreTrainedModel):
                 f"is a row of {len(boundaries) - 1} documents, but a row has one label: give each a row of its own.",
             )
         real = real_tokens(mask, hidden)
-        require(real.any(1), "attention_mask", "has a row without tokens, but a label needs at least one token to read.")
+        argument = "input_ids" if attention_mask is None else "attention_mask"
+        require(real.any(1), argument, "has a row without tokens, but a label needs at least one token to read.")
         if self.config.task == "mlm":
             return (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
         last = torch.where(real, torch.arange(hidden.shape[1], device=hidden.device), 0).amax(1)

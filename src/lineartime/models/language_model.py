@@ -69,6 +69,7 @@ class LanguageModel(nn.Module):
             ArgumentError: if shapes do not match, or the mixer cannot split sequences over processes.
             LineartimeError: if there are prefixes and the mixer cannot read any.
         """
+        check_whole("ids", ids)  # a backbone takes embedded tokens, too
         return self.logits(self.backbone(ids, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types))
 
     def loss(
@@ -111,6 +112,7 @@ class LanguageModel(nn.Module):
         token_types: Tensor | None = None,
     ) -> Tensor:
         """Compute the sum of the losses that `loss` averages, for callers that average over several batches."""
+        check_whole("ids", ids)
         hidden = self.backbone(ids, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types)
         check_whole("targets", targets)
         if targets.shape != ids.shape:
@@ -186,6 +188,7 @@ class CausalLM(LanguageModel):
         Raises:
             ArgumentError: if shapes do not match, or the state is of another model.
         """
+        check_whole("ids", ids)
         hidden, state = self.backbone.extend(ids, state, mask)
         return self.logits(hidden), state
 
@@ -202,6 +205,7 @@ class CausalLM(LanguageModel):
         Raises:
             LineartimeError: if the mixer cannot read prefixes.
         """
+        check_whole("ids", ids)
         hidden, state = self.backbone.read_prefix(ids, mask)
         return self.logits(hidden), state
 

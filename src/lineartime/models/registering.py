@@ -16,7 +16,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from lineartime.errors import ArgumentError, LineartimeError, check_choice, typed_first_line
-from lineartime.fields import check_names
+from lineartime.fields import check_names, check_type
 from lineartime.layers.mixer import Mixer
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import build_model
@@ -73,6 +73,9 @@ def register_system(
     if feed_forward is not None:
         check_choice("feed_forward", feed_forward, get_args(FeedForward))
     layer = None if feed_forward is None else KINDS["feed_forward"][feed_forward]
+    for argument, given in (("options", options), ("scaled", scaled), ("fields", fields)):
+        if given is not None:
+            check_type(argument, given, dict)
     system = System(mixer, layer, options or {}, scaled or {}, fields or {}, description=description)
     check_names({**system.options, **system.scaled}, own_options(mixer), mixer.__name__)
     check_names(system.fields, _FIELDS, "fields")
