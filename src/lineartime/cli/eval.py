@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,22 +23,6 @@ from lineartime.screen import SCREEN, output_console
 
 if TYPE_CHECKING:
     from lineartime.evaluation import Difference, Evaluation
-
-_GIVEN = (
-    "checkpoint",
-    "split",
-    "text_column",
-    "max_expansion",
-    "context",
-    "context_length",
-    "stride",
-    "max_tokens",
-    "batch_size",
-    "device",
-    "cache",
-)
-"""Options that `evaluate` takes as they are."""
-
 
 @dataclass(frozen=True)
 class Options:
@@ -100,14 +85,14 @@ def run(options: Options) -> None:
         check_picture(options.plot)  # before the slow part
     for each in options.runs[1:]:  # a wrong path should not be told after the first run was measured
         find_checkpoint(each, options.checkpoint)
-    given: dict[str, Any] = {name: getattr(options, name) for name in _GIVEN}
-    given |= {name: getattr(options, name) or None for name in ("data", "include", "exclude")}
-    given["packed"] = None if options.packed == "auto" else options.packed == "on"
+    given = {name: value for name, value in vars(options).items() if name in signature(evaluate).parameters}
+    given |= {name: given[name] or None for name in ("data", "include", "exclude")}
+    given |= {"packed": None if options.packed == "auto" else options.packed == "on", "precision": precision}
     evaluations: list[Evaluation] = []
     with using_threads(options.threads):
         try:
             for each in options.runs:
-                evaluations.append(evaluate(each, **given, precision=precision, say=partial(print, file=SCREEN)))
+                evaluations.append(evaluate(each, **given, say=partial(print, file=SCREEN)))
                 if options.json:
                     before = evaluations[0] if len(evaluations) > 1 else None
                     print(json.dumps(_plain(evaluations[-1], precision, before)), flush=True)

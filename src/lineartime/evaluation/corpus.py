@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any
 
 import torch
 
@@ -19,14 +19,23 @@ from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Precision, S
 from lineartime.data import Corpus, Tokenizer, describe_splits, load_corpus, token_stream
 from lineartime.data.corpora import Data, load_corpus_of_run
 from lineartime.data.tokenizers import check_vocabulary
-from lineartime.errors import ArgumentError, check_choice
+from lineartime.errors import ArgumentError
 from lineartime.evaluation.perplexity import Evaluation, evaluate_carried, evaluate_windowed
-from lineartime.fields import Between, check_limits, check_type
+from lineartime.fields import Between, check_type
 from lineartime.host import cache_folder
 from lineartime.machine import choose_precision, find_device
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
-from lineartime.ops.checks import check_positive
 
+_Size = Annotated[int, Between(1, 2**40)]
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("context_length", "stride", "max_tokens"), _Size | None),
+    "batch_size": _Size,
+    "split": Split,
+    "context": Context,
+    "precision": Precision,
+    "packed": bool | None,
+    "cache": str | Path | None,
+}
 _CHANGED = (
     "The held-out text has changed since the model was trained. If the text is split by file, it may have been trained on what "
     "is measured here."
@@ -85,19 +94,17 @@ def evaluate(
     """
     if data is not None and not data:
         raise ArgumentError("data", "is empty: give a text, or leave it out.")
-    check_type("cache", cache, str | Path | None)
-    sizes = {"context_length": context_length, "max_tokens": max_tokens, "batch_size": batch_size, "stride": stride}
-    for name, size in sizes.items():
-        if size is not None:
-            check_positive(**{name: size})
-            check_limits(name, size, [Between(most=2**40)])
-    check_type("packed", packed, bool | None)
-    for name, value, allowed in (("split", split, Split), ("context", context, Context), ("precision", precision, Precision)):
-        check_choice(name, value, get_args(allowed))
+    given = {"context_length": context_length, "stride": stride, "max_tokens": max_tokens, "batch_size": batch_size}
+    given |= {"split": split, "context": context, "precision": precision, "packed": packed, "cache": cache}
+    for name, value in given.items():
+        check_type(name, value, _TYPES[name])
 
     subject = _subject(model, tokenizer, checkpoint, device)
-    _check_known(subject, {"data": data, "context_length": context_length, "tokenizer": subject.tokenizer})
     model, tokenizer, trained = subject.model, subject.tokenizer, subject.trained
+    needed = {"data": data, "context_length": context_length, "tokenizer": tokenizer}
+    if missing := [name for name, value in needed.items() if value is None and name not in trained]:
+        why = f"is missing, but {subject.unknown} what the model was trained on: give "
+        raise ArgumentError(missing[0], why, " and ".join(f"`{name}`" for name in missing), ".")
     check_vocabulary(tokenizer, model.config.vocab_size)
     assert tokenizer is not None
     if context == "carried":
@@ -188,15 +195,6 @@ def _has_changed(corpus: Corpus, tokenizer: Tokenizer, cache: Path, subject: _Su
     if not subject.held_out or subject.trained.get("streaming") or not corpus.describe("validation"):
         return False
     return token_stream(corpus, "validation", tokenizer, cache).digest != subject.held_out
-
-
-def _check_known(subject: _Subject, given: dict[str, Any]) -> None:
-    """Check that each option without a default is given, or known from training."""
-    missing = [name for name, value in given.items() if value is None and name not in subject.trained]
-    if missing:
-        others = [part for name in missing[1:] for part in (" and ", f"`{name}`")]
-        why = f"is missing, but {subject.unknown} what the model was trained on: give "
-        raise ArgumentError(missing[0], why, f"`{missing[0]}`", *others, ".")
 
 
 def _check_carried(model: LanguageModel, stride: int | None, packed: bool | None) -> None:
