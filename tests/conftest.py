@@ -15,6 +15,7 @@ from hypothesis import settings
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from lineartime.data import JsonTokenizer
     from lineartime.training.config import TrainConfig
 
 # What the user has set does not decide what is tested, here and in the processes that tests start; LINEARTIME_NATIVE=0 does.
@@ -153,6 +154,16 @@ def text(tmp_path: Path) -> Path:
     file = tmp_path / "text.txt"
     file.write_text("".join(f"the square of {i} is {i * i}, and so on.\n" for i in range(400)))
     return file
+
+
+@pytest.fixture(scope="session")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> "JsonTokenizer":
+    """A byte-level BPE tokenizer whose tokens are words of a few sentences."""
+    from lineartime.data import load_corpus, train_tokenizer
+
+    file = tmp_path_factory.mktemp("bpe") / "train.txt"
+    file.write_text("the café of 日本 is naïve, the café of 日本 is open\nwith two lines and 🚀\n" * 50)
+    return train_tokenizer(load_corpus(file), "bpe", 300)
 
 
 @pytest.fixture

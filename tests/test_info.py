@@ -43,13 +43,6 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     assert facts["matplotlib"] == {"value": "not installed", "why": "pip install 'lineartime[plot]'"}
 
 
-def test_the_table_shows_the_extra_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "140")
-    monkeypatch.setattr(info, "EXTRAS", {"no_such_package": "plot"})
-    assert main(["info"]) == 0
-    assert "pip install 'lineartime[plot]'" in capsys.readouterr().out
-
-
 def test_it_tells_the_size_of_the_cache_and_what_may_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fact = next(fact for fact in explain_machine() if fact.name == "cache")

@@ -82,16 +82,6 @@ def test_options_that_the_compiler_does_not_know_are_left_out(source: Path, monk
     assert add(native_functions(source)) == 5
 
 
-def test_a_user_without_a_home_computes_in_plain_pytorch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", no_home)
-    with pytest.warns(RuntimeWarning, match="Could not determine home directory"):
-        assert native_functions(source) is None
-
-
 def test_a_library_that_others_could_have_put_there_is_not_loaded(source: Path) -> None:
     native_functions(source)
     native_functions.cache_clear()

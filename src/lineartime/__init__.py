@@ -62,35 +62,21 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "FLASH": "layers",
-    "GAU": "layers",
-    "ArgumentError": "errors",
-    "CausalLM": "models",
-    "Evaluation": "evaluation",
-    "LayerConfig": "models",
-    "LineartimeError": "errors",
-    "MaskedLM": "models",
-    "ModelConfig": "models",
-    "PromptState": "generation",
-    "Sampling": "generation",
-    "TrainConfig": "training.config",
-    "TrainingResult": "training.result",
-    "build": "models",
-    "evaluate": "evaluation",
-    "fill_mask": "filling",
-    "generate": "generation",
-    "generate_batch": "generation",
-    "generate_samples": "text_generation",
-    "generate_text": "text_generation",
-    "load": "checkpoint",
-    "load_state": "generation",
-    "load_tokenizer": "checkpoint",
-    "presets": "models",
-    "read_prompt": "generation",
-    "register_system": "models",
-    "save": "checkpoint",
-    "save_state": "generation",
-    "train": "training.loop",
+    name: module
+    for module, names in {
+        "checkpoint": ("load", "load_tokenizer", "save"),
+        "errors": ("ArgumentError", "LineartimeError"),
+        "evaluation": ("Evaluation", "evaluate"),
+        "filling": ("fill_mask",),
+        "generation": ("PromptState", "Sampling", "generate", "generate_batch", "load_state", "read_prompt", "save_state"),
+        "layers": ("FLASH", "GAU"),
+        "models": ("CausalLM", "LayerConfig", "MaskedLM", "ModelConfig", "build", "presets", "register_system"),
+        "text_generation": ("generate_samples", "generate_text"),
+        "training.config": ("TrainConfig",),
+        "training.loop": ("train",),
+        "training.result": ("TrainingResult",),
+    }.items()
+    for name in names
 }
 _SUBMODULES = (
     "baselines",

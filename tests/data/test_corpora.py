@@ -53,17 +53,6 @@ def test_files_keep_their_splits_when_another_is_added(tmp_path: Path) -> None:
     assert len({path.stem for path in after} ^ {*held_out["train"], "new"}) <= 2
 
 
-def test_one_file_is_split_by_position_at_line_ends_or_between_characters(tmp_path: Path) -> None:
-    file = tmp_path / "text.txt"
-    for text in ("".join(f"line {i}\n" for i in range(1000)), "日" * 1000, "x" * 10_000 + "\n"):
-        file.write_text(text)
-        parts = [documents(load_corpus(file), split) for split in SPLITS]
-        assert "".join(part[0] for part in parts) == text
-        assert 0.89 < len(parts[0][0]) / len(text) < 0.91
-        assert min(len(part[0]) for part in parts) > 0.04 * len(text)
-        assert "line" not in text or all(part[0].endswith("\n") for part in parts)
-
-
 def test_empty_files_and_names_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).touch()
@@ -206,14 +195,6 @@ def test_texts_with_the_names_of_splits_are_one_folder(tmp_path: Path) -> None:
         "test:       1.txt",
     ]
     assert documents(apart, "test") == ["test/1.txt\n" * 100]
-
-
-def test_all_is_every_file_once_and_whole(tmp_path: Path) -> None:
-    write(tmp_path, *"abcd")
-    corpus = load_corpus(tmp_path)
-    assert sorted(documents(corpus, "all")) == [f"{name}\n" * 100 for name in "abcd"]
-    assert documents(load_corpus(tmp_path / "a"), "all") == ["a\n" * 100]
-    assert corpus.identity("all") != corpus.identity("train")
 
 
 def test_several_texts_are_put_together_split_by_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,15 +43,14 @@ def trained(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None
 
 def bpe(pre_tokenizer: Any, normalizer: Any = None, alphabet: bool = False, **model: Any) -> Any:
     letters = pre_tokenizers.ByteLevel.alphabet() if alphabet else []
-    suffix = {name: value for name, value in model.items() if name == "end_of_word_suffix"}
-    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=BYTES, initial_alphabet=letters, max_token_length=16, **suffix)
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=BYTES, initial_alphabet=letters, max_token_length=16)
     return trained(models.BPE(**model), trainer, pre_tokenizer, normalizer)
 
 
-def unigram(scheme: str) -> Any:
+def unigram() -> Any:
     trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=["<unk>"], unk_token="<unk>")
     normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " ")])
-    return trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(prepend_scheme=scheme), normalizer)
+    return trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(prepend_scheme="always"), normalizer)
 
 
 def words(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None) -> Any:
@@ -63,15 +62,11 @@ KINDS: dict[str, Callable[[], Any]] = {
     "ByteLevel with a space before": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=True), alphabet=True),
     "Llama 3": lambda: bpe(pre_tokenizers.Sequence([*SPLIT3]), alphabet=True, ignore_merges=True),
     "Llama 2": lambda: bpe(None, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), **FALLBACK),
-    "Gemma": lambda: bpe(pre_tokenizers.Split(" ", "merged_with_previous"), normalizers.Replace(" ", "▁"), **FALLBACK),
-    "T5": lambda: unigram("always"),
-    "Metaspace before the first word": lambda: unigram("first"),
+    "T5": unigram,
     "WordPiece": lambda: words(models.WordPiece, trainers.WordPieceTrainer, *BERT),
-    "words": lambda: words(models.WordLevel, trainers.WordLevelTrainer, pre_tokenizers.Whitespace()),
     "5-mers": lambda: words(models.WordLevel, trainers.WordLevelTrainer, pre_tokenizers.Split(Regex(r"[\s\S]{5}"), "isolated")),
     "own Unigram": lambda: tokenizers.Tokenizer.from_str(_train_unigram(tokenizers, iter([WORDS, MIXED]), 700)),
     "own BPE": lambda: tokenizers.Tokenizer.from_str(_train_bpe(tokenizers, iter([WORDS, MIXED]), 500)),
-    "suffix": lambda: bpe(pre_tokenizers.WhitespaceSplit(), unk_token="<0x00>", end_of_word_suffix="</w>"),
 }
 
 
@@ -90,7 +85,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_document_has_the_tokens_of_its_whole_text(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
-    texts = [MIXED[start % 700 :][:length] for start, length in enumerate(range(148, 290))]
+    texts = [MIXED[start % 700 :][:length] for start, length in enumerate(range(148, 290, 3))]
     texts += [(MIXED + RUNS)[start:] for start in range(0, 70, 7)]
     for text in texts:
         blocks = iter([text[start : start + 70] for start in range(0, len(text), 70)])
@@ -100,10 +95,10 @@ def test_a_document_has_the_tokens_of_its_whole_text(kind: str) -> None:
     assert (len(parts) > 5) == (kind != "5-mers"), "a text in groups of five can be cut only where they begin"
 
 
-@pytest.mark.parametrize("kind", ["Llama 2", "T5", "WordPiece", "own BPE"])
+@pytest.mark.parametrize("kind", ["T5", "own BPE"])
 def test_a_limit_within_a_long_document_counts_the_beginning_of_its_text(kind: str, tmp_path: Path) -> None:
     tokenizer, text = tokenizer_of(kind), MIXED[300:900]
-    for most in range(1, len(tokenizer.encode(text)), 7):
+    for most in range(1, len(tokenizer.encode(text)), 23):
         with encode_module.ShardWriter(tmp_path, tokenizer) as writer:
             writer.add([iter([text])], most, lambda _: None)
         writer.finish()

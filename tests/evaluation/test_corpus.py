@@ -109,7 +109,11 @@ def test_what_cannot_be_measured_is_named(run: Path) -> None:
     prefix = lineartime.build("flash-tiny", "prefix-lm", **size).eval()
     by_hand: dict[str, Any] = {"data": text, "tokenizer": TOKENIZER, "context_length": 24}
     wrong: list[tuple[Any, dict[str, Any], str]] = [
-        (model, {}, "data is missing, but a model in memory does not record .*: give `data` and `context_length` and `tokenizer`"),
+        (
+            model,
+            {},
+            "data is missing, but a model in memory does not record .*: give `data` and `context_length` and `tokenizer`",
+        ),
         (model, {**by_hand, "device": "cpu"}, "device is cpu, but a model in memory is measured"),
         (model, {**by_hand, "checkpoint": "last"}, "checkpoint is last, but a model in memory has none: leave it out"),
         (lineartime.build("flash-tiny", dropout=0.5, **size), by_hand, "model is in training mode, in which dropout"),
@@ -141,7 +145,7 @@ def test_every_path_may_be_a_text(run: Path) -> None:
 
 
 def test_documents_are_kept_apart_only_if_asked_for_or_trained_so(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "the square of {i} is {i * i}."}}\n' for i in range(300)))
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "the square of {i} is {i * i}."}}\n' for i in range(40)))
     given: dict[str, Any] = {"data": tmp_path / "text.jsonl", "cache": tmp_path / "cache", "precision": "fp32", "split": "all"}
     together, apart = (evaluate(run, packed=packed, **given).loss for packed in (None, True))
     assert together == evaluate(run, packed=False, **given).loss

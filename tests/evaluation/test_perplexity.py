@@ -53,9 +53,7 @@ def test_carried_context_is_one_forward_pass_over_everything(model: CausalLM) ->
         assert result.bits_per_byte == pytest.approx(sum(expected) / 49 / math.log(2), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("length", "stride", "batch_size"), [(8, 8, 3), (8, 3, 1), (8, 1, 100), (200, 10, 3)]
-)
+@pytest.mark.parametrize(("length", "stride", "batch_size"), [(8, 8, 3), (8, 3, 1), (8, 1, 100), (200, 10, 3)])
 def test_windows_predict_every_token_once(model: CausalLM, length: int, stride: int, batch_size: int) -> None:
     source = stream(50)
     tokens = [TOKENIZER.end_of_document, *source.tokens.tolist()]

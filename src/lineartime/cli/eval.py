@@ -24,6 +24,7 @@ from lineartime.screen import SCREEN, output_console
 if TYPE_CHECKING:
     from lineartime.evaluation import Difference, Evaluation
 
+
 @dataclass(frozen=True)
 class Options:
     """Measure trained models on a whole split: nats, bits per byte, perplexity per token and word, and loss by position."""

@@ -19,26 +19,14 @@ from lineartime.files import RECORD_FILE
 
 _HEAD = 8192  # bytes in which a binary file has a zero, by the rule of git
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
-
-
 _TAR = re.compile(r".*\.(tar(\.\w+)?|t(gz|bz2?|xz|zst))", re.IGNORECASE)
-_TAR_ADVICE = ("tar archives", "unpack them and give the folder")
-_TOKENS = ("token files", "give the text that the tokens were made from")
-_SHARDS = ("shards of records", "write the texts to Parquet or JSON lines and give those files")
-_BINARY = ("binary files", "leave them out")
-_UNREAD = {
-    ".arrow": ("files of save_to_disk", "write each split by to_parquet and give those files"),
-    ".mds": _SHARDS,
-    **dict.fromkeys((".bin", ".idx", ".npy"), _TOKENS),
-}
-"""What files of other programs are, by their suffix, and what to do instead of reading them."""
 
 
-def _unread(path: Path) -> tuple[str, str] | None:
-    """What a file is that is not read, and what to do instead; None for text. Raises OSError if it cannot be read."""
+def _unread(path: Path) -> str | None:
+    """What a file is that is not read; None for text. Raises OSError if it cannot be read."""
     if _TAR.fullmatch(path.name):
-        return _TAR_ADVICE
-    return _UNREAD.get(path.suffix.lower(), _BINARY) if _is_binary(path) else None
+        return "tar archives"
+    return "binary files" if _is_binary(path) else None
 
 
 def _is_binary(path: Path) -> bool:
@@ -100,9 +88,8 @@ class FilesOfText:
                 parts = self._texts(path, [file for file in sorted(self._chosen(path, path)) if file.stat().st_size])
                 parts = self._readable(path, self._without_side_files(path, parts))
             elif path.is_file():
-                what, advice = _unread(path) or _BINARY
-                if what != _BINARY[0]:
-                    raise ArgumentError("data", f"is {path}, but {what} are not read: {advice}.")
+                if _unread(path) == "tar archives":  # a binary file is read, until a byte of it is not UTF-8
+                    raise ArgumentError("data", f"is {path}, but tar archives are not read: unpack it and give the folder.")
                 parts = [self._part(path)] if path.stat().st_size else []
             else:
                 raise ArgumentError("data", f"is {path}, a pipe or a device, which is read only once: write it to a file.")
@@ -154,20 +141,16 @@ class FilesOfText:
     def _texts(self, folder: Path, paths: list[Path]) -> list[FilePart]:
         """The files that are text. Raises ArgumentError if most bytes are not."""
         unread = {path: kind for path in paths if (kind := _unread(path))}
-        # An index beside shards says that all in its folder belongs to them.
-        indexed = {path.parent for path in paths if _indexes_shards(path)}
-        shards = {path.parent: unread[path] for path in unread if path.suffix.lower() in _UNREAD and path.parent in indexed}
-        unread |= {path: shards[path.parent] for path in paths if path.parent in shards}
         kept = [path for path in paths if path not in unread]
         texts = [path for path in kept if not has_no_text(path.name)] or kept
-        if (kept or set(unread.values()) - {_BINARY}) and _bytes(unread) > _bytes(texts):
-            example = max(unread, key=lambda path: (path.suffix in _UNREAD, path.stat().st_size))
-            (what, advice), name = unread[example], example.relative_to(folder).as_posix()
-            found = f"is {folder}, most of which is not read, such as {what} ({name}): {advice}, or choose files by "
+        if kept and _bytes(unread) > _bytes(texts):
+            example = max(unread, key=lambda path: path.stat().st_size)
+            what = f"{unread[example]} ({example.relative_to(folder).as_posix()})"
+            found = f"is {folder}, most of which is not read, such as {what}: give the text that they hold, or choose files by "
             raise ArgumentError("data", found, "`include`.")
         for kind in dict.fromkeys(unread.values()):
             names = _names(folder, [path for path in unread if unread[path] == kind])
-            self.notes.append(f"Left out of {folder}, because {kind[0]} are not read: {names}.")
+            self.notes.append(f"Left out of {folder}, because {kind} are not read: {names}.")
         return [self._part(path) for path in kept]
 
     def _without_side_files(self, folder: Path, parts: list[FilePart]) -> list[FilePart]:
@@ -188,15 +171,6 @@ class FilesOfText:
             names = _names(folder, reasons)
             self.notes.append(f'Read as plain text in {folder}, for want of records with "{self.column}": {names}.')
         return [replace(part, file=replace(part.file, as_text=part.path in reasons)) for part in parts]
-
-
-def _indexes_shards(path: Path) -> bool:
-    """Whether a file lists the shards of its folder: of MosaicML Streaming, litdata, or save_to_disk."""
-    if path.name not in ("index.json", "state.json"):
-        return False
-    with path.open("rb") as stream:
-        head = stream.read(1 << 16)
-    return any(mark in head for mark in (b'"shards"', b'"chunk_bytes"', b'"_data_files"'))
 
 
 def matches(relative: PurePath, pattern: str) -> bool:

@@ -4,9 +4,8 @@ Rows (windows of T + 1 tokens) are numbered from the first row of the run. The t
 on the number of processes or the size of micro-batches.
 """
 
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -23,7 +22,6 @@ from lineartime.data.tokens import TokenStream
 from lineartime.errors import ArgumentError, LineartimeError
 
 _OFFSET, _ORDER, _MASKS, _PREFIXES = range(4)  # purposes of random numbers: one seed gives other numbers for each
-_AHEAD = 2  # prepared steps; more would only take memory
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,6 @@ class CachedLoader:
         length = self._context_length + 1
         numbers = self._rows.of_step(self._rows_read)
         starts = {row: self._start(row) for row in in_order(numbers)}
-        self._stream.prefetch([(start, start + length) for start in starts.values()])
 
         def windows(rows: list[int]) -> Tensor:
             return torch.stack([read_window(self._stream, starts[row], length) for row in rows])
@@ -200,21 +197,19 @@ class _Epoch:
 
 
 class PrefetchedLoader:
-    """A loader that prepares the next two steps in a thread; its state is that after the last step it returned."""
+    """A loader that prepares the next step in a thread; its state is that after the last step it returned."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
         self._state = loader.state()
         self._thread = ThreadPoolExecutor(1, "lineartime-data")
-        self._ahead: deque[Future[tuple[list[Batch], dict[str, Any]]]] = deque()
+        self._ahead: Future[tuple[list[Batch], dict[str, Any]]] | None = None
 
     def next_step(self) -> list[Batch]:
         """The micro-batches of the next step. Raises any error that occurred while preparing them, also when called again."""
-        while len(self._ahead) < _AHEAD:
-            self._ahead.append(self._thread.submit(self._prepare))
-        batches, self._state = self._ahead[0].result()
-        self._ahead.popleft()
-        self._ahead.append(self._thread.submit(self._prepare))
+        self._ahead = self._ahead or self._thread.submit(self._prepare)
+        batches, self._state = self._ahead.result()
+        self._ahead = self._thread.submit(self._prepare)
         return batches
 
     def state(self) -> dict[str, Any]:
@@ -222,7 +217,7 @@ class PrefetchedLoader:
         return self._state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Discard the prepared steps and continue from another state."""
+        """Discard the prepared step and continue from another state."""
         self._discard()
         self._loader.restore(state)
         self._state = state
@@ -237,7 +232,6 @@ class PrefetchedLoader:
         return self._loader.next_step(), self._loader.state()
 
     def _discard(self) -> None:
-        for step in self._ahead:
-            step.cancel()
-        wait(self._ahead)  # for the one that is being prepared
-        self._ahead.clear()
+        if self._ahead is not None:
+            self._ahead.exception()  # waits for the step that is being prepared
+        self._ahead = None

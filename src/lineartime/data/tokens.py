@@ -13,11 +13,10 @@ Token files of other trainers would be read by functions like `_open`: one for e
 
 import hashlib
 import json
-import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,30 +53,15 @@ class Shards:
         start, stop, step = places.indices(len(self))
         if step != 1:
             raise ValueError(f"The step of a slice is {step}, but must be 1.")
-        found = [self.shards[index][first:last] for index, first, last in self._parts(start, stop)]
+        found = []
+        for index in range(int(np.searchsorted(self._ends, start, side="right")), len(self.shards)):
+            before = int(self._ends[index]) - len(self.shards[index])
+            if before >= stop:
+                break
+            found.append(self.shards[index][max(0, start - before) : stop - before])
         if len(found) == 1:
             return found[0]
         return np.concatenate(found) if found else self.shards[0][:0]
-
-    def prefetch(self, start: int, stop: int) -> None:
-        """Tell the system to read these tokens from the disk, without waiting for them."""
-        for index, first, last in self._parts(start, min(stop, len(self))):
-            shard = self.shards[index]
-            page, size = mmap.PAGESIZE, shard.itemsize
-            if isinstance(shard, np.memmap) and hasattr(mmap, "MADV_WILLNEED"):
-                begin = first * size // page * page
-                # NumPy's types leave out the attribute that holds its memory map.
-                shard._mmap.madvise(mmap.MADV_WILLNEED, begin, last * size - begin)  # type: ignore[attr-defined]
-
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The shards that hold these tokens: the index of each, and the start and end within it."""
-        index = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            before = int(self._ends[index]) - len(self.shards[index])
-            end = min(stop, int(self._ends[index]))
-            yield index, start - before, end - before
-            start = end
-            index += 1
 
 
 @dataclass(frozen=True)
@@ -104,12 +88,6 @@ class TokenStream:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def prefetch(self, places: list[tuple[int, int]]) -> None:
-        """Tell the system to read ahead these ranges of tokens (start, end), all at once instead of one by one."""
-        if isinstance(self.tokens, Shards):
-            for start, stop in places:
-                self.tokens.prefetch(start, stop)
 
 
 def joined(corpus: Corpus, split: Split, streams: Sequence[TokenStream]) -> TokenStream:

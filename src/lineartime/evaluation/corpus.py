@@ -94,7 +94,12 @@ def evaluate(
     """
     if data is not None and not data:
         raise ArgumentError("data", "is empty: give a text, or leave it out.")
-    given = {"context_length": context_length, "stride": stride, "max_tokens": max_tokens, "batch_size": batch_size}
+    given: dict[str, Any] = {
+        "context_length": context_length,
+        "stride": stride,
+        "max_tokens": max_tokens,
+        "batch_size": batch_size,
+    }
     given |= {"split": split, "context": context, "precision": precision, "packed": packed, "cache": cache}
     for name, value in given.items():
         check_type(name, value, _TYPES[name])
