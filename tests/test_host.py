@@ -10,6 +10,7 @@ import pytest
 
 from lineartime.errors import LineartimeError
 from lineartime.host import cache_folder, let_threads_sleep
+from lineartime.native import why_not_native
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 FAULTS = """
@@ -73,18 +74,19 @@ def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.Monke
 
 
 def test_threads_sleep_soon_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")  # restores it afterwards
-        monkeypatch.delenv(name)
-    let_threads_sleep()
-    assert os.environ["GOMP_SPINCOUNT"] == "5000"
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    let_threads_sleep()
-    assert os.environ["GOMP_SPINCOUNT"] == "7"
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    let_threads_sleep()
-    assert "GOMP_SPINCOUNT" not in os.environ
+    cases: list[tuple[dict[str, str], str | None]] = [
+        ({}, "5000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "active"}, None),
+    ]
+    for given, expected in cases:
+        with monkeypatch.context() as patch:
+            for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+                patch.setenv(name, given.get(name, ""))  # restores it afterwards
+                if name not in given:
+                    patch.delenv(name)
+            let_threads_sleep()
+            assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 
 def test_the_command_line_says_how_threads_wait_before_pytorch_is_loaded() -> None:
@@ -99,3 +101,19 @@ program.main()
     environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["5000", "False"]
+
+
+@pytest.mark.skipif(why_not_native() is not None, reason=f"functions in C++ cannot be built: {why_not_native()}")
+def test_threads_are_those_of_pytorch() -> None:
+    """A second library of threads would start as many threads again."""
+    script = """
+import torch
+from lineartime import FLASH
+torch.set_num_threads(3)
+layer = FLASH(16, d_qk=8, chunk_size=8)
+layer(torch.randn(2, 32, 16)).sum().backward()
+print(len({line.split()[-1] for line in open("/proc/self/maps") if "gomp" in line or "iomp" in line}))
+print(sum("cpu-" in line for line in open("/proc/self/maps")) > 0)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["1", "True"]

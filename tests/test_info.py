@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lineartime import info, machine
+from lineartime import info
 from lineartime.cli import main
 from lineartime.info import explain_machine
 from lineartime.native import why_not_native
@@ -23,15 +23,6 @@ def test_it_tells_the_backend_that_runs_and_why_others_do_not(monkeypatch: pytes
     assert facts["attention, fp32"].value == chosen == "tiled"
     assert facts["attention, fp32"].why.startswith("not triton: ")
     assert facts["device"].value == "cpu"
-
-
-def test_the_precision_is_the_one_that_training_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    for features, expected, word in (({"avx512_bf16"}, "bf16", "has units"), (set(), "fp32", "has no units")):
-        monkeypatch.setattr(machine, "processor_features", lambda features=features: features)
-        fact = next(fact for fact in explain_machine() if fact.name == "precision")
-        assert (fact.value, word in fact.why) == (expected, True)
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(

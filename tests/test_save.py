@@ -37,16 +37,12 @@ def test_a_saved_model_is_the_same_when_loaded(tmp_path: Path) -> None:
 def test_the_commands_read_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(lineartime.save(tiny(), TOKENIZER, tmp_path / "model"))
     assert main(["generate", folder, "--prompt", "a", "--max-tokens", "3"]) == 0
-    text = tmp_path / "text.txt"
-    text.write_text("what a saved model is measured on\n" * 50)
-    measured = ["eval", folder, "--data", str(text), "--context-length", "16", "--cache", str(tmp_path / "cache")]
-    assert main(measured) == 0
+    (tmp_path / "text.txt").write_text("what a saved model is measured on\n" * 20)
+    measured = ["--data", str(tmp_path / "text.txt"), "--context-length", "16", "--cache", str(tmp_path / "cache")]
+    assert main(["eval", folder, *measured]) == 0
     assert "nats per token" in capsys.readouterr().out
-    assert main(["eval", folder]) == 1
-    assert "--data is missing" in " ".join(capsys.readouterr().err.split())
     masked = lineartime.build("flash-tiny", "mlm", d_model=16, n_blocks=1, d_qk=8)
-    folder = str(lineartime.save(masked, TOKENIZER, tmp_path / "masked"))
-    assert main(["fill", folder, "--text", "[MASK]"]) == 0
+    assert main(["fill", str(lineartime.save(masked, TOKENIZER, tmp_path / "masked")), "--text", "[MASK]"]) == 0
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
@@ -54,29 +50,23 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     lineartime.save(tiny(), TOKENIZER, tmp_path / "empty")
     with pytest.raises(ArgumentError, match=r"folder is .*empty, which exists already: delete it, or choose another folder"):
         lineartime.save(tiny(), TOKENIZER, tmp_path / "empty")
-    (tmp_path / "file").write_text("here")
-    with pytest.raises(ArgumentError, match=r"folder is .*file, which exists already"):
-        lineartime.save(tiny(), TOKENIZER, tmp_path / "file")
     with pytest.raises(ArgumentError, match="step-00000100, the name of a checkpoint in a run"):
         lineartime.save(tiny(), TOKENIZER, tmp_path / "run" / "step-00000100")
 
 
 def test_what_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
-    infinite = tiny()
+    infinite, beyond, extended = tiny(), tiny().double(), tiny()
     with torch.no_grad():
         infinite.backbone.embedding.weight[0, 0] = torch.nan
-    extended = tiny()
+        beyond.backbone.embedding.weight[0, 0] = 1e300  # infinite in float32
     extended.backbone.register_parameter("more", torch.nn.Parameter(torch.zeros(1)))
     wrong: list[tuple[Any, Any, str]] = [
         (infinite, TOKENIZER, "model has numbers in backbone.embedding.weight that are not finite"),
+        (beyond, TOKENIZER, "model has numbers in backbone.embedding.weight that are not finite"),
         (tiny(vocab_size=300), TOKENIZER, "tokenizer has 258 tokens, but the model's vocabulary has 300"),
         (extended, TOKENIZER, "model could not be loaded again: model.safetensors has [0-9]+ tensors, but a model of n_blocks"),
         (tiny().to("meta"), TOKENIZER, "model has backbone.embedding.weight on the meta device, where it has no values"),
-        (
-            tiny().to(torch.float8_e4m3fn),
-            TOKENIZER,
-            "model could not be loaded again: .* is of type F8_E4M3, but must be",
-        ),
+        (tiny().to(torch.float8_e4m3fn), TOKENIZER, "model could not be loaded again: .* is of type F8_E4M3, but must be"),
         (torch.nn.Linear(2, 2), TOKENIZER, "model is of type Linear, but must be a language model"),
         (tiny(), "bytes", "tokenizer is of type str"),
     ]
@@ -123,24 +113,14 @@ def test_a_model_that_would_be_loaded_as_another_function_is_not_saved(
     assert not list(tmp_path.iterdir())
 
 
-def test_numbers_beyond_float32_which_would_be_loaded_as_infinity_are_not_saved(tmp_path: Path) -> None:
-    model = tiny().double()
-    with torch.no_grad():
-        model.backbone.embedding.weight[0, 0] = 1e300
-    with pytest.raises(ArgumentError, match=r"model has numbers in backbone.embedding.weight that are not finite"):
-        lineartime.save(model, TOKENIZER, tmp_path / "model")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_model_is_loaded_in_float32_whatever_the_default_dtype_is(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_model_is_loaded_in_float32_whatever_the_default_dtype_is(tmp_path: Path) -> None:
     model = tiny()
     lineartime.save(model, TOKENIZER, tmp_path / "model")
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.bfloat16)
     try:
         loaded = lineartime.load(tmp_path / "model")
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(torch.float32)
     for name, weight in loaded.state_dict().items():
         assert torch.equal(weight, model.state_dict()[name]), name
 

@@ -1,6 +1,5 @@
 """The files of a folder that hold text: patterns, binary files, shards, and JSON that is no text."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path, PurePath
@@ -143,12 +142,6 @@ def test_a_column_that_no_file_has_is_an_error(tmp_path: Path) -> None:
         assert read(load_corpus(tmp_path / name, "body", include=["rows.*"])) == ["some text"]
     with pytest.raises(ArgumentError, match=r"^text_column is bodi, but .*rows.csv, line 1, has the columns body"):
         load_corpus(tmp_path, "bodi")  # also beside other text
-
-
-def test_the_first_record_of_a_long_array_is_found_beyond_the_beginning(tmp_path: Path) -> None:
-    text = "x" * 200_000
-    (tmp_path / "books.json").write_text(json.dumps([{"text": text}, {"text": "short"}]))
-    assert read(load_corpus(tmp_path)) == [text, "short"]
 
 
 def test_a_pointer_of_git_lfs_is_not_text(folder: Path) -> None:

@@ -29,64 +29,41 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
 
 
-def evidence(number: int) -> dict[str, Any]:
-    pages = [f"wiki {number}.{i}" for i in range(number % 3)]
-    results = [f"web {number}.{i}" for i in range(number % 2)]
-    return {
-        "question": f"question {number}",
-        "question_id": f"tc_{number}",
-        "question_source": "http://www.triviacountry.com/",
-        "entity_pages": {
-            "doc_source": ["TagMe"] * len(pages),
-            "filename": ["a.txt"] * len(pages),
-            "title": ["A"] * len(pages),
-            "wiki_context": pages,
-        },
-        "search_results": {
-            "description": ["d"] * len(results),
-            "filename": ["b.txt"] * len(results),
-            "rank": [1] * len(results),
-            "title": ["B"] * len(results),
-            "url": ["http://b"] * len(results),
-            "search_context": results,
-        },
-        "answer": {"aliases": ["x"], "normalized_value": "x", "type": "WikipediaEntity", "value": "X"},
-    }
-
-
 @pytest.fixture
 def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Repositories of a few rows with the schemas and file names of the hub."""
+    """Repositories of a few rows with the columns and file names of the hub."""
     for split in SPLITS:
         for shard in range(2):
-            write(
-                tmp_path / f"google/wiki40b/en/{split}-{shard:05d}-of-00002.parquet",
-                [{"wikidata_id": "Q1", "text": ARTICLE.replace("city", f"{split} {shard}"), "version_id": "1"}],
-            )
-        write(
-            tmp_path / f"emozilla/pg19/data/{split}-00000-of-00001.parquet",
-            [
-                {"short_book_title": f"Book {i}", "publication_date": 1900, "url": "http://g", "text": f"{split} book {i} "}
-                for i in range(3)
-            ],
-        )
-        write(tmp_path / f"mandarjoshi/trivia_qa/rc/{split}-00000-of-00001.parquet", [evidence(i) for i in range(1, 4)])
-        write(
-            tmp_path / f"Salesforce/wikitext/wikitext-103-raw-v1/{split}-00000-of-00001.parquet",
-            [{"text": line} for line in LINES],
-        )
+            rows = [{"wikidata_id": "Q1", "text": ARTICLE.replace("city", f"{split} {shard}")}]
+            write(tmp_path / f"google/wiki40b/en/{split}-{shard:05d}-of-00002.parquet", rows)
+        books = [{"short_book_title": f"Book {i}", "text": f"{split} book {i} "} for i in range(3)]
+        write(tmp_path / f"emozilla/pg19/data/{split}-00000-of-00001.parquet", books)
+        evidence = [
+            {
+                "question": f"question {number}",
+                "entity_pages": {"title": ["A"], "wiki_context": [f"wiki {number}.{i}" for i in range(number % 3)]},
+                "search_results": {"rank": [1], "search_context": [f"web {number}.{i}" for i in range(number % 2)]},
+            }
+            for number in range(1, 4)
+        ]
+        write(tmp_path / f"mandarjoshi/trivia_qa/rc/{split}-00000-of-00001.parquet", evidence)
+        for config in ("wikitext-103-raw-v1", "wikitext-2-raw-v1"):
+            lines = [{"text": line} for line in LINES]
+            write(tmp_path / f"Salesforce/wikitext/{config}/{split}-00000-of-00001.parquet", lines)
     for split, shards in (("train", 3), ("validation", 2)):
         for shard in range(shards):
-            write(
-                tmp_path / f"allenai/c4/en/c4-{split}.{shard:05d}-of-{shards:05d}.json.gz",
-                [{"text": f"{split} {shard}.{i}", "timestamp": "2019-04-25T12:57:54Z", "url": "http://c"} for i in range(3)],
-            )
+            rows = [{"text": f"{split} {shard}.{i}", "url": "http://c"} for i in range(3)]
+            write(tmp_path / f"allenai/c4/en/c4-{split}.{shard:05d}-of-{shards:05d}.json.gz", rows)
     monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path))
     return tmp_path
 
 
 def texts(name: str, split: Split) -> list[str]:
-    return ["".join(blocks) for blocks in load_corpus(name).documents(split)]
+    return read(load_corpus(name), split)
+
+
+def read(corpus: Corpus, split: Split) -> list[str]:
+    return ["".join(blocks) for blocks in corpus.documents(split)]
 
 
 @pytest.mark.usefixtures("mirror")
@@ -102,11 +79,8 @@ def test_each_corpus_has_its_own_documents() -> None:
     assert load_corpus("c4").identity("test") != load_corpus("c4").identity("validation")
 
 
-def test_the_lines_of_wikitext_are_joined_into_articles_which_are_not_streamed(mirror: Path) -> None:
-    for split in SPLITS:
-        write(
-            mirror / f"Salesforce/wikitext/wikitext-2-raw-v1/{split}-00000-of-00001.parquet", [{"text": line} for line in LINES]
-        )
+@pytest.mark.usefixtures("mirror")
+def test_the_lines_of_wikitext_are_joined_into_articles_which_are_not_streamed() -> None:
     for name in ("wikitext", "hub:Salesforce/wikitext/wikitext-2-raw-v1"):
         assert texts(name, "test") == [
             " \n",
@@ -191,10 +165,6 @@ def stories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(tmp_path / "plain/rows.parquet", [{"text": f"row {i}"} for i in range(200)])
     monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path))
     return tmp_path
-
-
-def read(corpus: Corpus, split: Split) -> list[str]:
-    return ["".join(blocks) for blocks in corpus.documents(split)]
 
 
 @pytest.mark.usefixtures("stories")

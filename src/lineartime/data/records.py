@@ -111,7 +111,7 @@ def _json_format(file: SourceFile, version: tuple[int, int]) -> Format:
         while first.isspace():
             first = stream.readline(_PEEK)
         if first.lstrip().startswith(b"["):
-            for record in _first_of_array(file, first + stream.read(_PEEK)):
+            for record in _whole(file)[:1]:
                 _record_text(file, record, 1)
             return "json"
         if not first.endswith(b"\n"):
@@ -132,16 +132,6 @@ def _json_format(file: SourceFile, version: tuple[int, int]) -> Format:
         found = f'{path} is a JSON object with its records in "{lists[0]}"'
         raise LineartimeError(f"{found}: write that list alone, or one record in each line.")
     return "text"
-
-
-def _first_of_array(file: SourceFile, beginning: bytes) -> list[Any]:
-    """The first record of a JSON array, if there is one; the whole file is only read if it does not end in the beginning."""
-    text = beginning.decode(errors="ignore").lstrip()[1:].lstrip()
-    try:
-        return [json.JSONDecoder().raw_decode(text)[0]]
-    except (ValueError, RecursionError):
-        records: list[Any] = _whole(file)
-        return records[:1]
 
 
 def _parsed(content: bytes) -> Any:
