@@ -87,13 +87,6 @@ def memory_bytes() -> int | None:
     return min(limits)
 
 
-def available_cores() -> frozenset[int]:
-    """The cores that this process may use, by number."""
-    if hasattr(os, "sched_getaffinity"):  # on Linux
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
-
-
 def stop_signals() -> tuple[int, ...]:
     """The signals that ask a program to save its work and stop: SIGINT (Ctrl-C), SIGTERM, and SIGHUP (a closed terminal).
 

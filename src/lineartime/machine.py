@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple
 
 import torch
 
-from lineartime.choices import Device, Precision
-from lineartime.errors import ArgumentError, check_choice, first_line
+from lineartime.choices import Precision
+from lineartime.errors import ArgumentError, first_line
 from lineartime.host import MAX_THREADS, processor_features, processor_vendor
 from lineartime.host import memory_bytes as host_memory
 
@@ -29,49 +29,33 @@ _ISAS_WITHOUT_AMX = ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1", "AVX10_1
 """Values of ONEDNN_MAX_CPU_ISA with which oneDNN multiplies bf16 without AMX."""
 
 
-def choose_device(device: Device, local_rank: int = 0) -> torch.device:
-    """The device to compute on: "auto" takes CUDA, then MPS, then the CPU. Of several GPUs, each process gets its own.
+def choose_device(device: "str | torch.device", local_rank: int = 0) -> torch.device:
+    """The device to compute on: "auto" takes CUDA, then MPS, then the CPU; other names are PyTorch's, such as "cuda:1".
+
+    Of several GPUs, "auto" and "cuda" give each process its own.
 
     Raises:
         ArgumentError: if PyTorch sees no such device, or none for this process.
     """
-    check_choice("device", device, get_args(Device))
     if device == "mps" and not torch.backends.mps.is_available():
         raise ArgumentError("device", "is mps, but PyTorch sees no GPU of Apple here: use cpu.")
     if device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("device", "is cuda, but PyTorch sees no GPU here: use cpu.")
     if device in ("auto", "cuda") and torch.cuda.is_available():
-        return _gpu_of_process(device, local_rank)
-    if device in ("auto", "mps") and torch.backends.mps.is_available():
-        return torch.device("mps")
-    return torch.device("cpu")
-
-
-def find_device(device: "str | torch.device") -> torch.device:
-    """A device by a name of `choose_device`, or by any name of PyTorch, such as "cuda:1".
-
-    Raises:
-        ArgumentError: if PyTorch sees no such device.
-    """
-    if isinstance(device, str) and device in get_args(Device):
-        return choose_device(cast("Device", device))
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            found = f"is {device}, but process {local_rank} has no GPU"
+            raise ArgumentError("device", f"{found}: start at most {count} processes on this machine, or use cpu.")
+        return torch.device("cuda", local_rank)
+    if device == "auto":
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
+        found_device = torch.device(device)
+        torch.empty(0, device=found_device)
     except (RuntimeError, AssertionError, TypeError) as error:  # AssertionError: a build without CUDA
         what = f"is {device}, which PyTorch cannot use here ({first_line(error)}): use auto or cpu."
         raise ArgumentError("device", what) from None
-    return found
-
-
-def _gpu_of_process(device: Device, local_rank: int) -> torch.device:
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise ArgumentError(
-            "device",
-            f"is {device}, but process {local_rank} has no GPU: start at most {count} processes on this machine, or use cpu.",
-        )
-    return torch.device("cuda", local_rank)
+    return found_device
 
 
 def choose_precision(precision: Precision, device: torch.device) -> Literal["fp32", "bf16"]:

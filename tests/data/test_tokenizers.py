@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lineartime.data import ByteTokenizer, JsonTokenizer, read_tokenizer
-from lineartime.data.tokenizers import Tokenizer, hub_tokenizer
+from lineartime.data.tokenizers import Tokenizer, named_tokenizer
 from lineartime.errors import LineartimeError
 
 TEXT = "naïve 日本 text\nwith two lines and 🚀\n"
@@ -138,7 +138,7 @@ def test_a_tokenizer_of_the_hub_is_read_by_its_name(json_file: Path, monkeypatch
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: asked.append(url))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", found)
-    tokenizer = hub_tokenizer("hub:org/name")
+    tokenizer = named_tokenizer("hub:org/name")
     assert [asked[0].endswith("/org/name/resolve/main/tokenizer.json"), asked[1]] == [True, "model org/name tokenizer.json"]
     assert tokenizer.encode(TEXT).tolist() == read_tokenizer(json_file).encode(TEXT).tolist()
 
@@ -152,7 +152,7 @@ def test_without_a_network_a_tokenizer_seen_before_is_used_and_another_is_one_se
     seen = {"gpt2": str(json_file)}
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file, **_: seen.get(name))
-    assert hub_tokenizer("hub:gpt2").encode(TEXT).tolist() == read_tokenizer(json_file).encode(TEXT).tolist()
+    assert named_tokenizer("hub:gpt2").encode(TEXT).tolist() == read_tokenizer(json_file).encode(TEXT).tolist()
     message = r"^tokenizer is hub:gpt3, which cannot be read .* \(ConnectionError: Name or service not known\): check the name"
     with pytest.raises(LineartimeError, match=message):
-        hub_tokenizer("hub:gpt3")
+        named_tokenizer("hub:gpt3")

@@ -131,9 +131,9 @@ def load_with_tokenizer(
 
     Use it instead of `find_checkpoint` and two reads: a run in training may remove the checkpoint between them.
     """
-    from lineartime.machine import find_device
+    from lineartime.machine import choose_device
 
-    place = find_device(device)
+    place = choose_device(device)
     loaded = read_from(path, lambda found: Loaded(found, *read_model(found)), checkpoint)
     loaded.model.to(place).eval()
     return loaded

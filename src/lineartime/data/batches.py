@@ -41,6 +41,12 @@ class Batch(NamedTuple):
             return self.cu_seqlens.diff().long()
         return torch.full(self.inputs.shape[:1], self.inputs.shape[1], device=self.inputs.device)
 
+    def places(self) -> Tensor:
+        """The number of tokens before each token in its row or document: int64 [B * T], in the order of the inputs."""
+        lengths = self.lengths()
+        starts = lengths.cumsum(0) - lengths
+        return torch.arange(self.inputs.numel(), device=lengths.device) - starts.repeat_interleave(lengths)
+
 
 def spread_windows(stream: TokenStream, count: int, context_length: int) -> list[int]:
     """The starts of `count` evenly spaced windows, or of all non-overlapping windows if there are fewer."""
@@ -96,10 +102,7 @@ def prefix_batch(batch: Batch, prefix_lengths: Tensor) -> Batch:
     The last token of a prefix and all tokens after it keep their targets. Earlier tokens lose theirs, because they have
     already read the next token.
     """
-    lengths = batch.lengths()
-    starts = lengths.cumsum(0) - lengths
-    place = torch.arange(batch.inputs.numel(), device=lengths.device) - starts.repeat_interleave(lengths)
-    hidden = (place < (prefix_lengths - 1).repeat_interleave(lengths)).view(batch.inputs.shape)
+    hidden = (batch.places() < (prefix_lengths - 1).repeat_interleave(batch.lengths())).view(batch.inputs.shape)
     return batch._replace(targets=batch.targets.masked_fill(hidden, IGNORED), prefix_lengths=prefix_lengths)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -15,12 +16,11 @@ from lineartime.data.local_files import BLOCK
 from lineartime.data.seams import Seam
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.fields import Count, Digest, Matching
-from lineartime.host import available_cores
 
 SHARD = 1 << 26  # tokens in a file
 FACTS = "facts.json"
 _SHARED = 1 << 11  # characters of a document that two of its parts share
-_AT_ONCE = 4 * BLOCK * len(available_cores())  # characters to encode together, on all cores
+_AT_ONCE = 4 * BLOCK * (os.cpu_count() or 1)  # characters to encode together, on all cores
 
 ShardName = Annotated[str, Matching(r"tokens-\d{5,9}\.bin", "tokens- and a number, .bin")]
 Integers = NDArray[np.unsignedinteger[Any]]

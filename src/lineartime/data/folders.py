@@ -23,27 +23,20 @@ _TAR = re.compile(r".*\.(tar(\.\w+)?|t(gz|bz2?|xz|zst))", re.IGNORECASE)
 
 
 def _unread(path: Path) -> str | None:
-    """What a file is that is not read; None for text. Raises OSError if it cannot be read."""
+    """What a file is that is not read; None for text. UTF-16 is not binary: the error for it says how to convert it.
+
+    Raises OSError if it cannot be read, and LineartimeError for a pointer of Git LFS in place of a text, by its suffix.
+    """
     if _TAR.fullmatch(path.name):
         return "tar archives"
-    return "binary files" if _is_binary(path) else None
-
-
-def _is_binary(path: Path) -> bool:
-    """Whether a file that is text by its name is binary. UTF-16 is not: the error for it says how to convert it."""
-    head, suffix = _head(path), path.suffix.lower()
-    is_zero = b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    is_named_text = suffix in CSV or suffix not in (*COMPRESSED, *RECORDS)
-    return is_named_text and (is_zero or head.startswith((b"%PDF-", _POINTER)))
-
-
-def _head(path: Path) -> bytes:
-    """The beginning of a file. Raises LineartimeError for a pointer of Git LFS in place of a text, by its suffix."""
     with path.open("rb") as stream:
         head = stream.read(_HEAD)
-    if head.startswith(_POINTER) and path.suffix.lower() in (".txt", ".md", *RECORDS, *COMPRESSED):
+    suffix = path.suffix.lower()
+    if head.startswith(_POINTER) and suffix in (".txt", ".md", *RECORDS, *COMPRESSED):
         raise LineartimeError(f"{path} is a pointer of Git LFS: fetch the file itself by `git lfs pull`, or ", *LEAVE_OUT)
-    return head
+    is_zero = b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    is_named_text = suffix in CSV or suffix not in (*COMPRESSED, *RECORDS)
+    return "binary files" if is_named_text and (is_zero or head.startswith((b"%PDF-", _POINTER))) else None
 
 
 @dataclass

@@ -214,8 +214,15 @@ def is_ready_name(choice: str) -> bool:
     return choice == "bytes" or choice.startswith(_HUB)
 
 
-def hub_tokenizer(choice: str) -> JsonTokenizer:
-    """The tokenizer of a repository on the hub, such as hub:gpt2. Raises ArgumentError if it cannot be read."""
+def named_tokenizer(choice: str) -> Tokenizer:
+    """The tokenizer "bytes", that of a repository on the hub, such as hub:gpt2, or one at a path.
+
+    Raises LineartimeError if there is none, or it cannot be read.
+    """
+    if choice == "bytes":
+        return ByteTokenizer()
+    if not choice.startswith(_HUB):
+        return read_tokenizer(Path(choice))
     require_packages("tokenizers", "huggingface_hub", extra="tokenizers", purpose=f"The tokenizer {choice}")
     try:
         file = newest_file(choice.removeprefix(_HUB), TOKENIZER_FILE, "model")
@@ -226,13 +233,6 @@ def hub_tokenizer(choice: str) -> JsonTokenizer:
             "network, or give the path of a tokenizer.json.",
         ) from None
     return JsonTokenizer(read_definition(file), choice)
-
-
-def named_tokenizer(choice: str) -> Tokenizer:
-    """The tokenizer "bytes", one on the hub, or one at a path. Raises LineartimeError if there is none."""
-    if choice == "bytes":
-        return ByteTokenizer()
-    return hub_tokenizer(choice) if choice.startswith(_HUB) else read_tokenizer(Path(choice))
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

@@ -23,7 +23,7 @@ from lineartime.errors import ArgumentError
 from lineartime.evaluation.perplexity import Evaluation, evaluate_carried, evaluate_windowed
 from lineartime.fields import Between, check_type
 from lineartime.host import cache_folder
-from lineartime.machine import choose_precision, find_device
+from lineartime.machine import choose_device, choose_precision
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
 
 _Size = Annotated[int, Between(1, 2**40)]
@@ -171,7 +171,7 @@ def _subject(
         unknown = f"{model} has no training.json, which records"
         loaded, trained, held_out = read_from(model, _read, checkpoint)
         measured, tokenizer = loaded.checkpoint, tokenizer or loaded.tokenizer
-        model = loaded.model.to(find_device(device))
+        model = loaded.model.to(choose_device(device))
     elif checkpoint is not None:
         raise ArgumentError("checkpoint", f"is {checkpoint}, but a model in memory has none: leave it out.")
     elif device != "auto":

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.data.batches import Batch, causal_batch, evaluation_batch, read_window
+from lineartime.data.batches import causal_batch, evaluation_batch, read_window
 from lineartime.data.corpora import no_text
 from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import Tokenizer
@@ -155,7 +155,7 @@ def evaluate_windowed(
                 hidden = model.backbone(batch.inputs.to(device), cu_seqlens=cu_seqlens, prefix_lengths=prefix)
                 losses = token_losses(model, hidden, batch.targets.to(device)).view(len(windows), -1).cpu()
             counted = batch.targets.view(len(windows), -1) != IGNORED
-            before = _tokens_before(batch).view(len(windows), -1)
+            before = 1 + batch.places().view(len(windows), -1)
             sums.add(losses[:, skip:], counted[:, skip:], before[:, skip:])
             progress.advance(losses[:, skip:].numel())
     overlap = "not overlapping" if stride == context_length else f"one every {stride}, the last {stride} tokens of each counted"
@@ -213,13 +213,6 @@ def _read(stream: TokenStream, tokenizer: Tokenizer, start: int, length: int) ->
     if start > 0:
         return read_window(stream, start - 1, length + 1)
     return torch.cat([torch.tensor([tokenizer.end_of_document], device="cpu"), read_window(stream, 0, length)])
-
-
-def _tokens_before(batch: Batch) -> Tensor:
-    """How many tokens precede each target in its row or packed document, from 1 on: int64, in the order of the inputs."""
-    lengths = batch.lengths()
-    starts = lengths.cumsum(0) - lengths
-    return torch.arange(batch.inputs.numel(), device=lengths.device) - starts.repeat_interleave(lengths) + 1
 
 
 def _is_prose(stream: TokenStream, tokenizer: Tokenizer) -> bool:
