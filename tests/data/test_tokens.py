@@ -1,9 +1,10 @@
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -200,24 +201,24 @@ def test_what_a_cleaner_of_caches_left_is_encoded_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_shards")
-@pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "facts"])
-def test_a_damaged_token_file_is_named(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_token_file_is_named(tmp_path: Path) -> None:
     corpus = Blocks(["text " * 5])
-    encode(corpus, tmp_path)
-    (folder,) = tmp_path.iterdir()
-    shard = folder / "tokens-00001.bin"
-    file = shard
-    if damage == "truncated":
-        shard.write_bytes(shard.read_bytes()[:-1])
-    elif damage == "changed":
-        shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
-    elif damage == "missing":
-        shard.unlink()
-    else:
-        file = folder / "facts.json"
-        file.write_text("{")
-    with pytest.raises(LineartimeError, match=rf"{file} is damaged( \(it is not JSON.*\))?: delete the folder {folder}"):
-        encode(corpus, tmp_path)
+    damages: dict[str, Callable[[bytes], bytes | None]] = {
+        "truncated": lambda content: content[:-1],
+        "changed": lambda content: content[:-1] + b"\x01",
+        "missing": lambda content: None,
+        "facts": lambda content: b"{",
+    }
+    for damage, change in damages.items():
+        encode(corpus, tmp_path / damage)
+        (folder,) = (tmp_path / damage).iterdir()
+        file = folder / ("facts.json" if damage == "facts" else "tokens-00001.bin")
+        changed = change(file.read_bytes())
+        file.unlink()
+        if changed is not None:
+            file.write_bytes(changed)
+        with pytest.raises(LineartimeError, match=rf"{file} is damaged( \(it is not JSON.*\))?: delete the folder {folder}"):
+            encode(corpus, tmp_path / damage)
 
 
 def test_verified_files_are_not_read_again_but_copies_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,38 +236,19 @@ def test_verified_files_are_not_read_again_but_copies_are(tmp_path: Path, monkey
     assert calls == ["tokens-00000.bin"]
 
 
-ENCODE = """
-import sys, time
-from pathlib import Path
-from lineartime.data import ByteTokenizer, LocalCorpus, load_corpus, token_stream
-
-folder, number = Path({folder!r}), {number}
-documents = LocalCorpus.documents
-
-def meet(place):
-    (folder / f"{{place}}-{{number}}").touch()
-    deadline = time.monotonic() + 60
-    while len(list(folder.glob(f"{{place}}-*"))) < 3:
-        assert time.monotonic() < deadline, "the others did not come"
-        time.sleep(0.005)
-
-def documents_of_all_at_once(self, split):
-    meet("found nothing")
-    yield from documents(self, split)
-    meet("read it")
-
-LocalCorpus.documents = documents_of_all_at_once
-stream = token_stream(load_corpus(folder / "text.txt"), "train", ByteTokenizer(), folder / "cache")
-print(stream.digest, ByteTokenizer().decode(stream.tokens[:].tolist()))
-"""
-
-
-@pytest.mark.slow
-def test_processes_that_encode_the_same_text_do_no_harm_to_each_other(tmp_path: Path, fork: Callable[[str], Any]) -> None:
+def test_writers_of_the_same_tokens_do_no_harm_to_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text("text " * 100)
-    processes = [fork(ENCODE.format(folder=str(tmp_path), number=number)) for number in range(3)]
-    assert [process.wait(60) for process in processes] == [0, 0, 0], [process.output for process in processes]
-    [shown] = {process.output for process in processes}
-    stream = token_stream(load_corpus(tmp_path / "text.txt"), "train", BYTES, tmp_path / "cache")
-    assert shown == f"{stream.digest} {BYTES.decode(stream.tokens[:].tolist())}\n"
+    together, documents = threading.Barrier(3), LocalCorpus.documents
+
+    def documents_of_all_at_once(self: LocalCorpus, split: Split) -> Iterator[Iterator[str]]:
+        together.wait(60)  # all have found nothing
+        yield from documents(self, split)
+        together.wait(60)  # all have read the text
+
+    monkeypatch.setattr(LocalCorpus, "documents", documents_of_all_at_once)
+    corpus = load_corpus(tmp_path / "text.txt")
+    with ThreadPoolExecutor(3) as pool:
+        streams = list(pool.map(lambda _: token_stream(corpus, "train", BYTES, tmp_path / "cache"), range(3)))
+    assert {BYTES.decode(stream.tokens[:].tolist()) for stream in streams} == {("text " * 100)[:450]}
+    assert len({stream.digest for stream in streams}) == 1
     assert len(list((tmp_path / "cache").iterdir())) == 1

@@ -7,15 +7,12 @@ import pytest
 import torch
 
 import lineartime
-from lineartime.checkpoint import best_checkpoint, find_checkpoint, last_checkpoint, list_checkpoints, read_training_state
+from lineartime.checkpoint import last_checkpoint, read_training_state
 from lineartime.data import ByteTokenizer, load_corpus, token_stream
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.evaluation import evaluate, evaluate_carried, evaluate_windowed
 from lineartime.inspection import inspect
 from lineartime.models import CausalLM
-from lineartime.runs.curve import draw_curve
-from lineartime.runs.metrics import read_metrics
-from lineartime.runs.record import read_record
 from lineartime.training.config import TrainConfig
 
 TOKENIZER = ByteTokenizer()
@@ -131,17 +128,6 @@ def test_what_cannot_be_measured_is_named(run: Path) -> None:
             evaluate(found, cache=run.parent / "cache", **options)
     with pytest.raises(LineartimeError, match="does not exist: give the folder of a run"):
         evaluate("x" * 300)
-
-
-def test_every_path_may_be_a_text(run: Path) -> None:
-    text = str(run)
-    assert lineartime.load(text).config == lineartime.load(run).config
-    assert [str(path) for path in list_checkpoints(text)] == [f"{text}/step-00000000", f"{text}/step-00000002"]
-    assert find_checkpoint(text) == best_checkpoint(text) == find_checkpoint(str(best_checkpoint(text)))
-    assert last_checkpoint(text) == run / "step-00000002"
-    assert read_metrics(text) == read_metrics(run)
-    assert read_record(text) == read_record(run)
-    assert draw_curve(text) == run / "loss.png"
 
 
 def test_documents_are_kept_apart_only_if_asked_for_or_trained_so(run: Path, tmp_path: Path) -> None:
