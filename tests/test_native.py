@@ -72,14 +72,6 @@ def test_a_library_that_cannot_be_opened_is_told_and_not_kept(source: Path) -> N
     assert built() == []
 
 
-def test_options_that_the_compiler_does_not_know_are_left_out(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_BF16_UNITS", {"some unit": "-msome-unit-of-the-future"})
-    monkeypatch.setattr(native, "processor_features", lambda: {"some unit"})
-    monkeypatch.setattr(native.torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(native, "_UNITS", {"AVX512": ()})
-    assert add(native_functions(source)) == 5
-
-
 def test_a_library_that_others_could_have_put_there_is_not_loaded(source: Path) -> None:
     native_functions(source)
     native_functions.cache_clear()

@@ -116,18 +116,10 @@ def native_functions(source: Path) -> NativeFunctions | None:
 
 
 def _library(source: Path, compiler: str, openmp: Path) -> ctypes.CDLL:
-    """Open the library of a source file, or build it: with the units of this processor that the compiler knows."""
-    *better, least = _unit_options()
-    for units in better:
-        try:
-            return _opened_or_built(source, compiler, openmp, units)
-        except subprocess.CalledProcessError:  # GCC 9 does not know bf16, for instance
-            continue
-    return _opened_or_built(source, compiler, openmp, least)
-
-
-def _opened_or_built(source: Path, compiler: str, openmp: Path, units: tuple[str, ...]) -> ctypes.CDLL:
-    options = (*_OPTIONS, "-include", str(_HEADER), *units)
+    """Open the library of a source file, or build it for the instruction sets of this processor."""
+    capability, features = torch.backends.cpu.get_cpu_capability(), processor_features() or ()
+    bf16 = [option for unit, option in _BF16_UNITS.items() if capability == "AVX512" and unit in features]
+    options = (*_OPTIONS, "-include", str(_HEADER), *_UNITS.get(capability, ()), *bf16)
     library = cache_folder() / "native" / _name(source, [*options, compiler, openmp.name, platform.machine()])
     return _opened(library) or _built([compiler, *options], source, openmp, library)
 
@@ -137,14 +129,6 @@ def _name(source: Path, options: list[str]) -> str:
     texts = [source, *sorted(_HEADER.parent.rglob("*.h"))]
     parts = (*(file.read_bytes() for file in texts), *map(str.encode, options))
     return f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
-
-
-def _unit_options() -> list[tuple[str, ...]]:
-    """The compiler options for the instruction sets of this processor; first those that an older compiler may not know."""
-    capability, features = torch.backends.cpu.get_cpu_capability(), processor_features() or ()
-    units = _UNITS.get(capability, ())
-    bf16 = [option for unit, option in _BF16_UNITS.items() if capability == "AVX512" and unit in features]
-    return [(*units, *bf16), units] if bf16 else [units]
 
 
 def _opened(library: Path) -> ctypes.CDLL | None:

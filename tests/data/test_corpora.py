@@ -108,12 +108,10 @@ MODULES = {f"module{number}.py": 10 for number in range(9)}
     ("given", "sizes", "train", "held_out", "left_out"),
     [
         ("pg19", {**PG19, "metadata.csv": 20}, ["train/1.txt"], ["validation/2.txt", "test/training-day.txt"], "metadata.csv"),
-        ("pg19", {**PG19, "all.txt": 999}, ["train/1.txt"], ["validation/2.txt", "test/training-day.txt"], "all.txt"),
         ("a", {"train.txt": 90, "test.txt": 9, "notes.txt": 80}, ["train.txt"], ["test.txt"], "notes.txt"),
         ("a", {"train.py": 9, "test_a.py": 999, **MODULES}, ["train.py", *MODULES], ["test_a.py"], ""),
         ("a", {"dev-test.txt": 9, "README.md": 99, **MODULES}, [*MODULES], ["dev-test.txt"], ""),
         ("a", {"test/1.txt": 90, "metadata.csv": 20}, [], ["test/1.txt"], "metadata.csv"),
-        ("a", {"lib/a.js": 9, "test/b.js": 99}, ["lib/a.js"], ["test/b.js"], ""),
         ("a", {"training/a.py": 9, "test/b.py": 9, "src/c.py": 5}, ["training/a.py", "src/c.py"], ["test/b.py"], ""),
         ("a", {"test-run/train.txt": 9, "test-run/valid.txt": 9}, ["test-run/train.txt"], ["test-run/valid.txt"], ""),
         ("test", {"training-day.txt": 9, "dev.py": 9, **MODULES}, [], ["training-day.txt", "dev.py", *MODULES], ""),

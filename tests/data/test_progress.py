@@ -19,23 +19,19 @@ def test_work_is_announced_after_a_while(capsys: pytest.CaptureFixture[str], mon
     with Progress("thinking") as shown:
         shown.advance(3)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(progress, "_PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "_PATIENCE", 0)
     with Progress("thinking") as shown:
         shown._timer.join()
     assert capsys.readouterr().err == "thinking ...\n"
 
 
 def test_a_terminal_shows_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "_PATIENCE", 0)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     monkeypatch.setenv("COLUMNS", "80")
-    with Progress("first") as first:
-        first._timer.join()
-        first.advance(2000)
-        time.sleep(0.3)  # for the bar to be drawn
-    with Progress("later", total=10) as later:
-        later._timer.join()
-        later.advance(5)
-        time.sleep(0.3)
-    assert "first 2.0 kB" in terminal.getvalue()
-    assert "later 50%" in terminal.getvalue()
+    for description, total, done, expected in (("first", None, 2000, "first 2.0 kB"), ("later", 10, 5, "later 50%")):
+        with Progress(description, total) as shown:
+            shown._timer.join()
+            shown.advance(done)
+            time.sleep(0.3)  # for the bar to be drawn
+        assert expected in terminal.getvalue()

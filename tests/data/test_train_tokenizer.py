@@ -42,29 +42,18 @@ def stream_decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 @settings(deadline=None, max_examples=50)  # other work on the machine must not make it fail
 @given(st.text())
-@example("<|endoftext|> and [MASK] are text")
-@example("  two\n\n\tspaces \u00a0\u3000 \r\n")
-@example("e\u0301 \x00 \U0010ffff")
-def test_bpe_gives_back_every_text(tokenizers: dict[TokenizerKind, JsonTokenizer], text: str) -> None:
-    ids = tokenizers["bpe"].encode(text).tolist()
-    assert tokenizers["bpe"].decode(ids) == text
-    assert not {tokenizers["bpe"].end_of_document, tokenizers["bpe"].mask} & set(ids)
-    assert stream_decoded(tokenizers["bpe"], ids) == text
-
-
-@settings(deadline=None, max_examples=50)  # other work on the machine must not make it fail
-@given(st.text())
-@example("<unk> <0x41> <|endoftext|> [MASK]")
-@example(" leading,  double  \n\n and trailing ")
+@example("<unk> <0x41> <|endoftext|> and [MASK] are text")
+@example("  two\n\n\tspaces \u00a0\u3000 \r\n and trailing ")
 @example("▁")
 @example("e\u0301 \x00 \U0010ffff 猫")
-def test_unigram_gives_back_every_text_but_for_its_own_sign_of_a_space(
+def test_every_text_is_given_back_but_for_the_sign_of_a_space_in_unigram(
     tokenizers: dict[TokenizerKind, JsonTokenizer], text: str
 ) -> None:
-    ids = tokenizers["unigram"].encode(text).tolist()
-    assert tokenizers["unigram"].decode(ids) == text.replace("▁", " ")
-    assert not {tokenizers["unigram"].end_of_document, tokenizers["unigram"].mask} & set(ids)
-    assert stream_decoded(tokenizers["unigram"], ids) == text.replace("▁", " ")
+    for kind, tokenizer in tokenizers.items():
+        ids = tokenizer.encode(text).tolist()
+        expected = text.replace("▁", " ") if kind == "unigram" else text
+        assert tokenizer.decode(ids) == stream_decoded(tokenizer, ids) == expected
+        assert not {tokenizer.end_of_document, tokenizer.mask} & set(ids)
 
 
 def test_a_saved_tokenizer_encodes_the_same(tokenizer: JsonTokenizer, tmp_path: Path) -> None:
@@ -78,7 +67,7 @@ def test_a_saved_tokenizer_encodes_the_same(tokenizer: JsonTokenizer, tmp_path: 
 
 
 def test_only_the_beginning_is_learned_from(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("aaaa bbbb\n" * 50_000 + "zzzz\n" * 50_000)
+    (tmp_path / "train.txt").write_text("aaaa bbbb\n" * 500 + "zzzz\n" * 500)
     few = train_tokenizer(load_corpus(tmp_path / "train.txt"), "bpe", 300, max_bytes=1000)
     assert len(few.encode("aaaa")) == 1
     assert len(few.encode("zzzz")) == 4
@@ -120,9 +109,7 @@ def test_an_option_names_a_tokenizer(text: Path, tmp_path: Path, monkeypatch: py
     (tmp_path / "own.json").write_text(trained.to_json())
     for choice in (str(tmp_path / "own.json"), tmp_path / "own.json"):
         assert tokenizer_for(choice, corpus, tmp_path).to_json() == trained.to_json()
-    monkeypatch.setattr(
-        sys.modules[train_tokenizer.__module__], "train_tokenizer", None
-    )  # from here on, there is nothing to be trained
+    monkeypatch.setattr(sys.modules[train_tokenizer.__module__], "train_tokenizer", None)  # nothing is trained from here on
     assert tokenizer_for("bpe-300", corpus, tmp_path).to_json() == trained.to_json()
 
 
