@@ -64,9 +64,7 @@ def test_what_cannot_be_filled_is_named() -> None:
     wrong: list[tuple[Any, Any, Any, dict[str, int], str]] = [
         (model, TOKENIZER, "the cat", {}, r"text is 'the cat', which holds no \[MASK\]: write \[MASK\] at each gap"),
         (model, TOKENIZER, 3, {}, "text is of type int, but must be a text"),
-        (model, TOKENIZER, "\udcff[MASK]", {}, "text is not UTF-8 text"),
         (model, TOKENIZER, "[MASK]", {"top": 0}, "top is 0, but must be at least 1"),
-        (model, None, "[MASK]", {}, "tokenizer is of type NoneType"),
         (build(vocab_size=300), TOKENIZER, "[MASK]", {}, "tokenizer has 258 tokens, but the model's vocabulary has 300"),
         (lineartime.build("flash-tiny", n_blocks=1), TOKENIZER, "[MASK]", {}, "model is a causal language model, which cannot"),
     ]

@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError
-from lineartime.fields import Between, check_limits
+from lineartime.fields import Between, check_type
 from lineartime.generation import PromptState, Sampling, generate, generate_batch
 from lineartime.generation.prompts import LAST
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
-from lineartime.ops.checks import check_positive
 
 Ending = Literal["stop", "end_of_document", "max_tokens"]
 
@@ -80,8 +79,7 @@ def generate_samples(
         ArgumentError: as for `generate_text`.
     """
     ids, stops = _checked(model, tokenizer, prompt, stop, state)
-    check_positive(samples=samples, max_tokens=max_tokens)
-    check_limits("samples", samples, [Between(most=2**16)])
+    check_type("samples", samples, Annotated[int, Between(1, 2**16)])
     writings = [_Writing(tokenizer, ids, state, stops) for _ in range(samples)]
     texts: list[list[str]] = [[] for _ in writings]
 

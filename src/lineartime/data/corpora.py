@@ -4,7 +4,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lineartime.choices import DEFAULT_TEXT, MAX_EXPANSION, TEXT_COLUMN, Split
 from lineartime.data.folders import FilesOfText
@@ -23,7 +23,7 @@ from lineartime.data.splits import (
     within_files,
 )
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, reporting_file_errors
-from lineartime.fields import Between, check_limits, check_type
+from lineartime.fields import Between, check_type
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -181,8 +181,7 @@ def load_corpus(
 
     Raises LineartimeError if there is no text, or most of a folder is not text.
     """
-    check_type("max_expansion", max_expansion, int)
-    check_limits("max_expansion", max_expansion, [Between(1, 10**9)])
+    check_type("max_expansion", max_expansion, Annotated[int, Between(1, 10**9)])
     names = (data,) if isinstance(data, (str, Path)) else tuple(data) if isinstance(data, Sequence) else data or ()
     check_type("data", names, tuple[str | Path, ...])
     sources: list[Source] = []

@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lineartime.choices import VOCAB_SIZE, TokenizerKind
 from lineartime.data.corpora import Corpus, no_text
 from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import JsonTokenizer, Tokenizer, is_ready_name, named_tokenizer, read_tokenizer
 from lineartime.errors import ArgumentError, first_line, require_packages
-from lineartime.fields import Between, check_limits, check_type
+from lineartime.fields import AtLeastOne, Between, check_type
 from lineartime.files import is_folder, is_there, write_file
 
 _FORMAT = 3  # part of every cached file's name: increase it when the same text would give another tokenizer
@@ -67,10 +67,8 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
 def check_tokenizer_options(kind: TokenizerKind, vocab_size: int, max_bytes: int | None) -> None:
     """Raise ArgumentError for an option that `train_tokenizer` does not take; a command calls this before it reads the text."""
     check_type("kind", kind, TokenizerKind)
-    check_type("vocab_size", vocab_size, int)
-    check_type("max_bytes", max_bytes, int | None)
-    check_limits("max_bytes", max_bytes, [Between(least=1)])
-    check_limits("vocab_size", vocab_size, [Between(_MIN_VOCABULARY[kind], _MAX_VOCABULARY)])
+    check_type("max_bytes", max_bytes, AtLeastOne | None)
+    check_type("vocab_size", vocab_size, Annotated[int, Between(_MIN_VOCABULARY[kind], _MAX_VOCABULARY)])
 
 
 def _texts(corpus: Corpus, limit: int, progress: Progress) -> Iterator[str]:
