@@ -155,8 +155,8 @@ class ShardWriter:
             if max_tokens is not None and self.n_tokens >= max_tokens:
                 return
 
-    def finish(self) -> dict[str, str]:
-        """Write facts.json, and return the digest of each file."""
+    def finish(self) -> None:
+        """Write facts.json, after all tokens."""
         if not self._digests:
             self._open_shard()
             self._close_shard()
@@ -169,7 +169,6 @@ class ShardWriter:
             sha256=self._digests,
         )
         (self._folder / FACTS).write_text(json.dumps(vars(facts), indent=1))
-        return self._digests
 
     def _count(self, text: str) -> None:
         """Count bytes and words; a word may continue in the next text of the document."""

@@ -5,14 +5,12 @@ A folder of the cache is written under a temporary name and renamed when it is c
     tokens-00000.bin, ...   uint16 or uint32, 2^26 tokens in each but the last
     facts.json              the counts, and the SHA-256 of each file
 
-The digest of a file is checked when the file is opened, unless size and modification time have not changed since the last
-successful check.
+The digest of a file is checked when the file is opened, unless it is older than facts.json, which is touched after each check.
 
 Token files of other trainers would be read by functions like `_open`: one for each format, from a path to a `TokenStream`.
 """
 
 import hashlib
-import json
 import os
 import shutil
 import uuid
@@ -20,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,11 +28,10 @@ from lineartime.data.progress import Progress
 from lineartime.data.readers import SPLITS
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import LineartimeError, file_error
-from lineartime.files import remove_abandoned, sha256, write_atomically
-from lineartime.json_files import read_file, read_plain
+from lineartime.files import remove_abandoned, sha256
+from lineartime.json_files import read_file
 
 _FORMAT = 4  # part of every folder's name: increase it when the same input would give other tokens
-_VERIFIED = "verified.json"
 _PARTIAL = r"[0-9a-f]{20}\.[0-9a-f]{32}\.partial"
 
 
@@ -172,31 +168,18 @@ def _open(folder: Path, name: str) -> TokenStream:
 
 def _verify(folder: Path, digests: dict[str, str]) -> None:
     """Raise LineartimeError for a file that differs from what was written."""
-    verified: dict[str, Any] = {}
-    with suppress(LineartimeError):  # without a record, all files are verified now
-        verified = read_plain(folder / _VERIFIED)
-    new = {}
+    checked, changed = (folder / FACTS).stat().st_mtime_ns, False
     for file, written in digests.items():
         if not (folder / file).is_file():
             raise _damaged(folder, file)
-        if verified.get(file) != _version(folder / file):
+        if (folder / file).stat().st_mtime_ns >= checked:
             with Progress(f"checking {file}"):
                 if sha256(folder / file) != written:
                     raise _damaged(folder, file)
-            new[file] = _version(folder / file)
-    if new:
-        _remember(folder, {**verified, **new})
-
-
-def _remember(folder: Path, verified: dict[str, list[int]]) -> None:
-    """Record the verified files. If the cache cannot be written, they are verified again next time."""
-    with suppress(OSError):
-        write_atomically(folder / _VERIFIED, json.dumps(verified))
-
-
-def _version(file: Path) -> list[int]:
-    facts = file.stat()
-    return [facts.st_size, facts.st_mtime_ns]
+            changed = True
+    if changed:
+        with suppress(OSError):  # in a cache that cannot be written, the file is checked again next time
+            (folder / FACTS).touch()
 
 
 def _damaged(folder: Path, file: str) -> LineartimeError:
@@ -215,7 +198,7 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max
         try:
             with Progress(f"encoding {corpus.name}, {split}") as progress, ShardWriter(partial, tokenizer) as writer:
                 writer.add(corpus.documents(split), max_tokens, progress.advance)
-            _remember(partial, {file: _version(partial / file) for file in writer.finish()})
+            writer.finish()
             try:
                 partial.rename(folder)
             except OSError:
