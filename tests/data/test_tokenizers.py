@@ -1,7 +1,6 @@
 import json
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 import pytest
 
@@ -15,12 +14,6 @@ TEXT = "naïve 日本 text\nwith two lines and 🚀\n"
 @pytest.fixture(params=["bytes", "json"])
 def tokenizer(request: pytest.FixtureRequest, bpe: JsonTokenizer) -> Tokenizer:
     return ByteTokenizer() if request.param == "bytes" else bpe
-
-
-@pytest.fixture
-def json_file(tmp_path: Path, bpe: JsonTokenizer) -> Path:
-    (tmp_path / "bpe.json").write_text(bpe.to_json())
-    return tmp_path / "bpe.json"
 
 
 @pytest.fixture
@@ -129,30 +122,15 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path: Path) -> None:
         read_tokenizer(tmp_path / "missing.json")
 
 
-def test_a_tokenizer_of_the_hub_is_read_by_its_name(json_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def found(name: str, file: str, repo_type: str) -> str:
-        asked.append(f"{repo_type} {name} {file}")
-        return str(json_file)
-
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: asked.append(url))
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", found)
-    tokenizer = named_tokenizer("hub:org/name")
-    assert [asked[0].endswith("/org/name/resolve/main/tokenizer.json"), asked[1]] == [True, "model org/name tokenizer.json"]
-    assert tokenizer.encode(TEXT).tolist() == read_tokenizer(json_file).encode(TEXT).tolist()
-
-
-def test_without_a_network_a_tokenizer_seen_before_is_used_and_another_is_one_sentence(
-    json_file: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_tokenizer_of_the_hub_that_was_seen_needs_no_network_and_another_is_named(
+    tmp_path: Path, bpe: JsonTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreachable(url: str) -> None:
-        raise ConnectionError("Name or service not known\nand more")
-
-    seen = {"gpt2": str(json_file)}
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file, **_: seen.get(name))
-    assert named_tokenizer("hub:gpt2").encode(TEXT).tolist() == read_tokenizer(json_file).encode(TEXT).tolist()
-    message = r"^tokenizer is hub:gpt3, which cannot be read .* \(ConnectionError: Name or service not known\): check the name"
-    with pytest.raises(LineartimeError, match=message):
-        named_tokenizer("hub:gpt3")
+    folder, commit = tmp_path / "models--org--name", "a1" * 20
+    for file, content in (("refs/main", commit), (f"snapshots/{commit}/tokenizer.json", bpe.to_json())):
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text(content)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert named_tokenizer("hub:org/name").encode(TEXT).tolist() == bpe.encode(TEXT).tolist()
+    for name in ("hub:gpt3", "hub:a/b/c"):
+        with pytest.raises(LineartimeError, match=rf"^tokenizer is {name}, which cannot be read .* \(.+\): check the name"):
+            named_tokenizer(name)

@@ -7,11 +7,11 @@ The environment variable LINEARTIME_MIRROR holds its path.
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from lineartime.choices import Split
 from lineartime.data.local_files import missing_column
@@ -38,25 +38,6 @@ def datasets_library(purpose: str) -> Any:
     datasets.config.STREAMING_READ_RETRY_INTERVAL = 5
     datasets.disable_progress_bars()
     return datasets
-
-
-def newest_file(repository: str, name: str, kind: Literal["dataset", "model"]) -> Path:
-    """The newest version of a small file on the hub, in its cache; without a network, the last one that was seen.
-
-    Raises the error of the network or the hub, of any type, if the file has never been seen.
-    """
-    import huggingface_hub
-
-    try:
-        # Fails at once without a network; the download alone would retry.
-        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repository, name, repo_type=kind))
-        return Path(huggingface_hub.hf_hub_download(repository, name, repo_type=kind))
-    except Exception:
-        with suppress(ValueError):  # the name is not a valid one
-            seen = huggingface_hub.try_to_load_from_cache(repository, name, repo_type=kind)
-            if isinstance(seen, str):
-                return Path(seen)
-        raise
 
 
 @contextmanager
@@ -95,9 +76,11 @@ class Repository:
     def revision(self) -> str:
         """The newest commit of the repository; without a network, the last known one."""
         datasets_library(f"Reading {self.repository}")
+        import huggingface_hub
+
         try:
-            # The cache keeps files in snapshots/COMMIT.
-            return newest_file(self.repository, self._small_file, "dataset").parent.name
+            file = huggingface_hub.hf_hub_download(self.repository, self._small_file, repo_type="dataset")
+            return Path(file).parent.name  # the cache keeps files in snapshots/COMMIT
         except Exception as error:  # any network error
             raise LineartimeError(
                 f"Cannot reach {self.repository} on the Hugging Face hub ({typed_first_line(error)}): check the name and the "

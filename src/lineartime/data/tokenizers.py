@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.choices import BYTE_VOCABULARY
-from lineartime.data.hub import newest_file
 from lineartime.data.seams import Seam, find_seam
 from lineartime.data.stream_decoders import ByteStreamDecoder, JsonStreamDecoder
 from lineartime.errors import (
@@ -224,15 +223,17 @@ def named_tokenizer(choice: str) -> Tokenizer:
     if not choice.startswith(_HUB):
         return read_tokenizer(Path(choice))
     require_packages("tokenizers", "huggingface_hub", extra="tokenizers", purpose=f"The tokenizer {choice}")
+    import huggingface_hub
+
     try:
-        file = newest_file(choice.removeprefix(_HUB), TOKENIZER_FILE, "model")
+        file = huggingface_hub.hf_hub_download(choice.removeprefix(_HUB), TOKENIZER_FILE)
     except Exception as error:  # network and hub errors
         raise ArgumentError(
             "tokenizer",
             f"is {choice}, which cannot be read from the Hugging Face hub ({typed_first_line(error)}): check the name and the "
             "network, or give the path of a tokenizer.json.",
         ) from None
-    return JsonTokenizer(read_definition(file), choice)
+    return JsonTokenizer(read_definition(Path(file)), choice)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
