@@ -1,7 +1,7 @@
 """Evaluate a model, or the model of a run, on a split of a text."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,15 +27,6 @@ from lineartime.machine import choose_device, choose_precision
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
 
 _Size = Annotated[int, Between(1, 2**40)]
-_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("context_length", "stride", "max_tokens"), _Size | None),
-    "batch_size": _Size,
-    "split": Split,
-    "context": Context,
-    "precision": Precision,
-    "packed": bool | None,
-    "cache": str | Path | None,
-}
 _CHANGED = (
     "The held-out text has changed since the model was trained. If the text is split by file, it may have been trained on what "
     "is measured here."
@@ -94,21 +85,30 @@ def evaluate(
     """
     if data is not None and not data:
         raise ArgumentError("data", "is empty: give a text, or leave it out.")
-    given: dict[str, Any] = {
-        "context_length": context_length,
-        "stride": stride,
-        "max_tokens": max_tokens,
-        "batch_size": batch_size,
-    }
-    given |= {"split": split, "context": context, "precision": precision, "packed": packed, "cache": cache}
-    for name, value in given.items():
-        check_type(name, value, _TYPES[name])
+    check_type("batch_size", batch_size, _Size)
+    for name, size in {"context_length": context_length, "stride": stride, "max_tokens": max_tokens}.items():
+        check_type(name, size, _Size | None)
+    check_type("split", split, Split)
+    check_type("context", context, Context)
+    check_type("precision", precision, Precision)
+    check_type("packed", packed, bool | None)
+    check_type("cache", cache, str | Path | None)
 
-    subject = _subject(model, tokenizer, checkpoint, device)
-    model, tokenizer, trained = subject.model, subject.tokenizer, subject.trained
+    measured, trained, held_out = None, dict[str, Any](), ""
+    unknown = "a model in memory does not record"
+    if isinstance(model, (str, Path)):
+        unknown = f"{model} has no training.json, which records"
+        loaded, trained, held_out = read_from(model, _read, checkpoint)
+        measured, tokenizer = loaded.checkpoint, tokenizer or loaded.tokenizer
+        model = loaded.model.to(choose_device(device))
+    elif checkpoint is not None:
+        raise ArgumentError("checkpoint", f"is {checkpoint}, but a model in memory has none: leave it out.")
+    elif device != "auto":
+        raise ArgumentError("device", f"is {device}, but a model in memory is measured where it is: move it by model.to().")
+    model = check_model(model, LanguageModel, "be measured")
     needed = {"data": data, "context_length": context_length, "tokenizer": tokenizer}
     if missing := [name for name, value in needed.items() if value is None and name not in trained]:
-        why = f"is missing, but {subject.unknown} what the model was trained on: give "
+        why = f"is missing, but {unknown} what the model was trained on: give "
         raise ArgumentError(missing[0], why, " and ".join(f"`{name}`" for name in missing), ".")
     check_vocabulary(tokenizer, model.config.vocab_size)
     assert tokenizer is not None
@@ -122,8 +122,11 @@ def evaluate(
     if say is not None:
         for line in describe_splits(corpus, {split: stream}):
             say(line)
-        if data is None and max_tokens is None and _has_changed(corpus, tokenizer, cache, subject):
-            say(_CHANGED)
+        is_of_run = data is None and not trained.get("streaming") and corpus.describe("validation")
+        if is_of_run and held_out and max_tokens is None:
+            now = token_stream(corpus, "validation", tokenizer, cache).digest
+            if now != held_out:
+                say(_CHANGED)
     length: int = trained["context_length"] if context_length is None else context_length
     bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"
     if context == "carried":
@@ -141,43 +144,7 @@ def evaluate(
             packed=trained.get("packed", False) if packed is None else packed,
             max_tokens=max_tokens,
         )
-    return replace(evaluation, checkpoint=subject.checkpoint)
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """The model to measure, and what is known of its training; `unknown` says in an error why something is not."""
-
-    model: LanguageModel
-    tokenizer: Tokenizer | None
-    checkpoint: Path | None
-    trained: dict[str, Any]
-    held_out: str
-    unknown: str
-
-
-def _subject(
-    model: LanguageModel | str | Path,
-    tokenizer: Tokenizer | None,
-    checkpoint: CheckpointChoice | None,
-    device: str | torch.device,
-) -> _Subject:
-    """Load a model from its folder, or take one from memory."""
-    measured: Path | None = None
-    trained: dict[str, Any] = {}
-    held_out = ""
-    unknown = "a model in memory does not record"
-    if isinstance(model, (str, Path)):
-        unknown = f"{model} has no training.json, which records"
-        loaded, trained, held_out = read_from(model, _read, checkpoint)
-        measured, tokenizer = loaded.checkpoint, tokenizer or loaded.tokenizer
-        model = loaded.model.to(choose_device(device))
-    elif checkpoint is not None:
-        raise ArgumentError("checkpoint", f"is {checkpoint}, but a model in memory has none: leave it out.")
-    elif device != "auto":
-        raise ArgumentError("device", f"is {device}, but a model in memory is measured where it is: move it by model.to().")
-    model = check_model(model, LanguageModel, "be measured")
-    return _Subject(model, tokenizer, measured, trained, held_out, unknown)
+    return replace(evaluation, checkpoint=measured)
 
 
 def _read(checkpoint: Path) -> tuple[Loaded, dict[str, Any], str]:
@@ -193,13 +160,6 @@ def _corpus(trained: Mapping[str, Any], data: Data, **given: Any) -> Corpus:
     kept = trained if data is None else {name: trained[name] for name in ("max_expansion",) if name in trained}
     reading = {name: kept.get(name, usual[name]) if value is None else value for name, value in given.items()}
     return load_corpus_of_run(trained["data"], **reading) if data is None else load_corpus(data, **reading)
-
-
-def _has_changed(corpus: Corpus, tokenizer: Tokenizer, cache: Path, subject: _Subject) -> bool:
-    """Whether the held-out text of a run differs from that of its training, as far as its checkpoint records it."""
-    if not subject.held_out or subject.trained.get("streaming") or not corpus.describe("validation"):
-        return False
-    return token_stream(corpus, "validation", tokenizer, cache).digest != subject.held_out
 
 
 def _check_carried(model: LanguageModel, stride: int | None, packed: bool | None) -> None:
