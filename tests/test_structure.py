@@ -32,6 +32,7 @@ FLOORS: list[set[str]] = [
     {"bench", "info", "inspection"},
     {"experiments"},
     {"hf"},
+    {"finetuning"},
     {"cli"},
     {"__main__"},
 ]

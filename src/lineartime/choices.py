@@ -6,6 +6,7 @@ Nothing else is imported here, so that the command line starts quickly.
 from typing import Literal
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
+Domain = Literal["wikipedia", "web"]
 Precision = Literal["auto", "fp32", "bf16"]
 Task = Literal["clm", "mlm", "prefix-lm"]
 Split = Literal["train", "validation", "test", "all"]

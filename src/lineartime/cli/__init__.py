@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import make_dataclass
+from dataclasses import is_dataclass, make_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -35,6 +35,8 @@ COMMANDS = (
     "eval",
     "generate",
     "fill",
+    "finetune",
+    "predict",
     "inspect",
     "convert",
     "export",
@@ -205,6 +207,8 @@ def as_options(message: str, command: type) -> str:
 def _flag(name: str, command: type) -> str | None:
     """The option of a command for an argument of Python: its name if it has no flag; None if the command has no such option."""
     hints = {**get_type_hints(command, include_extras=True), "import": str}
+    for hint in list(hints.values()):  # a group of options
+        hints |= get_type_hints(hint.__origin__) if is_dataclass(getattr(hint, "__origin__", None)) else {}
     if name not in hints:
         return None
     return name if tyro.conf.Positional in get_args(hints[name]) else f"--{name.replace('_', '-')}"

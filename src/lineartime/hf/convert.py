@@ -96,7 +96,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         if model.lm_head is not None:
             made.lm_head = model.lm_head
         made.tie_weights()
-        with _saving():
+        with quietly():
             made.save_pretrained(folder)
             fast_tokenizer(tokenizer, model.config.longest_sequence).save_pretrained(folder)
         card = model_card(model.config, destination.name, model.n_parameters, facts)
@@ -111,7 +111,7 @@ def _read_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, dict[s
 
 
 @contextmanager
-def _saving() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Show no progress bars, and turn errors of other libraries about a full disk into an OSError."""
     were_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

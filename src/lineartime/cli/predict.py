@@ -1,0 +1,38 @@
+"""`lineartime predict`: answer a file of questions with a fine-tuned model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from lineartime import choices
+from lineartime.cli.options import Device
+
+
+@dataclass(frozen=True)
+class Options:
+    """Answer a file of questions with a fine-tuned model."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder that `lineartime finetune` wrote."""
+    file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
+    """JSON lines with question, context and perhaps id; a file in the layout of SQuAD; or one of the folder qa of TriviaQA."""
+    out: Path
+    """New file of JSON lines with id, answer and score; a name in .json gets the answers by id, for the official scripts."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on after the answers that a stopped command has written."""
+    batch_size: int = 16
+    """Windows that are read at once; answers do not depend on it."""
+    device: Device = "auto"
+    precision: choices.Precision = "auto"
+    """Precision of matrix products: fp32 or bf16; auto takes the faster one."""
+
+
+def run(options: Options) -> None:
+    """Answer the questions, and print how many there were."""
+    from lineartime.finetuning.predict import predict
+
+    given = {name: getattr(options, name) for name in ("resume", "batch_size", "device", "precision")}
+    count = predict(options.run, options.file, options.out, **given)
+    print(f"{options.out}: {count:,} answers")

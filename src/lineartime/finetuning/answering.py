@@ -1,0 +1,194 @@
+"""Answering questions by a span of a text: the windows to learn from, the best span of each question, and its metrics.
+
+Shapes: B batch, T tokens, L the maximum number of tokens of an answer.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+
+from lineartime.choices import Split
+from lineartime.errors import LineartimeError
+from lineartime.finetuning.answer_metrics import score_answers
+from lineartime.finetuning.questions import Question, QuestionFile
+from lineartime.finetuning.windows import WindowEncoder
+from lineartime.hf.tasks import LineartimeForQuestionAnswering
+from lineartime.machine import autocast
+
+PREDICTIONS = "predictions.json"
+_NUMBER, _PLACES = datasets.Value("int32"), datasets.Sequence(datasets.Value("int32"))
+_TRAINED = datasets.Features({"input_ids": _PLACES, "first": _NUMBER, "start_positions": _NUMBER, "end_positions": _NUMBER})
+_ANSWERED = datasets.Features({"input_ids": _PLACES, "first": _NUMBER, "question": _NUMBER, "starts": _PLACES, "ends": _PLACES})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model answers.
+
+    Attributes:
+        text: a part of the question's text.
+        score: the logits of its first and its last token, less those of [CLS], which stand for no answer.
+    """
+
+    text: str
+    score: float
+
+
+class Answering:
+    """Questions to train with and to answer, for one model and tokenizer.
+
+    Args:
+        files: the questions to train with and to validate with.
+        encoder: divides them into windows.
+        cache: the folder for the windows, which may be large.
+        batch_size: the number of windows that are answered at once.
+        seed: the windows without an answer that are trained on.
+        max_answer_tokens: the longest answer; None for that of 99 % of the training windows.
+        null_threshold: for SQuAD 2.0, the score below which a question has no answer.
+
+    Raises:
+        LineartimeError: if a file cannot be read, or there is nothing to train with.
+    """
+
+    head = LineartimeForQuestionAnswering
+    peft_task = "QUESTION_ANS"
+    metric = "f1"
+
+    def __init__(
+        self,
+        files: Mapping[Split, QuestionFile],
+        encoder: WindowEncoder,
+        cache: Path,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        max_answer_tokens: int | None = None,
+        null_threshold: float = 0.0,
+    ) -> None:
+        self.encoder, self.batch_size, self.null_threshold = encoder, batch_size, null_threshold
+        self.validation = files["validation"]
+        learnt = files["train"]
+        left_out = [each.where for each in learnt if each.answers and not each.spans]
+        if left_out and all(each.answers and not each.spans for each in learnt):
+            raise LineartimeError(f"{learnt.file} holds no question whose text holds its answer: give other data.")
+        self.left_out = len(left_out)
+        options = {"questions": learnt, "seed": seed}
+        self.train = _dataset(encoder.for_training, options, _TRAINED, cache)
+        self.windows = _dataset(encoder.for_answering, {"questions": self.validation}, _ANSWERED, cache)
+        lengths = np.array(self.train["end_positions"]) - np.array(self.train["start_positions"]) + 1
+        self.max_answer_tokens = max_answer_tokens or int(np.quantile(lengths, 0.99, method="higher"))
+        self.predictions: dict[str, str] = {}
+
+    def describe(self) -> str:
+        """What is trained with and answered."""
+        left = f"; {self.left_out:,} questions are left out, whose texts do not hold their answers" if self.left_out else ""
+        return f"{len(self.train):,} windows to train with, {len(self.windows):,} to answer in{left}"
+
+    def collate(self, windows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """A batch of padded windows, with the places of their answers if they have any."""
+        batch = padded(windows)
+        for name in ("start_positions", "end_positions"):
+            if name in windows[0]:
+                batch[name] = torch.tensor([each[name] for each in windows])
+        return batch
+
+    def evaluate(self, model: LineartimeForQuestionAnswering, bf16: bool = False) -> dict[str, float]:
+        """Answer the questions to validate with, and compare the answers with the right ones."""
+        found = best_answers(model, self.windows, self.validation, self.max_answer_tokens, self.batch_size, bf16)
+        threshold = self.null_threshold if self.validation.metric == "squad_v2" else float("-inf")
+        self.predictions = {key: each.text if each.score >= threshold else "" for key, each in found.items()}
+        right = {question.key: question.answers for question in self.validation}
+        return asdict(score_answers(self.predictions, right, self.validation.metric))
+
+    def write(self, folder: Path) -> None:
+        """Write the last predictions, as the official script reads them."""
+        text = json.dumps(self.predictions, ensure_ascii=False, indent=1)
+        (folder / PREDICTIONS).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _dataset(generate: Any, options: dict[str, Any], features: datasets.Features, cache: Path) -> datasets.Dataset:
+    """Windows on the disk."""
+    bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        return datasets.Dataset.from_generator(generate, features=features, gen_kwargs=options, cache_dir=str(cache))
+    except datasets.exceptions.DatasetGenerationError as error:
+        if isinstance(error.__cause__, LineartimeError):
+            raise error.__cause__ from None
+        raise
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Tokens [B, T] of windows, padded on the right; their mask; and their types, 1 for those of the text."""
+    tokens = [torch.tensor(row["input_ids"]) for row in rows]
+    lengths, first = torch.tensor([len(row) for row in tokens]), torch.tensor([row["first"] for row in rows])
+    ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+    place = torch.arange(ids.shape[1])
+    mask, types = place < lengths[:, None], place >= first[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long(), "token_type_ids": types.long()}
+
+
+def best_answers(
+    model: LineartimeForQuestionAnswering,
+    windows: Any,
+    questions: Sequence[Question] | QuestionFile,
+    max_answer_tokens: int,
+    batch_size: int,
+    bf16: bool = False,
+) -> dict[str, Answer]:
+    """The best span of each question over all of its windows and, if several documents have its key, over these."""
+    best: dict[int, tuple[float, int, int]] = {}
+    for number, score, begin, end in _spans(model.eval(), windows, max_answer_tokens, batch_size, bf16):
+        if number not in best or score > best[number][0]:
+            best[number] = score, begin, end
+    answers: dict[str, Answer] = {}
+    for number, question in enumerate(questions):
+        score, begin, end = best[number]
+        if question.key not in answers or score > answers[question.key].score:
+            answers[question.key] = Answer(question.text[begin:end], score)
+    return answers
+
+
+@torch.no_grad()
+def _spans(model: Any, windows: Any, longest: int, batch_size: int, bf16: bool) -> Iterator[tuple[int, float, int, int]]:
+    """For each window, the number of its question and its best span: its score, and its place in the text in characters."""
+    device = next(model.parameters()).device
+    for first in range(0, len(windows), batch_size):
+        rows = [windows[place] for place in range(first, min(first + batch_size, len(windows)))]
+        batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
+        with autocast(device, bf16):
+            outputs = model(**batch)
+        starts, ends = outputs.start_logits.float().cpu(), outputs.end_logits.float().cpu()
+        for row, start, end in zip(rows, starts, ends, strict=True):
+            text = slice(row["first"], row["first"] + len(row["starts"]))
+            score, begin, stop = best_span(start[text], end[text], longest)
+            if stop >= 0:
+                yield row["question"], score - float(start[0] + end[0]), row["starts"][begin], row["ends"][stop]
+            else:  # a text without tokens
+                yield row["question"], float("-inf"), 0, 0
+
+
+def best_span(start: Tensor, end: Tensor, longest: int) -> tuple[float, int, int]:
+    """The span of at most `longest` tokens with the greatest sum of the logits [T] of its first and last token.
+
+    Returns:
+        The sum, and the places of these tokens; (-inf, -1, -1) if there are none.
+    """
+    size = len(start)
+    if not size:
+        return float("-inf"), -1, -1
+    longest = min(longest, size)
+    beyond = torch.nn.functional.pad(end, (0, longest - 1), value=float("-inf"))
+    sums = start[:, None] + beyond.unfold(0, longest, 1)  # [T, L]
+    best = int(sums.argmax())
+    return float(sums.flatten()[best]), best // longest, best // longest + best % longest

@@ -1,0 +1,330 @@
+"""Fine-tuning: from a trained model to one that does a task, best of several learning rates.
+
+The heads are those of `lineartime.hf`, so `Trainer` of transformers trains them: it has what fine-tuning needs beside a loop
+(checkpoints that resume, the best by a metric, early stopping, adapters of PEFT), and what it saves is a model of transformers.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+
+from lineartime.checkpoint import load_with_tokenizer
+from lineartime.data.tokenizers import Tokenizer
+from lineartime.errors import ArgumentError, reporting_file_errors, require_packages
+from lineartime.fields import shown
+from lineartime.files import removed_on_failure, write_file
+from lineartime.finetuning.answer_metrics import Metric
+from lineartime.finetuning.answering import PREDICTIONS, Answering
+from lineartime.finetuning.config import Advanced, FinetuneConfig
+from lineartime.finetuning.questions import find_questions
+from lineartime.finetuning.windows import WindowEncoder
+from lineartime.hf.config import LineartimeConfig
+from lineartime.hf.convert import quietly
+from lineartime.hf.tokenizer import fast_tokenizer
+from lineartime.json_files import read_file
+from lineartime.machine import choose_device, choose_precision
+from lineartime.models.config import ModelConfig
+from lineartime.models.language_model import LanguageModel
+from lineartime.models.layer_config import LayerConfig
+
+MODEL, RESULT, WINDOWS = "model", "finetune.json", "windows"
+TABLE = "bias.table"
+"""The relative biases within a chunk, which has 2 C - 1 of them."""
+_BLOCK = re.compile(r"\.blocks\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The best evaluation of one learning rate.
+
+    Attributes:
+        learning_rate: the peak rate.
+        metrics: the metrics on the held-out examples.
+        epoch: when they were measured.
+        losses: the mean training loss since the evaluation before, for each evaluation.
+    """
+
+    learning_rate: float
+    metrics: dict[str, float]
+    epoch: float
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """What fine-tuning found.
+
+    Attributes:
+        config: the options.
+        trials: the learning rates that are done.
+        best: the place of the best trial; None until all are done.
+        metric: the official metric of the data.
+        max_answer_tokens: the longest answer that the model gives.
+    """
+
+    config: dict[str, Any]
+    trials: tuple[Trial, ...]
+    best: int | None
+    metric: Metric
+    max_answer_tokens: int
+
+
+def finetune(config: FinetuneConfig, say: Callable[[str], None] = print) -> FinetuneResult:
+    """Fine-tune a masked language model with each learning rate, and keep the model that is best by the metric.
+
+    The folder `config.out` gets the model of transformers with its tokenizer in `model`, the predictions on the held-out data,
+    and finetune.json with the metrics of all rates.
+
+    Args:
+        config: the options.
+        say: called with each line about what is done.
+
+    Raises:
+        ArgumentError: for options that do not fit the model or the data.
+        LineartimeError: if a file cannot be read or written, or a package is missing.
+    """
+    require_packages("accelerate", extra="finetune", purpose="Fine-tuning")
+    done = _begun(config)
+    if done is not None and done.best is not None:
+        return done
+    loaded = load_with_tokenizer(config.run)
+    if loaded.model.config.task != "mlm":
+        problem = f"is {config.run}, a causal language model, which does not see what follows a token"
+        raise ArgumentError("run", f"{problem}: give a masked one, as `task='mlm'` trains it.")
+    tuned_config(loaded.model.config, config.advanced)  # before the data is read
+    tokenizer = paired_tokenizer(loaded.tokenizer)
+    definition, names = tokenizer.backend_tokenizer.to_str(), (tokenizer.cls_token, tokenizer.sep_token)
+    encoder = WindowEncoder(definition, *names, config.context_length, config.advanced.stride)
+    tokenizer.backend_tokenizer.post_processor = encoder.backend.post_processor
+    files = find_questions(config.data, config.advanced.domain)
+    with removed_on_failure(config.out) if done is None else nullcontext():
+        task = Answering(
+            files,
+            encoder,
+            config.out / WINDOWS,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            max_answer_tokens=config.advanced.max_answer_tokens,
+            null_threshold=config.advanced.null_threshold,
+        )
+    say(task.describe())
+    result = done or FinetuneResult(_plain(config), (), None, files["validation"].metric, task.max_answer_tokens)
+    _write(config.out, result)
+    for rate in config.learning_rates[len(result.trials) :]:
+        folder = config.out / f"rate-{rate:g}"
+        trial = _train(config, task, _with_head(loaded.model, config, task), rate, folder, say)
+        best = max((each.metrics[task.metric] for each in result.trials), default=-math.inf)
+        if trial.metrics[task.metric] > best:
+            tokenizer.save_pretrained(folder / MODEL)
+            for name in (MODEL, PREDICTIONS):
+                _replace(folder / name, config.out / name)
+        result = dataclasses.replace(result, trials=(*result.trials, trial))
+        _write(config.out, result)
+        shutil.rmtree(folder)
+    place = max(range(len(result.trials)), key=lambda each: result.trials[each].metrics[task.metric])
+    result = dataclasses.replace(result, best=place)
+    _write(config.out, result)
+    shutil.rmtree(config.out / WINDOWS)
+    return result
+
+
+def _begun(config: FinetuneConfig) -> FinetuneResult | None:
+    """What a fine-tuning that is resumed has found; None for a new one, for whose folder it makes room."""
+    out, file = config.out, config.out / RESULT
+    if not config.resume:
+        with reporting_file_errors("write", out):
+            out.mkdir(parents=True, exist_ok=True)
+            if any(out.iterdir()):
+                what = f"is {out}, which is not empty: give `resume=True` to go on there, or choose another folder."
+                raise ArgumentError("out", what)
+        return None
+    if not file.is_file():
+        raise ArgumentError("resume", f"is True, but {out} holds no fine-tuning that has begun: leave it out.")
+    found, given = read_file(file, FinetuneResult), _plain(config)
+    for name, value in given.items():
+        if value != found.config.get(name):
+            was = shown(found.config.get(name))
+            raise ArgumentError(name, f"is {shown(value)}, but {out} was begun with {was}: resume with the same options.")
+    return found
+
+
+def paired_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """A tokenizer of transformers for pairs of texts; the end of a document serves as [CLS] and [SEP] where there are none."""
+    made = fast_tokenizer(tokenizer)
+    known, end = made.get_vocab(), made.pad_token
+    made.cls_token, made.sep_token = (name if name in known else end for name in ("[CLS]", "[SEP]"))
+    made.padding_side, made.chat_template = "right", None
+    return made
+
+
+def _plain(config: FinetuneConfig) -> dict[str, Any]:
+    """The options that decide the result, as plain data."""
+    fields = {**dataclasses.asdict(config), **dataclasses.asdict(config.advanced)}
+    kept = {name: value for name, value in fields.items() if name not in ("resume", "out", "device", "advanced")}
+    return json.loads(json.dumps(kept, default=str))  # type: ignore[no-any-return]
+
+
+def _write(folder: Path, result: FinetuneResult) -> None:
+    write_file(folder / RESULT, json.dumps(dataclasses.asdict(result), indent=1) + "\n")
+
+
+def _replace(source: Path, destination: Path) -> None:
+    if destination.is_dir():
+        shutil.rmtree(destination)
+    source.replace(destination)
+
+
+def _with_head(pretrained: LanguageModel, config: FinetuneConfig, task: Answering) -> nn.Module:
+    """A model of transformers with the pre-trained backbone and a new head."""
+    torch.manual_seed(config.seed)
+    advanced, weights = config.advanced, pretrained.backbone.state_dict()
+    model = task.head(LineartimeConfig.from_model_config(tuned_config(pretrained.config, advanced)))
+    for name, tensor in model.model.backbone.state_dict().items():
+        excess = weights[name].shape[-1] - tensor.shape[-1] if name.endswith(TABLE) else 0
+        tensor.copy_(weights[name].narrow(-1, excess // 2, tensor.shape[-1]) if excess else weights[name])
+    model.get_input_embeddings().requires_grad_(not advanced.freeze_embeddings)
+    if not advanced.lora_rank:
+        return model
+    require_packages("peft", extra="finetune", purpose="LoRA")
+    import peft
+
+    linear = [name for name, part in model.model.named_modules() if isinstance(part, nn.Linear)]
+    options: dict[str, Any] = {"r": advanced.lora_rank, "lora_alpha": 2 * advanced.lora_rank, "lora_dropout": advanced.dropout}
+    lora = peft.LoraConfig(
+        task_type=task.peft_task, target_modules=sorted({name.rpartition(".")[2] for name in linear}), **options
+    )
+    return peft.get_peft_model(model, lora)
+
+
+def tuned_config(pretrained: ModelConfig, advanced: Advanced) -> ModelConfig:
+    """The model to fine-tune, with the weights of the pre-trained one. Raises ArgumentError if these do not fit."""
+    changed = pretrained.override(dropout=advanced.dropout)
+    if advanced.chunk_size is not None:
+        before = pretrained.mixer.options.get("chunk_size", 0)
+        if not advanced.chunk_size <= before:
+            what = f"is {advanced.chunk_size}, but the model was trained with {before or 'none'}: give at most that."
+            raise ArgumentError("chunk_size", what)
+        changed = changed.override(chunk_size=advanced.chunk_size)
+    if advanced.mixer is not None:
+        if not pretrained.mixer.kind.startswith("flash"):
+            raise ArgumentError("mixer", f"is {advanced.mixer}, but the model is one of {pretrained.mixer.kind}: leave it out.")
+        changed = changed.override(mixer=LayerConfig(advanced.mixer, **changed.mixer.options))
+    return changed
+
+
+def _train(
+    config: FinetuneConfig, task: Answering, model: nn.Module, rate: float, folder: Path, say: Callable[[str], None]
+) -> Trial:
+    """Train with one learning rate, or go on with that, and save the best model without its adapters."""
+    advanced, device = config.advanced, choose_device(config.advanced.device)
+    bf16 = choose_precision(advanced.precision, device) == "bf16"
+    arguments = TrainingArguments(
+        str(folder),
+        learning_rate=rate,
+        num_train_epochs=config.epochs,
+        per_device_train_batch_size=config.batch_size,
+        warmup_steps=advanced.warmup,
+        max_grad_norm=advanced.clip_norm,
+        bf16=bf16,
+        use_cpu=device.type == "cpu",
+        seed=config.seed,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model=task.metric,
+        greater_is_better=True,
+        logging_strategy="epoch",
+        disable_tqdm=True,
+        report_to="none",
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+    )
+    stopping = [] if advanced.patience is None else [EarlyStoppingCallback(advanced.patience)]
+    trainer = TaskTrainer(
+        model,
+        arguments,
+        data_collator=task.collate,
+        train_dataset=task.train,
+        eval_dataset=task.windows,
+        optimizers=(_optimizer(model, rate, advanced), None),
+        callbacks=[_Said(rate, say), *stopping],
+    )
+    trainer.task, trainer.bf16 = task, bf16
+    trainer.remove_callback(transformers.PrinterCallback)
+    with quietly():
+        trainer.train(resume_from_checkpoint=_last_whole(folder))
+        best = trainer.model.merge_and_unload() if advanced.lora_rank else trainer.model
+        best.save_pretrained(folder / MODEL)
+    metrics = task.evaluate(best, bf16)
+    task.write(folder)
+    steps = trainer.state.best_global_step
+    evaluated = [entry for entry in trainer.state.log_history if f"eval_{task.metric}" in entry]
+    epoch = next(entry["epoch"] for entry in evaluated if entry["step"] == steps)
+    losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    return Trial(rate, metrics, epoch, losses)
+
+
+class TaskTrainer(Trainer):  # type: ignore[misc]  # transformers has no types here
+    """A `Trainer` that evaluates by the metrics of a task."""
+
+    task: Answering
+    bf16: bool
+    control: Any
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """The metrics on the held-out data."""
+        found = self.task.evaluate(self.accelerator.unwrap_model(self.model), self.bf16)
+        metrics = {f"eval_{name}": value for name, value in found.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+class _Said(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+    """Says how each evaluation went."""
+
+    def __init__(self, rate: float, say: Callable[[str], None]) -> None:
+        self._rate, self._say = rate, say
+
+    def on_evaluate(self, arguments: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+        losses = [f"loss {entry['loss']:.4f}" for entry in state.log_history[-3:] if "loss" in entry]
+        shown = [f"{name.removeprefix('eval_').replace('_', ' ')} {value:.2f}" for name, value in metrics.items()]
+        self._say(f"rate {self._rate:g}, epoch {state.epoch:g}: {', '.join([*losses[-1:], *shown[:2]])}")
+
+
+def _optimizer(model: nn.Module, rate: float, advanced: Advanced) -> torch.optim.Optimizer:
+    """AdamW, with the rate of each block below the last multiplied by `layer_decay` once more, and that of the embedding."""
+    blocks = max((int(found[1]) for name, _ in model.named_parameters() if (found := _BLOCK.search(name))), default=-1) + 1
+    groups = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found = _BLOCK.search(name)
+            below = blocks - int(found[1]) - 1 if found else blocks if ".embedding." in name else 0
+            decay = advanced.weight_decay if parameter.dim() > 1 else 0.0
+            groups.append({"params": [parameter], "lr": rate * advanced.layer_decay**below, "weight_decay": decay})
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.999), eps=1e-6)
+
+
+def _last_whole(folder: Path) -> str | None:
+    """The last checkpoint that was written to its end, which is the state of `Trainer`; others are deleted."""
+    found: list[Path] = []
+    for checkpoint in sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2])):
+        try:
+            json.loads((checkpoint / "trainer_state.json").read_text("utf-8"))
+            found.append(checkpoint)
+        except (OSError, ValueError):
+            shutil.rmtree(checkpoint)
+    return str(found[-1]) if found else None

@@ -1,0 +1,116 @@
+"""Windows of a question and a part of its text, as a model reads them: [CLS] question [SEP] text [SEP].
+
+Shapes: B batch, T tokens.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers.processors import TemplateProcessing
+
+from lineartime.errors import LineartimeError
+from lineartime.finetuning.questions import Question
+
+
+@dataclass(frozen=True)
+class Window:
+    """A question and a part of its text.
+
+    Attributes:
+        ids: the tokens.
+        first: the place of the first token of the text.
+        starts: where each token of the text begins in it, in characters.
+        ends: where each token of the text ends.
+    """
+
+    ids: list[int]
+    first: int
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    def tokens_of(self, spans: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+        """The places of the first and the last token of the first span that lies in the window; None if none does."""
+        if len(self.ends):
+            for begin, end in spans:
+                if self.starts[0] <= begin and end <= self.ends[-1]:
+                    first = np.searchsorted(self.ends, begin, side="right")
+                    last = np.searchsorted(self.starts, end) - 1
+                    return self.first + int(first), self.first + int(max(first, last))
+        return None
+
+
+@dataclass(frozen=True)
+class WindowEncoder:
+    """Divides questions and their texts into windows.
+
+    Attributes:
+        definition: the JSON of a tokenizer of the tokenizers library.
+        cls: the first token of a window.
+        sep: the token after the question, and after the text.
+        context_length: the maximum number of tokens in a window.
+        stride: the tokens of a text that a window has in common with the one before.
+    """
+
+    definition: str
+    cls: str
+    sep: str
+    context_length: int
+    stride: int
+
+    @cached_property
+    def backend(self) -> Any:
+        """The tokenizer, with [CLS] and [SEP]; their names in a text are text."""
+        backend: Any = tokenizers.Tokenizer.from_str(self.definition)
+        tokens = [(name, backend.token_to_id(name)) for name in dict.fromkeys((self.cls, self.sep))]
+        one, pair = [self.cls, "$A", self.sep], [self.cls, "$A", self.sep, "$B:1", f"{self.sep}:1"]
+        backend.post_processor = TemplateProcessing(single=one, pair=pair, special_tokens=tokens)
+        backend.encode_special_tokens = True
+        return backend
+
+    def windows(self, question: Question) -> list[Window]:
+        """The windows of a question, which overlap. Raises LineartimeError if it leaves too little room for a text."""
+        asked = len(self.backend.encode(question.question, add_special_tokens=False))
+        room = self.context_length - asked - 3
+        if room <= self.stride:
+            raise LineartimeError(
+                f"The question {question.where or question.key} has {asked:,} tokens, which leaves {max(room, 0):,} of the "
+                f"{self.context_length:,} of a window for its text: raise `context_length` above {asked + 3 + self.stride:,}."
+            )
+        self.backend.enable_truncation(self.context_length, stride=self.stride, strategy="only_second")
+        found = self.backend.encode(question.question, question.text)
+        self.backend.no_truncation()
+        return [_window(each, asked + 2) for each in (found, *found.overflowing)]
+
+    def for_training(self, questions: Sequence[Question], seed: int) -> Iterator[dict[str, Any]]:
+        """Windows with the tokens of an answer, and at most as many without, of which [CLS] is the answer.
+
+        A question whose text does not hold its answer is left out. One without an answer has a single window.
+        """
+        for question in questions:
+            if question.answers and not question.spans:
+                continue
+            windows = [(window, window.tokens_of(question.spans)) for window in self.windows(question)]
+            with_answer, without = ([each for each in windows if (each[1] is None) == empty] for empty in (False, True))
+            count = min(len(without), len(with_answer) if question.spans else 1)
+            chosen = random.Random(f"{seed} {question.key}").sample(without, count)
+            for window, place in (*with_answer, *chosen):
+                start, end = place or (0, 0)
+                yield {"input_ids": window.ids, "first": window.first, "start_positions": start, "end_positions": end}
+
+    def for_answering(self, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
+        """All windows, with the number of their question and the places of their tokens in its text."""
+        for number, question in enumerate(questions):
+            for each in self.windows(question):
+                places = {"starts": each.starts, "ends": each.ends}
+                yield {"input_ids": each.ids, "first": each.first, "question": number, **places}
+
+
+def _window(encoding: Any, first: int) -> Window:
+    offsets = np.array(encoding.offsets[first:-1], dtype=np.int64).reshape(-1, 2)
+    return Window(encoding.ids, first, offsets[:, 0], offsets[:, 1])

@@ -1,0 +1,123 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lineartime.errors import LineartimeError
+from lineartime.finetuning.questions import find_questions, read_questions
+
+from .conftest import article
+
+
+def squad(*qas: dict[str, Any], text: str = "one two one") -> dict[str, Any]:
+    return {"data": [{"paragraphs": [{"context": text, "qas": list(qas)}]}]}
+
+
+def ask(answer: str, start: Any, key: str = "k") -> dict[str, Any]:
+    return {"id": key, "question": "?", "answers": [{"text": answer, "answer_start": start}]}
+
+
+def test_no_article_is_in_both_parts_of_a_file(questions: Path) -> None:
+    found = find_questions(questions)
+    keys = {split: {each.key for each in part} for split, part in found.items()}
+    assert keys["validation"] == {f"q{place}" for place in range(6)}
+    assert keys["train"] == {f"q{place}" for place in range(6, 30)}
+
+
+def test_an_answer_is_where_its_text_is(tmp_path: Path) -> None:
+    file = tmp_path / "train.json"
+    file.write_text(json.dumps(squad(ask("one", 7), ask("one", 0), ask("lost", 3))))
+    spans = [each.spans for each in read_questions(file)]
+    assert spans == [((8, 11),), ((0, 3),), ()]
+
+
+@pytest.mark.parametrize(
+    ("qas", "metric"),
+    [
+        ([ask("one", 0)], "squad"),
+        ([ask("one", 0), {"id": "n", "question": "?", "answers": []}], "squad_v2"),
+        ([ask("光荣", 0)], "cmrc"),
+    ],
+)
+def test_the_metric_is_that_of_the_data(tmp_path: Path, qas: list[dict[str, Any]], metric: str) -> None:
+    for name in ("train.json", "dev.json"):
+        (tmp_path / name).write_text(json.dumps(squad(*qas, text="one 光荣")))
+    found = find_questions(tmp_path)
+    assert {part.metric for part in found.values()} == {metric}
+
+
+@pytest.fixture
+def trivia(tmp_path: Path) -> Path:
+    """Two documents of Wikipedia, and one of the web, for the same question."""
+    for folder, name, text in (
+        ("wikipedia", "A.txt", "In York, UK. And YORK-UK; Yorkshire."),
+        ("wikipedia", "B.txt", "nothing"),
+        ("web", "1/1.txt", "new york"),
+    ):
+        (tmp_path / "evidence" / folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "evidence" / folder / name).write_text(text)
+    answer = {"Aliases": ["York, UK"], "NormalizedAliases": ["york", "york uk"], "HumanAnswers": ["Eboracum"]}
+    record = {"QuestionId": "tc", "Question": "Where?", "Answer": answer}
+    pages = {"EntityPages": [{"Filename": "A.txt"}, {"Filename": "B.txt"}], "SearchResults": [{"Filename": "1/1.txt"}]}
+    (tmp_path / "qa").mkdir()
+    for domain, of_record in (("wikipedia", {"EntityPages": pages["EntityPages"]}), ("web", pages)):
+        for split in ("train", "dev"):
+            data = {"Domain": domain.capitalize(), "Data": [{**record, **of_record}]}
+            (tmp_path / "qa" / f"{domain}-{split}.json").write_text(json.dumps(data))
+    return tmp_path
+
+
+def test_triviaqa_has_the_keys_of_its_official_script_and_the_longest_aliases(trivia: Path) -> None:
+    first, second = find_questions(trivia)["train"]
+    assert (first.key, second.key) == ("tc", "tc")
+    assert [first.text[slice(*span)] for span in first.spans] == ["York, UK", "YORK-UK"]
+    assert second.spans == ()
+    assert first.answers == ("york", "york uk", "Eboracum")
+    assert [each.key for each in find_questions(trivia, "web")["validation"]] == ["tc--A.txt", "tc--B.txt", "tc--1/1.txt"]
+    assert [each.key for each in read_questions(trivia / "qa" / "web-dev.json")] == ["tc--A.txt", "tc--B.txt", "tc--1/1.txt"]
+
+
+def test_questions_without_answers_are_read_from_lines(tmp_path: Path) -> None:
+    file = tmp_path / "asked.jsonl"
+    file.write_text('{"question": "a?", "context": "x"}\n\n{"question": "b?", "context": "y", "id": 7}\n')
+    assert [(each.key, each.question, each.text) for each in read_questions(file)] == [("1", "a?", "x"), ("7", "b?", "y")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.json",
+            squad({"id": "k", "answers": []}),
+            r"a.json has data\[0\].paragraphs\[0\].qas\[0\] without question, but it",
+        ),
+        ("a.json", squad(ask("one", "0")), r"qas\[0\] whose answer_start is '0', but it must be a whole number"),
+        ("a.json", {"data": [{"paragraphs": [{"qas": []}]}]}, r"data\[0\].paragraphs\[0\] without context"),
+        ("a.json", {"data": []}, r"a.json holds no list `data` of articles: give a file in the layout of SQuAD"),
+        ("a.json", [1], r"a.json is damaged \(it is \[1\], but must be an object\)"),
+        ("a.jsonl", {"question": "?", "text": ""}, r"a.jsonl has line 1 without context, but it must be a text"),
+    ],
+)
+def test_a_wrong_record_is_named(tmp_path: Path, name: str, content: Any, message: str) -> None:
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(LineartimeError, match=message):
+        list(read_questions(tmp_path / name))
+
+
+def test_wrong_data_is_named(tmp_path: Path, trivia: Path) -> None:
+    (trivia / "evidence" / "wikipedia" / "B.txt").unlink()
+    with pytest.raises(LineartimeError, match=r"Cannot read .*B.txt: No such file"):
+        list(find_questions(trivia)["train"])
+    (trivia / "qa" / "wikipedia-dev.json").unlink()
+    with pytest.raises(LineartimeError, match=r"^data is .*, which has no qa/wikipedia-dev.json: give the unpacked archive"):
+        find_questions(trivia)
+    one = tmp_path / "one.json"
+    one.write_text(json.dumps({"data": [article(0)]}))
+    with pytest.raises(LineartimeError, match=rf"^data is {re.escape(str(one))}, which holds one article, but one is held out"):
+        find_questions(one)
+    with pytest.raises(LineartimeError, match=r"^data is .*, which lacks a JSON file named for training or for validation"):
+        find_questions(tmp_path / "evidence")
+    with pytest.raises(LineartimeError, match=r"^data is .*none, which does not exist: give a file of questions"):
+        find_questions(tmp_path / "none")

@@ -1,0 +1,158 @@
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForQuestionAnswering
+
+import lineartime
+from lineartime.data.tokenizers import ByteTokenizer
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.finetuning import tune
+from lineartime.finetuning.config import Advanced, FinetuneConfig
+from lineartime.finetuning.predict import predict
+from lineartime.finetuning.questions import find_questions
+from lineartime.finetuning.tune import finetune, tuned_config
+
+Configured = Callable[..., FinetuneConfig]
+Say = Callable[[str], None]
+
+
+@pytest.fixture
+def config(pretrained: Path, questions: Path, tmp_path: Path) -> Configured:
+    def configured(out: str = "out", advanced: dict[str, Any] | None = None, **given: Any) -> FinetuneConfig:
+        base = FinetuneConfig(pretrained, questions, tmp_path / out, context_length=64, learning_rates=(3e-2,), batch_size=8)
+        return replace(base, advanced=replace(Advanced(stride=8, dropout=0.0), **(advanced or {})), **given)
+
+    return configured
+
+
+@pytest.fixture
+def quiet() -> Say:
+    return lambda line: None
+
+
+def test_fine_tuning_learns_and_its_model_answers_alone(
+    config: Configured, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = config(epochs=5, learning_rates=(1e-6, 3e-2))
+    result = finetune(given)
+    assert result.best == 1
+    assert result.trials[1].metrics["f1"] > 90 > result.trials[0].metrics["f1"]
+    assert capsys.readouterr().out.startswith("24 windows to train with, 6 to answer in\nrate 1e-06, epoch 1: loss ")
+    assert sorted(path.name for path in given.out.iterdir()) == ["finetune.json", "model", "predictions.json"]
+    assert finetune(replace(given, resume=True)) == result
+
+    predictions = json.loads((given.out / "predictions.json").read_text())
+    held_out = {each.key: each for each in find_questions(questions)["validation"]}
+    assert set(predictions) == set(held_out)
+    assert predict(given.out, questions, tmp_path / "answers.json") == 30
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    assert {key: answers[key] for key in held_out} == predictions
+    assert type(AutoModelForQuestionAnswering.from_pretrained(given.out / "model")).__name__ == "LineartimeForQuestionAnswering"
+
+
+def test_predicting_goes_on_after_a_kill(config: Configured, questions: Path, tmp_path: Path, quiet: Say) -> None:
+    given = config(epochs=1)
+    finetune(given, quiet)
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    predict(given.out, questions, whole)
+    cut.write_bytes(whole.read_bytes()[:500])
+    assert predict(given.out, questions, cut, resume=True, batch_size=3) == 30
+    for mine, other in zip(
+        *([json.loads(line) for line in file.read_text().splitlines()] for file in (cut, whole)), strict=True
+    ):
+        assert mine == {**other, "score": pytest.approx(other["score"], abs=1e-5)}
+    with pytest.raises(ArgumentError, match=r"^out is .*cut.jsonl, which exists already"):
+        predict(given.out, questions, cut)
+    with pytest.raises(ArgumentError, match=r"^run is .*, which holds no fine-tuned model: give the folder that `finetune"):
+        predict(tmp_path, questions, tmp_path / "new.jsonl")
+
+
+def test_a_fine_tuning_that_was_killed_resumes_to_the_same_losses(
+    config: Configured, monkeypatch: pytest.MonkeyPatch, quiet: Say
+) -> None:
+    options: dict[str, Any] = {"epochs": 3.0, "learning_rates": (1e-2, 3e-2), "advanced": {"dropout": 0.3}}
+    whole = finetune(config("whole", **options), quiet)
+    evaluate, calls = tune.Answering.evaluate, []
+
+    def killed(*arguments: Any) -> dict[str, float]:
+        calls.append(None)
+        if len(calls) == 6:  # 4 of the first rate; in the second epoch of the second rate
+            raise KeyboardInterrupt
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(tune.Answering, "evaluate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(config("cut", **options), quiet)
+    partial = config("cut").out / "rate-0.03" / "checkpoint-99"
+    partial.mkdir()
+    (partial / "trainer_state.json").write_text("{")  # killed while it was written
+    resumed = finetune(config("cut", resume=True, **options), quiet)
+    assert resumed.trials == whole.trials
+    with pytest.raises(ArgumentError, match=r"^epochs is 9.0, but .*cut was begun with 3.0: resume with the same options"):
+        finetune(config("cut", resume=True, **{**options, "epochs": 9.0}), quiet)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize(
+    "advanced",
+    [
+        {"mixer": "flash-first-to-all", "chunk_size": 8},
+        {"mixer": "flash-cls", "layer_decay": 0.5, "freeze_embeddings": True, "patience": 1},
+        {"lora_rank": 2, "clip_norm": 1.0},
+    ],
+)
+def test_tweaks_train_and_load(advanced: dict[str, Any], config: Configured, questions: Path, quiet: Say) -> None:
+    given = config(epochs=1, advanced=advanced)
+    finetune(given, quiet)
+    made = AutoModelForQuestionAnswering.from_pretrained(given.out / "model")
+    assert made.config.mixer["kind"] == advanced.get("mixer", "flash")
+    assert made.config.mixer["chunk_size"] == advanced.get("chunk_size", 16)
+    before = lineartime.load(given.run).backbone.embedding.weight
+    after = made.get_input_embeddings().weight
+    assert torch.equal(before, after) == (advanced.get("freeze_embeddings", False) or "lora_rank" in advanced)
+    assert predict(given.out, questions, given.out / "answers.jsonl") == 30
+
+
+def test_a_smaller_chunk_keeps_the_biases_of_near_tokens(config: Configured, quiet: Say) -> None:
+    """A text within the smaller chunk is read as before, up to its head."""
+    given = config()
+    pretrained = lineartime.load(given.run)
+    for block in pretrained.backbone.blocks:
+        torch.nn.init.normal_(block.mixer.bias.table)
+    model = tune._with_head(pretrained, replace(given, advanced=replace(given.advanced, chunk_size=8)), tune.Answering)  # type: ignore[arg-type]
+    ids = torch.randint(0, 256, (2, 8))
+    torch.testing.assert_close(model.eval().model(ids).last_hidden_state, pretrained.eval().backbone(ids))
+
+
+def test_mistakes_are_named_and_leave_nothing(config: Configured, tmp_path: Path, quiet: Say) -> None:
+    causal = lineartime.build("flash-tiny", vocab_size=258, d_model=16, n_blocks=1, d_qk=8)
+    lineartime.save(causal, ByteTokenizer(), tmp_path / "causal")
+    for given, message in (
+        (config(run=tmp_path / "causal"), r"^run is .*causal, a causal language model, .*: give a masked one"),
+        (config(advanced={"chunk_size": 32}), r"^chunk_size is 32, but the model was trained with 16: give at most that"),
+        (config(context_length=16), r"^The question .* which leaves 7 of the 16 .*: raise `context_length` above 17"),
+        (config(resume=True), r"^resume is True, but .* holds no fine-tuning that has begun"),
+        (config(data=tmp_path / "none"), r"^data is .*none, which does not exist"),
+    ):
+        with pytest.raises(LineartimeError, match=message):
+            finetune(given, quiet)
+        assert not given.out.exists() or not any(given.out.iterdir())
+    for options, message in (
+        ({"epochs": 0.0}, r"^epochs is 0.0, but must be above 0"),
+        ({"learning_rates": ()}, r"^learning_rates is empty: give at least one"),
+        ({"learning_rates": (1.0, 1.0)}, r"^learning_rates is \[1.0, 1.0\], which holds one twice"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            config(**options)
+    quad = lineartime.presets("mlm")["flash-quad-tiny"]
+    with pytest.raises(ArgumentError, match=r"^mixer is flash-cls, but the model is one of gau: leave it out"):
+        tuned_config(quad, Advanced(mixer="flash-cls"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    with pytest.raises(ArgumentError, match=r"^out is .*full, which is not empty: give `resume=True`"):
+        finetune(config("full"), quiet)

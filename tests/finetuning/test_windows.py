@@ -1,0 +1,60 @@
+import pytest
+
+from lineartime.data.tokenizers import ByteTokenizer
+from lineartime.errors import LineartimeError
+from lineartime.finetuning.questions import Question
+from lineartime.finetuning.tune import paired_tokenizer
+from lineartime.finetuning.windows import WindowEncoder
+
+TEXT = "Größe 大小 [MASK] und noch viel mehr Text, der nicht in ein Fenster passt, " * 3
+
+
+def encoder(context_length: int = 64, stride: int = 16) -> WindowEncoder:
+    tokenizer = paired_tokenizer(ByteTokenizer())
+    definition = tokenizer.backend_tokenizer.to_str()
+    return WindowEncoder(definition, tokenizer.cls_token, tokenizer.sep_token, context_length, stride)
+
+
+def test_windows_are_cls_question_sep_text_sep_and_hold_all_of_the_text() -> None:
+    windows = encoder().windows(Question("k", "[END]?", TEXT))
+    end = ByteTokenizer.end_of_document
+    asked = [end, *b"[END]?", end]
+    read = b""
+    for window in windows:
+        assert window.ids[: len(asked)] == asked
+        assert window.ids[-1] == end
+        text = bytes(window.ids[window.first : -1])
+        read += text if not read else text[16:]
+    assert read.decode() == TEXT
+    assert len(windows) > 2
+
+
+def test_a_span_is_the_same_text_in_every_window_that_holds_it() -> None:
+    found = 0
+    for answer in ("大小", "Größe", "[MASK]", "r", "Text, der"):
+        begin = TEXT.index(answer)
+        spans = ((begin, begin + len(answer)),)
+        for window in encoder().windows(Question("k", "?", TEXT)):
+            place = window.tokens_of(spans)
+            inside = window.starts[0] <= begin and begin + len(answer) <= window.ends[-1]
+            assert (place is not None) == inside
+            if place is not None:
+                assert TEXT[window.starts[place[0] - window.first] : window.ends[place[1] - window.first]] == answer
+                found += 1
+    assert found >= 5
+
+
+def test_training_takes_windows_without_the_answer_only_beside_those_with_it() -> None:
+    begin = TEXT.index("大小")
+    with_answer = Question("a", "?", TEXT, ("大小",), ((begin, begin + 2),))
+    nowhere, unanswerable = Question("b", "?", TEXT, ("lost",)), Question("c", "?", TEXT)
+    rows = [list(encoder().for_training([each], seed=0)) for each in (with_answer, nowhere, unanswerable)]
+    assert [row["start_positions"] > 0 for row in rows[0]] == [True, False]
+    assert rows[1] == []
+    assert [(row["start_positions"], row["end_positions"]) for row in rows[2]] == [(0, 0)]
+    assert rows[2] == list(encoder().for_training([unanswerable], seed=0))
+
+
+def test_a_question_that_fills_a_window_is_named() -> None:
+    with pytest.raises(LineartimeError, match=r"^The question k has 50 tokens, which leaves 11 of the 64 of a window"):
+        encoder().windows(Question("k", "?" * 50, TEXT))
