@@ -214,7 +214,7 @@ def _trivia(file: Path, data: Mapping[str, Any], evidence: Path) -> Iterator[Que
                 with reporting_file_errors("read", evidence / folder / name):
                     text = (evidence / folder / name).read_text("utf-8", errors="replace")
                 spans = tuple(found.span() for found in matching.finditer(text)) if right else ()
-                yield Question(key if by_question else f"{key}--{name}", question, text, right, spans, where)
+                yield Question(key if by_question else "--".join((key, name)), question, text, right, spans, where)
 
 
 def _matcher(aliases: Sequence[str]) -> re.Pattern[str]:
