@@ -30,7 +30,8 @@ def main() -> None:
             logits = model(ids, attention_mask=mask, token_type_ids=types).logits
         folder = Path(sys.argv[1]) / name
         model.save_pretrained(folder, safe_serialization=False)
-        (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in PIECES))
+        if not changes:
+            (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in PIECES))
         torch.save({"ids": ids, "types": types, "mask": mask, "logits": logits}, folder / "reference.pt")
 
 

@@ -5,32 +5,33 @@ from typing import Any
 
 import pytest
 import torch
+from tests.foreign.agreement import assert_agree, theirs
 from tests.pairs import every_pair
+from tests.peers.packages import peer
 from torch import Tensor
 
 import lineartime
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.foreign import ForeignFLASH, from_flash_pytorch, to_flash_pytorch
+from lineartime.foreign import ForeignFLASH, ForeignGAU, from_flash_pytorch, to_flash_pytorch
 from lineartime.layers import FLASH, ScaleNorm
 
 D, S, CHUNK = 16, 40, 8
 LENGTHS = [1, CHUNK, 3 * CHUNK + 5]
-
-
-def norm_of(name: str) -> type[Any]:
-    from flash_pytorch.flash_pytorch import ScaleNorm as Theirs
-
-    return {"layernorm": torch.nn.LayerNorm, "scalenorm": Theirs}[name]
+FITTING: dict[str, Any] = {
+    "mixer": "flash-foreign",
+    "normalization": "paper_sum",
+    "bias_form": "buckets",
+    "rotary_width": 32,
+    "final_norm": "layernorm",
+}
+"""The options of a model that FLASH-pytorch can hold."""
 
 
 @every_pair(causal=[False, True], laplace=[False, True], length=LENGTHS)
-def test_a_gau_stays_the_same_function(
-    causal: bool, laplace: bool, length: int, theirs: Callable[..., Any], assert_agree: Callable[..., None]
-) -> None:
+def test_a_gau_stays_the_same_function(causal: bool, laplace: bool, length: int) -> None:
     other = theirs("GAU", dim=D, query_key_dim=S, causal=causal, laplace_attn_fn=laplace).double()
-    ours = from_flash_pytorch(
-        other.state_dict(), causal=causal, laplace_attn_fn=laplace, sequence_length=length if causal else None
-    )
+    options = {"causal": causal, "laplace_attn_fn": laplace, "sequence_length": length if causal else None}
+    ours = from_flash_pytorch(other.state_dict(), **options)
     x = torch.randn(2, length, D, dtype=torch.float64)
     assert_agree(ours, other, x, tolerance=1e-10)
     # Theirs divides by the number of tokens with padding: a row of ours is that row alone.
@@ -40,11 +41,10 @@ def test_a_gau_stays_the_same_function(
 
 
 @every_pair(causal=[False, True], shift=[False, True], length=LENGTHS, norm=["layernorm", "scalenorm"])
-def test_a_flash_stays_the_same_function_and_comes_back(
-    causal: bool, shift: bool, length: int, norm: str, theirs: Callable[..., Any], assert_agree: Callable[..., None]
-) -> None:
+def test_a_flash_stays_the_same_function_and_comes_back(causal: bool, shift: bool, length: int, norm: str) -> None:
     arguments = {"group_size": CHUNK, "causal": causal, "shift_tokens": shift, "laplace_attn_fn": shift}
-    other = theirs("FLASH", dim=D, query_key_dim=S, **arguments, norm_klass=norm_of(norm)).double()
+    norm_class = torch.nn.LayerNorm if norm == "layernorm" else peer("flash_pytorch.flash_pytorch").ScaleNorm
+    other = theirs("FLASH", dim=D, query_key_dim=S, **arguments, norm_klass=norm_class).double()
     ours = from_flash_pytorch(other.state_dict(), **arguments)
     assert_agree(ours, other, torch.randn(2, length, D, dtype=torch.float64), tolerance=1e-9)
     assert isinstance(ours, FLASH)
@@ -55,7 +55,25 @@ def test_a_flash_stays_the_same_function_and_comes_back(
     assert {name: built_with[name] for name in arguments} == arguments
 
 
-def model_pair(theirs: Callable[..., Any], causal: bool, norm: str, s: int = S) -> tuple[Any, Any]:
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_published_division_is_theirs_for_full_chunks_and_two_if_causal(causal: bool) -> None:
+    """Theirs sums the linear part over chunks, and divides the bias of a GAU, too."""
+    length = 2 * CHUNK if causal else 3 * CHUNK
+    options: dict[str, Any] = {"d_qk": S, "causal": causal, "rope": False, "normalization": "paper", "bias_form": "buckets"}
+    x = torch.randn(2, length, D, dtype=torch.float64)
+    other = theirs("FLASH", dim=D, query_key_dim=S, group_size=CHUNK, causal=causal, shift_tokens=True).double()
+    converted = from_flash_pytorch(other.state_dict(), causal=causal, group_size=CHUNK, shift_tokens=True)
+    flash = ForeignFLASH(D, chunk_size=CHUNK, token_shift=True, **options).double()
+    flash.load_state_dict(converted.state_dict())
+    torch.testing.assert_close(flash(x), other(x), atol=1e-10, rtol=0)
+    other = theirs("GAU", dim=D, query_key_dim=S, causal=causal).double()
+    weights = from_flash_pytorch(other.state_dict(), causal=causal, sequence_length=length).state_dict()
+    gau = ForeignGAU(D, max_length=length, **options).double()
+    gau.load_state_dict({**weights, "bias.values": weights["bias.values"] / length})
+    torch.testing.assert_close(gau(x), other(x), atol=1e-10, rtol=0)
+
+
+def model_pair(causal: bool, norm: str, s: int = S) -> tuple[Any, Any]:
     arguments = {"group_size": CHUNK, "causal": causal, "shift_tokens": True}
     other = theirs("FLASHTransformer", dim=D, num_tokens=30, depth=2, query_key_dim=s, norm_type=norm, **arguments)
     return from_flash_pytorch(other.state_dict(), **arguments), other
@@ -63,8 +81,8 @@ def model_pair(theirs: Callable[..., Any], causal: bool, norm: str, s: int = S) 
 
 # 32 and all 8 features are rotated
 @every_pair(s=[S, 8], norm=["scalenorm", "layernorm"], causal=[False, True], length=LENGTHS)
-def test_a_model_has_the_same_logits(s: int, norm: str, causal: bool, length: int, theirs: Callable[..., Any]) -> None:
-    ours, other = model_pair(theirs, causal, norm, s)
+def test_a_model_has_the_same_logits(s: int, norm: str, causal: bool, length: int) -> None:
+    ours, other = model_pair(causal, norm, s)
     ids = torch.randint(30, (2, length))
     expected = other(ids)
     size = max(1.0, float(expected.detach().abs().max()))
@@ -73,8 +91,8 @@ def test_a_model_has_the_same_logits(s: int, norm: str, causal: bool, length: in
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_texts_of_different_lengths_have_the_same_logits_in_a_batch(causal: bool, theirs: Callable[..., Any]) -> None:
-    ours, other = model_pair(theirs, causal, "scalenorm")
+def test_texts_of_different_lengths_have_the_same_logits_in_a_batch(causal: bool) -> None:
+    ours, other = model_pair(causal, "scalenorm")
     lengths = [3 * CHUNK + 5, 1, CHUNK + 3]
     ids, mask = torch.randint(30, (3, max(lengths))), torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     together = ours(ids, mask=mask)
@@ -85,8 +103,8 @@ def test_texts_of_different_lengths_have_the_same_logits_in_a_batch(causal: bool
         torch.testing.assert_close(together[mask], other(ids, mask=mask)[mask], atol=1e-4, rtol=1e-5)
 
 
-def test_a_causal_model_streams_what_it_reads_at_once(theirs: Callable[..., Any]) -> None:
-    ours, other = model_pair(theirs, True, "scalenorm")
+def test_a_causal_model_streams_what_it_reads_at_once() -> None:
+    ours, other = model_pair(True, "scalenorm")
     ids, state, pieces = torch.randint(30, (2, 21)), ours.init_state(2), []
     for start, stop in ((0, 5), (5, 6), (6, 21)):
         logits, state = ours.extend(ids[:, start:stop], state)
@@ -94,19 +112,13 @@ def test_a_causal_model_streams_what_it_reads_at_once(theirs: Callable[..., Any]
     torch.testing.assert_close(torch.cat(pieces, 1), other(ids), atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("norm", ["scalenorm", "layernorm"])
-def test_a_model_of_ours_becomes_one_of_theirs(norm: Any, theirs: Callable[..., Any]) -> None:
-    eps = {"scalenorm": 1e-10, "layernorm": 1e-5}[norm]
-    options: dict[str, Any] = {
-        "mixer": "flash-foreign",
-        "normalization": "paper_sum",
-        "bias_form": "buckets",
-        "rotary_width": 32,
-        "final_norm": "layernorm",
-    }
-    ours = lineartime.build(
-        "flash-tiny", n_blocks=2, d_model=D, d_qk=S, chunk_size=CHUNK, norm=norm, norm_eps=eps, initial_scores="unit", **options
-    )
+def built(**options: Any) -> Any:
+    return lineartime.build("flash-tiny", n_blocks=2, d_model=D, d_qk=S, chunk_size=CHUNK, **{**FITTING, **options})
+
+
+@pytest.mark.parametrize(("norm", "eps"), [("scalenorm", 1e-10), ("layernorm", 1e-5)])
+def test_a_model_of_ours_becomes_one_of_theirs(norm: str, eps: float) -> None:
+    ours = built(norm=norm, norm_eps=eps, initial_scores="unit")
     weights, arguments = to_flash_pytorch(ours)
     other = theirs("FLASHTransformer", **arguments)
     other.load_state_dict(weights)
@@ -114,75 +126,55 @@ def test_a_model_of_ours_becomes_one_of_theirs(norm: Any, theirs: Callable[..., 
     torch.testing.assert_close(other(ids), ours(ids), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_a_model_that_flash_pytorch_cannot_hold_is_named() -> None:
+    unfit: list[tuple[dict[str, Any], str]] = [
         ({"norm": "scalenorm"}, "norm_eps is 1e-05, but must be at most 1e-10 for the scalenorm of FLASH-pytorch"),
         ({"normalization": "count"}, "normalization is 'count', but FLASH-pytorch has only 'paper_sum'"),
-        (
-            {"bias_form": "auto", "norm": "layernorm"},
-            "bias_form is 'auto', but FLASH-pytorch has only a relative bias by buckets",
-        ),
+        ({"bias_form": "auto"}, "bias_form is 'auto', but FLASH-pytorch has only a relative bias by buckets"),
         ({"rotary_width": 8}, "rotary_width is 8, but FLASH-pytorch has only 32"),
-        (
-            {"final_norm": "same", "norm": "scalenorm"},
-            "norm is 'scalenorm', but FLASH-pytorch has only 'layernorm' before the logits",
-        ),
-    ],
-)
-def test_an_option_that_flash_pytorch_does_not_have_is_named(options: dict[str, Any], message: str) -> None:
-    fitting = {"normalization": "paper_sum", "bias_form": "buckets", "rotary_width": 32, "final_norm": "layernorm"}
-    fitting["mixer"] = "flash-foreign"
-    model = lineartime.build("flash-tiny", n_blocks=1, d_model=D, d_qk=S, chunk_size=CHUNK, **{**fitting, **options})
-    with pytest.raises(ArgumentError, match=message):
-        to_flash_pytorch(model)
+        ({"final_norm": "same", "norm": "scalenorm"}, "norm is 'scalenorm', but FLASH-pytorch has only 'layernorm' before"),
+    ]
+    for options, message in unfit:
+        with pytest.raises(ArgumentError, match=message):
+            to_flash_pytorch(built(**{"norm": "layernorm", **options}))
 
-
-def test_a_layer_that_computes_something_else_is_not_converted() -> None:
     class Ungated(ForeignFLASH):
         pass
 
-    options: dict[str, Any] = {"d_qk": S, "chunk_size": CHUNK, "normalization": "paper_sum", "bias_form": "buckets"}
+    layer = Ungated(D, d_qk=S, causal=True, chunk_size=CHUNK, normalization="paper_sum", bias_form="buckets", rotary_width=32)
     with pytest.raises(ArgumentError, match="model is a Ungated, which may compute something else"):
-        to_flash_pytorch(Ungated(D, **options))
-    model = lineartime.build(
-        "flash-tiny", n_blocks=1, d_model=D, mixer="flash-foreign", rotary_width=32, final_norm="layernorm", **options
-    )
-    next(iter(model.backbone.blocks)).mixer = Ungated(D, causal=True, rotary_width=32, **options)
-    with pytest.raises(
-        ArgumentError, match=r"model has a Ungated as backbone.blocks.0.mixer, but a ForeignFLASH in its config"
-    ):
+        to_flash_pytorch(layer)
+    model = built()
+    model.backbone.blocks[0].mixer = layer
+    with pytest.raises(ArgumentError, match=r"model has a Ungated as backbone.blocks.0.mixer, but a ForeignFLASH in its"):
         to_flash_pytorch(model)
 
 
-@pytest.mark.parametrize(
-    ("change", "arguments", "message"),
-    [
-        (lambda w: w.pop("layers.0.to_out.bias"), {}, "lack layers.0.to_out.bias"),
-        (lambda w: w.update({"layers.0.more": torch.zeros(2)}), {}, "hold 'layers.0.more', which FLASH-pytorch does not have"),
-        (lambda w: w.update({"to_logits.0.bias": torch.zeros(3)}), {}, r"to_logits.0.bias has shape \[3\]"),
-        (lambda w: w.update({"layers.1.rotary_pos_emb.freqs": torch.zeros(16)}), {}, "does not hold the standard rotary"),
+def test_weights_of_something_else_are_named() -> None:
+    unfit: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
+        (lambda w: w.pop("layers.0.to_out.bias"), "lack layers.0.to_out.bias"),
+        (lambda w: w.update({"layers.0.more": torch.zeros(2)}), "hold 'layers.0.more', which FLASH-pytorch does not have"),
+        (lambda w: w.update({"to_logits.0.bias": torch.zeros(3)}), r"to_logits.0.bias has shape \[3\]"),
+        (lambda w: w.update({"layers.1.rotary_pos_emb.freqs": torch.zeros(16)}), "does not hold the standard rotary"),
         (
             lambda w: w.update({"layers.0.to_hidden.0.weight": torch.zeros(2 * (2 * D + 1), D)}),
-            {},
             f"have values of width {2 * D + 1} and queries of width {S} of which 32 are rotated, but ours have a",
         ),
-        (lambda w: w.clear(), {}, "do not belong to a model or layer of FLASH-pytorch"),
-        (lambda w: None, {"reduce_group_non_causal_attn": False}, "reduce_group_non_causal_attn is False"),
-    ],
-)
-def test_weights_of_something_else_are_named(
-    change: Callable[[dict[str, Tensor]], Any], arguments: dict[str, Any], message: str, theirs: Callable[..., Any]
-) -> None:
-    weights = dict(theirs("FLASHTransformer", dim=D, num_tokens=30, depth=2, query_key_dim=S).state_dict())
-    change(weights)
-    with pytest.raises(LineartimeError, match=message):
-        from_flash_pytorch(weights, **arguments)
-
-
-def test_a_causal_gau_needs_the_length_that_it_divides_by(theirs: Callable[..., Any]) -> None:
+        (lambda w: w.clear(), "do not belong to a model or layer of FLASH-pytorch"),
+    ]
+    weights = theirs("FLASHTransformer", dim=D, num_tokens=30, depth=2, query_key_dim=S).state_dict()
+    for change, message in unfit:
+        changed = dict(weights)
+        change(changed)
+        with pytest.raises(LineartimeError, match=message):
+            from_flash_pytorch(changed)
+    with pytest.raises(ArgumentError, match="reduce_group_non_causal_attn is False"):
+        from_flash_pytorch(weights, reduce_group_non_causal_attn=False)
     with pytest.raises(ArgumentError, match="sequence_length is None, but must be given for a causal GAU"):
         from_flash_pytorch(theirs("GAU", dim=D, causal=True).state_dict(), causal=True)
+    module: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(ArgumentError, match=r"weights is of type .*, but must be tensors by name: give model.state_dict"):
+        from_flash_pytorch(module)
 
 
 def test_a_norm_of_theirs_is_ours_with_its_epsilon_under_the_root() -> None:
@@ -192,18 +184,10 @@ def test_a_norm_of_theirs_is_ours_with_its_epsilon_under_the_root() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_weights_saved_in_half_precision_are_not_taken_for_those_of_other_rotations(
-    dtype: torch.dtype, theirs: Callable[..., Any]
-) -> None:
+def test_weights_saved_in_half_precision_are_not_taken_for_those_of_other_rotations(dtype: torch.dtype) -> None:
     weights = theirs("FLASHTransformer", dim=D, num_tokens=30, depth=2, query_key_dim=S, causal=True).to(dtype).state_dict()
     ours = from_flash_pytorch(weights, causal=True)
     torch.testing.assert_close(ours.backbone.embedding.weight, weights["token_emb.weight"].float())
     wrong = {name: 1.1 * tensor if name.endswith("freqs") else tensor for name, tensor in weights.items()}
     with pytest.raises(LineartimeError, match="does not hold the standard rotary frequencies"):
         from_flash_pytorch(wrong, causal=True)
-
-
-def test_weights_that_are_no_tensors_by_name_are_named() -> None:
-    given: Any = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"weights is of type .*, but must be tensors by name: give model.state_dict"):
-        from_flash_pytorch(given)

@@ -1,24 +1,14 @@
-"""Tiny models of transformers, of every system."""
-
-from collections.abc import Callable
-from typing import Any, TypeVar
+import shutil
+from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
+from tests.hf.tiny import causal_model
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from lineartime.hf import LineartimeConfig, LineartimeForCausalLM
-from lineartime.models.systems import SIZED
-
-Model = TypeVar("Model", bound=nn.Module)
-Tiny = Callable[..., LineartimeConfig]
-Awake = Callable[[Any], Any]
-
-SMALL: dict[str, Any] = {"d_qk": 8, "n_heads": 2, "chunk_size": 8}
-SHIFTED = "flash-next"
-"""The system that has a token shift in these tests, so that its states are among those that are cached."""
+import lineartime
+from lineartime.data import ByteTokenizer
+from lineartime.hf import LineartimeForCausalLM, convert
 
 
 @pytest.fixture(autouse=True)
@@ -36,37 +26,23 @@ def checkpointing() -> str:
 
 
 @pytest.fixture
-def tiny() -> Tiny:
-    """`tiny("flash", n_blocks=1)`: the configuration of a tiny model of that system."""
-
-    def make(system: str = "flash", task: Any = "clm", **overrides: Any) -> LineartimeConfig:
-        preset = LineartimeConfig.from_preset(f"{system}-tiny", task)
-        options = {name: SMALL[name] for name in SIZED if name in preset.mixer}
-        if system == "mhsa-single-head":
-            del options["n_heads"]
-        if system == SHIFTED:
-            options["token_shift"] = True
-        sizes = {"d_model": 16, "n_blocks": 2, "vocab_size": 40, **options, **overrides}
-        return LineartimeConfig.from_preset(f"{system}-tiny", task, **sizes)
-
-    return make
-
-
-@pytest.fixture
-def awake() -> Awake:
-    """`awake(model)`: the model in evaluation mode with weights far from their small initial values, so that all have a say."""
-
-    def wake(model: Model) -> Model:
-        torch.manual_seed(1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.2 * torch.randn_like(parameter))
-        return model.eval()
-
-    return wake
-
-
-@pytest.fixture
-def causal(tiny: Tiny, awake: Awake) -> LineartimeForCausalLM:
+def causal() -> LineartimeForCausalLM:
     """A causal language model of FLASH."""
-    return awake(LineartimeForCausalLM(tiny()))
+    return causal_model()
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of bytes: `own` as lineartime saves it, and `hf` for transformers."""
+    place = tmp_path_factory.mktemp("saved")
+    model = lineartime.build("flash-tiny", n_blocks=2, d_model=16, d_qk=8, chunk_size=8).eval()
+    lineartime.save(model, ByteTokenizer(), place / "own")
+    convert(place / "own", place / "hf")
+    return place
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A model of bytes, saved for transformers; `own` beside it is the same model of lineartime."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "hf"

@@ -8,10 +8,12 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 import torch
+from tests.hf.tiny import GREEDY
 
 from lineartime.data import ByteTokenizer
 from lineartime.hf import LineartimeConfig, LineartimeForCausalLM, fast_tokenizer
@@ -49,36 +51,38 @@ def _address(process: "subprocess.Popen[bytes]", output: Path) -> str:
     pytest.fail(output.read_text())
 
 
+def drawn_by_generate(folder: Path, prompt: bytes) -> list[int]:
+    ids = torch.tensor([list(prompt)])
+    tokens: list[int] = LineartimeForCausalLM.from_pretrained(folder).generate(ids, **GREEDY)[0, ids.shape[1] :].tolist()
+    return tokens
+
+
 def test_a_client_of_openais_protocol_gets_the_text_that_generate_gives(server: tuple[str, Path]) -> None:
     address, folder = server
-    model = LineartimeForCausalLM.from_pretrained(folder)
-    prompt = torch.tensor([list(b"the text")])
-    drawn = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
-    expected = bytes(drawn.tolist()).decode(errors="replace")
+    expected = bytes(drawn_by_generate(folder, b"the text")).decode(errors="replace")
     with openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
-        ask = partial(client.completions.create, model=str(folder), prompt="the text", max_tokens=12)
+        ask = partial(client.completions.create, model=str(folder), prompt="the text", max_tokens=4)
         assert ask().choices[0].text == expected
         with ask(stream=True) as pieces:
             streamed = "".join(piece.choices[0].text for piece in pieces if piece.choices)
         # Bytes at the end that are no whole character are not streamed.
         assert streamed.rstrip("\ufffd") == expected.rstrip("\ufffd")
 
+        # A chat is continued at the turn of the assistant.
+        hello: Any = [{"role": "user", "content": "hello"}]
+        answer = client.chat.completions.create(model=str(folder), messages=hello, max_tokens=4)
+    drawn = drawn_by_generate(folder, b"user: hello\nassistant:")
+    expected = fast_tokenizer(ByteTokenizer()).decode(drawn, skip_special_tokens=True)
+    assert answer.choices[0].message.content == expected
 
-def test_a_chat_is_continued_at_the_assistants_turn(server: tuple[str, Path]) -> None:
+
+@pytest.mark.nightly
+def test_chat_talks_to_the_server(server: tuple[str, Path]) -> None:
     address, folder = server
-    model, tokenizer = LineartimeForCausalLM.from_pretrained(folder), fast_tokenizer(ByteTokenizer())
-    prompt = torch.tensor([list(b"user: hello\nassistant:")])
-    drawn = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
-        answer = client.chat.completions.create(
-            model=str(folder), messages=[{"role": "user", "content": "hello"}], max_tokens=12
-        )
-    assert answer.choices[0].message.content == tokenizer.decode(drawn, skip_special_tokens=True)
-
-    command = [sys.executable, "-m", "lineartime.hf", "chat", str(folder), f"{address}/v1", "max_new_tokens=12"]
+    command = [sys.executable, "-m", "lineartime.hf", "chat", str(folder), f"{address}/v1", "max_new_tokens=4"]
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}  # see tests/conftest.py
     chat = subprocess.run(
         [*command, "do_sample=False"], input=b"hello\nN\n!exit\n", env=environment, cwd=folder, capture_output=True, timeout=300
     )
     assert chat.returncode == 0, chat.stderr.decode()
-    assert b"12 tokens in" in chat.stdout
+    assert b"4 tokens in" in chat.stdout

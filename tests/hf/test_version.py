@@ -10,20 +10,20 @@ from lineartime.errors import LineartimeError
 from lineartime.hf import LineartimeCache, LineartimeForCausalLM, version
 
 
-@pytest.mark.parametrize("found", ["5.20.0", "5.23.0.dev0", "5.99.1"])
-def test_supported_versions_are_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version, "installed_version", lambda _: found)
-    version.check_transformers()
-
-
-@pytest.mark.parametrize("found", ["4.57.1", "5.19.9", "6.0.0", "unknown"])
-def test_other_versions_are_named_in_one_sentence(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version, "installed_version", lambda _: found)
-    with pytest.raises(LineartimeError, match=f"transformers 5.20 or newer and below 6, but version {found} is installed"):
+def test_other_versions_and_a_missing_package_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in ("5.20.0", "5.23.0.dev0", "5.99.1"):
+        monkeypatch.setattr(version, "installed_version", lambda _, found=found: found)
+        version.check_transformers()
+    for found in ("4.57.1", "5.19.9", "6.0.0", "unknown"):
+        monkeypatch.setattr(version, "installed_version", lambda _, found=found: found)
+        with pytest.raises(LineartimeError, match=f"5.20 or newer and below 6, but version {found} is installed"):
+            version.check_transformers()
+    monkeypatch.setattr(version, "installed_version", lambda _: None)
+    with pytest.raises(LineartimeError, match=r"needs transformers, which is not installed: pip install 'lineartime\[hf\]'"):
         version.check_transformers()
 
 
-def test_a_newer_version_that_loses_the_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_version_is_refused_if_it_loses_the_cache_or_cannot_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     extend = LineartimeCache.extend
 
     def forget(cache: LineartimeCache, *arguments: Any, **options: Any) -> Any:
@@ -35,21 +35,11 @@ def test_a_newer_version_that_loses_the_cache_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(LineartimeCache, "extend", forget)
     with pytest.raises(LineartimeError, match=r"tested with transformers 5.20 to 5.24, but version 5.25.0 .* logits with the"):
         version.check_generation()
+    monkeypatch.setattr(LineartimeForCausalLM, "generate", None)
+    with pytest.raises(LineartimeError, match=r"version 5.25.0 is installed, with which generating .* fails \(TypeError"):
+        version.check_generation()
     monkeypatch.setattr(version, "installed_version", lambda _: "5.24.9")
     version.check_generation()  # a tested version is not tried out again
-
-
-def test_a_newer_version_that_cannot_generate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version, "installed_version", lambda _: "5.30.0")
-    monkeypatch.setattr(LineartimeForCausalLM, "generate", None)
-    with pytest.raises(LineartimeError, match=r"version 5.30.0 is installed, with which generating .* fails \(TypeError"):
-        version.check_generation()
-
-
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version, "installed_version", lambda _: None)
-    with pytest.raises(LineartimeError, match=r"needs transformers, which is not installed: pip install 'lineartime\[hf\]'"):
-        version.check_transformers()
 
 
 def test_nothing_but_this_adapter_imports_transformers() -> None:

@@ -4,20 +4,16 @@ Its maps of queries, keys and values have no biases: ours are zero here. It may 
 them, which the paper offers and we do not.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
+from tests.peers.packages import peer, randomized
 from torch import nn
 
 from lineartime.baselines.linformer import Linformer
 
 
 @pytest.mark.parametrize("length", [1, 9, 16])
-def test_linformer_is_that_of_the_package(
-    length: int, peer: Callable[[str], Any], randomized: Callable[[nn.Module], Any]
-) -> None:
+def test_linformer_is_that_of_the_package(length: int) -> None:
     ours = randomized(Linformer(16, n_heads=2, n_landmarks=5, max_length=16, rope=False))
     nn.init.zeros_(ours.to_qkv.bias)
     theirs = peer("linformer").LinformerSelfAttention(16, 16, k=5, heads=2).double()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.peers.packages import interleaved, peer, randomized
 from torch import Tensor, nn
 
 from lineartime.baselines.efficient import Efficient
@@ -47,13 +48,7 @@ def copied(ours: Any, theirs: Any, weight_of_qk: Callable[[Tensor], Tensor]) -> 
     ("system", "feature"), [(Performer, F.relu), (LinearELU, lambda x: F.elu(x) + 1 - 1e-3)], ids=["performer", "linear-elu"]
 )
 def test_linear_attention_is_that_of_performer_pytorch(
-    system: type[nn.Module],
-    feature: Callable[[Tensor], Tensor],
-    causal: bool,
-    rope: bool,
-    peer: Callable[[str], Any],
-    randomized: Callable[[nn.Module], Any],
-    interleaved: Callable[..., Tensor],
+    system: type[nn.Module], feature: Callable[[Tensor], Tensor], causal: bool, rope: bool
 ) -> None:
     package = peer("performer_pytorch.performer_pytorch")
     ours = randomized(system(D_MODEL, n_heads=HEADS, causal=causal, rope=rope))
@@ -76,9 +71,7 @@ def test_linear_attention_is_that_of_performer_pytorch(
     torch.testing.assert_close(ours(x), expected, atol=1e-5 if rope else 1e-10, rtol=0)
 
 
-def test_efficient_attention_is_that_of_performer_pytorch(
-    peer: Callable[[str], Any], randomized: Callable[[nn.Module], Any]
-) -> None:
+def test_efficient_attention_is_that_of_performer_pytorch() -> None:
     package = peer("performer_pytorch.performer_pytorch")
     ours = randomized(Efficient(D_MODEL, n_heads=HEADS, rope=False))
     theirs = package.SelfAttention(

@@ -7,11 +7,11 @@ How it differs, and what is done about it here:
 - It rotates neighbouring features instead of halves, and its angles are float32.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.peers.packages import interleaved, peer, randomized
 from torch import Tensor, nn
 
 import lineartime
@@ -28,13 +28,7 @@ def norm_weights(name: str, norm: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("task", ["clm", "mlm"])
 @pytest.mark.parametrize("system", ["transformer+", "transformer++", "mhsa-gated"])
-def test_a_model_is_that_of_x_transformers(
-    system: str,
-    task: Any,
-    peer: Callable[[str], Any],
-    randomized: Callable[[nn.Module], Any],
-    interleaved: Callable[..., Tensor],
-) -> None:
+def test_a_model_is_that_of_x_transformers(system: str, task: Any) -> None:
     sizes: dict[str, Any] = {"d_model": D_MODEL, "n_heads": HEADS, "n_blocks": BLOCKS, "vocab_size": VOCABULARY}
     model, glu, gated = lineartime.build(f"{system}-tiny", task, **sizes), system != "transformer+", system == "mhsa-gated"
     backbone: Any = randomized(model).backbone

@@ -1,0 +1,195 @@
+"""Training by `Trainer`."""
+
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.hf.tiny import causal_model, close, ids_of, tiny
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+)
+
+from lineartime.data import ByteTokenizer
+from lineartime.hf import (
+    LineartimeForCausalLM,
+    LineartimeForMaskedLM,
+    LineartimeForMultipleChoice,
+    LineartimeForQuestionAnswering,
+    LineartimeForSequenceClassification,
+    LineartimeForTokenClassification,
+    fast_tokenizer,
+)
+
+QUIET: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "dataloader_pin_memory": False,
+}
+"""Arguments of a `Trainer` that writes and shows nothing by itself."""
+
+
+def examples() -> list[dict[str, list[int]]]:
+    tokenizer = fast_tokenizer(ByteTokenizer())
+    return [{"input_ids": tokenizer(f"the square of {i} is {i * i}")["input_ids"]} for i in range(24)]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_trainer_teaches_a_model(packed: bool, checkpointing: str, tmp_path: Path) -> None:
+    """A causal model on packed rows with blocks computed again, or a masked one on padded rows."""
+    tokenizer, sizes = fast_tokenizer(ByteTokenizer()), {"vocab_size": 258, "d_model": 32}
+    model = LineartimeForCausalLM(tiny(**sizes)) if packed else LineartimeForMaskedLM(tiny(task="mlm", **sizes))
+    collator = DataCollatorWithFlattening() if packed else DataCollatorForLanguageModeling(tokenizer)
+    arguments = TrainingArguments(
+        str(tmp_path / "run"),
+        max_steps=20,
+        per_device_train_batch_size=6,
+        learning_rate=1e-2,
+        **{checkpointing: packed},
+        logging_steps=10,
+        **QUIET,
+    )
+    trainer = Trainer(model, arguments, data_collator=collator, train_dataset=examples(), processing_class=tokenizer)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] < 6
+    assert losses[-1] < losses[0] - 0.4
+    trainer.save_model()
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in (tmp_path / "run").iterdir()}
+
+
+PROBLEMS = ("regression", "multi_label_classification", "single_label_classification")
+LANGUAGE = ("clm", "prefix-lm", "mlm")
+
+
+def _learner(kind: str) -> tuple[Any, list[dict[str, Any]]]:
+    """A model for a task, and seven examples of different lengths."""
+    config = tiny(task=kind if kind in LANGUAGE else "mlm")
+    config.num_labels, draw = (1 if kind == "regression" else 3), torch.Generator().manual_seed(1)
+    shapes = [(3, n) if kind == "choices" else (n,) for n in (6, 12, 5, 9, 4, 2, 7)]
+    ids = [torch.randint(40, shape, generator=draw) for shape in shapes]
+    rows = [{"input_ids": x} for x in ids]
+    if kind == "answers":  # some of them are outside of the text
+        places = [(x[0] % 4, x[1] % 4) for x in ids]
+        given = [{"start_positions": torch.where(s < 2, s, 99), "end_positions": torch.where(e < 2, e, 99)} for s, e in places]
+        return LineartimeForQuestionAnswering(config), [{**x, **places} for x, places in zip(rows, given, strict=True)]
+    if kind in LANGUAGE:
+        labels = [x.masked_fill(x < (20 if kind == "mlm" else 0), -100) for x in ids]
+        rows = [{**x, "prefix_lengths": torch.tensor(len(x["input_ids"]) // 2)} for x in rows] if kind == "prefix-lm" else rows
+        model: Any = (LineartimeForMaskedLM if kind == "mlm" else LineartimeForCausalLM)(config)
+    elif kind == "tokens":
+        labels = [(x % 3).masked_fill(x > 20, -100) for x in ids]
+        model = LineartimeForTokenClassification(config)
+    elif kind == "choices":
+        labels, model = [x[0, 0] % 3 for x in ids], LineartimeForMultipleChoice(config)
+    else:
+        config.problem_type = kind
+        numbers = [((x[:1] - torch.arange(config.num_labels)) % 2).float() for x in ids]
+        labels = [x[0] % 3 for x in ids] if kind == "single_label_classification" else numbers
+        labels[1] = -100 * labels[1] if kind == "regression" else labels[1]
+        model = LineartimeForSequenceClassification(config)
+    return model, [{**x, "labels": label} for x, label in zip(rows, labels, strict=True)]
+
+
+def _padded(rows: list[dict[str, Tensor]], side: str) -> dict[str, Tensor]:
+    """A batch with its mask, padded to the longest row; positions of answers are those in the padded rows."""
+    longest = max(row["input_ids"].shape[-1] for row in rows)
+    batch: dict[str, list[Tensor]] = {}
+    for row in rows:
+        tokens = row["input_ids"]
+        empty = longest - tokens.shape[-1]
+        padding = (empty, 0) if side == "left" else (0, empty)
+        for name, value in {**row, "attention_mask": torch.ones_like(tokens)}.items():
+            if name.endswith("positions"):
+                value = value + padding[0]
+            elif value.shape == tokens.shape:
+                value = F.pad(value, padding, value=-100 if name == "labels" else 0)
+            batch.setdefault(name, []).append(value)
+    return {name: torch.stack(values) for name, values in batch.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "side"),
+    list(zip([*PROBLEMS, *LANGUAGE, "tokens", "answers", "choices"], cycle(["left", "right"]), strict=False)),
+)
+def test_accumulated_batches_have_the_gradient_of_one_batch(kind: str, side: str, tmp_path: Path) -> None:
+    losses, norms = [], []
+    for size, steps in ((7, 1), (2, 4)):  # the last of four has one row
+        torch.manual_seed(0)
+        model, data = _learner(kind)
+        arguments = TrainingArguments(
+            str(tmp_path),
+            max_steps=1,
+            per_device_train_batch_size=size,
+            per_device_eval_batch_size=7,
+            gradient_accumulation_steps=steps,
+            learning_rate=0.0,
+            max_grad_norm=1e9,
+            logging_steps=1,
+            remove_unused_columns=False,
+            label_names=["start_positions", "end_positions"] if kind == "answers" else None,
+            **QUIET,
+        )
+        trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, data_collator=lambda x: _padded(x, side))
+        trainer.train()
+        logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
+        losses += [logged["loss"], trainer.evaluate()["eval_loss"]]
+        norms.append(logged["grad_norm"])
+    model.zero_grad()
+    loss = model(**_padded(data, side)).loss
+    loss.backward()
+    norms.append(torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item())
+    assert losses == pytest.approx([loss.item()] * 4, rel=1e-4)
+    assert norms == pytest.approx(norms[-1:] * 3, rel=1e-4)
+
+
+def test_a_trainer_with_batches_of_its_own_counts_as_it_does(tmp_path: Path) -> None:
+    class Own(Trainer):  # type: ignore[misc]  # transformers has no types here
+        def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+            ids = torch.stack([row["input_ids"] for row in inputs])
+            return model(ids, labels=ids).loss
+
+    data = [{"input_ids": torch.arange(1, 9)}] * 4
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, remove_unused_columns=False, **QUIET)
+    Own(LineartimeForCausalLM(tiny()), arguments, train_dataset=data, data_collator=lambda rows: rows).train()
+
+
+def test_label_smoothing_does_not_teach_a_causal_model_to_copy_its_input(causal: LineartimeForCausalLM, tmp_path: Path) -> None:
+    arguments, ids = TrainingArguments(str(tmp_path), label_smoothing_factor=1e-6, **QUIET), ids_of(2, 9)
+    loss = Trainer(causal, arguments).compute_loss(causal, {"input_ids": ids, "labels": ids.clone()})
+    torch.testing.assert_close(loss, causal(ids, labels=ids).loss, atol=1e-4, rtol=1e-4)
+    assert type(AutoModelForCausalLM.from_config(causal.config)) is LineartimeForCausalLM
+
+
+@pytest.mark.parametrize("task", ["clm", "prefix-lm"])
+def test_a_token_after_padding_is_not_predicted(task: str) -> None:
+    model = causal_model(task=task)
+    prefix = {"prefix_lengths": torch.tensor([1])} if task == "prefix-lm" else {}
+    ids = torch.tensor([[3, 4, 5, 6]])
+    logits = model(ids, **prefix).logits[0].log_softmax(-1)
+    losses = [-logits[0, 4], -logits[1, 5], -logits[2, 6]]
+    for places, predicted in (([0, 1, 2, 3], [0, 1, 2]), ([3, 4, 5, 6], [0, 1, 2]), ([0, 1, 4, 5], [0, 2])):
+        row, mask = torch.zeros(1, 7, dtype=torch.long), torch.zeros(1, 7, dtype=torch.long)
+        row[:, places], mask[:, places] = ids, 1
+        found = model(row, attention_mask=mask, labels=row.masked_fill(mask == 0, -100), **prefix).loss
+        close(found, torch.stack([losses[i] for i in predicted]).mean())
+
+
+def test_a_packed_batch_has_the_loss_of_its_documents() -> None:
+    model, documents = causal_model(vocab_size=258), examples()[:4]
+    packed = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(documents)
+    losses, counts = [], []
+    for document in documents:
+        ids = torch.tensor([document["input_ids"]])
+        losses.append(model(ids, labels=ids).loss * (ids.shape[1] - 1))
+        counts.append(ids.shape[1] - 1)
+    torch.testing.assert_close(model(**packed).loss, sum(losses) / sum(counts))
