@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.checkpoint.saving import check_finite, write_model
+from lineartime.checkpoint.saving import write_model
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import check_names
@@ -63,7 +63,6 @@ def convert(
     source, destination = Path(source), Path(destination)
     with new_folder("destination", destination) as partial:
         model, tokenizer = _read_model(source, tokenizer, flash_pytorch or {})
-        check_finite("source", model)
         write_model(partial, model, tokenizer)
     return destination
 

@@ -21,6 +21,14 @@ from lineartime.models.language_model import LanguageModel, check_model
 
 ADVICE = ": docs/converting.md has the options to train with"
 """The end of an error for a model that FLASH-pytorch cannot hold."""
+ONLY = {
+    "feed_forward": None,
+    "absolute_position": "scaled_sin",
+    "embedding_norm": False,
+    "token_types": 0,
+    "norm_position": "pre",
+}
+"""The fields of a model for which FLASH-pytorch has one value."""
 
 
 def to_flash_pytorch(model: LanguageModel | FLASH) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -45,11 +53,8 @@ def to_flash_pytorch(model: LanguageModel | FLASH) -> tuple[dict[str, Tensor], d
     config, backbone = model.config, model.backbone
     if config.mixer.kind != FLASH.name:
         _require("mixer", config.mixer.kind, ForeignFLASH.name)
-    _require("feed_forward", None if config.feed_forward is None else config.feed_forward.kind, None)
-    _require("absolute_position", config.absolute_position, "scaled_sin")
-    _require("embedding_norm", config.embedding_norm, False)
-    _require("token_types", config.token_types, 0)
-    _require("norm_position", config.norm_position, "pre")
+    for name, allowed in ONLY.items():
+        _require(name, getattr(config, name), allowed)
     if config.final_norm != "same":
         _require("final_norm", config.final_norm, "layernorm")
     else:

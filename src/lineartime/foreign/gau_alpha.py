@@ -7,15 +7,16 @@ Shapes: d model width, e value width, s query/key width, V vocabulary.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from lineartime.data.tokenizers import JsonTokenizer
-from lineartime.errors import LineartimeError, missing_extra, reporting_file_errors
-from lineartime.fields import shown
+from lineartime.errors import ArgumentError, LineartimeError, missing_extra, reporting_file_errors
+from lineartime.fields import Between, decode
 from lineartime.foreign.mixers import ForeignActivation, ForeignGAU
 from lineartime.foreign.weights import StateDict, interleaved_order
 from lineartime.models.config import ModelConfig
@@ -26,20 +27,42 @@ PACKAGE = "GAU-alpha"
 MODEL_TYPE = "gau_alpha"
 VOCABULARY = "vocab.txt"
 _ACTIVATIONS: dict[str, ForeignActivation] = {"softmax_plus": "softmax_plus", "softmax": "softmax", "squared_relu": "relu2"}
-_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 12000,
-    "hidden_size": 768,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 24,
-    "type_vocab_size": 2,
-    "attention_key_size": 128,
-    "layer_norm_eps": 1e-12,
-    "hidden_act": "swish",
-    "use_bias": False,
-    "normalization": "softmax_plus",
-    "attention_scale": True,
-    "embedding_size": None,
-}
+_Size = Annotated[int, Between(1, 2**31 - 1)]
+
+
+@dataclass(frozen=True)
+class _Config:
+    """What a configuration of GAU-alpha says of a model that ours can be; the defaults are those of gau_alpha."""
+
+    vocab_size: _Size = 12000
+    hidden_size: _Size = 768
+    intermediate_size: _Size = 1536
+    num_hidden_layers: _Size = 24
+    type_vocab_size: _Size = 2
+    attention_key_size: _Size = 128
+    layer_norm_eps: Annotated[float, Between(above=0, below=1)] = 1e-12
+    hidden_act: Literal["swish", "silu"] = "swish"
+    use_bias: bool = False
+    normalization: Literal["softmax_plus", "softmax", "squared_relu"] = "softmax_plus"
+    attention_scale: bool = True
+    embedding_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.intermediate_size % self.hidden_size:
+            raise ArgumentError("intermediate_size", f"is {self.intermediate_size}, but must be a multiple of hidden_size.")
+        if self.attention_key_size % 2:
+            raise ArgumentError("attention_key_size", f"is {self.attention_key_size}, but must be even.")
+        if self.embedding_size not in (None, self.hidden_size):
+            raise ArgumentError("embedding_size", f"is {self.embedding_size}, but must be hidden_size.")
+
+
+def _read_config(config: Mapping[str, Any]) -> _Config:
+    known = {field.name: config[field.name] for field in fields(_Config) if field.name in config}
+    try:
+        found: _Config = decode(_Config, known)
+    except ArgumentError as error:
+        raise LineartimeError(f"The configuration of {PACKAGE} describes no model of lineartime: {error}") from None
+    return found
 
 
 def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> CausalLM | MaskedLM:
@@ -52,22 +75,21 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
     Raises:
         LineartimeError: for a configuration or weights that do not fit.
     """
-    values = {name: config.get(name, default) for name, default in _DEFAULTS.items()}
-    _check(values)
-    d_model, width, d_qk = values["hidden_size"], values["intermediate_size"], values["attention_key_size"]
+    given = _read_config(config)
+    d_model, width, d_qk = given.hidden_size, given.intermediate_size, given.attention_key_size
     state = StateDict(weights, PACKAGE)
     prefix = "gau_alpha." if any(name.startswith("gau_alpha.") for name in weights) else ""
     n_blocks = state.count(rf"{prefix}encoder\.layer\.(\d+)\.")
-    if n_blocks != values["num_hidden_layers"]:
+    if n_blocks != given.num_hidden_layers:
         raise LineartimeError(
-            f"The weights of {PACKAGE} have {n_blocks} layers, but num_hidden_layers is {values['num_hidden_layers']}."
+            f"The weights of {PACKAGE} have {n_blocks} layers, but num_hidden_layers is {given.num_hidden_layers}."
         )
-    embedding = state.take(f"{prefix}embeddings.word_embeddings.weight", values["vocab_size"], d_model)
+    embedding = state.take(f"{prefix}embeddings.word_embeddings.weight", given.vocab_size, d_model)
     types = f"{prefix}embeddings.token_type_embeddings.weight"
     one = embedding.new_ones(1)
     own = {
         "backbone.embedding.weight": embedding,
-        "backbone.token_types.weight": state.take(types, values["type_vocab_size"], d_model),
+        "backbone.token_types.weight": state.take(types, given.type_vocab_size, d_model),
         "backbone.embedding_norm.g": one,
     }
     logits = "cls.predictions.decoder.weight"
@@ -76,8 +98,8 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
     if not tied:
         own |= {"lm_head.weight": head, "lm_head.bias": embedding.new_zeros(len(embedding))}
     for block in range(n_blocks):
-        layer = _layer(state, f"{prefix}encoder.layer.{block}.gau.", d_model, width, d_qk, values["use_bias"])
-        if not values["attention_scale"]:  # our GAU always divides scores by sqrt(s)
+        layer = _layer(state, f"{prefix}encoder.layer.{block}.gau.", d_model, width, d_qk, given.use_bias)
+        if not given.attention_scale:  # our GAU always divides scores by sqrt(s)
             layer["gamma"][0] *= d_qk**0.5
             layer["beta"][0] *= d_qk**0.5
         own |= {f"backbone.blocks.{block}.mixer.{name}": tensor for name, tensor in {**layer, "norm.g": one}.items()}
@@ -89,18 +111,18 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
             d_model=d_model,
             n_blocks=n_blocks,
             norm="scalenorm",
-            norm_eps=float(values["layer_norm_eps"]),
+            norm_eps=float(given.layer_norm_eps),
             norm_position="post",
             final_norm="none",
             embedding_norm=True,
             absolute_position="none",
-            token_types=values["type_vocab_size"],
+            token_types=given.type_vocab_size,
             tie_word_embeddings=tied,
             mixer=LayerConfig(
                 ForeignGAU.name,
                 d_qk=d_qk,
                 expansion=width // d_model,
-                activation=_ACTIVATIONS[values["normalization"]],
+                activation=_ACTIVATIONS[given.normalization],
                 relative_bias=False,
             ),
         )
@@ -129,36 +151,6 @@ def _layer(state: StateDict, prefix: str, d_model: int, width: int, d_qk: int, b
         "gamma": gamma,
         "beta": torch.stack([vector(name, d_qk)[order] for name in maps]),
     }
-
-
-def _check(values: Mapping[str, Any]) -> None:
-    """Raise LineartimeError, naming the field, for a configuration that our models cannot have."""
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "type_vocab_size",
-        "attention_key_size",
-    ):
-        value = values[name]
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise LineartimeError(f"{name} is {value!r} in the configuration of {PACKAGE}, but must be an integer from 1 on.")
-    sizes = {
-        "hidden_act": values["hidden_act"] in ("swish", "silu"),
-        "normalization": values["normalization"] in list(_ACTIVATIONS),  # a list, for unhashable values
-        "embedding_size": values["embedding_size"] in (None, values["hidden_size"]),
-        "intermediate_size": values["intermediate_size"] % values["hidden_size"] == 0,
-        "attention_key_size": values["attention_key_size"] % 2 == 0,
-        "layer_norm_eps": isinstance(values["layer_norm_eps"], float) and 0 < values["layer_norm_eps"] < 1,
-        "use_bias": isinstance(values["use_bias"], bool),
-        "attention_scale": isinstance(values["attention_scale"], bool),
-    }
-    for name, possible in sizes.items():
-        if not possible:
-            raise LineartimeError(
-                f"{name} is {shown(values[name])} in the configuration of {PACKAGE}, which no model of lineartime can have."
-            )
 
 
 def read_vocabulary(file: Path, lowercase: bool = True) -> JsonTokenizer:

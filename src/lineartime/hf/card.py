@@ -16,26 +16,42 @@ _KINDS: dict[Task, str] = {
     "mlm": "A masked language model",
     "prefix-lm": "A prefix language model (it reads its prompt in both directions, and continues it causally)",
 }
-_CARD = """---
+
+
+def model_card(config: ModelConfig, name: str, parameters: int, training: Mapping[str, str] | None = None) -> str:
+    """The card of a language model saved in a folder of this name. `training` are facts about its training, for a table."""
+    masked = config.task == "mlm"
+    auto = "AutoModelForMaskedLM" if masked else "AutoModelForCausalLM"
+    longest = config.longest_sequence
+    try:
+        system = system_of(nearest_preset(config)).describe()
+    except ArgumentError:  # no preset has this combination of layers
+        system = f"blocks of {config.mixer.kind}"
+    facts = {
+        "blocks": config.n_blocks,
+        "width": config.d_model,
+        "vocabulary": f"{config.vocab_size:,} tokens",
+        "longest text": "no limit" if longest is None else f"{longest:,} tokens",
+        **(training or {}),
+    }
+    table = "\n".join(f"| {fact} | {value} |" for fact, value in facts.items())
+    return f"""---
 library_name: transformers
-pipeline_tag: {pipeline}
+pipeline_tag: {"fill-mask" if masked else "text-generation"}
 tags:
 - lineartime
-- {kind}
+- {config.mixer.kind}
 ---
 
-# {title}
+# {name}
 
-{kind_of_model} of {parameters:,} parameters, saved by lineartime {version}:
+{_KINDS[config.task]} of {parameters:,} parameters, saved by lineartime {installed_version("lineartime") or ""}:
 {system}.
 
 | | |
 | --- | --- |
-| blocks | {blocks} |
-| width | {width} |
-| vocabulary | {vocabulary:,} tokens |
-| longest text | {longest} |
-{training}
+{table}
+
 Transformers loads it where lineartime is installed (`pip install '.[hf]'` in its source tree); no remote code is run:
 
 ```python
@@ -48,32 +64,6 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 
 `lineartime convert {name} DESTINATION` turns this folder back into one that the commands of lineartime read.
 """
-
-
-def model_card(config: ModelConfig, name: str, parameters: int, training: Mapping[str, str] | None = None) -> str:
-    """The card of a language model saved in a folder of this name. `training` are facts about its training, for a table."""
-    masked = config.task == "mlm"
-    longest = config.longest_sequence
-    try:
-        system = system_of(nearest_preset(config)).describe()
-    except ArgumentError:  # no preset has this combination of layers
-        system = f"blocks of {config.mixer.kind}"
-    return _CARD.format(
-        pipeline="fill-mask" if masked else "text-generation",
-        kind=config.mixer.kind,
-        title=name,
-        kind_of_model=_KINDS[config.task],
-        parameters=parameters,
-        version=installed_version("lineartime") or "",
-        system=system,
-        blocks=config.n_blocks,
-        width=config.d_model,
-        vocabulary=config.vocab_size,
-        longest="no limit" if longest is None else f"{longest:,} tokens",
-        training="".join(f"| {fact} | {value} |\n" for fact, value in (training or {}).items()),
-        auto="AutoModelForMaskedLM" if masked else "AutoModelForCausalLM",
-        name=name,
-    )
 
 
 def training_facts(checkpoint: Path) -> dict[str, str]:

@@ -64,15 +64,9 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
                 tokens after padding and those of a prefix, which have been read already.
             logits_to_keep: how many of the last tokens, or which places, to compute logits for; 0 for all.
         """
+        cache = past_key_values if cache is None else cache
         outputs: BaseModelOutputWithPast = self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=past_key_values if cache is None else cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            return_dict=True,
-            **kwargs,
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, return_dict=True, **kwargs
         )
         places = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
         hidden = outputs.last_hidden_state
@@ -182,12 +176,7 @@ class LineartimeForMaskedLM(LanguageHead):
     ) -> MaskedLMOutput:
         """Logits [B, T, V], and the loss if labels [B, T] are given (-100 is ignored); others as for the base model."""
         outputs: BaseModelOutputWithPast = self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **kwargs,
+            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
         )
         logits = self.lm_head(outputs.last_hidden_state)
         loss = None
