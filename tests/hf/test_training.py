@@ -43,6 +43,7 @@ def examples() -> list[dict[str, list[int]]]:
     return [{"input_ids": tokenizer(f"the square of {i} is {i * i}")["input_ids"]} for i in range(24)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_trainer_teaches_a_model(packed: bool, checkpointing: str, tmp_path: Path) -> None:
     """A causal model on packed rows with blocks computed again, or a masked one on padded rows."""
@@ -73,7 +74,7 @@ LANGUAGE = ("clm", "prefix-lm", "mlm")
 
 def _learner(kind: str) -> tuple[Any, list[dict[str, Any]]]:
     """A model for a task, and seven examples of different lengths."""
-    config = tiny(task=kind if kind in LANGUAGE else "mlm")
+    config = tiny(task=kind if kind in LANGUAGE else "mlm", n_blocks=1)
     config.num_labels, draw = (1 if kind == "regression" else 3), torch.Generator().manual_seed(1)
     shapes = [(3, n) if kind == "choices" else (n,) for n in (6, 12, 5, 9, 4, 2, 7)]
     ids = [torch.randint(40, shape, generator=draw) for shape in shapes]

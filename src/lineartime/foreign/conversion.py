@@ -45,16 +45,13 @@ def convert(
     tokenizer: Tokenizer | None = None,
     flash_pytorch: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Save a model of another package in the format of lineartime.
+    """Save a model of another package in the format of lineartime; returns the destination.
 
     Args:
         source: the folder of GAU-alpha, or a file with the state dict of a FLASHTransformer of FLASH-pytorch.
         destination: a new folder.
         tokenizer: the tokenizer that the model was trained with; GAU-alpha brings its own.
         flash_pytorch: keyword arguments of `from_flash_pytorch` that cannot be inferred from the weights.
-
-    Returns:
-        The destination.
 
     Raises:
         ArgumentError: for arguments that do not fit the source, or a destination that is not empty.

@@ -58,17 +58,14 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         prefix: bool = False,
         inputs: list[Tensor] | None = None,
     ) -> Tensor:
-        """Continue the streams.
+        """Continue the streams by embedded tokens: [B, N, d] -> [B, N, d], zero at padding.
 
         Args:
             backbone: the model, the same one at every call.
-            embedded: [B, N, d], embedded tokens.
+            embedded: [B, N, d].
             mask: bool [B, N], True for real tokens; None if all are real.
             prefix: whether the tokens are a prefix, which is read bidirectionally, before all others. `crop` cannot forget it.
             inputs: an empty list that receives the input of each block, [B, N, d] each.
-
-        Returns:
-            [B, N, d], zero at padding.
 
         Raises:
             ArgumentError: for another number of streams.
@@ -128,7 +125,6 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         return copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LineartimeCache":
-        """`copy`: what is prepared for the model is not copied."""
         return self.copy()
 
     # Undoing calls -----------------------------------------------------------------------------------------------------

@@ -49,9 +49,7 @@ PADDED = 128
 def convert(source: str | Path, destination: str | Path, *, checkpoint: CheckpointChoice | None = None) -> Path:
     """Convert a model: `to_transformers` for a run or checkpoint, `from_transformers` for a folder of transformers.
 
-    Raises:
-        ArgumentError: for a source that is neither, or a destination that is not empty.
-        LineartimeError: as for these two functions.
+    Raises ArgumentError for a source that is neither, and the errors of these two functions.
     """
     source = Path(source)
     if list_checkpoints(source) or (is_checkpoint(source) and not (source / CONFIG).exists()):
@@ -69,15 +67,9 @@ def convert(source: str | Path, destination: str | Path, *, checkpoint: Checkpoi
 
 
 def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: CheckpointChoice | None = None) -> Path:
-    """Save a model for transformers: weights, configuration, tokenizer, and a model card.
+    """Save the model of a run or checkpoint for transformers: weights, configuration, tokenizer, and a model card.
 
-    Args:
-        source: the folder of a run or of one checkpoint.
-        destination: a new folder.
-        checkpoint: of a run: "best" (the default), "last", or a step number.
-
-    Returns:
-        The destination.
+    Of a run, `checkpoint` is "best" (the default), "last", or a step number. Returns the destination.
 
     Raises:
         ArgumentError: for a destination that is not empty.
@@ -129,14 +121,8 @@ def quietly() -> Iterator[None]:
 def from_transformers(source: str | Path, destination: str | Path) -> Path:
     """Save a language model of transformers in the format of lineartime: a folder that `lineartime.load` and all commands read.
 
-    The names and shapes of tensors are compared with the configuration before the model is built.
-
-    Args:
-        source: a folder written by `to_transformers`, or by `save_pretrained` of a language model of lineartime.
-        destination: a new folder.
-
-    Returns:
-        The destination.
+    The source is a folder written by `to_transformers`, or by `save_pretrained` of a language model of lineartime. Returns the
+    destination.
 
     Raises:
         ArgumentError: for a destination that is not empty.
@@ -159,6 +145,8 @@ def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
         config = replace(config, tie_word_embeddings=False)
     if config.tie_word_embeddings:
         state.pop(LOGITS, None)
+    elif output is not None:  # one that an adapter has saved has no bias, because that of tied embeddings has none
+        state.setdefault(LOGITS_BIAS, output.new_zeros(output.shape[:1]))
     _check_state(source, config, state)
     definition = read_definition(source / TOKENIZER_FILE)
     tokenizer = plain_tokenizer(definition, str(source / TOKENIZER_FILE))
@@ -172,8 +160,6 @@ def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
         _check_end(source, tokenizer.end_of_document, definition)
     model = build_model(config).float()  # whatever PyTorch's default dtype is
     state |= {name: state[name][: config.vocab_size] for name in (LOGITS, LOGITS_BIAS, EMBEDDING) if name in state}
-    if model.lm_head is not None and LOGITS_BIAS not in state:
-        state[LOGITS_BIAS] = torch.zeros(config.vocab_size, device="cpu")
     model.load_state_dict(state)
     return model, tokenizer
 
@@ -219,8 +205,7 @@ def _check_state(source: Path, config: ModelConfig, state: Mapping[str, Tensor])
         wanted = dict(model_tensors(config).items())
     except ArgumentError as error:
         raise LineartimeError(f"{source / CONFIG} describes no model that can be built: {error}") from None
-    # A head that an adapter trained and saved has no bias, because that of a model with tied embeddings has none.
-    problems = [f"lacks {name}" for name in wanted if name not in state and (name != LOGITS_BIAS or LOGITS not in state)]
+    problems = [f"lacks {name}" for name in wanted if name not in state]
     problems += [f"holds {name}, which a language model does not have" for name in state if name not in wanted]
     problems += [
         f"holds {name} of shape {list(state[name].shape)}, but its {CONFIG} specifies {list(tensor.shape)}"
