@@ -76,7 +76,7 @@ CHECKS = (
     Check("reformer-pytorch", "others", ("tests/peers/test_reformer.py",)),
     Check("linformer", "others", ("tests/peers/test_linformer.py",)),
     Check("local-attention", "others", ("tests/peers/test_local_attention.py",)),
-    Check("FLASH-pytorch", "peers", ("tests/peers/test_flash_pytorch.py", "tests/foreign/test_flash_pytorch.py")),
+    Check("FLASH-pytorch", "peers", ("tests/foreign/test_flash_pytorch.py",)),
     Check("wandb", "wandb", tracker="wandb"),
     Check("trackio", "trackio", tracker="trackio"),
     Check("numpy", "", ("tests/data", "tests/evaluation")),

@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import load_file
 from tests.foreign import gau_alpha as formulas
 from tests.foreign.agreement import theirs
-from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import lineartime
-from lineartime import hf
 from lineartime.cli import main
 from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
@@ -39,6 +37,11 @@ def test_gau_alpha_is_filled_in_evaluated_and_read_by_transformers(tmp_path: Pat
     rows, real = torch.tensor(ids)[None], torch.ones(1, len(ids), dtype=torch.bool)
     expected = formulas.forward(weights, formulas.CONFIG, rows, real, torch.zeros_like(rows))
     torch.testing.assert_close(model(rows), expected, atol=1e-4, rtol=1e-5)
+
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    from lineartime import hf
 
     hf.convert(ours, tmp_path / "hf")
     adapted = AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").eval()
