@@ -30,7 +30,7 @@ FITTING: dict[str, Any] = {
 @every_pair(causal=[False, True], laplace=[False, True], length=LENGTHS)
 def test_a_gau_stays_the_same_function(causal: bool, laplace: bool, length: int) -> None:
     other = theirs("GAU", dim=D, query_key_dim=S, causal=causal, laplace_attn_fn=laplace).double()
-    options = {"causal": causal, "laplace_attn_fn": laplace, "sequence_length": length if causal else None}
+    options: dict[str, Any] = {"causal": causal, "laplace_attn_fn": laplace, "sequence_length": length if causal else None}
     ours = from_flash_pytorch(other.state_dict(), **options)
     x = torch.randn(2, length, D, dtype=torch.float64)
     assert_agree(ours, other, x, tolerance=1e-10)
@@ -42,7 +42,7 @@ def test_a_gau_stays_the_same_function(causal: bool, laplace: bool, length: int)
 
 @every_pair(causal=[False, True], shift=[False, True], length=LENGTHS, norm=["layernorm", "scalenorm"])
 def test_a_flash_stays_the_same_function_and_comes_back(causal: bool, shift: bool, length: int, norm: str) -> None:
-    arguments = {"group_size": CHUNK, "causal": causal, "shift_tokens": shift, "laplace_attn_fn": shift}
+    arguments: dict[str, Any] = {"group_size": CHUNK, "causal": causal, "shift_tokens": shift, "laplace_attn_fn": shift}
     norm_class = torch.nn.LayerNorm if norm == "layernorm" else peer("flash_pytorch.flash_pytorch").ScaleNorm
     other = theirs("FLASH", dim=D, query_key_dim=S, **arguments, norm_klass=norm_class).double()
     ours = from_flash_pytorch(other.state_dict(), **arguments)
@@ -74,7 +74,7 @@ def test_the_published_division_is_theirs_for_full_chunks_and_two_if_causal(caus
 
 
 def model_pair(causal: bool, norm: str, s: int = S) -> tuple[Any, Any]:
-    arguments = {"group_size": CHUNK, "causal": causal, "shift_tokens": True}
+    arguments: dict[str, Any] = {"group_size": CHUNK, "causal": causal, "shift_tokens": True}
     other = theirs("FLASHTransformer", dim=D, num_tokens=30, depth=2, query_key_dim=s, norm_type=norm, **arguments)
     return from_flash_pytorch(other.state_dict(), **arguments), other
 

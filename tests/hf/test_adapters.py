@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,6 +10,7 @@ from tests.hf.tiny import GREEDY, awake, close, ids_of, tiny
 
 from lineartime.hf import LineartimeForCausalLM, LineartimeForQuestionAnswering
 
+peft: Any = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
 
 

@@ -150,7 +150,8 @@ def test_one_of_several_texts_is_chosen() -> None:
 
 
 def test_pipelines_continue_fill_and_classify_texts() -> None:
-    tokenizer, sizes = fast_tokenizer(ByteTokenizer()), {"vocab_size": 258, "n_blocks": 1}
+    tokenizer = fast_tokenizer(ByteTokenizer())
+    sizes: dict[str, Any] = {"vocab_size": 258, "n_blocks": 1}
     write = pipeline("text-generation", model=causal_model(**sizes), tokenizer=tokenizer)
     prompts, options = ["the square", "a"], {"max_new_tokens": 6, "do_sample": False}
     together = write(prompts, batch_size=2, **options)

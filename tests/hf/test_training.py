@@ -47,7 +47,8 @@ def examples() -> list[dict[str, list[int]]]:
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_trainer_teaches_a_model(packed: bool, checkpointing: str, tmp_path: Path) -> None:
     """A causal model on packed rows with blocks computed again, or a masked one on padded rows."""
-    tokenizer, sizes = fast_tokenizer(ByteTokenizer()), {"vocab_size": 258, "d_model": 32}
+    tokenizer = fast_tokenizer(ByteTokenizer())
+    sizes: dict[str, Any] = {"vocab_size": 258, "d_model": 32}
     model = LineartimeForCausalLM(tiny(**sizes)) if packed else LineartimeForMaskedLM(tiny(task="mlm", **sizes))
     collator = DataCollatorWithFlattening() if packed else DataCollatorForLanguageModeling(tokenizer)
     arguments = TrainingArguments(

@@ -20,7 +20,7 @@ from lineartime.evaluation import evaluate_windowed
 from lineartime.models import CausalLM
 
 D_MODEL, HEADS, BLOCKS, VOCABULARY = 16, 2, 2, 258
-SIZES: dict[str, int] = {"d_model": D_MODEL, "n_heads": HEADS, "n_blocks": BLOCKS, "vocab_size": VOCABULARY}
+SIZES: dict[str, Any] = {"d_model": D_MODEL, "n_heads": HEADS, "n_blocks": BLOCKS, "vocab_size": VOCABULARY}
 
 
 def renamed(block: Any, names: dict[str, str]) -> dict[str, Tensor]:
