@@ -1,6 +1,7 @@
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -148,12 +149,28 @@ def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("lineartime.runs.reporter.draw_curve", lambda run: run / "loss.png")
 
 
+TINY_RUN: dict[str, Any] = {
+    "override": ("d_model=16", "n_blocks=2", "d_qk=8", "chunk_size=8"),
+    "context_length": 24,
+    "batch_size": 2,
+    "steps": 6,
+    "eval_every": 2,
+    "eval_windows": 4,
+    "precision": "fp32",
+}
+
+
+def tiny_run(folder: Path) -> dict[str, Any]:
+    """The options of a run of a second below a folder, whose text is written there; it has something to learn in it."""
+    text = folder / "text.txt"
+    text.write_text("".join(f"the square of {i} is {i * i}, and so on.\n" for i in range(400)))
+    return {**TINY_RUN, "data": str(text), "cache": folder / "cache", "out": folder / "run"}
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """A small text with something to learn in it."""
-    file = tmp_path / "text.txt"
-    file.write_text("".join(f"the square of {i} is {i * i}, and so on.\n" for i in range(400)))
-    return file
+    return Path(tiny_run(tmp_path)["data"])
 
 
 @pytest.fixture(scope="session")
@@ -167,26 +184,26 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> "JsonTokenizer":
 
 
 @pytest.fixture
-def config(text: Path, tmp_path: Path) -> "Callable[..., TrainConfig]":
+def config(tmp_path: Path) -> "Callable[..., TrainConfig]":
     """Options of a run of a second: `config(steps=3)`."""
     from lineartime.training.config import TrainConfig
 
-    def make(**options: Any) -> TrainConfig:
-        defaults: dict[str, Any] = {
-            "override": ("d_model=16", "n_blocks=2", "d_qk=8", "chunk_size=8"),
-            "data": str(text),
-            "context_length": 24,
-            "batch_size": 2,
-            "steps": 6,
-            "eval_every": 2,
-            "eval_windows": 4,
-            "precision": "fp32",
-            "cache": tmp_path / "cache",
-            "out": tmp_path / "run",
-        }
-        return TrainConfig(**{**defaults, **options})
+    usual = tiny_run(tmp_path)
+    return lambda **options: TrainConfig(**{**usual, **options})
 
-    return make
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with the options of `config`, to be read only."""
+    from lineartime.training.loop import train
+
+    return train(**tiny_run(tmp_path_factory.mktemp("whole"))).run
+
+
+@pytest.fixture
+def finished(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return Path(shutil.copytree(whole, tmp_path / "finished"))
 
 
 @pytest.fixture

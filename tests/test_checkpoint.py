@@ -63,11 +63,6 @@ def test_what_only_resuming_needs_may_be_left_out_when_a_model_is_passed_on(tmp_
     assert isinstance(load_tokenizer(path), ByteTokenizer)
 
 
-def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
-    modes = {file.stat().st_mode for file in save(tmp_path, 1).iterdir() if file.is_file()}
-    assert len(modes) == 1
-
-
 def test_a_tokenizer_is_loaded_from_whatever_a_model_is(tmp_path: Path) -> None:
     path = save(tmp_path / "run", 1)
     for place in (tmp_path / "run", str(tmp_path / "run"), path, str(path), path / "tokenizer.json"):
@@ -193,13 +188,6 @@ def test_a_tokenizer_that_is_not_the_models_is_named(tmp_path: Path) -> None:
         lineartime.load(path)
 
 
-def test_weights_of_another_model_are_damage(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    rewrite(path / "model.json", lambda data: {**data, "d_model": 32})
-    with pytest.raises(LineartimeError, match="is damaged"):
-        lineartime.load(path)
-
-
 @pytest.mark.parametrize(
     ("name", "message"), [("missing", "does not exist"), ("folder", "has no checkpoint"), ("file", "is no folder")]
 )
@@ -232,18 +220,11 @@ def test_the_last_two_and_the_best_stay(tmp_path: Path) -> None:
     assert checkpoints.best_checkpoint(tmp_path).name[-1] == "2"
 
 
-def test_every_so_many_checkpoints_stay_if_asked_for(tmp_path: Path) -> None:
-    for step in range(1, 8):
+def test_every_so_many_checkpoints_stay_if_asked_for_but_not_the_untrained_one(tmp_path: Path) -> None:
+    for step in range(8):
         save(tmp_path, step, loss=float(step))
         checkpoints.prune(tmp_path, keep_every=3)
     assert [path.name[-1] for path in checkpoints.list_checkpoints(tmp_path)] == ["1", "3", "6", "7"]
-
-
-def test_an_untrained_checkpoint_is_not_kept_for_its_step(tmp_path: Path) -> None:
-    for step in range(4):
-        save(tmp_path, step, loss=9.0 - step)
-        checkpoints.prune(tmp_path, keep_every=2)
-    assert [path.name[-1] for path in checkpoints.list_checkpoints(tmp_path)] == ["2", "3"]
 
 
 def test_a_model_that_is_too_large_for_this_machine_is_not_called_damaged(
@@ -307,15 +288,11 @@ def test_if_all_checkpoints_are_damaged_that_is_said_and_none_is_touched(tmp_pat
 # Versions of the format -----------------------------------------------------------------------------------------------
 
 
-def test_every_json_file_states_its_format(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    files = [path / name for name in FILES if name.endswith(".json") and name != "tokenizer.json"]
-    assert [json.loads(file.read_text())["format"] for file in files] == [FORMAT] * 3
-
-
 def test_a_checkpoint_from_before_there_were_versions_can_be_read(tmp_path: Path) -> None:
     model = tiny()
     path = version_0(save(tmp_path, 7, loss=1.5, model=model))
+    modes = {file.stat().st_mode for file in path.iterdir() if file.is_file()}
+    assert len(modes) == 1  # whoever may read the config may read the weights
     checkpoints.verify(path)
     again = lineartime.load(path)
     assert again.config == model.config
@@ -324,15 +301,12 @@ def test_a_checkpoint_from_before_there_were_versions_can_be_read(tmp_path: Path
     assert (state.step, state.validation_loss, state.data) == (7, 1.5, TextPosition(3))
 
 
-@pytest.mark.parametrize(
-    ("preset", "kind"), [("mc-tfm++-tiny", "mixed_chunk_heads"), ("performer-matmul-tiny", "performer_matmul")]
-)
-def test_models_whose_mixers_were_renamed_since_can_be_read(tmp_path: Path, preset: str, kind: str) -> None:
-    model = lineartime.build(preset, d_model=16, n_blocks=1, n_heads=2)
+def test_models_whose_mixers_were_renamed_since_can_be_read(tmp_path: Path) -> None:
+    model = lineartime.build("performer-matmul-tiny", d_model=16, n_blocks=1, n_heads=2)
 
     def rename(data: dict[str, Any]) -> dict[str, Any]:
         options = {name: value for name, value in data["mixer"].items() if name != "causal_sums"}
-        return {**data, "mixer": {**options, "kind": kind}}
+        return {**data, "mixer": {**options, "kind": "performer_matmul"}}
 
     path = save(tmp_path, 1, model=model)
     rewrite(path / "model.json", rename)
@@ -340,28 +314,10 @@ def test_models_whose_mixers_were_renamed_since_can_be_read(tmp_path: Path, pres
     assert again.config == model.config
     ids = torch.randint(0, 256, (1, 20))
     assert torch.equal(again(ids), model.eval()(ids))
-
-
-def test_mixers_that_were_renamed_since_are_upgraded() -> None:
-    mixers = {
-        "flash": ("flash", {}),
-        "gau": ("gau", {}),
-        "attention": ("attention", {}),
-        "reformer": ("reformer", {}),
-        "performer": ("performer", {}),
-        "flash_first_to_all": ("flash-first-to-all", {}),
-        "flash_cls": ("flash-cls", {}),
-        "gau_multi_head": ("gau-multi-head", {}),
-        "attention_relu2": ("mhsa-relu2", {}),
-        "attention_gated": ("mhsa-gated", {}),
-        "performer_matmul": ("performer", {"causal_sums": "matmul"}),
-        "linear_taylor": ("linear-taylor", {}),
-        "mixed_chunk_heads": ("mc-tfm", {}),
-    }
-    for old, (new, options) in mixers.items():
-        description = {"d_model": 16, "mixer": {"kind": old, "d_qk": 8}}
-        assert upgraded_model(description) == {"d_model": 16, "mixer": {"kind": new, "d_qk": 8, **options}}
-        assert description["mixer"] == {"kind": old, "d_qk": 8}
+    renamed = {"flash": "flash", "flash_first_to_all": "flash-first-to-all", "attention_relu2": "mhsa-relu2"}
+    renamed |= {"attention_gated": "mhsa-gated", "mixed_chunk_heads": "mc-tfm"}
+    for old, new in renamed.items():
+        assert upgraded_model({"mixer": {"kind": old, "d_qk": 8}}) == {"mixer": {"kind": new, "d_qk": 8}}
     assert upgraded_model({"mixer": None}) == {"mixer": None}  # reading it names what is wrong
 
 
@@ -376,19 +332,6 @@ def test_a_format_from_the_future_asks_for_an_upgrade(tmp_path: Path, name: str)
     if name == "manifest.json":  # it is not damaged, so that resuming must not go back to the one before
         with pytest.raises(LineartimeError, match="upgrade lineartime"):
             checkpoints.last_whole_checkpoint(tmp_path)
-
-
-def test_a_field_that_this_version_does_not_know_is_named(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    rewrite(path / "model.json", lambda data: {**data, "colour": "red"})
-    with pytest.raises(LineartimeError, match="colour is not a field here"):
-        lineartime.load(path)
-    rewrite(path / "training.json", lambda data: {**data, "colour": "red"})
-    with pytest.raises(
-        LineartimeError,
-        match=r"training.json cannot be read \(colour is not a field here: there are step, .*\): use the version of",
-    ):
-        checkpoints.read_training_state(path)
 
 
 def test_fields_that_are_missing_take_their_defaults(tmp_path: Path) -> None:

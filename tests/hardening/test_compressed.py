@@ -47,8 +47,7 @@ def read(file: Path, most: int) -> int:
     return sum(len(block) for document in corpus.documents("all") for block in document)
 
 
-@pytest.mark.parametrize("kind", BOMBS)
-@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize(("suffix", "kind"), [(".gz", ".txt"), (".xz", ".jsonl"), (".zst", ".json"), (".zip", ".txt")])
 def test_a_file_that_becomes_many_times_its_size_is_refused(suffix: str, kind: str, tmp_path: Path) -> None:
     file = tmp_path / f"bomb{kind}{suffix}"
     WRITERS[suffix](BOMBS[kind], file)
@@ -70,12 +69,6 @@ def test_parquet_of_one_text_again_and_again_is_refused(tmp_path: Path) -> None:
 def test_few_bytes_may_become_any_number_of_times_as_many(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a" * 900_000))
     assert read(tmp_path / "a.txt.gz", 1) == 900_000
-
-
-@pytest.mark.parametrize("most", [0, -1, 1.5, True, 10**12, "many"])
-def test_the_limit_is_a_number(most: object, text: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"^max_expansion is"):
-        load_corpus(str(text), max_expansion=most)  # type: ignore[arg-type]
 
 
 def test_the_commands_name_the_option_and_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 import lineartime
 from lineartime import checkpoint as checkpoints
 from lineartime import json_files
-from lineartime.checkpoint.contents import Manifest, TrainingState, ValidationLoss
+from lineartime.checkpoint.contents import TrainingState, ValidationLoss
 from lineartime.checkpoint.format import write_files
 from lineartime.cli import main
 from lineartime.data import ByteTokenizer, load_corpus, token_stream
@@ -81,14 +81,6 @@ def read_facts(folder: Path) -> Any:
     return token_stream(load_corpus([str(text)], "text"), "all", ByteTokenizer(), folder / "cache")
 
 
-def read_outcome(folder: Path) -> Any:
-    return json_files.read_file(folder / "outcome.json", Outcome)
-
-
-def read_plan(folder: Path) -> Any:
-    return with_saved_options(ReproduceConfig("lm", out=folder))
-
-
 FILES = {
     "model.json": File(
         ModelConfig, MODEL.config.to_dict(), "step-00000003/model.json", lambda f: lineartime.load(checkpoint(f))
@@ -134,10 +126,13 @@ FILES = {
             "entries": [{**TIME, "problem": None, "dtype": "fp32", "mode": "eager"}],
         },
         "outcome.json",
-        read_outcome,
+        lambda f: json_files.read_file(f / "outcome.json", Outcome),
     ),
     "plan.json": File(
-        PlanOptions, {**PLAN, "compile": "off", "precision": "auto", "threads": 1}, "lm-cpu/plan.json", read_plan
+        PlanOptions,
+        {**PLAN, "compile": "off", "precision": "auto", "threads": 1},
+        "lm-cpu/plan.json",
+        lambda f: with_saved_options(ReproduceConfig("lm", out=f)),
     ),
 }
 
@@ -299,14 +294,10 @@ def check_sentence(message: str, *named: str) -> None:
 
 
 def test_all_files_of_the_catalogue_are_read_as_they_are(whole: Path) -> None:
+    assert {case.file for case in CASES} == set(FILES)
     for name, file in FILES.items():
         if name != "model.json":
             assert file.read(whole) is not None, name
-
-
-def test_the_catalogue_has_cases_of_every_file() -> None:
-    assert len(CASES) > 200
-    assert {case.file for case in CASES} == set(FILES)
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -343,14 +334,10 @@ WHOLE_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "it is not JSON"),
     "cut off": (b'{"step": 3', "it is not JSON"),
     "a list": (b"[]", "it is [], but must be an object"),
-    "null": (b"null", "it is None, but must be an object"),
-    "a text": (b'"x"', "it is 'x', but must be an object"),
     "not UTF-8": (b'{"a": "\xff"}', "it is not UTF-8 at byte 7"),
     "a byte order mark": (b"\xef\xbb\xbf{}", "it is not JSON"),
     "deep": (b"[" * 100_000, "lists and objects nested too deeply"),
     "digits": (b'{"step": ' + b"9" * 5000 + b"}", "Exceeds the limit (4300 digits)"),
-    "pickle": (b"\x80\x04K\x03.", "it is not UTF-8 at byte 0"),
-    "zeros": (bytes(4096), "it is not JSON"),
 }
 
 
@@ -388,12 +375,7 @@ def test_a_pipe_in_place_of_a_file_does_not_wait(tmp_path: Path) -> None:
         ("../../secret", DIGEST),
         ("/dev/zero", DIGEST),
         ("optimizer/../../x", DIGEST),
-        ("..", DIGEST),
-        ("a\0b", DIGEST),
-        ("model.json", 3),
         ("model.json", "abc"),
-        ("model.json", None),
-        ("model.json", [DIGEST]),
     ],
 )
 def test_a_manifest_names_files_of_its_own_folder_alone(whole: Path, name: str, digest: Any) -> None:
@@ -404,24 +386,17 @@ def test_a_manifest_names_files_of_its_own_folder_alone(whole: Path, name: str, 
             checkpoints.verify(checkpoint(whole))
     finally:
         file.unlink()
-    assert dataclasses.fields(Manifest)[0].name == "files"
 
 
 LINES: dict[str, str] = {
     '{"loss": 1.0}': "step is missing",
     '{"step": -1}': "step is -1",
-    '{"step": 1.0}': "step is 1.0",
     '{"step": true}': "step is True",
     '{"step": 1000000000000000000}': "step is 1000000000000000000",
     '{"step": 1, "loss": null}': "loss is None",
-    '{"step": 1, "loss": [1]}': "loss is [1]",
-    '{"step": 1, "loss": {"a": 1}}': "loss is {'a': 1}",
-    '{"step": 1, "loss": -Infinity}': "loss is -inf",
     '{"step": 1, "loss": 1e999}': "loss is inf",
     '{"step": 1, "loss": 1e300}': "loss is 1e+300",
     '{"step": 1, "tokens": -5}': "tokens is -5",
-    '{"step": 1, "tokens_per_second": -5}': "tokens_per_second is -5",
-    '{"step": 1, "seconds": -0.5}': "seconds is -0.5",
     '{"step": 1, "skipped": "none"}': "skipped is 'none'",
     "3": "it is 3",
 }
@@ -436,7 +411,7 @@ def test_a_damaged_line_of_metrics_is_named_and_the_others_are_read(tmp_path: Pa
         check_sentence(problem, f"line {2 * number + 1}: ", what)
 
 
-@pytest.mark.parametrize("record", ["{", "[]", '{"options": {"data": 5}, "processes": []}', '{"options": 3, "processes": {}}'])
+@pytest.mark.parametrize("record", ["{", '{"options": {"data": 5}, "processes": []}'])
 def test_a_damaged_run_is_shown_as_damaged_and_the_others_as_they_are(
     tmp_path: Path, record: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,8 +42,8 @@ class Broken(io.StringIO):
 @pytest.mark.pictures
 @pytest.mark.parametrize(
     "stream",
-    [Broken(errno.EPIPE), Broken(errno.EIO), Broken(errno.ENOSPC), None, io.TextIOWrapper(io.BytesIO(), "ascii", "strict")],
-    ids=["broken pipe", "terminal gone", "full disk", "closed", "ASCII"],
+    [Broken(errno.EPIPE), None, io.TextIOWrapper(io.BytesIO(), "ascii", "strict")],
+    ids=["broken pipe", "closed", "ASCII"],
 )
 def test_a_training_goes_on_where_messages_cannot_be_written(
     config: Config, stream: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -137,18 +137,20 @@ def in_terminal(arguments: list[str], columns: int) -> tuple[int, str]:
             process.kill()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["runs", "{}"], ["train", "--steps", "x"]])
+@pytest.mark.nightly
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["runs", "{}"]])
 def test_a_terminal_of_one_column_is_written_for(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     status, shown = in_terminal([argument.format(tmp_path) for argument in arguments], columns=1)
-    assert status == (2 if "x" in arguments else 0)
+    assert status == 0
     assert len(shown) > 100
     assert "Traceback" not in shown
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "2>/dev/full", "2>&1 | true"])
+@pytest.mark.parametrize(
+    "closed", ["<&- >&- 2>&-", *(pytest.param(other, marks=pytest.mark.nightly) for other in ("2>/dev/full", "2>&1 | true"))]
+)
 def test_a_command_trains_where_its_streams_are_closed_before_the_first_byte(closed: str, text: Path, tmp_path: Path) -> None:
     options = "--override d_model=16 n_blocks=1 d_qk=8 chunk_size=8 --context-length 24 --batch-size 2 --steps 2"
     where = f"--data {text} --cache {tmp_path}/cache --out {tmp_path}/run --eval-windows 2"
@@ -159,18 +161,13 @@ def test_a_command_trains_where_its_streams_are_closed_before_the_first_byte(clo
 
 
 @pytest.mark.slow
-def test_output_that_cannot_be_written_is_a_sentence_and_characters_are_no_error(text: Path) -> None:
-    def run(redirected: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-        script = f"{sys.executable} -m lineartime --version {redirected}"
+def test_output_that_cannot_be_written_is_a_sentence_and_characters_are_no_error() -> None:
+    def run(script: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         settings = {**os.environ, **environment}
         return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, env=settings, timeout=100)
 
-    full = run("> /dev/full")
-    assert full.returncode == 1
-    assert (
-        full.stderr == "error: Cannot write the output or a file: No space left on device; free some space, then try again.\n"
-    )
+    full = run(f"{sys.executable} -m lineartime --version > /dev/full")
+    sentence = "error: Cannot write the output or a file: No space left on device; free some space, then try again.\n"
+    assert (full.returncode, full.stderr) == (1, sentence)
     script = "from lineartime.screen import open_standard_streams as o; o(); print('\\u65e5 \\udcff')"
-    settings = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, env=settings).stdout
-    assert shown == b"\\u65e5 \\udcff\n"
+    assert run(f'{sys.executable} -c "{script}"', PYTHONIOENCODING="ascii").stdout == "\\u65e5 \\udcff\n"

@@ -29,11 +29,8 @@ def charsmap(content: bytes) -> dict[str, str]:
     "content",
     [
         "{",
-        "[]",
-        "{}",
         '{"normalizer": ' + "[" * 50_000,
         definition(decoder=3),
-        definition(normalizer={"type": "Magic"}),
         definition(pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}),
         definition(normalizer=charsmap(b"ab")),  # at which the library panics
     ],

@@ -102,7 +102,7 @@ def test_neither_git_nor_a_repository_is_needed(tmp_path: Path, monkeypatch: pyt
     assert read_record(tmp_path).processes[0].git is None
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"options": 1, "processes": []}', '{"options": {}}', "\x00"])
+@pytest.mark.parametrize("content", ["{", '{"options": {}}'])
 def test_a_damaged_record_is_named_and_renamed_when_its_run_is_resumed(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(LineartimeError, match=r"run.json is damaged \(.*\): restore it from a copy, or delete it"):
@@ -137,7 +137,6 @@ def test_the_schedule_of_a_record_is_that_of_its_last_process(tmp_path: Path) ->
     [
         (RuntimeError("first line\nsecond"), "RuntimeError: first line"),
         (LineartimeError("The text is damaged: restore it."), "The text is damaged: restore it."),
-        (MemoryError(), "MemoryError"),
     ],
 )
 def test_whatever_ends_a_process_is_on_record_until_the_next_one(tmp_path: Path, error: Exception, sentence: str) -> None:

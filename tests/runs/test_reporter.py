@@ -13,8 +13,6 @@ from lineartime.runs.metrics import METRICS_FILE, read_metrics
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
 from lineartime.screen import progress_bar
 
-pytestmark = pytest.mark.pictures
-
 
 def reporter(run: Path, first_step: int = 0, steps: int = 2) -> Reporter:
     return Reporter(run, first_step, steps, (), record={}, resumed=False)
@@ -48,6 +46,7 @@ def test_metrics_hold_all_numbers_and_what_is_printed_names_loss_speed_and_time(
     assert line == f"{losses}  50 tokens/s  ETA 0:00:18"
 
 
+@pytest.mark.pictures
 def test_losses_are_drawn_when_a_run_ends_even_by_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path / "finished") as report:
         take(report, 1)
@@ -67,6 +66,7 @@ def test_losses_are_drawn_when_a_run_ends_even_by_an_error(tmp_path: Path, capsy
     assert not (tmp_path / "nothing" / "loss.png").exists()
 
 
+@pytest.mark.pictures
 def test_a_run_without_matplotlib_says_why_there_is_no_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,12 +126,6 @@ def test_a_skipped_step_leaves_one_line_of_valid_json(tmp_path: Path, capsys: py
     assert not {"loss", "gradient_norm"} & lines[1].keys()
     shown = capsys.readouterr().err
     assert "training loss 2.000" in shown  # the mean of losses that are numbers
-
-
-def test_a_resumed_run_may_begin_with_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with reporter(tmp_path, first_step=1) as report:
-        report.validation(1, 2.5, None)
-        assert capsys.readouterr().err == "step 1/2  validation loss 2.500\n"
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:

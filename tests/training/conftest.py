@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import tiny_run
 
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Trainer, train
@@ -117,35 +118,13 @@ def interrupt_after() -> Callable[[int], AbstractContextManager[None]]:
     return interrupting
 
 
-def small(folder: Path, **options: Any) -> TrainConfig:
-    """The options of the fixture `config`, for a run that several tests share."""
-    text = folder / "text.txt"
-    text.write_text("".join(f"the square of {i} is {i * i}, and so on.\n" for i in range(400)))
-    model = ("d_model=16", "n_blocks=2", "d_qk=8", "chunk_size=8")
-    sizes = {"context_length": 24, "batch_size": 2, "steps": 6, "eval_every": 2, "eval_windows": 4, "precision": "fp32"}
-    places = {"data": str(text), "cache": folder / "cache", "out": folder / "run"}
-    return TrainConfig(override=model, **sizes, **places, **options)  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with the options of `config`, to be read only."""
-    return train(small(tmp_path_factory.mktemp("whole"))).run
-
-
 @pytest.fixture(scope="session")
 def _stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with interrupting(3):
-        return train(small(tmp_path_factory.mktemp("stopped"))).run
-
-
-@pytest.fixture
-def finished(whole: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run."""
-    return Path(shutil.copytree(whole, tmp_path / "finished"))
+        return train(**tiny_run(tmp_path_factory.mktemp("stopped"))).run
 
 
 @pytest.fixture
 def stopped(_stopped: Path, tmp_path: Path) -> Path:
-    """A copy of a run of these options that was interrupted after step 3."""
+    """A copy of a run with the options of `config` that was interrupted after step 3."""
     return Path(shutil.copytree(_stopped, tmp_path / "stopped"))

@@ -52,14 +52,12 @@ def assert_same_run(run: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        (4, {"batch_size": 1}),
         (2, {"packed": True, "optimizer": "muon"}),
-        (3, {"optimizer": "muon", "parallel": "fsdp", "tokens_per_batch": 12 * 32}),
-        (4, {"parallel": "fsdp", "task": "mlm", "batch_size": 1, "recompute": True}),
+        (3, {"optimizer": "muon", "parallel": "fsdp", "tokens_per_batch": 12 * 32, "recompute": True}),
         (4, {"context_parallel": 2, "task": "mlm", "batch_size": 2}),
-        (4, {"context_parallel": 4, "parallel": "fsdp"}),
+        pytest.param(4, {"context_parallel": 4, "parallel": "fsdp"}, marks=pytest.mark.nightly),
     ],
-    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) or "ddp" if isinstance(value, dict) else str(value),
+    ids=["ddp", "fsdp", "context", "context-fsdp"],
 )
 def test_any_number_of_processes_gives_the_run_of_one(
     config: MakeConfig, launch: Launch, tmp_path: Path, size: int, options: dict[str, Any]
@@ -132,7 +130,11 @@ loop.parallelize = lambda objective, config, world: parallel.Parallel(objective,
     ("first", "second"),
     [
         (({"clip_tokens": 4 * 32}, 1), ({"clip": "local"}, 2)),
-        (({"clip_tokens": 4 * 32, "batch_size": 1}, 1), ({"clip_tokens": 4 * 32, "context_parallel": 2}, 2)),
+        pytest.param(
+            ({"clip_tokens": 4 * 32, "batch_size": 1}, 1),
+            ({"clip_tokens": 4 * 32, "context_parallel": 2}, 2),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["local", "context"],
 )
@@ -145,37 +147,37 @@ def test_gradients_of_so_many_tokens_are_clipped_alike_by_any_number_of_processe
         assert processes.wait() == [0] * size, processes.errors()
     assert_same_run(tmp_path / "run", tmp_path / "one")
     trained(config(**common, out=tmp_path / "global"))
-    weights, others = (lineartime.load(last_checkpoint(tmp_path / name)).state_dict() for name in ("one", "global"))
-    assert any(not torch.allclose(weights[name], others[name], atol=1e-5) for name in weights)
+    assert metrics(tmp_path / "global", "loss") != pytest.approx(metrics(tmp_path / "one", "loss"), rel=1e-6)
 
 
-@pytest.mark.parametrize(("parallel", "optimizer"), [("ddp", "adamw"), ("fsdp", "muon")])
 def test_a_run_saved_by_four_processes_goes_on_with_two_and_with_one(
-    config: MakeConfig, launch: Launch, tmp_path: Path, parallel: str, optimizer: str
+    config: MakeConfig, launch: Launch, tmp_path: Path
 ) -> None:
     common = {
-        "optimizer": optimizer,
+        "optimizer": "muon",
         "tokens_per_batch": 4 * 24,
         "batch_size": 4,
         "override": (*config().override, "dropout=0.0"),
     }
     expected = trained(config(**common, out=tmp_path / "one"))
-    stop = "import lineartime.training.loop as loop\nos.environ['STOP_AFTER'] = '{}'\n" + STOP
     for size, last in ((4, 2), (2, 4)):
-        resume = config(**common, parallel=parallel, resume=size != 4)
-        assert launch(resume, size, before=stop.format(last)).wait() == [0] * size
+        resume = config(**common, parallel="fsdp", resume=size != 4)
+        assert launch(resume, size, before=stop_after(last)).wait() == [0] * size
         assert last_checkpoint(tmp_path / "run").name == f"step-0000000{last}"
         assert read_validation_loss(last_checkpoint(tmp_path / "run")) is not None  # all processes evaluated it together
     trained(config(**common, resume=True))
     assert_same_run(tmp_path / "run", expected)
 
 
-STOP = """
+def stop_after(step: int) -> str:
+    """What makes the last process alone receive a signal in that step: all have to agree."""
+    return f"""
 import signal
+import lineartime.training.loop as loop
 take = loop.Trainer.take_step
 def take_and_stop(self, report, stop):
-    if self.step + 1 == int(os.environ["STOP_AFTER"]) and self.world.rank == self.world.size - 1:
-        os.kill(os.getpid(), signal.SIGTERM)  # of the last process alone: all have to agree
+    if self.step + 1 == {step} and self.world.rank == self.world.size - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
     return take(self, report, stop)
 loop.Trainer.take_step = take_and_stop
 """
@@ -183,15 +185,15 @@ loop.Trainer.take_step = take_and_stop
 
 def test_two_processes_with_muon_resume_to_the_bit(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
     options = {"optimizer": "muon", "parallel": "ddp", "tokens_per_batch": 4 * 24}
-    stop = "import lineartime.training.loop as loop\nos.environ['STOP_AFTER'] = '2'\n" + STOP
     assert launch(config(**options, out=tmp_path / "one"), 2).wait() == [0, 0]
-    assert launch(config(**options), 2, before=stop).wait() == [0, 0]
+    assert launch(config(**options), 2, before=stop_after(2)).wait() == [0, 0]
     assert launch(config(**options, resume=True), 2).wait() == [0, 0]
     weights, wanted = (lineartime.load(last_checkpoint(tmp_path / name)).state_dict() for name in ("run", "one"))
     assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
     assert metrics(tmp_path / "run", "loss") == metrics(tmp_path / "one", "loss")
 
 
+@pytest.mark.nightly
 def test_a_context_longer_than_the_held_out_text_is_measured_in_shorter_windows(
     config: MakeConfig, launch: Launch, tmp_path: Path
 ) -> None:
@@ -206,12 +208,12 @@ def test_a_streamed_run_of_two_processes_goes_on_in_one(config: MakeConfig, laun
     file.write_text("".join(json.dumps({"text": f"{i} times {i} is {i * i}. " * (1 + i % 3)}) + "\n" for i in range(600)))
     common = {"data": str(file), "streaming": True, "lanes": 2, "shuffle_documents": 7, "tokens_per_batch": 4 * 24}
     expected = trained(config(**common, out=tmp_path / "one"))
-    stop = "import lineartime.training.loop as loop\nos.environ['STOP_AFTER'] = '3'\n" + STOP
-    assert launch(config(**common), 2, before=stop).wait() == [0, 0]
+    assert launch(config(**common), 2, before=stop_after(3)).wait() == [0, 0]
     trained(config(**common, resume=True))
     assert_same_run(tmp_path / "run", expected)
 
 
+@pytest.mark.nightly
 def test_in_bf16_fsdp_trains_as_ddp_does(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
     for name in ("ddp", "fsdp"):
         processes = launch(config(parallel=name, precision="bf16", steps=4, out=tmp_path / name), 2)
@@ -289,26 +291,16 @@ def test_an_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch
     ("changed", "speaker", "message"),
     [
         ("out=Path('elsewhere')", 0, "is not the same folder for 1 of the 3 processes"),
-        (
-            "learning_rate=0.03",
-            0,
-            "Process 2 was started for another run than process 0: learning_rate is 0.03 there, and 0.003 in",
-        ),
-        (
-            "data=(__file__,), cache=config.run_directory.parent / 'other'",
-            0,
-            "Process 2 was started for another run than process 0: the text is ",
-        ),
+        ("learning_rate=0.03", 0, "Process 2 was started for another run than process 0: learning_rate is 0.03 there"),
         ("decay_steps=5", 2, "decay_steps is 5, but linear schedules have no decay: use `schedule='wsd'`, or leave it out."),
     ],
-    ids=["folder", "options", "text", "value"],
+    ids=["folder", "options", "value"],
 )
 def test_a_process_that_differs_ends_all_at_once_and_one_says_why(
     config: MakeConfig, launch: Launch, changed: str, speaker: int, message: str
 ) -> None:
     other = f"""
 import dataclasses
-__file__ = os.__file__
 if os.environ["RANK"] == "2":
     config = dataclasses.replace(config, {changed})
 """
@@ -392,18 +384,14 @@ def wait_for_step(run: Path, step: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context_parallel": 2}, "context_length is 24, but must be a multiple of 16: 2 processes"),
-        (
-            {"context_parallel": 2, "preset": "flash-quad-tiny", "override": ("d_model=16",)},
-            "context_parallel needs a model of FLASH, but GAU reads",
-        ),
-        ({"context_parallel": 3}, "context_parallel is 3, which does not divide the 2 processes"),
+        ({"preset": "flash-quad-tiny", "override": ("d_model=16",)}, "context_parallel needs a model of FLASH, but GAU reads"),
+        ({}, "context_length is 24, but must be a multiple of 16: 2 processes"),
     ],
 )
 def test_options_that_do_not_fit_the_processes_are_named(
     config: MakeConfig, launch: Launch, options: dict[str, Any], message: str
 ) -> None:
-    processes = launch(config(**options), 2)
+    processes = launch(config(context_parallel=2, **options), 2)
     assert processes.wait(30) == [1, 1]
     first, second = processes.errors()
     assert message in first

@@ -60,6 +60,7 @@ def validations(run: Path) -> list[tuple[float, float]]:
     return [(line["step"], line["validation_loss"]) for line in metrics(run) if "validation_loss" in line]
 
 
+@pytest.mark.nightly
 def test_a_model_learns(config: MakeConfig) -> None:
     override = ("d_model=32", "n_blocks=2", "d_qk=16", "chunk_size=16")
     run = trained(config(override=override, steps=250, batch_size=8, eval_every=125, learning_rate=1e-2))
@@ -108,12 +109,6 @@ def test_a_stream_of_several_texts_holds_out_some_of_each(config: MakeConfig, tm
     trainer.text.loader.close()
     assert abs(held_out.count(b"a") - held_out.count(b"z")) <= 5
     assert 4 * trainer.config.context_length + 1 <= len(trainer.text.validation) <= 4 * trainer.config.context_length + 2
-
-
-def test_checkpoints_to_keep_stay_to_the_end(config: MakeConfig) -> None:
-    run = trained(config(steps=7, eval_every=1, keep_every=2))
-    assert {"step-00000002", "step-00000004", "step-00000006"} <= {path.name for path in list_checkpoints(run)}
-    assert len(list_checkpoints(run)) < 7
 
 
 def test_an_interrupted_run_is_evaluated_so_that_its_last_step_can_be_the_best(stopped: Path) -> None:
@@ -178,10 +173,9 @@ def test_a_request_to_stop_ends_an_evaluation_and_saves_its_step_at_once(
     "options",
     [
         {"tokens_per_batch": 96, "task": "mlm"},
-        {"task": "prefix-lm", "packed": True},
-        {"optimizer": "muon", "adamw_ratio": 0.5, "schedule": "cosine"},
+        {"task": "prefix-lm", "packed": True, "optimizer": "muon", "adamw_ratio": 0.5, "schedule": "cosine"},
     ],
-    ids=["mlm", "prefix-lm", "muon"],
+    ids=["mlm", "prefix-lm"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     config: MakeConfig, tmp_path: Path, options: dict[str, Any], interrupt_after: InterruptAfter
@@ -189,7 +183,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     override = (*config().override, "dropout=0.1")  # so that random numbers count, too
     whole = trained(config(out=tmp_path / "whole", override=override, **options))
     run = tmp_path / "run"
-    for stop in (1, 3, 4):  # between evaluations and at one
+    for stop in (3, 4):  # between evaluations and at one
         with interrupt_after(stop):
             trained(config(override=override, **options, resume=run.exists()))
         assert losses(run)[-1][0] == stop
@@ -243,17 +237,16 @@ def test_auto_resume_starts_a_run_resumes_it_and_leaves_a_finished_one(
         train(auto_resume=True)
 
 
-@pytest.mark.parametrize("option", ["like", "init_from"])
 def test_auto_resume_takes_what_a_run_began_with_again(
-    option: str, finished: Path, config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    finished: Path, config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(finished, finished.with_name("other"))
     monkeypatch.chdir(finished.parent)
-    given: dict[str, Any] = {option: Path("finished"), "data": config().data, "cache": config().cache}
+    given: dict[str, Any] = {"data": config().data, "cache": config().cache, "steps": 2, "eval_every": 2, "out": "second"}
     for _ in range(2):
-        assert lineartime.train(**given, steps=2, eval_every=2, out="second", auto_resume=True).finished
-    with pytest.raises(ArgumentError, match=f"^{option} is other, but the run in second began with .*finished"):
-        lineartime.train(**{**given, option: Path("other")}, steps=2, eval_every=2, out="second", auto_resume=True)
+        assert lineartime.train(**given, init_from="finished", auto_resume=True).finished
+    with pytest.raises(ArgumentError, match=r"^init_from is other, but the run in second began with .*finished"):
+        lineartime.train(**given, init_from="other", auto_resume=True)
 
 
 def test_too_many_infinite_steps_in_a_row_end_the_run_and_leave_a_good_checkpoint(config: MakeConfig) -> None:
@@ -340,12 +333,11 @@ def test_gradients_are_clipped(config: MakeConfig, monkeypatch: pytest.MonkeyPat
     assert norms[0] == pytest.approx(1e-3, rel=1e-2)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_an_autocast_of_the_caller_leaves_a_run_as_it_is(config: MakeConfig, precision: Any, tmp_path: Path) -> None:
+def test_an_autocast_of_the_caller_leaves_a_run_as_it_is(config: MakeConfig, tmp_path: Path) -> None:
     options = {"preset": "transformer++-tiny", "override": ("d_model=16", "n_blocks=1", "n_heads=2"), "optimizer": "muon"}
-    alone = trained(config(precision=precision, out=tmp_path / "alone", **options))
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "fp32"):
-        inside = trained(config(precision=precision, out=tmp_path / "inside", **options))
+    alone = trained(config(out=tmp_path / "alone", **options))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = trained(config(out=tmp_path / "inside", **options))
         evaluated = lineartime.evaluate(inside, max_tokens=100)  # the saved weights, not copies of earlier ones
     assert losses(inside) == losses(alone)
     assert validations(inside) == validations(alone)
@@ -387,8 +379,6 @@ def test_a_resumed_run_refuses_options_that_must_stay(finished: Path) -> None:
     refused: dict[str, tuple[Any, str]] = {
         "seed": (5, "0"),
         "tokenizer": ("bpe-300", "bytes"),
-        "optimizer": ("muon", "adamw"),
-        "schedule": ("cosine", "linear"),
     }
     for name, (value, before) in refused.items():
         with pytest.raises(ArgumentError, match=f"^{name} is {value}, but the run in .* was started with {before}: leave"):
@@ -545,7 +535,7 @@ def test_other_files_in_the_folder_of_a_run_do_no_harm(config: MakeConfig) -> No
     assert (run / "step-00000001-backup").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 # PyTorch's own, within torch.compile, where a user does not see them.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -559,27 +549,16 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_
     ("options", "message"),
     [
         ({"steps": 0}, "steps is 0, but must be at least 1"),
-        ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"optimizer": "sgd"}, "optimizer is 'sgd', but must be one of 'adamw', 'muon'"),
-        ({"adamw_ratio": 0.5}, "is 0.5, but is not used with `optimizer='adamw'`: use `optimizer='muon'` or `adamw_ratio=1.0`"),
         ({"preset": "flash-giant"}, "preset is 'flash-giant', which is not a preset"),
         ({"override": ("chunk_size",)}, "override contains 'chunk_size', which is not of the form NAME=VALUE"),
         ({"override": ("chunk=3",)}, "override does not fit the model: chunk is not an option of this model"),
-        (
-            {"override": ("vocab_size=3",)},
-            "override cannot set vocab_size to 3: it follows from `tokenizer`, which has 258",
-        ),
-        (
-            {"preset": "performer-tiny", "task": "prefix-lm"},
-            "task is 'prefix-lm', but performer-tiny cannot read a prefix in both directions; these systems can: flash,",
-        ),
+        ({"override": ("vocab_size=3",)}, "override cannot set vocab_size to 3: it follows from `tokenizer`, which has 258"),
         (
             {"preset": "flash-quad-tiny", "override": ("d_model=16", "n_blocks=1", "max_length=8")},
             "context_length is 24, but flash-quad-tiny reads at most 8 tokens: .* or `override` max_length=24",
         ),
         ({"context_length": 50_000}, r"There are \d+ tokens in the train split of .*text.txt, fewer than a context"),
-        ({"data": "/does/not/exist"}, "data is /does/not/exist, which is neither a file or folder nor the name of"),
-        ({"tokenizer": "/does/not/exist"}, "tokenizer is /does/not/exist, which is neither a file nor a name"),
         ({"context_parallel": 2}, "context_parallel is 2, but this is one process: start 2 with torchrun"),
     ],
 )
@@ -591,9 +570,7 @@ def test_options_outside_what_they_allow_are_named(config: MakeConfig, options: 
 def test_options_that_contradict_each_other_are_named(config: MakeConfig) -> None:
     contradictions: list[tuple[dict[str, Any], str]] = [
         ({"shuffle_documents": 5}, r"^shuffle_documents is 5, but needs `streaming`: text that is encoded beforehand"),
-        ({"lanes": 3}, r"^lanes is 3, but needs `streaming`: leave it out"),
         ({"task": "prefix-lm", "context_parallel": 2}, "task is prefix-lm, whose prefixes cannot be split over processes"),
-        ({"packed": True, "context_parallel": 2}, "packed cannot be combined with `context_parallel`"),
         ({"parallel": "fsdp", "clip": "local"}, "use `clip='global'` or `parallel='ddp'`"),
         ({"keep_every": 3}, "keep_every is 3, but must be a multiple of `eval_every=2`: checkpoints follow evaluations"),
     ]

@@ -1,6 +1,5 @@
 """`train` as it is called in a notebook: no terminal, in one process, again and again."""
 
-import dataclasses
 import json
 import signal
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from lineartime.models.config import Task
 from lineartime.runs import curve
 from lineartime.runs.record import read_record
 from lineartime.training.config import TrainConfig
-from lineartime.training.distributed import World
 from lineartime.training.loop import train
 
 MakeConfig = Callable[..., TrainConfig]
@@ -174,17 +172,3 @@ def test_a_run_on_several_texts_is_resumed(options: dict[str, Any], tmp_path: Pa
     assert resumed.training_losses == whole.training_losses
     assert json.loads((tmp_path / "run" / "run.json").read_text())["processes"][1]["changed_options"] == {"resume": True}
     assert " on text.txt, b.jsonl" in curve._title(tmp_path / "run")
-
-
-def test_one_process_fails_with_its_own_error() -> None:
-    error = ArgumentError("steps", "is 0.")
-    with pytest.raises(ArgumentError) as caught, World().raise_on_all_ranks():
-        raise error
-    assert caught.value is error
-    assert World().share(lambda: 3) == 3
-    assert dataclasses.replace(World(), rank=1, size=2).reported_by_main(error) is not error
-
-
-def test_the_word_none_is_a_value_of_a_final_norm() -> None:
-    config = TrainConfig(override=("final_norm=none", "token_types=2")).model_config(258)
-    assert (config.final_norm, config.token_types) == ("none", 2)

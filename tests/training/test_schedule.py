@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from lineartime.errors import ArgumentError
 from lineartime.runs.metrics import read_metrics
 from lineartime.runs.summary import summarize
 from lineartime.training.config import TrainConfig
+from lineartime.training.loop import train
 from lineartime.training.schedule import learning_rate, with_other_steps
+
+MakeConfig = Callable[..., TrainConfig]
 
 
 def test_the_learning_rate_rises_then_falls_to_zero() -> None:
@@ -49,15 +53,6 @@ def test_wsd_is_constant_then_falls_linearly_to_zero_over_its_last_steps() -> No
     assert learning_rate(0, TrainConfig(steps=1, warmup_steps=0, learning_rate=2.0, schedule="wsd")) == 2.0
 
 
-def test_steps_of_decay_that_no_schedule_can_have_are_named() -> None:
-    with pytest.raises(ArgumentError, match=r"^decay_steps is 5, but linear schedules have no decay: use `schedule='wsd'`, or"):
-        TrainConfig(decay_steps=5).check()
-    with pytest.raises(
-        ArgumentError, match=r"^decay_steps is 541, but must, with 60 steps of warm-up, be at most `steps=600`\."
-    ):
-        TrainConfig(schedule="wsd", decay_steps=541).check()
-
-
 @pytest.mark.parametrize(
     ("options", "taken", "steps", "allowed"),
     [
@@ -85,72 +80,39 @@ def test_a_run_goes_on_to_other_steps_if_those_taken_had_the_same_rates(
     assert [learning_rate(step, changed) for step in range(taken)] == [learning_rate(step, started) for step in range(taken)]
 
 
-def test_steps_that_a_run_cannot_end_at_are_named() -> None:
-    started = TrainConfig(steps=100, schedule="constant")
-    for steps, message in (
-        (60, r"^steps is 60, but the run has taken 80 steps: ask for at least as many"),
-        (5, r"^steps is 5, but the run was started with a warm-up of 10 steps: ask for more"),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            with_other_steps(started, TrainConfig(steps=steps, schedule="constant"), 80)
-
-
-def small(folder: Path, **options: Any) -> dict[str, Any]:
-    (folder / "text.txt").write_text("a text to learn, line by line\n" * 200)
-    return {
-        "override": {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8},
-        "data": folder / "text.txt",
-        "cache": folder / "cache",
-        "context_length": 16,
-        "eval_windows": 2,
-        "eval_every": 4,
-        "compile": "off",
-        **options,
-    }
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ({"schedule": "constant", "steps": 12}, {"steps": 24}),
-        ({"schedule": "wsd", "steps": 20}, {"steps": 24, "decay_steps": 8}),
-    ],
-)
-def test_a_run_that_goes_on_is_the_one_that_was_started_for_all_steps(
-    tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
-) -> None:
-    whole = lineartime.train(**small(tmp_path, out=tmp_path / "whole", warmup_steps=2, **{**first, **then}))
-    lineartime.train(**small(tmp_path, out=tmp_path / "longer", warmup_steps=2, keep_every=4, **first))
+def test_a_run_that_goes_on_is_the_one_that_was_started_for_all_steps(config: MakeConfig) -> None:
+    options: dict[str, Any] = {"schedule": "wsd", "warmup_steps": 2, "eval_every": 4}
+    run = config().run_directory
+    whole = train(config(**options, steps=24, decay_steps=8, out=run.with_name("whole")))
+    train(config(**options, steps=20, keep_every=4))
     for step in (16, 20):  # as if the run had been interrupted before its decay
-        shutil.rmtree(tmp_path / "longer" / f"step-{step:08d}", ignore_errors=True)
-    longer = lineartime.train(out=tmp_path / "longer", resume=True, **then)
+        shutil.rmtree(run / f"step-{step:08d}")
+    longer = train(out=run, resume=True, steps=24, decay_steps=8)
     assert (longer.finished, longer.step) == (True, 24)
     for name, weight in lineartime.load(whole.run, checkpoint="last").state_dict().items():
-        torch.testing.assert_close(lineartime.load(longer.run, checkpoint="last").state_dict()[name], weight, rtol=0, atol=0)
-    assert read_metrics(longer.run)[-1]["step"] == 24
-    assert (summarize(longer.run, "")[0].state, summarize(longer.run, "")[0].options["steps"]) == ("finished", 24)
-    shutil.rmtree(longer.run / "step-00000024")
-    assert summarize(longer.run, "")[0].state != "finished"
+        torch.testing.assert_close(lineartime.load(run, checkpoint="last").state_dict()[name], weight, rtol=0, atol=0)
+    assert read_metrics(run)[-1]["step"] == 24
+    assert (summarize(run, "")[0].state, summarize(run, "")[0].options["steps"]) == ("finished", 24)
+    shutil.rmtree(run / "step-00000024")
+    assert summarize(run, "")[0].state != "finished"
 
 
 def test_a_finished_run_with_a_falling_rate_says_how_to_go_on(finished: Path) -> None:
     message = r"^steps is 8, but the run was started with 6, .* with `init_from`; a run with `schedule='constant'`, or wsd"
     with pytest.raises(ArgumentError, match=message):
-        lineartime.train(out=finished, resume=True, steps=8)
+        train(out=finished, resume=True, steps=8)
     with pytest.raises(ArgumentError, match=r"^decay_steps is 2, but the linear schedule of this run has no decay"):
-        lineartime.train(out=finished, resume=True, decay_steps=2)
+        train(out=finished, resume=True, decay_steps=2)
 
 
-def test_a_new_run_says_what_its_user_may_not_expect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lineartime.train(**small(tmp_path, steps=2, tokenizer="bpe-8000", out=tmp_path / "run"))
-    assert re.search(
-        r"The tokenizer has \d+ tokens instead of 8,000, because the text is too short for more\.", capsys.readouterr().err
-    )
-    first = {**small(tmp_path, steps=2), "override": {}, "init_from": tmp_path / "run"}
-    lineartime.train(**first, out=tmp_path / "same")
+def test_a_new_run_says_what_its_user_may_not_expect(config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(config(steps=2, tokenizer="bpe-8000")).run
+    assert re.search(r"The tokenizer has \d+ tokens instead of 8,000, because the text is too short", capsys.readouterr().err)
+    first: dict[str, Any] = {"steps": 2, "override": (), "init_from": run}
+    train(config(**first, out=run.with_name("same")))
     assert "were trained on" not in capsys.readouterr().err
-    lineartime.train(**{**first, "context_length": 32}, out=tmp_path / "longer")
-    assert "The weights were trained on 16 tokens at a time; now, context_length is 32." in capsys.readouterr().err
+    train(config(**first, context_length=32, out=run.with_name("longer")))
+    assert "The weights were trained on 24 tokens at a time; now, context_length is 32." in capsys.readouterr().err
 
 
 def test_the_rate_of_wsd_never_jumps_whatever_is_left_to_its_defaults() -> None:
