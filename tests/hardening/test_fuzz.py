@@ -16,17 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
-from safetensors.torch import save_file
 from tests.hardening.test_files import FILES
 
 import lineartime
 from lineartime.cli import main
 from lineartime.errors import LineartimeError
-from lineartime.generation.state_files import _digest
 from lineartime.json_files import read_file
 from lineartime.models.config import ModelConfig
 from lineartime.models.memory import check_memory
@@ -244,37 +240,3 @@ def test_any_command_line_works_or_is_refused_in_a_sentence(
     check()
     print(statuses)
     assert 0 < statuses[0] < statuses.total()  # some work, and some are refused
-
-
-def test_a_changed_file_of_a_state_is_read_or_refused_in_a_sentence(tmp_path: Path) -> None:
-    """Also one whose digest is right: whoever writes the file also writes the digest."""
-    model = lineartime.build("flash-tiny", d_model=8, n_blocks=1, d_qk=4, chunk_size=4, vocab_size=20).eval()
-    file = tmp_path / "text.state"
-    lineartime.save_state(model, lineartime.read_prompt(model, [1, 2, 3, 4, 5]), file)
-    with safe_open(file, framework="pt") as opened:
-        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    example = json.loads(metadata["facts"])
-    whole, counted = file.read_bytes(), Counted()
-
-    def read() -> None:
-        with counted.example():
-            state = lineartime.load_state(model, file)
-            list(lineartime.generate(model, [3], 2, state=state))
-
-    @FUZZED
-    @given(changes(example), st.sampled_from([*tensors, None]), st.sampled_from([(0,), (1, 4), (2, 4, 4), (1, 4, 4)]))
-    def check(facts: dict[str, Any], name: str | None, shape: tuple[int, ...]) -> None:
-        changed = tensors if name is None else {**tensors, name: torch.zeros(shape)}
-        known = {key: facts.get(key) for key in ("numbers", "last")}
-        save_file(changed, file, {**metadata, "facts": json.dumps({**facts, "contents": _digest(known, changed)})})
-        read()
-
-    @FUZZED
-    @given(st.integers(0, len(whole) - 1), st.binary(min_size=1, max_size=9), st.booleans())
-    def check_bytes(place: int, content: bytes, cut: bool) -> None:
-        file.write_bytes(whole[:place] if cut else whole[:place] + content + whole[place + len(content) :])
-        read()
-
-    check()
-    counted.check(least=2)
-    check_bytes()

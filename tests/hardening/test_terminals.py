@@ -3,14 +3,10 @@
 import errno
 import io
 import os
-import pty
-import select
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,7 @@ import lineartime
 from lineartime.cli import main
 from lineartime.plots import drawable
 from lineartime.runs.curve import draw_comparison, draw_curve
-from lineartime.screen import SCREEN, discard, output_console
+from lineartime.screen import SCREEN, output_console
 from lineartime.training.config import TrainConfig
 
 NOT_UTF8 = os.fsdecode(b"bad\xff$x$")
@@ -60,16 +56,6 @@ def test_messages_reach_whatever_standard_error_is_at_the_moment(capsys: pytest.
     assert not SCREEN.isatty()
 
 
-def test_a_stream_that_nobody_reads_is_no_error_at_the_end_of_the_program(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    stream = os.fdopen(writer, "w")
-    stream.write("lost")
-    discard(stream)
-    stream.close()
-    discard(io.StringIO())  # no file of the system: nothing happens
-
-
 def test_rich_does_not_end_the_program_where_the_reader_has_seen_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Broken(errno.EPIPE))
     with pytest.raises(BrokenPipeError):
@@ -97,16 +83,6 @@ def test_a_run_in_a_folder_whose_name_is_no_utf8_does_all_that_others_do(
     assert started.finished
 
 
-@needs_bytes
-def test_a_model_is_converted_to_and_from_folders_whose_names_are_no_utf8(config: Config, tmp_path: Path) -> None:
-    from lineartime.hf import convert
-
-    run = lineartime.train(config(steps=1)).run
-    there = convert(run, tmp_path / f"to-{NOT_UTF8}")
-    back = lineartime.load(convert(there, tmp_path / f"back-{NOT_UTF8}"))
-    assert back.config == lineartime.load(run).config
-
-
 def test_titles_are_text_and_no_formulas(tmp_path: Path) -> None:
     assert drawable("a$b$c") == r"a\$b\$c"
     assert drawable("a\udcffb\x07") == "a\ufffdb\ufffd"
@@ -117,34 +93,6 @@ def test_titles_are_text_and_no_formulas(tmp_path: Path) -> None:
             assert draw_curve(tmp_path, title).exists()
             lines = {f"{title}{number}": [{"step": 1, "tokens": 1, "seconds": 1, "loss": 2.0}] for number in (1, 2)}
             assert draw_comparison({title: lines}, tmp_path / "runs.png").exists()
-
-
-def in_terminal(arguments: list[str], columns: int) -> tuple[int, str]:
-    """The exit status and the output of a command in a terminal of so many columns."""
-    own, its = pty.openpty()
-    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm"}
-    command = [sys.executable, "-m", "lineartime", *arguments]
-    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True) as process:
-        os.close(its)
-        shown, deadline = b"", time.monotonic() + 120
-        try:
-            with suppress(OSError):  # the terminal is closed at its other end
-                while select.select([own], [], [], deadline - time.monotonic())[0] and (block := os.read(own, 1 << 16)):
-                    shown += block
-            return process.wait(timeout=60), shown.decode(errors="replace")
-        finally:
-            os.close(own)
-            process.kill()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("arguments", [["train", "--help"], ["runs", "{}"]])
-def test_a_terminal_of_one_column_is_written_for(arguments: list[str], tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    status, shown = in_terminal([argument.format(tmp_path) for argument in arguments], columns=1)
-    assert status == 0
-    assert len(shown) > 100
-    assert "Traceback" not in shown
 
 
 @pytest.mark.slow

@@ -117,10 +117,6 @@ def test_packages_get_options_and_numbers_and_the_same_run_again(
         run_with(run, "wandb", "trackio", first_step=first_step, resumed=True)
         wandb, trackio = (call[2] for call in calls if call[0] == "init")
         assert (wandb["id"], trackio["name"]) == (identity, f"my-run-{identity}")
-    (run / "tracker-id").write_bytes(b"\xff../../x")
-    calls.clear()
-    run_with(run, "wandb", first_step=2, resumed=True)
-    assert calls[0][2]["id"].isalnum()  # damage begins another run
     calls.clear()
     run_with(run, "wandb", first_step=0)  # nothing was left of the old one
     assert calls[0][2]["id"] != identity
@@ -175,14 +171,12 @@ def test_a_tracker_that_cannot_begin_is_an_error_at_first_and_done_without_later
 
 def test_a_tracker_whose_package_is_missing_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # where there is no package, but a folder of its name
-    for name in ("wandb", "trackio", "tensorboardX"):
+    for name in ("wandb", "trackio"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     sys.path_importer_cache.clear()
     (tmp_path / "wandb").mkdir()
     for name in ("wandb", "trackio"):
         with pytest.raises(LineartimeError, match=rf"The tracker {name} needs {name}, .* pip install 'lineartime\[{name}\]'"):
             check_trackers([name])
-    with pytest.raises(LineartimeError, match="TensorBoard scalars need tensorboardX: pip install tensorboardX"):
-        check_trackers(["tensorboard"])
     with pytest.raises(LineartimeError, match="track contains 'mlflow', but must be any of tensorboard, wandb, trackio"):
         check_trackers(["mlflow"])

@@ -92,40 +92,6 @@ loop.build_optimizer = watched
 """
 
 
-def test_each_process_clips_its_own_gradient(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
-    record = """
-import lineartime.training.loop as loop
-build = loop.build_optimizer
-def recording(model, config):
-    optimizer = build(model, config)
-    def save():
-        torch.save([p.grad for p in model.parameters()], Path(config.out).with_name(f"gradient-{os.environ['RANK']}.pt"))
-    optimizer.step = save
-    return optimizer
-loop.build_optimizer = recording
-"""
-    limit = 0.01  # below the norm of any gradient here
-    assert launch(config(clip="local", clip_norm=limit, steps=1), 2, before=record).wait() == [0, 0]
-    own = []
-    for rank in range(2):  # what each would have computed for itself, without exchanging anything
-        alone = f"""
-import lineartime.training.loop as loop
-import lineartime.training.parallel as parallel
-loop.parallelize = lambda objective, config, world: parallel.Parallel(objective, world)
-{record}
-"""
-        only = config(clip_norm=limit, steps=1, out=tmp_path / f"alone-{rank}" / "run")
-        only.out.parent.mkdir()
-        assert launch(only, 2, before=alone).wait() == [0, 0]
-        own.append(torch.load(only.out.with_name(f"gradient-{rank}.pt")))
-    together = [torch.load(tmp_path / f"gradient-{rank}.pt") for rank in range(2)]
-    for first, second, a, b in zip(*together, *own, strict=True):
-        assert torch.equal(first, second)
-        torch.testing.assert_close(first, (a + b) / 2, atol=1e-8, rtol=1e-5)
-    norms = [torch.cat([g.flatten() for g in gradients]).norm().item() for gradients in own]
-    assert norms == pytest.approx([limit, limit], rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [

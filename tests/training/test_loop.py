@@ -208,12 +208,6 @@ def test_a_run_whose_time_is_over_is_saved_and_goes_on_with_other_time(
     assert losses(run) == losses(whole)
 
 
-def test_metrics_of_steps_after_the_checkpoint_are_forgotten(stopped: Path, whole: Path) -> None:
-    with (stopped / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "loss": 99.0}\n{"step": 5, "lo')  # as a killed process leaves it
-    assert losses(resumed(stopped)) == losses(whole)
-
-
 def test_a_finished_run_is_neither_resumed_nor_overwritten(finished: Path, config: MakeConfig) -> None:
     before = (finished / "metrics.jsonl").read_text()
     resumed(finished)
@@ -299,6 +293,8 @@ def test_an_infinite_step_changes_nothing_and_is_counted(
 def test_a_damaged_last_checkpoint_costs_only_the_steps_since_the_one_before(
     stopped: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    with (stopped / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 4, "loss": 99.0}\n{"step": 5, "lo')  # as a killed process leaves it
     file = last_checkpoint(stopped) / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -312,10 +308,9 @@ def test_a_damaged_last_checkpoint_costs_only_the_steps_since_the_one_before(
 def test_a_step_of_many_batches_is_that_of_one_large_batch(config: MakeConfig, tmp_path: Path) -> None:
     runs = [
         trained(config(batch_size=size, tokens_per_batch=6 * 24, steps=3, task="mlm", out=tmp_path / str(size)))
-        for size in (1, 2, 6)
+        for size in (1, 6)
     ]
-    for run in runs[:2]:
-        assert losses(run) == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in losses(runs[2])]
+    assert losses(runs[0]) == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in losses(runs[1])]
 
 
 def test_gradients_are_clipped(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +380,8 @@ def test_a_resumed_run_refuses_options_that_must_stay(finished: Path) -> None:
             resumed(finished, **{name: value})
     resumed(finished, tokenizer="bytes")  # which is that of a run that names none
     start = last_checkpoint(finished)
-    assert prepare(TrainConfig(precision="bf16", resume=True, out=finished), start=start).config.precision == "bf16"
+    asked = TrainConfig(precision="bf16", resume=True, out=finished)
+    assert prepare(asked, start=start, given=("precision",)).config.precision == "bf16"
     assert saved_config(start).compile == "off"  # what "auto" came to
     with pytest.raises(LineartimeError, match="which is a checkpoint: give the folder of its run, or a new one"):
         resumed(start)
@@ -445,20 +441,6 @@ def test_a_tracker_that_cannot_start_leaves_no_folder_of_a_run(
     monkeypatch.setattr(trackers, "_wandb", refuses)
     with pytest.raises(LineartimeError, match="The tracker wandb cannot start: no key; fix that, or leave it out of `track`"):
         trained(config(track=("tensorboard", "wandb")))
-    assert not (tmp_path / "run").exists()
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "notes.txt").write_text("mine")
-    with pytest.raises(LineartimeError, match="cannot start"):
-        trained(config(track="wandb"))
-    assert [path.name for path in (tmp_path / "run").iterdir() if path.name != ".lock"] == ["notes.txt"]
-
-
-def test_a_tracker_that_is_not_installed_is_named_before_anything_is_read_or_written(
-    config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(trackers, "is_installed", lambda package: False)
-    with pytest.raises(LineartimeError, match="The tracker wandb needs wandb, which is not installed"):
-        trained(config(track="wandb", data=str(tmp_path / "nothing" / "here.txt")))
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,7 @@ SHARED = {
 
 
 def completed(**options: Any) -> TrainConfig:
-    return complete(TrainConfig(**options), lambda defaults: dataclasses.replace(defaults, **options))[0]
+    return complete(options)
 
 
 @pytest.mark.parametrize(

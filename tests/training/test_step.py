@@ -43,3 +43,22 @@ def test_a_packed_batch_is_arranged_without_reading_anything_from_the_device(sys
     model = lineartime.build(system, d_model=16, n_blocks=1, vocab_size=30).to(meta)
     batch = part_of(Batch(ids, ids, torch.tensor([0, 3, 40, 50])), World(), meta)
     assert model.total_loss(batch.inputs, batch.targets, cu_seqlens=batch.cu_seqlens).is_meta
+
+
+def test_each_group_of_tokens_is_clipped_before_the_average(config: Callable[..., TrainConfig], monkeypatch: Any) -> None:
+    trainer = prepare(config(clip_tokens=48, tokens_per_batch=4 * 24, clip_norm=0.01))  # below the norm of any gradient here
+    batches = trainer.text.loader.next_step()
+    trainer.text.loader.close()
+    parameters = list(trainer.model.parameters())
+    expected = [torch.zeros_like(parameter) for parameter in parameters]
+    for batch in batches:
+        gradient = torch.autograd.grad(trainer.model.loss(batch.inputs, batch.targets), parameters)
+        norm = torch.cat([part.flatten() for part in gradient]).norm()
+        for total, part in zip(expected, gradient, strict=True):
+            total += part * (0.01 / norm) / len(batches)
+    found: list[Tensor | None] = []
+    monkeypatch.setattr(trainer, "_read", lambda: (batches, None))
+    monkeypatch.setattr(trainer.optimizer, "step", lambda: found.extend(parameter.grad for parameter in parameters))
+    trainer.take_step(NullReporter(), Stop())
+    assert len(batches) == 2
+    torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-4)

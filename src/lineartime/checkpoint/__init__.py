@@ -13,17 +13,16 @@ not stored anywhere, but determined from the folder.
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from lineartime.checkpoint.contents import TextPosition, TrainingState
 from lineartime.checkpoint.format import (
     DamagedCheckpointError,
     add_validation_loss,
+    check_fit,
     checkpoint_path,
     checkpoint_step,
-    damaged,
     has_training_state,
     is_checkpoint,
     list_checkpoints,
@@ -56,8 +55,8 @@ __all__ = [
     "UnfitWeightsError",
     "add_validation_loss",
     "best_checkpoint",
+    "check_fit",
     "checkpoint_path",
-    "damaged",
     "find_checkpoint",
     "has_training_state",
     "is_checkpoint",
@@ -115,8 +114,7 @@ def load(
     return load_with_tokenizer(path, device, checkpoint=checkpoint).model
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A model in evaluation mode and its tokenizer, both from the same checkpoint."""
 
     checkpoint: Path
@@ -140,15 +138,9 @@ def load_with_tokenizer(
 
 
 def read_from(path: str | Path, read: Callable[[Path], Content], which: CheckpointChoice | None = None) -> Content:
-    """Read from a checkpoint. If a run in training removes it meanwhile, read from another one.
+    """Read from the checkpoint that `find_checkpoint` finds. If a run in training removes it meanwhile, read from another one.
 
-    Args:
-        path: the folder of a run, or of one checkpoint.
-        read: reads a checkpoint; called again for another one.
-        which: which checkpoint of a run, as for `load`.
-
-    Raises:
-        LineartimeError: as `find_checkpoint` and `read`.
+    Raises LineartimeError as `find_checkpoint` and `read`.
     """
     check_type("path", path, str | Path)
     for _ in range(_ATTEMPTS):
@@ -166,8 +158,7 @@ def read_from(path: str | Path, read: Callable[[Path], Content], which: Checkpoi
 def load_tokenizer(path: str | Path) -> "Tokenizer":
     """Load the tokenizer of a run or of a checkpoint, from a tokenizer.json, or by its name: "bytes", or "hub:gpt2".
 
-    Raises:
-        LineartimeError: if there is none, or it cannot be read.
+    Raises LineartimeError if there is none, or it cannot be read.
     """
     from lineartime.data.tokenizers import is_ready_name, named_tokenizer, read_tokenizer
 
@@ -208,9 +199,7 @@ def best_checkpoint(run: str | Path) -> Path:
 def find_checkpoint(path: str | Path, which: CheckpointChoice | None = None) -> Path:
     """Return the path itself if it is a checkpoint, otherwise a checkpoint of the run at the path: by default, the best one.
 
-    Raises:
-        LineartimeError: if there is no such checkpoint.
-        ArgumentError: naming `checkpoint`, if `which` is invalid, or is given although the path is a checkpoint.
+    Raises LineartimeError if there is none, and ArgumentError for an invalid `which`, or if the path is a checkpoint itself.
     """
     path = Path(path)
     if is_there(path / "config.json") and not is_there(path / "model.json") and not list_checkpoints(path):

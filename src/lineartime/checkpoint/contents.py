@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from lineartime.choices import Task
-from lineartime.errors import ArgumentError
 from lineartime.fields import Between, Count, Digest, Matching, decode
 
 Step = Annotated[int, Between(0, 10**9)]
@@ -36,32 +35,20 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class LanePosition:
-    """The position in a lane of a streamed text.
+    """The position in a lane of a streamed text."""
 
-    Attributes:
-        epoch: how often the lane has ended.
-        source: the state of its source, as the datasets library describes it; None at the beginning.
-        used: the number of tokens to skip from there.
-    """
-
-    epoch: Step
-    source: dict[str, Any] | None
-    used: Count
+    epoch: Step  # how often the lane has ended
+    source: dict[str, Any] | None  # the state of its source, as the datasets library describes it; None at the beginning
+    used: Count  # the number of tokens to skip from there
 
 
 @dataclass(frozen=True)
 class TextPosition:
-    """The position in the text, from the loaders of all processes.
+    """The position in the text, from the loaders of all processes."""
 
-    Attributes:
-        rows: the number of sequences that were read.
-        of: the number of lanes of a streamed text.
-        lanes: the position in each lane, by its number.
-    """
-
-    rows: Count
-    of: Annotated[int, Between(1, 10**6)] | None = None
-    lanes: dict[str, LanePosition] | None = None
+    rows: Count  # the number of sequences that were read
+    of: Annotated[int, Between(1, 10**6)] | None = None  # the number of lanes of a streamed text
+    lanes: dict[str, LanePosition] | None = None  # the position in each lane, by its number
 
     def to_dict(self) -> dict[str, Any]:
         """Return the position as loaders describe it."""
@@ -76,30 +63,21 @@ HELD_OUT = ", held out "
 class TrainingState:
     """What resuming a run needs besides tensors: training.json.
 
-    Attributes:
-        step: steps taken.
-        text: the identity of the text, which shows whether it has changed.
-        data: the position in the text.
-        config: the run's options, as a dictionary.
-        skipped: steps that were skipped because the loss or the gradient was not finite.
-        validation_loss: in nats per token, at this step; None if it was not measured before the checkpoint was written.
-        automatic: options that were left to the library, as they were given: `config` has what it chose. A run with the same
-            options, but another length or machine, chooses again.
+    `automatic` holds the options that were left to the library, as they were given: `config` has what it chose. A run with the
+    same options, but another length or machine, chooses again.
     """
 
-    step: Step
-    text: str
+    step: Step  # steps taken
+    text: str  # the identity of the text, which shows whether it has changed
     data: TextPosition
-    config: dict[str, Any]
-    skipped: Step = 0
-    validation_loss: float | None = None
+    config: dict[str, Any]  # the run's options
+    skipped: Step = 0  # steps that were skipped because the loss or the gradient was not finite
+    validation_loss: float | None = None  # in nats per token, at this step; None if it was not measured by then
     automatic: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_options("config", self.config)
         check_options("automatic", self.automatic)
-        if self.skipped > self.step:
-            raise ArgumentError("skipped", f"is {self.skipped}, but must be at most the {self.step} steps taken.")
 
     @property
     def held_out(self) -> str:
@@ -118,8 +96,5 @@ class ValidationLoss:
     validation_loss: float
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """The files of a checkpoint and their SHA-256: manifest.json."""
-
-    files: dict[RelativeFile, Digest]
+Manifest = dict[RelativeFile, Digest]
+"""The files of a checkpoint and their SHA-256: manifest.json."""

@@ -87,10 +87,7 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def read_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
-    """Build the model of a checkpoint with its weights, on the CPU, and its tokenizer. Raises LineartimeError as `load` does.
-
-    A model that was shared without the files for training may also lack its checksums.
-    """
+    """Build the model of a checkpoint with its weights, on the CPU, and its tokenizer. Raises as `load` does."""
     from lineartime.checkpoint.weights import UnfitWeightsError, check_weights, load_weights
     from lineartime.data import read_tokenizer
     from lineartime.models.language_model import build_model
@@ -118,21 +115,26 @@ def read_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
 
 
 def load_into(model: "LanguageModel", checkpoint: Path) -> None:
-    """Copy the weights of a checkpoint into a model. Other files are only compared with their checksums.
+    """Copy the weights of a checkpoint into a model. Raises DamagedCheckpointError if they are damaged, or do not fit."""
+    from lineartime.checkpoint.weights import UnfitWeightsError, load_weights
 
-    Raises:
-        UnfitWeightsError: if the weights do not fit the model.
-        LineartimeError: if the checkpoint is damaged.
-    """
-    from lineartime.checkpoint.weights import check_weights, load_weights
+    try:
+        check_fit(checkpoint, model.config)
+        load_weights(checkpoint / WEIGHTS, model)
+    except UnfitWeightsError as error:
+        raise damaged(checkpoint, str(error)) from None
+
+
+def check_fit(checkpoint: Path, config: "ModelConfig") -> None:
+    """Raise UnfitWeightsError unless the weights of a checkpoint fit a model, and DamagedCheckpointError if it is damaged."""
+    from lineartime.checkpoint.weights import check_weights
 
     verify_model(checkpoint)
-    check_weights(checkpoint / WEIGHTS, model.config)
-    load_weights(checkpoint / WEIGHTS, model)
+    check_weights(checkpoint / WEIGHTS, config)
 
 
 def verify_model(checkpoint: Path) -> None:
-    """Raise DamagedCheckpointError unless the files of the model match their checksums, if there are any."""
+    """Raise DamagedCheckpointError unless the files of the model match their checksums, which a shared model may lack."""
     if not (checkpoint / WEIGHTS).is_file():
         raise damaged(checkpoint, f"{WEIGHTS} is missing")
     if (checkpoint / _MANIFEST).exists() or has_training_state(checkpoint):
@@ -202,7 +204,7 @@ def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
     """Raise DamagedCheckpointError unless the given files, or by default all files, match their checksums."""
     if not (checkpoint / _MANIFEST).is_file():
         raise damaged(checkpoint, f"{_MANIFEST} is missing")
-    manifest = _read_as(Manifest, checkpoint / _MANIFEST, "files").files
+    manifest = _read_as(Manifest, checkpoint / _MANIFEST)
     for name in {*_MODEL_FILES, _TRAINING, *manifest} if names is None else names:
         file = checkpoint / name
         if not file.is_file():
@@ -215,11 +217,11 @@ def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
         _read_as(ValidationLoss, checkpoint / _VALIDATION)
 
 
-def _read_as(content: type[Content], file: Path, field: str = "") -> Content:
-    """Read a JSON file as a dataclass, of which it holds all fields, or the one that is named."""
+def _read_as(content: type[Content], file: Path) -> Content:
+    """Read a JSON file as a dataclass or a dictionary."""
     _, values = _read(file)
     try:
-        return decoded(content, {field: values} if field else values)
+        return decoded(content, values)
     except ValueError as error:
         raise damaged(file.parent, f"{file.name}: {error}") from None
 

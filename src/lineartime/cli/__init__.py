@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse(options: type[Options], arguments: Sequence[str], default: Options | None = None) -> Options:
+def parse(options: type[Options], arguments: Sequence[str]) -> Options:
     """Parse the options of a command, and import the modules that --import names.
 
     Exit with status 2 and a message if the arguments are wrong.
@@ -140,7 +140,7 @@ def parse(options: type[Options], arguments: Sequence[str], default: Options | N
         flag = f"--{name.replace('_', '-')}"
         if get_origin(kind) is tuple and tyro.conf.UseAppendAction not in marks and flags.count(flag) > 1:
             raise LineartimeError(f"{flag} is given twice, and only the last one would count: give all its values after one.")
-    own: Any = ("options", Annotated[options, tyro.conf.arg(name="")], *(() if default is None else (default,)))
+    own: Any = ("options", Annotated[options, tyro.conf.arg(name="")])
     with_import: Any = make_dataclass("with_import", [own, ("modules", _IMPORT, ())])
     program = f"lineartime {options.__module__.rpartition('.')[2]}"
     parsed = tyro.cli(with_import, prog=program, description=options.__doc__, args=arguments, registry=_REGISTRY)

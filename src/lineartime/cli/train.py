@@ -2,14 +2,13 @@
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from lineartime.cli import parse
 from lineartime.cli.config_file import read_options, to_toml
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.screen import SCREEN
@@ -17,7 +16,6 @@ from lineartime.training.config import TrainConfig
 from lineartime.units import duration, size
 
 _ALIASES = {"model": "preset", "context": "context_length"}
-_LISTS = ("data", "include", "exclude")
 
 
 @dataclass(frozen=True)
@@ -41,30 +39,20 @@ class Options(TrainConfig):
 
 
 def run(options: Options, arguments: Sequence[str]) -> None:
-    """Train, then print the best checkpoint.
-
-    tyro parses the arguments again with the defaults of a file, a recipe or a run.
-    """
+    """Train, then print the best checkpoint."""
     for name in ("resume", "auto_resume"):
         if options.dry_run and getattr(options, name):
             raise ArgumentError("dry_run", f"tries a new run, and cannot be combined with `{name}=True`.")
-    in_file = {} if options.config is None else _in_file(options.config)
 
     from lineartime.training.overrides import merged_override
     from lineartime.training.resuming import complete
 
-    def apply_given(defaults: TrainConfig) -> TrainConfig:
-        with_file = dataclasses.replace(defaults, **in_file)
-        empty = dict.fromkeys((*_LISTS, "override"), ())  # values that are given replace the default ones
-        usual = Options(**{**vars(with_file), **empty})
-        given = parse(Options, arguments, usual)
-        values = {field.name: getattr(given, field.name) for field in dataclasses.fields(TrainConfig)}
-        of_file = with_file.override if "override" in in_file else ()
-        override = merged_override(defaults.override, of_file, given.override)
-        lists = {name: getattr(given, name) or getattr(with_file, name) for name in _LISTS}
-        return TrainConfig(**{**values, **lists, "override": override})
-
-    config, defaults = complete(apply_given(TrainConfig()), apply_given)
+    given = {} if options.config is None else _in_file(options.config)
+    override = merged_override(given.get("override", ()), options.override)
+    given |= {name: getattr(options, name) for name in _named(arguments)}
+    if "override" in given:
+        given["override"] = override
+    config = complete(given)
     if options.print_config:
         config.check()
         expanded = {**config.to_dict(), "resume": options.resume}
@@ -74,18 +62,25 @@ def run(options: Options, arguments: Sequence[str]) -> None:
     elif options.dry_run:
         _dry_run(config)
     else:
-        _train(config, defaults)
+        _train(config, given)
 
 
-def _train(config: TrainConfig, defaults: TrainConfig) -> None:
+def _train(config: TrainConfig, given: Collection[str]) -> None:
     from lineartime.training.distributed import read_environment
     from lineartime.training.loop import train_completed
 
-    result = train_completed(config, defaults)
+    result = train_completed(config, given)
     if read_environment().rank == 0:
         if not result.finished:
             print(f"resume by: {_resume_command(result.run)}", file=SCREEN)
         print(f"best checkpoint: {result.checkpoint}")
+
+
+def _named(arguments: Sequence[str]) -> list[str]:
+    """The options of training that the arguments give, whatever their values are."""
+    words = {word.partition("=")[0][2:].replace("-", "_").removeprefix("no_") for word in arguments if word.startswith("--")}
+    named = {_ALIASES.get(word, word) for word in words}
+    return [field.name for field in dataclasses.fields(TrainConfig) if field.name in named]
 
 
 def _dry_run(config: TrainConfig) -> None:

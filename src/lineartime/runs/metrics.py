@@ -31,15 +31,8 @@ _NUMBERS = {"step": Step, "tokens": _COUNT, "skipped": _COUNT, "seconds": _COUNT
 class MetricsLog:
     """Appends lines to a run's metrics.jsonl, each with the tokens and the seconds of training so far.
 
-    Args:
-        run: the run's folder; created if missing.
-        first_step: steps taken before. Lines of later steps, left by a killed process, are dropped.
-
-    Attributes:
-        tokens: tokens trained on so far, over all processes of the run.
-
-    Raises:
-        LineartimeError: if the file cannot be written.
+    Lines of steps after `first_step`, left by a killed process, are dropped. `tokens` are those of all processes. Raises
+    LineartimeError if the file cannot be written.
     """
 
     def __init__(self, run: Path, first_step: int) -> None:

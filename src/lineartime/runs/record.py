@@ -53,40 +53,24 @@ class Machine:
 
 @dataclass(frozen=True)
 class Process:
-    """A process that trained a run.
+    """A process that trained a run."""
 
-    Attributes:
-        time: when it started, in ISO 8601 format.
-        command: the program and its arguments.
-        changed_options: the options that differ from the run's, by name.
-        versions: the versions of Python and packages.
-        machine: the machine that it ran on.
-        git: the state of the git repository; None without one.
-        error: the message of the error that ended it; None if there was none.
-    """
-
-    time: str = ""
-    command: tuple[str, ...] = ()
-    changed_options: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
+    time: str = ""  # when it started, in ISO 8601 format
+    command: tuple[str, ...] = ()  # the program and its arguments
+    changed_options: dict[str, Any] = field(default_factory=dict)  # the options that differ from the run's
+    versions: dict[str, str] = field(default_factory=dict)  # of Python and packages
     machine: Machine = Machine()
-    git: Git | None = None
-    error: str | None = None
+    git: Git | None = None  # None without a repository
+    error: str | None = None  # the message of the error that ended it
 
 
 @dataclass(frozen=True)
 class Record:
-    """A run: run.json.
+    """A run: run.json."""
 
-    Attributes:
-        options: the options with which it was started, as JSON values.
-        processes: the processes that trained it, the first of which started it.
-        seed: the option `seed`.
-    """
-
-    options: dict[str, Any]
-    processes: tuple[Process, ...]
-    seed: int | None = None
+    options: dict[str, Any]  # those with which it was started, as JSON values
+    processes: tuple[Process, ...]  # those that trained it, the first of which started it
+    seed: int | None = None  # the option `seed`
 
     def __post_init__(self) -> None:
         check_options("options", self.options)
@@ -109,14 +93,8 @@ class RunRecord:
         """Write the record when a process starts to train a run, before the first checkpoint of a new run.
 
         A run with checkpoints is being resumed. Its record keeps the options with which it was started, and gets this process
-        with the options that differ. A damaged record is renamed, and a new one begins. `config` holds all options as JSON
-        values, `command` the program and its arguments.
-
-        Returns:
-            A note on a damaged record; empty without one.
-
-        Raises:
-            LineartimeError: if the file cannot be written.
+        with the options that differ. A damaged record is renamed, a new one begins, and a note on it is returned, otherwise "".
+        Raises LineartimeError if the file cannot be written.
         """
         options = json.loads(json.dumps(config))  # as `read_record` returns them
         record, note = Record(options, (), options.get("seed")), ""

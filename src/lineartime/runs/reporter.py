@@ -57,16 +57,8 @@ class Reporter(NullReporter):
     A terminal, or a notebook with ipywidgets, shows a progress bar and a line per evaluation. Any other output gets only the
     lines. At the end, even if the run failed, the losses are plotted into the run's folder.
 
-    Args:
-        run: the run's folder.
-        first_step: steps taken before; recorded metrics of later steps are dropped.
-        steps: steps of the whole run.
-        trackers: any of "tensorboard", "wandb", "trackio".
-        record: the run's options, for trackers that show them.
-        resumed: whether the run continues one in its folder, as its trackers then do.
-
-    Raises:
-        LineartimeError: if metrics.jsonl cannot be written, or a tracker cannot start.
+    `record` holds the run's options, for trackers that show them. Raises LineartimeError if metrics.jsonl cannot be written, or
+    a tracker cannot start.
     """
 
     def __init__(

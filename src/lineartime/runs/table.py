@@ -83,12 +83,9 @@ def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
 
 
 def make_tables(groups: Sequence[Group], width: int | None = None) -> tuple[list[Table], list[str], list[str]]:
-    """A table for each group, with the options that differ between runs of the same group.
+    """A table for each group; then the columns that were left out, and the options that also differ, but have no column.
 
     On a screen of `width` characters, there are a few options, and the least important columns are left out if need be.
-
-    Returns:
-        The tables, the columns that were left out, and the options that also differ, but have no column.
     """
     runs = [run for group in groups for run in group.runs]
     in_titles = (*_GROUPED_BY, "seed") if any(run.seeds for run in runs) else _GROUPED_BY

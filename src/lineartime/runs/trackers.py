@@ -5,7 +5,6 @@ without it. metrics.jsonl holds the same numbers.
 """
 
 import os
-import re
 import sys
 import time
 import uuid
@@ -28,11 +27,8 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in PACKAGES:
             raise ArgumentError("track", f"contains {name!r}, but must be any of {', '.join(PACKAGES)}.")
-        if not is_installed(PACKAGES[name]):
-            if name != "tensorboard":  # which is a dependency of lineartime, not an extra
-                raise missing_extra(PACKAGES[name], name, f"The tracker {name}")
-            missing = "TensorBoard scalars need tensorboardX: pip install tensorboardX, or leave the tracker out of "
-            raise LineartimeError(missing, "`track`.")
+        if name != "tensorboard" and not is_installed(PACKAGES[name]):  # which is a dependency of lineartime, not an extra
+            raise missing_extra(PACKAGES[name], name, f"The tracker {name}")
 
 
 class Tracker(NamedTuple):
@@ -45,10 +41,8 @@ class Tracker(NamedTuple):
 class Trackers:
     """Combines several trackers. A tracker that fails is dropped, and `say` reports this to the user.
 
-    The trackers of a resumed run resume their runs too. The run's folder must exist.
-
-    Raises:
-        LineartimeError: as `check_trackers`, and for a tracker that cannot start a new run.
+    The trackers of a resumed run resume their runs too. Raises LineartimeError as `check_trackers`, and for a tracker that
+    cannot start a new run.
     """
 
     def __init__(
@@ -106,9 +100,7 @@ def _identity(run: Path, keep: bool) -> str:
     """The run's identity in all trackers: stored in its folder, new for a new run."""
     file = run / IDENTITY_FILE
     if keep and file.is_file():
-        kept = file.read_text(encoding="utf-8", errors="replace").strip()
-        if re.fullmatch(r"[0-9a-f]{12}", kept):
-            return kept
+        return file.read_text(encoding="utf-8", errors="replace").strip()
     identity = uuid.uuid4().hex[:12]
     write_atomically(file, identity + "\n")
     return identity

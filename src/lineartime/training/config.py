@@ -275,12 +275,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "TrainConfig":
-        """Restore a config from the dictionary of `to_dict`. Missing fields take their defaults.
-
-        Raises:
-            ArgumentError: naming the field, if one is unknown, has the wrong type or is out of range.
-        """
+        """Restore a config from the dictionary of `to_dict`; missing fields take their defaults. Raises ArgumentError."""
         given = data.get("data") or []
-        values = {**data, "data": [given] if isinstance(given, (str, Path)) else given}
-        config: TrainConfig = decode(cls, values if "data" in data else data)
+        config: TrainConfig = decode(cls, {**data, "data": [given] if isinstance(given, (str, Path)) else given})
         return config

@@ -36,18 +36,12 @@ class Environment(NamedTuple):
 
 
 def read_environment() -> Environment:
-    """Read the variables. A single process has ranks of 0, whatever other programs have set.
-
-    Raises:
-        LineartimeError: naming the variable, if it is missing, not a number or out of range.
-    """
+    """Read the variables; a single process has ranks of 0, whatever is set. Raises LineartimeError for an invalid variable."""
     size, restarts = _number("WORLD_SIZE", 1), _number("TORCHELASTIC_RESTART_COUNT", 0)
     if size <= 1:
         return Environment(torchelastic_restart_count=restarts)
-    return Environment(
-        size, _number("RANK", None, size), _number("LOCAL_RANK", 0, size), _number("LOCAL_WORLD_SIZE", size),
-        _number("GROUP_RANK", 0), _number("GROUP_WORLD_SIZE", 1), restarts,
-    )  # fmt: skip
+    ranks = _number("RANK", None, size), _number("LOCAL_RANK", 0, size), _number("LOCAL_WORLD_SIZE", size)
+    return Environment(size, *ranks, _number("GROUP_RANK", 0), _number("GROUP_WORLD_SIZE", 1), restarts)
 
 
 def _number(name: str, default: int | None, below: int | None = None) -> int:
@@ -62,22 +56,15 @@ def _number(name: str, default: int | None, below: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among the processes of the run; numbers count from 0.
-
-    Attributes:
-        context_parallel: the number of processes that share each sequence; they are neighbours in rank.
-        context_group: the processes that share this one's sequences; None if it reads them alone.
-        checkpoint_group: all processes, for writing checkpoints in the background; None if there is one process.
-        store: the key-value store of all processes; None if there is one process.
-    """
+    """The place of this process among the processes of the run; numbers count from 0."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    context_parallel: int = 1
-    context_group: dist.ProcessGroup | None = None
-    checkpoint_group: dist.ProcessGroup | None = None
-    store: dist.Store | None = field(default=None, repr=False)
+    context_parallel: int = 1  # the number of processes that share each sequence; they are neighbours in rank
+    context_group: dist.ProcessGroup | None = None  # those that share this one's sequences; None if it reads them alone
+    checkpoint_group: dist.ProcessGroup | None = None  # all, to write checkpoints in the background; None if it is alone
+    store: dist.Store | None = field(default=None, repr=False)  # the key-value store of all processes; None if it is alone
 
     @property
     def is_main(self) -> bool:
@@ -180,14 +167,8 @@ _RUNS = itertools.count()
 def join_world(device: torch.device, *, timeout: float, context_parallel: int = 1) -> Iterator[World]:
     """Connect to the other processes that torchrun started, for the duration of a `with` block.
 
-    Args:
-        device: the device of this process.
-        timeout: seconds to wait for the others, at the start and in every exchange.
-        context_parallel: the number of processes that share each sequence.
-
-    Raises:
-        LineartimeError: if `context_parallel` does not divide the number of processes, or if a process does not start or is
-            lost.
+    Raises LineartimeError if `context_parallel` does not divide their number, or if one does not start or is lost: after
+    `timeout` seconds, at the start and in every exchange.
     """
     environment = read_environment()
     rank, size = environment.rank, environment.world_size
@@ -200,7 +181,7 @@ def join_world(device: torch.device, *, timeout: float, context_parallel: int = 
         return
     if device.type == "mps":
         raise ArgumentError("device", "is mps, which supports only one process, but torchrun has started several: use cpu.")
-    if context_parallel < 1 or size % context_parallel:
+    if size % context_parallel:
         found = f"is {context_parallel}, which does not divide the {size} processes: use a divisor of {size}."
         raise World(rank, size).reported_by_main(ArgumentError("context_parallel", found))
     if device.type == "cuda":

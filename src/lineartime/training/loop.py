@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,14 +82,14 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
             meant = _OTHER_NAMES.get(name)
             like = did_you_mean(name, names) if meant is None else f": use {meant}"
             raise TypeError(f"train has no option {name!r}{like}.")
-    asked = TrainConfig(**options)
     if not isinstance(options.get("preset", ""), str):  # a `ModelConfig` sets several options
-        options |= {name: getattr(asked, name) for name in ("preset", "task", "override")}
-    return train_completed(*complete(asked, lambda defaults: dataclasses.replace(defaults, **options)))
+        described = TrainConfig(**options)
+        options |= {name: getattr(described, name) for name in ("preset", "task", "override")}
+    return train_completed(complete(options), options)
 
 
-def train_completed(config: TrainConfig, defaults: TrainConfig) -> TrainingResult:
-    """Train with a complete set of options. `defaults` holds the values of options that were not given."""
+def train_completed(config: TrainConfig, given: Collection[str]) -> TrainingResult:
+    """Train with a complete set of options. `given` names those that were given; the others are defaults."""
     environment = read_environment()
     device = choose_device(config.device, environment.local_rank)
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
@@ -104,7 +104,7 @@ def train_completed(config: TrainConfig, defaults: TrainConfig) -> TrainingResul
             config = dataclasses.replace(config, resume=config.resume or exists)
         start, notes = world.share(lambda: starting_point(config))
         check_shared(config.run_directory, world)
-        return prepare(config, world, start, notes, defaults, record).run()
+        return prepare(config, world, start, notes, given, record).run()
 
 
 def prepare(
@@ -112,7 +112,7 @@ def prepare(
     world: World | None = None,
     start: Path | None = None,
     notes: Sequence[str] = (),
-    defaults: TrainConfig | None = None,
+    given: Collection[str] = (),
     record: RunRecord | None = None,
 ) -> "Trainer":
     """The trainer of a new run, or of a run that starts from a checkpoint; its folder is not touched. Raises as `train`."""
@@ -124,7 +124,7 @@ def prepare(
         if start is not None:
             started = saved_config(start)
             taken = checkpoints.read_training_state(start).step
-            config = resumed_config(config, started, defaults or TrainConfig(), taken)
+            config = resumed_config(config, started, given, taken)
             config.check()
             before = started.precision
     setup = set_up(config, world, start)
@@ -193,12 +193,6 @@ class Trainer:
             raise LineartimeError(
                 f"The text of the run in {self.config.run_directory} has changed: it was {state.text}, and now it is "
                 f"{self.text.identity}; restore the old text, or start another run in another folder."
-            )
-        rows = state.step * self.setup.tokens_per_step // self.config.context_length
-        if state.data.rows != rows:
-            raise LineartimeError(
-                f"{start / 'training.json'} is damaged (data.rows is {state.data.rows}, but {state.step} steps read {rows}): "
-                "restore it from a copy, or train again."
             )
         self.step, self.skipped, self._validation_loss = state.step, state.skipped, checkpoints.read_validation_loss(start)
         self.text.loader.restore(state.data.to_dict())
@@ -295,11 +289,9 @@ class Trainer:
         return own, total
 
     def _compute_gradient(self, batches: Sequence[Batch], own_targets: list[int], targets: float) -> tuple[float, float]:
-        """Run the forward and backward passes of a step and clip the gradient.
+        """Run both passes of a step and clip the gradient; return the sum of this process's losses, in nats.
 
-        Returns:
-            The sum of this process's losses, in nats, and the norm of the gradient before clipping; if groups of micro-batches
-            are clipped separately, the mean norm of this process's groups.
+        Also return the norm of the gradient before clipping; if groups of micro-batches are clipped separately, their mean.
         """
         # The seed of dropout is derived from the step, so that checkpoints need not store a state.
         seeds = np.random.SeedSequence((self.config.seed, self.step, self.world.rank)).generate_state(1, np.uint64)

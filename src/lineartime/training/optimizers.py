@@ -46,13 +46,8 @@ class Muon(torch.optim.Optimizer):
     """Muon for matrices, each of which may hold several maps, stacked by rows. Every map is orthogonalised separately.
 
     For the update, every process gathers the matrices that FSDP has sharded, one after another; the momentum stays sharded.
-
-    Args:
-        maps: the matrices, and the numbers of rows of the maps in each.
-        lr: the learning rate.
-        momentum: mu.
-        weight_decay: the decay, as a share of the weights at a learning rate of 1.
-        bf16: whether to orthogonalise updates in bf16 instead of the precision of the weights.
+    `maps` holds the matrices, and the numbers of rows of the maps in each. `bf16` orthogonalises updates in bf16 instead of the
+    precision of the weights.
     """
 
     def __init__(

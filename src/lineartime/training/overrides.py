@@ -54,14 +54,8 @@ def merged_override(*overrides: Sequence[str]) -> tuple[str, ...]:
 def options_of(model: object, task: Task, *, all_values: bool) -> dict[str, Any]:
     """The options preset, task and override (by name) that describe a `ModelConfig`, including its vocabulary size.
 
-    Args:
-        model: the config.
-        task: the task option that was given with the model; the default, "clm", is replaced by the model's own task.
-        all_values: whether to override every value, not only those that differ from the preset's, because other options may
-            set values too.
-
-    Raises:
-        ArgumentError: for anything but a `ModelConfig`, a contradicting task, or a model that no preset resembles.
+    With `all_values`, values are overridden that are the preset's, too, because other options may set them. Raises
+    ArgumentError for anything but a `ModelConfig`, a contradicting task, or a model that no preset resembles.
     """
     from lineartime.models.config import ModelConfig
     from lineartime.models.presets import nearest_preset, resolve, values_of

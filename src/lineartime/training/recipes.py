@@ -42,26 +42,15 @@ _RECIPES: dict[RecipeName, dict[str, Any]] = {
 _CHUNK_SIZES: dict[RecipeName, int] = {"lm-wiki40b": 256, "lm-pg19": 512, "mlm-c4": 256}
 
 
-def recipe_preset(recipe: RecipeName) -> str:
-    """The default model of a recipe."""
-    preset: str = _RECIPES[recipe].get("preset", TrainConfig.preset)
-    return preset
-
-
 def recipe_config(recipe: RecipeName, preset: str | None = None) -> TrainConfig:
-    """The options of a recipe for a preset; any of them can be overridden.
+    """The options of a recipe for a preset, by default its own; any of them can be overridden.
 
-    Args:
-        recipe: quick, lm-wiki40b, lm-pg19 (chunks of 512 tokens; its metric is the word-level perplexity) or mlm-c4.
-        preset: the model; the default is the recipe's. In the paper's recipes, it gets the recipe's chunk size unless its
-            system fixes one, and the gradients of the vanilla Transformer are not clipped.
-
-    Raises:
-        ArgumentError: for an unknown recipe or preset.
+    In the paper's recipes, the model gets the recipe's chunk size unless its system fixes one, and the gradients of the vanilla
+    Transformer are not clipped. Raises ArgumentError for an unknown recipe or preset.
     """
     check_choice("recipe", recipe, tuple(_RECIPES))
-    preset = preset or recipe_preset(recipe)
-    values = {**_RECIPES[recipe], "recipe": recipe, "preset": preset}
+    values = {"preset": TrainConfig.preset, **_RECIPES[recipe], "recipe": recipe}
+    preset = values["preset"] = preset or values["preset"]
     system = system_of(preset)
     if system.takes_chunk_size and recipe in _CHUNK_SIZES:
         values["override"] = (f"chunk_size={_CHUNK_SIZES[recipe]}",)

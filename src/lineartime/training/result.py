@@ -12,13 +12,9 @@ from lineartime.runs.metrics import losses, read_metrics
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A run that has ended, read from its folder.
+    """A run that has ended, read from its folder `run`. `step` counts the steps taken so far.
 
-    Attributes:
-        run: the run's folder.
-        step: steps taken so far.
-        finished: whether all steps were taken. After an interrupt, it is False: the run is saved, and `resume=True` continues
-            it.
+    After an interrupt, it is not `finished`: it is saved, and `resume=True` continues it.
     """
 
     run: Path

@@ -1,7 +1,7 @@
 """Where a run starts: the options and the checkpoint of a run to resume, of one to repeat, or of a recipe; and its folder."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from lineartime.runs.record import last_error, read_record
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 from lineartime.training.overrides import merged_override, options_of
-from lineartime.training.recipes import recipe_config, recipe_preset
+from lineartime.training.recipes import recipe_config
 from lineartime.training.schedule import with_other_steps
 
 _MAY_CHANGE = (
@@ -49,8 +49,6 @@ _LENGTHS = ("steps", "decay_steps")
 
 _NOT_REPEATED: dict[str, Any] = {"out": None, "resume": False, "auto_resume": False, "recipe": None}
 
-ApplyGiven = Callable[[TrainConfig], TrainConfig]
-"""Applies the options that the user gave to other defaults."""
 Content = TypeVar("Content")
 
 
@@ -58,36 +56,27 @@ def saved_config(checkpoint: Path) -> TrainConfig:
     """The options with which a checkpoint's run was started. Raises LineartimeError if they cannot be read."""
     state = checkpoints.read_training_state(checkpoint)
     try:
-        config = TrainConfig.from_dict(state.config)
-        if state.step > config.steps:
-            raise ArgumentError("steps", f"is {config.steps}, but step {state.step} was taken.")
+        return TrainConfig.from_dict(state.config)
     except ValueError as error:
         raise LineartimeError(
             f"The options in {checkpoint} come from another version of lineartime, or are damaged: {error}"
         ) from None
-    return config
 
 
-def resumed_config(asked: TrainConfig, started: TrainConfig, defaults: TrainConfig, taken: int) -> TrainConfig:
-    """The options of a resumed run: those it was `started` with, replaced by those now `asked` for if they may differ.
+def resumed_config(asked: TrainConfig, started: TrainConfig, given: Collection[str], taken: int) -> TrainConfig:
+    """The options of a resumed run after `taken` steps: those it was `started` with, and those `given` now that may differ.
 
-    `defaults` holds the values of options that were not given now, and `taken` is the number of steps taken. Raises
-    ArgumentError if a given option differs and must not.
+    `asked` holds the values of the options that are given, by their names. Raises ArgumentError if one differs and must not.
     """
-    given = {
-        field.name: value
-        for field in dataclasses.fields(TrainConfig)
-        if (value := getattr(asked, field.name)) != getattr(defaults, field.name)
-    }
-    lengths = {name: given.pop(name) for name in _LENGTHS if name in given}
+    lengths = {name: getattr(asked, name) for name in _LENGTHS if name in given}
     if any(value != getattr(started, name) for name, value in lengths.items()):
         started = with_other_steps(started, dataclasses.replace(started, **lengths), taken)
     kept = {name: getattr(asked, name) for name in ("out", "resume", "auto_resume")}
-    for name, value in given.items():
+    for name in given:
+        value, before = getattr(asked, name), getattr(started, name)
         if name in _MAY_CHANGE:
             kept[name] = value
-        elif name not in kept:
-            before = getattr(started, name)
+        elif name not in kept and name not in lengths:
             if name == "tokenizer":  # None means this
                 before = before or "bytes"
             if value != before:
@@ -99,21 +88,17 @@ def resumed_config(asked: TrainConfig, started: TrainConfig, defaults: TrainConf
     return dataclasses.replace(started, **kept)
 
 
-def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
-    """Complete the given options by the defaults that `resume`, `like` or `recipe` select; also return these defaults.
+def complete(given: Mapping[str, Any]) -> TrainConfig:
+    """The options that are given, by their names, and for the others the defaults that `resume`, `like` or `recipe` select.
 
-    Args:
-        config: the given options, on top of the usual defaults.
-        apply_given: applies the given options to other defaults.
-
-    Raises:
-        LineartimeError: if they contradict each other, or the run they name cannot be read.
+    Raises LineartimeError if they contradict each other, or the run they name cannot be read.
     """
+    config = TrainConfig(**given)
     if config.auto_resume and not config.resume:
         if config.out is None:
             raise ArgumentError("auto_resume", "needs the folder of the run: give `out`.")
         if checkpoints.list_checkpoints(config.out):
-            return _resumed_again(config, apply_given)
+            return _resumed_again(config.out, config, given)
     if config.resume and config.init_from is not None:
         combined = ("starts a new run, and cannot be combined with ", "`resume`", ": use one of them.")
         raise ArgumentError("init_from", *combined)
@@ -122,20 +107,31 @@ def complete(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig,
         other = f"`{chosen[1]}`"
         raise ArgumentError(chosen[0], "cannot be combined with ", other, ": each sets all other options; use one of them.")
     if config.resume and not checkpoints.is_checkpoint(config.run_directory):
-        defaults = _resumed(config.run_directory)
         # The folder may depend on other options, which need not be given again.
-        return dataclasses.replace(apply_given(defaults), out=config.run_directory), defaults
+        return dataclasses.replace(_applied(_resumed(config.run_directory), given), out=config.run_directory)
     defaults = TrainConfig()
     if config.like is not None:
-        config, defaults = _repeated(config.like, apply_given)
+        config, defaults = _repeated(config.like, given)
     elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
-        preset = apply_given(dataclasses.replace(defaults, preset=recipe_preset(config.recipe))).preset
-        defaults = recipe_config(config.recipe, preset)
-        config = _merging_override(defaults, apply_given)
+        defaults = recipe_config(config.recipe, config.preset if "preset" in given else None)
+        config = _applied(defaults, given)
     if config.init_from is not None and config.init_from != defaults.init_from:  # given, not inherited from another run
         defaults = _read("init_from", config.init_from, lambda checkpoint: _with_model_of(checkpoint, defaults))
-        config = dataclasses.replace(_merging_override(defaults, apply_given), init_from=defaults.init_from)
-    return config, defaults
+        config = dataclasses.replace(_applied(defaults, given), init_from=defaults.init_from)
+    return config
+
+
+def _applied(defaults: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+    """Apply the given options to defaults, and merge `override` field by field.
+
+    If another preset is given, default overrides of fields that its model does not have are dropped.
+    """
+    asked = dataclasses.replace(defaults, **{"override": (), **given})
+    inherited = defaults.override
+    if asked.preset != defaults.preset and asked.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
+        fields = resolve(asked.preset, asked.task).override_names
+        inherited = tuple(item for item in inherited if item.partition("=")[0] in fields)
+    return dataclasses.replace(asked, override=merged_override(inherited, asked.override))
 
 
 def _resumed(run: Path) -> TrainConfig:
@@ -143,29 +139,26 @@ def _resumed(run: Path) -> TrainConfig:
     return dataclasses.replace(saved_config(last), out=run, resume=True)
 
 
-def _resumed_again(config: TrainConfig, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
+def _resumed_again(run: Path, config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     """`complete` for a run that has begun, and whose command is given again, with what the run began with."""
-    assert config.out is not None
-    defaults = _resumed(config.out)
+    defaults = _resumed(run)
     began_with = {name: getattr(defaults, name) for name in ("like", "recipe", "init_from")}
     for name, before in began_with.items():
-        given = getattr(config, name)
+        value = getattr(config, name)
         # The weights of a run are recorded with the checkpoint that they were taken from.
-        if given is not None and (before is None or not Path(before).absolute().is_relative_to(Path(given).absolute())):
-            what = f"is {given}, but the run in {config.out} began with {_shown(before)}: use that, or give another "
+        if value is not None and (before is None or not Path(before).absolute().is_relative_to(Path(value).absolute())):
+            what = f"is {value}, but the run in {run} began with {_shown(before)}: use that, or give another "
             raise ArgumentError(name, what, "`out`.")
-    return dataclasses.replace(_merging_override(defaults, apply_given), **began_with), defaults
+    return dataclasses.replace(_applied(defaults, given), **began_with)
 
 
-def _repeated(like: Path, apply_given: ApplyGiven) -> tuple[TrainConfig, TrainConfig]:
-    """`complete` with `like`."""
+def _repeated(like: Path, given: Mapping[str, Any]) -> tuple[TrainConfig, TrainConfig]:
+    """The options of a run like another, and the defaults that they take from it."""
     started, chose_step = _read("like", like, _repeated_config, None if checkpoints.is_checkpoint(like) else "last")
     defaults = dataclasses.replace(started, **_NOT_REPEATED, like=like)
-    config = _merging_override(defaults, apply_given)
+    config = _applied(defaults, given)
     if config.data != defaults.data:  # the patterns belong to the text of that run
-        include = () if config.include == defaults.include else config.include
-        exclude = () if config.exclude == defaults.exclude else config.exclude
-        config = dataclasses.replace(config, include=include, exclude=exclude)
+        config = dataclasses.replace(config, **{name: given.get(name, ()) for name in ("include", "exclude")})
     sizes = ("batch_size", "context_length", "tokens_per_batch")
     changed = [name for name in sizes if getattr(config, name) != getattr(defaults, name)]
     if chose_step and changed and "tokens_per_batch" not in changed:
@@ -198,19 +191,6 @@ def _options_of_model(model: ModelConfig) -> dict[str, Any]:
     options = options_of(model, "clm", all_values=False)
     del options["override"]["vocab_size"]
     return options
-
-
-def _merging_override(defaults: TrainConfig, apply_given: ApplyGiven) -> TrainConfig:
-    """Apply the given options to the defaults, and merge `override` field by field.
-
-    If another preset is given, default overrides of fields that its model does not have are dropped.
-    """
-    asked = apply_given(dataclasses.replace(defaults, override=()))
-    inherited = defaults.override
-    if asked.preset != defaults.preset and asked.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
-        fields = resolve(asked.preset, asked.task).override_names
-        inherited = tuple(item for item in inherited if item.partition("=")[0] in fields)
-    return dataclasses.replace(asked, override=merged_override(inherited, asked.override))
 
 
 def _read(option: str, path: Path, read: Callable[[Path], Content], which: CheckpointChoice | None = None) -> Content:

@@ -72,8 +72,7 @@ def describe_schedule(config: TrainConfig) -> str:
 def with_other_steps(started: TrainConfig, asked: TrainConfig, taken: int) -> TrainConfig:
     """The options of a run, with its own warm-up, that goes on to the steps and the steps of decay of `asked`.
 
-    Raises:
-        ArgumentError: if the `taken` steps would have had other learning rates, or more were taken than are asked for.
+    Raises ArgumentError if the `taken` steps would have had other learning rates, or more were taken than are asked for.
     """
     if asked.steps <= warmup_steps(started):
         found = f"is {asked.steps}, but the run was started with a warm-up of {warmup_steps(started)} steps"

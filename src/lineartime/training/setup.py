@@ -30,8 +30,8 @@ from lineartime.machine import choose_compile, choose_device, choose_precision, 
 from lineartime.models.backbone import Block
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import LanguageModel, build_model
-from lineartime.models.memory import check_memory, model_tensors
-from lineartime.models.presets import nearest_preset, resolve, values_of
+from lineartime.models.memory import check_memory
+from lineartime.models.presets import nearest_preset, resolve
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import World
 from lineartime.training.overrides import errors_in_override
@@ -41,29 +41,17 @@ from lineartime.training.text import Text
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts of a run before its first step.
+    """The parts of a run before its first step."""
 
-    Attributes:
-        config: the options, with "auto" and defaults resolved.
-        device: the device of this process.
-        tokenizer: the tokenizer of the text.
-        text: the text to train on and to evaluate on.
-        objective: the model and its loss.
-        slice_unit: with context parallelism, the length of a sequence must be a multiple of this.
-        tokens_per_step: the number of tokens in a step, over all processes.
-        automatic: the options that "auto" and None left to be resolved, as they were given.
-        why_not_compiled: why the model is not compiled, although it was asked for or would save time; otherwise empty.
-    """
-
-    config: TrainConfig
+    config: TrainConfig  # the options, with "auto" and defaults resolved
     device: torch.device
     tokenizer: Tokenizer
-    text: Text
-    objective: Objective
-    slice_unit: int
-    tokens_per_step: int
-    automatic: dict[str, Any]
-    why_not_compiled: str = ""
+    text: Text  # the text to train on and to evaluate on
+    objective: Objective  # the model and its loss
+    slice_unit: int  # with context parallelism, the length of a sequence must be a multiple of this
+    tokens_per_step: int  # over all processes
+    automatic: dict[str, Any]  # the options that "auto" and None left to be resolved, as they were given
+    why_not_compiled: str = ""  # why the model is not compiled, although it was asked for or would save time
 
     @property
     def model(self) -> LanguageModel:
@@ -89,8 +77,7 @@ class Setup:
 def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     """Build a run's model, with the weights of a checkpoint `start` if there is one, and open its text.
 
-    Raises:
-        LineartimeError: for options that are incompatible with each other, the text or this machine.
+    Raises LineartimeError for options that are incompatible with each other, the text or this machine.
     """
     weights = start or config.init_from
     is_new = start is None
@@ -155,15 +142,8 @@ def _model(model_config: ModelConfig, config: TrainConfig, device: torch.device,
     with errors_in_override():
         model = build_model(model_config).to(device)
     weights = start or config.init_from
-    if weights is None:
-        return model
-    try:
+    if weights is not None:
         checkpoints.load_into(model, weights)
-    except checkpoints.UnfitWeightsError as error:
-        if start is not None:
-            raise checkpoints.damaged(start, str(error)) from None
-        what = f"is {weights}, whose weights are not those of the model that is asked for: {error}."
-        raise ArgumentError("init_from", what) from None
     return model
 
 
@@ -228,32 +208,24 @@ def _automatic(given: TrainConfig, resolved: TrainConfig, start: Path | None) ->
 
 
 def check_start(config: TrainConfig, start: Path) -> None:
-    """Compare the model that the options describe with that of a checkpoint, whose weights it is to take.
-
-    Raises:
-        ArgumentError: naming the option with which the weights do not fit.
-    """
+    """Raise ArgumentError, naming the option, unless the weights of a checkpoint fit the model that the options describe."""
     theirs = checkpoints.read_model_config(start)
     size, nearest = _vocab_size(config.tokenizer), nearest_preset(theirs)
     if size != theirs.vocab_size:
         raise _unfit("tokenizer", f"is {config.tokenizer}, which has {size:,} tokens", f"has {theirs.vocab_size:,}")
     ours = config.model_config(size)
-    with errors_in_override():
-        fits = _shapes(ours) == _shapes(theirs)
+    try:
+        with errors_in_override():
+            checkpoints.check_fit(start, ours)
+    except checkpoints.UnfitWeightsError as error:
+        if config.preset != nearest:
+            raise _unfit("preset", f"is {config.preset}", f"is {nearest}") from None
+        what = f"is {start}, whose weights do not fit the model that is asked for: {error}. Leave out what changes it in "
+        raise ArgumentError("init_from", what, "`override`", " or ", "`task`", ".") from None
     # A preset of another size is a mistake, although the overrides that are taken from the other run make it fit.
-    is_other = not fits and config.preset != nearest
-    if not is_other:
-        named, found = (resolve(name, config.task) for name in (config.preset, nearest))
-        is_other = (named.d_model, named.n_blocks) != (found.d_model, found.n_blocks)
-    if is_other:
+    named, found = (resolve(name, config.task) for name in (config.preset, nearest))
+    if (named.d_model, named.n_blocks) != (found.d_model, found.n_blocks):
         raise _unfit("preset", f"is {config.preset}", f"is {nearest}")
-    if fits:
-        return
-    given, there = values_of(ours), values_of(theirs)
-    for name in (item.partition("=")[0] for item in config.override):
-        if name in given and given[name] != there.get(name) and _changes_shapes(theirs, name, given[name]):
-            raise _unfit("override", f"sets {name} to {given[name]}", f"has {there.get(name)}")
-    raise _unfit("task", f"is {config.task}", f"has other weights, for {theirs.task}")
 
 
 def check_tokenizer(config: TrainConfig, tokenizer: Tokenizer, start: Path) -> None:
@@ -265,8 +237,7 @@ def check_tokenizer(config: TrainConfig, tokenizer: Tokenizer, start: Path) -> N
 def start_notes(config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig) -> list[str]:
     """Sentences about what the user of a new run might not expect, for instance a tokenizer that is smaller than its name says.
 
-    Raises:
-        BrokenPromiseError: for a mixer of the user's own that reads later tokens: its losses would mean nothing.
+    Raises BrokenPromiseError for a mixer of the user's own that reads later tokens: its losses would mean nothing.
     """
     notes = _check_own_mixer(model)
     wanted = None if config.tokenizer is None else size_to_train(config.tokenizer)
@@ -316,16 +287,3 @@ def _vocab_size(choice: str | None) -> int:
         return checkpoints.load_tokenizer(choice).vocab_size
     size = None if choice is None else size_to_train(choice)
     return ready_tokenizer(choice).vocab_size if size is None else size
-
-
-def _shapes(config: ModelConfig) -> Any:
-    """What two models have in common if, and only if, the weights of one fit the other."""
-    size = model_tensors(config)
-    return size.n_blocks, *({name: tensor.shape for name, tensor in part.items()} for part in (size.block, size.rest))
-
-
-def _changes_shapes(config: ModelConfig, name: str, value: object) -> bool:
-    try:
-        return bool(_shapes(config.override(**{name: value})) != _shapes(config))
-    except ValueError:  # only with another field
-        return True

@@ -31,16 +31,12 @@ class Text:
     """The text of a run, encoded (unless it is streamed) and ready to be read. `rows` are this process's share of a step.
 
     Attributes:
-        loader: the loader of the training text.
-        validation: the held-out text.
         is_lossy: whether decoding fails to restore the beginning of the held-out text, so that losses per byte leave some out.
-        name: a description of the training text.
         identity: a description that changes with the text, training or held out, and not with its path.
         earlier_identities: what earlier versions wrote into checkpoints for the same text.
         splits: a line that describes each split of the text.
 
-    Raises:
-        LineartimeError: for text that cannot be read or is too short.
+    Raises LineartimeError for text that cannot be read or is too short.
     """
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, rows: Rows, cache: Path) -> None:
