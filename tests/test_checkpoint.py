@@ -83,14 +83,6 @@ def test_a_folder_with_the_name_of_a_tokenizer_is_not_taken_for_it(tmp_path: Pat
     assert names_folder(str(tmp_path / "bytes"))
 
 
-def test_a_run_is_loaded_by_its_best_checkpoint(tmp_path: Path) -> None:
-    best = tiny()
-    save(tmp_path, 1, loss=2.0, model=best)
-    save(tmp_path, 2, loss=3.0)
-    assert torch.equal(lineartime.load(tmp_path).backbone.embedding.weight, best.backbone.embedding.weight)
-    assert lineartime.load(str(tmp_path)).config == best.config
-
-
 def test_the_untrained_step_0_is_best_only_where_it_is_alone(tmp_path: Path) -> None:
     untrained = save(tmp_path, 0, loss=0.5)
     assert checkpoints.best_checkpoint(tmp_path) == untrained

@@ -118,15 +118,6 @@ def removed_while_read(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(checkpoints.format, "verify_model", remove_and_verify)
 
 
-def test_a_run_whose_checkpoint_is_removed_while_it_is_read_is_measured_by_another(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    best = checkpoints.best_checkpoint(finished).name
-    removed_while_read(finished, best, monkeypatch)
-    assert lineartime.evaluate(finished, max_tokens=20).tokens == 20
-    assert best not in [each.name for each in checkpoints.list_checkpoints(finished)]
-
-
 @pytest.mark.parametrize("given", ["a run", "its checkpoint"])
 def test_a_command_whose_checkpoint_is_removed_goes_on_with_another_or_says_so(
     given: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
