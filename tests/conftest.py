@@ -110,7 +110,7 @@ class ChildProcess:
 
 # What runs and their tests import sooner or later. The compiler, which optimizers import, alone takes seconds.
 PRELOADED = ["lineartime.training.loop", "lineartime.cli", "torch._dynamo", "matplotlib.backends.backend_agg"]
-PRELOADED += ["tensorboardX", "tyro", "pytest"]
+PRELOADED += ["tensorboardX", "tyro", "datasets", "pytest"]
 # The server of processes keeps the environment, the folder and the output with which it was started.
 PREPARE_CHILD = """
 import os, sys

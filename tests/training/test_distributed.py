@@ -285,8 +285,9 @@ def test_text_that_one_process_cannot_read_ends_all_and_is_on_record(
     for split in ("train", "valid", "test"):
         (tmp_path / "text" / f"{split}.jsonl").write_text("\n".join(lines))
     (tmp_path / "text" / "train.jsonl").write_text("\n".join([*lines[:301], '{"text": 5}', *lines[302:]]))
-    processes = launch(config(data=str(tmp_path / "text"), streaming=True, lanes=2, steps=100, tokens_per_batch=4 * 24), 2)
-    assert processes.wait(60) == [1, 1]
+    options = {"data": str(tmp_path / "text"), "streaming": True, "lanes": 2, "tokens_per_batch": 4 * 24}
+    processes = launch(config(**options, steps=100, eval_every=100), 2)
+    assert processes.wait(120) == [1, 1]
     said = sorted(processes.errors())
     assert [each.partition(":")[0] for each in said] == ["LineartimeError", "ReportedError"]
     error = last_error(read_record(tmp_path / "run"))

@@ -214,14 +214,14 @@ def check_start(config: TrainConfig, start: Path) -> None:
     if size != theirs.vocab_size:
         raise _unfit("tokenizer", f"is {config.tokenizer}, which has {size:,} tokens", f"has {theirs.vocab_size:,}")
     ours = config.model_config(size)
-    try:
-        with errors_in_override():
+    with errors_in_override("preset", "init_from"):
+        try:
             checkpoints.check_fit(start, ours)
-    except checkpoints.UnfitWeightsError as error:
-        if config.preset != nearest:
-            raise _unfit("preset", f"is {config.preset}", f"is {nearest}") from None
-        what = f"is {start}, whose weights do not fit the model that is asked for: {error}. Leave out what changes it in "
-        raise ArgumentError("init_from", what, "`override`", " or ", "`task`", ".") from None
+        except checkpoints.UnfitWeightsError as error:
+            if config.preset != nearest:
+                raise _unfit("preset", f"is {config.preset}", f"is {nearest}") from None
+            what = f"is {start}, whose weights do not fit the model that is asked for: {error}. Leave out what changes it in "
+            raise ArgumentError("init_from", what, "`override`", " or ", "`task`", ".") from None
     # A preset of another size is a mistake, although the overrides that are taken from the other run make it fit.
     named, found = (resolve(name, config.task) for name in (config.preset, nearest))
     if (named.d_model, named.n_blocks) != (found.d_model, found.n_blocks):
