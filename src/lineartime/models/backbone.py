@@ -30,13 +30,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         options: dict[str, Any] = {name: getattr(config, name) for name in ("norm", "norm_eps", "norm_position", "dropout")}
-        reason = config.mixer.layer.why_not_causal
-        if config.task != "mlm" and reason is not None:
-            problem = f"is {config.task!r}, but a model of {config.mixer.kind} cannot be causal: {reason}; use "
-            raise ArgumentError("task", problem, "`task='mlm'`.")
         self.mixer: Mixer = config.mixer.build(config.d_model, causal=config.task != "mlm", **options)
-        if config.task == "prefix-lm":
-            self.mixer.check_prefix()
         self.feed_forward: nn.Module = nn.Identity()
         if config.feed_forward is not None:
             self.feed_forward = config.feed_forward.build(config.d_model, **options)

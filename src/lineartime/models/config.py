@@ -7,9 +7,19 @@ from lineartime.choices import Task
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_names
 from lineartime.foreign.mixers import NormPosition
+from lineartime.layers.mixer import READ_PREFIX, Mixer
 from lineartime.layers.residual import Norm
 from lineartime.models.layer_config import LayerConfig, PartsConfig
 from lineartime.shapes import shapes_only
+
+
+def why_not_learned(mixer: type[Mixer], task: Task) -> str | None:
+    """Why a model of a mixer cannot learn a task, as the end of a sentence; None if it can."""
+    if task != "mlm" and mixer.why_not_causal is not None:
+        return f"cannot be causal: {mixer.why_not_causal}; use `task='mlm'`."
+    if task == "prefix-lm" and not mixer.reads_prefix:
+        return f"cannot read a prefix in both directions: only {READ_PREFIX} do."
+    return None
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ class ModelConfig(PartsConfig):
         dropout: the dropout rate of every layer's output.
 
     Raises:
-        ArgumentError: for a value of the wrong type or out of range.
+        ArgumentError: for a value of the wrong type or out of range, or a mixer that cannot learn the task.
     """
 
     task: Task
@@ -61,6 +71,8 @@ class ModelConfig(PartsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (why := why_not_learned(self.mixer.layer, self.task)) is not None:
+            raise ArgumentError("task", f"is {self.task!r}, but a model of {self.mixer.kind} ", why)
         if (self.max_positions is not None) != (self.absolute_position == "learned"):
             raise ArgumentError(
                 "max_positions",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from inspect import Parameter
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -56,8 +57,10 @@ class LayerConfig:
             check_type(name, value, allowed[name].type)
             if type(value) in (int, float):
                 check_limits(name, value, [Between(-(2**31), 2**31 - 1)])
-        values = tuple((name, options.get(name, option.default)) for name, option in allowed.items())
-        object.__setattr__(self, "_options", values)
+        values = {name: options.get(name, option.default) for name, option in allowed.items()}
+        for name in [name for name, value in values.items() if value is Parameter.empty]:
+            raise ArgumentError(name, f"is missing: {kind} has no default for it.")
+        object.__setattr__(self, "_options", tuple(values.items()))
 
     def __repr__(self) -> str:
         arguments = [repr(self.kind), *(f"{name}={value!r}" for name, value in self._options)]

@@ -4,7 +4,7 @@ from typing import Any, Literal, overload
 
 from lineartime.choices import BYTE_VOCABULARY, Task
 from lineartime.errors import ArgumentError, did_you_mean
-from lineartime.models.config import ModelConfig
+from lineartime.models.config import ModelConfig, why_not_learned
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
 from lineartime.models.systems import SYSTEMS, Size, System
@@ -78,9 +78,9 @@ def _names() -> dict[str, tuple[str, Size]]:
 PRESETS: dict[str, tuple[str, Size]] = _names()
 
 
-def model_of(system: System, size: Size, task: Task) -> ModelConfig:
-    """The config of a system's model at a size."""
-    fields: dict[str, Any] = {
+def model_of(system: System, size: Size, task: Task, **fields: Any) -> ModelConfig:
+    """The config of a system's model at a size, with other values for some fields."""
+    usual: dict[str, Any] = {
         "task": task,
         "vocab_size": size.vocab_size,
         "d_model": size.d_model,
@@ -89,8 +89,8 @@ def model_of(system: System, size: Size, task: Task) -> ModelConfig:
         "norm": "scalenorm" if task == "mlm" else "layernorm",
     }
     if system.feed_forward is not None:
-        fields |= {"n_blocks": size.attention_blocks, "feed_forward": LayerConfig(system.feed_forward.name)}
-    return ModelConfig(**{**fields, **system.fields})
+        usual |= {"n_blocks": size.attention_blocks, "feed_forward": LayerConfig(system.feed_forward.name)}
+    return ModelConfig.from_dict({**usual, **system.fields, **fields})
 
 
 def system_of(preset: str) -> System:
@@ -104,13 +104,11 @@ def system_of(preset: str) -> System:
 def presets(task: Task = "clm") -> dict[str, ModelConfig]:
     """The configurations that `build` knows by name, except those of systems that cannot learn the task."""
     systems = {name: (SYSTEMS[system], size) for name, (system, size) in PRESETS.items()}
-    return {name: model_of(system, size, task) for name, (system, size) in systems.items() if _can_learn(system, task)}
-
-
-def _can_learn(system: System, task: Task) -> bool:
-    if task == "prefix-lm":
-        return system.mixer.reads_prefix
-    return task == "mlm" or system.mixer.why_not_causal is None
+    return {
+        name: model_of(system, size, task)
+        for name, (system, size) in systems.items()
+        if why_not_learned(system.mixer, task) is None
+    }
 
 
 def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **overrides: Any) -> ModelConfig:
@@ -119,21 +117,13 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
         return preset_or_config.override(**({} if task is None else {"task": task}), **overrides)
     if not isinstance(preset_or_config, str):
         raise ArgumentError("preset_or_config", f"is {preset_or_config!r}, but must be the name of a preset or a ModelConfig.")
-    task, system = task or "clm", system_of(preset_or_config)
-    if task == "clm" and system.mixer.why_not_causal is not None and "mixer" not in overrides:
-        reason = system.mixer.why_not_causal
-        problem = f"is 'clm', but {preset_or_config} cannot be a causal model: {reason}; use "
-        raise ArgumentError("task", problem, "`task='mlm'`.")
-    if task == "prefix-lm" and not system.mixer.reads_prefix and "mixer" not in overrides:
-        others = ", ".join(name for name, row in SYSTEMS.items() if _can_learn(row, task))
-        raise ArgumentError(
-            "task",
-            f"is 'prefix-lm', but {preset_or_config} cannot read a prefix in both directions; these systems can: {others}.",
-        )
-    size = PRESETS[preset_or_config][1]
-    if isinstance(overrides.get("mixer"), str):
-        overrides["mixer"] = _mixer_named(overrides["mixer"], size)
-    return model_of(system, size, task).override(**overrides)
+    system, size = system_of(preset_or_config), PRESETS[preset_or_config][1]
+    if "mixer" not in overrides:
+        return model_of(system, size, task or "clm").override(**overrides)
+    mixer = overrides.pop("mixer")  # which may learn what the preset's cannot
+    if isinstance(mixer, str):
+        mixer = _mixer_named(mixer, size)
+    return model_of(system, size, task or "clm", mixer=mixer).override(**overrides)
 
 
 def _mixer_named(kind: str, size: Size) -> LayerConfig | str:
@@ -166,8 +156,7 @@ def nearest_preset(config: ModelConfig) -> str:
         values = values_of(alike[name])
         return sum(values[field] != value for field, value in values_of(config).items())
 
-    every = {name: model_of(system_of(name), size, config.task) for name, (_, size) in PRESETS.items()}
-    alike = {name: other for name, other in every.items() if kinds(other) == kinds(config)}
+    alike = {name: other for name, other in presets(config.task).items() if kinds(other) == kinds(config)}
     if not alike:
         mixer, feed_forward = kinds(config)
         raise ArgumentError(

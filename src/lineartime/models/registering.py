@@ -1,22 +1,18 @@
 """Systems of your own: registered by name, in modules that the command line and other processes can import."""
 
-import dataclasses
 import hashlib
 import importlib
 import importlib.util
-import inspect
-import math
+import json
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args
 
-from lineartime.errors import ArgumentError, LineartimeError, check_choice, typed_first_line
-from lineartime.fields import check_names, check_type
+from lineartime.errors import ArgumentError, LineartimeError, check_choice, first_line, typed_first_line
 from lineartime.layers.mixer import Mixer
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import build_model
@@ -28,12 +24,6 @@ from lineartime.shapes import shapes_only
 VARIABLE = "LINEARTIME_IMPORT"
 """The environment variable that names modules to import with the models, so that all processes know the same systems."""
 
-_FIELDS = tuple(
-    field.name
-    for field in dataclasses.fields(ModelConfig)
-    if field.name not in ("task", "vocab_size", "d_model", "n_blocks", "mixer", "feed_forward")  # of the size and the arguments
-)
-"""The fields of a model that a system may set."""
 FeedForward = Literal["mlp", "glu"]
 _registered: set[str] = set()
 
@@ -73,18 +63,14 @@ def register_system(
     if feed_forward is not None:
         check_choice("feed_forward", feed_forward, get_args(FeedForward))
     layer = None if feed_forward is None else KINDS["feed_forward"][feed_forward]
-    for argument, given in (("options", options), ("scaled", scaled), ("fields", fields)):
-        if given is not None:
-            check_type(argument, given, dict)
+    _check_option_names(mixer, layer)
     system = System(mixer, layer, options or {}, scaled or {}, fields or {}, description=description)
-    check_names({**system.options, **system.scaled}, own_options(mixer), mixer.__name__)
-    check_names(system.fields, _FIELDS, "fields")
-    _check_options(mixer, layer, system.options)
     mixers = KINDS["mixer"]
     before = dict(mixers)
     mixers[mixer.name] = mixer  # a class that is defined again replaces the one before
     try:
-        _check_builds(system)
+        for size in ("tiny", "base"):
+            _check_builds(system, SIZES[size])
     except BaseException:
         mixers.clear()
         mixers.update(before)
@@ -92,23 +78,6 @@ def register_system(
     _registered.add(name)
     SYSTEMS[name] = system
     PRESETS.update({f"{name}-{size}": (name, SIZES[size]) for size in ("tiny", "base")})
-
-
-def _check_builds(system: System) -> None:
-    """Raise ArgumentError unless the presets of a system are models that can be built."""
-    name, causal = system.mixer.__name__, system.mixer.why_not_causal is None
-    for size in (SIZES["tiny"], SIZES["base"]):
-        for option, of_size in system.scaled.items():
-            try:
-                of_size(size)
-            except Exception as error:  # whatever the function does
-                raise ArgumentError("scaled", f"has a function for {option} that fails: {typed_first_line(error)}.") from error
-        try:
-            with shapes_only():
-                system.mixer(size.d_model, causal=causal, **system.mixer_options(size))
-                build_model(model_of(system, size, "clm" if causal else "mlm").override(n_blocks=1))
-        except TypeError as error:  # an abstract class, or an option without a default, for instance
-            raise ArgumentError("mixer", f"is {name}, which cannot be built with these options: {error}.") from None
 
 
 def _check_mixer(mixer: object) -> None:
@@ -123,54 +92,38 @@ def _check_mixer(mixer: object) -> None:
         raise ArgumentError("mixer", f"{found}: give the class an attribute `name` of its own.")
 
 
-def _check_options(mixer: type[Mixer], feed_forward: type[Any] | None, values: Mapping[str, Any]) -> None:
-    """Raise ArgumentError for an option of a mixer that no checkpoint can record, as JSON, and read back.
-
-    Options are named without their layer, so that no two parts of a model may have one of the same name.
-    """
+def _check_option_names(mixer: type[Mixer], feed_forward: type[Any] | None) -> None:
+    """Raise ArgumentError for an option with the name of one elsewhere in the model: `ModelConfig.override` names no layer."""
     others = {} if feed_forward is None else own_options(feed_forward)
-    taken = {"kind", *(field.name for field in dataclasses.fields(ModelConfig)), *others}
-    for name, option in own_options(mixer).items():
-        if name in taken:
-            owner = "the feed-forward layer" if name in others else "the model"
-            raise ArgumentError("mixer", f"is {mixer.__name__}, whose option {name} has the name of one of {owner}: rename it.")
-        wanted = f"is {mixer.__name__}, whose option {name}"
-        if not _is_plain_type(option.type):
-            allowed = "bool, int, float, str, Literal, None and tuple[..., ...] of these"
-            found = f"{wanted} is of type {inspect.formatannotation(option.type)}"
-            raise ArgumentError("mixer", f"{found}, but a checkpoint can only record {allowed}.")
-        value = values.get(name, option.default)
-        if value is not inspect.Parameter.empty and not _is_plain(value):
+    for option in own_options(mixer):
+        if option in {"kind", *others, *ModelConfig.__dataclass_fields__}:
+            owner = "the feed-forward layer" if option in others else "the model"
             raise ArgumentError(
-                "mixer", f"{wanted} is {value!r}, which no checkpoint can record: use a number, a text or None."
+                "mixer", f"is {mixer.__name__}, whose option {option} has the name of one of {owner}: rename it."
             )
 
 
-def _is_plain_type(hint: Any) -> bool:
-    if get_origin(hint) in (Union, UnionType):
-        return all(map(_is_plain_type, get_args(hint)))
-    if get_origin(hint) is Annotated:
-        return _is_plain_type(get_args(hint)[0])
-    if get_origin(hint) is tuple:
-        items = get_args(hint)
-        return len(items) == 2 and items[1] is ... and _is_plain_type(items[0])
-    if get_origin(hint) is Literal:
-        return all(map(_is_plain, get_args(hint)))
-    return hint in (bool, int, float, str, NoneType, Any)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
+def _check_builds(system: System, size: Size) -> None:
+    """Raise ArgumentError unless a model of the system can be built, and restored from what model.json records."""
+    name = system.mixer.__name__
+    config = model_of(system, size, "clm" if system.mixer.why_not_causal is None else "mlm").override(n_blocks=1)
+    try:
+        ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    except (TypeError, ArgumentError) as error:
+        found = f"is {name}, which model.json cannot record ({first_line(error).rstrip('.')})"
+        raise ArgumentError(
+            "mixer", f"{found}: give its options the types bool, int, float, str, Literal, None or tuple[..., ...] of these."
+        ) from None
+    try:
+        with shapes_only():
+            build_model(config)
+    except TypeError as error:  # an abstract class, for instance
+        raise ArgumentError("mixer", f"is {name}, which cannot be built with these options: {error}.") from None
 
 
 def _origin(layer: type[Any]) -> tuple[str, str]:
     """Where a class was defined: the same for a class that is defined again, also in a file that is imported in another way."""
-    try:
-        place = inspect.getsourcefile(layer) or layer.__module__
-    except (TypeError, OSError):  # in a notebook or at a prompt
-        place = layer.__module__
+    place = getattr(sys.modules.get(layer.__module__), "__file__", layer.__module__)  # in a notebook, there is no file
     return place, layer.__qualname__
 
 
