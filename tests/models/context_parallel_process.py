@@ -77,9 +77,15 @@ def assert_split_is_whole(model: LanguageModel, tolerance: float, prepare: Calla
 
 
 def split_is_whole() -> None:
-    for task, backend, normalization, (rope, position) in itertools.product(
-        ("clm", "mlm"), ("torch", "tiled"), ("count", "paper", "paper_sum"), ((True, "scaled_sin"), (False, "learned"))
+    for task, backend, normalization, rope in (  # every two values meet
+        ("clm", "torch", "count", False),
+        ("clm", "tiled", "paper", True),
+        ("clm", "torch", "paper_sum", True),
+        ("mlm", "tiled", "count", True),
+        ("mlm", "torch", "paper", False),
+        ("mlm", "tiled", "paper_sum", False),
     ):
+        position = "scaled_sin" if rope else "learned"
         model = make_model(task, position=position, normalization=normalization, rope=rope)
         set_backend(model, backend)
         assert_split_is_whole(model, 1e-10)
@@ -151,13 +157,7 @@ def what_cannot_be_split_is_refused() -> None:
     with pytest.raises(ValueError, match="cu_seqlens is given, but sequences that are split"):
         model(ids, cu_seqlens=torch.tensor([0, 2 * CHUNK]), context=context)
 
-    others = [
-        LayerConfig("gau"),
-        LayerConfig("attention", n_heads=2),
-        LayerConfig("flash-local"),
-        LayerConfig("performer", n_heads=2),
-    ]
-    for mixer in others:
+    for mixer in (LayerConfig("gau"), LayerConfig("flash-local")):
         other = build_model(make_model("clm").config.override(mixer=mixer))
         assert not other.splits_context
         with pytest.raises(ValueError, match="needs its whole sequence in one process"):

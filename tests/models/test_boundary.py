@@ -51,6 +51,7 @@ WRONG_IDS: dict[str, Any] = {
     "negative": -IDS - 1,
     "beyond the vocabulary": IDS + V,
     "on the meta device": IDS.to("meta"),
+    "vectors": torch.randn(2, 9, 16),
 }
 READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "forward": (FLASH, "ids"),

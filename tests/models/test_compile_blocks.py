@@ -18,7 +18,7 @@ pytestmark = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["flash-tiny", "transformer++-tiny"])
+@pytest.mark.parametrize("preset", ["flash-tiny", pytest.param("transformer++-tiny", marks=pytest.mark.nightly)])
 def test_all_blocks_share_one_compilation_and_keep_their_function_and_names(preset: str) -> None:
     torch._dynamo.reset()
     counters.clear()
@@ -39,47 +39,39 @@ def test_all_blocks_share_one_compilation_and_keep_their_function_and_names(pres
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
-def test_a_compiled_block_reads_other_packs_without_a_graph_break_or_compiling_again(preset: str) -> None:
-    torch._dynamo.reset()
-    model = lineartime.build(preset, d_model=16, n_blocks=1)
-    packs = [[0, 5, 40], [0, 17, 20, 45], [0, 30, 31, 50, 52]]
-    batches = [(torch.randint(0, 258, (1, ends[-1])), torch.tensor(ends)) for ends in packs]
-    expected = [model(ids, cu_seqlens=ends) for ids, ends in batches]
-    for block in model.backbone.blocks:
-        block.compile(backend="aot_eager", fullgraph=True)
-    for index, ((ids, ends), logits) in enumerate(zip(batches, expected, strict=True)):
-        with torch._dynamo.config.patch(error_on_recompile=index > 1):  # the second pack makes lengths dynamic
-            torch.testing.assert_close(model(ids, cu_seqlens=ends), logits, atol=1e-5, rtol=0)
-
-
-def test_a_compiled_block_is_not_compiled_again_for_documents_of_more_chunks() -> None:
-    torch._dynamo.reset()
-    model = lineartime.build("flash-tiny", d_model=16, n_blocks=1, chunk_size=16)
-    packs = [[0, 40, 90], [0, 70, 150, 240], [0, 300, 590], [0, 900, 1800], [0, 2000, 3900]]  # documents of 3 to 125 chunks
-    batches = [(torch.randint(0, 258, (1, ends[-1])), torch.tensor(ends)) for ends in packs]
-    expected = [model(ids, cu_seqlens=ends) for ids, ends in batches]
-    for block in model.backbone.blocks:
-        block.compile(backend="aot_eager", fullgraph=True)
-    for index, ((ids, ends), logits) in enumerate(zip(batches, expected, strict=True)):
-        with torch._dynamo.config.patch(error_on_recompile=index > 1):  # the second pack makes lengths dynamic
-            torch.testing.assert_close(model(ids, cu_seqlens=ends), logits, atol=1e-5, rtol=0)
-
-
-def test_compiled_blocks_with_chunks_suit_packs_of_any_documents() -> None:
-    torch._dynamo.reset()
-    model = lineartime.build("flash-tiny", d_model=16, n_blocks=1, vocab_size=30, d_qk=8, chunk_size=64)
-    generator = torch.Generator().manual_seed(0)
-    batches = []
-    for _ in range(30):  # from one document to dozens, of 1 to hundreds of tokens
+def random_packs(count: int) -> list[list[int]]:
+    """Boundaries of packs of one document to dozens, of 1 to hundreds of tokens."""
+    generator, packs = torch.Generator().manual_seed(0), []
+    for _ in range(count):
         lengths = (torch.randn(40, generator=generator) * 1.5 + 3).exp().long().clamp(min=1)
-        ends = torch.tensor([0, *(end for end in lengths.cumsum(0).tolist() if end < 300), 300])
-        batches.append((torch.randint(0, 30, (1, 300), generator=generator), ends))
+        packs.append([0, *(end for end in lengths.cumsum(0).tolist() if end < 300), 300])
+    return packs
+
+
+PACKS = [[0, 5, 40], [0, 17, 20, 45], [0, 30, 31, 50, 52]]
+LONG = [[0, 40, 90], [0, 70, 150, 240], [0, 300, 590], [0, 900, 1800], [0, 2000, 3900]]  # documents of 3 to 125 chunks
+
+
+@pytest.mark.parametrize(
+    ("preset", "packs", "options"),
+    [
+        pytest.param("flash-tiny", random_packs(12), {"d_qk": 8, "chunk_size": 64}, id="flash"),
+        pytest.param("flash-tiny", LONG, {"d_qk": 8, "chunk_size": 16}, id="more chunks", marks=pytest.mark.nightly),
+        pytest.param("flash-quad-tiny", PACKS, {"d_qk": 8}, id="flash-quad", marks=pytest.mark.nightly),
+        pytest.param("transformer++-tiny", PACKS, {"n_heads": 2}, id="transformer++", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_compiled_block_reads_other_packs_without_a_graph_break_or_compiling_again(
+    preset: str, packs: list[list[int]], options: dict[str, int]
+) -> None:
+    torch._dynamo.reset()
+    model = lineartime.build(preset, d_model=16, n_blocks=1, vocab_size=30, **options)
+    batches = [(torch.randint(0, 30, (1, ends[-1])), torch.tensor(ends)) for ends in packs]
     expected = [model(ids, cu_seqlens=ends) for ids, ends in batches]
     for block in model.backbone.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
     for index, ((ids, ends), logits) in enumerate(zip(batches, expected, strict=True)):
-        with torch._dynamo.config.patch(error_on_recompile=index > 1):
+        with torch._dynamo.config.patch(error_on_recompile=index > 1):  # the second pack makes lengths dynamic
             torch.testing.assert_close(model(ids, cu_seqlens=ends), logits, atol=1e-5, rtol=0)
 
 
@@ -93,15 +85,14 @@ def test_compiled_blocks_may_be_compiled_for_every_structure_of_packs(monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_streams", [1, 2])
-def test_a_compiled_step_is_one_compilation_for_all_positions(n_streams: int) -> None:
+def test_a_compiled_step_is_one_compilation_for_all_positions() -> None:
     torch._dynamo.reset()
     counters.clear()
     options = {"d_model": 16, "n_blocks": 1, "vocab_size": 30, "d_qk": 8, "chunk_size": 4, "token_shift": True}
     model = lineartime.build("flash-next-tiny", **options).eval()
-    ids = torch.randint(0, 30, (n_streams, 14))
+    ids = torch.randint(0, 30, (2, 14))
     with torch.no_grad():
-        begun = State.concatenate([model.extend(ids[row : row + 1, : 2 + row])[1] for row in range(n_streams)])
+        begun = State.concatenate([model.extend(ids[row : row + 1, : 2 + row])[1] for row in range(2)])
         texts = []
         for compiled in (False, True):
             if compiled:
@@ -116,7 +107,7 @@ def test_a_compiled_step_is_one_compilation_for_all_positions(n_streams: int) ->
     assert sum(counters["graph_break"].values()) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_steps_of_models_of_different_widths_keep_their_own_sizes() -> None:
     torch._dynamo.reset()
     for d_model in (16, 32):

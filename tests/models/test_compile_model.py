@@ -33,9 +33,8 @@ def read(layer: Any, x: Tensor, *rest: Any, vary: dict[int, list[int]] | None = 
     return out, gradient
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "flash with a token shift" else pytest.param(name, marks=pytest.mark.nightly) for name in LAYERS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_compiled_layer_reads_other_packs_without_a_graph_break_or_compiling_again(name: str) -> None:
     torch._dynamo.reset()
     layer = LAYERS[name]().double()
@@ -75,7 +74,7 @@ def test_a_compiled_layer_reads_other_masks_without_compiling_again(name: str) -
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.nightly), True])
 @torch.no_grad()
 def test_a_compiled_flash_reads_other_lengths_without_compiling_again(causal: bool) -> None:
     torch._dynamo.reset()
@@ -89,7 +88,7 @@ def test_a_compiled_flash_reads_other_lengths_without_compiling_again(causal: bo
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
 def test_a_model_compiled_as_a_whole_reads_packs(preset: str) -> None:
     torch._dynamo.reset()

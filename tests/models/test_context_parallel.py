@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
     [
         (2, ["split_is_whole", "recomputation_repeats_the_exchange", "only_states_cross", "what_cannot_be_split_is_refused"]),
         (4, ["split_is_whole"]),
-        (2, ["compiled_is_whole"]),
+        pytest.param(2, ["compiled_is_whole"], marks=pytest.mark.nightly),
     ],
 )
 def test_a_sequence_that_is_split_over_processes_is_the_whole(

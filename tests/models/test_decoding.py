@@ -10,7 +10,7 @@ import lineartime
 from lineartime.models.language_model import CausalLM, read_token
 
 
-@pytest.mark.parametrize("rotated", ["inputs", "features"])
+@pytest.mark.parametrize("rotated", ["inputs", pytest.param("features", marks=pytest.mark.nightly)])
 @torch.no_grad()
 def test_the_step_of_linear_attention_compiles_as_one_graph(rotated: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = torch.compile

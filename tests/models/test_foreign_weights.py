@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import lineartime
 from lineartime.models.language_model import CausalLM
 
+TINY = {name: config for name, config in lineartime.presets().items() if name.endswith("-tiny")}
+
 
 class Packed(Tensor):
     """A weight that knows nothing but `F.linear`: it has no numbers of its own to read."""
@@ -39,9 +41,12 @@ class Packed(Tensor):
         raise AssertionError(f"{function} reads weights that have no numbers")
 
 
-@pytest.mark.parametrize("preset", sorted(name for name in lineartime.presets() if name.endswith("-tiny")))
-def test_packed_weights_give_what_the_weights_give(preset: str) -> None:
-    n_streams = 6 if preset in ("flash-tiny", "transformer++-tiny") else 1  # many rows are another form of the maps
+CASES = [(name, 1) for name in sorted({config.mixer.kind: name for name, config in TINY.items()}.values())]
+CASES += [("flash-tiny", 6), ("transformer++-tiny", 6)]  # many rows are another form of the maps
+
+
+@pytest.mark.parametrize(("preset", "n_streams"), CASES)
+def test_packed_weights_give_what_the_weights_give(preset: str, n_streams: int) -> None:
     sizes: dict[str, Any] = {"d_model": 32, "n_blocks": 2, "vocab_size": 30}
     model = lineartime.build(preset, **sizes).eval()
     assert isinstance(model, CausalLM)

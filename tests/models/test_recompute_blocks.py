@@ -61,7 +61,7 @@ def test_masks_and_packs_are_recomputed_with_their_blocks() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 # PyTorch's own, within torch.compile, where a user does not see them.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

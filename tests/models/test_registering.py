@@ -135,9 +135,19 @@ def test_a_class_that_is_defined_again_replaces_the_first() -> None:
         ("mine", with_option("kind", str, default="soft"), {}, r"^mixer is Own, whose option kind .* of the model: rename it"),
         ("mine", with_option("expansion", int, default=2), {"feed_forward": "mlp"}, r"^mixer is Own, .* of the feed-forward"),
         ("mine", with_option("power", int), {}, r"^power is missing: own has no default for it"),
-        ("mine", with_option("sizes", list[int], default=[1]), {}, r"^mixer is Own, which model.json cannot record .mixer.sizes"),
+        (
+            "mine",
+            with_option("sizes", list[int], default=[1]),
+            {},
+            r"^mixer is Own, which model.json cannot record .mixer.sizes",
+        ),
         ("mine", with_option("scale", float, default=float("inf")), {}, r"^mixer is Own, which .* .mixer.scale is inf"),
-        ("mine", with_option("numbers", Any, default=torch.float32), {}, r"^mixer is Own, which model.json cannot record .Object"),
+        (
+            "mine",
+            with_option("numbers", Any, default=torch.float32),
+            {},
+            r"^mixer is Own, which model.json cannot record .Object",
+        ),
     ],
 )
 def test_what_cannot_be_registered_is_named_and_leaves_nothing(
@@ -168,7 +178,10 @@ def test_the_command_line_imports_a_file_and_other_processes_too(tmp_path: Path,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--import", "broken", "presets"], "Cannot import broken (ModuleNotFoundError: No module named 'broken'): write broken"),
+        (
+            ["--import", "broken", "presets"],
+            "Cannot import broken (ModuleNotFoundError: No module named 'broken'): write broken",
+        ),
         (["--import", "missing.py", "presets"], "missing.py (FileNotFoundError"),
         (["presets", "--import", "broken.py"], "broken.py (ZeroDivisionError: division by zero, line 2 of "),
     ],
