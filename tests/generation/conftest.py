@@ -9,6 +9,7 @@ import lineartime
 from lineartime.models import CausalLM
 
 Build = Callable[[str], CausalLM]
+SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": 16}
 
 
 @pytest.fixture
@@ -17,8 +18,8 @@ def awake() -> Build:
 
     def build(name: str) -> CausalLM:
         preset, *more = name.split()
-        heads = any(name in preset for name in ("transformer", "reformer", "combiner", "performer", "longformer", "mc-tfm"))
-        size = {"n_heads": 2} if heads else {"d_qk": 8}
+        known = lineartime.presets()[preset].mixer.options
+        size = {option: value for option, value in SMALL.items() if option in known}
         task = "prefix-lm" if "prefix-lm" in more else "clm"
         options = {"d_model": 16, "n_blocks": 2, "vocab_size": 40, **size}
         model = lineartime.build(preset, task, token_shift="shifted" in more, **options).double().eval()
@@ -28,3 +29,9 @@ def awake() -> Build:
         return model
 
     return build
+
+
+@pytest.fixture
+def model(awake: Build, request: pytest.FixtureRequest) -> CausalLM:
+    """A small model of FLASH, or of the system that an indirect parameter names."""
+    return awake(getattr(request, "param", "flash-tiny"))

@@ -1,7 +1,6 @@
 """Texts that are continued together, and that begin and end at any step."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,16 +13,15 @@ from lineartime.generation import batch as module
 from lineartime.models import CausalLM
 from lineartime.ops.state import State
 
-from .test_prompts import SYSTEMS
+from .conftest import Build
 
 GREEDY = Sampling(temperature=0.0)
-Build = Callable[[str], CausalLM]
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", ["flash-tiny shifted", "flash-quad-tiny", "combiner-tiny", "flash-tiny prefix-lm"])
 def test_texts_that_come_and_go_are_continued_as_each_alone(system: str, awake: Build) -> None:
     model = awake(system)
-    prompts = [torch.randint(0, 40, (length,)).tolist() for length in (3, 140, 1, 20, 5)]
+    prompts = [torch.randint(0, 40, (length,)).tolist() for length in (3, 40, 1, 20, 5)]
     wanted = [12, 3, 9, 1, 7]  # tokens of each text
     begins = [0, 0, 2, 5, 2]  # the step before which each text is added
     batch, numbers, texts = TextBatch(model, GREEDY), dict[int, int](), [list[int]() for _ in prompts]
@@ -40,8 +38,7 @@ def test_texts_that_come_and_go_are_continued_as_each_alone(system: str, awake: 
     assert texts == [list(generate(model, prompt, count, GREEDY)) for prompt, count in zip(prompts, wanted, strict=True)]
 
 
-def test_a_text_may_begin_with_a_state(awake: Build) -> None:
-    model = awake("flash-tiny")
+def test_a_text_may_begin_with_a_state(model: CausalLM) -> None:
     state, batch = read_prompt(model, [1, 2, 3]), TextBatch(model, GREEDY)
     numbers = [batch.add([4], state), batch.add([], state), batch.add([1, 2, 3, 4])]
     steps = [batch.step() for _ in range(8)]
@@ -50,8 +47,8 @@ def test_a_text_may_begin_with_a_state(awake: Build) -> None:
     assert texts[1] == list(generate(model, [1, 2, 3], 8, GREEDY))
 
 
-def test_an_unchanged_batch_copies_no_state(awake: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    joined, join, batch = [], State.concatenate, TextBatch(awake("flash-tiny"))
+def test_an_unchanged_batch_copies_no_state(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined, join, batch = [], State.concatenate, TextBatch(model)
     monkeypatch.setattr(State, "concatenate", lambda states: joined.append(len(states)) or join(states))
     first = batch.add([1])
     batch.add([2])
@@ -65,17 +62,7 @@ def test_an_unchanged_batch_copies_no_state(awake: Build, monkeypatch: pytest.Mo
     assert joined == [2, 1, 2]  # the new text joins when its first token is to be read
 
 
-def test_a_seed_repeats_the_texts(awake: Build) -> None:
-    model, found = awake("flash-tiny"), []
-    for _ in range(2):
-        batch = TextBatch(model, Sampling(1.0, seed=3))
-        batch.add([1]), batch.add([2])
-        found.append([batch.step() for _ in range(10)])
-    assert found[0] == found[1]
-
-
-def test_a_text_with_a_sampling_of_its_own_is_that_of_generate_whatever_else_is_drawn(awake: Build) -> None:
-    model = awake("flash-tiny")
+def test_a_text_with_a_sampling_of_its_own_is_that_of_generate_whatever_else_is_drawn(model: CausalLM) -> None:
     own = [Sampling(1.0, seed=5), Sampling(1.3, top_k=7, seed=6, repetition_penalty=1.4), GREEDY, Sampling(1.0, seed=8)]
     batch = TextBatch(model, Sampling(0.9, seed=1))
     shared = batch.add([9, 9])
@@ -89,8 +76,8 @@ def test_a_text_with_a_sampling_of_its_own_is_that_of_generate_whatever_else_is_
         batch.add([1], sampling=0.8)  # type: ignore[arg-type]
 
 
-def test_texts_of_the_batch_draw_alike_whether_others_have_a_sampling_of_their_own(awake: Build) -> None:
-    model, found = awake("flash-tiny"), []
+def test_texts_of_the_batch_draw_alike_whether_others_have_a_sampling_of_their_own(model: CausalLM) -> None:
+    found = []
     for others in (0, 2):
         batch = TextBatch(model, Sampling(1.0, seed=3))
         numbers = [batch.add([1]), *(batch.add([7], sampling=GREEDY) for _ in range(others)), batch.add([2])]
@@ -99,8 +86,8 @@ def test_texts_of_the_batch_draw_alike_whether_others_have_a_sampling_of_their_o
     assert found[0] == found[1]
 
 
-def test_an_interrupted_draw_is_repeated_for_all_texts(awake: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = TextBatch(awake("flash-tiny"))
+def test_an_interrupted_draw_is_repeated_for_all_texts(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = TextBatch(model)
     for sampling in (GREEDY, Sampling(temperature=0, top_k=3)):
         batch.add([1, 2, 3], sampling=sampling)
     draw, calls = module.pick, []
@@ -117,10 +104,6 @@ def test_an_interrupted_draw_is_repeated_for_all_texts(awake: Build, monkeypatch
     assert len(set(batch.step().values())) == 1  # the same prompt, read once, for both
 
 
-def test_an_empty_batch_draws_nothing(awake: Build) -> None:
-    assert TextBatch(awake("flash-tiny")).step() == {}
-
-
 def test_mistakes_are_named(awake: Build) -> None:
     model = lineartime.build("transformer-tiny", d_model=16, n_blocks=1, n_heads=2, vocab_size=40, max_positions=4).eval()
     batch = TextBatch(model)
@@ -131,15 +114,10 @@ def test_mistakes_are_named(awake: Build) -> None:
     batch.remove(number)
     with pytest.raises(ArgumentError, match=r"^number is 0, but must be that of a text in this batch, as `add` returned it"):
         batch.remove(number)
+    assert batch.step() == {}
     with pytest.raises(ArgumentError, match=r"^prompt is empty"):
         batch.add([])
-    with pytest.raises(
-        ArgumentError, match=r"^prompt has 5 tokens, which makes 5 tokens to read, but this model reads at most 4"
-    ):
-        batch.add([1] * 5)
     assert batch.add([1]) == 1
-    with pytest.raises(ArgumentError, match=r"^sampling is 0.8"):
-        TextBatch(model, 0.8)  # type: ignore[arg-type]
     broken = awake("flash-tiny")
     torch.nn.init.constant_(broken.backbone.embedding.weight, torch.nan)
     batch = TextBatch(broken)
@@ -148,7 +126,7 @@ def test_mistakes_are_named(awake: Build) -> None:
         batch.step()
 
 
-@pytest.mark.parametrize("system", ["flash-tiny", "transformer++-tiny", "combiner-tiny"])
+@pytest.mark.parametrize("system", ["flash-tiny", "transformer++-tiny"])
 def test_a_text_that_fails_does_not_change_the_others(system: str, awake: Build) -> None:
     model = awake(system)
     batch, texts = TextBatch(model, GREEDY), list[int]()

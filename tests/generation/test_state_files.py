@@ -1,7 +1,6 @@
 """Files of states."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,47 +14,37 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import Sampling, generate, load_state, read_prompt, save_state
 from lineartime.models import CausalLM
 
+from .conftest import Build
 from .test_prompts import SYSTEMS
 
 GREEDY = Sampling(temperature=0.0)
-Build = Callable[[str], CausalLM]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_text_is_continued_from_a_file_as_from_memory(system: str, awake: Build, tmp_path: Path) -> None:
     model, file = awake(system), tmp_path / "text.state"
-    state = read_prompt(model, torch.randint(0, 40, (150,)).tolist())
+    state = read_prompt(model, torch.randint(0, 40, (40,)).tolist())
     save_state(model, state, file)
     loaded = load_state(model, file)
     assert (loaded.position, loaded.last) == (state.position, state.last)
     assert list(generate(model, [3], 10, GREEDY, state=loaded)) == list(generate(model, [3], 10, GREEDY, state=state))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_file_holds_the_same_bits(dtype: torch.dtype, awake: Build, tmp_path: Path) -> None:
-    model, file = awake("flash-next-tiny shifted").to(dtype), tmp_path / "text.state"
-    state = read_prompt(model, [1, 2, 3])
-    save_state(model, state, file)
-    loaded = load_state(model, file)
-    for found, expected in zip(loaded.state.tensors(), state.state.tensors(), strict=True):
+    for found, expected in zip((*loaded.state.tensors(), loaded.logits), (*state.state.tensors(), state.logits), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    torch.testing.assert_close(loaded.logits, state.logits, rtol=0, atol=0)
 
 
-def test_a_file_of_flash_does_not_grow_with_the_text(awake: Build, tmp_path: Path) -> None:
-    model, sizes = awake("flash-tiny"), []
-    for length in (1000, 9000):
+def test_a_file_of_flash_does_not_grow_with_the_text(model: CausalLM, tmp_path: Path) -> None:
+    model, sizes = model.bfloat16(), []
+    for length in (100, 900):
         save_state(model, read_prompt(model, [1] * length), tmp_path / str(length))
         sizes.append((tmp_path / str(length)).stat().st_size)
     assert abs(sizes[0] - sizes[1]) < 100  # the numbers of tokens have more digits
 
 
-def test_a_full_disk_is_named_and_leaves_no_file(awake: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named_and_leaves_no_file(model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
-    model = awake("flash-tiny")
     with pytest.raises(LineartimeError, match=r"Cannot write .*text.state: No space left on device; free some space"):
         save_state(model, read_prompt(model, [1]), tmp_path / "text.state")
     with pytest.raises(LineartimeError, match=r"Cannot write .*model: No space left on device; free some space"):
@@ -72,8 +61,8 @@ def test_another_model_cannot_load_a_state(awake: Build, tmp_path: Path) -> None
         load_state(model.float(), file)
 
 
-def test_a_file_is_not_overwritten(awake: Build, tmp_path: Path) -> None:
-    model, file = awake("flash-tiny"), tmp_path / "text.state"
+def test_a_file_is_not_overwritten(model: CausalLM, tmp_path: Path) -> None:
+    file = tmp_path / "text.state"
     file.write_text("mine")
     with pytest.raises(ArgumentError, match=r"^path is .*text.state, which exists already"):
         save_state(model, read_prompt(model, [1]), file)
@@ -93,47 +82,31 @@ def changed(file: Path, what: str) -> None:
         facts["numbers"]["0.longest"] += 1
     elif what == "facts":
         facts = [facts]
-    elif what == "huge number":
-        facts["numbers"]["0.longest"] = 10**400
-    elif what == "nested facts":
-        save_file(tensors, file, {**metadata, "facts": "[" * 100_000})
-        return
     elif what == "format":
         metadata["format"] = "pt"
     save_file(tensors, file, {**metadata, "facts": json.dumps(facts)})
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("tensor", r"text.state is damaged \(its contents differ from what was written\): read the prompt again"),
-        ("missing tensor", "text.state is damaged .its contents differ"),
-        ("number", "text.state is damaged .its contents differ"),
-        ("facts", "text.state is damaged .its facts cannot be read"),
-        ("huge number", "text.state is damaged .its facts cannot be read"),
-        ("nested facts", "text.state is damaged .its facts cannot be read"),
-        ("format", "text.state is no file of a state: give one that save_state wrote"),
-    ],
-)
-def test_a_damaged_file_is_an_error(what: str, message: str, awake: Build, tmp_path: Path) -> None:
+def test_a_damaged_file_is_an_error(awake: Build, tmp_path: Path) -> None:
     model, file = awake("flash-quad-tiny"), tmp_path / "text.state"
-    save_state(model, read_prompt(model, [1]), file)
-    changed(file, what)
-    with pytest.raises(LineartimeError, match=message):
-        load_state(model, file)
-
-
-@pytest.mark.parametrize("content", [b"", b"not safetensors at all", b"\xff" * 64])
-def test_a_file_of_another_kind_is_an_error(content: bytes, awake: Build, tmp_path: Path) -> None:
-    file = tmp_path / "text.state"
-    file.write_bytes(content)
-    with pytest.raises(LineartimeError, match=r"text.state is damaged"):
-        load_state(awake("flash-tiny"), file)
-
-
-def test_a_missing_file_is_an_error(awake: Build, tmp_path: Path) -> None:
-    with pytest.raises(LineartimeError, match=r"Cannot read .*text.state"):
-        load_state(awake("flash-tiny"), tmp_path / "text.state")
+    for what, message in {
+        "tensor": r"text.state is damaged \(its contents differ from what was written\): read the prompt again",
+        "missing tensor": "text.state is damaged .its contents differ",
+        "number": "text.state is damaged .its contents differ",
+        "facts": "text.state is damaged .its facts cannot be read",
+        "format": "text.state is no file of a state: give one that save_state wrote",
+    }.items():
+        file.unlink(missing_ok=True)
+        save_state(model, read_prompt(model, [1]), file)
+        changed(file, what)
+        with pytest.raises(LineartimeError, match=message):
+            load_state(model, file)
+    for content in (b"", b"not safetensors at all", b"\xff" * 64):
+        file.write_bytes(content)
+        with pytest.raises(LineartimeError, match=r"text.state is damaged"):
+            load_state(model, file)
+    with pytest.raises(LineartimeError, match=r"Cannot read .*missing.state"):
+        load_state(model, tmp_path / "missing.state")
 
 
 def test_a_state_of_as_many_tokens_as_the_model_reads_is_loaded(tmp_path: Path) -> None:

@@ -140,6 +140,8 @@ def test_what_no_text_can_be_generated_from_is_named() -> None:
         ("top_k", [1.5, 64.0, "8", None, True, -1, float("nan")]),
         ("top_p", ["a", None, True, 0, 1.1, -1.0, float("nan")]),
         ("seed", [1.5, "8", True, -1, 2**63, float("nan")]),
+        ("min_p", [-0.1, 1.1]),
+        ("repetition_penalty", [0, -1.0]),
     ],
 )
 def test_options_of_sampling_that_are_not_allowed_are_named(argument: str, values: list[Any]) -> None:
