@@ -1,7 +1,5 @@
 """The stack of blocks, read by parts: tokens that are embedded already in, what each block reads out."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,6 @@ from torch import Tensor
 
 from lineartime import build
 from lineartime.errors import ArgumentError
-from lineartime.models import CausalLM
 from lineartime.models.backbone import Backbone
 
 
@@ -65,26 +62,17 @@ def test_padding_on_the_right_needs_no_learned_positions() -> None:
     torch.testing.assert_close(model(padded, mask)[:, :8], model(ids))
 
 
-SYSTEMS: dict[str, dict[str, Any]] = {
-    "flash-tiny": {},
-    "flash-tiny with a token shift": {"token_shift": True},
-    "flash-quad-tiny": {},
-    "transformer++-tiny": {},
-}
-
-
 @torch.no_grad()
 def test_states_of_another_model_are_named() -> None:
-    models, states, ids = {}, {}, torch.zeros(2, 1, dtype=torch.long)
-    for name, options in SYSTEMS.items():
-        model = build(name.split()[0], d_model=16, n_blocks=2, vocab_size=11, **options).eval()
-        assert isinstance(model, CausalLM)
-        models[name], states[name] = model, model.extend(ids)[1]
-    for name, model in models.items():
-        for other, of_other in states.items():
-            if other != name:
+    ids, shifted = torch.zeros(2, 1, dtype=torch.long), {"token_shift": True}
+    systems = [("flash-tiny", {}), ("flash-tiny", shifted), ("flash-quad-tiny", {}), ("transformer++-tiny", {})]
+    models = [build(name, d_model=16, n_blocks=2, vocab_size=11, **options).eval() for name, options in systems]
+    states = [model.extend(ids)[1] for model in models]
+    for model, own in zip(models, states, strict=True):
+        for state in states:
+            if state is not own:
                 with pytest.raises(
                     ArgumentError, match=r"^state.* (is|has) .*: give it the state that init_state or extend of"
                 ):
-                    model.extend(ids, of_other.clone())
-        model.extend(ids, states[name])
+                    model.extend(ids, state.clone())
+        model.extend(ids, own.clone())

@@ -53,7 +53,7 @@ def check_equals_forward(model: CausalLM, streams: int, length: int = 21) -> Non
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_logits_equal_forward(dtype: torch.dtype) -> None:
-    for streams in (1, 2, 3, 32):
+    for streams in (1, 3, 32):
         check_equals_forward(model_of(dtype), streams)
 
 
@@ -93,9 +93,8 @@ def test_long_chunks_have_a_rotary_bias() -> None:
     check_equals_forward(model_of(chunk_size=520, n_blocks=1), 2)
 
 
-@pytest.mark.parametrize("token_shift", [False, True])
-def test_streams_at_other_positions_do_not_mix(token_shift: bool) -> None:
-    model = model_of(token_shift=token_shift)
+def test_streams_at_other_positions_do_not_mix() -> None:
+    model = model_of(token_shift=True)
     ids, decoder = torch.randint(37, (3, 40)), decoder_of(model)
     alone = [state_of(model, 1) for _ in range(3)]
     for stream, read in enumerate((0, 7, 18)):

@@ -27,8 +27,7 @@ TINY = EncoderDecoderConfig(
 )
 CONFIGS = {
     "gau": TINY,
-    "shifted flash": dataclasses.replace(TINY, mixer=LayerConfig("flash", d_qk=8, chunk_size=4, token_shift=True)),
-    "flash": dataclasses.replace(TINY, mixer=LayerConfig("flash", d_qk=8, chunk_size=4), norm="scalenorm"),
+    "flash": dataclasses.replace(TINY, mixer=LayerConfig("flash", d_qk=8, chunk_size=4, token_shift=True), norm="scalenorm"),
     "attention": dataclasses.replace(TINY, mixer=LayerConfig("attention", n_heads=2), feed_forward=LayerConfig("glu")),
 }
 every_config = pytest.mark.parametrize("name", CONFIGS)
@@ -108,27 +107,18 @@ def test_a_batch_is_written_like_its_rows() -> None:
         assert row == (whole[: whole.index(stop_token)] if stop_token in whole else whole)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"vocab_size": 0}, "vocab_size is 0, but must be at least 1"),
-        ({"d_model": 16.0}, "d_model is 16.0, but must be an integer"),
+def test_a_config_survives_json_exactly() -> None:
+    for config in CONFIGS.values():
+        assert EncoderDecoderConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_configs_that_make_no_model_are_named() -> None:
+    for changes, message in (
         ({"cross": LayerConfig("gau")}, "cross is LayerConfig.*, but must be a LayerConfig, or the name, .*: cross-gau"),
-        ({"norm": "batchnorm"}, "norm is 'batchnorm'"),
         ({"mixer": LayerConfig("linformer")}, "mixer is linformer, but the decoder must be causal: "),
-    ],
-)
-def test_values_that_are_not_allowed_are_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(TINY, **changes)
-
-
-@every_config
-def test_a_config_survives_json_exactly(name: str) -> None:
-    assert EncoderDecoderConfig.from_dict(json.loads(json.dumps(CONFIGS[name].to_dict()))) == CONFIGS[name]
-
-
-def test_mistakes_in_the_cross_attention_are_named() -> None:
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(TINY, **changes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"cross\.activation is 'gelu', but must be one of 'relu2'"):
         EncoderDecoderConfig.from_dict({**TINY.to_dict(), "cross": {"kind": "cross-gau", "activation": "gelu"}})
     with pytest.raises(ValueError, match="n_heads is 3, but must divide d_qk = 8"):
@@ -146,9 +136,9 @@ def test_inputs_that_do_not_fit_are_named() -> None:
     short = EncoderDecoder(dataclasses.replace(TINY, mixer=LayerConfig("gau", d_qk=8, max_length=10))).eval()
     with pytest.raises(ValueError, match="max_tokens is 11, but the decoder of this model reads at most 10 tokens"):
         greedy(short, source, start_token=0, stop_token=1, max_tokens=11)
-    for wrong in ({"start_token": 20}, {"start_token": -1}, {"stop_token": 20}):
-        arguments = {"start_token": 0, "stop_token": 1, "max_tokens": 5, **wrong}
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*, but must be at least 0 and at most 19"):
+    for name in ("start_token", "stop_token"):
+        arguments: dict[str, Any] = {"start_token": 0, "stop_token": 1, "max_tokens": 5, name: 20}
+        with pytest.raises(ValueError, match=f"{name} is 20, but must be at least 0 and at most 19"):
             greedy(model, source, **arguments)
     with pytest.raises(ValueError, match="model is in training mode, in which dropout changes its logits"):
         greedy(EncoderDecoder(dataclasses.replace(TINY, dropout=0.1)), source, start_token=0, stop_token=1, max_tokens=5)
