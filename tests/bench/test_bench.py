@@ -503,7 +503,7 @@ def test_memory_grows_with_the_batch_and_holds_the_gradients() -> None:
 def test_compiled_subjects_have_the_time_of_compiling(
     options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_with = torch.compile  # without code for a processor, which tests/models/test_compile_blocks.py makes
+    compile_with = torch.compile  # without code for a processor, which tests/models/test_compile.py makes
     monkeypatch.setattr(torch, "compile", lambda function, **given: compile_with(function, **{**given, "backend": "eager"}))
     modes = ("eager", "compiled")
     config = options(override=SMALL[:4], presets=("flash-tiny",), measure=("forward",), modes=modes, context_lengths=(8,))

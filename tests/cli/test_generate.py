@@ -45,7 +45,7 @@ def test_the_text_is_alone_on_standard_output_and_the_precision_is_told_on_stand
 def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Not compiled for real, which takes long: tests/models/test_compile_blocks.py does that.
+    # Not compiled for real, which takes long: tests/models/test_compile.py does that.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     compiled: list[CausalLM] = []
     compile_step = CausalLM.compile_step
