@@ -149,67 +149,44 @@ def test_inputs_that_do_not_fit_are_named() -> None:
 
 # What it learns --------------------------------------------------------------------------------------------------------
 
-PADDING, START, STOP, FIRST_SYMBOL = 0, 1, 2, 3
-N_SYMBOLS, LONGEST = 10, 8
-STEPS, WARM_UP, STEADY = 400, 20, 240
+PADDING, START, STOP, FIRST_SYMBOL, N_SYMBOLS = 0, 1, 2, 3, 10
+LONGEST, STEPS, WARM_UP, STEADY = 8, 400, 20, 240
 
 
-def random_strings(count: int, generator: torch.Generator) -> list[Tensor]:
-    lengths = torch.randint(1, LONGEST + 1, (count,), generator=generator).tolist()
+def random_strings(count: int, shortest: int, generator: torch.Generator) -> list[Tensor]:
+    lengths = torch.randint(shortest, LONGEST + 1, (count,), generator=generator).tolist()
     return [torch.randint(FIRST_SYMBOL, FIRST_SYMBOL + N_SYMBOLS, (length,), generator=generator) for length in lengths]
 
 
-def padded(strings: list[Tensor], *, before: tuple[int, ...] = (), after: tuple[int, ...] = ()) -> Tensor:
-    rows = [
-        torch.cat([torch.tensor(before, dtype=torch.long), string, torch.tensor(after, dtype=torch.long)]) for string in strings
-    ]
+def padded(strings: list[Tensor], *, before: int | None = None, after: int | None = None) -> Tensor:
+    rows = [F.pad(string, (1, 0), value=before) if before is not None else string for string in strings]
+    rows = [F.pad(row, (0, 1), value=after) if after is not None else row for row in rows]
     return pad_sequence(rows, batch_first=True, padding_value=PADDING)
-
-
-def train(model: EncoderDecoder, task: Callable[[Tensor], Tensor]) -> set[tuple[int, ...]]:
-    """Train from scratch; the strings that the model saw."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / WARM_UP, (STEPS - step) / (STEPS - STEADY), 1.0)
-    )
-    generator, seen = torch.Generator().manual_seed(1), set()
-    for _ in range(STEPS):
-        strings = random_strings(48, generator)
-        seen.update(tuple(string.tolist()) for string in strings)
-        targets = [task(string) for string in strings]
-        source, target, expected = (
-            padded(strings, after=(STOP,)),
-            padded(targets, before=(START,)),
-            padded(targets, after=(STOP,)),
-        )
-        logits = model(source, target, source != PADDING, target != PADDING)
-        optimizer.zero_grad()
-        F.cross_entropy(logits.flatten(0, 1), expected.flatten(), ignore_index=PADDING).backward()
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    return seen
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("task", "n_heads"), [(torch.clone, 4), (lambda string: string.flip(0), 1)], ids=["copy", "reverse"])
 def test_strings_never_seen_are_copied_and_reversed_exactly(task: Callable[[Tensor], Tensor], n_heads: int) -> None:
-    config = EncoderDecoderConfig(
-        vocab_size=FIRST_SYMBOL + N_SYMBOLS,
-        d_model=64,
-        n_encoder_blocks=1,
-        n_decoder_blocks=2,
-        mixer=LayerConfig("gau", d_qk=32, rope=False, max_length=16),
-        cross=LayerConfig("cross-gau", n_heads=n_heads, d_qk=32),
+    mixer = LayerConfig("gau", d_qk=32, rope=False, max_length=16)
+    cross = LayerConfig("cross-gau", n_heads=n_heads, d_qk=32)
+    model = EncoderDecoder(EncoderDecoderConfig(FIRST_SYMBOL + N_SYMBOLS, 64, 1, 2, mixer, cross))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / WARM_UP, (STEPS - step) / (STEPS - STEADY), 1.0)
     )
-    model = EncoderDecoder(config)
-    seen = train(model, task)
-    strings = random_strings(400, torch.Generator().manual_seed(2))
-    source = padded(strings, after=(STOP,))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        strings = random_strings(48, 1, generator)
+        targets = [task(string) for string in strings]
+        source, target = padded(strings, after=STOP), padded(targets, before=START)
+        logits = model(source, target, source != PADDING, target != PADDING)
+        optimizer.zero_grad()
+        F.cross_entropy(logits.flatten(0, 1), padded(targets, after=STOP).flatten(), ignore_index=PADDING).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    strings = random_strings(400, 6, torch.Generator().manual_seed(2))  # of a million and more: hardly one of them was seen
+    source = padded(strings, after=STOP)
     written = greedy(model.eval(), source, source != PADDING, start_token=START, stop_token=STOP, max_tokens=LONGEST + 2)
     exact = [row == task(string).tolist() for row, string in zip(written, strings, strict=True)]
-    unseen = [right for right, string in zip(exact, strings, strict=True) if tuple(string.tolist()) not in seen]
-    # Nearly all seeds get all of them right.
-    assert sum(exact) / len(exact) >= 0.99
-    assert len(unseen) >= 200
-    assert sum(unseen) / len(unseen) >= 0.99
+    assert sum(exact) / len(exact) >= 0.99  # nearly all seeds get all of them right

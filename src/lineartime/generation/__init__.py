@@ -24,13 +24,11 @@ __all__ = [
     "PromptState",
     "Sampling",
     "TextBatch",
-    "checked_sampling",
     "generate",
     "generate_batch",
     "load_state",
     "read_prompt",
     "save_state",
-    "token_ids",
 ]
 
 _Start = tuple[tuple[int, ...], PromptState | None]

@@ -24,7 +24,8 @@ def continuing(model: CausalLM, state: ModelState) -> Callable[[Tensor], Tensor]
     """
     device = next(model.parameters()).device
     if _can_record(model):
-        return recorded(partial(_logits, model, state), (torch.zeros_like(state.position),), list(state.tensors()))
+        changed, tokens = list(state.tensors()), torch.zeros_like(state.position)
+        return recorded(lambda drawn: read_token(model, drawn, state)[0], (tokens,), changed)
     decoder = model.compile_for_decoding()
 
     def read(tokens: Tensor) -> Tensor:
@@ -65,16 +66,14 @@ def drawing(
     return lambda tokens: draw_next(tokens, uniform_numbers(count, generator), *how, state)
 
 
-def _logits(model: CausalLM, state: ModelState, tokens: Tensor) -> Tensor:
-    """The logits [B, V] after one more token of each stream, int64 [B]; a state of constant size is updated in place."""
-    return read_token(model, tokens, state)[0]
-
-
 def step_and_pick(
     model: CausalLM, state: ModelState, sampling: Sampling, tokens: Tensor, uniform: Tensor, seen: Tensor | None = None
 ) -> Tensor:
-    """Continue streams by a token each, int64 [B], and pick the next ones by numbers in [0, 1), [B] -> int64 [B]."""
-    return pick(_logits(model, state, tokens), sampling, uniform, seen)
+    """Continue streams by a token each, int64 [B], and pick the next ones by numbers in [0, 1), [B] -> int64 [B].
+
+    A state of constant size is updated in place.
+    """
+    return pick(read_token(model, tokens, state)[0], sampling, uniform, seen)
 
 
 def _can_record(model: CausalLM) -> bool:

@@ -63,16 +63,9 @@ class EncoderDecoderConfig(PartsConfig):
 
     def encoder(self) -> ModelConfig:
         """The config of the encoder, which is the backbone of a masked language model."""
-        return ModelConfig(
-            task="mlm",
-            vocab_size=self.vocab_size,
-            d_model=self.d_model,
-            n_blocks=self.n_encoder_blocks,
-            mixer=self.mixer,
-            feed_forward=self.feed_forward,
-            norm=self.norm,
-            dropout=self.dropout,
-        )
+        names = ("vocab_size", "d_model", "mixer", "feed_forward", "norm", "dropout")
+        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return ModelConfig(task="mlm", n_blocks=self.n_encoder_blocks, **shared)
 
 
 # 2. The model ---------------------------------------------------------------------------------------------------------
@@ -219,8 +212,7 @@ def greedy(
 
     Args:
         model: an encoder-decoder in evaluation mode.
-        source_ids: [B, S] token ids.
-        source_mask: [B, S], bool or integers 0 and 1, True for real tokens.
+        source_ids, source_mask: as for the model.
         start_token: the token before every target.
         stop_token: the token that ends a target, and is not returned; None for targets of `max_tokens` tokens.
         max_tokens: the maximum number of tokens to generate, including the stop token.
