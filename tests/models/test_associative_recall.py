@@ -138,13 +138,3 @@ def test_a_system_that_reads_its_chunk_alone_answers_the_same_for_all_pairs() ->
 @pytest.mark.parametrize(("system", "chunk_size"), [(LOCAL, LENGTH), ("combiner", 2)])
 def test_a_system_that_loses_the_pairs_recalls_them_with_another_chunk(system: str, chunk_size: int) -> None:
     assert recall_after_training(small(system).override(chunk_size=chunk_size)) > LEARNED
-
-
-def test_the_task_binds_keys_and_values_anew_in_every_sequence() -> None:
-    ids, values = draw(4, torch.Generator().manual_seed(0))
-    assert ids.shape == (4, LENGTH)
-    for row, expected in zip(ids.tolist(), values.tolist(), strict=True):
-        bound = {(pair - KEYS) // VALUES: (pair - KEYS) % VALUES for pair in row[:PAIRS]}
-        assert len(bound) == PAIRS
-        assert [bound[key] for key in row[PAIRS:]] == expected
-    assert SIZE.chunk_size < LENGTH - MEASURED

@@ -157,20 +157,6 @@ def test_a_compiled_block_reads_other_packs_without_a_graph_break_or_compiling_a
             torch.testing.assert_close(model(ids, cu_seqlens=ends), logits, atol=1e-5, rtol=0)
 
 
-@nightly
-@pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
-def test_a_model_compiled_as_a_whole_reads_packs(preset: str) -> None:
-    model = small(preset)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    for index, ends in enumerate(PACKS[:3]):
-        ids, cu_seqlens = torch.randint(0, 30, (1, ends[-1])), torch.tensor(ends)
-        torch._dynamo.maybe_mark_dynamic(ids, 1)
-        torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-        with torch._dynamo.config.patch(error_on_recompile=index > int(preset == "flash-tiny")):  # as above
-            logits = compiled(ids, cu_seqlens=cu_seqlens)
-        torch.testing.assert_close(logits, model(ids, cu_seqlens=cu_seqlens), atol=1e-5, rtol=0)
-
-
 def test_compiled_blocks_may_be_compiled_for_every_structure_of_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = small("transformer++-tiny"), list[dict[str, int]]()
     monkeypatch.setattr(type(model.backbone.blocks[0]), "compile", lambda _, **options: asked.append(options))  # type: ignore[index]

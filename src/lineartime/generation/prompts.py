@@ -140,12 +140,9 @@ def read(model: CausalLM, ids: Sequence[int], state: PromptState | None = None) 
 
 
 def prefill_batch(model: CausalLM, ids: Tensor, state: ModelState | None = None) -> tuple[Tensor, ModelState]:
-    """Read ids [B, N], the beginning of streams or, with their `state`, which is consumed, more of them.
+    """Begin streams with ids [B, N], or continue those of a `state`, which is consumed: the last logits [B, V], and the state.
 
     A model of task "prefix-lm" reads the beginning as a prefix, all at once, and others in `pieces`.
-
-    Returns:
-        The last logits [B, V], and the state.
     """
     if model.config.task == "prefix-lm" and state is None:
         hidden, state = model.backbone.read_prefix(ids)

@@ -120,11 +120,7 @@ class NativeDecoder:
         return out
 
     def hidden(self, embedded: Tensor, state: ModelState) -> Tensor:
-        """Read an embedded token of every stream: [B, 1, d] -> hidden vectors [B, 1, d], after the last norm.
-
-        Raises:
-            ArgumentError: as `logits`.
-        """
+        """Read an embedded token of every stream: [B, 1, d] -> hidden vectors [B, 1, d]. Raises as `logits`."""
         out = embedded.clone()
         self._check("embedded", out, self._dtype, len(state), 1, self._native.d)
         self._run(state, None, out)
@@ -140,19 +136,10 @@ class NativeDecoder:
         min_p: float,
         state: ModelState,
     ) -> Tensor:
-        """Read a token of every stream, int64 [B], and draw the next ones, as `pick` does by the same uniform numbers.
+        """Read a token of every stream, int64 [B], and draw the next ones, int64 [B], -1 where the logits are not finite.
 
-        Args:
-            tokens: int64 [B].
-            uniform: float64 [B], in [0, 1).
-            temperature, top_k, top_p, min_p: as in `Sampling`.
-            state: what came before; updated in place.
-
-        Returns:
-            int64 [B]; -1 where the logits are not finite.
-
-        Raises:
-            ArgumentError: as `logits`.
+        These are the tokens that `pick` draws by the same numbers, `uniform`, float64 [B], in [0, 1), with options as in
+        `Sampling`. Updates `state` in place. Raises as `logits`.
         """
         self._check("uniform", uniform, torch.float64, len(tokens))
         drawn = torch.empty_like(tokens)

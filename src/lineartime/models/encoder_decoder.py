@@ -130,11 +130,8 @@ class EncoderDecoder(nn.Module):
         Args:
             source_ids: [B, S] token ids.
             target_ids: [B, T] token ids, usually the target after a start token.
-            source_mask: [B, S], bool or integers 0 and 1, True for real tokens. Padding may be anywhere.
-            target_mask: [B, T], the same for the target.
-
-        Returns:
-            Logits [B, T, V].
+            source_mask, target_mask: of the same shapes, bool or integers 0 and 1, True for real tokens. Padding may be
+                anywhere.
 
         Raises:
             ArgumentError: if shapes do not match.

@@ -88,14 +88,10 @@ class LanguageModel(nn.Module):
         An `lm_head` with an adapter or a hook is called, and then the logits are held.
 
         Args:
-            ids, mask, cu_seqlens, prefix_lengths, context, token_types: as for the logits.
-            targets: int [B, T], the tokens to predict; -100 where there is none.
+            targets: int [B, T], the tokens to predict; -100 where there is none. Other arguments are those of the logits.
 
         Returns:
             A scalar, in nats; zero if there are no targets.
-
-        Raises:
-            ArgumentError: as for the logits.
         """
         total = self.total_loss(ids, targets, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types)
         return total / (targets != IGNORED).sum().clamp(min=1)
@@ -195,12 +191,7 @@ class CausalLM(LanguageModel):
     def read_prefix(self, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, ModelState]:
         """Start streams with a prefix whose tokens attend to each other bidirectionally; `extend` continues causally.
 
-        Args:
-            ids: [B, N] token ids.
-            mask: as for `extend`.
-
-        Returns:
-            Logits [B, N, V], equal to those of `forward` with prefix lengths of N, and the state after the prefix.
+        Takes and returns what `extend` does without a state. Logits are those of `forward` with prefix lengths of N.
 
         Raises:
             LineartimeError: if the mixer cannot read prefixes.
@@ -300,18 +291,13 @@ Kind = TypeVar("Kind", bound=LanguageModel)
 
 
 def check_model(model: object, kind: type[Kind], action: str, computes: bool = True) -> Kind:
-    """Return the model if it is of the required kind and, if it has to compute logits, does so deterministically.
-
-    Args:
-        model: the value that the caller passed.
-        kind: `LanguageModel`, `CausalLM` or `MaskedLM`.
-        action: what the model is needed for, in words that follow "cannot".
-        computes: whether the model has to compute logits.
+    """Return the model without a wrapper of torch.compile.
 
     Raises:
-        ArgumentError: for anything but a model, a model of another task, or a model in training mode with dropout.
+        ArgumentError: unless it is of the required kind and, if it `computes` logits, does so deterministically. `action`
+            follows "cannot" in the message.
     """
-    inner = getattr(model, "_orig_mod", model)  # unwrap a model that torch.compile returned
+    inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, LanguageModel):
         raise ArgumentError(
             "model", f"is of type {type(model).__name__}, but must be a language model, as lineartime.load returns it."

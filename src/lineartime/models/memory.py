@@ -24,13 +24,7 @@ _EMBEDDED = ("vocab_size", "max_positions")
 
 
 class ModelTensors(NamedTuple):
-    """The tensors of a model. All blocks are identical, so only the tensors of one block are held.
-
-    Attributes:
-        block: the tensors of a block on the meta device, by their names within the block.
-        rest: all other tensors, by their names in the model.
-        n_blocks: the number of blocks.
-    """
+    """The tensors of a model on the meta device: those of a block by their names in it, as all are alike, and the rest."""
 
     block: dict[str, Tensor]
     rest: dict[str, Tensor]
@@ -38,7 +32,7 @@ class ModelTensors(NamedTuple):
 
     @property
     def n_tensors(self) -> int:
-        """The number of tensors."""
+        """The number of tensors in the whole model."""
         return len(self.rest) + self.n_blocks * len(self.block)
 
     @property
