@@ -131,7 +131,7 @@ def test_a_class_that_is_defined_again_replaces_the_first() -> None:
         ("mine", Unnamed, {}, r"^mixer is Unnamed, whose name, 'flash', is that of FLASH: give the class an attribute `name`"),
         ("mine", Squared, {"feed_forward": "moe"}, r"^feed_forward is 'moe', but must be one of 'mlp', 'glu'"),
         ("mine", Squared, {"options": {"flor": 1.0}}, r"^flor is not an option of squared .did you mean floor"),
-        ("mine", Squared, {"fields": {"depth": 3}}, r"^depth is not a field here"),
+        ("mine", Squared, {"fields": {"task": "mlm"}}, r"^task is not an option of fields, which has"),
         ("mine", with_option("kind", str, default="soft"), {}, r"^mixer is Own, whose option kind .* of the model: rename it"),
         ("mine", with_option("expansion", int, default=2), {"feed_forward": "mlp"}, r"^mixer is Own, .* of the feed-forward"),
         ("mine", with_option("power", int), {}, r"^power is missing: own has no default for it"),

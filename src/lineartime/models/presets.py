@@ -90,7 +90,7 @@ def model_of(system: System, size: Size, task: Task, **fields: Any) -> ModelConf
     }
     if system.feed_forward is not None:
         usual |= {"n_blocks": size.attention_blocks, "feed_forward": LayerConfig(system.feed_forward.name)}
-    return ModelConfig.from_dict({**usual, **system.fields, **fields})
+    return ModelConfig(**{**usual, **system.fields, **fields})
 
 
 def system_of(preset: str) -> System:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lineartime.errors import ArgumentError, LineartimeError, check_choice, first_line, typed_first_line
+from lineartime.fields import check_names
 from lineartime.layers.mixer import Mixer
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import build_model
@@ -64,6 +65,8 @@ def register_system(
         check_choice("feed_forward", feed_forward, get_args(FeedForward))
     layer = None if feed_forward is None else KINDS["feed_forward"][feed_forward]
     _check_option_names(mixer, layer)
+    fixed = ("task", "vocab_size", "d_model", "n_blocks", "mixer", "feed_forward")  # by the size and the arguments
+    check_names(fields or {}, [field for field in ModelConfig.__dataclass_fields__ if field not in fixed], "fields")
     system = System(mixer, layer, options or {}, scaled or {}, fields or {}, description=description)
     mixers = KINDS["mixer"]
     before = dict(mixers)
