@@ -46,19 +46,17 @@ def test_a_formula_below_a_source_stays_a_block_of_its_own(generate: ModuleType)
 
 
 def test_the_page_of_a_system_has_its_formula_its_source_and_every_option(generate: ModuleType) -> None:
-    for name in SYSTEMS:
-        check_page_of_a_system(generate, name)
-
-
-def check_page_of_a_system(generate: ModuleType, name: str) -> None:
-    page = generate.system_page(name, costs=False)
-    formula, options, source = (re.split(r"^## ", page, flags=re.MULTILINE)[part] for part in (1, 2, 3))
-    assert re.search(r"^    \S.*=", formula, re.MULTILINE), "neither its module nor one that it names has a formula"
-    assert re.search(r"arxiv\.org|https://|ours", source), "no module or class in its line states a source"
-    rows = {row.split(" | ")[0].strip("| `"): row for row in options.splitlines() if row.startswith("| `")}
-    assert set(rows) == set(constructor_options(SYSTEMS[name].mixer))
-    for row in rows.values():
-        assert len(row.split(" | ")[-1].strip("| ")) > 10, f"no documentation describes {row}"
+    for name, system in SYSTEMS.items():
+        page = generate.system_page(name, costs=False)
+        formula, options, source = (re.split(r"^## ", page, flags=re.MULTILINE)[part] for part in (1, 2, 3))
+        assert re.search(r"^    \S.*=", formula, re.MULTILINE), (
+            f"{name}: neither its module nor one that it names has a formula"
+        )
+        assert re.search(r"arxiv\.org|https://|ours", source), f"no module or class in the line of {name} states a source"
+        rows = {row.split(" | ")[0].strip("| `"): row for row in options.splitlines() if row.startswith("| `")}
+        assert set(rows) == set(constructor_options(system.mixer))
+        for row in rows.values():
+            assert len(row.split(" | ")[-1].strip("| ")) > 10, f"no documentation describes {row}"
 
 
 def test_the_page_of_a_system_shows_its_cost(generate: ModuleType) -> None:

@@ -49,8 +49,9 @@ class Step(nn.Module):
         super().__init__()
         model = check_model(model, CausalLM, "continue a text")
         if not model.constant_state:
-            mixer = type(next(iter(model.backbone.blocks)).mixer).__name__
-            raise ArgumentError("model", f"is made of {mixer}, which has no step with a state of constant size: FLASH has one.")
+            raise ArgumentError(
+                "model", f"is made of {_mixer(model)}, which has no step with a state of constant size: FLASH has one."
+            )
         self.model = model
 
     def init_state(self, batch_size: int) -> list[Tensor]:
@@ -110,16 +111,18 @@ def _tracing(model: LanguageModel, sizes: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        mixer = type(next(iter(model.backbone.blocks)).mixer).__name__
-        why = typed_first_line(error)
-        raise LineartimeError(f"torch.export cannot make a program of {mixer} {sizes} ({why}): {EXPORTABLE}") from None
+        problem = f"torch.export cannot make a program of {_mixer(model)} {sizes} ({typed_first_line(error)})"
+        raise LineartimeError(f"{problem}: {EXPORTABLE}") from None
+
+
+def _mixer(model: LanguageModel) -> str:
+    return type(next(iter(model.backbone.blocks)).mixer).__name__
 
 
 def write_program(program: ExportedProgram, file: str | Path) -> Path:
-    """Write a program for `torch.export.load`. Raises LineartimeError on failure."""
-    file = checked_file(file, ".pt2")
+    """Write a program for `torch.export.load`; LineartimeError if it cannot be written."""
+    file, archive = checked_file(file, ".pt2"), BytesIO()  # PyTorch's writer of files ends the process if the disk is full
     with _writing(file) as partial:
-        archive = BytesIO()  # PyTorch's writer of files ends the process if the disk is full
         torch.export.save(program, archive)
         partial.write_bytes(archive.getbuffer())
     return file
@@ -130,15 +133,11 @@ def write_package(program: ExportedProgram, file: str | Path) -> Path:
 
     The package's metadata hold the shapes of the state for one stream.
 
-    Args:
-        program: what `export_step` returned.
-        file: the file to write, which ends in .pt2.
-
     Raises:
-        ArgumentError: for any other program.
+        ArgumentError: unless `export_step` made the program.
         LineartimeError: without a compiler, or if the file cannot be written.
     """
-    file = checked_file(file, ".pt2")
+    file, archive = checked_file(file, ".pt2"), BytesIO()  # as in write_program
     ids, *state = program.example_inputs[0]
     if len(state) != 1 or not isinstance(state[0], list):
         raise ArgumentError("program", "reads whole texts, but must be one of steps: export the model by export_step().")
@@ -147,7 +146,6 @@ def write_package(program: ExportedProgram, file: str | Path) -> Path:
     shapes = [{"shape": [1, *x.shape[1:]], "dtype": str(x.dtype).removeprefix("torch.")} for x in state[0]]
     options = {"aot_inductor.metadata": {STATE: json.dumps(shapes)}}
     with _writing(file) as partial:
-        archive = BytesIO()  # as in write_program
         torch._inductor.aoti_compile_and_package(program, package_path=archive, inductor_configs=options)
         partial.write_bytes(archive.getbuffer())
     return file
@@ -166,15 +164,12 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
     file = checked_file(file, ".onnx")
     require_packages("onnxscript", extra="onnx", purpose="A program in ONNX")
     if any(tensor.dtype == torch.bfloat16 for tensor in program.state_dict.values()):
-        raise LineartimeError(
-            "A program in bfloat16 has operations that onnxruntime lacks: export the model in float32 or float16."
-        )
+        raise LineartimeError("A program in bfloat16 has operations that onnxruntime lacks: export it in float32 or float16.")
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
     if size > MAX_ONNX_BYTES:
-        raise LineartimeError(
-            f"A program in ONNX holds at most {MAX_ONNX_BYTES / 2**30:.1f} GiB of weights in a file, but these have "
-            f"{size / 2**30:.1f} GiB: export the model in float16, or choose another `format`.",
-        )  # fmt: skip
+        limit = f"A program in ONNX holds at most {MAX_ONNX_BYTES / 2**30:.1f} GiB of weights in a file"
+        advice = "export the model in float16, or choose another `format`."
+        raise LineartimeError(f"{limit}, but these have {size / 2**30:.1f} GiB: {advice}")
     given = program.example_inputs[0]
     inputs, outputs = ["ids", "mask"][: len(given)], ["logits"]
     if isinstance(given[-1], list):
@@ -202,10 +197,8 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
             cause: Exception = error
             while isinstance(cause.__cause__, Exception):
                 cause = cause.__cause__
-            raise LineartimeError(
-                f"PyTorch cannot translate this program into ONNX ({typed_first_line(cause)}): {EXPORTABLE}"
-            ) from None
-
+            why = f"PyTorch cannot translate this program into ONNX ({typed_first_line(cause)})"
+            raise LineartimeError(f"{why}: {EXPORTABLE}") from None
     return file
 
 
@@ -228,9 +221,8 @@ def _writing(file: Path) -> Iterator[Path]:
         except RuntimeError as error:  # raised by PyTorch's writer if the disk is full, and by a compiler that fails
             if is_out_of_memory(error):
                 raise
-            raise LineartimeError(
-                f"Cannot write {file} ({typed_first_line(error)}): check the disk and the compiler."
-            ) from error
+            why = f"Cannot write {file} ({typed_first_line(error)})"
+            raise LineartimeError(f"{why}: check the disk and the compiler.") from error
 
 
 @contextmanager

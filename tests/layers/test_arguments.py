@@ -15,7 +15,7 @@ from lineartime.baselines.flash_weighted import FLASHWeighted
 from lineartime.baselines.nystromformer import Nystromformer
 from lineartime.baselines.reformer import Reformer
 from lineartime.foreign import ForeignFLASH, ForeignGAU
-from lineartime.layers import FLASH, GAU, Attention
+from lineartime.layers import FLASH, GAU, Attention, CrossGAU
 from lineartime.layers.multi_head import MultiHeadMixer
 from lineartime.layers.options import constructor_options
 from lineartime.layers.residual import ResidualLayer
@@ -56,7 +56,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "rotated": ("features", {}),
     "initial_scores": ("unit", {}),
 }
-LAYERS: list[type[nn.Module]] = [*KINDS["mixer"].values(), *KINDS["feed_forward"].values()]
+LAYERS: list[type[nn.Module]] = [*KINDS["mixer"].values(), *KINDS["feed_forward"].values(), CrossGAU]
 D_MODEL, LENGTH = 24, 10
 
 
@@ -72,7 +72,8 @@ def output(layer: type[nn.Module], arguments: dict[str, Any]) -> tuple[Tensor, d
             constants = torch.where((rows == rows[:, :1]).all(1, keepdim=True), rows, 0.0)  # no draws, whose order may change
             parameter.copy_(constants.view_as(parameter) + 0.5 * torch.randn(parameter.shape, generator=generator))
     torch.manual_seed(1)
-    return module(3 * torch.randn(2, LENGTH, D_MODEL) + 1), parameters
+    x = 3 * torch.randn(2, LENGTH, D_MODEL) + 1
+    return module(x, x) if layer is CrossGAU else module(x), parameters
 
 
 def arguments_of(layer: type[nn.Module]) -> list[str]:
@@ -133,14 +134,10 @@ def test_every_activation_differs_from_the_others(layer: type[nn.Module]) -> Non
 @pytest.mark.parametrize(
     ("layer", "arguments", "message"),
     [
-        (GAU, {"d_qk": 7}, "d_qk is 7, but must be even"),
         (GAU, {"activation": "gelu"}, "activation is 'gelu', but must be one of 'relu2'"),
-        (GAU, {"normalization": "paper_sum"}, "normalization is 'paper_sum', but must be one of 'count', 'paper'"),
         (FLASHWeighted, {"normalization": "paper_sum"}, "normalization is 'paper_sum', but must be one of 'count', 'paper'"),
-        (FLASH, {"chunk_size": True}, "chunk_size is True, but must be an integer"),
-        (FLASH, {"norm": "batchnorm"}, "norm is 'batchnorm', but must be one of 'layernorm', 'scalenorm', 'rmsnorm'"),
-        (FLASH, {"dropout": 1.0}, "dropout is 1.0, but must be at least 0 and below 1"),
         (Attention, {"n_heads": 5}, "n_heads is 5, but must divide d_model = 24"),
+        (CrossGAU, {"n_heads": 5, "d_qk": 10}, "n_heads is 5, but must divide expansion \\* d_model = 48"),
         (Attention, {"n_heads": 8}, "n_heads is 8, but d_model / n_heads = 3 must be even"),
         (Reformer, {"n_heads": 2, "n_buckets": 3}, "n_buckets is 3, but must be even"),
         (Nystromformer, {"n_heads": 2, "convolution": 4}, "convolution is 4, but must be an odd number, or 0"),

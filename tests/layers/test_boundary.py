@@ -1,34 +1,24 @@
 """What a layer is given wrongly, as data: each case is one error that names the argument, its value and what is allowed."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.layers.test_mixer_contract import CAUSAL_MECHANISMS, D_MODEL, fresh
 from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError
-from lineartime.layers import FLASH, GAU, Attention
+from lineartime.layers import FLASH, Attention
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.options import constructor_options
 from lineartime.models.layer_config import KINDS
 
-D = 16
-SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": 4}
 MIXERS = KINDS["mixer"]
-CAUSAL = [name for name, mixer in MIXERS.items() if mixer.why_not_causal is None]
-OF_THE_BASE = ["flash", "gau", "attention", "combiner-fixed"]
 SAID = r"is|has|holds|packs"
-
-
-def build(name: str, **options: Any) -> Mixer:
-    mixer = MIXERS[name]
-    small = {option: value for option, value in SMALL.items() if option in constructor_options(mixer)}
-    built: Mixer = mixer(D, causal=name in CAUSAL, **{**small, **options})
-    return built
 
 
 def refuses(call: Callable[[], Any], argument: str, said: str = "") -> None:
@@ -43,73 +33,54 @@ def integers(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-X = torch.randn(2, 9, D)
+X = torch.randn(2, 9, D_MODEL)
 ROW = X[:1]
 
 TOKENS: dict[str, Any] = {
     "int64": X.long(),
-    "int8": X.to(torch.int8),
-    "bool": X > 0,
     "float64": X.double(),
-    "float16": X.half(),
-    "bfloat16": X.bfloat16(),
     "complex64": X.to(torch.complex64),
     "on the meta device": X.to("meta"),
     "sparse": X.to_sparse(),
     "None": None,
-    "a list": X.tolist(),
-    "numpy": X.numpy(),
     "without a batch": X[0],
-    "too wide": torch.randn(2, 9, D + 1),
+    "too wide": torch.randn(2, 9, D_MODEL + 1),
     "a scalar": torch.tensor(1.0),
 }
 CU_SEQLENS: dict[str, Any] = {
-    "bool": torch.tensor([False, True]),
-    "uint8": integers(0, 9, dtype=torch.uint8),
     "int16": integers(0, 9, dtype=torch.int16),
     "float32": torch.tensor([0.0, 9.0]),
-    "complex64": torch.tensor([0, 9], dtype=torch.complex64),
     "on the meta device": integers(0, 9).to("meta"),
     "a list": [0, 9],
     "two-dimensional": integers(0, 9)[None],
-    "a scalar": torch.tensor(9),
     "empty": integers(),
     "beyond the end": integers(0, 10),
     "before the end": integers(0, 8),
     "from one": integers(1, 9),
     "falling": integers(0, 5, 4, 9),
-    "negative": integers(0, -1, 9),
 }
 MASKS: dict[str, Any] = {
     "float32": torch.ones(2, 9),
-    "complex64": torch.ones(2, 9, dtype=torch.complex64),
     "other numbers": torch.full((2, 9), 2),
-    "negative": torch.full((2, 9), -1),
     "on the meta device": torch.ones(2, 9, dtype=torch.bool, device="meta"),
     "too short": torch.ones(2, 8, dtype=torch.bool),
     "one-dimensional": torch.ones(9, dtype=torch.bool),
-    "of features": torch.ones(2, 9, D, dtype=torch.bool),
     "a list": [[True] * 9] * 2,
-    "a number": 1,
 }
 PREFIX_LENGTHS: dict[str, Any] = {
-    "bool": torch.tensor([True, False]),
-    "uint8": integers(1, 2, dtype=torch.uint8),
     "float32": torch.tensor([1.0, 2.0]),
-    "complex64": torch.tensor([1, 2], dtype=torch.complex64),
     "on the meta device": integers(1, 2).to("meta"),
     "too many": integers(1, 2, 3),
     "two-dimensional": integers(1, 2)[None],
     "negative": integers(-1, 2),
     "too long": integers(1, 10),
     "a list": [1, 2],
-    "a number": 3,
 }
 
 
-@pytest.mark.parametrize("name", OF_THE_BASE)
+@pytest.mark.parametrize("name", ["flash", "attention"])  # by chunks and by rows
 def test_what_a_mixer_cannot_read_is_named(name: str) -> None:
-    mixer = build(name)
+    mixer = fresh(name, causal=True)
     for tokens in TOKENS.values():
         refuses(lambda: mixer(tokens), "x")  # noqa: B023
         refuses(lambda: mixer.extend(tokens, None), "x")  # noqa: B023
@@ -121,7 +92,7 @@ def test_what_a_mixer_cannot_read_is_named(name: str) -> None:
         refuses(lambda: mixer.extend(X, None, mask), "mask")  # noqa: B023
     for lengths in PREFIX_LENGTHS.values() if mixer.reads_prefix else ():
         refuses(lambda: mixer(X, None, None, lengths), "prefix_lengths")  # noqa: B023
-    for size in (1.5, 2.0, -1, "2", None, True):
+    for size in (1.5, -1, True):
         refuses(lambda: mixer.init_state(size), "batch_size")  # type: ignore[arg-type]  # noqa: B023
 
 
@@ -133,58 +104,33 @@ def test_no_mixer_replaces_what_checks_its_arguments() -> None:
             assert getattr(mixer, name) is getattr(Mixer, name), f"{mixer.__name__}.{name}: test it as the base is tested"
 
 
-def changed(change: Callable[[Tensor], Tensor]) -> Callable[[Mixer], Any]:
-    return lambda mixer: mixer.init_state(2).map(change)
+def wrong_states(name: str, mixer: Mixer) -> Iterator[Any]:
+    state = mixer.init_state(2)
+    yield from (mixer.init_state(3), vars(state), X)
+    yield state.map(lambda x: x.long() if x.is_floating_point() else x.double())
+    yield state.map(lambda x: x.to("meta"))
+    yield state.map(lambda x: x[..., None])
+    yield fresh(name, True, 2 * D_MODEL, **({"d_qk": 12} if hasattr(mixer, "d_qk") else {})).init_state(2)
+    if hasattr(mixer, "chunk_size") and mixer.name != "reformer":  # whose state holds all tokens, whatever its chunk size
+        yield fresh(name, True, chunk_size=2 * mixer.chunk_size).init_state(2)
 
 
-def integral(x: Tensor) -> Tensor:
-    return x.long() if x.is_floating_point() else x.double()
-
-
-STATES: dict[str, Callable[[Mixer], Any]] = {
-    "of another batch": lambda mixer: mixer.init_state(3),
-    "of integers": changed(integral),
-    "on the meta device": changed(lambda x: x.to("meta")),
-    "with a dimension more": changed(lambda x: x[..., None]),
-    "a dictionary": lambda mixer: vars(mixer.init_state(2)),
-    "a list": lambda mixer: list(mixer.init_state(2).tensors()),
-    "a tuple": lambda mixer: tuple(mixer.init_state(2).tensors()),
-    "a tensor": lambda mixer: X,
-    "a number": lambda mixer: 0,
-    "of no streams": lambda mixer: mixer.init_state(0),
-    "of another width": lambda mixer: (
-        type(mixer)(2 * D, causal=True, **{**small_options(mixer), "d_qk": 12}).init_state(2)
-        if hasattr(mixer, "d_qk")
-        else type(mixer)(2 * D, causal=True, **small_options(mixer)).init_state(2)
-    ),
-}
-
-
-# The state of a Reformer holds all tokens, whatever its chunk size.
-CHUNKED = [name for name in CAUSAL if "chunk_size" in constructor_options(MIXERS[name]) and name != "reformer"]
-
-
-def small_options(mixer: Mixer) -> dict[str, Any]:
-    return {option: value for option, value in SMALL.items() if option in constructor_options(type(mixer))}
-
-
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", CAUSAL_MECHANISMS)
 def test_states_of_anything_else_are_named(name: str) -> None:
-    mixer = build(name)
-    others = [*STATES.values(), *([lambda mixer: build(name, chunk_size=8).init_state(2)] if name in CHUNKED else [])]
-    for other in others:
+    mixer = fresh(name, causal=True)
+    for state in wrong_states(name, mixer):
         with pytest.raises(ArgumentError, match=r"^(state(\.\w+)*|x) (is|has) .*, but "):
-            mixer.extend(X, other(mixer))
+            mixer.extend(X, state)
 
 
 # Constructors ---------------------------------------------------------------------------------------------------------
 
 LAYERS: list[type[nn.Module]] = [*MIXERS.values(), MLP, GLU, CrossGAU]
 WRONG: dict[Any, list[Any]] = {
-    int: [1.5, 64.0, "8", True, 0, -1, float("nan"), [1], None],
-    bool: ["yes", 1, 0.5, None],
-    float: ["a", None, True, -0.5, 1.0, float("nan"), [0.1]],
-    int | None: [1.5, 64.0, "8", True, 0, -1, [1]],
+    int: [1.5, "8", True, 0, None],
+    bool: ["yes", 1],
+    float: ["a", True, -0.5, 1.0, float("nan")],
+    int | None: [1.5, "8", True, 0],
 }
 ZERO_IS_ALLOWED = {"n_global", "n_random", "convolution"}
 
@@ -193,10 +139,10 @@ ZERO_IS_ALLOWED = {"n_global", "n_random", "convolution"}
 def test_options_of_the_wrong_type_or_outside_their_range_are_named(layer: type[nn.Module]) -> None:
     options = constructor_options(layer)
     for name, option in options.items():
-        for value in WRONG.get(option.type, ["none of them", 1, None, ["softmax"]]):
+        for value in WRONG.get(option.type, ["none of them", 1, None]):
             if name not in ("device", "dtype") and not (value == 0 and name in ZERO_IS_ALLOWED):
                 refuses(lambda: layer(24, **{name: value}), name)  # noqa: B023
-    for width in (1.5, 16.0, "16", None, True, 0, -16, torch.tensor(16)):
+    for width in (1.5, "16", True, 0):
         refuses(lambda: layer(width), "d_model")  # noqa: B023
     if layer in MIXERS.values():  # an odd rotary width
         argument, odd = ("d_qk", {"d_qk": 7}) if "d_qk" in options else ("n_heads", {"n_heads": 8})
@@ -207,11 +153,11 @@ def test_options_of_the_wrong_type_or_outside_their_range_are_named(layer: type[
 
 
 def test_what_other_layers_cannot_read_is_named() -> None:
-    cross = CrossGAU(D, d_qk=8)
+    cross = CrossGAU(D_MODEL, d_qk=8)
     for tokens in TOKENS.values():
         refuses(lambda: cross(tokens, X), "x")  # noqa: B023
         refuses(lambda: cross(X, tokens), "source")  # noqa: B023
-        for layer in (MLP(D), GLU(D)):
+        for layer in (MLP(D_MODEL), GLU(D_MODEL)):
             refuses(lambda: layer(tokens), "x")  # noqa: B023
     for mask in MASKS.values():
         refuses(lambda: cross(X, X, mask), "mask")  # noqa: B023
@@ -221,9 +167,9 @@ def test_what_other_layers_cannot_read_is_named() -> None:
 # What stays allowed ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*OF_THE_BASE, "performer", "linformer"])
+@pytest.mark.parametrize("name", ["flash", "attention"])
 def test_autocast_and_layers_of_several_dtypes_take_the_dtypes_that_they_took(name: str) -> None:
-    mixer = build(name)
+    mixer = fresh(name, causal=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert mixer(X.bfloat16()).isfinite().all()
     mixer = mixer.to(torch.bfloat16)
@@ -231,7 +177,7 @@ def test_autocast_and_layers_of_several_dtypes_take_the_dtypes_that_they_took(na
     assert mixer(X.bfloat16()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("layer", [GAU(16, d_qk=8), FLASH(16, d_qk=8, chunk_size=4), Attention(16, n_heads=2)])
+@pytest.mark.parametrize("layer", [FLASH(16, d_qk=8, chunk_size=4), Attention(16, n_heads=2)])
 def test_autocast_leaves_float64_as_it_is(layer: Any) -> None:
     x = torch.randn(1, 6, 16, dtype=torch.float64)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ArgumentError, match=r"x has dtype torch.float64, but"):
@@ -260,5 +206,5 @@ def test_another_default_device_changes_nothing(causal: bool) -> None:
 
 
 def test_boundaries_of_documents_may_be_int32() -> None:
-    mixer = build("flash")
+    mixer = fresh("flash", causal=True)
     assert torch.equal(mixer(ROW, None, integers(0, 4, 9, dtype=torch.int32)), mixer(ROW, None, integers(0, 4, 9)))

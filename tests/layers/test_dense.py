@@ -39,7 +39,7 @@ def make(dtype: torch.dtype, rows: tuple[int, ...], k: int, n: int) -> tuple[Ten
     return torch.randn(*rows, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
 
 
-SIZES: list[Any] = [((1, 1), 256, 1100), ((3,), 7, 5), ((), 1, 1), ((2, 2), 33, 200), ((17,), 1, 40), ((MAX_ROWS,), 95, 131)]
+SIZES: list[Any] = [((1, 1), 256, 1100), ((), 1, 1), ((2, 2), 33, 200), ((MAX_ROWS,), 95, 131)]
 
 
 @every_pair(dtype=list(TOLERANCES), sizes=SIZES, with_bias=[False, True])

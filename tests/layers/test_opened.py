@@ -1,35 +1,20 @@
 """The parts of attention that `open` shows: they are the mixer, and what they read is what its definition reads."""
 
-from typing import Any
-
 import pytest
 import torch
+from tests.layers.test_mixer_contract import CASES, DIRECTIONS, build
 from torch import Tensor
 
 from lineartime.baselines.combiner import Combiner
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers import FLASH, GAU, set_backend
 from lineartime.layers.mixer import Mixer, Opened
-from lineartime.layers.options import constructor_options
-from lineartime.models.layer_config import KINDS
 from lineartime.ops.mixed_chunk.inputs import Heads
 from lineartime.ops.mixed_chunk.reference import attend
 
-MIXERS: dict[str, Any] = KINDS["mixer"]
-SMALL = {"d_qk": 8, "n_heads": 2, "chunk_size": 8, "block_size": 4, "window": 6, "stride": 4, "n_landmarks": 6, "n_largest": 4}
 BOTH = {"flash", "flash-foreign", "flash-overlapping", "flash-weighted", "flash-first-to-all", "flash-cls", "mc-tfm"}
 BOTH |= {"mixed-chunk"}
-
-
-def build(name: str, causal: bool, **options: Any) -> Mixer:
-    kind = MIXERS[name]
-    known = constructor_options(kind)
-    small = {option: value for option, value in SMALL.items() if option in known}
-    mixer: Mixer = kind(16, causal=causal, **{**small, **options}).double().eval()
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return mixer
+OPENED = [(name, causal) for name, causal in DIRECTIONS if CASES[name][0] is not Combiner]
 
 
 def opened(mixer: Mixer, x: Tensor, prefix: Tensor | None = None) -> Opened:
@@ -41,19 +26,9 @@ def added(parts: Opened) -> Tensor:
     return torch.stack([parts.contribution(part) for part in parts.parts]).sum(0) + bias
 
 
-def cases() -> list[tuple[str, bool]]:
-    return [
-        (name, causal)
-        for name, kind in MIXERS.items()
-        if kind is not Combiner
-        for causal in (False, True)
-        if not (causal and kind.why_not_causal)
-    ]
-
-
-@pytest.mark.parametrize(("name", "causal"), cases())
+@pytest.mark.parametrize(("name", "causal"), OPENED)
 def test_the_parts_add_up_to_what_the_mixer_adds_and_are_their_weights_times_the_values(name: str, causal: bool) -> None:
-    mixer, x = build(name, causal, token_shift=causal), torch.randn(2, 21, 16, dtype=torch.float64)
+    mixer, x = build(name, causal, token_shift=causal).double(), torch.randn(2, 21, 16, dtype=torch.float64)
     parts = opened(mixer, x)
     torch.testing.assert_close(x + added(parts), mixer(x), atol=1e-6, rtol=0)
     values = parts.values.unflatten(-1, (parts.n_heads, -1)).transpose(1, 2)
@@ -65,13 +40,15 @@ def test_the_parts_add_up_to_what_the_mixer_adds_and_are_their_weights_times_the
         )
         if causal:
             torch.testing.assert_close(weights.triu(1), torch.zeros_like(weights), atol=1e-9, rtol=0)
-    assert (parts.parts == ("local", "global")) == (name in BOTH)
+    assert (parts.parts == ("local", "global")) == (mixer.name in BOTH)
 
 
-@pytest.mark.parametrize(("causal", "prefix"), [(False, None), (True, None), (True, 11)])
-@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
-def test_the_parts_of_flash_are_those_of_its_definition(causal: bool, normalization: str, prefix: int | None) -> None:
-    mixer, x = build("flash", causal, normalization=normalization), torch.randn(2, 21, 16, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("name", "causal", "prefix"),
+    [("flash", False, None), ("flash, normalization=paper", True, None), ("flash, normalization=paper_sum", True, 11)],
+)
+def test_the_parts_of_flash_are_those_of_its_definition(name: str, causal: bool, prefix: int | None) -> None:
+    mixer, x = build(name, causal).double(), torch.randn(2, 21, 16, dtype=torch.float64)
     assert isinstance(mixer, FLASH)
     lengths = None if prefix is None else torch.tensor([prefix, 0])
     parts = opened(mixer, x, lengths)
@@ -91,7 +68,7 @@ def test_the_parts_of_flash_are_those_of_its_definition(causal: bool, normalizat
 
 
 def test_a_prefix_is_read_in_both_directions_by_gau_too() -> None:
-    mixer, x = build("gau", causal=True), torch.randn(1, 12, 16, dtype=torch.float64)
+    mixer, x = build("gau", causal=True).double(), torch.randn(1, 12, 16, dtype=torch.float64)
     assert isinstance(mixer, GAU)
     prefix = torch.tensor([5])
     parts = opened(mixer, x, prefix)
@@ -102,13 +79,13 @@ def test_a_prefix_is_read_in_both_directions_by_gau_too() -> None:
 
 
 def test_a_mixer_whose_attention_has_no_weights_says_why() -> None:
-    mixer, x = build("combiner", causal=True), torch.randn(1, 12, 16, dtype=torch.float64)
+    mixer, x = build("combiner", causal=True).double(), torch.randn(1, 12, 16, dtype=torch.float64)
     with pytest.raises(LineartimeError, match="Combiner cannot show attention weights: the keys of its summaries depend on"):
         opened(mixer, x)
 
 
 def test_packs_and_tokens_of_another_width_are_named() -> None:
-    mixer, x = build("flash", causal=True), torch.randn(1, 12, 16, dtype=torch.float64)
+    mixer, x = build("flash", causal=True).double(), torch.randn(1, 12, 16, dtype=torch.float64)
     pack = mixer.describe(x.shape, cu_seqlens=torch.tensor([0, 5, 12]), device=x.device)
     with pytest.raises(ArgumentError, match="batch has padding or packed documents, but must not: open one text at a time"):
         mixer.open(x, pack)
@@ -116,9 +93,9 @@ def test_packs_and_tokens_of_another_width_are_named() -> None:
         mixer.open(x[..., :8], mixer.describe(x.shape, device=x.device))
 
 
-@pytest.mark.parametrize("name", [name for name, causal in cases() if causal])
+@pytest.mark.parametrize("name", [name for name, causal in OPENED if causal])
 def test_the_global_state_has_a_constant_size(name: str) -> None:
-    mixer, x = build(name, causal=True, token_shift=name == "flash"), torch.randn(2, 21, 16, dtype=torch.float64)
+    mixer, x = build(name, causal=True, token_shift=name == "flash").double(), torch.randn(2, 21, 16, dtype=torch.float64)
     state = mixer.init_state(2)
     first = mixer.global_state(state)
     _, state = mixer.extend(x, state)
@@ -128,5 +105,5 @@ def test_the_global_state_has_a_constant_size(name: str) -> None:
         assert first.shape == last.shape
         assert not first.any()
         assert last.any()
-    elif name in BOTH:
+    elif mixer.name in BOTH:
         pytest.fail(f"{name} has a global part and no global state")

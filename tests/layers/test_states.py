@@ -15,13 +15,9 @@ from lineartime.ops.state import State
 D_MODEL, CHUNK = 16, 4
 LAYERS: dict[str, Callable[..., Mixer]] = {
     "flash": partial(FLASH, d_qk=4, chunk_size=CHUNK),
-    "flash of another width": partial(FLASH, d_qk=8, chunk_size=CHUNK),
     "gau": partial(GAU, d_qk=4),
-    "gau of another width": partial(GAU, d_qk=8),
     "attention": partial(Attention, n_heads=2),
-    "attention with more heads": partial(Attention, n_heads=4),
     "performer": partial(Performer, n_heads=2),
-    "performer with more heads": partial(Performer, n_heads=4),
 }
 
 
@@ -32,7 +28,7 @@ def test_streams_with_other_shifted_features_are_named() -> None:
         wide.extend(torch.zeros(1, 1, D_MODEL), narrow.init_state(1))
 
 
-@pytest.mark.parametrize("kind", ["flash", "gau", "attention", "performer"])
+@pytest.mark.parametrize("kind", LAYERS)
 @torch.no_grad()
 def test_streams_begun_in_another_precision_are_continued(kind: str) -> None:
     layer, x = LAYERS[kind](D_MODEL, causal=True), torch.randn(1, CHUNK + 3, D_MODEL)
@@ -68,12 +64,12 @@ def test_a_step_beyond_a_table_of_biases_is_named() -> None:
         layer.extend(torch.zeros(2, 1, 8), state)
 
 
-@pytest.mark.parametrize("kind", ["flash", "gau", "attention", "performer"])
-@pytest.mark.parametrize("new", [0, 1, CHUNK + 1])
-def test_no_streams_are_continued_by_any_number_of_tokens(kind: str, new: int) -> None:
-    layer, x = LAYERS[kind](D_MODEL, causal=True, token_shift=new == 1), torch.zeros(0, new, D_MODEL)
-    for gradients in (torch.enable_grad, torch.no_grad):
-        with gradients():
-            out, state = layer.extend(x, layer.init_state(0))
-        assert out.shape == x.shape
-        assert len(state) == 0
+@pytest.mark.parametrize("kind", LAYERS)
+def test_no_streams_are_continued_by_any_number_of_tokens(kind: str) -> None:
+    for new in (0, 1, CHUNK + 1):
+        layer, x = LAYERS[kind](D_MODEL, causal=True, token_shift=new == 1), torch.zeros(0, new, D_MODEL)
+        for gradients in (torch.enable_grad, torch.no_grad):
+            with gradients():
+                out, state = layer.extend(x, layer.init_state(0))
+            assert out.shape == x.shape
+            assert len(state) == 0

@@ -149,7 +149,7 @@ class _Probe:
         after = torch.arange(self.length) < lengths[:, None]
         between = torch.rand(ROWS, self.length) < 0.7
         for where, mask in (("after", after), ("before", after.flip(1)), ("within", between)):
-            found = self.read(self.x, mask=mask)
+            found = self.read(self.x.masked_fill(~mask[..., None], torch.nan), mask=mask)
             if bool(found[~mask].ne(0).any()):
                 raise _DifferenceError(f"padding {where} a text has outputs other than zero")
             for row, real in enumerate(mask):

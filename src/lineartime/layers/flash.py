@@ -5,7 +5,6 @@ The definition of its attention is in `lineartime.ops.mixed_chunk.reference`.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -77,8 +76,7 @@ class FLASH(GatedUnit):
     @property
     def options(self) -> MixedChunkOptions:
         """The options of its attention."""
-        make = MixedChunkOptions if torch.compiler.is_compiling() else _options  # which the compiler would not cache
-        return make(self.chunk_size, self.causal, self.activation, self.normalization)
+        return MixedChunkOptions(self.chunk_size, self.causal, self.activation, self.normalization)
 
     def needs(self) -> Needs:
         """Request rotations and chunks; not the chunks in an exported program, whose operator cuts rows of any length."""
@@ -161,6 +159,3 @@ class FLASH(GatedUnit):
         """Attend with a state of constant size; return the outputs and the new state."""
         q_quad, k_quad, q_lin, k_lin = maps
         return stream.extend(q_quad, q_lin, [k_quad, k_lin], v, self.slot_bias(batch), self.options, state, batch)
-
-
-_options = cache(MixedChunkOptions)

@@ -196,13 +196,8 @@ class ResidualLayer(nn.Module):
 def check_tokens(argument: str, x: object, shape: str, width: int, first: nn.Module, layer: nn.Module) -> None:
     """Raise ArgumentError unless x is a tensor [B, T, width] with the dtype and on the device of a layer.
 
-    Args:
-        argument: the name of x.
-        x: the value to check.
-        shape: the expected shape in the letters of the layer, for messages: "[B, T, d_model]".
-        width: d_model.
-        first: the part of the layer that receives x first.
-        layer: the layer. Its parameters may have several dtypes; x may have any of them or, under autocast, what it converts.
+    `first` is the part of the layer that receives x. The layer's parameters may have several dtypes; x may have any of them or,
+    under autocast, what it converts. Messages show `shape`, in the letters of the layer.
     """
     if not isinstance(x, Tensor):
         raise ArgumentError(argument, f"is a {type(x).__name__}, but must be a tensor.")
