@@ -70,11 +70,9 @@ def test_commands_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
             parse(import_module(f"lineartime.cli.{name}").Options, arguments)
 
 
-def test_there_is_something_to_test() -> None:
-    assert sum(len(code_blocks(document.read_text())) for document in DOCUMENTS) >= 3
+def test_every_command_is_shown() -> None:
     shown = {command.split()[0] for document in DOCUMENTS for command in commands(document.read_text())}
     assert shown == set(COMMANDS)
-    assert commands("    torchrun --nproc-per-node 2 -m lineartime train --steps 3  # on two") == ["train --steps 3"]
 
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -121,12 +119,3 @@ def test_make_has_the_targets_that_are_named() -> None:
         assert targets
         for target in targets:
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-def test_the_citation_is_of_this_version() -> None:
-    assert f"version: {lineartime.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-
-
-def test_examples_in_the_readme_are_short() -> None:
-    example = code_blocks((ROOT / "README.md").read_text())[0]
-    assert len([line for line in example.splitlines() if line.strip()]) <= 14

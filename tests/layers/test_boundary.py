@@ -39,24 +39,18 @@ ROW = X[:1]
 TOKENS: dict[str, Any] = {
     "int64": X.long(),
     "float64": X.double(),
-    "complex64": X.to(torch.complex64),
     "on the meta device": X.to("meta"),
     "sparse": X.to_sparse(),
     "None": None,
     "without a batch": X[0],
     "too wide": torch.randn(2, 9, D_MODEL + 1),
-    "a scalar": torch.tensor(1.0),
 }
 CU_SEQLENS: dict[str, Any] = {
-    "int16": integers(0, 9, dtype=torch.int16),
     "float32": torch.tensor([0.0, 9.0]),
     "on the meta device": integers(0, 9).to("meta"),
     "a list": [0, 9],
     "two-dimensional": integers(0, 9)[None],
-    "empty": integers(),
     "beyond the end": integers(0, 10),
-    "before the end": integers(0, 8),
-    "from one": integers(1, 9),
     "falling": integers(0, 5, 4, 9),
 }
 MASKS: dict[str, Any] = {
@@ -64,14 +58,12 @@ MASKS: dict[str, Any] = {
     "other numbers": torch.full((2, 9), 2),
     "on the meta device": torch.ones(2, 9, dtype=torch.bool, device="meta"),
     "too short": torch.ones(2, 8, dtype=torch.bool),
-    "one-dimensional": torch.ones(9, dtype=torch.bool),
     "a list": [[True] * 9] * 2,
 }
 PREFIX_LENGTHS: dict[str, Any] = {
     "float32": torch.tensor([1.0, 2.0]),
     "on the meta device": integers(1, 2).to("meta"),
     "too many": integers(1, 2, 3),
-    "two-dimensional": integers(1, 2)[None],
     "negative": integers(-1, 2),
     "too long": integers(1, 10),
     "a list": [1, 2],
@@ -106,7 +98,7 @@ def test_no_mixer_replaces_what_checks_its_arguments() -> None:
 
 def wrong_states(name: str, mixer: Mixer) -> Iterator[Any]:
     state = mixer.init_state(2)
-    yield from (mixer.init_state(3), vars(state), X)
+    yield from (mixer.init_state(3), vars(state), X, fresh(name, True, token_shift=True).init_state(2))
     yield state.map(lambda x: x.long() if x.is_floating_point() else x.double())
     yield state.map(lambda x: x.to("meta"))
     yield state.map(lambda x: x[..., None])

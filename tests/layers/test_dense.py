@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from tests.pairs import every_pair
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lineartime.layers import dense as module
 from lineartime.layers.dense import MAX_ROWS, dense
@@ -55,11 +54,6 @@ def test_it_is_the_linear_map(dtype: torch.dtype, sizes: Any, with_bias: bool, n
     assert (out - true).abs().max() <= TOLERANCES[dtype] * true.abs().max()
 
 
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
 class OfOthers(Tensor):
     pass
 
@@ -74,27 +68,17 @@ def _with_gradients(*inputs: Tensor) -> Tensor:
     return ours.detach()
 
 
-def _watched(*inputs: Tensor) -> Tensor:
-    with Watching():
-        return dense(*inputs)
-
-
 def _in_autocast(*inputs: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return dense(*inputs)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning", "ignore:.*jit.trace_method:DeprecationWarning"
-)
 @pytest.mark.parametrize(
     ("run", "rows", "tolerance"),
     [
         (_with_gradients, 3, 1e-6),
-        (_watched, 3, 1e-6),
         (_in_autocast, 3, 2e-2),
         (lambda *inputs: torch.compile(dense, backend="eager", fullgraph=True)(*inputs), 3, 1e-6),
-        (lambda *inputs: torch.jit.trace(dense, inputs, check_trace=False)(*inputs), 3, 1e-6),
         (lambda *inputs: torch.func.vmap(dense, (0, None, None))(*inputs), 3, 1e-6),
         (lambda x, weight, bias: dense(x, weight.mT.contiguous().mT, bias), 3, 1e-6),
         (lambda x, weight, bias: dense(x, weight.as_subclass(OfOthers), bias), 3, 1e-6),
@@ -102,7 +86,7 @@ def _in_autocast(*inputs: Tensor) -> Tensor:
         (dense, 0, 0.0),
         (lambda *inputs: dense(*(x.half() for x in inputs)), 3, 3e-3),
     ],
-    ids=["gradients", "watched", "autocast", "compiled", "traced", "vmap", "transposed", "subclass", "many", "none", "half"],
+    ids=["gradients", "autocast", "compiled", "vmap", "transposed", "subclass", "many", "none", "half"],
 )
 def test_pytorch_computes_what_it_must_see_or_does_better(
     run: Callable[..., Tensor], rows: int, tolerance: float, native: list[str]

@@ -49,15 +49,6 @@ def test_the_state_is_as_large_after_20_000_tokens_as_after_1_000() -> None:
     assert len(set(sizes.values())) == 1, sizes
 
 
-def test_far_out_tokens_still_equal_the_forward_pass() -> None:
-    layer = FLASH(8, d_qk=4, chunk_size=16, causal=True)
-    x = torch.randn(1, 5_000, 8)
-    with torch.no_grad():
-        _, state = layer.extend(x[:, :4_990])
-        last, _ = layer.extend(x[:, 4_990:], state)
-        torch.testing.assert_close(last, layer(x)[:, 4_990:], atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("layer", [FLASH, GAU])
 def test_scores_of_neighbours_start_near_one_if_asked(layer: type[FLASH] | type[GAU]) -> None:
     unit = layer(64, d_qk=32, initial_scores="unit")
@@ -86,11 +77,6 @@ class LargerKeys(FLASH):
         return [1.5 * x for x in super().queries_and_keys(base, rotations)]
 
 
-class GateAdded(FLASH):
-    def apply_gate(self, gate: Tensor, attended: Tensor) -> Tensor:
-        return gate + attended
-
-
 class Doubled(FLASH):
     def attend(self, *given: Any, **options: Any) -> Tensor:
         return 2 * super().attend(*given, **options)
@@ -108,7 +94,7 @@ def gate_added() -> FLASH:
 
 SMALL: dict[str, Any] = {"d_qk": 4, "chunk_size": 4, "causal": True, "dtype": torch.float64}
 MODIFIED: dict[str, Callable[[], FLASH]] = {
-    **{kind.__name__: partial(kind, 8, **SMALL) for kind in (LargerGate, LargerKeys, GateAdded, Doubled)},
+    **{kind.__name__: partial(kind, 8, **SMALL) for kind in (LargerGate, LargerKeys, Doubled)},
     "an instance": gate_added,
 }
 
@@ -136,9 +122,9 @@ def test_every_form_calls_a_replaced_step_of_the_attention(name: str) -> None:
 
 
 def test_a_replaced_step_refuses_sequences_split_over_processes() -> None:
-    layer = GateAdded(8, **SMALL)
+    layer = Doubled(8, **SMALL)
     batch = replace(layer.describe((1, 8), device=torch.device("cpu")), context=cast("ContextGroup", object()))
-    with pytest.raises(ArgumentError, match="context is given, but GateAdded replaces a step of FLASH"):
+    with pytest.raises(ArgumentError, match="context is given, but Doubled replaces a step of FLASH"):
         layer(torch.randn(1, 8, 8, dtype=torch.float64), batch=batch)
 
 

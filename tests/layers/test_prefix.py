@@ -1,54 +1,30 @@
 """Layers that read a prefix in both directions and the rest causally."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from tests.layers.test_mixer_contract import CASES, CAUSAL, CHUNK, D_MODEL
+from tests.layers.test_mixer_contract import build as mixer_of
 from torch import Tensor
 from torch.export import Dim, export
 from torch.func import functional_call, grad, jvp, vmap
 
-from lineartime.baselines.gau_multi_head import GAUMultiHead
-from lineartime.baselines.gau_ungated import GAUUngated
-from lineartime.baselines.mhsa_gated import MHSAGated
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.foreign.mixers import ForeignFLASH, ForeignGAU
-from lineartime.layers import FLASH, GAU, Attention, set_backend
+from lineartime.layers import FLASH, GAU, set_backend
 from lineartime.layers.mixer import READ_PREFIX, Mixer
 from lineartime.models.layer_config import KINDS
 
-D_MODEL, CHUNK, LENGTH = 8, 4, 15
-GATED: dict[str, Any] = {"d_qk": 4}
-CASES: dict[str, tuple[type[Mixer], dict[str, Any]]] = {
-    "flash": (FLASH, GATED | {"chunk_size": CHUNK}),
-    "flash, paper": (FLASH, GATED | {"chunk_size": CHUNK, "normalization": "paper"}),
-    "flash, paper_sum": (FLASH, GATED | {"chunk_size": CHUNK, "normalization": "paper_sum"}),
-    "flash, softmax": (FLASH, GATED | {"chunk_size": CHUNK, "activation": "softmax"}),
-    "flash, shifted": (FLASH, GATED | {"chunk_size": CHUNK, "token_shift": True}),
-    "gau": (GAU, GATED),
-    "gau with a table": (GAU, GATED | {"max_length": LENGTH}),
-    "gau, paper": (GAU, GATED | {"normalization": "paper"}),
-    "gau, softmax_plus": (ForeignGAU, GATED | {"activation": "softmax_plus"}),
-    "flash, partly rotated": (ForeignFLASH, {"d_qk": 8, "chunk_size": CHUNK, "rotary_width": 4}),
-    "attention": (Attention, {"n_heads": 2}),
-    "gau-multi-head": (GAUMultiHead, GATED | {"n_heads": 2}),
-    "gau-ungated": (GAUUngated, GATED),
-    "mhsa-gated": (MHSAGated, {"n_heads": 2}),
-}
-every_case = pytest.mark.parametrize("name", CASES)
-some_cases = pytest.mark.parametrize("name", ["flash", "gau with a table", "attention"])  # of what the base does alone
-PREFIXES = torch.tensor([0, 1, 7, LENGTH])  # nothing, a token, into a chunk, everything
+LENGTH = 2 * CHUNK + 3
+READERS = [name for name in CAUSAL if CASES[name][0].reads_prefix]
+every_case = pytest.mark.parametrize("name", READERS)
+PREFIXES = torch.tensor([0, 1, CHUNK + 3, LENGTH])  # nothing, a token, into a chunk, everything
 
 
 def build(name: str, causal: bool = True) -> Mixer:
-    kind, options = CASES[name]
-    torch.manual_seed(1)
-    layer = kind(D_MODEL, causal=causal, dtype=torch.float64, **options)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return layer
+    return mixer_of(name, causal).double()
 
 
 def tokens(batch: int = len(PREFIXES), length: int = LENGTH) -> Tensor:
@@ -56,11 +32,7 @@ def tokens(batch: int = len(PREFIXES), length: int = LENGTH) -> Tensor:
 
 
 def close(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
-
-
-def test_every_mixer_that_reads_a_prefix_is_tested_here() -> None:
-    assert {kind for kind, _ in CASES.values()} == {kind for kind in KINDS["mixer"].values() if kind.reads_prefix}
+    torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
 
 
 @every_case
@@ -71,7 +43,9 @@ def test_a_prefix_reads_both_ways_over_itself_and_the_rest_causally_over_everyth
     assert torch.equal(out[0], causal[0])
     for row, length in enumerate(PREFIXES.tolist()):
         close(out[row, length:], causal[row, length:])
-        if name != "gau, paper":  # a bidirectional one divides by its length: see below
+        if (
+            "paper" not in name.removeprefix("flash") and "buckets" not in name
+        ):  # which differ in a bidirectional one: see below
             close(out[row : row + 1, :length], both_ways(x[row : row + 1, :length]))
 
 
@@ -85,38 +59,26 @@ def test_a_published_divisor_is_that_of_the_causal_layer_inside_a_prefix_too() -
     close(added * 20**2, (both_ways(x[:, :7]) - x[:, :7]) * 7**2)
 
 
-@some_cases
-def test_a_padded_batch_equals_its_rows_alone(name: str) -> None:
-    layer, places = build(name), torch.arange(LENGTH)
-    mask = torch.stack([places < 0, places >= 4, places < LENGTH - 4, places % 4 != 1])  # nothing, left, right, holes
-    x = tokens().masked_fill(~mask[..., None], torch.nan)
-    lengths = torch.minimum(PREFIXES, mask.sum(1))
-    out = layer(x, mask, prefix_lengths=lengths)
-    assert not out[~mask].any()
-    for row in range(4):
-        alone = x[row, mask[row]][None]
-        close(out[row, mask[row]], layer(alone, prefix_lengths=lengths[row : row + 1])[0])
-
-
 @every_case
 def test_no_later_token_leaks_into_a_prefix_or_into_earlier_tokens_and_every_prefix_token_is_read(name: str) -> None:
-    layer, x, lengths = build(name), tokens(1), torch.tensor([7])
+    layer, x, prefix = build(name), tokens(1), CHUNK + 3
+    lengths = torch.tensor([prefix])
     out = layer(x, prefix_lengths=lengths)
     for changed in range(LENGTH):
         other = x.clone()
         other[:, changed] += 1
         moved = (layer(other, prefix_lengths=lengths) - out).abs().amax(-1)[0] > 1e-12
-        first = 0 if changed < 7 else changed
+        first = 0 if changed < prefix else changed
         assert not moved[:first].any()
         # relu^2 may be blind to a key, but not for every query; across chunks, FLASH reads linearly
-        assert moved[:7].any() == (changed < 7)
+        assert moved[:prefix].any() == (changed < prefix)
 
 
 @every_case
 def test_values_and_gradients_of_a_stream_that_begins_with_a_prefix_are_those_of_the_parallel_form(name: str) -> None:
     layer = build(name)
     x = tokens().requires_grad_()
-    for length in (1, CHUNK, 7, 9):
+    for length in (1, CHUNK, CHUNK + 3):
         first, state = layer.read_prefix(x[:, :length])
         pieces = [first]
         assert state.position.tolist() == [length] * 4
@@ -131,7 +93,7 @@ def test_values_and_gradients_of_a_stream_that_begins_with_a_prefix_are_those_of
             close(one, other)
 
 
-@some_cases
+@pytest.mark.parametrize("name", ["flash", "gau, max_length=128", "attention"])  # the base does it alone
 def test_left_padded_prefixes_of_different_lengths_begin_streams_as_each_would_alone(name: str) -> None:
     layer, x, lengths = build(name), tokens(), torch.tensor([0, 1, 9, 6])
     mask = torch.arange(9) >= 9 - lengths[:, None]
@@ -145,18 +107,6 @@ def test_left_padded_prefixes_of_different_lengths_begin_streams_as_each_would_a
     for row, length in enumerate(lengths.tolist()):
         alone = layer(x[row : row + 1, : length + 6], prefix_lengths=lengths[row : row + 1])[0]
         close(torch.cat([out[row, 9 - length :], rest[row]]), alone)
-
-
-@some_cases
-def test_the_state_after_a_prefix_is_the_causal_one_and_an_empty_prefix_is_none(name: str) -> None:
-    layer, x = build(name), tokens()
-    _, state = layer.read_prefix(x)
-    _, causal = layer.extend(x, None)
-    assert type(state) is type(causal)
-    assert all(torch.equal(one, other) for one, other in zip(state.tensors(), causal.tensors(), strict=True))
-    nothing, state = layer.read_prefix(x[:, :0])
-    assert nothing.shape == (4, 0, D_MODEL)
-    assert state.position.tolist() == [0] * 4
 
 
 @pytest.mark.parametrize("layer", [FLASH(D_MODEL, d_qk=4, chunk_size=CHUNK, causal=True), GAU(D_MODEL, d_qk=4, causal=True)])
@@ -197,14 +147,24 @@ def test_transforms_of_torch_func_read_prefixes(name: str) -> None:
     close(along, (exact * tangent).sum())
 
 
+def exported(layer: Mixer) -> Any:
+    sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=60)}
+    example = tokens(3, 21), torch.rand(3, 21) > 0.3, None, torch.tensor([0, 1, 2])
+    return export(layer, example, dynamic_shapes=(sizes, sizes, None, {0: sizes[0]})).module()
+
+
+def compiled(layer: Mixer) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
+
+
 # PyTorch's own, where a user does not see them.
-hidden = [
-    pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
-]
-
-
-def reads_other_batches(program: Any, reference: Mixer) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:.*(treespec|LeafSpec|isinstance).*:FutureWarning", "ignore:.*torch.jit.script_method.*:DeprecationWarning"
+)
+@pytest.mark.parametrize(("name", "form"), [("flash", exported), pytest.param("flash", compiled, marks=pytest.mark.nightly)])
+def test_traced_layers_read_other_lengths_and_prefixes(name: str, form: Callable[[Mixer], Any]) -> None:
+    program, reference = form(build(name)), build(name)
     set_backend(reference, "oracle")
     for batch, length in ((2, 9), (3, 15)):
         x, mask = tokens(batch, length), torch.rand(batch, length) > 0.3
@@ -212,20 +172,3 @@ def reads_other_batches(program: Any, reference: Mixer) -> None:
         close(program(x, mask, None, lengths), reference(x, mask, None, lengths))
     with pytest.raises(RuntimeError, match="prefix_lengths must be from 0 to the number of real tokens of each row"):
         program(x, mask, None, torch.tensor([0, 0, length + 1]))
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param("flash", marks=hidden), pytest.param("gau", marks=[*hidden, pytest.mark.nightly])]
-)
-def test_exported_layers_read_other_lengths_and_prefixes(name: str) -> None:
-    sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=60)}
-    example = tokens(3, 21), torch.rand(3, 21) > 0.3, None, torch.tensor([0, 1, 2])
-    program = export(build(name), example, dynamic_shapes=(sizes, sizes, None, {0: sizes[0]})).module()
-    reads_other_batches(program, build(name))
-
-
-@hidden[1]
-def test_a_compiled_layer_reads_other_lengths_and_prefixes_without_a_graph_break() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(build("flash"), fullgraph=True, backend="eager", dynamic=True)
-    reads_other_batches(compiled, build("flash"))

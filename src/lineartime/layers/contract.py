@@ -193,7 +193,7 @@ class _Probe:
         lengths = [max(0, self.length - 4), max(0, self.length // 2 - 1), 0]
         longest, rest = lengths[0], self.length - lengths[0]
         mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
-        begun = torch.randn_like(self.x[:, :longest])
+        begun = torch.full_like(self.x[:, :longest], torch.nan)
         begun[mask] = self.x[:, :longest][mask.flip(1)]
         out, state = self.mixer.extend(begun, None, mask)
         outputs = [out]
