@@ -196,8 +196,8 @@ def streams_after(mixer: Mixer, x: Tensor, lengths: list[int]) -> State:
 @torch.no_grad()
 def test_streams_of_other_lengths_step_together_as_each_alone(name: str, token_shift: bool) -> None:
     mixer = build(name, causal=True, token_shift=token_shift).double()
-    lengths, steps = [0, 1, CHUNK, 2 * CHUNK + 3], CHUNK + 2
-    x = torch.randn(4, LENGTH + 5, D_MODEL, dtype=torch.float64)
+    lengths, steps = [1, CHUNK, 1, 0, 1, 2 * CHUNK + 3], CHUNK + 2
+    x = torch.randn(6, LENGTH + 5, D_MODEL, dtype=torch.float64)
     expected = mixer(x)
     with patch.object(cache, "MIN_ROOM", 4):  # the room of a cache is full several times
         state = streams_after(mixer, x, lengths)
@@ -205,8 +205,8 @@ def test_streams_of_other_lengths_step_together_as_each_alone(name: str, token_s
         kept = [tensor.clone() for tensor in branch.tensors()]
         for step in range(steps):
             at = torch.tensor(lengths) + step
-            out, state = mixer.extend(x[range(4), at][:, None], state)
-            torch.testing.assert_close(out[:, 0], expected[range(4), at], atol=1e-9, rtol=1e-9)
+            out, state = mixer.extend(x[range(6), at][:, None], state)
+            torch.testing.assert_close(out[:, 0], expected[range(6), at], atol=1e-9, rtol=1e-9)
     assert state.position.tolist() == [length + steps for length in lengths]
     assert all(torch.equal(tensor, value) for tensor, value in zip(branch.tensors(), kept, strict=True))
     if mixer.constant_state:  # what a CUDA graph goes on with
