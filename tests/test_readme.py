@@ -22,6 +22,8 @@ SESSIONS = (
     "fine-tuning.md",
 )
 
+LONG = ("export.md", "fine-tuning.md", "transformers.md")  # they compile, or train with other packages
+
 
 def code_blocks(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -36,7 +38,12 @@ def commands(text: str) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # which PEFT asks for
 @pytest.mark.parametrize(
-    "document", [document for document in DOCUMENTS if code_blocks(document.read_text())], ids=lambda path: path.name
+    "document",
+    [
+        pytest.param(document, id=document.name, marks=pytest.mark.nightly if document.name in LONG else [])
+        for document in DOCUMENTS
+        if code_blocks(document.read_text())
+    ],
 )
 @pytest.mark.usefixtures("only_systems_of_the_library_afterwards")
 def test_code_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
