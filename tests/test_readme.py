@@ -3,13 +3,12 @@
 import re
 import runpy
 import shlex
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import lineartime
-from lineartime.cli import COMMANDS, parse
+from lineartime.cli import COMMANDS, options_of, parse
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -74,7 +73,7 @@ def test_commands_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for document in DOCUMENTS:
         for command in commands(document.read_text()):
             name, *arguments = shlex.split(command)
-            parse(import_module(f"lineartime.cli.{name}").Options, arguments)
+            parse(options_of(name), arguments)
 
 
 def test_every_command_is_shown() -> None:

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from tests.hardening.test_files import FILES
 
 import lineartime
-from lineartime.cli import main
+from lineartime.cli import main, options_of
 from lineartime.errors import LineartimeError
 from lineartime.json_files import read_file
 from lineartime.models.config import ModelConfig
@@ -194,8 +193,8 @@ VALUES = st.sampled_from([*PLACES, *NUMBERS, *WORDS])
 SMALL = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--context-length", "16", "--eval-windows", "1"]
 
 
-def options_of(command: str) -> list[str]:
-    fields = dataclasses.fields(import_module(f"lineartime.cli.{command}").Options)
+def flags_of(command: str) -> list[str]:
+    fields = dataclasses.fields(options_of(command))
     return [f"--{field.name.replace('_', '-')}" for field in fields if field.name != "compile"]
 
 
@@ -209,7 +208,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
         if arguments and draw(st.booleans()):
             arguments[place : place + 1] = [draw(VALUES)] if draw(st.booleans()) else []
         else:
-            arguments += [draw(st.sampled_from(options_of(command) or ["--help"])), *draw(st.lists(VALUES, max_size=2))]
+            arguments += [draw(st.sampled_from(flags_of(command) or ["--help"])), *draw(st.lists(VALUES, max_size=2))]
     return [command, *arguments]
 
 

@@ -52,7 +52,7 @@ def silence(run: Path, seconds: float) -> None:
 
 
 def shown(*folders: Path, **options: Any) -> None:
-    runs.run(runs.Options(folders, **options))
+    runs.run(runs.RunsOptions(folders, **options))
 
 
 def rows(text: str) -> list[list[str]]:

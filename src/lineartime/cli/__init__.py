@@ -1,7 +1,7 @@
 """The command line: tyro parses the arguments, a command calls the library and prints the results.
 
-Each command is a module with a dataclass `Options`, whose fields are the command's options and whose docstrings are its help,
-and a function `run`. Only this package knows about flags: errors of the library name arguments, which become flags here.
+Each command is a module with a dataclass, whose fields are the command's options with their docstrings as help, and a function
+`run`. Only this package knows about flags: errors of the library name arguments, which become flags here.
 """
 
 import ast
@@ -25,29 +25,37 @@ from lineartime.errors import ArgumentError, LineartimeError, ReportedError, fil
 from lineartime.host import installed_version
 from lineartime.screen import SCREEN, discard, open_standard_streams
 
-Options = TypeVar("Options")
+OptionsOfCommand = TypeVar("OptionsOfCommand")
 
 INTERRUPTED = 130
 _NARROWEST = 20
 """The minimum terminal width in columns: at smaller widths, tyro's help formatter does not terminate."""
-COMMANDS = (
-    "train",
-    "eval",
-    "generate",
-    "fill",
-    "finetune",
-    "predict",
-    "inspect",
-    "convert",
-    "export",
-    "runs",
-    "tokenize",
-    "presets",
-    "bench",
-    "reproduce",
-    "info",
-)
-"""The modules of this package. Each is imported only for its own command, or to list all commands.
+COMMANDS = {
+    "train": "Train a model on text; writes checkpoints, metrics.jsonl, TensorBoard scalars and a loss curve to --out.",
+    "eval": (
+        "Measure trained models on a whole split: nats, bits per byte, perplexity per token and word, and loss by position."
+    ),
+    "generate": (
+        "Continue a prompt with a trained causal model; text appears as it is produced. A long text can be read once for many."
+    ),
+    "fill": "Show what a trained masked model predicts at each [MASK] of a text.",
+    "finetune": "Fine-tune a masked language model; --out gets the best model, its predictions and the metrics of all rates.",
+    "predict": "Answer a file of questions with a fine-tuned model.",
+    "inspect": "Look inside a trained model as it reads a text: attention maps, local and global parts, states, and losses.",
+    "convert": "Convert a trained model for another library, or a model of another library for lineartime.",
+    "export": "Export a trained model as a program that PyTorch or onnxruntime runs without its Python code.",
+    "runs": "Compare runs on the same text: a table with the best run first, and a plot of losses by step, tokens and time.",
+    "tokenize": "Train a tokenizer on the training split of a text; `lineartime train --tokenizer` takes the file.",
+    "presets": "List the models that can be built by name, and what they cost.",
+    "bench": (
+        "Measure what models cost: time, tokens/s, memory and hardware utilisation; writes JSON, a table and plots to --out."
+    ),
+    "reproduce": (
+        "Train the models that an experiment of the paper compares, one process per run, and show results beside the paper's."
+    ),
+    "info": "Show what would run on this machine, and why: device, precision, compilation, backends, optional packages.",
+}
+"""The modules of this package, and what their commands do. Each is imported only for its own command.
 
 They import slow packages (PyTorch, matplotlib) inside `run`, so that help appears at once.
 """
@@ -92,12 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"lineartime {installed_version('lineartime')}, torch {installed_version('torch')}")
             return 0
         name, *rest = arguments if arguments[:1] and arguments[0] in COMMANDS else _command_first(arguments)
-        command = _command(name)
-        options = parse(command.Options, rest)
+        options = parse(options_of(name), rest)
+        run = import_module(f"lineartime.cli.{name}").run
         if name in ("train", "reproduce"):
-            command.run(options, rest)
+            run(options, rest)
         else:
-            command.run(options)
+            run(options)
         sys.stdout.flush()  # so that a closed output fails here
     except ReportedError:
         time.sleep(3)  # torchrun ends all processes when one ends: let the one that reports the error end first
@@ -125,7 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse(options: type[Options], arguments: Sequence[str]) -> Options:
+def options_of(command: str) -> Any:
+    """The dataclass of a command's options."""
+    return getattr(import_module(f"lineartime.cli.{command}"), f"{command.capitalize()}Options")
+
+
+def parse(options: type[OptionsOfCommand], arguments: Sequence[str]) -> OptionsOfCommand:
     """Parse the options of a command, and import the modules that --import names.
 
     Exit with status 2 and a message if the arguments are wrong.
@@ -142,20 +155,23 @@ def parse(options: type[Options], arguments: Sequence[str]) -> Options:
             raise LineartimeError(f"{flag} is given twice, and only the last one would count: give all its values after one.")
     own: Any = ("options", Annotated[options, tyro.conf.arg(name="")])
     with_import: Any = make_dataclass("with_import", [own, ("modules", _IMPORT, ())])
-    program = f"lineartime {options.__module__.rpartition('.')[2]}"
-    parsed = tyro.cli(with_import, prog=program, description=options.__doc__, args=arguments, registry=_REGISTRY)
+    name = options.__module__.rpartition(".")[2]
+    parsed = tyro.cli(with_import, prog=f"lineartime {name}", description=COMMANDS[name], args=arguments, registry=_REGISTRY)
     if parsed.modules:
         from lineartime.models.registering import import_everywhere
 
         import_everywhere([str(Path(name).absolute()) if name.endswith(".py") else name for name in parsed.modules])
-    found: Options = parsed.options
+    found: OptionsOfCommand = parsed.options
     return found
 
 
 def _command_first(arguments: Sequence[str]) -> list[str]:
     """The arguments with --import behind the command; exits with the list of commands for --help, or if there is no command."""
+    words = enumerate(arguments)
+    place = next((i for i, word in words if word in COMMANDS and arguments[i - 1 : i] != ["--import"]), len(arguments))
+    kinds = [make_dataclass(name, [], namespace={"__doc__": does}) for name, does in COMMANDS.items()]
     # Not A | B: the members are known only when this runs.
-    commands: Any = Union[tuple(Annotated[_command(name).Options, tyro.conf.subcommand(name)] for name in COMMANDS)]  # noqa: UP007  # X | Y takes no tuple
+    commands: Any = Union[tuple(Annotated[kind, tyro.conf.subcommand(kind.__name__)] for kind in kinds)]  # noqa: UP007  # X | Y takes no tuple
     version = tyro.conf.arg(help="Print the versions of lineartime and PyTorch, and exit.")  # `main` does it
     fields: list[Any] = [
         ("command", Annotated[commands, tyro.conf.arg(name="")]),
@@ -163,14 +179,8 @@ def _command_first(arguments: Sequence[str]) -> list[str]:
         ("modules", _IMPORT, ()),
     ]
     everything: Any = make_dataclass("everything", fields)
-    found = tyro.cli(everything, prog="lineartime", description="Transformer quality in linear time.", args=arguments)
-    name = type(found.command).__module__.rpartition(".")[2]
-    place = next(i for i, word in enumerate(arguments) if word == name and arguments[i - 1 : i] != ["--import"])
+    tyro.cli(everything, prog="lineartime", description="Transformer quality in linear time.", args=arguments[: place + 1])
     return [*arguments[place:], *arguments[:place]]
-
-
-def _command(name: str) -> Any:
-    return import_module(f"lineartime.cli.{name}")
 
 
 def _sentence(error: LineartimeError, options: Any) -> str:
@@ -190,7 +200,7 @@ def as_options(message: str, command: type) -> str:
         name, rest = mention[1], mention[2] or ""
         if rest == "()":
             return f"`lineartime {name}`" if name in COMMANDS else mention[0]
-        flag = _flag(name, command) or _flag(name, _command("train").Options)
+        flag = _flag(name, command) or _flag(name, options_of("train"))
         if flag is None or not rest:
             return flag or mention[0]
         try:

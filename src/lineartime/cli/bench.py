@@ -8,8 +8,8 @@ from lineartime.bench.config import BenchConfig
 
 
 @dataclass(frozen=True)
-class Options(BenchConfig):
-    """Measure what models cost: time, tokens/s, memory and hardware utilisation; writes JSON, a table and plots to --out."""
+class BenchOptions(BenchConfig):
+    """The options of `lineartime bench`."""
 
     presets: tyro.conf.Positional[tuple[str, ...]] = BenchConfig.presets
 
@@ -17,7 +17,7 @@ class Options(BenchConfig):
         """Leave the checks to `BenchConfig`: tyro would show its errors as those of the parser."""
 
 
-def run(options: Options) -> None:
+def run(options: BenchOptions) -> None:
     """Measure, print the results and write them."""
     from lineartime.bench.command import run_benchmark
 

@@ -12,8 +12,8 @@ from lineartime.files import is_folder, is_there
 
 
 @dataclass(frozen=True)
-class Options:
-    """Convert a trained model for another library, or a model of another library for lineartime."""
+class ConvertOptions:
+    """The options of `lineartime convert`."""
 
     source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]]
     """Folder of a run, a checkpoint, a model of transformers or GAU-alpha; or a file of weights of FLASH-pytorch."""
@@ -28,7 +28,7 @@ class Options:
     """Tokenizer of a model of FLASH-pytorch: bytes, hub:NAME, or the path of a tokenizer.json or of a run."""
 
 
-def run(options: Options) -> None:
+def run(options: ConvertOptions) -> None:
     """Convert the model, and print how to load it."""
     from lineartime.data.progress import Progress
     from lineartime.foreign import is_foreign
@@ -43,7 +43,7 @@ def run(options: Options) -> None:
     print(said)
 
 
-def _convert(options: Options) -> str:
+def _convert(options: ConvertOptions) -> str:
     """Convert a model of lineartime for transformers, or the reverse; return what was written and how to load it."""
     from lineartime.foreign.weights import SUFFIXES
 
@@ -63,7 +63,7 @@ def _convert(options: Options) -> str:
     return _ours(folder)
 
 
-def _read_foreign(options: Options) -> str:
+def _read_foreign(options: ConvertOptions) -> str:
     """Convert a model of another package; return what was written and how to load it."""
     from lineartime.checkpoint import load_tokenizer
     from lineartime.foreign import convert
@@ -80,7 +80,7 @@ def _read_foreign(options: Options) -> str:
     )
 
 
-def _write_flash_pytorch(options: Options) -> str:
+def _write_flash_pytorch(options: ConvertOptions) -> str:
     """Write the weights of a model for FLASH-pytorch; return what was written and how to load it."""
     from lineartime.checkpoint import load
     from lineartime.foreign import write_flash_pytorch
@@ -93,10 +93,10 @@ def _write_flash_pytorch(options: Options) -> str:
     return f"{options.destination}: the state_dict of FLASHTransformer({shown})"
 
 
-def _refuse(options: Options, *names: str) -> None:
+def _refuse(options: ConvertOptions, *names: str) -> None:
     """Raise ArgumentError for options that this conversion does not use."""
     for name in names:
-        if getattr(options, name) != getattr(Options, name):
+        if getattr(options, name) != getattr(ConvertOptions, name):
             raise ArgumentError(name, f"is given, but converting {options.source} does not use it: leave it out.")
 
 

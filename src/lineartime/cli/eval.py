@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
-    """Measure trained models on a whole split: nats, bits per byte, perplexity per token and word, and loss by position."""
+class EvalOptions:
+    """The options of `lineartime eval`."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folder of a run, or of one checkpoint; several are compared with the first one, window by window."""
@@ -70,7 +70,7 @@ class Options:
     """Print the result as one line of JSON."""
 
 
-def run(options: Options) -> None:
+def run(options: EvalOptions) -> None:
     """Evaluate one checkpoint or several, and print the results."""
     from lineartime.checkpoint import find_checkpoint
     from lineartime.evaluation import evaluate

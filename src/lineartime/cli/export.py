@@ -11,8 +11,8 @@ from lineartime.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class Options:
-    """Export a trained model as a program that PyTorch or onnxruntime runs without its Python code."""
+class ExportOptions:
+    """The options of `lineartime export`."""
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
@@ -25,7 +25,7 @@ class Options:
     checkpoint: Checkpoint = None
 
 
-def run(options: Options) -> None:
+def run(options: ExportOptions) -> None:
     """Export the model and print how to load it."""
     if options.part == "text" and options.format == "package":
         raise ArgumentError(
@@ -42,7 +42,7 @@ def run(options: Options) -> None:
     print(said)
 
 
-def _export(options: Options) -> str:
+def _export(options: ExportOptions) -> str:
     """Export the model; return what was written and how to load it."""
     from lineartime.checkpoint import load
     from lineartime.export import export_step, export_text, write_onnx, write_package, write_program

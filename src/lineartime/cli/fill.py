@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
-    """Show what a trained masked model predicts at each [MASK] of a text."""
+class FillOptions:
+    """The options of `lineartime fill`."""
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
@@ -33,7 +33,7 @@ class Options:
     """Print the result as one line of JSON."""
 
 
-def run(options: Options) -> None:
+def run(options: FillOptions) -> None:
     """Print the candidates for each mask."""
     from lineartime.checkpoint import load_with_tokenizer
     from lineartime.filling import fill_mask

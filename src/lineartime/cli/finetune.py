@@ -13,8 +13,8 @@ from lineartime.screen import output_console
 
 
 @dataclass(frozen=True)
-class Options(FinetuneConfig):
-    """Fine-tune a masked language model; --out gets the best model, its predictions and the metrics of all rates."""
+class FinetuneOptions(FinetuneConfig):
+    """The options of `lineartime finetune`."""
 
     run: tyro.conf.Positional[Path]
     advanced: Annotated[Advanced, tyro.conf.OmitArgPrefixes] = field(default_factory=Advanced)
@@ -23,7 +23,7 @@ class Options(FinetuneConfig):
         """Leave the checks to `FinetuneConfig`: tyro would show its errors as those of the parser."""
 
 
-def run(options: Options) -> None:
+def run(options: FinetuneOptions) -> None:
     """Fine-tune, and print the metrics of each rate."""
     config = FinetuneConfig(**vars(options))
 

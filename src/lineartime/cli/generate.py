@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
-    """Continue a prompt with a trained causal model; text appears as it is produced. A long text can be read once for many."""
+class GenerateOptions:
+    """The options of `lineartime generate`."""
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
@@ -64,7 +64,7 @@ class Options:
     """Print each continuation as one line of JSON, without the prompt before it."""
 
 
-def run(options: Options) -> None:
+def run(options: GenerateOptions) -> None:
     """Write the prompt and its continuation to standard output, token by token, or several continuations one after another.
 
     A note on how the text is computed goes to standard error.
@@ -82,7 +82,7 @@ def run(options: Options) -> None:
         _generate(options, prompt, device)
 
 
-def _generate(options: Options, prompt: str, device: "torch.device") -> None:
+def _generate(options: GenerateOptions, prompt: str, device: "torch.device") -> None:
     from lineartime.checkpoint import load_with_tokenizer
     from lineartime.data.progress import Progress
     from lineartime.generation import Sampling, load_state, read_prompt, save_state
@@ -127,7 +127,7 @@ def _generate(options: Options, prompt: str, device: "torch.device") -> None:
             print(f"--- sample {number} of {options.samples} ---\n{prompt}{sample.text}", flush=True)
 
 
-def _prepared(model: "LanguageModel", options: Options, device: "torch.device") -> "tuple[CausalLM, str]":
+def _prepared(model: "LanguageModel", options: GenerateOptions, device: "torch.device") -> "tuple[CausalLM, str]":
     """The model, as the options say it should compute, and how it does in words."""
     import torch
 

@@ -9,14 +9,14 @@ from lineartime.screen import output_console
 
 
 @dataclass(frozen=True)
-class Options:
-    """Show what would run on this machine, and why: device, precision, compilation, backends, optional packages."""
+class InfoOptions:
+    """The options of `lineartime info`."""
 
     json: bool = False
     """Print the same as one line of JSON."""
 
 
-def run(options: Options) -> None:
+def run(options: InfoOptions) -> None:
     """Print what `explain_machine` finds."""
     from lineartime.info import explain_machine
 

@@ -11,8 +11,8 @@ from lineartime.files import check_new_folder
 
 
 @dataclass(frozen=True)
-class Options:
-    """Look inside a trained model as it reads a text: attention maps, local and global parts, states, and losses."""
+class InspectOptions:
+    """The options of `lineartime inspect`."""
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, or of one checkpoint."""
@@ -28,7 +28,7 @@ class Options:
     device: Device = "auto"
 
 
-def run(options: Options) -> None:
+def run(options: InspectOptions) -> None:
     """Read the text, write the folder, and print where it is."""
     from lineartime.checkpoint import load_with_tokenizer
     from lineartime.inspection import inspect, write_inspection

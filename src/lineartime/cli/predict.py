@@ -11,8 +11,8 @@ from lineartime.cli.options import Device
 
 
 @dataclass(frozen=True)
-class Options:
-    """Answer a file of questions with a fine-tuned model."""
+class PredictOptions:
+    """The options of `lineartime predict`."""
 
     run: tyro.conf.Positional[Path]
     """Folder that `lineartime finetune` wrote."""
@@ -29,7 +29,7 @@ class Options:
     """Precision of matrix products: fp32 or bf16; auto takes the faster one."""
 
 
-def run(options: Options) -> None:
+def run(options: PredictOptions) -> None:
     """Answer the questions, and print how many there were."""
     from lineartime.finetuning.predict import predict
 

@@ -17,8 +17,8 @@ from lineartime.screen import SCREEN, output_console
 
 
 @dataclass(frozen=True)
-class Options:
-    """List the models that can be built by name, and what they cost."""
+class PresetsOptions:
+    """The options of `lineartime presets`."""
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
     """Show only presets whose names contain one of these parts, such as tiny."""
@@ -30,7 +30,7 @@ class Options:
     """Print one line of JSON for each preset; operations and memory are those of one token and one stream."""
 
 
-def run(options: Options) -> None:
+def run(options: PresetsOptions) -> None:
     """Print the presets; raises LineartimeError if no name matches, or if a size differs from the paper's."""
     from lineartime.models.cost import check_context_length
     from lineartime.models.presets import PRESETS

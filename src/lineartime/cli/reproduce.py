@@ -11,8 +11,8 @@ from lineartime.experiments.config import ReproduceConfig
 
 
 @dataclass(frozen=True)
-class Options(ReproduceConfig):
-    """Train the models that an experiment of the paper compares, one process per run, and show results beside the paper's."""
+class ReproduceOptions(ReproduceConfig):
+    """The options of `lineartime reproduce`."""
 
     name: tyro.conf.Positional[str] = ReproduceConfig.name
     list: tyro.conf.FlagCreatePairsOff[bool] = ReproduceConfig.list
@@ -22,7 +22,7 @@ class Options(ReproduceConfig):
         """Leave the checks to `ReproduceConfig`: tyro would show its errors as those of the parser."""
 
 
-def run(options: Options, arguments: Sequence[str]) -> None:
+def run(options: ReproduceOptions, arguments: Sequence[str]) -> None:
     """Run what is missing and write the report.
 
     Raises:

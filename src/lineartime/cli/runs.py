@@ -25,8 +25,8 @@ _MOST_DRAWN = 8
 
 
 @dataclass(frozen=True)
-class Options:
-    """Compare runs on the same text: a table with the best run first, and a plot of losses by step, tokens and time."""
+class RunsOptions:
+    """The options of `lineartime runs`."""
 
     folders: tyro.conf.Positional[tuple[Path, ...]] = (Path("runs"),)
     """Runs, or folders with runs in them, up to three levels down."""
@@ -38,7 +38,7 @@ class Options:
     """Print the same as one line of JSON."""
 
 
-def run(options: Options) -> None:
+def run(options: RunsOptions) -> None:
     """Print the runs and draw them; damaged files are reported on standard error, and all else is shown.
 
     Raises:
@@ -70,7 +70,7 @@ def run(options: Options) -> None:
         raise LineartimeError(" ".join(missing))
 
 
-def _draw(options: Options, groups: Sequence[Group], problems: list[str]) -> Path | None:
+def _draw(options: RunsOptions, groups: Sequence[Group], problems: list[str]) -> Path | None:
     """Draw the plot; without --plot, a failure is added to the problems instead of raised."""
     if options.json and options.plot is None:
         return None
@@ -99,7 +99,7 @@ def _print(groups: Sequence[Group]) -> None:
             console.print(group.title, soft_wrap=True)
         console.print(table)
     failed = [run for group in groups for run in group.runs if run.error and "failed" in run.state]
-    notes = [f"{run.name} failed: {as_options(run.error or '', Options)}" for run in failed]
+    notes = [f"{run.name} failed: {as_options(run.error or '', RunsOptions)}" for run in failed]
     if left_out:
         notes.append(f"The screen is too narrow for {', '.join(left_out)} (--json has everything).")
     if more:

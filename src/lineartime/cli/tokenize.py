@@ -11,8 +11,8 @@ from lineartime.screen import SCREEN
 
 
 @dataclass(frozen=True)
-class Options:
-    """Train a tokenizer on the training split of a text; `lineartime train --tokenizer` takes the file."""
+class TokenizeOptions:
+    """The options of `lineartime tokenize`."""
 
     data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Corpus name, file or folder, as for training; the default is the source of Python's standard library."""
@@ -35,7 +35,7 @@ class Options:
     """File to write."""
 
 
-def run(options: Options) -> None:
+def run(options: TokenizeOptions) -> None:
     """Train the tokenizer, write it, and print its size."""
     from lineartime.data import describe_splits, load_corpus, train_tokenizer
     from lineartime.data.train_tokenizer import check_tokenizer_options

@@ -19,8 +19,8 @@ _ALIASES = {"model": "preset", "context": "context_length"}
 
 
 @dataclass(frozen=True)
-class Options(TrainConfig):
-    """Train a model on text; writes checkpoints, metrics.jsonl, TensorBoard scalars and a loss curve to --out."""
+class TrainOptions(TrainConfig):
+    """The options of `lineartime train`."""
 
     preset: Annotated[str, tyro.conf.arg(aliases=["--model"])] = TrainConfig.preset
     context_length: Annotated[int, tyro.conf.arg(aliases=["--context"])] = TrainConfig.context_length
@@ -38,7 +38,7 @@ class Options(TrainConfig):
         """Leave the checks to `TrainConfig`: tyro would show its errors as those of the parser."""
 
 
-def run(options: Options, arguments: Sequence[str]) -> None:
+def run(options: TrainOptions, arguments: Sequence[str]) -> None:
     """Train, then print the best checkpoint."""
     for name in ("resume", "auto_resume"):
         if options.dry_run and getattr(options, name):
