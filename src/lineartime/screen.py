@@ -7,13 +7,17 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
+from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
+
+Item = TypeVar("Item")
 
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
 """The system's errors for a terminal or a pipe that nobody reads any more."""
@@ -70,6 +74,27 @@ def output_console(**options: Any) -> "Console":
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     return Output(highlight=False, **options)
+
+
+def new_table(headers: Sequence[str], left: Collection[str] = (), folded: Collection[str] = (), title: str = "") -> "Table":
+    """A rich table: the columns `left` are aligned left, all others right; on a narrow screen, the columns `folded` fold."""
+    from rich import box
+    from rich.table import Column, Table
+
+    columns = [
+        Column(name, justify="left" if name in left else "right", overflow="fold", no_wrap=name not in folded)
+        for name in headers
+    ]
+    return Table(*columns, title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+def tracked(items: Iterable[Item], description: str, total: int) -> Iterable[Item]:
+    """The items, with a progress bar on standard error if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(file=SCREEN)
+    return track(items, description, total, console=console, transient=True, disable=not console.is_terminal)
 
 
 def print_markdown(text: str) -> None:

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
-from rich.table import Column, Table
 
 from lineartime.choices import Context, Precision, Split
 from lineartime.cli.options import Checkpoint, Device, Threads
 from lineartime.errors import ArgumentError
 from lineartime.plots import check_picture
 from lineartime.runs.curve import draw_report
-from lineartime.screen import SCREEN, output_console
+from lineartime.screen import SCREEN, new_table, output_console
 
 if TYPE_CHECKING:
     from lineartime.evaluation import Difference, Evaluation
@@ -136,8 +135,7 @@ def _print_comparison(evaluations: Sequence["Evaluation"], where: str) -> None:
     console, first = output_console(markup=False), evaluations[0]
     for what in dict.fromkeys(f"{each.text}, {each.tokens:,} tokens; {each.context}" for each in evaluations):
         console.print(f"{what}; computed on {where}", soft_wrap=True)
-    headers = ("loss (nats)", "bits per byte", "difference")
-    table = Table(Column("run", overflow="fold"), *(Column(header, justify="right", no_wrap=True) for header in headers))
+    table = new_table(("run", "loss (nats)", "bits per byte", "difference"), left=("run",), folded=("run",))
     notes = {}
     for evaluation in evaluations:
         found, problem = (None, "") if evaluation is first else _difference(first, evaluation)
@@ -180,8 +178,7 @@ def _print(evaluation: "Evaluation", where: str, words: bool) -> None:
     if evaluation.bits_per_byte is not None:
         console.print(f"bits per byte   {evaluation.bits_per_byte:.4f}")
     headers = ("position" if evaluation.masked else "tokens read", "loss (nats)", "± error", "tokens")
-    columns = (Column(header, justify="right") for header in headers)
-    table = Table(*columns, title="loss by position in the context", title_justify="left")
+    table = new_table(headers, title="loss by position in the context")
     for position in evaluation.by_position:
         reach = f"{position.first:,}" if position.first == position.last else f"{position.first:,} to {position.last:,}"
         error = "-" if position.error is None else f"{position.error:.4f}"

@@ -4,17 +4,11 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tyro
-from rich import box
-from rich.table import Column, Table
 
 from lineartime.cli.options import Checkpoint, Device
-from lineartime.screen import output_console
-
-if TYPE_CHECKING:
-    from lineartime.filling import Candidate
+from lineartime.screen import new_table, output_console
 
 
 @dataclass(frozen=True)
@@ -48,15 +42,10 @@ def run(options: FillOptions) -> None:
         return
     console = output_console(markup=False)
     for number, candidates in enumerate(masks, 1):
-        console.print(_table(f"mask {number} of {len(masks)}", candidates))
-
-
-def _table(title: str, candidates: "list[Candidate]") -> Table:
-    right = [Column(header, justify="right") for header in ("probability", "id")]
-    table = Table(*right, "token", title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for candidate in candidates:
-        table.add_row(f"{candidate.probability:.4f}", str(candidate.token), _quoted(candidate.text))
-    return table
+        table = new_table(("probability", "id", "token"), left=("token",), title=f"mask {number} of {len(masks)}")
+        for candidate in candidates:
+            table.add_row(f"{candidate.probability:.4f}", str(candidate.token), _quoted(candidate.text))
+        console.print(table)
 
 
 def _quoted(text: str) -> str:

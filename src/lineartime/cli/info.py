@@ -3,9 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from rich.table import Table
-
-from lineartime.screen import output_console
+from lineartime.screen import new_table, output_console
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,8 @@ def run(options: InfoOptions) -> None:
     if options.json:
         print(json.dumps({fact.name: {"value": fact.value, "why": fact.why} for fact in facts}))
         return
-    table = Table("", "here", "why", show_edge=False)
+    headers = ("", "here", "why")
+    table = new_table(headers, left=headers, folded=("here", "why"))
     for fact in facts:
         table.add_row(fact.name, fact.value, fact.why)
     # Without markup, because [plot] is the name of an extra. Cells are rendered with the console's settings.

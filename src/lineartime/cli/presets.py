@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import tyro
-from rich import box
-from rich.console import Console
-from rich.progress import track
-from rich.table import Column, Table
 
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean
-from lineartime.screen import SCREEN, output_console
+from lineartime.screen import new_table, output_console, tracked
 
 
 @dataclass(frozen=True)
@@ -80,13 +76,11 @@ def _entries(names: Sequence[str], context_length: int) -> Iterator[dict[str, An
 
 def _print_costs(names: Sequence[str], context_length: int) -> None:
     console = output_console(width=None if sys.stdout.isatty() else 140)
-    numbers = (Column(header, justify="right") for header in ("parameters", "size", "MFLOP/token", "state"))
-    columns = [Column("preset", no_wrap=True), *numbers]
+    headers = ["preset", "parameters", "size", "MFLOP/token", "state"]
     if console.width >= 120:  # a narrower column would hold one word per line
-        columns.append(Column("what it is"))
-    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    entries, screen = _entries(names, context_length), Console(file=SCREEN)
-    for entry in track(entries, "counting", len(names), console=screen, transient=True, disable=not screen.is_terminal):
+        headers.append("what it is")
+    table = new_table(headers, left=("preset", "what it is"), folded=("what it is",))
+    for entry in tracked(_entries(names, context_length), "counting", len(names)):
         row = [
             entry["name"],
             f"{entry['parameters'] / 1e6:.1f} M",
@@ -95,7 +89,7 @@ def _print_costs(names: Sequence[str], context_length: int) -> None:
             "none" if entry["state_bytes"] is None else f"{entry['state_bytes'] / 1e6:,.1f} MB",
             entry["description"],
         ]
-        table.add_row(*row[: len(columns)])
+        table.add_row(*row[: len(headers)])
     console.print(table)
     for line in (
         f"MFLOP/token  matrix products of a forward pass over {context_length:,} tokens (*: over as many as it reads)",
@@ -111,9 +105,8 @@ def _verify(names: Sequence[str]) -> None:
     names = [name for name in names if name in PAPER_MILLIONS]
     if not names:
         raise LineartimeError("The paper states the size of none of these presets: leave the names out to see those it states.")
-    table = Table("preset", Column("parameters", justify="right"), Column("paper", justify="right"), "agrees")
-    different, screen = [], Console(file=SCREEN)
-    for name in track(names, "building", console=screen, transient=True, disable=not screen.is_terminal):
+    table, different = new_table(("preset", "parameters", "paper", "agrees"), left=("preset", "agrees")), []
+    for name in tracked(names, "building", len(names)):
         parameters = count_parameters(presets("clm")[name])
         agrees = round(parameters / 1e6) == PAPER_MILLIONS[name]
         different += [] if agrees else [name]

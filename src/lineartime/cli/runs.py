@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from rich.console import Console
-from rich.progress import track
 
 from lineartime.cli import as_options
 from lineartime.errors import LineartimeError
@@ -17,7 +15,7 @@ from lineartime.runs.curve import draw_comparison
 from lineartime.runs.seeds import merge_seeds
 from lineartime.runs.summary import RunSummary, name_runs, summarize
 from lineartime.runs.table import UNLIMITED, Group, group_runs, make_tables
-from lineartime.screen import SCREEN, output_console
+from lineartime.screen import SCREEN, output_console, tracked
 
 _PICTURE = "runs.png"
 _MOST_DRAWN = 8
@@ -47,8 +45,7 @@ def run(options: RunsOptions) -> None:
     names, missing = name_runs(options.folders)
     problems: list[str] = []
     runs: list[RunSummary] = []
-    screen = Console(file=SCREEN)
-    for path, name in track(names.items(), "reading", console=screen, transient=True, disable=not screen.is_terminal):
+    for path, name in tracked(names.items(), "reading", len(names)):
         summary, damaged = summarize(path, name)
         runs.append(summary)
         problems += damaged

@@ -7,13 +7,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from lineartime.choices import TEXT_COLUMN
 from lineartime.runs.record import WITHOUT_EFFECT, texts_of
 from lineartime.runs.summary import RunSummary
+from lineartime.screen import new_table
 from lineartime.units import counted, duration
 
 _MAX_OPTIONS = 4
@@ -114,10 +114,7 @@ def _tables(groups: Sequence[Group], columns: Mapping[str, Sequence[str]]) -> li
     """A table for each group. In a narrow one, only the names of runs fold."""
     rows, tables = zip(*columns.values(), strict=True), []
     for group in groups:
-        tables.append(Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)))
-        for name in columns:
-            justify: Any = "left" if name in ("run", "model", "data", "state") else "right"
-            tables[-1].add_column(name, justify=justify, overflow="fold", no_wrap=name != "run")
+        tables.append(new_table([*columns], left=("run", "model", "data", "state"), folded=("run",)))
         for row in islice(rows, len(group.runs)):
             tables[-1].add_row(*row)
     return tables
