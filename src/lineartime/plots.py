@@ -4,12 +4,92 @@ import io
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lineartime.errors import LineartimeError, first_line, missing_extra, reporting_file_errors
 from lineartime.files import is_there, write_atomically
 from lineartime.units import counted
+
+WIDTH, HEIGHT = 4.8, 3.6
+"""The size of a panel, in inches."""
+
+
+@dataclass
+class Panel:
+    """Curves over a power of two by their names, some points of which are circled."""
+
+    title: str
+    y: str  # what the vertical axis shows, with its unit
+    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    circled: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, name: str, x: float, y: float | None) -> None:
+        """Add a point to a curve, unless it has none or one there: the paper's numbers are the same for all texts."""
+        points = self.curves.setdefault(name, []) if y is not None else []
+        if y is not None and x not in dict(points):
+            points.append((x, y))
+
+    @property
+    def places(self) -> list[float]:
+        """Where its curves have points."""
+        return sorted({x for points in self.curves.values() for x, _ in points})
+
+
+def draw_panels(
+    panels: Sequence[Panel],
+    x: str,
+    looks: Mapping[str, Mapping[str, Any]],
+    *,
+    columns: int | None = None,
+    log: bool = False,
+    share_y: bool = False,
+) -> Any:
+    """A figure of panels with one legend below them; None without panels.
+
+    Args:
+        panels: the curves.
+        x: what the horizontal axes show.
+        looks: the colour, the marker and the like of each curve, by its name, in the order of the legend.
+        columns: the number of panels in a row, by default two or three.
+        log: whether the vertical axes are logarithmic.
+        share_y: whether all panels have the same vertical range.
+    """
+    if not panels:
+        return None
+    figure, all_axes = new_panels(len(panels), len(looks), columns, share_y)
+    lines: dict[str, Any] = {}
+    for axes, panel in zip(all_axes, panels, strict=True):
+        for name, values in panel.curves.items():
+            (lines[name],) = axes.plot(*zip(*sorted(values), strict=True), markersize=4, **looks[name])
+        for place in panel.circled:
+            axes.plot(*place, "o", markersize=10, markerfacecolor="none", markeredgecolor="black")
+        axes.set_xscale("log", base=2)
+        axes.set(title=panel.title, xlabel=x, ylabel=panel.y)
+        axes.margins(x=0.08, y=0.08)
+        if log:
+            axes.set_yscale("log")
+        axes.yaxis.set_tick_params(labelleft=True)
+        label_axes(axes, x_values=panel.places)
+    legend_below(figure, {name: lines[name] for name in looks if name in lines}, 3 * _columns(len(panels), columns))
+    return figure
+
+
+def new_panels(count: int, names: int, columns: int | None = None, share_y: bool = False) -> tuple[Any, list[Any]]:
+    """A figure with the axes of its panels, in rows, and room for a legend of so many names below them."""
+    columns = _columns(count, columns)
+    rows, lines = -(-count // columns), -(-names // (3 * columns))
+    figure = new_figure(WIDTH * columns + 0.4, HEIGHT * rows + 0.4 + 0.22 * lines)
+    figure.get_layout_engine().set(wspace=0.05, hspace=0.05)
+    grid = list(figure.subplots(rows, columns, squeeze=False, sharey=share_y).flat)
+    for unused in grid[count:]:
+        unused.remove()
+    return figure, grid[:count]
+
+
+def _columns(panels: int, columns: int | None) -> int:
+    return columns or (2 if panels == 4 else min(panels, 3))
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -46,10 +126,10 @@ def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = 
         axes.xaxis.set_tick_params(labelsize="small")
 
 
-def legend_below(figure: Any, lines: Mapping[str, Any], columns: int, **options: Any) -> None:
+def legend_below(figure: Any, lines: Mapping[str, Any], columns: int) -> None:
     """Add a legend of the lines of all panels, by their names, below the panels."""
     names, columns = map(drawable, lines), min(len(lines), columns)
-    figure.legend(lines.values(), names, loc="outside lower center", ncols=columns, frameon=False, **options)
+    figure.legend(lines.values(), names, loc="outside lower center", ncols=columns, frameon=False, fontsize="small")
 
 
 def drawable(text: str) -> str:

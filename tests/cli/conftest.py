@@ -38,6 +38,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def masked(folder: Path) -> str:
+    """A masked model, hardly trained."""
+    run = str(folder / "masked")
+    assert main(["train", *small(folder), "--out", run, "--steps", "1", "--task", "mlm"]) == 0
+    return run
+
+
 @pytest.fixture
 def options(folder: Path) -> list[str]:
     """Options that make `lineartime train` take a moment."""

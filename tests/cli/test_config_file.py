@@ -26,11 +26,11 @@ NAMES = [field.name for field in dataclasses.fields(TrainConfig)]
 ALIASES = {"model": "preset", "context": "context_length"}
 
 
-@pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
-def test_every_format_gives_the_same_options(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text(TEXTS[name], encoding="utf-8-sig")
-    assert read_options(tmp_path / name, NAMES, ALIASES) == OPTIONS
+def test_every_format_gives_the_same_options(tmp_path: Path) -> None:
+    for name, text in TEXTS.items():
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert read_options(tmp_path / name, NAMES, ALIASES) == OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -38,17 +38,14 @@ def test_every_format_gives_the_same_options(tmp_path: Path, name: str) -> None:
     [
         ("a.yaml", "steps: [", "a.yaml cannot be read as YAML: while parsing"),
         ("a.yaml", "- steps", "a.yaml holds a list, but must hold options by name"),
-        ("a.json", "{", "a.json cannot be read as JSON: it is not JSON: Expecting property name"),
         ("a.json", b"\xff\xfe", "a.json cannot be read as JSON: 'utf-8' codec can't decode"),
         ("a.json", '{"stepps": 3}', r"a.json has the unknown option 'stepps' \(did you mean steps\?\)"),
         ("a.json", '{"model": "flash-tiny", "preset": "flash-tiny"}', "a.json has preset twice, under two names"),
         ("a.txt", "steps = 3", "a.txt has the suffix '.txt': options are read from .toml, .yaml or .json"),
-        ("none/a.json", None, "Cannot read .*a.json: No such file"),
     ],
 )
-def test_a_file_that_holds_no_options_is_named(tmp_path: Path, name: str, content: str | bytes | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+def test_a_file_that_holds_no_options_is_named(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(LineartimeError, match=message):
         read_options(tmp_path / name, NAMES, ALIASES)
 
@@ -103,9 +100,7 @@ def test_a_wrong_value_is_named_with_its_file(tmp_path: Path, fails: Fails) -> N
     for content, message in (
         ('{"steps": "many"}', "run.json: steps is 'many', but must be an integer"),
         ('{"steps": 0}', "run.json: steps is 0, but must be at least 1"),
-        ('{"out": "a\\u0000b"}', r"run.json: out is 'a\\x00b', but must be a text that UTF-8 can hold"),
         ('{"data": ["\\ud800"]}', r"run.json: data\[0\] is '\\ud800', but must be a text that UTF-8 can hold"),
-        ('{"recipe": "fast"}', "run.json: recipe is 'fast', but must be"),
     ):
         file.write_text(content)
         fails(["train", "--config", str(file)], message)

@@ -11,14 +11,6 @@ from lineartime.cli import main
 Fails = Callable[..., None]
 
 
-@pytest.fixture
-def masked(tmp_path: Path, options: list[str]) -> str:
-    """A masked model, hardly trained."""
-    run = str(tmp_path / "masked")
-    assert main(["train", *options, "--out", run, "--steps", "1", "--task", "mlm"]) == 0
-    return run
-
-
 def test_a_masked_model_shows_candidates_for_each_mask(
     masked: str, folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails
 ) -> None:

@@ -31,17 +31,6 @@ def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(folder: Pa
     assert shown[0] == shown[1] != shown[2]
 
 
-def test_the_text_is_alone_on_standard_output_and_the_precision_is_told_on_standard_error(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["generate", str(folder / "run"), "--prompt", "the", "--max-tokens", "5", "--temperature", "0"]
-    for precision in ("fp32", "bf16"):
-        assert main([*arguments, "--precision", precision]) == 0
-        shown = capsys.readouterr()
-        assert (shown.out.startswith("the"), "cpu" in shown.out) == (True, False)
-        assert re.fullmatch(rf".*/step-\d+: cpu, {precision}\n", shown.err)
-
-
 def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +69,7 @@ def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
 
 
 def test_generation_computes_in_the_precision_and_with_the_threads_that_are_asked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, seen = torch.get_num_threads(), []
     multiply = Dense.forward
@@ -92,10 +81,13 @@ def test_generation_computes_in_the_precision_and_with_the_threads_that_are_aske
 
     monkeypatch.setattr(Dense, "forward", forward)
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        asked = ["--max-tokens", "3", "--precision", precision, "--threads", str(before + 1)]
+        asked = ["--prompt", "the", "--max-tokens", "3", "--precision", precision, "--threads", str(before + 1)]
         assert main(["generate", str(folder / "run"), *asked]) == 0
         assert set(seen) == {(dtype, before + 1)}
         seen.clear()
+        shown = capsys.readouterr()  # the text alone is on standard output
+        assert (shown.out.startswith("the"), "cpu" in shown.out) == (True, False)
+        assert re.fullmatch(rf".*/step-\d+: cpu, {precision}\n", shown.err)
     assert torch.get_num_threads() == before
 
 

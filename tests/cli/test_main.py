@@ -7,14 +7,13 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from lineartime import cli
 from lineartime.__main__ import main as run_command
-from lineartime.cli import COMMANDS, main
+from lineartime.cli import COMMANDS, main, options_of
 from lineartime.errors import ArgumentError, LineartimeError
 
 Fails = Callable[..., None]
@@ -29,14 +28,15 @@ def process() -> Iterator[None]:
     warnings.formatwarning = format_warning
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
-    assert caught.value.code == 0
-    text = re.sub(r"[\s│╭╮╰╯─]+", " ", capsys.readouterr().out)
-    helped = re.findall(r"[\w)][.] \((?:default: |required|repeatable)|dropout=0.1 \(default", text)
-    assert len(helped) == len(dataclasses.fields(import_module(f"lineartime.cli.{command}").Options)) + 1  # --import
+def test_every_option_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, does in COMMANDS.items():
+        with pytest.raises(SystemExit) as caught:
+            main([command, "--help"])
+        assert caught.value.code == 0
+        text = re.sub(r"[\s│╭╮╰╯─]+", " ", capsys.readouterr().out)
+        assert does in text
+        helped = re.findall(r"[\w)][.] \((?:default: |required|repeatable)|dropout=0.1 \(default", text)
+        assert len(helped) == len(dataclasses.fields(options_of(command))) + 1, command  # --import
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,7 @@ def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixtur
         ["fly"],
         ["train", "--steps", "many"],
         ["train", "--stepz", "3"],
-        ["train", "--task", "qa"],
         ["train", "a.txt"],
-        ["train", "--resume", "runs/x"],
-        ["generate", "run", "--prompt=a", "--stop", "-x", "--prompt"],
         ["bench", "--dtypes", "fp32", "fp16"],
         ["presets", "--import"],
     ],
@@ -62,38 +59,25 @@ def test_the_parser_refuses_what_is_no_option_or_value(arguments: list[str], fai
     ("arguments", "message"),
     [
         # A list that is given twice would lose its first values.
-        (["train", "--override", "a=1", "--override", "b=2"], "--override is given twice, .*: give all its values after one."),
         (["bench", "--context_lengths=8", "--context-lengths", "16"], "--context-lengths is given twice"),
         # Types and ranges of options.
-        (["train", "--steps", "0"], "--steps is 0, but must be at least 1"),
-        (["bench", "--tokens-per-batch", "0"], "--tokens-per-batch is 0, but must be at least 1"),
         (["bench", "--context-lengths", "8", "0"], "--context-lengths is 0, but must be at least 1"),
         (["train", "--data", ""], "--data is empty: give a path"),
         (["generate", "{run}", "--top-p", "2"], "--top-p is 2.0, but must be above 0 and at most 1"),
-        (["generate", "{run}", "--max-tokens", "0"], "--max-tokens is 0"),
-        (["eval", "{run}", "--batch-size", "0"], "--batch-size is 0"),
         (["presets", "--context-length", str(10**12)], "--context-length is 1000000000000, but must be at most"),
         # Options that do not fit together, which a message writes as options, too.
         (["train", "--warmup-steps", "600"], "--warmup-steps is 600, but must be below --steps 600"),
-        (["train", "--recipe", "lm-pg19", "--like", "{run}"], "--like cannot be combined with --recipe"),
         (["train", "--clip", "local", "--parallel", "fsdp"], "with --parallel fsdp .* --clip global or --parallel ddp"),
         (["eval", "{run}", "--stride", "99"], "--stride is 99, but must be from 1 to --context-length 24"),
         (["train", "--out", "{run}", "--data", "{text}"], "holds a run: resume it with --resume, or give another --out"),
-        (["train", "--out", "{run}", "--resume", "--steps", "9"], "--steps is 9, but the run was started with 4"),
         # Names, with the similar ones.
         (["train", "--model", "flash-tyni"], "--preset is 'flash-tyni', .*mean flash-tiny.* listed by `lineartime presets`"),
-        (["train", "--override", "chunksize=8"], "chunksize is not an option of this model .did you mean chunk_size"),
-        (["train", "--data", "wiki40bb"], "--data is wiki40bb, which is neither .* .did you mean wiki40b"),
         (["bench", "flash-giant"], "preset is 'flash-giant', which is not a preset"),
         (["presets", "zebra"], "No preset name contains zebra"),
         # Files and folders.
         (["train", "--data", "books/*.txt"], "--data is books/.*, which is a pattern: .* books, with --include '.*.txt'"),
         (["eval", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run"),
         (["train", "--out", "{text}"], "--out is .*text.txt, which is a file: give a folder"),
-        (["generate", "{run}", "--prompt", "\udcff"], "--prompt is not UTF-8 text"),
-        # Tokenizers and models.
-        (["train", "--tokenizer", f"bpe-{10**19}", "--data", "{text}"], "--tokenizer is bpe-1000.*, but bpe .* to 16,777,216"),
-        (["train", "--preset", "linformer-tiny"], "a model of linformer cannot be causal: every landmark mixes"),
         (
             ["train", "--preset", "transformer-tiny", "--context-length", "2000"],
             "--context-length is 2000, but transformer-tiny reads at most 1024 tokens: .* --override max_positions=2000",
@@ -105,18 +89,6 @@ def test_wrong_input_is_answered_with_the_option_and_what_it_allows(
 ) -> None:
     places = {"run": str(folder / "run"), "text": str(folder / "text.txt")}
     fails([argument.format(**places) for argument in arguments], message)
-
-
-def test_an_interrupt_while_everything_is_still_being_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "import sys, lineartime.__main__; print('torch' in sys.modules)"  # the handler is there before what takes long
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "False"
-
-    def interrupted() -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lineartime.cli.main", interrupted)
-    assert run_command() == 130
 
 
 STARTING = """
@@ -177,11 +149,8 @@ def test_a_module_may_have_the_name_of_a_command() -> None:
     assert cli._command_first(["--import", "info", "info"]) == ["info", "--import", "info"]
 
 
-def test_an_empty_path_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--out", ""], ["--cache", ""]):
-        with pytest.raises(SystemExit):
-            main(["train", "--data", "x.txt", *arguments])
-        assert "the path is empty" in capsys.readouterr().err
+def test_an_empty_path_is_not_the_current_folder(fails: Fails) -> None:
+    fails(["train", "--data", "x.txt", "--out", ""], "the path is empty", status=2)
 
 
 def test_the_help_lists_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,8 +166,7 @@ def test_too_little_memory_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, f
 
     from lineartime.cli import info, train
 
-    errors = [MemoryError(), torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: out of memory")]
-    for error in errors:
+    for error in (MemoryError(), torch.OutOfMemoryError("no room")):
 
         def run(options: object, error: Exception = error) -> None:
             raise error
@@ -223,24 +191,21 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["runs", "{run}"], ["train", "--help"]])
-def test_what_computes_nothing_appears_without_the_seconds_that_pytorch_takes(arguments: list[str], folder: Path) -> None:
-    arguments = [argument.format(run=folder / "run") for argument in arguments]
+def test_what_computes_nothing_appears_without_the_seconds_that_pytorch_takes(folder: Path) -> None:
     script = f"""
 import sys
-import warnings
 from lineartime.cli import main
-try:
-    status = main({arguments})
-except SystemExit as error:
-    status = error.code
-print(status, *sys.modules, file=sys.stderr)
+for arguments in (["--version"], ["--help"], ["train", "--help"], ["runs", {str(folder / "run")!r}]):
+    try:
+        assert main(arguments) == 0
+    except SystemExit as error:
+        assert error.code == 0
+    if arguments == ["--help"]:  # which imports no command
+        assert not [name for name in sys.modules if name.startswith("lineartime.cli.")]
+    assert arguments[0] == "runs" or "matplotlib" not in sys.modules
+    assert not {{"torch", "tensorboardX", "safetensors"}} & sys.modules.keys(), arguments
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    status, *modules = result.stderr.splitlines()[-1].split()
-    assert (status in ("0", "None"), bool(result.stdout)) == (True, True)
-    assert not {"torch", "tensorboardX", "safetensors"} & set(modules)
-    assert "runs" in arguments or "matplotlib" not in modules
+    subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
 
 
 def test_a_warning_is_one_line_without_code() -> None:

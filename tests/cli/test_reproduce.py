@@ -16,7 +16,6 @@ Fails = Callable[..., None]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["reproduce"], "name is missing: give an experiment, latency, lm"),
         (["reproduce", "positons"], r"name is 'positons', which is no experiment \(did you mean positions\?\)"),
         (
             ["reproduce", "lm", "--scale", "paper", "--tuning", "3"],
@@ -25,16 +24,11 @@ Fails = Callable[..., None]
         (["reproduce", "lm", "--systems", "flash-quat"], r"--systems has 'flash-quat'.*\(did you mean flash-quad"),
         (["reproduce", "lm", "--books", "/none"], "--books is /none, which is neither a file or folder"),
         (["reproduce", "--list", "--books", "/none"], "--books is /none, which is neither a file or folder"),
-        (["reproduce", "lm", "--list", "--books", "/none"], "--books is /none, which is neither a file or folder"),
         (["reproduce", "lm", "--report"], "has no runs of lm at the scale cpu: run it first"),
     ],
 )
 def test_wrong_input_is_one_sentence_with_the_flag(arguments: list[str], message: str, fails: Fails) -> None:
     fails(arguments, message)
-
-
-def test_a_scale_that_does_not_exist_is_refused(fails: Fails) -> None:
-    fails(["reproduce", "lm", "--scale", "moon"], "--scale", status=2)
 
 
 def test_an_interrupt_says_how_to_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

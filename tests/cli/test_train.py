@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -33,17 +34,13 @@ def test_override_takes_the_word_none_as_a_name(tmp_path: Path, options: list[st
     assert lineartime.load(tmp_path / "none").config.absolute_position == "none"
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "tokenize"])
-def test_all_commands_name_a_mistake_in_the_data_in_the_same_words(
-    command: str, folder: Path, tmp_path: Path, fails: Fails
-) -> None:
-    common = {"eval": [str(folder / "run")], "train": ["--out", str(tmp_path / "run")], "tokenize": []}[command]
-
+def test_all_commands_name_a_mistake_in_the_data_in_the_same_words(folder: Path, tmp_path: Path, fails: Fails) -> None:
     def wrong(data: str, message: str, *more: str) -> None:
-        fails([command, *common, "--data", data, *more], message)
+        fails(["train", "--out", str(tmp_path / "run"), "--data", data, *more], message)
 
-    wrong("missing.txt", "error: --data is missing.txt, which is neither a file or folder nor the name of a corpus: c4,")
-    wrong(str(tmp_path / "nothing" / "a"), "--data is .*nothing/a, which is neither a file or folder nor the name of a corpus")
+    for command in (["train"], ["eval", str(folder / "run")], ["tokenize"]):
+        message = "error: --data is missing.txt, which is neither a file or folder nor the name of a corpus: c4,"
+        fails([*command, "--data", "missing.txt"], message)
     (tmp_path / "empty.txt").touch()
     wrong("empty.txt", "--data is .*empty.txt, which holds no text: give a text file or a folder of text files")
     (tmp_path / "nothing.jsonl").write_text('{"text": ""}\n')
@@ -105,16 +102,21 @@ def test_a_resumed_run_takes_options_of_the_machine_even_if_they_are_the_default
     }
 
 
-@pytest.mark.parametrize("content", ["?", '{"step": 1}'])
+@pytest.mark.parametrize("name", ["training.json", "model.safetensors"])
 def test_resuming_goes_back_behind_a_damaged_checkpoint_whatever_is_damaged(
-    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str], options: list[str]
+    name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Fails
 ) -> None:
     run = tmp_path / "run"
-    assert main(["train", *options, "--out", str(run), "--steps", "2", "--eval-every", "1"]) == 0
-    (last_checkpoint(run) / "training.json").write_text(content)
+    shutil.copytree(folder / "run", run)
+    file = last_checkpoint(run) / name
+    file.write_bytes(file.read_bytes()[:1000] if name == "model.safetensors" else b'{"step": 1}')
+    if name == "model.safetensors":
+        for command in ("eval", "generate"):
+            fails([command, str(run)], r"The checkpoint .* is damaged \(model.safetensors is not what was written\)")
     assert main(["train", "--out", str(run), "--resume"]) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "is damaged (training.json is not what was written): resuming from step-00000001." in said
+    assert f"is damaged ({name} is not what was written): resuming from step-00000002." in said
+    assert main(["eval", str(run), "--cache", str(folder / "cache")]) == 0
 
 
 def test_an_error_on_record_names_options_as_the_command_line_does(

@@ -6,10 +6,12 @@ import re
 import shutil
 import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from lineartime.bench.benchmark import make_benchmark
 from lineartime.bench.config import BenchConfig
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.experiments import __main__, catalogue, command, runner, worker
+from lineartime.experiments import catalogue, command, runner, worker
 from lineartime.experiments.collect import collect
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import INTERRUPTED, Job, Optimizer
@@ -171,6 +173,24 @@ def test_a_run_in_its_own_process_stops_after_its_step(options: Options) -> None
     assert "Stopped after step" in (job.folder / "log.txt").read_text()
 
 
+def test_a_run_needs_neither_datasets_nor_tensorboard(options: Options) -> None:
+    plan = make_plan(options())
+    job = plan.final_job(plan.contenders[0], "adamw", 0, 1e-3, 2)
+    script = """
+import sys
+for name in ("tyro", "datasets", "tensorboardX", "tokenizers", "pyarrow"):
+    sys.modules[name] = None
+from lineartime.experiments import command, worker
+sys.exit(worker.main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(asdict(job), default=str) + "\n")
+        process.stdin.flush()  # it stays open: its end would tell the process to stop
+        assert process.wait() == 0
+    assert json.loads((job.folder / "outcome.json").read_text())["tests"][0]["bits_per_byte"] > 0
+
+
 def test_a_run_that_diverged_is_told_and_not_repeated(options: Options, here: Do, done: list[str]) -> None:
     plan = make_plan(options(seeds=1, systems=("flash",)))
 
@@ -245,10 +265,8 @@ def test_a_call_whose_runs_failed_says_so_by_its_status(
 ) -> None:
     monkeypatch.setattr(command, "run_all", lambda plan, say: RunsResult(False, ("a run failed",)))
     assert len(command.reproduce(options()).problems) == 1
-    arguments = ["lm", "--scale", "trial", "--out", str(options().out), "--data", *options().data]
-    assert __main__.main(arguments) == 1
-    assert cli.main(["reproduce", *arguments]) == 1
-    assert capsys.readouterr().err.count("error: Some runs failed: they are named above") == 2
+    assert cli.main(["reproduce", "lm", "--scale", "trial", "--out", str(options().out), "--data", *options().data]) == 1
+    assert "error: Some runs failed: they are named above" in capsys.readouterr().err
 
 
 def test_killed_runs_are_told_and_the_report_is_still_made(options: Options) -> None:
@@ -290,7 +308,7 @@ def test_given_rates_are_the_grid_of_all_systems(options: Options, here: Do) -> 
         command.reproduce(options(optimizers=("adamw",), rates=(3e-3,)))
 
 
-@pytest.mark.parametrize(("planned", "steps"), [(10, 40), (50, 60), (90, 90)])
+@pytest.mark.parametrize(("planned", "steps"), [(10, 40), (50, 60)])
 def test_trials_of_slow_systems_last_longer_or_are_told(
     options: Options, monkeypatch: pytest.MonkeyPatch, planned: int, steps: int
 ) -> None:
@@ -351,23 +369,18 @@ def test_runs_in_another_precision_are_not_mixed(
     write_plan(make_plan(here("fp32", tmp_path / "out")))
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_wrong_input_is_answered_with_one_sentence(options: Options) -> None:
+    for values, message in (
         ({"name": "latency", "systems": ("flash",)}, "systems is flash, but this experiment measures all models of a context"),
-        ({"systems": "flash"}, "systems is 'flash', but must be a list, each item of which is a text"),
         ({"contexts": (512,)}, "contexts has 512, which is no context of this experiment here: use 64"),
-        ({"rates": (-1.0,), "optimizers": ("adamw",)}, r"rates\[0\] is -1.0, but must be above 0"),
         ({"rates": (1e-3, 1.0000000001e-3), "optimizers": ("adamw",)}, "rates is 0.001 0.001, but must be numbers that differ"),
         ({"rates": (1e-3,)}, "rates is 0.001, but each optimiser has its own: give one in `optimizers`"),
         ({"rates": (1e-3,), "scale": "paper"}, "rates is 0.001, but the scale paper has the paper's rate: leave it out"),
-        ({"data": 3}, "data is 3, but must be a list, each item of which is a text"),
+        ({"compile": "auto"}, "compile is auto, which compiles long runs alone, .* use on or off"),
         ({"name": "optimizer", "scale": "paper"}, "name is optimizer, which the paper does not contain: use another"),
-    ],
-)
-def test_wrong_input_is_answered_with_one_sentence(options: Options, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(LineartimeError, match=message):
-        command.reproduce(options(**values))
+    ):
+        with pytest.raises(LineartimeError, match=message):
+            command.reproduce(options(**values))
 
 
 def test_without_a_compiler_no_compiled_run_is_begun(options: Options, here: Do, monkeypatch: pytest.MonkeyPatch) -> None:

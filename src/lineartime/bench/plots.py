@@ -1,15 +1,13 @@
 """The plots of a benchmark: time, memory and decode latency by length, and quality by cost."""
 
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-from lineartime.bench.config import Measure
+from lineartime.bench.config import Dtype, Measure
 from lineartime.bench.results import Measurement, Results
-from lineartime.plots import label_axes, legend_below, new_figure, save_figure
+from lineartime.plots import Panel, draw_panels, label_axes, new_panels, save_figure
 
-WIDTH, HEIGHT = 4.6, 3.4
 AT_ONCE: tuple[Measure, ...] = ("train", "forward", "prefill")
 
 
@@ -50,36 +48,20 @@ def _colours(results: Results) -> dict[str, str]:
 
 
 def _by_length(results: Results, x: str, y: str, value: Callable[[Measurement], float | None]) -> Any:
-    """Draw curves by length: a panel for each measure and precision, with a shared legend. None if there are no values."""
-    shown = [(found.case, found.subject, number) for found in results.finished if (number := value(found)) is not None]
-    if not shown:
-        return None
-    measures = list(dict.fromkeys(case.measure for case, _, _ in shown))
-    dtypes = list(dict.fromkeys(case.dtype for case, _, _ in shown))
-    subjects = list(dict.fromkeys(subject for _, subject, _ in shown))
-    rows, columns = (len(dtypes), len(measures)) if len(measures) > 1 else (1, len(dtypes))
-    figure = new_figure(WIDTH * columns + 0.4, HEIGHT * rows + 0.3 + 0.25 * -(-len(subjects) // (2 * columns)))
-    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    lines: dict[str, Any] = {}
+    """Curves by length: a panel for each measure and precision. None if there are no values."""
+    panels: dict[tuple[Measure, Dtype], Panel] = {}
+    looks: dict[str, dict[str, Any]] = {}
     colours = _colours(results)
-    for axes, (dtype, measure) in zip(grid.flat, product(dtypes, measures), strict=True):
-        panel = [each for each in shown if each[0].kind == (measure, dtype)]
-        for subject in subjects:
-            points = sorted((case.length, number) for case, own, number in panel if own == subject)
-            if points:
-                style = "o-" if subject.mode == "eager" else "s--"
-                colour = colours[subject.name]
-                (lines[str(subject)],) = axes.plot(*zip(*points, strict=True), style, color=colour, markersize=4)
-        modes = " and ".join(dict.fromkeys(subject.mode for _, subject, _ in panel))
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set(title=f"{measure}, {dtype}, {modes}", xlabel=x)
-        axes.yaxis.set_tick_params(labelleft=True)
-        label_axes(axes, x_values=[case.length for case, _, _ in panel])
-    for row in grid:
-        row[0].set_ylabel(y)
-    legend_below(figure, lines, 2 * columns)
-    return figure
+    for found in results.finished:
+        if (number := value(found)) is not None:
+            title = f"{found.case.measure}, {found.case.dtype}"
+            panels.setdefault(found.case.kind, Panel(title, y)).add(str(found.subject), found.case.length, number)
+            style = {"linestyle": "-", "marker": "o"} if found.subject.mode == "eager" else {"linestyle": "--", "marker": "s"}
+            looks[str(found.subject)] = {"color": colours[found.subject.name], **style}
+    measures = dict.fromkeys(measure for measure, _ in panels)
+    dtypes = dict.fromkeys(dtype for _, dtype in panels)
+    shown = [panels[measure, dtype] for dtype in dtypes for measure in measures if (measure, dtype) in panels]
+    return draw_panels(shown, x, looks, columns=len(measures) if len(measures) > 1 else None, log=True, share_y=True)
 
 
 def _pareto(results: Results, quality: dict[str, float]) -> Any:
@@ -96,8 +78,8 @@ def _pareto(results: Results, quality: dict[str, float]) -> Any:
     if not costs:
         return None
     colours = _colours(results)
-    figure = new_figure(WIDTH * len(costs) + 0.4, HEIGHT + 0.4)
-    for (title, points), axes in zip(costs.items(), figure.subplots(1, len(costs), squeeze=False).flat, strict=True):
+    figure, panels = new_panels(len(costs), 0)
+    for (title, points), axes in zip(costs.items(), panels, strict=True):
         best = pareto_front({name: (cost, quality[name]) for name, cost in points.items()})
         axes.plot([points[name] for name in best], [quality[name] for name in best], "-", color="0.75", zorder=0)
         middle = (min(points.values()) + max(points.values())) / 2

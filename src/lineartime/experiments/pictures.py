@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 from lineartime.experiments.plan import Plan
 from lineartime.experiments.report_data import Report, baseline_row, metric_of_test, values_of_row
 from lineartime.experiments.tables import metric_of_report
-from lineartime.plots import label_axes, legend_below, new_figure, save_figure
+from lineartime.plots import Panel, draw_panels, label_axes, legend_below, new_panels, save_figure
 
-WIDTH, HEIGHT = 4.8, 3.6
 _COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold", "navy"]
 _MARKERS = "osD^v<>PX*dph"
 CURVES = (
@@ -24,38 +22,21 @@ CHUNKS = "Quality by the size of chunks in the test; circled: as trained."
 LATENCY = "Time of a token by the length of the context, here and in the paper."
 
 
-@dataclass
-class Panel:
-    """Curves of systems, by name, over a power of two, some points of which are circled."""
-
-    title: str
-    unit: str
-    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    circled: list[tuple[float, float]] = field(default_factory=list)
-
-    def add(self, name: str, x: float, y: float | None) -> None:
-        """Add a point to a curve, unless it has none or one there: the paper's numbers are the same for all texts."""
-        points = self.curves.setdefault(name, []) if y is not None else []
-        if y is not None and x not in dict(points):
-            points.append((x, y))
-
-    @property
-    def places(self) -> list[float]:
-        """Where its curves have points."""
-        return sorted({x for points in self.curves.values() for x, _ in points})
-
-
 def draw_pictures(plan: Plan, report: Report) -> list[tuple[Path, str]]:
     """Draw all pictures for which there are numbers, and return each with its caption. LineartimeError without matplotlib."""
+
+    def draw(panels: Sequence[Panel], x: str, log: bool = False) -> Any:
+        return draw_panels(panels, x, _looks(plan, (name for panel in panels for name in panel.curves)), log=log)
+
     if plan.experiment.kind == "latency":
-        figures = [("latency", _by_number(plan, _latency(report), "tokens of context", log=True), LATENCY)]
+        figures = [("latency", draw(_latency(report), "tokens of context", log=True), LATENCY)]
     else:
         figures = [
             ("quality", _curves(plan, report), CURVES.format(base=plan.experiment.baseline)),
-            ("contexts", _by_number(plan, _contexts(plan, report), "tokens of context"), CONTEXTS),
+            ("contexts", draw(_contexts(plan, report), "tokens of context"), CONTEXTS),
         ]
         if len(plan.experiment.tests) > 2:
-            figures.append(("tests", _by_number(plan, _chunks(plan, report), "tokens of a chunk in the test"), CHUNKS))
+            figures.append(("tests", draw(_chunks(plan, report), "tokens of a chunk in the test"), CHUNKS))
     drawn = []
     for name, figure, caption in figures:
         file = plan.folder / f"{name}.png"
@@ -107,29 +88,6 @@ def _latency(report: Report) -> list[Panel]:
     return [panel for panel in (ours, paper) if panel.curves] if ours.curves else []
 
 
-def _by_number(plan: Plan, panels: Sequence[Panel], label: str, log: bool = False) -> Any:
-    """Curves by a power of two, with one legend; None without panels."""
-    if not panels:
-        return None
-    looks = _looks(plan, (name for panel in panels for name in panel.curves))
-    figure, all_axes = _figure(len(panels), len(looks))
-    lines: dict[str, Any] = {}
-    for axes, panel in zip(all_axes, panels, strict=True):
-        for name, values in panel.curves.items():
-            colour, marker = looks[name]
-            (lines[name],) = axes.plot(*zip(*sorted(values), strict=True), "-", color=colour, marker=marker, markersize=4)
-        for x, y in panel.circled:
-            axes.plot(x, y, "o", markersize=10, markerfacecolor="none", markeredgecolor="black")
-        axes.set_xscale("log", base=2)
-        axes.set(title=panel.title, xlabel=label, ylabel=panel.unit)
-        axes.margins(x=0.08, y=0.08)
-        if log:
-            axes.set_yscale("log")
-        label_axes(axes, x_values=panel.places)
-    legend_below(figure, lines, 3 * _columns(len(panels)), fontsize=8)
-    return figure
-
-
 def _curves(plan: Plan, report: Report) -> Any:
     """Held-out loss by seconds of training, with a panel for each setting; None without any."""
     metric, unit = metric_of_report(plan)
@@ -138,50 +96,31 @@ def _curves(plan: Plan, report: Report) -> Any:
     if not settings:
         return None
     looks = _looks(plan, (row["name"] for setting in settings for row in setting["rows"]))
-    figure, panels = _figure(len(settings), len(looks))
+    figure, panels = new_panels(len(settings), len(looks))
     lines: dict[str, Any] = {}
     for axes, setting in zip(panels, settings, strict=True):
         late: list[float] = []
         base = baseline_row(setting["rows"], plan.experiment.baseline)
         for row, run in ((each, run) for each in setting["rows"] for run in each["runs"] if run["curve"]):
             seconds, values = [point[1] for point in run["curve"]], [point[place] for point in run["curve"]]
-            colour, marker = looks[row["name"]]
-            first = run["seed"] == 0
-            look = {"marker": marker if first else "", "linewidth": 1.4 if first else 0.7}
-            (line,) = axes.plot(seconds, values, "-", color=colour, markersize=3, **look)
+            look, first = looks[row["name"]], run["seed"] == 0
+            (line,) = axes.plot(seconds, values, markersize=3 if first else 0, linewidth=1.4 if first else 0.7, **look)
             lines.setdefault(row["name"], line)
             late += values[len(values) // 3 :]
             if row is base and first:
-                axes.axhline(values[-1], color=colour, linestyle=":", linewidth=1)
+                axes.axhline(values[-1], color=look["color"], linestyle=":", linewidth=1)
         low, high = min(late), max(late)  # the first losses would flatten what is compared
         margin = 0.05 * (high - low) or 0.01
         axes.set_ylim(low - margin, high + margin)
         axes.set(title=setting["name"], xlabel="seconds of training", ylabel=unit)
         label_axes(axes)
-    legend_below(figure, lines, 3 * _columns(len(settings)), fontsize=8)
+    legend_below(figure, lines, 3 * min(len(settings), 2))
     return figure
 
 
-def _looks(plan: Plan, names: Iterable[str]) -> dict[str, tuple[str, str]]:
+def _looks(plan: Plan, names: Iterable[str]) -> dict[str, dict[str, str]]:
     """A colour and a marker for each name: those of its arm, which are the same in all reports of an experiment."""
     shown = list(dict.fromkeys(names))
     everything = dict.fromkeys([*(arm.name for arm in plan.experiment.arms), *shown])
     looks = dict(zip(everything, cycle(zip(_COLOURS, _MARKERS, strict=True)), strict=False))
-    return {name: looks[name] for name in shown}
-
-
-def _columns(panels: int) -> int:
-    """The number of panels in a row."""
-    return 2 if panels == 4 else min(panels, 3)
-
-
-def _figure(panels: int, names: int) -> tuple[Any, list[Any]]:
-    """A figure with panels in rows of two or three, and room for a legend below them."""
-    columns = _columns(panels)
-    rows, lines = -(-panels // columns), -(-names // (3 * columns))
-    figure = new_figure(WIDTH * columns + 0.4, HEIGHT * rows + 0.4 + 0.22 * lines)
-    figure.get_layout_engine().set(wspace=0.05, hspace=0.05)
-    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for unused in grid[panels:]:
-        unused.remove()
-    return figure, grid[:panels]
+    return {name: {"color": looks[name][0], "marker": looks[name][1]} for name in shown}
