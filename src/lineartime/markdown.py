@@ -1,6 +1,19 @@
 """Tables in Markdown, and their numbers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+NOT_THERE = "-"
+"""The cell of a value that there is not."""
+
+
+def without_empty(columns: Mapping[str, Sequence[str]], always: Collection[str] = ()) -> dict[str, Sequence[str]]:
+    """The columns of a table that have a value, or that are shown always."""
+    return {name: cells for name, cells in columns.items() if name in always or set(cells) != {NOT_THERE}}
+
+
+def column_table(columns: Mapping[str, Sequence[str]], left: int = 1) -> str:
+    """A table in Markdown from its columns; the first `left` columns are aligned left, the others right."""
+    return markdown_table(list(columns), zip(*columns.values(), strict=True), left).rstrip("\n")
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:

@@ -21,7 +21,7 @@ from lineartime.bench import command, memory
 from lineartime.bench.benchmark import make_benchmark
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig, Measure
-from lineartime.bench.measure import RewindingStep, interleaved, median_and_spread, median_seconds, repetitions, timed
+from lineartime.bench.measure import RewindingStep, interleaved, median_and_spread, repetitions, timed
 from lineartime.bench.memory import Memory
 from lineartime.bench.plots import draw_plots, pareto_front
 from lineartime.bench.quality import read_quality
@@ -175,21 +175,6 @@ def test_a_model_of_limited_length_is_timed_however_often() -> None:
         assert timed(step, 50, time.perf_counter) > 0
 
 
-def test_median_seconds_leave_out_what_does_not_fit_into_memory_and_raise_other_errors() -> None:
-    ticks = itertools.count()
-
-    def fail(error: Exception) -> None:
-        raise error
-
-    def clock() -> float:
-        return float(next(ticks))
-
-    steps: dict[str, Callable[[], object]] = {"a": lambda: None, "large": lambda: fail(MemoryError())}
-    assert median_seconds(steps, 3, clock, min_seconds=4.0) == {"a": 1 / 4, "large": None}  # a tick for four calls
-    with pytest.raises(RuntimeError, match="odd"):
-        median_seconds({"odd": lambda: fail(RuntimeError("odd"))}, 3, clock)
-
-
 def test_medians_spreads_and_ratios_of_rounds() -> None:
     assert median_and_spread([4.0, 1.0, 2.0, 3.0, 100.0]) == (3.0, 2.0)
     assert median_and_spread([4.0]) == (4.0, None)
@@ -340,9 +325,10 @@ def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
         assert not torch.equal(first, second)  # the same token again, one place later
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_wrong_options_are_named(options: Callable[..., BenchConfig]) -> None:
+    out = options().out
+    assert out is not None
+    for values, message in (
         ({"measure": ()}, "^measure is empty"),
         ({"task": "mlm"}, "^measure has prefill, which needs `task='clm'`: leave it out"),
         (
@@ -353,14 +339,10 @@ def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
         ({"override": ("other-tiny.d_qk=8",)}, "'other-tiny.d_qk=8', but 'other-tiny' is not among the presets: flash-tiny"),
         ({"override": ("d_qk=-3",)}, "d_qk is -3"),
         ({"peers": ("fla",)}, "^peers has fla, which needs a GPU"),
-    ],
-)
-def test_wrong_options_are_named(values: dict[str, Any], message: str, options: Callable[..., BenchConfig]) -> None:
-    out = options().out
-    with pytest.raises(LineartimeError, match=message):
-        run_benchmark(options(**values))
-    assert out is not None
-    assert not out.exists()
+    ):
+        with pytest.raises(LineartimeError, match=message):
+            run_benchmark(options(**values))
+        assert not out.exists()
 
 
 def test_what_this_machine_lacks_is_named(options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,6 +456,7 @@ def test_memory_grows_with_the_batch_and_holds_the_gradients() -> None:
     assert many.peak > 4 * few.peak > 4 * few.gradients
 
 
+@pytest.mark.nightly
 def test_compiled_subjects_have_the_time_of_compiling(
     options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

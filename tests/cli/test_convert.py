@@ -44,12 +44,6 @@ def test_wrong_folders_are_named(folder: Path, tmp_path: Path, fails: Fails) -> 
     taken = str(folder)
     fails(["convert", str(folder / "run"), taken], "destination is .*, which exists already")
     fails(["convert", "nowhere", "new"], "source is nowhere, which does not exist: give the folder of a model, or")
-    Path("weights.txt").touch()
-    given = ["--tokenizer", "bytes", "--flash-pytorch", "causal=true"]
-    fails(
-        ["convert", "weights.txt", "new", *given], "source is weights.txt, whose suffix is not .* weights .*.safetensors, .pt"
-    )
-    fails(["convert", str(folder / "run"), "new", "--checkpoint", "77"], "--checkpoint is 77, but must be best, last")
     fails(
         ["convert", str(folder / "run"), "a.pt"], "destination is a.pt, the name of a file of weights, .* or --to flash-pytorch"
     )

@@ -22,11 +22,6 @@ Fork = Callable[[str], Any]
 COMMAND = "import sys; from lineartime.cli import main; sys.exit(main({!r}))"
 
 
-def test_training_leaves_a_checkpoint_metrics_scalars_and_a_curve(folder: Path) -> None:
-    names = {path.name for path in (folder / "run").iterdir()}
-    assert {"metrics.jsonl", "tensorboard", "loss.png", "step-00000004"} <= names
-
-
 def test_override_takes_the_word_none_as_a_name(tmp_path: Path, options: list[str]) -> None:
     arguments = options
     arguments[arguments.index("n_blocks=1")] = "absolute_position=none"

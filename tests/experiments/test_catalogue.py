@@ -75,7 +75,6 @@ def test_the_scale_of_the_paper_is_its_configuration() -> None:
             stated = PAPER_MILLIONS.get(options["preset"])
             if stated is not None and options["preset"] != "transformer-base":  # whose learned positions follow the context
                 assert round(each.parameters / 1e6) == stated, options["preset"]
-    assert {each.options["preset"] for each in plan_of("pg19", "paper").contenders} >= {"flash-large", "transformer+-large"}
     assert "chunk_size=512" in plan_of("pg19", "paper").contenders[0].options["override"]
     chunks = [each.options["override"] for each in plan_of("chunk-size", "paper").contenders[:2]]
     assert chunks == [["chunk_size=64", "normalization=paper"], ["chunk_size=128", "normalization=paper"]]
@@ -129,11 +128,9 @@ def test_arms_name_systems_presets_and_rows_that_exist() -> None:
 
 
 def test_masked_models_of_minutes_read_bytes() -> None:
-    for name, tokenizer, vocab_size, tuning in (("mlm", "bytes", 258, 240.0), ("lm", "bpe-4096", 4096, 60.0)):
-        plan = make_plan(ReproduceConfig(name, "cpu"))
-        assert plan.config.tuning == tuning
-        for each in plan.contenders:
-            assert (each.options["tokenizer"], each.model.vocab_size) == (tokenizer, vocab_size)
+    plan = make_plan(ReproduceConfig("mlm", "cpu"))
+    assert plan.config.tuning == 240
+    assert {(each.options["tokenizer"], each.model.vocab_size) for each in plan.contenders} == {("bytes", 258)}
 
 
 def test_the_paper_has_what_its_tables_say() -> None:
@@ -146,8 +143,7 @@ def test_the_paper_has_what_its_tables_say() -> None:
     assert paper_numbers(("ablation_gau",), "no gating", wikipedia, "mlm") == {"pplx": 4.58}
     assert paper_numbers(("lm_wiki40b",), "FLASH", Setting("wikipedia", 64)) == {}
 
-
-def test_numbers_of_wikipedia_do_not_stand_beside_books() -> None:
+    # Numbers of Wikipedia do not stand beside books.
     assert paper_numbers(("lm_wiki40b",), "FLASH", Setting("books", 2048)) == {}
     assert paper_cost("FLASH-Quad -> FLASH", Setting("books", 2048)) is None
     assert paper_cost("FLASH-Quad -> FLASH", Setting("wikipedia", 2048)) == 0.22
@@ -162,17 +158,13 @@ def test_the_list_shows_what_is_asked_for_and_each_text_once(monkeypatch: pytest
         return "\n".join(estimate.describe(make_plan(ReproduceConfig("lm", **values))))
 
     shown = listed(systems=("combiner",), contexts=(512,))
-    assert "  combiner " in shown
-    assert "  flash" not in shown
-    assert "wikipedia, 512 tokens" in shown
-    assert "4,096 tokens" not in shown
+    assert [part in shown for part in ("  combiner ", "512 tokens", "  flash", "4,096 tokens")] == [True, True, False, False]
 
     library = "text: the Python standard library; the option {} gives another"
     for values, texts in (
-        ({}, [library.format("wikipedia"), library.format("books")]),
+        ({"texts": ("books",)}, [library.format("books")]),
         ({"books": ("b.txt",), "data": ("d.txt",)}, ["text: d.txt; the option wikipedia gives another", "text: b.txt"]),
         ({"scale": "paper"}, ["text: wiki40b; the option wikipedia gives another"]),
-        ({"texts": ("books",)}, [library.format("books")]),
     ):
         assert re.findall(r"text: [^)]*", listed(systems=("flash",), **values)) == texts  # type: ignore[arg-type]
     assert estimate.text_notes(make_plan(ReproduceConfig("latency"))) == {}  # which reads no text

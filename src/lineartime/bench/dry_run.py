@@ -15,7 +15,7 @@ from lineartime.machine import using_threads
 from lineartime.runs.reporter import NullReporter
 from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import read_environment
-from lineartime.training.loop import Stop, Trainer, memory_of_steps, prepare
+from lineartime.training.loop import Stop, memory_of_steps, prepare
 from lineartime.training.resuming import check_folder
 
 STEPS = 3
@@ -53,18 +53,12 @@ def dry_run(config: TrainConfig) -> DryRun:
     check_folder(config)
     with using_threads(config.threads):
         trainer = prepare(config)
-        with closing(trainer.text.loader):
-            return _measured(trainer)
-
-
-def _measured(trainer: Trainer) -> DryRun:
-    config, setup = trainer.config, trainer.setup
-
-    step = partial(trainer.take_step, NullReporter(), Stop())
-    with memory_of_steps(setup.device):
-        step()
-        step_seconds = statistics.median(timed(step, 1, time.perf_counter) for _ in range(STEPS))
-        evaluation_seconds = timed(trainer.validation.loss, 1, time.perf_counter)
+        config, setup = trainer.config, trainer.setup
+        step = partial(trainer.take_step, NullReporter(), Stop())
+        with closing(trainer.text.loader), memory_of_steps(setup.device):
+            step()
+            step_seconds = statistics.median(timed(step, 1, time.perf_counter) for _ in range(STEPS))
+            evaluation_seconds = timed(trainer.validation.loss, 1, time.perf_counter)
     evaluations = 1 + -(-config.steps // config.eval_every)  # including one before the first step
     cuda = setup.device.type == "cuda"
     return DryRun(

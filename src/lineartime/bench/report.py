@@ -1,11 +1,11 @@
 """The report of a benchmark, in Markdown: results.md, which is also what the command prints."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lineartime.bench.config import Measure
 from lineartime.bench.results import Measurement, Results
 from lineartime.host import threads_in_words
-from lineartime.markdown import markdown_table, three_digits
+from lineartime.markdown import NOT_THERE, column_table, three_digits, without_empty
 from lineartime.units import size
 
 REPORT_FILE = "results.md"
@@ -29,18 +29,18 @@ def report(results: Results) -> str:
     """The tables, one for each measure and precision, with what one has to know to read them."""
     tables = dict(_tables(results))
     blocks = ["# Benchmark", _facts(results)]
-    blocks += [f"## {title}\n\n{_markdown(table)}" for title, table in tables.items()]
-    blocks.append(_markdown(_models(results)))
+    for title, table in tables.items():
+        blocks.append(f"## {title}\n\n{column_table(table, left=list(table).index('model') + 1)}")
+    blocks.append(column_table(_models(results)))
     blocks += _notes(results, {name for table in tables.values() for name in table})
-    return "\n\n".join(block.rstrip("\n") for block in blocks) + "\n"
+    return "\n\n".join(blocks) + "\n"
 
 
-def _tables(results: Results) -> Iterator[tuple[str, dict[str, list[str]]]]:
+def _tables(results: Results) -> Iterator[tuple[str, dict[str, Sequence[str]]]]:
     """The titles of the tables, and the cells of their columns by the names of these."""
     for measure, dtype in dict.fromkeys(found.case.kind for found in results.finished):
         rows = [_row(results, found) for found in results.finished if found.case.kind == (measure, dtype)]
-        kept = [name for name in rows[0] if name in ("model", "ms") or any(row[name] for row in rows)]
-        yield f"{TITLES[measure]}, {dtype}", {name: [row[name] or "-" for row in rows] for name in kept}
+        yield f"{TITLES[measure]}, {dtype}", without_empty({name: [row[name] or NOT_THERE for row in rows] for name in rows[0]})
 
 
 def _row(results: Results, found: Measurement) -> dict[str, str]:
@@ -69,7 +69,7 @@ def _models(results: Results) -> dict[str, list[str]]:
     return {
         "model": list(configs),
         "blocks x width": [f"{config.n_blocks} x {config.d_model}" for config in configs.values()],
-        "weights": [weights.get(name, "-") for name in configs],
+        "weights": [weights.get(name, NOT_THERE) for name in configs],
     }
 
 
@@ -97,7 +97,3 @@ def _notes(results: Results, columns: set[str]) -> list[str]:
         lengths = ", ".join(f"{length:,}" for length in longer)
         notes.append(f"Batches have {wanted:,} tokens; with context {lengths}, a batch is one sequence, which has more.")
     return notes
-
-
-def _markdown(columns: dict[str, list[str]]) -> str:
-    return markdown_table(list(columns), zip(*columns.values(), strict=True), left=list(columns).index("model") + 1)

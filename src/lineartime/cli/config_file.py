@@ -1,4 +1,4 @@
-"""Read options of a command from a file, by their names; the command line takes precedence.
+"""Read options of training from a file, by their names; the command line takes precedence.
 
 preset = "flash-tiny"          # TOML; YAML and JSON work as well
 data = ["books/", "wiki.txt"]
@@ -7,29 +7,23 @@ learning-rate = 0.003          # or learning_rate
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import LineartimeError, did_you_mean, missing_extra, reporting_file_errors
+from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, missing_extra, reporting_file_errors
 from lineartime.fields import shown
 from lineartime.json_files import parse
+from lineartime.training.config import TrainConfig
 
+_ALIASES = {"model": "preset", "context": "context_length"}
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
-def read_options(file: Path, known: Collection[str], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Read the options in a TOML, YAML or JSON file.
-
-    Args:
-        file: the file; its suffix determines the format.
-        known: the names of all options.
-        aliases: alternative names of options.
-
-    Raises:
-        LineartimeError: naming the file, if it cannot be read, or has an unknown option. Types are not checked here.
-    """
+def read_options(file: Path) -> dict[str, Any]:
+    """The options in a TOML, YAML or JSON file. Raises LineartimeError, naming the file, for one that is wrong or unreadable."""
     with reporting_file_errors("read", file):
         content = file.read_bytes()
     try:
@@ -39,16 +33,20 @@ def read_options(file: Path, known: Collection[str], aliases: Mapping[str, str])
         raise LineartimeError(f"{file} cannot be read as {file.suffix[1:].upper()}: {what}.") from None
     if not isinstance(values, dict):
         raise LineartimeError(f"{file} holds a {type(values).__name__}, but must hold options by name.")
-    found = {}
+    known = [field.name for field in fields(TrainConfig)]
+    found: dict[str, Any] = {}
     for given, value in values.items():
         name = str(given).replace("-", "_")
-        name = aliases.get(name, name)
+        name = _ALIASES.get(name, name)
         if name not in known:
             raise LineartimeError(f"{file} has the unknown option {shown(given)}{did_you_mean(name, known)}.")
         if name in found:
             raise LineartimeError(f"{file} has {name} twice, under two names: keep one.")
         found[name] = value
-    return found
+    try:
+        return {name: getattr(TrainConfig(**found), name) for name in found}
+    except ArgumentError as error:
+        raise LineartimeError(f"{file}: {error}") from None
 
 
 def _parse(file: Path, text: str) -> Any:

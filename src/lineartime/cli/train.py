@@ -5,12 +5,12 @@ import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from lineartime.cli.config_file import read_options, to_toml
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError
 from lineartime.screen import SCREEN
 from lineartime.training.config import TrainConfig
 from lineartime.units import duration, size
@@ -47,7 +47,7 @@ def run(options: TrainOptions, arguments: Sequence[str]) -> None:
     from lineartime.training.overrides import merged_override
     from lineartime.training.resuming import complete
 
-    given = {} if options.config is None else _in_file(options.config)
+    given = {} if options.config is None else read_options(options.config)
     override = merged_override(given.get("override", ()), options.override)
     given |= {name: getattr(options, name) for name in _named(arguments)}
     if "override" in given:
@@ -95,15 +95,6 @@ def _dry_run(config: TrainConfig) -> None:
     print(f"a checkpoint  {size(found.weights + found.moments)}, {size(found.weights)} of it weights")
     print(f"memory        {size(found.peak)} at most")
     print("Nothing was saved.")
-
-
-def _in_file(file: Path) -> dict[str, Any]:
-    """The options in a file; raises LineartimeError, naming the file, for an invalid value."""
-    given = read_options(file, [field.name for field in dataclasses.fields(TrainConfig)], _ALIASES)
-    try:
-        return {name: getattr(TrainConfig(**given), name) for name in given}
-    except ArgumentError as error:
-        raise LineartimeError(f"{file}: {error}") from None
 
 
 def _resume_command(run: Path) -> str:

@@ -13,7 +13,7 @@ from lineartime.experiments.folder import plan_options
 from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
 from lineartime.experiments.plan import Contender, Plan
 from lineartime.experiments.report_data import Report, RunData, SettingRows, SystemRow, baseline_row
-from lineartime.experiments.results import Point, Run, Tuning, best_tuning, read_run, read_speed, read_tuning, seconds_to
+from lineartime.experiments.results import Run, Tuning, best_tuning, read_run, read_speed, read_tuning, seconds_to
 from lineartime.files import RECORD_FILE
 from lineartime.host import threads_in_words
 from lineartime.runs.record import read_record, texts_of
@@ -167,7 +167,7 @@ def _run(run: Run, seed: int, speed: float | None) -> RunData:
     """The data of a run. Its seconds follow from the speed that was measured alone, if there is one."""
     final = run.final
     tokens_per_step: int = run.options.get("tokens_per_batch") or 0
-    points = [replace(point, seconds=point.step * tokens_per_step / speed) if speed else point for point in run.points]
+    points = [point._replace(seconds=point.step * tokens_per_step / speed) if speed else point for point in run.points]
     return {
         "seed": seed,
         "folder": run.job.folder.name,
@@ -179,7 +179,7 @@ def _run(run: Run, seed: int, speed: float | None) -> RunData:
         "taken_seconds": None if final is None else final.seconds,
         "loss": None if final is None else final.loss,
         "bits_per_byte": None if final is None else final.bits_per_byte,
-        "curve": [[point.step, point.seconds, point.loss, point.bits_per_byte] for point in points],
+        "curve": points,
         "tests": [{name: value for name, value in asdict(test).items() if name != "text"} for test in run.outcome.tests],
     }
 
@@ -205,7 +205,7 @@ def _speedup(run: RunData, baseline: RunData) -> float | None:
     quality = baseline["loss"]
     if quality is None:
         return None
-    needed, of_baseline = (seconds_to([Point(*point) for point in each["curve"]], quality) for each in (run, baseline))
+    needed, of_baseline = (seconds_to(each["curve"], quality) for each in (run, baseline))
     return None if needed is None or of_baseline is None else of_baseline / needed
 
 

@@ -27,8 +27,8 @@ class RunData(TypedDict):
     taken_seconds: float | None  # those that it took, beside what else the machine did
     loss: float | None  # nats per token on held-out text, at the end
     bits_per_byte: float | None  # the same in bits per byte; None for masked tokens
-    curve: list[list[Any]]  # the step, the seconds, the loss and the bits per byte of each evaluation
-    tests: list[dict[str, Any]]  # each `Measurement`, without its text
+    curve: list[Any]  # the evaluations, each a `Point`; in a report that was read, lists of the same numbers
+    tests: list[dict[str, Any]]  # each `FinalResult`, without its text
 
 
 Metric = Callable[[RunData], float | None]

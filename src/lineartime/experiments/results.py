@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import LineartimeError
@@ -25,7 +25,7 @@ PAUSE = 5.0
 
 
 @dataclass(frozen=True)
-class Measurement:
+class FinalResult:
     """A trained model on its test split."""
 
     name: str  # what differed from training; empty for nothing
@@ -59,14 +59,13 @@ class Outcome:
 
     kind: str = ""  # of the job
     error: str | None = None
-    tests: tuple[Measurement, ...] = ()
+    tests: tuple[FinalResult, ...] = ()
     time: str | None = None  # when the times of steps were measured
     machine: dict[str, str | int | None] = field(default_factory=dict)  # where
     entries: tuple[StepTime, ...] = ()
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """An evaluation on held-out text after a number of steps, and seconds of training without evaluations and compilation."""
 
     step: int

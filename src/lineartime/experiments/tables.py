@@ -17,9 +17,8 @@ from lineartime.experiments.report_data import (
     values_of_row,
     within_tolerance,
 )
-from lineartime.markdown import markdown_table, three_digits
+from lineartime.markdown import NOT_THERE, column_table, three_digits, without_empty
 
-NOT_THERE = "-"
 OTHER_CHUNKS = (
     "With other chunks than in training, the relative bias keeps the distances that both sizes have, and is zero for those "
     "that training did not see. Beyond 512 tokens it has another form, which cannot be made from it: those cells are empty."
@@ -31,8 +30,7 @@ APPROXIMATION = (
 
 def table(columns: dict[str, list[str]], text: int = 1) -> str:
     """A Markdown table without its empty columns; the first `text` columns are on the left, the others on the right."""
-    kept = {name: cells for name, cells in columns.items() if any(cell != NOT_THERE for cell in cells)}
-    return markdown_table(list(kept), zip(*kept.values(), strict=True), left=text).rstrip("\n")
+    return column_table(without_empty(columns), left=text)
 
 
 def metric_of_report(plan: Plan) -> tuple[TestMetric, str]:

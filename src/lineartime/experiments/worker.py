@@ -23,7 +23,7 @@ from lineartime.errors import DivergedError, typed_first_line
 from lineartime.evaluation import evaluate_windowed
 from lineartime.experiments.definitions import INTERRUPTED, Job
 from lineartime.experiments.models import with_chunk_size
-from lineartime.experiments.results import OUTCOME_FILE, Measurement, Outcome, StepTime
+from lineartime.experiments.results import OUTCOME_FILE, FinalResult, Outcome, StepTime
 from lineartime.files import write_file
 from lineartime.host import cache_folder
 from lineartime.json_files import decoded
@@ -84,7 +84,7 @@ def _train(job: Job) -> bool:
     return train(TrainConfig.from_dict({**job.options, "out": str(job.folder)})).finished
 
 
-def _measured(job: Job) -> Iterator[Measurement]:
+def _measured(job: Job) -> Iterator[FinalResult]:
     """Measure the last model of a run on the beginning of its test split."""
     if not job.tests:
         return
@@ -110,7 +110,7 @@ def _measured(job: Job) -> Iterator[Measurement]:
                 bf16=config.precision == "bf16",
                 max_tokens=tokens,
             )
-            yield Measurement(
+            yield FinalResult(
                 name=test.name,
                 context_length=length,
                 loss=result.loss,

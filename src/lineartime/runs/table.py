@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lineartime.choices import TEXT_COLUMN
+from lineartime.markdown import without_empty
 from lineartime.runs.record import WITHOUT_EFFECT, texts_of
 from lineartime.runs.summary import RunSummary
 from lineartime.screen import new_table
@@ -101,13 +102,13 @@ def make_tables(groups: Sequence[Group], width: int | None = None) -> tuple[list
     return _tables(groups, columns), left_out, options[most:]
 
 
-def _columns(runs: Sequence[RunSummary], options: Sequence[str]) -> dict[str, list[str]]:
+def _columns(runs: Sequence[RunSummary], options: Sequence[str]) -> dict[str, Sequence[str]]:
     """The cells of all runs by column, with columns for options. Columns without content are left out."""
     columns = {name: [cell(run) for run in runs] for name, cell in _CELLS.items()}
     columns |= {name: [_cell(_options_of(run).get(name)) for run in runs] for name in options}
     if len({_cell(run.options.get("data")) for run in runs}) > 1:  # the titles of the groups name the text
         del columns["data"]
-    return {name: cells for name, cells in columns.items() if name in _ALWAYS or set(cells) != {"-"}}
+    return without_empty(columns, _ALWAYS)
 
 
 def _tables(groups: Sequence[Group], columns: Mapping[str, Sequence[str]]) -> list[Table]:
