@@ -16,12 +16,7 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.training.config import TrainConfig
 
 Fails = Callable[..., None]
-OPTIONS: dict[str, Any] = {
-    "preset": "flash-tiny",
-    "context_length": 24,
-    "learning_rate": 0.002,
-    "override": ["d_model=16", "n_blocks=1"],
-}
+OPTIONS = TrainConfig(preset="flash-tiny", context_length=24, learning_rate=0.002, override=("d_model=16", "n_blocks=1"))
 TEXTS = {
     "run.toml": 'model = "flash-tiny"\ncontext-length = 24\nlearning_rate = 2e-3\noverride = ["d_model=16", "n_blocks=1"]\n',
     "run.yaml": "model: flash-tiny\ncontext: 24\nlearning-rate: 2e-3\noverride:\n  - d_model=16\n  - n_blocks=1\n",
@@ -33,7 +28,7 @@ TEXTS = {
 def test_every_format_gives_the_same_options(tmp_path: Path) -> None:
     for name, text in TEXTS.items():
         (tmp_path / name).write_text(text, encoding="utf-8-sig")
-        assert TrainConfig(**read_options(tmp_path / name)) == TrainConfig(**OPTIONS)
+        assert TrainConfig(**read_options(tmp_path / name)) == OPTIONS
 
 
 @pytest.mark.parametrize(

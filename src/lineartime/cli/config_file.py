@@ -23,7 +23,7 @@ _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
 def read_options(file: Path) -> dict[str, Any]:
-    """The options in a TOML, YAML or JSON file. Raises LineartimeError, naming the file, for one that is wrong or unreadable."""
+    """The options in a TOML, YAML or JSON file. Raises LineartimeError, naming the file, if it is wrong or unreadable."""
     with reporting_file_errors("read", file):
         content = file.read_bytes()
     try:
