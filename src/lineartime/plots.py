@@ -46,15 +46,9 @@ def draw_panels(
     log: bool = False,
     share_y: bool = False,
 ) -> Any:
-    """A figure of panels with one legend below them; None without panels.
+    """A figure of panels, by default two or three in a row, with one legend below them; None without panels.
 
-    Args:
-        panels: the curves.
-        x: what the horizontal axes show.
-        looks: the colour, the marker and the like of each curve, by its name, in the order of the legend.
-        columns: the number of panels in a row, by default two or three.
-        log: whether the vertical axes are logarithmic.
-        share_y: whether all panels have the same vertical range.
+    The looks are the colour, the marker and the like of each curve, by its name, in the order of the legend.
     """
     if not panels:
         return None
@@ -104,10 +98,7 @@ def new_figure(width: float, height: float) -> Any:
 def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = ()) -> None:
     """Give both axes a grid and plain numbers, such as 12,000, after their scales are set.
 
-    Args:
-        axes: axes of matplotlib.
-        whole_x: whether only integers make sense on the horizontal axis.
-        x_values: the numbers on the horizontal axis, if they are few, such as measured lengths.
+    `whole_x` allows only integers on the horizontal axis; `x_values` are its numbers, if they are few.
     """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 

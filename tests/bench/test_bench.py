@@ -376,9 +376,6 @@ def test_metrics_files_that_do_not_fit_are_named(options: Callable[..., BenchCon
             run_benchmark(options(metrics=(file,)))
     with pytest.raises(LineartimeError, match="which holds no bits per byte: give the folder of a causal run"):
         run_benchmark(options(metrics=(tmp_path,)))
-    file.write_text('{"flash-tiny": 2}')
-    with pytest.raises(LineartimeError, match="metrics has two numbers for flash-tiny"):
-        run_benchmark(options(metrics=(file, file)))
 
 
 def test_the_quality_of_a_run_is_that_of_its_best_evaluation_and_of_its_own_model(tmp_path: Path) -> None:
@@ -418,22 +415,6 @@ def test_without_matplotlib_only_the_plots_are_missing(
     run_benchmark(config)
     assert "no plots: A plot needs matplotlib, which is not installed" in capsys.readouterr().err
     assert len(saved(config.out)["entries"]) == 2
-
-
-def test_a_subject_without_enough_memory_in_its_process_is_not_timed(
-    options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def in_process(subject: Subject, case: Case) -> Memory:
-        if subject.name == "flash-tiny":
-            raise memory.OutOfMemoryError
-        return Memory(10, 20, 30)
-
-    monkeypatch.setattr(memory, "in_process", in_process)
-    config = options(measure=("train",), memory=True, context_lengths=(8,))
-    run_benchmark(config)
-    first, second = saved(config.out)["entries"]
-    assert (first["problem"], first["seconds"]) == ("out of memory", [])
-    assert (second["peak_bytes"], second["weights_bytes"], second["gradients_bytes"]) == (10, 20, 30)
 
 
 def test_a_process_that_is_killed_had_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from lineartime.bench.dry_run import dry_run
 from lineartime.cli import main
 from lineartime.cli.config_file import read_options, to_toml
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.errors import LineartimeError
 from lineartime.training.config import TrainConfig
 
 Fails = Callable[..., None]
@@ -104,40 +103,19 @@ def test_a_wrong_value_is_named_with_its_file(tmp_path: Path, fails: Fails) -> N
 
 
 def test_a_dry_run_tells_what_a_run_takes_and_writes_nothing(
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    config: Callable[..., TrainConfig],
-    fails: Fails,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "--context", "24", "--batch-size", "2", "--steps", "50"]
-    where = ["--data", str(text), "--out", str(tmp_path / "run"), "--cache", str(tmp_path / "cache")]
-    assert main(["train", *small, *where, "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    for part in (
-        "parameters, vocabulary of 258",
-        "a step ",
-        "tokens/s",
-        "an evaluation ",
-        "the run ",
-        "a checkpoint ",
-        "memory ",
-    ):
-        assert part in shown
-    assert not (tmp_path / "run").exists()
     others = [tmp_path / "run" / name for name in ("step-00000001", ".step-00000002.partial")]  # of a run that is going on
     for other in others:
         other.mkdir(parents=True)
-    assert main(["train", *small, *where, "--dry-run"]) == 0
-    assert all(other.is_dir() for other in others)
-    with pytest.raises(LineartimeError, match="resume is True, but only a new run can be tried"):
-        dry_run(config(resume=True))
-    with pytest.raises(ArgumentError, match="context_parallel is 2, but a dry run is one process: leave it out"):
-        dry_run(config(context_parallel=2))
-    with pytest.raises(ArgumentError, match=r"out is .*, which is a file: give a folder"):
-        dry_run(config(out=text))
+    try_out = ["train", *options, "--steps", "50", "--dry-run", "--out", str(tmp_path / "run")]
+    assert main(try_out) == 0
+    shown = capsys.readouterr().out
+    for part in ("vocabulary of 258", "a step ", "tokens/s", "an evaluation ", "the run ", "a checkpoint ", "memory "):
+        assert part in shown
+    assert sorted((tmp_path / "run").iterdir()) == sorted(others)
+    fails([*try_out, "--context-parallel", "2"], "--context-parallel is 2, but a dry run is one process: leave it out")
+    fails([*try_out, "--resume"], "--dry-run tries a new run, and cannot be combined with --resume")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    fails(["train", *small, *where, "--dry-run"], "torchrun started 2 processes, but a dry run is one process: leave torchrun")
-    fails(["train", *small, *where, "--dry-run", "--resume"], "--dry-run tries a new run, and cannot be combined with --resume")
+    fails(try_out, "torchrun started 2 processes, but a dry run is one process: leave torchrun")

@@ -346,9 +346,7 @@ def test_runs_in_another_precision_are_not_mixed(
         monkeypatch.setattr("lineartime.machine.faster_precision", lambda device: (precision, "faked"))
         return with_device(replace(options(precision="auto", device="auto"), out=out))
 
-    began = here("bf16", tmp_path / "began")
-    write_plan(make_plan(began))
-    assert (began.device, began.precision) == ("cpu", "bf16")
+    write_plan(make_plan(here("bf16", tmp_path / "began")))
     with pytest.raises(ArgumentError, match=r"precision is fp32, but the runs in .* were made with bf16: use that, or give"):
         write_plan(make_plan(here("fp32", tmp_path / "began")))
     there = with_saved_options(replace(options(precision="auto", device="auto"), out=tmp_path / "began"))
@@ -427,19 +425,6 @@ def test_the_list_tells_the_runs_and_an_estimate(options: Options, capsys: pytes
     command.reproduce(options("", list=True))
     shown = capsys.readouterr().out
     assert all(re.search(rf"^{re.escape(name)} ", shown, re.MULTILINE) for name in catalogue.EXPERIMENTS)
-
-
-def test_the_text_behind_a_name_is_said_before_the_runs(
-    options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "run_all", lambda plan, say: say("the runs") or RunsResult())
-    monkeypatch.setattr(command, "write_report", lambda plan: (Path("report.md"), {"missing": [], "problems": []}, []))
-    given = options()
-    command.reproduce(given)
-    shown = f"wikipedia (text: {given.data[0]}; the option wikipedia gives another)\nthe runs\n"
-    assert capsys.readouterr().err == shown
-    command.reproduce(options(report=True))
-    assert capsys.readouterr().err == ""
 
 
 def test_an_optimiser_joins_by_one_entry(options: Options, here: Do, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,13 +39,9 @@ class DryRun:
 def dry_run(config: TrainConfig) -> DryRun:
     """Take a few steps of a new run, in one process.
 
-    Nothing is written to the folder of the run; the text is encoded into the cache, as in a real run.
-
-    Raises:
-        LineartimeError: as for `train`, and if the options resume a run or need several processes.
+    Nothing is written to the folder of the run; the text is encoded into the cache, as in a real run. Raises LineartimeError
+    as `train` does, and for options that need several processes.
     """
-    if config.resume:
-        raise ArgumentError("resume", "is True, but only a new run can be tried: leave it out.")
     if config.context_parallel > 1:
         raise ArgumentError("context_parallel", f"is {config.context_parallel}, but a dry run is one process: leave it out.")
     if (processes := read_environment().world_size) > 1:

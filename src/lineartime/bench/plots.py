@@ -14,12 +14,7 @@ AT_ONCE: tuple[Measure, ...] = ("train", "forward", "prefill")
 def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
     """Draw latency.png, memory.png, decode.png and pareto.png, except those without data, and return the files.
 
-    Args:
-        results: what was measured.
-        quality: bits per byte by preset.
-
-    Raises:
-        LineartimeError: if matplotlib is missing, or a file cannot be written.
+    The quality is in bits per byte, by preset. Raises LineartimeError if matplotlib is missing, or a file cannot be written.
     """
     figures = {
         "latency": _by_length(results, "tokens of context", "µs per token", _microseconds),

@@ -15,9 +15,7 @@ from lineartime.runs.summary import summarize
 def read_quality(sources: Sequence[Path], models: Mapping[str, ModelConfig]) -> dict[str, float]:
     """Read bits per byte by the name of a measured model; those of other models are ignored.
 
-    Args:
-        sources: folders of runs, whose best evaluation is used, or JSON files of {name: bits per byte}.
-        models: the measured models by name. A run counts for its preset, and must have trained exactly the measured model.
+    Sources are folders of runs, whose best evaluation counts for their preset, or JSON files of {name: bits per byte}.
 
     Raises:
         LineartimeError: for a source that cannot be read, for a run that trained another model than the one measured, or if

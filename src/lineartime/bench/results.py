@@ -67,11 +67,7 @@ class Measurement:
 class Results:
     """All measurements of a benchmark, the machine they were made on and the peaks they are compared with.
 
-    Args:
-        folder: where results.json goes.
-        options: the options of the benchmark, for JSON.
-        device: where it runs.
-        precision: which precision was chosen on this machine, and why; empty if the options name it.
+    `precision` says which precision was chosen on this machine, and why; it is empty if the options name it.
     """
 
     def __init__(self, folder: Path, options: dict[str, Any], device: torch.device, precision: str = "") -> None:

@@ -15,12 +15,9 @@ FAILED = "Some runs failed: they are named above and in the report."
 
 
 def reproduce(config: ReproduceConfig) -> RunsResult:
-    """List experiments, or run the missing parts of one and write its report.
+    """List experiments, or run the missing parts of one and write its report; what happens meanwhile goes to standard error.
 
-    Results go to standard output, and what happens meanwhile to standard error.
-
-    Raises:
-        LineartimeError: for anything the user can fix; what has been done stays.
+    Raises LineartimeError for anything the user can fix; what has been done stays.
     """
     config.check()
     given = config

@@ -32,11 +32,8 @@ def paper_tables() -> dict[str, Any]:
 def paper_numbers(tables: Sequence[str], row: str, setting: Setting, task: Task = "clm") -> dict[str, float]:
     """What the paper reports of a row in a setting: "pplx", "latency_ms", "speedup", as far as it does.
 
-    Args:
-        tables: where to look, in order; those of another text are passed over.
-        row: the name of the row.
-        setting: the text and the context; tables of ablations have a single context.
-        task: the column of ablations to take.
+    The tables are searched in order; those of another text are passed over. Those of ablations have a single context, and a
+    column for each task.
     """
     for name in tables:
         table = paper_tables()[name]

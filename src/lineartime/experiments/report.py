@@ -29,8 +29,7 @@ LATENCY = (
 def write_report(plan: Plan) -> tuple[Path, Report, list[str]]:
     """Write the report of the existing results. Return its file, its data, and a sentence for each missing picture.
 
-    Raises:
-        LineartimeError: if the folder has no runs or cannot be written.
+    Raises LineartimeError if the folder has no runs or cannot be written.
     """
     if not (plan.folder / PLAN_FILE).exists():
         raise LineartimeError(
@@ -43,11 +42,7 @@ def write_report(plan: Plan) -> tuple[Path, Report, list[str]]:
 
 
 def render(plan: Plan, report: Report) -> tuple[Path, list[str]]:
-    """Write the text and the pictures of a report from its data. Return the file, and a sentence for each missing picture.
-
-    Raises:
-        LineartimeError: if the folder of the experiment cannot be written.
-    """
+    """Write the text and the pictures of a report from its data. Return the file, and a sentence for each missing picture."""
     notes: list[str] = []
     try:
         pictures = draw_pictures(plan, report)

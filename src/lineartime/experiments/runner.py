@@ -93,15 +93,9 @@ def _steps(seconds: float | None, tokens_per_second: float, tokens_per_step: int
 
 
 def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = None) -> RunsResult:
-    """Run the selected jobs that have not finished, one after the other.
+    """Run the selected jobs that have not finished, one after the other, by default each in a process of its own.
 
-    Args:
-        plan: the experiment.
-        say: is told of every run.
-        perform: does a job; by default in a process of its own.
-
-    Raises:
-        LineartimeError: for a missing device or compiler, or a folder with runs of other options.
+    Raises LineartimeError for a missing device or compiler, or a folder with runs of other options.
     """
     missing = compiler_missing(choose_device(plan.config.device))
     if missing and plan.tunes and plan.config.compile == "on":
