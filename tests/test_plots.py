@@ -27,14 +27,12 @@ def test_steps_are_whole_numbers_in_full() -> None:
     assert labels(axes.xaxis) == ["0", "10,000", "20,000", "30,000", "40,000", "50,000", "60,000"]
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"), [((0.02, 900), ["0.1", "1", "10", "100"]), ((310, 870), ["400", "600", "800"])]
-)
-def test_a_logarithmic_axis_has_numbers_in_full(values: tuple[float, float], expected: list[str]) -> None:
-    axes = Figure().subplots()
-    axes.loglog(values, values)
-    label_axes(axes)
-    assert set(expected) <= set(labels(axes.yaxis))
+def test_a_logarithmic_axis_has_numbers_in_full() -> None:
+    for values, expected in (((0.02, 900), {"0.1", "1", "10", "100"}), ((310, 870), {"400", "600", "800"})):
+        axes = Figure().subplots()
+        axes.loglog(values, values)
+        label_axes(axes)
+        assert expected <= set(labels(axes.yaxis))
 
 
 def test_measured_lengths_are_on_their_axis() -> None:
@@ -68,14 +66,3 @@ def test_a_link_stays_a_link_whether_its_picture_is_there_or_not(tmp_path: Path)
     save_figure(new_figure(1, 1), link)
     assert link.is_symlink()
     assert file.read_text().startswith("<?xml")
-
-
-def test_a_format_that_needs_latex_is_named_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = new_figure(1, 1)
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("xelatex not found")
-
-    monkeypatch.setattr(drawn, "savefig", fail)
-    with pytest.raises(LineartimeError, match=r"Cannot draw .*loss.pgf \(xelatex not found\): use .png, .pdf or .svg"):
-        save_figure(drawn, tmp_path / "loss.pgf")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lineartime.errors import LineartimeError, first_line, missing_extra, reporting_file_errors
+from lineartime.errors import LineartimeError, missing_extra, reporting_file_errors
 from lineartime.files import is_there, write_atomically
 from lineartime.units import counted
 
@@ -153,14 +153,12 @@ def save_figure(figure: Any, file: Path, dots_per_inch: int = 150) -> Path:
     content = io.BytesIO()
     with reporting_file_errors("write", file), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)  # it is drawn as a box
-        try:
-            figure.savefig(content, dpi=dots_per_inch, format=file.suffix[1:].lower())
-        except RuntimeError as error:  # of the formats for LaTeX, which need it
-            raise LineartimeError(f"Cannot draw {file} ({first_line(error)}): use .png, .pdf or .svg.") from None
+        figure.savefig(content, dpi=dots_per_inch, format=file.suffix[1:].lower())
         write_atomically(file.resolve(), content.getvalue())  # a link stays one
     return file
 
 
 def _check_suffix(figure: Any, file: Path) -> None:
-    if file.suffix.lower().removeprefix(".") not in figure.canvas.get_supported_filetypes():
+    formats = figure.canvas.get_supported_filetypes().keys() - {"pgf"}  # which needs LaTeX
+    if file.suffix.lower().removeprefix(".") not in formats:
         raise LineartimeError(f"{file} has a suffix that is no picture format: use .png, .pdf or .svg.")

@@ -47,15 +47,6 @@ def test_every_part_runs_from_a_bare_clone_and_writes_its_tables(tmp_path: Path)
     assert "- error of the kernels / of PyTorch in the same dtype: " in text
 
 
-def test_a_spent_budget_ends_it_with_what_was_not_measured(tmp_path: Path) -> None:
-    result = run_script(tmp_path, "smoke", "exactness", "--rehearse", "--budget", "1.5")
-    assert result.returncode == 1
-    data = json.loads((tmp_path / "out" / "gpu.json").read_text())
-    outcomes = {row["part"]: row["result"] for row in data["tables"]["parts"]}
-    assert outcomes == {"smoke": "stopped, for the budget is spent", "exactness": "no time"}
-    assert "missed: share of calls that give the same bits twice: not measured, goal >= 1" in result.stdout
-
-
 def test_results_that_are_not_finite_miss_the_goals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(SCRIPT.parent)
     from gpu_exactness import compared
@@ -72,9 +63,3 @@ def test_results_that_are_not_finite_miss_the_goals(monkeypatch: pytest.MonkeyPa
         report.reach("error", value)
         report.reach("speed", 3 * value)
     assert report.missed() == ["error: inf, goal <= 2", "speed: -inf, goal >= 2"]
-
-
-def test_an_unknown_part_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    result = run_script(tmp_path, "speed", "--rehearse")
-    assert result.returncode == 1
-    assert result.stderr.strip() == f"speed is not a part: give some of {', '.join(PARTS)}."

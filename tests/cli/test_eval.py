@@ -103,7 +103,7 @@ def test_a_masked_model_cannot_generate_or_carry(masked: str, capsys: pytest.Cap
 def test_the_perplexity_of_a_word_is_shown_for_prose_or_if_asked_for(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["eval", str(folder / "run"), "--context-length", "24", "--split", "all", "--cache", str(tmp_path / "cache")]
+    arguments = ["eval", str(folder / "run"), "--max-tokens", "200", "--split", "all", "--cache", str(tmp_path / "cache")]
     (tmp_path / "prose.txt").write_text("a word and another word.\n" * 40)
     (tmp_path / "code.txt").write_text("f(x) = g(x+1) - h[x, 2*x]\n" * 40)
     for name, asked, shown in (("prose", "auto", True), ("prose", "off", False), ("code", "auto", False), ("code", "on", True)):
