@@ -3,7 +3,6 @@
 import statistics
 import time
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,27 +16,14 @@ from lineartime.training.config import TrainConfig
 from lineartime.training.distributed import read_environment
 from lineartime.training.loop import Stop, memory_of_steps, prepare
 from lineartime.training.resuming import check_folder
+from lineartime.units import duration, size
 
 STEPS = 3
 """The number of timed steps, after a first step that compiles and allocates memory."""
 
 
-@dataclass(frozen=True)
-class DryRun:
-    """The findings of a dry run."""
-
-    notes: list[str]  # the messages that the run would print at its start
-    step_seconds: float  # of one step, the median of a few
-    step_tokens: int  # in one step
-    evaluation_seconds: float  # seconds of one evaluation
-    seconds: float  # seconds of all steps and evaluations
-    weights: int  # bytes of the weights in a checkpoint
-    moments: int  # bytes of the optimiser's moments
-    peak: int  # peak memory in bytes: of tensors on a GPU, otherwise of the whole process
-
-
-def dry_run(config: TrainConfig) -> DryRun:
-    """Take a few steps of a new run, in one process.
+def dry_run(config: TrainConfig) -> list[str]:
+    """Take a few steps of a new run, in one process, and return lines of what was found.
 
     Nothing is written to the folder of the run; the text is encoded into the cache, as in a real run. Raises LineartimeError
     as `train` does, and for options that need several processes.
@@ -56,14 +42,17 @@ def dry_run(config: TrainConfig) -> DryRun:
             step_seconds = statistics.median(timed(step, 1, time.perf_counter) for _ in range(STEPS))
             evaluation_seconds = timed(trainer.validation.loss, 1, time.perf_counter)
     evaluations = 1 + -(-config.steps // config.eval_every)  # including one before the first step
-    cuda = setup.device.type == "cuda"
-    return DryRun(
-        trainer.notes,
-        step_seconds,
-        setup.tokens_per_step,
-        evaluation_seconds,
-        config.steps * step_seconds + evaluations * evaluation_seconds,
-        weights=sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters()),
-        moments=sum(moment.numel() * moment.element_size() for moment in trainer.optimizer.moments().values()),
-        peak=torch.cuda.max_memory_allocated(setup.device) if cuda else peak_memory(),
-    )
+    seconds = config.steps * step_seconds + evaluations * evaluation_seconds
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
+    moments = sum(moment.numel() * moment.element_size() for moment in trainer.optimizer.moments().values())
+    # Of tensors on a GPU, otherwise of the whole process.
+    peak = torch.cuda.max_memory_allocated(setup.device) if setup.device.type == "cuda" else peak_memory()
+    return [
+        *trainer.notes,
+        f"a step        {step_seconds:.3g} s, {setup.tokens_per_step / step_seconds:,.0f} tokens/s, the median of {STEPS}",
+        f"an evaluation {evaluation_seconds:.3g} s",
+        f"the run       {duration(seconds)}, without checkpoints",
+        f"a checkpoint  {size(weights + moments)}, {size(weights)} of it weights",
+        f"memory        {size(peak)} at most",
+        "Nothing was saved.",
+    ]

@@ -13,7 +13,6 @@ from lineartime.cli.config_file import read_options, to_toml
 from lineartime.errors import ArgumentError
 from lineartime.screen import SCREEN
 from lineartime.training.config import TrainConfig
-from lineartime.units import duration, size
 
 _ALIASES = {"model": "preset", "context": "context_length"}
 
@@ -60,7 +59,9 @@ def run(options: TrainOptions, arguments: Sequence[str]) -> None:
             del expanded[name]
         print(to_toml(expanded), end="")
     elif options.dry_run:
-        _dry_run(config)
+        from lineartime.bench.dry_run import dry_run
+
+        print("\n".join(dry_run(config)))
     else:
         _train(config, given)
 
@@ -81,20 +82,6 @@ def _named(arguments: Sequence[str]) -> list[str]:
     words = {word.partition("=")[0][2:].replace("-", "_").removeprefix("no_") for word in arguments if word.startswith("--")}
     named = {_ALIASES.get(word, word) for word in words}
     return [field.name for field in dataclasses.fields(TrainConfig) if field.name in named]
-
-
-def _dry_run(config: TrainConfig) -> None:
-    from lineartime.bench.dry_run import STEPS, dry_run
-
-    found = dry_run(config)
-    print("\n".join(found.notes))
-    speed = found.step_tokens / found.step_seconds
-    print(f"a step        {found.step_seconds:.3g} s, {speed:,.0f} tokens/s, the median of {STEPS}")
-    print(f"an evaluation {found.evaluation_seconds:.3g} s")
-    print(f"the run       {duration(found.seconds)}, without checkpoints")
-    print(f"a checkpoint  {size(found.weights + found.moments)}, {size(found.weights)} of it weights")
-    print(f"memory        {size(found.peak)} at most")
-    print("Nothing was saved.")
 
 
 def _resume_command(run: Path) -> str:
