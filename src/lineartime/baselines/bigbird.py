@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import cut_blocks, join_blocks, joint_softmax, with_global_queries, with_neighbours
+from lineartime.baselines.blocks import (
+    cut_blocks,
+    join_blocks,
+    joint_softmax,
+    real_tokens,
+    with_global_queries,
+    with_neighbours,
+)
 from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.layers.dense import factory
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
@@ -44,7 +51,7 @@ def bigbird_attention_oracle(
     return torch.stack(rows)
 
 
-# 2. The parallel form -------------------------------------------------------------------------------------------------
+# 2. The random blocks -------------------------------------------------------------------------------------------------
 
 
 def choose_blocks(seeds: Tensor, block: Tensor, n_blocks: Tensor, *, n_global: int, n_random: int) -> tuple[Tensor, Tensor]:
@@ -80,114 +87,12 @@ def _hash(x: Tensor) -> Tensor:
     return (x >> 16) ^ x
 
 
-def bigbird_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seeds: Tensor,
-    *,
-    block_size: int,
-    n_global: int,
-    n_random: int,
-    causal: bool,
-    real: Tensor | None = None,
-) -> Tensor:
-    """Attend with (3 + n + r) S scores per token, (2 + n + r) S if causal: q, k, v [R, H, L, h] -> [R, H, L, h].
-
-    `seeds`, int64 [H], determine the random blocks. `real`, bool [R, L], is False for the padding at the end of shorter rows;
-    None if there is none.
-    """
-    length = q.shape[-2]
-    block_size = max(1, min(block_size, length))  # a larger block would only be padded
-    first_tokens = min(n_global * block_size, length)
-    if real is None:
-        real = torch.ones(1, length, dtype=torch.bool, device=q.device)
-    tokens = torch.arange(length, device=q.device)
-    q_blocks, k_blocks, v_blocks = (cut_blocks(x, block_size) for x in (q, k, v))  # [R, H, G, S, h]
-    place = cut_blocks(tokens[:, None], block_size)  # [G, S, 1]
-    present = cut_blocks(real[:, None, :, None], block_size)  # [R or 1, 1, G, S, 1]
-
-    local = real & (tokens >= first_tokens)  # global tokens are not counted twice
-    near_keys = cut_blocks(local[:, None, :, None], block_size)
-    visible = with_neighbours(near_keys, causal).mT
-    if causal:
-        visible = visible & (with_neighbours(place, causal).mT <= place)
-    near = masked_products(q_blocks, with_neighbours(k_blocks, causal), visible)
-
-    visible = real[:, None, None, None, :first_tokens]
-    if causal:
-        visible = visible & (tokens[:first_tokens] <= place)
-    of_global = masked_products(q_blocks, k[..., None, :first_tokens, :], visible)
-
-    block = torch.arange(len(place), device=q.device)
-    n_blocks = block + 1 if causal else present.flatten(3).any(-1).sum(-1).expand(-1, len(place))  # [G] or [R or 1, G]
-    chosen, there = choose_blocks(seeds, block, n_blocks, n_global=n_global, n_random=n_random)  # [R or none, H, G, r]
-    visible = (_take(present.expand(-1, q.shape[1], -1, -1, -1), chosen) & there[..., None, None]).flatten(-3, -2).mT
-    at_random = masked_products(q_blocks, _take(k_blocks, chosen).flatten(-3, -2), visible)
-
-    out = joint_softmax(
-        [
-            (near, with_neighbours(v_blocks, causal)),
-            (of_global, v[..., None, :first_tokens, :]),
-            (at_random, _take(v_blocks, chosen).flatten(-3, -2)),
-        ]
-    )
-    out = join_blocks(out, length)
-    # In a causal row, the first blocks already contain all tokens before them.
-    return out if causal else with_global_queries(out, q, k, v, first_tokens, real)
-
-
 def _take(x: Tensor, chosen: Tensor) -> Tensor:
-    """Gather the chosen blocks: [R, H, G, S, f] and int64 [R, H, G, r] or [H, G, r] -> [R, H, G, r, S, f]."""
+    """Gather the tokens of the chosen blocks: [R, H, G, S, f] and int64 [R, H, G, r] or [H, G, r] -> [R, H, G, r S, f]."""
     chosen = chosen.expand(len(x), -1, -1, -1)
     index = chosen.flatten(2)[..., None, None].expand(-1, -1, -1, *x.shape[3:])
-    taken: Tensor = x.gather(2, index).unflatten(2, chosen.shape[2:])
+    taken: Tensor = x.gather(2, index).unflatten(2, chosen.shape[2:]).flatten(-3, -2)
     return taken
-
-
-# 3. The streaming form ------------------------------------------------------------------------------------------------
-
-
-def bigbird_attention_extend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: KVCache,
-    batch: Batch,
-    seeds: Tensor,
-    *,
-    block_size: int,
-    n_global: int,
-    n_random: int,
-) -> tuple[Tensor, KVCache]:
-    """Continue causal streams at one position by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the extended cache."""
-    position, compute = batch.first_position, acc_dtype(q)
-    state, *cached, _ = state.append(k, v, batch)
-    outputs = [v[:, :, :0].to(compute)]
-    for new, first, last in open_chunk_pieces(position, q.shape[2], block_size):
-        start = position + new.start - first  # of the block
-        near_start = max(0, start - block_size)
-        near, of_global = slice(near_start, start + last), slice(0, min(n_global * block_size, near_start))
-        at_random, there = _random_tokens(start // block_size, seeds, block_size, n_global, n_random)
-        keys, values = ([part.to(compute) for part in (x[:, :, near], x[:, :, of_global], _read(x, at_random))] for x in cached)
-        queries = q[:, :, new].to(compute)
-        places = torch.arange(near_start, start + last, device=q.device)
-        visible = places <= places[len(places) - last + first :, None]
-        scores = (
-            masked_products(queries, keys[0], visible),
-            scaled_products(queries, keys[1]),
-            masked_products(queries, keys[2], there[:, None, :]),
-        )
-        outputs.append(joint_softmax(list(zip(scores, values, strict=True))))
-    return torch.cat(outputs, 2), state
-
-
-def _random_tokens(block: int, seeds: Tensor, block_size: int, n_global: int, n_random: int) -> tuple[Tensor, Tensor]:
-    """The positions of the tokens of a block's random blocks, int64 [H, r S], and which of them exist, bool [H, r S]."""
-    one = torch.full((1,), block, device=seeds.device)
-    chosen, there = choose_blocks(seeds, one, one + 1, n_global=n_global, n_random=n_random)  # [H, 1, r]
-    places = chosen[..., None] * block_size + torch.arange(block_size, device=seeds.device)
-    return places.flatten(1), there[..., None].expand_as(places).flatten(1)
 
 
 def _read(cache: Tensor, places: Tensor) -> Tensor:
@@ -196,7 +101,7 @@ def _read(cache: Tensor, places: Tensor) -> Tensor:
     return cache.gather(2, index)
 
 
-# 4. The layer ---------------------------------------------------------------------------------------------------------
+# 3. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class BigBird(MultiHeadMixer):
@@ -232,22 +137,72 @@ class BigBird(MultiHeadMixer):
         """Draw the seeds."""
         self.seeds.random_(2**32)
 
+    def choose(self, block: Tensor, n_blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """The random blocks of each head: see `choose_blocks`."""
+        return choose_blocks(self.seeds, block, n_blocks, n_global=self.n_global, n_random=self.n_random)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention to near, global and random blocks: q, k, v [R, H, L, h] -> [R, H, L, h]."""
-        return bigbird_attention(
-            q,
-            k,
-            v,
-            self.seeds,
-            block_size=self.block_size,
-            n_global=self.n_global,
-            n_random=self.n_random,
-            causal=self.causal,
-            real=real,
+        """Attend with (3 + n + r) S scores per token, (2 + n + r) S if causal: q, k, v [R, H, L, h] -> [R, H, L, h]."""
+        length, causal, real = q.shape[-2], self.causal, real_tokens(q, real)
+        block_size = max(1, min(self.block_size, length))  # a larger block would only be padded
+        first_tokens = min(self.n_global * block_size, length)
+        tokens = torch.arange(length, device=q.device)
+        q_blocks, k_blocks, v_blocks = (cut_blocks(x, block_size) for x in (q, k, v))  # [R, H, G, S, h]
+        place = cut_blocks(tokens[:, None], block_size)  # [G, S, 1]
+        present = cut_blocks(real[:, None, :, None], block_size)  # [R or 1, 1, G, S, 1]
+
+        local = real & (tokens >= first_tokens)  # global tokens are not counted twice
+        near_keys = cut_blocks(local[:, None, :, None], block_size)
+        visible = with_neighbours(near_keys, causal).mT
+        if causal:
+            visible = visible & (with_neighbours(place, causal).mT <= place)
+        near = masked_products(q_blocks, with_neighbours(k_blocks, causal), visible)
+
+        visible = real[:, None, None, None, :first_tokens]
+        if causal:
+            visible = visible & (tokens[:first_tokens] <= place)
+        of_global = masked_products(q_blocks, k[..., None, :first_tokens, :], visible)
+
+        block = torch.arange(len(place), device=q.device)
+        n_blocks = block + 1 if causal else present.flatten(3).any(-1).sum(-1).expand(-1, len(place))  # [G] or [R or 1, G]
+        chosen, there = self.choose(block, n_blocks)  # [R or none, H, G, r]
+        there = there.repeat_interleave(block_size, -1)[..., None]
+        visible = (_take(present.expand(-1, q.shape[1], -1, -1, -1), chosen) & there).mT
+        at_random = masked_products(q_blocks, _take(k_blocks, chosen), visible)
+
+        out = joint_softmax(
+            [
+                (near, with_neighbours(v_blocks, causal)),
+                (of_global, v[..., None, :first_tokens, :]),
+                (at_random, _take(v_blocks, chosen)),
+            ]
         )
+        out = join_blocks(out, length)
+        # In a causal row, the first blocks already contain all tokens before them.
+        return out if causal else with_global_queries(out, q, k, v, first_tokens, real)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
-        """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
-        return bigbird_attention_extend(
-            q, k, v, state, batch, self.seeds, block_size=self.block_size, n_global=self.n_global, n_random=self.n_random
-        )
+        """Attend to near, global and random tokens of the cache, a block of new tokens at a time."""
+        block_size, position, compute = self.block_size, batch.first_position, acc_dtype(q)
+        state, *cached, _ = state.append(k, v, batch)
+        outputs = [v[:, :, :0].to(compute)]
+        for new, first, last in open_chunk_pieces(position, q.shape[2], block_size):
+            start = position + new.start - first  # of the block
+            near_start = max(0, start - block_size)
+            near, of_global = slice(near_start, start + last), slice(0, min(self.n_global * block_size, near_start))
+            block = torch.full((1,), start // block_size, device=q.device)
+            chosen, there = self.choose(block, block + 1)  # [H, 1, r]
+            at_random = (chosen[..., None] * block_size + torch.arange(block_size, device=q.device)).flatten(1)  # [H, r S]
+            keys, values = (
+                [part.to(compute) for part in (x[:, :, near], x[:, :, of_global], _read(x, at_random))] for x in cached
+            )
+            queries = q[:, :, new].to(compute)
+            places = torch.arange(near_start, start + last, device=q.device)
+            visible = places <= places[len(places) - last + first :, None]
+            scores = (
+                masked_products(queries, keys[0], visible),
+                scaled_products(queries, keys[1]),
+                masked_products(queries, keys[2], there.repeat_interleave(block_size, -1)),
+            )
+            outputs.append(joint_softmax(list(zip(scores, values, strict=True))))
+        return torch.cat(outputs, 2), state

@@ -20,6 +20,11 @@ def cut_blocks(x: Tensor, size: int) -> Tensor:
     return cut
 
 
+def real_tokens(x: Tensor, real: Tensor | None) -> Tensor:
+    """Which tokens of x [..., L, f] are real: bool [R, L], or [1, L] if `real` is None, for no padding."""
+    return torch.ones(1, x.shape[-2], dtype=torch.bool, device=x.device) if real is None else real
+
+
 def join_blocks(x: Tensor, length: int) -> Tensor:
     """[..., G, S, f] -> [..., L, f]: the inverse of `cut_blocks`."""
     return x.flatten(-3, -2)[..., :length, :]

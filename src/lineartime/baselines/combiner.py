@@ -61,56 +61,7 @@ def combiner_attention_oracle(
     return torch.stack(out, 1)
 
 
-# 2. The chunked form --------------------------------------------------------------------------------------------------
-
-
-def combiner_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    x: Tensor,
-    key_summary: KeySummary,
-    *,
-    chunk_size: int,
-    causal: bool = False,
-    real: Tensor | None = None,
-) -> Tensor:
-    """Attend in time T (C + T / C): q, k, v [R, H, L, h] and x [R, L, d] -> [R, H, L, h].
-
-    `real`, bool [R, L], is False for the padding at the end of shorter documents.
-    """
-    n_heads, chunk_size = q.shape[1], max(1, min(chunk_size, q.shape[2]))  # a larger chunk would only be padded
-    chunks = cut_chunks(x, chunk_size, real)
-    x = chunks.cut(x)  # [R, G, C, d]
-    q, k, v = (chunks.cut(merge_heads(heads)).unflatten(-1, (n_heads, -1)).transpose(2, 3) for heads in (q, k, v))
-    holds_token = chunks.holds_token(v.device)  # [R or 1, G, C]
-    in_row = holds_token[:, :, None, None, :]
-    scores = scaled_products(q, k)  # [R, G, H, C, C]
-    lowest = torch.finfo(scores.dtype).min
-
-    o = scores.masked_fill(~in_row, lowest).softmax(-1).to(v.dtype) @ v  # [R, G, H, C, h]
-    k_sum = key_summary(o.transpose(2, 3).flatten(-2), x, _positions(chunks.n_chunks, chunk_size, x.device))  # [R, G, C, H, h]
-
-    near = in_row
-    if causal:  # the triangle is enough: empty slots come after real ones
-        near = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
-    row = torch.arange(chunks.n_chunks, device=v.device)
-    others = row < row[:, None] if causal else row != row[:, None]  # [G, G]
-    in_column = others & holds_token.mT[:, None, :, None, :]  # [R or 1, 1, C, G, G]
-    columns, summaries = q.permute(0, 2, 3, 1, 4), o.permute(0, 2, 3, 1, 4)  # [R, H, C, G, h]
-    far = masked_products(columns, k_sum.permute(0, 3, 2, 1, 4), in_column).permute(0, 3, 1, 2, 4)  # [R, G, H, C, G]
-    weights = torch.cat([scores.masked_fill(~near, lowest), far], -1).softmax(-1).to(v.dtype)
-    of_row, of_column = weights.split([chunk_size, chunks.n_chunks], -1)
-    out = of_row @ v + (of_column.permute(0, 2, 3, 1, 4) @ summaries).permute(0, 3, 1, 2, 4)
-    joined = chunks.join(out.transpose(2, 3).flatten(-2))  # [R, L, d]
-    return split_heads(joined, n_heads)
-
-
-def _positions(n_chunks: int, chunk_size: int, device: torch.device) -> Tensor:
-    return torch.arange(n_chunks * chunk_size, device=device).view(n_chunks, chunk_size)
-
-
-# 3. The streaming form ------------------------------------------------------------------------------------------------
+# 2. The state ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -133,36 +84,7 @@ class CombinerState(State):
     x: Tensor
 
 
-def combiner_attention_extend(
-    q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: CombinerState, start: int, key_summary: KeySummary
-) -> tuple[Tensor, CombinerState]:
-    """Continue causal documents at position `start` by N tokens: q, k, v [B, H, N, h], x [B, N, d] -> [B, H, N, h]."""
-    chunk_size = state.k.shape[-2]
-    q, k, v, x = (each.to(state.k.dtype) for each in (q, k, v, x))
-    outputs = [v[..., :0, :]]
-    triangle = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
-    of_keys, of_values = (rows[:, :, : start // chunk_size] for rows in (state.k_sum, state.o))
-    own: tuple[Tensor, ...] = state.q, state.k, state.v, state.x
-    for new, first, last in open_chunk_pieces(start, v.shape[-2], chunk_size):
-        queries = q[..., new, :]
-        own_q, own_k, own_v, own_x = own = tuple(
-            fill(rows, first, each[..., new, :]) for rows, each in zip(own, (q, k, v, x), strict=True)
-        )
-        near = masked_products(queries, own_k[..., :last, :], triangle[first:last, :last])
-        k_sum, o = (rows[:, :, :, first:last].transpose(2, 3) for rows in (of_keys, of_values))  # [B, H, n, G, h]
-        far = scaled_products(queries[..., None, :], k_sum)[..., 0, :]
-        weights = torch.cat([near, far], -1).softmax(-1).to(v.dtype)
-        near, far = weights.split([last, far.shape[-1]], -1)
-        outputs.append(near @ own_v[..., :last, :] + (far[..., None, :] @ o)[..., 0, :])
-        if last == chunk_size:  # the row is full: summarise it
-            o = scaled_products(own_q, own_k).softmax(-1).to(v.dtype) @ own_v
-            positions = torch.arange(start + new.stop - chunk_size, start + new.stop, device=o.device)
-            k_sum = key_summary(merge_heads(o), own_x, positions).transpose(1, 2)
-            of_keys, of_values = torch.cat([of_keys, k_sum[:, :, None]], 2), torch.cat([of_values, o[:, :, None]], 2)
-    return torch.cat(outputs, -2), CombinerState(state.position + v.shape[-2], of_keys, of_values, *own)
-
-
-# 4. The layer ---------------------------------------------------------------------------------------------------------
+# 3. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class Combiner(ChunkedHeads):
@@ -187,16 +109,63 @@ class Combiner(ChunkedHeads):
         return q, k, torch.cat([v, split_heads(x, self.n_heads)], -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attend to tokens and summaries: q, k [R, H, L, h] and v [R, H, L, 2 h] -> [R, H, L, h]."""
+        """Attend in time L (C + L / C): q, k [R, H, L, h] and v [R, H, L, 2 h] -> [R, H, L, h]."""
+        n_heads, causal = self.n_heads, self.causal
+        chunk_size = max(1, min(self.chunk_size, q.shape[2]))  # a larger chunk would only be padded
         v, x = v.chunk(2, -1)
-        return combiner_attention(
-            q, k, v, merge_heads(x), self.key_summary, chunk_size=self.chunk_size, causal=self.causal, real=real
-        )
+        x = merge_heads(x)
+        chunks = cut_chunks(x, chunk_size, real)
+        x = chunks.cut(x)  # [R, G, C, d]
+        q, k, v = (chunks.cut(merge_heads(heads)).unflatten(-1, (n_heads, -1)).transpose(2, 3) for heads in (q, k, v))
+        holds_token = chunks.holds_token(v.device)  # [R or 1, G, C]
+        in_row = holds_token[:, :, None, None, :]
+        scores = scaled_products(q, k)  # [R, G, H, C, C]
+        lowest = torch.finfo(scores.dtype).min
+
+        o = scores.masked_fill(~in_row, lowest).softmax(-1).to(v.dtype) @ v  # [R, G, H, C, h]
+        positions = torch.arange(chunks.n_chunks * chunk_size, device=x.device).view(-1, chunk_size)
+        k_sum = self.key_summary(o.transpose(2, 3).flatten(-2), x, positions)  # [R, G, C, H, h]
+
+        near = in_row
+        if causal:  # the triangle is enough: empty slots come after real ones
+            near = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
+        row = torch.arange(chunks.n_chunks, device=v.device)
+        others = row < row[:, None] if causal else row != row[:, None]  # [G, G]
+        in_column = others & holds_token.mT[:, None, :, None, :]  # [R or 1, 1, C, G, G]
+        columns, summaries = q.permute(0, 2, 3, 1, 4), o.permute(0, 2, 3, 1, 4)  # [R, H, C, G, h]
+        far = masked_products(columns, k_sum.permute(0, 3, 2, 1, 4), in_column).permute(0, 3, 1, 2, 4)  # [R, G, H, C, G]
+        weights = torch.cat([scores.masked_fill(~near, lowest), far], -1).softmax(-1).to(v.dtype)
+        of_row, of_column = weights.split([chunk_size, chunks.n_chunks], -1)
+        out = of_row @ v + (of_column.permute(0, 2, 3, 1, 4) @ summaries).permute(0, 3, 1, 2, 4)
+        joined = chunks.join(out.transpose(2, 3).flatten(-2))  # [R, L, d]
+        return split_heads(joined, n_heads)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: CombinerState, batch: Batch) -> tuple[Tensor, CombinerState]:
         """Attend to the open row and the summaries before it; return the outputs and the new state."""
+        chunk_size, start = self.chunk_size, batch.first_position
         v, x = v.chunk(2, -1)
-        return combiner_attention_extend(q, k, v, merge_heads(x), state, batch.first_position, self.key_summary)
+        q, k, v, x = (each.to(state.k.dtype) for each in (q, k, v, merge_heads(x)))
+        outputs = [v[..., :0, :]]
+        triangle = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
+        of_keys, of_values = (rows[:, :, : start // chunk_size] for rows in (state.k_sum, state.o))
+        own: tuple[Tensor, ...] = state.q, state.k, state.v, state.x
+        for new, first, last in open_chunk_pieces(start, v.shape[-2], chunk_size):
+            queries = q[..., new, :]
+            own_q, own_k, own_v, own_x = own = tuple(
+                fill(rows, first, each[..., new, :]) for rows, each in zip(own, (q, k, v, x), strict=True)
+            )
+            near = masked_products(queries, own_k[..., :last, :], triangle[first:last, :last])
+            k_sum, o = (rows[:, :, :, first:last].transpose(2, 3) for rows in (of_keys, of_values))  # [B, H, n, G, h]
+            far = scaled_products(queries[..., None, :], k_sum)[..., 0, :]
+            weights = torch.cat([near, far], -1).softmax(-1).to(v.dtype)
+            near, far = weights.split([last, far.shape[-1]], -1)
+            outputs.append(near @ own_v[..., :last, :] + (far[..., None, :] @ o)[..., 0, :])
+            if last == chunk_size:  # the row is full: summarise it
+                o = scaled_products(own_q, own_k).softmax(-1).to(v.dtype) @ own_v
+                positions = torch.arange(start + new.stop - chunk_size, start + new.stop, device=o.device)
+                k_sum = self.key_summary(merge_heads(o), own_x, positions).transpose(1, 2)
+                of_keys, of_values = torch.cat([of_keys, k_sum[:, :, None]], 2), torch.cat([of_values, o[:, :, None]], 2)
+        return torch.cat(outputs, -2), CombinerState(state.position + v.shape[-2], of_keys, of_values, *own)
 
     def key_summary(self, o: Tensor, x: Tensor, positions: Tensor) -> Tensor:
         """The keys of summaries: see `KeySummary`."""

@@ -46,35 +46,7 @@ def combiner_fixed_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_si
     return torch.stack(rows, 1)
 
 
-# 2. The chunked form --------------------------------------------------------------------------------------------------
-
-
-def combiner_fixed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False, real: Tensor | None = None
-) -> Tensor:
-    """Attend in time T (C + T / C): q, k, v [R, H, L, h] -> [R, H, L, h].
-
-    `real`, bool [R, L], is False for the padding at the end of shorter rows.
-    """
-    n_heads, chunk_size = q.shape[1], max(1, min(chunk_size, q.shape[2]))  # a larger chunk would only be padded
-    chunks = cut_chunks(merge_heads(v), chunk_size, real)
-    q, k, v = (_split(chunks.cut(merge_heads(x)), n_heads) for x in (q, k, v))  # [R, G, H, C, h]
-    slots = chunks.holds_token(v.device)
-    holds_token = slots[:, :, 0]  # [R or 1, G]: a chunk holds tokens if its first slot does
-    slots = slots[:, :, None, None]  # [R or 1, G, 1, 1, C]
-    k_bar, v_bar = _summarise(q, k, v, slots)  # [R, G, H, h]
-
-    near = slots
-    if causal:  # the triangle is enough: empty slots come after real ones
-        near = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
-    own = torch.arange(v.shape[1], device=v.device)
-    others = own[None, :] < own[:, None] if causal else own[None, :] != own[:, None]  # [G, G]
-    far = others[:, None, None] & holds_token[:, None, None, None]  # [R or 1, G, 1, 1, G]
-
-    k_bar, v_bar = k_bar.transpose(1, 2)[:, None], v_bar.transpose(1, 2)[:, None]  # [R, 1, H, G, h]
-    out = joint_softmax([(masked_products(q, k, near), v), (masked_products(q, k_bar, far), v_bar)])
-    joined = chunks.join(out.transpose(2, 3).flatten(3))  # [R, L, d]
-    return split_heads(joined, n_heads)
+# 2. The summaries -----------------------------------------------------------------------------------------------------
 
 
 def _split(x: Tensor, n_heads: int) -> Tensor:
@@ -97,7 +69,7 @@ def _summary(q_bar: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
     return (weights @ v)[..., 0, :]
 
 
-# 3. The streaming form ------------------------------------------------------------------------------------------------
+# 3. The state ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -119,29 +91,6 @@ class CombinerFixedState(State):
     highest_q: Tensor
 
 
-def combiner_fixed_attention_extend(
-    q: Tensor, k: Tensor, v: Tensor, state: CombinerFixedState, start: int
-) -> tuple[Tensor, CombinerFixedState]:
-    """Continue causal streams at position `start` by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state."""
-    chunk_size = state.k.shape[-2]
-    q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
-    outputs = [v[..., :0, :]]
-    triangle = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
-    k_bar, v_bar = (x[..., : start // chunk_size, :] for x in (state.k_bar, state.v_bar))
-    own_k, own_v, highest_q = state.k, state.v, state.highest_q
-    for new, first, last in open_chunk_pieces(start, v.shape[-2], chunk_size):
-        queries = q[..., new, :]
-        own_k, own_v = fill(own_k, first, k[..., new, :]), fill(own_v, first, v[..., new, :])
-        highest_q = torch.maximum(highest_q, queries.amax(-2)) if first else queries.amax(-2)
-        near = masked_products(queries, own_k[..., :last, :], triangle[first:last, :last])
-        outputs.append(joint_softmax([(near, own_v[..., :last, :]), (scaled_products(queries, k_bar), v_bar)]))
-        if last == chunk_size:
-            summary = _summary(highest_q, own_k, own_v, triangle[-1])
-            k_bar = torch.cat([k_bar, own_k.amax(-2, keepdim=True)], -2)
-            v_bar = torch.cat([v_bar, summary[..., None, :]], -2)
-    return torch.cat(outputs, -2), CombinerFixedState(state.position + v.shape[-2], k_bar, v_bar, own_k, own_v, highest_q)
-
-
 # 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
@@ -155,14 +104,49 @@ class CombinerFixed(ChunkedHeads):
     name = "combiner-fixed"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attend to tokens and summaries: q, k, v [R, H, L, h] -> [R, H, L, h]."""
-        return combiner_fixed_attention(q, k, v, chunk_size=self.chunk_size, causal=self.causal, real=real)
+        """Attend in time L (C + L / C): q, k, v [R, H, L, h] -> [R, H, L, h]."""
+        n_heads, causal = self.n_heads, self.causal
+        chunk_size = max(1, min(self.chunk_size, q.shape[2]))  # a larger chunk would only be padded
+        chunks = cut_chunks(merge_heads(v), chunk_size, real)
+        q, k, v = (_split(chunks.cut(merge_heads(x)), n_heads) for x in (q, k, v))  # [R, G, H, C, h]
+        slots = chunks.holds_token(v.device)
+        holds_token = slots[:, :, 0]  # [R or 1, G]: a chunk holds tokens if its first slot does
+        slots = slots[:, :, None, None]  # [R or 1, G, 1, 1, C]
+        k_bar, v_bar = _summarise(q, k, v, slots)  # [R, G, H, h]
+
+        near = slots
+        if causal:  # the triangle is enough: empty slots come after real ones
+            near = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
+        own = torch.arange(v.shape[1], device=v.device)
+        others = own[None, :] < own[:, None] if causal else own[None, :] != own[:, None]  # [G, G]
+        far = others[:, None, None] & holds_token[:, None, None, None]  # [R or 1, G, 1, 1, G]
+
+        k_bar, v_bar = k_bar.transpose(1, 2)[:, None], v_bar.transpose(1, 2)[:, None]  # [R, 1, H, G, h]
+        out = joint_softmax([(masked_products(q, k, near), v), (masked_products(q, k_bar, far), v_bar)])
+        joined = chunks.join(out.transpose(2, 3).flatten(3))  # [R, L, d]
+        return split_heads(joined, n_heads)
 
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: CombinerFixedState, batch: Batch
     ) -> tuple[Tensor, CombinerFixedState]:
         """Attend to the open chunk and the summaries before it; return the outputs and the new state."""
-        return combiner_fixed_attention_extend(q, k, v, state, batch.first_position)
+        chunk_size, start = self.chunk_size, batch.first_position
+        q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
+        outputs = [v[..., :0, :]]
+        triangle = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
+        k_bar, v_bar = (x[..., : start // chunk_size, :] for x in (state.k_bar, state.v_bar))
+        own_k, own_v, highest_q = state.k, state.v, state.highest_q
+        for new, first, last in open_chunk_pieces(start, v.shape[-2], chunk_size):
+            queries = q[..., new, :]
+            own_k, own_v = fill(own_k, first, k[..., new, :]), fill(own_v, first, v[..., new, :])
+            highest_q = torch.maximum(highest_q, queries.amax(-2)) if first else queries.amax(-2)
+            near = masked_products(queries, own_k[..., :last, :], triangle[first:last, :last])
+            outputs.append(joint_softmax([(near, own_v[..., :last, :]), (scaled_products(queries, k_bar), v_bar)]))
+            if last == chunk_size:
+                summary = _summary(highest_q, own_k, own_v, triangle[-1])
+                k_bar = torch.cat([k_bar, own_k.amax(-2, keepdim=True)], -2)
+                v_bar = torch.cat([v_bar, summary[..., None, :]], -2)
+        return torch.cat(outputs, -2), CombinerFixedState(state.position + v.shape[-2], k_bar, v_bar, own_k, own_v, highest_q)
 
     def init_own_state(self, batch_size: int) -> CombinerFixedState:
         """The state before the first token of `batch_size` streams."""

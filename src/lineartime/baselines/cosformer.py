@@ -37,7 +37,7 @@ def cosformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, max_length: i
     return torch.stack(rows)
 
 
-# 2. The layer, with the parallel and the streaming form of all linear attentions ---------------------------------------
+# 2. The layer, with the parallel and the streaming form of all linear attentions --------------------------------------
 
 
 def weigh_by_cosine(features: Tensor, first: int, max_length: int) -> Tensor:

@@ -48,7 +48,7 @@ def efficient_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool 
     return torch.stack(rows)
 
 
-# 2. The parallel form -------------------------------------------------------------------------------------------------
+# 2. The features, and the causal form ---------------------------------------------------------------------------------
 
 
 class Features(NamedTuple):
@@ -81,16 +81,6 @@ def rotated_features(features: Features, rotations: Tensor | None) -> Features:
     return Features(torch.cat([q, second, -first], -1), k, torch.cat([weights, weights], -1))
 
 
-def efficient_attention(features: Features, v: Tensor, *, causal: bool = False, real: Tensor | None = None) -> Tensor:
-    """Attend in time linear in T: v [R, H, T, h] -> [R, H, T, h]; `real`, bool [R, T], is False for padding."""
-    if causal:  # padding comes after the real tokens, and no token attends to later ones
-        return _causal(features, v, None)[0]
-    q, k, weights = _without_padding(features, real)
-    # A row without tokens has weights of zero: avoid a division by zero.
-    totals = weights.sum(-2, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
-    return q.to(v.dtype) @ ((k / totals).to(v.dtype).mT @ v)
-
-
 def _without_padding(features: Features, real: Tensor | None) -> Features:
     if real is None:
         return features
@@ -99,7 +89,7 @@ def _without_padding(features: Features, real: Tensor | None) -> Features:
 
 
 def _causal(features: Features, v: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The causal outputs that continue a state [..., f, h + 1], and the new state."""
+    """The causal outputs that continue a state [..., f, h + 1], the sum of (k v^T, weights), and the new state."""
     q, k, weights = features
     of_values, of_ones = (None, 0.0) if before is None else (before[..., :-1], before[..., -1][..., None, :])
     out, of_values = continued_sums((q / (of_ones + weights.cumsum(-2))).to(v.dtype), k.to(v.dtype), v, of_values)
@@ -107,16 +97,7 @@ def _causal(features: Features, v: Tensor, before: Tensor | None) -> tuple[Tenso
     return out, torch.cat([of_values, total.mT.to(of_values.dtype)], -1)
 
 
-# 3. The streaming form, and the layer ---------------------------------------------------------------------------------
-
-
-def efficient_attention_extend(features: Features, v: Tensor, state: LinearState, batch: Batch) -> tuple[Tensor, LinearState]:
-    """Continue causal sequences by N tokens: v [B, H, N, h] -> [B, H, N, h] and the new state.
-
-    The summary in the state is the sum of (k v^T, weights).
-    """
-    out, summary = _causal(_without_padding(features, batch.is_real), v, state.summary)
-    return out, LinearState(batch.after(state.position), summary)
+# 3. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class Efficient(MultiHeadMixer):
@@ -147,12 +128,19 @@ class Efficient(MultiHeadMixer):
         return features.q, torch.cat([features.k, features.weights], -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Efficient attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
-        return efficient_attention(self._features(q, k), v, causal=self.causal, real=real)
+        """Attend in time linear in L: q, k as `rotate` returns them, and v [R, H, L, h] -> [R, H, L, h]."""
+        features = self._features(q, k)
+        if self.causal:  # padding comes after the real tokens, and no token attends to later ones
+            return _causal(features, v, None)[0]
+        of_queries, of_keys, weights = _without_padding(features, real)
+        # A row without tokens has weights of zero: avoid a division by zero.
+        totals = weights.sum(-2, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+        return of_queries.to(v.dtype) @ ((of_keys / totals).to(v.dtype).mT @ v)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState, batch: Batch) -> tuple[Tensor, LinearState]:
         """Attend with a state of constant size; return the outputs and the new state."""
-        return efficient_attention_extend(self._features(q, k), v, state, batch)
+        out, summary = _causal(_without_padding(self._features(q, k), batch.is_real), v, state.summary)
+        return out, LinearState(batch.after(state.position), summary)
 
     def _features(self, q: Tensor, k: Tensor) -> Features:
         if self.rotated == "inputs":

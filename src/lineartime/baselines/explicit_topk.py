@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from lineartime.baselines.blocks import real_tokens
 from lineartime.baselines.scores import masked_products
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
@@ -40,39 +41,7 @@ def explicit_topk_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_largest
     return torch.stack(rows)
 
 
-# 2. The parallel form -------------------------------------------------------------------------------------------------
-
-
-def explicit_topk_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *, n_largest: int) -> Tensor:
-    """Attend to the largest scores: q [..., Q, h], k, v [..., K, h], visible bool [..., Q or 1, K] -> [..., Q, h]."""
-    dtype = acc_dtype(q)  # in a lower precision, different scores could become equal
-    scores = masked_products(q.to(dtype), k.to(dtype), visible)
-    if n_largest < scores.shape[-1]:
-        # Where fewer than k keys are visible, the k-th largest score is that of masked keys, whose weight is zero.
-        threshold = scores.detach().topk(n_largest, -1).values[..., -1:]
-        scores = scores.masked_fill(scores < threshold, torch.finfo(dtype).min)
-    return scores.softmax(-1).to(v.dtype) @ v
-
-
-# 3. The streaming form ------------------------------------------------------------------------------------------------
-
-
-def explicit_topk_attention_extend(
-    q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch, *, n_largest: int
-) -> tuple[Tensor, KVCache]:
-    """Continue causal streams by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the extended cache."""
-    state, keys, values, visible = state.append(k, v, batch)
-    visible = visible if visible.dim() == 2 else visible[:, None]
-    at_a_time = max(1, COMPARED // max(1, keys.shape[2]))
-    values = values.to(acc_dtype(q))
-    outputs = [
-        explicit_topk_attention(new, keys, values, seen, n_largest=n_largest)
-        for new, seen in zip(q.split(at_a_time, 2), visible.split(at_a_time, -2), strict=True)
-    ]
-    return torch.cat(outputs, 2), state
-
-
-# 4. The layer ---------------------------------------------------------------------------------------------------------
+# 2. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class ExplicitTopK(MultiHeadMixer):
@@ -95,14 +64,29 @@ class ExplicitTopK(MultiHeadMixer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attention to the largest scores: q, k, v [R, H, L, h] -> [R, H, L, h]."""
-        length = q.shape[2]
-        visible = torch.ones(1, length, dtype=torch.bool, device=q.device)
+        visible = real_tokens(q, real)[:, None, None, :]
         if self.causal:  # padding comes after the real tokens
-            visible = visible.expand(length, -1).tril()
-        elif real is not None:
-            visible = real[:, None, None, :]
-        return explicit_topk_attention(q, k, v, visible, n_largest=self.n_largest)
+            visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        return self._read_largest(q, k, v, visible)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
-        """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
-        return explicit_topk_attention_extend(q, k, v, state, batch, n_largest=self.n_largest)
+        """Attend to the largest scores of the cache."""
+        state, keys, values, visible = state.append(k, v, batch)
+        visible = visible if visible.dim() == 2 else visible[:, None]
+        at_a_time = max(1, COMPARED // max(1, keys.shape[2]))
+        values = values.to(acc_dtype(q))
+        outputs = [
+            self._read_largest(new, keys, values, seen)
+            for new, seen in zip(q.split(at_a_time, 2), visible.split(at_a_time, -2), strict=True)
+        ]
+        return torch.cat(outputs, 2), state
+
+    def _read_largest(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        """Attend to the largest scores: q [..., Q, h], k, v [..., K, h], visible bool [..., Q or 1, K] -> [..., Q, h]."""
+        dtype = acc_dtype(q)  # in a lower precision, different scores could become equal
+        scores = masked_products(q.to(dtype), k.to(dtype), visible)
+        if self.n_largest < scores.shape[-1]:
+            # Where fewer than k keys are visible, the k-th largest score is that of masked keys, whose weight is zero.
+            threshold = scores.detach().topk(self.n_largest, -1).values[..., -1:]
+            scores = scores.masked_fill(scores < threshold, torch.finfo(dtype).min)
+        return scores.softmax(-1).to(v.dtype) @ v

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lineartime.baselines.blocks import real_tokens
 from lineartime.layers.multi_head import MultiHeadMixer
 from lineartime.ops.batch import Batch
 from lineartime.ops.linear import continued_sums
@@ -62,31 +63,7 @@ def flowformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool
     return torch.stack(rows)
 
 
-# 2. The parallel form -------------------------------------------------------------------------------------------------
-
-
-def flowformer_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, real: Tensor | None = None) -> Tensor:
-    """Attend in time linear in L: q, k, v [..., L, h] -> [..., L, h].
-
-    `real`, bool, broadcastable to [..., L], is False for the padding at the end of shorter rows; None if there is none.
-    """
-    if causal:  # padding comes after the real tokens, and no token attends to later ones
-        return _continued(q, k, v, empty_state(k, v.shape[-1]), 0)[0]
-    a, b = _features(q), _features(k)
-    if real is None:
-        real = torch.ones(v.shape[-2], dtype=torch.bool, device=v.device)
-    here = real[..., None]
-
-    def total(x: Tensor) -> Tensor:
-        return x.masked_fill(~here, 0.0).sum(-2, keepdim=True)
-
-    incoming, outgoing = _flow(a, total(b)), _flow(b, total(a))
-    sinks, sources = _flow(a, total(b / outgoing)), _flow(b, total(a / incoming))
-    strength = _strength(sources).masked_fill(~here, 0.0)
-    # The strength of a token is at least 1, so the sum is smaller only for a row without tokens.
-    share = strength * here.sum(-2, keepdim=True) / strength.sum(-2, keepdim=True).clamp(min=1.0)
-    out = (a / incoming).to(v.dtype) @ (b.to(v.dtype).mT @ (share * v).to(v.dtype))
-    return _allot(out, sinks)
+# 2. What all forms share ----------------------------------------------------------------------------------------------
 
 
 def _features(x: Tensor) -> Tensor:
@@ -128,23 +105,12 @@ class FlowformerState(State):
     strength: Tensor
 
 
-def empty_state(keys: Tensor, d_value: int) -> FlowformerState:
-    """The state before the first token of keys [..., L, h], on their device and in their dtype (at least float32)."""
-    leading, width = keys.shape[:-2], keys.shape[-1]
-
-    def zeros(*shape: int) -> Tensor:
-        return keys.new_zeros(*leading, *shape, dtype=acc_dtype(keys))
-
-    position = keys.new_zeros(leading[:1], dtype=torch.long)
-    return FlowformerState(position, zeros(width, d_value), zeros(4, width), zeros(1, 1))
-
-
-def flowformer_attention_extend(
-    q: Tensor, k: Tensor, v: Tensor, state: FlowformerState, batch: Batch
-) -> tuple[Tensor, FlowformerState]:
-    """Continue causal streams by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state."""
-    out, *sums = _continued(q, k, v, state, state.position[:, None, None, None], batch.is_real)
-    return out, FlowformerState(batch.after(state.position), *sums)
+def empty_state(keys: Tensor) -> FlowformerState:
+    """The state before the first token of keys [R, H, L, h], on their device and in their dtype (at least float32)."""
+    rows, heads, _, width = keys.shape
+    shapes = ((width, width), (4, width), (1, 1))
+    position = keys.new_zeros(rows, dtype=torch.long)
+    return FlowformerState(position, *(keys.new_zeros(rows, heads, *shape, dtype=acc_dtype(keys)) for shape in shapes))
 
 
 def _continued(
@@ -183,15 +149,30 @@ class Flowformer(MultiHeadMixer):
     any_positions = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Flow attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
-        return flowformer_attention(q, k, v, causal=self.causal, real=None if real is None else real[:, None])
+        """Attend in time linear in L: q, k, v [R, H, L, h] -> [R, H, L, h]."""
+        if self.causal:  # padding comes after the real tokens, and no token attends to later ones
+            return _continued(q, k, v, empty_state(k), 0)[0]
+        a, b = _features(q), _features(k)
+        here = real_tokens(v, real)[:, None, :, None]
+
+        def total(x: Tensor) -> Tensor:
+            return x.masked_fill(~here, 0.0).sum(-2, keepdim=True)
+
+        incoming, outgoing = _flow(a, total(b)), _flow(b, total(a))
+        sinks, sources = _flow(a, total(b / outgoing)), _flow(b, total(a / incoming))
+        strength = _strength(sources).masked_fill(~here, 0.0)
+        # The strength of a token is at least 1, so the sum is smaller only for a row without tokens.
+        share = strength * here.sum(-2, keepdim=True) / strength.sum(-2, keepdim=True).clamp(min=1.0)
+        out = (a / incoming).to(v.dtype) @ (b.to(v.dtype).mT @ (share * v).to(v.dtype))
+        return _allot(out, sinks)
 
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: FlowformerState, batch: Batch
     ) -> tuple[Tensor, FlowformerState]:
         """Attend with a state of constant size; return the outputs and the new state."""
-        return flowformer_attention_extend(q, k, v, state, batch)
+        out, *sums = _continued(q, k, v, state, state.position[:, None, None, None], batch.is_real)
+        return out, FlowformerState(batch.after(state.position), *sums)
 
     def init_own_state(self, batch_size: int) -> FlowformerState:
         """The state before the first token of `batch_size` streams."""
-        return empty_state(self.empty_cache(batch_size), self.head_dim)
+        return empty_state(self.empty_cache(batch_size))

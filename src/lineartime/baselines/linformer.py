@@ -32,23 +32,7 @@ def linformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Te
     return torch.stack(rows)
 
 
-# 2. The parallel form -------------------------------------------------------------------------------------------------
-
-
-def linformer_attention(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -> Tensor:
-    """Attend to landmarks: q, k, v [R, H, L, h] and E, F [m, M] -> [R, H, L, h].
-
-    k and v must be zero at padding, so that it adds nothing to a landmark.
-    """
-    length = k.shape[-2]
-    check_fits("Linformer", length, e.shape[1])
-    keys = e[:, :length].to(k.dtype) @ k  # [R, H, m, h]
-    values = f[:, :length].to(v.dtype) @ v
-    out: Tensor = scaled_products(q, keys).softmax(-1).to(v.dtype) @ values
-    return out
-
-
-# 3. The layer ---------------------------------------------------------------------------------------------------------
+# 2. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class Linformer(MultiHeadMixer):
@@ -85,5 +69,9 @@ class Linformer(MultiHeadMixer):
         return self.max_length
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attend to landmarks: q, k, v [R, H, L, h] -> [R, H, L, h]; padding is zero and adds nothing."""
-        return linformer_attention(q, k, v, self.mix_keys, self.mix_values)
+        """Attend to landmarks: q, k, v [R, H, L, h] -> [R, H, L, h]; padding is zero and adds nothing to them."""
+        length = k.shape[-2]
+        check_fits("Linformer", length, self.max_length)
+        keys = self.mix_keys[:, :length].to(k.dtype) @ k  # [R, H, m, h]
+        values = self.mix_values[:, :length].to(v.dtype) @ v
+        return scaled_products(q, keys).softmax(-1).to(v.dtype) @ values

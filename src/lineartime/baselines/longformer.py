@@ -19,6 +19,7 @@ from lineartime.baselines.blocks import (
     cut_blocks,
     join_blocks,
     joint_softmax,
+    real_tokens,
     visible_band,
     with_global_queries,
     with_neighbours,
@@ -42,40 +43,7 @@ def longformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, window: int,
     return torch.stack(rows)
 
 
-# 2. The parallel form -------------------------------------------------------------------------------------------------
-
-
-def longformer_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int, n_global: int, causal: bool, real: Tensor | None = None
-) -> Tensor:
-    """Attend with 3 W + n scores per token (causal: 2 W + n), in blocks of W: q, k, v [R, H, L, h] -> [R, H, L, h].
-
-    `real`, bool [R, L], is False for the padding at the end of shorter rows; None if there is none.
-    """
-    length = q.shape[-2]
-    window, n_global = max(1, min(window, length)), min(n_global, length)  # larger ones also cover everything
-    if real is None:
-        real = torch.ones(1, length, dtype=torch.bool, device=q.device)
-    tokens = torch.arange(length, device=q.device)
-    in_window = real & (tokens >= n_global)  # global tokens are not counted twice
-    queries = cut_blocks(q, window)  # [R, H, G, W, h]
-
-    readable = with_neighbours(cut_blocks(in_window[:, None, :, None], window), causal).mT
-    near = masked_products(
-        queries, with_neighbours(cut_blocks(k, window), causal), readable & visible_band(window, causal, q.device)
-    )
-    first_keys, first_values = k[..., None, :n_global, :], v[..., None, :n_global, :]
-    visible = real[:, None, None, None, :n_global]
-    if causal:
-        visible = visible & (tokens[:n_global] <= cut_blocks(tokens[:, None], window))
-    of_global = masked_products(queries, first_keys, visible)
-    out = joint_softmax([(near, with_neighbours(cut_blocks(v, window), causal)), (of_global, first_values)])
-    out = join_blocks(out, length)
-    # Causal global tokens come before all others, so they already attend to everything visible to them.
-    return out if causal else with_global_queries(out, q, k, v, n_global, real)
-
-
-# 3. The streaming form ------------------------------------------------------------------------------------------------
+# 2. The layer ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -93,36 +61,6 @@ class LongformerState(State):
     v_global: Tensor
     k: Tensor
     v: Tensor
-
-
-def longformer_attention_extend(
-    q: Tensor, k: Tensor, v: Tensor, state: LongformerState, start: int, *, window: int, n_global: int
-) -> tuple[Tensor, LongformerState]:
-    """Continue causal streams at position `start` by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state."""
-    compute = acc_dtype(q)
-    k_global, v_global, k_near, v_near = (x[:, :, :start] for x in (state.k_global, state.v_global, state.k, state.v))
-    position, outputs = start, []
-    for queries, keys, values in zip(*(x.split(window, 2) for x in (q, k, v)), strict=True):
-        keys, values = torch.cat([k_near, keys.to(k_near.dtype)], 2), torch.cat([v_near, values.to(v_near.dtype)], 2)
-        stop = position + queries.shape[2]
-        first = stop - keys.shape[2]  # the position of the first key
-        still_global = slice(position - first, max(position, n_global) - first)
-        k_global, v_global = (
-            torch.cat([old, new[:, :, still_global]], 2) for old, new in ((k_global, keys), (v_global, values))
-        )
-        i = torch.arange(position, stop, device=q.device)[:, None]
-        j = torch.arange(first, stop, device=q.device)
-        band = (j <= i) & (i - j < window) & (j >= n_global)
-        near = masked_products(queries.to(compute), keys.to(compute), band)
-        before = torch.arange(k_global.shape[2], device=q.device) <= i
-        of_global = masked_products(queries.to(compute), k_global.to(compute), before)
-        outputs.append(joint_softmax([(near, values.to(compute)), (of_global, v_global.to(compute))]))
-        in_reach = slice(max(0, keys.shape[2] - window + 1), None)  # of the next token
-        k_near, v_near, position = keys[:, :, in_reach], values[:, :, in_reach], stop
-    return torch.cat(outputs, 2), LongformerState(state.position + q.shape[2], k_global, v_global, k_near, v_near)
-
-
-# 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class Longformer(MultiHeadMixer):
@@ -146,14 +84,53 @@ class Longformer(MultiHeadMixer):
         self.n_global = n_global
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attend to the window and the global tokens: q, k, v [R, H, L, h] -> [R, H, L, h]."""
-        return longformer_attention(q, k, v, window=self.window, n_global=self.n_global, causal=self.causal, real=real)
+        """Attend in blocks of W, with 3 W + n scores per token (causal: 2 W + n): q, k, v [R, H, L, h] -> [R, H, L, h]."""
+        length, causal = q.shape[-2], self.causal
+        window, n_global = max(1, min(self.window, length)), min(self.n_global, length)  # larger ones also cover everything
+        real = real_tokens(q, real)
+        tokens = torch.arange(length, device=q.device)
+        in_window = real & (tokens >= n_global)  # global tokens are not counted twice
+        queries = cut_blocks(q, window)  # [R, H, G, W, h]
+
+        readable = with_neighbours(cut_blocks(in_window[:, None, :, None], window), causal).mT
+        near = masked_products(
+            queries, with_neighbours(cut_blocks(k, window), causal), readable & visible_band(window, causal, q.device)
+        )
+        first_keys, first_values = k[..., None, :n_global, :], v[..., None, :n_global, :]
+        visible = real[:, None, None, None, :n_global]
+        if causal:
+            visible = visible & (tokens[:n_global] <= cut_blocks(tokens[:, None], window))
+        of_global = masked_products(queries, first_keys, visible)
+        out = joint_softmax([(near, with_neighbours(cut_blocks(v, window), causal)), (of_global, first_values)])
+        out = join_blocks(out, length)
+        # Causal global tokens come before all others, so they already attend to everything visible to them.
+        return out if causal else with_global_queries(out, q, k, v, n_global, real)
 
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: LongformerState, batch: Batch
     ) -> tuple[Tensor, LongformerState]:
-        """Attend to the window and the global tokens; return the outputs and the new state."""
-        return longformer_attention_extend(q, k, v, state, batch.first_position, window=self.window, n_global=self.n_global)
+        """Attend to the window and the global tokens, W new tokens at a time."""
+        window, n_global, compute, position = self.window, self.n_global, acc_dtype(q), batch.first_position
+        k_global, v_global, k_near, v_near = (x[:, :, :position] for x in (state.k_global, state.v_global, state.k, state.v))
+        outputs = []
+        for queries, keys, values in zip(*(x.split(window, 2) for x in (q, k, v)), strict=True):
+            keys, values = torch.cat([k_near, keys.to(k_near.dtype)], 2), torch.cat([v_near, values.to(v_near.dtype)], 2)
+            stop = position + queries.shape[2]
+            first = stop - keys.shape[2]  # the position of the first key
+            still_global = slice(position - first, max(position, n_global) - first)
+            k_global, v_global = (
+                torch.cat([old, new[:, :, still_global]], 2) for old, new in ((k_global, keys), (v_global, values))
+            )
+            i = torch.arange(position, stop, device=q.device)[:, None]
+            j = torch.arange(first, stop, device=q.device)
+            band = (j <= i) & (i - j < window) & (j >= n_global)
+            near = masked_products(queries.to(compute), keys.to(compute), band)
+            before = torch.arange(k_global.shape[2], device=q.device) <= i
+            of_global = masked_products(queries.to(compute), k_global.to(compute), before)
+            outputs.append(joint_softmax([(near, values.to(compute)), (of_global, v_global.to(compute))]))
+            in_reach = slice(max(0, keys.shape[2] - window + 1), None)  # of the next token
+            k_near, v_near, position = keys[:, :, in_reach], values[:, :, in_reach], stop
+        return torch.cat(outputs, 2), LongformerState(state.position + q.shape[2], k_global, v_global, k_near, v_near)
 
     def init_own_state(self, batch_size: int) -> LongformerState:
         """The state before the first token of `batch_size` streams."""

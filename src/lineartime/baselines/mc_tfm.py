@@ -43,37 +43,7 @@ def mc_tfm_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int,
     return torch.stack(rows)
 
 
-# 2. The chunked form --------------------------------------------------------------------------------------------------
-
-
-def mc_tfm_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    chunk_size: int,
-    causal: bool = False,
-    mask: Tensor | None = None,
-    parts: Collection[Part] = ("local", "global"),
-) -> Tensor:
-    """Attend in time linear in T: q, k, v [B, T, h] -> [B, T, h]; mask, bool [B, T], is True for real tokens.
-
-    `parts` selects one part, or both.
-    """
-    chunk_size = max(1, min(chunk_size, v.shape[1]))  # a larger chunk would only be padded
-    chunks = cut_chunks(v, chunk_size, mask)
-    q, k, v = (chunks.cut(x) for x in (q, k, v))
-    options = MixedChunkOptions(chunk_size, causal, activation="softmax")
-    outputs = []
-    if "local" in parts:
-        outputs.append(chunk_attention(q, k, v, chunks, None, options))
-    if "global" in parts:
-        reach: Reach = "before" if causal else "others"
-        outputs.append(summary_attention(q * q.shape[-1] ** -0.5, k, v, chunks, options, reach=reach))
-    return chunks.join(reduce(add, outputs).to(v.dtype))
-
-
-# 3. The streaming form, and the layer ---------------------------------------------------------------------------------
+# 2. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class MCTFM(ChunkedHeads):
@@ -95,9 +65,18 @@ class MCTFM(ChunkedHeads):
         return self._read_parts((part,), q, k, v, real)
 
     def _read_parts(self, parts: Collection[Part], q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
-        rows = (fold_heads(x) for x in (q, k, v))
-        return mc_tfm_attention(*rows, chunk_size=self.chunk_size, causal=self.causal, mask=mask, parts=parts).view_as(v)
+        shape, dtype, size = v.shape, v.dtype, max(1, min(self.chunk_size, v.shape[2]))  # a larger chunk would only be padded
+        q, k, v = (fold_heads(x) for x in (q, k, v))
+        chunks = cut_chunks(v, size, None if real is None else real.repeat_interleave(self.n_heads, 0))
+        q, k, v = (chunks.cut(x) for x in (q, k, v))
+        options = MixedChunkOptions(size, self.causal, activation="softmax")
+        outputs = []
+        if "local" in parts:
+            outputs.append(chunk_attention(q, k, v, chunks, None, options))
+        if "global" in parts:
+            reach: Reach = "before" if self.causal else "others"
+            outputs.append(summary_attention(q * q.shape[-1] ** -0.5, k, v, chunks, options, reach=reach))
+        return chunks.join(reduce(add, outputs).to(dtype)).view(shape)
 
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkState, batch: Batch

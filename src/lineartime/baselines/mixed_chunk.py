@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import cut_blocks, join_blocks, with_neighbours
+from lineartime.baselines.blocks import cut_blocks, join_blocks, real_tokens, with_neighbours
 from lineartime.baselines.chunked_heads import ChunkedHeadOptions, ChunkedHeads
 from lineartime.baselines.cosformer import weigh_by_cosine
 from lineartime.baselines.linear_elu import elu_features
@@ -69,40 +69,7 @@ def mixed_chunk_scheme_oracle(
     return torch.stack(rows)
 
 
-# 2. The two parts, by chunks ------------------------------------------------------------------------------------------
-
-
-def local_attention(
-    q: Tensor, k: Tensor, v: Tensor, real: Tensor, *, chunk_size: int, overlapping: bool, causal: bool
-) -> Tensor:
-    """The local part: q, k, v [R, H, L, h] -> [R, H, L, h]; `real`, bool [R or 1, L], is False for padding."""
-    length = v.shape[-2]
-
-    def readable(x: Tensor) -> Tensor:
-        """[..., L, f] -> [..., G, C, f], concatenated with the neighbours if they overlap."""
-        chunks = cut_blocks(x, chunk_size)
-        return with_neighbours(chunks, causal) if overlapping else chunks
-
-    visible = readable(real[:, None, :, None]).mT
-    if causal:
-        place = torch.arange(length, device=v.device)[:, None]
-        visible = visible & (readable(place).mT <= cut_blocks(place, chunk_size))
-    scores = masked_products(cut_blocks(q, chunk_size), readable(k), visible)
-    return join_blocks(scores.softmax(-1).to(v.dtype) @ readable(v), length)
-
-
-def global_attention(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool) -> Tensor:
-    """The global part: features of q, k [R, H, L, f], zero for padding keys, and v [R, H, L, h] -> [R, H, L, h]."""
-    length = v.shape[-2]
-    q, k, values = (cut_blocks(x, chunk_size) for x in (q, k, with_ones(v)))
-    sums = (k.mT @ values).to(acc_dtype(v))  # [R, H, G, f, h + 1]
-    others = exclusive_cumsum(sums, -3)
-    if not causal:  # not the total minus the own chunk: the difference could be mostly rounding error
-        others = others + exclusive_cumsum(sums.flip(-3), -3).flip(-3)
-    return join_blocks(normalized(q @ others.to(q.dtype)), length)
-
-
-# 3. The streaming form ------------------------------------------------------------------------------------------------
+# 2. The state ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -122,44 +89,7 @@ class MixedChunkSchemeState(State):
     v: Tensor
 
 
-def mixed_chunk_scheme_extend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: MixedChunkSchemeState,
-    position: int,
-    features: Callable[[Tensor, int], Tensor],
-    *,
-    chunk_size: int,
-) -> tuple[Tensor, MixedChunkSchemeState]:
-    """Continue causal streams at one position by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the new state.
-
-    `features` maps [..., T, h] and the position of the first of these tokens to [..., T, f].
-    """
-    q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
-    start = state.k.shape[-2] - chunk_size  # of the open chunk
-    places = torch.arange(start + chunk_size, device=v.device)
-    summary, keys, values = state.summary, state.k, state.v
-    outputs = [v[..., :0, :]]
-    for new, first, last in open_chunk_pieces(position, v.shape[-2], chunk_size):
-        complete = position + new.start - first
-        queries, stop = q[..., new, :], start + last
-        if not first:  # the last chunk, which is full, becomes the previous one
-            keys, values = (x.roll(-chunk_size, -2) for x in (keys, values))
-        keys, values = fill(keys, start + first, k[..., new, :]), fill(values, start + first, v[..., new, :])
-        visible = places[:stop] <= places[start + first : stop, None]
-        if not complete:  # the first chunk has no previous one
-            visible = visible & (places[:stop] >= start)
-        local = masked_products(queries, keys[..., :stop, :], visible).softmax(-1).to(v.dtype) @ values[..., :stop, :]
-        across = normalized(features(queries, complete + first) @ summary.to(v.dtype))
-        outputs.append(local + across)
-        if last == chunk_size:
-            of_chunk = features(keys[..., start:, :], complete).mT @ with_ones(values[..., start:, :])
-            summary = summary + of_chunk.to(summary.dtype)
-    return torch.cat(outputs, -2), MixedChunkSchemeState(state.position + v.shape[-2], summary, keys, values)
-
-
-# 4. The layer ---------------------------------------------------------------------------------------------------------
+# 3. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class MixedChunk(ChunkedHeads):
@@ -215,21 +145,64 @@ class MixedChunk(ChunkedHeads):
 
     def attend_part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """The local or the global part: q, k [R, H, L, h] and v [R, H, L, w] -> [R, H, L, w]."""
-        if real is None:
-            real = torch.ones(1, v.shape[-2], dtype=torch.bool, device=v.device)
+        real = real_tokens(v, real)
         size = max(1, min(self.chunk_size, v.shape[-2]))  # a larger chunk would only be padded
         if part == "local":
-            overlapping = self.local == "overlapping"
-            return local_attention(q, k, v, real, chunk_size=size, overlapping=overlapping, causal=self.causal)
+            return self._attend_near(q, k, v, real, size)
         keys = self.map_features(k, 0).masked_fill(~real[:, None, :, None], 0.0)
-        return global_attention(self.map_features(q, 0), keys, v, chunk_size=size, causal=self.causal)
+        return self._attend_far(self.map_features(q, 0), keys, v, size)
+
+    def _attend_near(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, chunk_size: int) -> Tensor:
+        length, overlapping, causal = v.shape[-2], self.local == "overlapping", self.causal
+
+        def readable(x: Tensor) -> Tensor:
+            """[..., L, f] -> [..., G, C, f], concatenated with the neighbours if they overlap."""
+            chunks = cut_blocks(x, chunk_size)
+            return with_neighbours(chunks, causal) if overlapping else chunks
+
+        visible = readable(real[:, None, :, None]).mT
+        if causal:
+            place = torch.arange(length, device=v.device)[:, None]
+            visible = visible & (readable(place).mT <= cut_blocks(place, chunk_size))
+        scores = masked_products(cut_blocks(q, chunk_size), readable(k), visible)
+        return join_blocks(scores.softmax(-1).to(v.dtype) @ readable(v), length)
+
+    def _attend_far(self, q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> Tensor:
+        """The global part from the features of q and k, [R, H, L, f], zero for padding keys."""
+        length = v.shape[-2]
+        q, k, values = (cut_blocks(x, chunk_size) for x in (q, k, with_ones(v)))
+        sums = (k.mT @ values).to(acc_dtype(v))  # [R, H, G, f, h + 1]
+        others = exclusive_cumsum(sums, -3)
+        if not self.causal:  # not the total minus the own chunk: the difference could be mostly rounding error
+            others = others + exclusive_cumsum(sums.flip(-3), -3).flip(-3)
+        return join_blocks(normalized(q @ others.to(q.dtype)), length)
 
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkSchemeState, batch: Batch
     ) -> tuple[Tensor, MixedChunkSchemeState]:
         """Attend with a state of constant size; return the outputs and the new state."""
-        start = batch.first_position
-        return mixed_chunk_scheme_extend(q, k, v, state, start, self.map_features, chunk_size=self.chunk_size)
+        q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
+        position, chunk_size, features = batch.first_position, self.chunk_size, self.map_features
+        start = state.k.shape[-2] - chunk_size  # of the open chunk
+        places = torch.arange(start + chunk_size, device=v.device)
+        summary, keys, values = state.summary, state.k, state.v
+        outputs = [v[..., :0, :]]
+        for new, first, last in open_chunk_pieces(position, v.shape[-2], chunk_size):
+            complete = position + new.start - first
+            queries, stop = q[..., new, :], start + last
+            if not first:  # the last chunk, which is full, becomes the previous one
+                keys, values = (x.roll(-chunk_size, -2) for x in (keys, values))
+            keys, values = fill(keys, start + first, k[..., new, :]), fill(values, start + first, v[..., new, :])
+            visible = places[:stop] <= places[start + first : stop, None]
+            if not complete:  # the first chunk has no previous one
+                visible = visible & (places[:stop] >= start)
+            local = masked_products(queries, keys[..., :stop, :], visible).softmax(-1).to(v.dtype) @ values[..., :stop, :]
+            across = normalized(features(queries, complete + first) @ summary.to(v.dtype))
+            outputs.append(local + across)
+            if last == chunk_size:
+                of_chunk = features(keys[..., start:, :], complete).mT @ with_ones(values[..., start:, :])
+                summary = summary + of_chunk.to(summary.dtype)
+        return torch.cat(outputs, -2), MixedChunkSchemeState(state.position + v.shape[-2], summary, keys, values)
 
     def init_own_state(self, batch_size: int) -> MixedChunkSchemeState:
         """The state before the first token of `batch_size` streams."""

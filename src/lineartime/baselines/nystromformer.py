@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from lineartime.baselines.blocks import real_tokens
 from lineartime.baselines.scores import masked_products, scaled_products
 from lineartime.errors import ArgumentError
 from lineartime.layers.dense import factory
@@ -56,24 +57,7 @@ def convolution_oracle(v: Tensor, weights: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-# 2. The parallel form -------------------------------------------------------------------------------------------------
-
-
-def nystromformer_attention(q: Tensor, k: Tensor, v: Tensor, *, n_landmarks: int, real: Tensor | None = None) -> Tensor:
-    """Attend in time linear in L: q, k, v [R, H, L, h] -> [R, H, L, h].
-
-    `real`, bool [R, L], is False for the padding at the end of shorter rows; None if there is none.
-    """
-    length = q.shape[-2]
-    here = torch.ones(1, length, dtype=torch.bool, device=q.device) if real is None else real
-    if length <= n_landmarks:
-        return _softmax_attention(q, k, v, here)
-    approximate = _attention_by_landmarks(q, k, v, here, n_landmarks)
-    if real is None:
-        return approximate
-    q, k, v = (x[..., :n_landmarks, :] for x in (q, k, v))  # all tokens of rows with at most n_landmarks tokens
-    exact = F.pad(_softmax_attention(q, k, v, here[:, :n_landmarks]), (0, 0, 0, length - n_landmarks))
-    return torch.where((real.sum(-1) <= n_landmarks)[:, None, None, None], exact, approximate)
+# 2. The parts of the parallel form ------------------------------------------------------------------------------------
 
 
 def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
@@ -81,6 +65,7 @@ def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
 
 
 def _attention_by_landmarks(q: Tensor, k: Tensor, v: Tensor, real: Tensor, n_landmarks: int) -> Tensor:
+    """In time linear in L: q, k, v [R, H, L, h] and bool [R or 1, L] -> [R, H, L, h]."""
     q_l, k_l = (_landmarks(x, real, n_landmarks) for x in (q, k))
     between = pseudo_inverse(scaled_products(q_l, k_l).softmax(-1)).to(v.dtype)
     return scaled_products(q, k_l).softmax(-1).to(v.dtype) @ (between @ _softmax_attention(q_l, k, v, real))
@@ -138,9 +123,20 @@ class Nystromformer(MultiHeadMixer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attention through landmarks, plus the convolution: q, k, v [R, H, L, h] -> [R, H, L, h]."""
-        out = nystromformer_attention(q, k, v, n_landmarks=self.n_landmarks, real=real)
+        out = self._attend_to_landmarks(q, k, v, real)
         if not self.convolution or not v.shape[2]:  # PyTorch cannot convolve an empty sequence
             return out
         kernel = self.kernel[:, None, :, None].to(v.dtype)
         # Values are zero at padding, which is at the end of a row, so it acts like the zeros beyond the row.
         return out + F.conv2d(v, kernel, padding=(self.convolution // 2, 0), groups=self.n_heads)
+
+    def _attend_to_landmarks(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        length, n_landmarks, here = q.shape[-2], self.n_landmarks, real_tokens(q, real)
+        if length <= n_landmarks:
+            return _softmax_attention(q, k, v, here)
+        approximate = _attention_by_landmarks(q, k, v, here, n_landmarks)
+        if real is None:
+            return approximate
+        q, k, v = (x[..., :n_landmarks, :] for x in (q, k, v))  # all tokens of rows with at most n_landmarks tokens
+        exact = F.pad(_softmax_attention(q, k, v, here[:, :n_landmarks]), (0, 0, 0, length - n_landmarks))
+        return torch.where((real.sum(-1) <= n_landmarks)[:, None, None, None], exact, approximate)

@@ -55,7 +55,7 @@ def reformer_attention_oracle(q: Tensor, v: Tensor, buckets: Tensor, *, chunk_si
     return torch.stack(rows)
 
 
-# 2. The parallel form -------------------------------------------------------------------------------------------------
+# 2. The hash, and the keys --------------------------------------------------------------------------------------------
 
 
 def reformer_buckets(x: Tensor, directions: Tensor) -> Tensor:
@@ -63,81 +63,6 @@ def reformer_buckets(x: Tensor, directions: Tensor) -> Tensor:
     dtype = acc_dtype(x)
     along = x.detach()[:, :, None].to(dtype) @ directions.to(dtype)  # [R, H, P, L, n / 2]
     return torch.cat([along, -along], -1).argmax(-1)
-
-
-def reformer_attention(
-    q: Tensor,
-    v: Tensor,
-    buckets: Tensor,
-    *,
-    n_buckets: int,
-    chunk_size: int,
-    causal: bool,
-    real: Tensor | None = None,
-) -> Tensor:
-    """Attend inside buckets, with 2 C scores per token and round.
-
-    Args:
-        q: [R, H, L, h], the queries; scaled to length sqrt(h), they are also the keys.
-        v: [R, H, L, e].
-        buckets: int64 [R, H, P, L], from 0 to n - 1.
-        n_buckets: n.
-        chunk_size: C.
-        causal: whether a token attends only to itself and earlier tokens.
-        real: bool [R, L], False for the padding at the end of shorter rows; None if there is none.
-
-    Returns:
-        [R, H, L, e].
-    """
-    length = q.shape[-2]
-    chunk_size = max(1, min(chunk_size, length))  # a larger chunk never fills up
-    # An upper bound that needs no device sync: at most the last chunk of a bucket is not full.
-    n_slots = (-(-length // chunk_size) + n_buckets) * chunk_size
-    slots = _slots(buckets, n_buckets, chunk_size)  # [R, H, P, L]
-    cells = (slots // chunk_size + buckets)[..., None]  # numbers the chunks, skipping a number between two buckets
-    slots = slots[..., None]
-
-    def chunked(x: Tensor) -> Tensor:
-        """[R, H, P, L, f], or a tensor that expands to it -> [R, H, P, G, C, f], with zeros in empty slots."""
-        index = slots.expand(*slots.shape[:-1], x.shape[-1])
-        empty = x.new_zeros(*slots.shape[:-2], n_slots, x.shape[-1])
-        chunks: Tensor = empty.scatter(-2, index, x.expand_as(index)).unflatten(-2, (-1, chunk_size))
-        return chunks
-
-    def readable(x: Tensor) -> Tensor:
-        """Concatenate every chunk with the previous one: [..., G, C, f] -> [..., G, 2 C, f]."""
-        return torch.cat([F.pad(x, (0, 0, 0, 0, 1, -1)), x], -2)
-
-    def unchunked(x: Tensor) -> Tensor:
-        """[R, H, P, G, C, f] -> [R, H, P, L, f]."""
-        return x.flatten(-3, -2).gather(-2, slots.expand(*slots.shape[:-1], x.shape[-1]))
-
-    token = chunked(torch.arange(length, device=q.device)[:, None])
-    bucket = buckets + 1  # empty slots and padding get a bucket of their own: 0
-    if real is not None:
-        bucket = bucket * real[:, None, None, :]
-    bucket = chunked(bucket[..., None])
-    visible = bucket == readable(bucket).mT  # [R, H, P, G, C, 2 C]
-    if causal:
-        visible = visible & (token >= readable(token).mT)
-    itself = token == readable(token).mT
-
-    # A pair that meets in several rounds counts once: each round has an equal share (equation 4 and what follows it).
-    rounds = torch.zeros_like(visible, dtype=torch.int32)
-    for cell in cells.unbind(2):
-        behind = chunked(cell[:, :, None])
-        behind = behind - readable(behind).mT
-        rounds += (behind == 0) | (behind == 1)
-    keys = readable(chunked(_keys(q)[:, :, None]))
-    scores = masked_products(chunked(q[:, :, None]), keys, visible)
-    scores = (scores - rounds.clamp(min=1).to(scores.dtype).log()).masked_fill(itself & visible, SELF_SCORE)
-    weights = scores.softmax(-1)
-    # The logsumexp, from the largest weight, exp(largest score - logsumexp), because exp is slow where it underflows.
-    log_sum = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
-    attended = weights.to(v.dtype) @ readable(chunked(v[:, :, None]))
-    # The softmax over all rounds is the mean of the softmax of each round, weighted by their sums of exponentials.
-    share = unchunked(log_sum).softmax(2)
-    return (share * unchunked(attended)).sum(2).to(v.dtype)
 
 
 def _slots(buckets: Tensor, n_buckets: int, chunk_size: int) -> Tensor:
@@ -157,7 +82,7 @@ def _keys(q: Tensor) -> Tensor:
     return keys.to(q.dtype)
 
 
-# 3. The streaming form ------------------------------------------------------------------------------------------------
+# 3. Streams -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -177,20 +102,6 @@ class ReformerState(State):
     v: Tensor
     buckets: Tensor
     ranks: Tensor
-
-
-def reformer_attention_extend(
-    q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, start: int, *, chunk_size: int
-) -> tuple[Tensor, ReformerState]:
-    """Continue causal streams at position `start` by N tokens: q and v [B, H, N, h], buckets [B, H, P, N] -> [B, H, N, h]."""
-    keys, values = state.k[:, :, :start], state.v[:, :, :start]
-    state = ReformerState(state.position, keys, values, state.buckets[..., :start], state.ranks[..., :start])
-    outputs = []
-    at_a_time = max(1, COMPARED // max(1, start + q.shape[2]))
-    for new in zip(q.split(at_a_time, 2), v.split(at_a_time, 2), buckets.split(at_a_time, 3), strict=True):
-        out, state = _extend_slice(*new, state, chunk_size)
-        outputs.append(out)
-    return torch.cat(outputs, 2), state
 
 
 def _extend_slice(q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, chunk_size: int) -> tuple[Tensor, ReformerState]:
@@ -265,16 +176,68 @@ class Reformer(MultiHeadMixer):
         return rotated, k
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attend inside buckets: q, k, v [R, H, L, h] -> [R, H, L, h]; k is hashed."""
-        buckets = reformer_buckets(k, self.directions)
-        return reformer_attention(
-            q, v, buckets, n_buckets=self.n_buckets, chunk_size=self.chunk_size, causal=self.causal, real=real
-        )
+        """Attend inside buckets, with 2 C scores per token and round: q, k, v [R, H, L, h] -> [R, H, L, h]; k is hashed."""
+        length, n_buckets, causal, buckets = q.shape[-2], self.n_buckets, self.causal, reformer_buckets(k, self.directions)
+        chunk_size = max(1, min(self.chunk_size, length))  # a larger chunk never fills up
+        # An upper bound that needs no device sync: at most the last chunk of a bucket is not full.
+        n_slots = (-(-length // chunk_size) + n_buckets) * chunk_size
+        slots = _slots(buckets, n_buckets, chunk_size)  # [R, H, P, L]
+        cells = (slots // chunk_size + buckets)[..., None]  # numbers the chunks, skipping a number between two buckets
+        slots = slots[..., None]
+
+        def chunked(x: Tensor) -> Tensor:
+            """[R, H, P, L, f], or a tensor that expands to it -> [R, H, P, G, C, f], with zeros in empty slots."""
+            index = slots.expand(*slots.shape[:-1], x.shape[-1])
+            empty = x.new_zeros(*slots.shape[:-2], n_slots, x.shape[-1])
+            chunks: Tensor = empty.scatter(-2, index, x.expand_as(index)).unflatten(-2, (-1, chunk_size))
+            return chunks
+
+        def readable(x: Tensor) -> Tensor:
+            """Concatenate every chunk with the previous one: [..., G, C, f] -> [..., G, 2 C, f]."""
+            return torch.cat([F.pad(x, (0, 0, 0, 0, 1, -1)), x], -2)
+
+        def unchunked(x: Tensor) -> Tensor:
+            """[R, H, P, G, C, f] -> [R, H, P, L, f]."""
+            return x.flatten(-3, -2).gather(-2, slots.expand(*slots.shape[:-1], x.shape[-1]))
+
+        token = chunked(torch.arange(length, device=q.device)[:, None])
+        bucket = buckets + 1  # empty slots and padding get a bucket of their own: 0
+        if real is not None:
+            bucket = bucket * real[:, None, None, :]
+        bucket = chunked(bucket[..., None])
+        visible = bucket == readable(bucket).mT  # [R, H, P, G, C, 2 C]
+        if causal:
+            visible = visible & (token >= readable(token).mT)
+        itself = token == readable(token).mT
+
+        # A pair that meets in several rounds counts once: each round has an equal share (equation 4 and what follows it).
+        rounds = torch.zeros_like(visible, dtype=torch.int32)
+        for cell in cells.unbind(2):
+            behind = chunked(cell[:, :, None])
+            behind = behind - readable(behind).mT
+            rounds += (behind == 0) | (behind == 1)
+        keys = readable(chunked(_keys(q)[:, :, None]))
+        scores = masked_products(chunked(q[:, :, None]), keys, visible)
+        scores = (scores - rounds.clamp(min=1).to(scores.dtype).log()).masked_fill(itself & visible, SELF_SCORE)
+        weights = scores.softmax(-1)
+        # The logsumexp, from the largest weight, exp(largest score - logsumexp), because exp is slow where it underflows.
+        log_sum = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
+        attended = weights.to(v.dtype) @ readable(chunked(v[:, :, None]))
+        # The softmax over all rounds is the mean of the softmax of each round, weighted by their sums of exponentials.
+        share = unchunked(log_sum).softmax(2)
+        return (share * unchunked(attended)).sum(2).to(v.dtype)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: ReformerState, batch: Batch) -> tuple[Tensor, ReformerState]:
         """Attend to the cache of all earlier tokens; return the outputs and the cache extended by N tokens."""
-        buckets = reformer_buckets(k, self.directions)
-        return reformer_attention_extend(q, v, buckets, state, batch.first_position, chunk_size=self.chunk_size)
+        start, buckets = batch.first_position, reformer_buckets(k, self.directions)
+        keys, values = state.k[:, :, :start], state.v[:, :, :start]
+        state = ReformerState(state.position, keys, values, state.buckets[..., :start], state.ranks[..., :start])
+        outputs = []
+        at_a_time = max(1, COMPARED // max(1, start + q.shape[2]))
+        for new in zip(q.split(at_a_time, 2), v.split(at_a_time, 2), buckets.split(at_a_time, 3), strict=True):
+            out, state = _extend_slice(*new, state, self.chunk_size)
+            outputs.append(out)
+        return torch.cat(outputs, 2), state
 
     def init_own_state(self, batch_size: int) -> ReformerState:
         """The state before the first token of `batch_size` streams."""

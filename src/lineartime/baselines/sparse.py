@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import cut_blocks, join_blocks, visible_band, with_neighbours
+from lineartime.baselines.blocks import cut_blocks, join_blocks, real_tokens, visible_band, with_neighbours
 from lineartime.baselines.scores import masked_products
 from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
@@ -35,66 +35,7 @@ def sparse_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, stride: int, cau
     return torch.stack(rows)
 
 
-# 2. The parallel form -------------------------------------------------------------------------------------------------
-
-
-def sparse_attention(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool, real: Tensor | None = None) -> Tensor:
-    """Attend to near tokens and to every S-th one, with S + L / S scores per token: q, k, v [R, H, L, h] -> [R, H, L, h].
-
-    `real`, bool [R, L], is False for the padding at the end of shorter rows; None if there is none.
-    """
-    length = q.shape[-2]
-    stride = max(1, min(stride, length))  # a larger stride also covers everything
-    blocks = max(1, -(-length // stride))
-    if real is None:
-        real = torch.ones(1, length, dtype=torch.bool, device=q.device)
-
-    def columns(x: Tensor) -> Tensor:
-        """Group tokens that are multiples of S apart: [..., G, S, f] -> [..., S, G, f], and back."""
-        return x.transpose(-3, -2)
-
-    # [R, H, G, S, h], and [R or 1, 1, G, S, 1]
-    q, k, v, present = (cut_blocks(x, stride) for x in (q, k, v, real[:, None, :, None]))
-
-    readable = with_neighbours(present, causal).mT & visible_band(stride, causal, q.device)
-    near = masked_products(q, with_neighbours(k, causal), readable)  # [R, H, G, S, 2 S or 3 S]
-
-    others = ~torch.eye(blocks, dtype=torch.bool, device=q.device)  # the near tokens include the token itself
-    others = others.tril() if causal else others
-    far = columns(masked_products(columns(q), columns(k), others & columns(present).mT))  # [R, H, G, S, G]
-
-    weights = torch.cat([near, far], -1).softmax(-1).to(v.dtype)
-    near, far = weights.split([near.shape[-1], blocks], -1)
-    out: Tensor = near @ with_neighbours(v, causal) + columns(columns(far) @ columns(v))
-    return join_blocks(out, length)
-
-
-# 3. The streaming form ------------------------------------------------------------------------------------------------
-
-
-def sparse_attention_extend(
-    q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch, *, stride: int
-) -> tuple[Tensor, KVCache]:
-    """Continue causal streams at one position by N tokens: q, k, v [B, H, N, h] -> [B, H, N, h] and the extended cache."""
-    first = batch.first_position
-    state, *cached, _ = state.append(k, v, batch)
-    length = first + q.shape[2]
-    # The distances that a token attends to: its window, then every S-th token before it.
-    window = torch.arange(min(stride, length), device=q.device)
-    distances = torch.cat([window, torch.arange(stride, max(stride, length), stride, device=q.device)])
-    at_a_time = max(1, GATHERED // max(1, len(distances)))
-    outputs = []
-    for new in q.split(at_a_time, 2):
-        queries = torch.arange(first, first + new.shape[2], device=q.device)
-        first += new.shape[2]
-        reads = queries[:, None] - distances  # [N, K]
-        keys, values = (x[:, :, reads.clamp(min=0)].to(acc_dtype(q)) for x in cached)  # [B, H, N, K, h]
-        scores = masked_products(new[..., None, :].to(keys.dtype), keys, (reads >= 0)[:, None, :])
-        outputs.append((scores.softmax(-1) @ values)[..., 0, :])
-    return torch.cat(outputs, 2), state
-
-
-# 4. The layer ---------------------------------------------------------------------------------------------------------
+# 2. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class Sparse(MultiHeadMixer):
@@ -113,9 +54,44 @@ class Sparse(MultiHeadMixer):
         self.stride = stride
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Strided attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
-        return sparse_attention(q, k, v, stride=self.stride, causal=self.causal, real=real)
+        """Attend to near tokens and every S-th one, with S + L / S scores per token: q, k, v [R, H, L, h] -> [R, H, L, h]."""
+        length, causal = q.shape[-2], self.causal
+        stride = max(1, min(self.stride, length))  # a larger stride also covers everything
+        blocks = max(1, -(-length // stride))
+
+        def columns(x: Tensor) -> Tensor:
+            """Group tokens that are multiples of S apart: [..., G, S, f] -> [..., S, G, f], and back."""
+            return x.transpose(-3, -2)
+
+        # [R, H, G, S, h], and [R or 1, 1, G, S, 1]
+        q, k, v, present = (cut_blocks(x, stride) for x in (q, k, v, real_tokens(q, real)[:, None, :, None]))
+
+        readable = with_neighbours(present, causal).mT & visible_band(stride, causal, q.device)
+        near = masked_products(q, with_neighbours(k, causal), readable)  # [R, H, G, S, 2 S or 3 S]
+
+        others = ~torch.eye(blocks, dtype=torch.bool, device=q.device)  # the near tokens include the token itself
+        others = others.tril() if causal else others
+        far = columns(masked_products(columns(q), columns(k), others & columns(present).mT))  # [R, H, G, S, G]
+
+        weights = torch.cat([near, far], -1).softmax(-1).to(v.dtype)
+        near, far = weights.split([near.shape[-1], blocks], -1)
+        return join_blocks(near @ with_neighbours(v, causal) + columns(columns(far) @ columns(v)), length)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
-        """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
-        return sparse_attention_extend(q, k, v, state, batch, stride=self.stride)
+        """Gather the cached keys and values that each token attends to."""
+        first, stride = batch.first_position, self.stride
+        state, *cached, _ = state.append(k, v, batch)
+        length = first + q.shape[2]
+        # The distances that a token attends to: its window, then every S-th token before it.
+        window = torch.arange(min(stride, length), device=q.device)
+        distances = torch.cat([window, torch.arange(stride, max(stride, length), stride, device=q.device)])
+        at_a_time = max(1, GATHERED // max(1, len(distances)))
+        outputs = []
+        for new in q.split(at_a_time, 2):
+            queries = torch.arange(first, first + new.shape[2], device=q.device)
+            first += new.shape[2]
+            reads = queries[:, None] - distances  # [N, K]
+            keys, values = (x[:, :, reads.clamp(min=0)].to(acc_dtype(q)) for x in cached)  # [B, H, N, K, h]
+            scores = masked_products(new[..., None, :].to(keys.dtype), keys, (reads >= 0)[:, None, :])
+            outputs.append((scores.softmax(-1) @ values)[..., 0, :])
+        return torch.cat(outputs, 2), state
