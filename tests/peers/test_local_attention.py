@@ -12,7 +12,7 @@ from tests.peers.packages import peer
 from torch import Tensor
 
 from lineartime.baselines.flash_overlapping import FLASHOverlapping
-from lineartime.baselines.sparse import sparse_attention
+from lineartime.baselines.sparse import Sparse
 from lineartime.ops import mixed_chunk_attention
 from lineartime.ops.batch import Needs
 from lineartime.ops.make_batch import make_batch
@@ -63,5 +63,5 @@ def test_overlapping_chunks_with_softmax_are_local_attention_that_looks_around(l
 @pytest.mark.parametrize("causal", [False, True])
 def test_sparse_attention_is_an_exact_window_until_the_second_stride(causal: bool) -> None:
     q, k, v = tokens(2 * WINDOW)  # up to here, near tokens and multiples of the stride are all at distances 0 to 4
-    out = sparse_attention(q[:, None], k[:, None], v[:, None], stride=WINDOW, causal=causal)[:, 0]
+    out = Sparse(8, n_heads=1, stride=WINDOW, causal=causal).attend(q[:, None], k[:, None], v[:, None], None)[:, 0]
     torch.testing.assert_close(out, near(q, k, v, causal, 1, exact_windowsize=True), atol=1e-10, rtol=0)

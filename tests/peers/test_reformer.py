@@ -13,7 +13,7 @@ import torch
 from tests.peers.packages import peer
 from torch import Tensor
 
-from lineartime.baselines.reformer import reformer_attention
+from lineartime.baselines.reformer import Reformer
 
 CHUNK = 4
 BATCH, HEADS, HEAD_DIM = 2, 3, 6
@@ -40,5 +40,7 @@ def test_attention_in_buckets_is_that_of_reformer_pytorch(
     offsets = torch.arange(rounds)[:, None] * (length // CHUNK)  # it numbers the buckets of all rounds
     monkeypatch.setattr(theirs, "hash_vectors", lambda *_, **__: (buckets + offsets).flatten(2).flatten(0, 1))
     expected = theirs(q.flatten(0, 1) * HEAD_DIM**0.5, v.flatten(0, 1))[0].view_as(v)
-    out = reformer_attention(q, v, buckets, n_buckets=2, chunk_size=CHUNK, causal=causal)
+    monkeypatch.setattr("lineartime.baselines.reformer.reformer_buckets", lambda *_: buckets)
+    layer = Reformer(HEADS * HEAD_DIM, n_heads=HEADS, n_buckets=2, chunk_size=CHUNK, causal=causal)
+    out = layer.attend(q, q, v, None)
     torch.testing.assert_close(out, expected, atol=1e-7, rtol=0)  # it adds 1e-9 to the count of rounds
