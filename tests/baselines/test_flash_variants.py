@@ -22,7 +22,7 @@ from lineartime.ops.mixed_chunk.chunked import summary_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
 
 CHUNK = 4
-LENGTHS = [1, 3, 4, 5, 17]
+LENGTHS = [1, 4, 5, 17]
 lengths = pytest.mark.parametrize("length", LENGTHS)
 directions = pytest.mark.parametrize("causal", [False, True])
 
@@ -82,16 +82,8 @@ def test_overlapping_attention_is_the_definition(
     bias = bias_of(layer)
     assert bias.shape == (CHUNK, 2 * CHUNK if causal else 3 * CHUNK)
 
-    def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_overlapping_oracle(
-            q,
-            k,
-            v,
-            bias,
-            chunk_size=CHUNK,
-            causal=causal,
-            activation=activation,
-        )
+    def oracle(*qkv: Tensor) -> Tensor:
+        return flash_overlapping_oracle(*qkv, bias, chunk_size=CHUNK, causal=causal, activation=activation)
 
     assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
 
@@ -102,8 +94,7 @@ def test_the_bias_of_overlapping_attention_depends_on_the_distance_alone() -> No
         assert bias[:, CHUNK:].diagonal(distance).unique().numel() <= 1
 
 
-@directions
-@lengths
+@every_pair(causal=[False, True], length=LENGTHS)
 def test_weighted_summaries_are_the_definition(causal: bool, length: int, assert_same_function: Callable[..., None]) -> None:
     def fast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         chunks = cut_chunks(v[None], CHUNK)
@@ -139,26 +130,20 @@ def test_the_published_divisor_of_summaries_counts_a_chunk_as_full() -> None:
     torch.testing.assert_close(published * CHUNK, counted * (CHUNK - 1))
 
 
+@pytest.mark.parametrize("variant", [FLASHCLS, FLASHFirstToAll])
 @lengths
-def test_the_cls_token_attends_to_its_chunk_with_softmax(length: int, assert_same_function: Callable[..., None]) -> None:
-    layer = FLASHCLS(8, d_qk=4, chunk_size=CHUNK).double()
+def test_first_tokens_attend_with_softmax_and_others_as_before(
+    length: int, variant: type[FLASHInParts], assert_same_function: Callable[..., None]
+) -> None:
+    layer = variant(8, d_qk=4, chunk_size=CHUNK).double()
     bias = bias_of(layer)
 
-    def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = quadratic_part(layer, FLASHInParts.quadratic_part)(q, k, v)
-        changed = flash_cls_oracle(q, k, v, bias, chunk_size=CHUNK)
-        return torch.stack([changed.get(t, out[t]) for t in range(length)])
-
-    assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
-
-
-@lengths
-def test_the_first_token_of_every_chunk_attends_to_all(length: int, assert_same_function: Callable[..., None]) -> None:
-    layer = FLASHFirstToAll(8, d_qk=4, chunk_size=CHUNK).double()
-
-    def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = quadratic_part(layer, FLASHInParts.quadratic_part)(q, k, v)
-        changed = flash_first_to_all_oracle(q, k, v, chunk_size=CHUNK)
+    def oracle(*qkv: Tensor) -> Tensor:
+        out = quadratic_part(layer, FLASHInParts.quadratic_part)(*qkv)
+        if variant is FLASHCLS:
+            changed = flash_cls_oracle(*qkv, bias, chunk_size=CHUNK)
+        else:
+            changed = flash_first_to_all_oracle(*qkv, chunk_size=CHUNK)
         return torch.stack([changed.get(t, out[t]) for t in range(length)])
 
     assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
@@ -180,8 +165,7 @@ def test_flash_in_parts_is_flash(causal: bool) -> None:
     torch.testing.assert_close(parts(x, mask=mask), whole(x, mask=mask))
 
 
-@directions
-@lengths
+@every_pair(causal=[False, True], length=LENGTHS)
 def test_each_part_alone_is_the_definition_without_the_other(
     causal: bool, length: int, assert_same_function: Callable[..., None]
 ) -> None:

@@ -1,7 +1,7 @@
 """GAU with several heads, GAU without a gate, and heads with relu^2 or a gate."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
@@ -48,16 +48,12 @@ def test_every_head_of_a_gau_attends_by_itself(causal: bool, assert_same_functio
     assert_same_function(layer, formula, X)
 
 
-def test_one_head_of_a_gau_is_a_gau() -> None:
+def test_one_head_of_a_gau_is_a_gau_and_four_cost_no_parameters() -> None:
     layer = prepared(GAUMultiHead(16, n_heads=1, d_qk=8))
     plain = GAU(16, d_qk=8).double()
     plain.load_state_dict(layer.state_dict())
     torch.testing.assert_close(layer(X), plain(X), atol=1e-10, rtol=0)
-
-
-def test_heads_cost_a_gau_no_parameters() -> None:
-    one, four = (sum(p.numel() for p in GAUMultiHead(16, n_heads=n, d_qk=8).parameters()) for n in (1, 4))
-    assert one == four
+    plain.load_state_dict(GAUMultiHead(16, n_heads=4, d_qk=8).state_dict())
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -107,16 +103,12 @@ def test_the_gate_multiplies_what_attention_gives(causal: bool, assert_same_func
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"n_heads": 3}, "n_heads is 3, but must divide d_qk = 8"),
-        ({"n_heads": 8}, "n_heads is 8, but d_qk / n_heads = 1 must be even"),
-        ({"n_heads": 0}, "n_heads is 0, but must be at least 1"),
-    ],
+    ("n_heads", "message"),
+    [(3, "n_heads is 3, but must divide d_qk = 8"), (8, "n_heads is 8, but d_qk / n_heads = 1 must be even")],
 )
-def test_heads_that_do_not_fit_are_named(arguments: dict[str, Any], message: str) -> None:
+def test_heads_that_do_not_fit_are_named(n_heads: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        GAUMultiHead(16, d_qk=8, **arguments)
+        GAUMultiHead(16, d_qk=8, n_heads=n_heads)
 
 
 def test_scores_of_every_head_start_near_one_if_asked() -> None:
