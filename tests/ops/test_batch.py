@@ -1,6 +1,5 @@
 """Batches and packs, against what they mean spelt out document by document."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -14,19 +13,17 @@ from torch import Tensor
 
 from lineartime import FLASH
 from lineartime.errors import LineartimeError
-from lineartime.ops import gated_mixed_chunk_attention, mixed_chunk_attention, packs, quadratic_attention
 from lineartime.ops import make_batch as batches
+from lineartime.ops import mixed_chunk_attention, packs
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.chunks import Reach, places, shift_chunks, sum_chunks
 from lineartime.ops.make_batch import make_batch
 from lineartime.ops.packs import GROUP_COST, MAX_GROUPS, similar_documents
-from lineartime.ops.positions import FactoredBias
 
 CPU = torch.device("cpu")
 ENDS = [0, 3, 3, 25, 27, 46, 47, 80]
 LENGTH = ENDS[-1]
 MASK = (torch.arange(LENGTH) % 5 != 2)[None]
-PREFIXES = torch.tensor([2, 0, 9, 0, 10, 0, 4])
 
 
 def pack_of(ends: list[int], chunk_size: int | None, **options: Any) -> Batch:
@@ -83,8 +80,7 @@ def test_a_pack_with_padding_and_prefixes_counts_real_tokens_of_each_document() 
     assert batch.prefix.positions.tolist() == [place for count in prefixes.tolist() for place in range(count)]
 
 
-@pytest.mark.parametrize("case", ["no rows", "no tokens", "all padding", "empty documents", "no documents"])
-@pytest.mark.parametrize("chunk_size", [None, 4])
+@every_pair(case=["no rows", "no tokens", "all padding", "empty documents", "no documents"], chunk_size=[None, 4])
 def test_documents_without_tokens_read_nothing(case: str, chunk_size: int | None) -> None:
     shape, mask, ends = {
         "no rows": ((0, 3), None, None),
@@ -102,23 +98,6 @@ def test_documents_without_tokens_read_nothing(case: str, chunk_size: int | None
         assert torch.equal(batch.by_row(lambda rows, real: rows, packed), packed)
     else:
         assert torch.equal(batch.join(batch.cut(packed)), packed)
-
-
-def test_rows_of_an_attention_are_documents_no_longer_than_need_be() -> None:
-    x, batch = random(1, 9, 2), pack_of([0, 4, 4, 9], None)
-    seen = []
-
-    def attend(rows: Tensor, real: Tensor | None) -> Tensor:
-        seen.append((rows, real))
-        return 2 * rows
-
-    assert torch.equal(batch.by_row(attend, x), 2 * x)
-    ((rows, real),) = seen
-    assert real is not None
-    assert rows.shape == (3, 5, 2)
-    assert real.tolist() == [[True] * 4 + [False], [False] * 5, [True] * 5]
-    assert torch.equal(rows[real], x[0])
-    assert not rows[~real].any()
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -155,8 +134,7 @@ def test_every_document_of_a_pack_starts_a_chunk() -> None:
     assert torch.equal(chunks.join(chunks.cut(x)), x)
 
 
-@pytest.mark.parametrize("ends", [[0, 9], [0, 2, 2, 9], [0, 1, 2, 3, 8, 8, 9], [0, 0]])
-@pytest.mark.parametrize("reach", ["before", "others", "all"])
+@every_pair(ends=[[0, 9], [0, 1, 2, 2, 3, 9], [0, 0]], reach=["before", "others", "all"])
 def test_sums_over_chunks_stay_in_their_document_even_if_another_is_infinite(ends: list[int], reach: Reach) -> None:
     x = random(2, ends[-1], 3)
     x[:, 0:1] = torch.inf
@@ -172,7 +150,7 @@ def test_sums_over_chunks_stay_in_their_document_even_if_another_is_infinite(end
                 torch.testing.assert_close(summed[:, g], read.sum(1), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("by", [1, 2, 9, -1, -3, -9])
+@pytest.mark.parametrize("by", [1, 2, -3, 9])
 def test_shifted_chunks_do_not_cross_documents(by: int) -> None:
     ends, x = [0, 2, 2, 6, 7], torch.arange(1.0, 8.0)[None]
     shifted = shift_chunks(x, pack_of(ends, 1), by)
@@ -218,12 +196,6 @@ def test_compiled_code_makes_room_for_all_divisions(dynamic: bool | None) -> Non
 # Packs in parts -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_parts() -> Iterator[None]:
-    with patch.object(packs, "GROUP_COST", 0), patch.object(packs, "WASTE", 100), patch.object(batches, "MIN_CHUNK_SIZE", 1):
-        yield
-
-
 def cost(documents: int, longest: int) -> int:
     return documents * longest * (longest + packs.SLOT_COST)
 
@@ -257,15 +229,12 @@ def test_groups_of_usual_packs_are_these(lengths: list[int], expected: list[tupl
     assert [(len(group), min(group), max(group)) for group in groups] == expected
 
 
-@pytest.mark.parametrize("lengths", [[128] * 64, [100, 120] * 200, [5, 35], [7], [0, 9, 0], [0, 0], []])
+@pytest.mark.parametrize("lengths", [[100, 120] * 200, [5, 35], [0, 9, 0], []])
 def test_documents_of_similar_length_and_small_packs_stay_one_group(lengths: list[int]) -> None:
     assert len(similar_documents(lengths)) <= 1
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [[1] * 2999 + [3001], [2] * 500 + [900, 1000], [1] * 2000 + [30] * 300 + [4000], [0] * 1000 + [512] + [3] * 2000],
-)
+@pytest.mark.parametrize("lengths", [[1] * 2999 + [3001], [1] * 2000 + [30] * 300 + [4000]])
 def test_a_long_document_is_not_what_short_ones_are_padded_to(lengths: list[int]) -> None:
     ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     parts = pack_of(ends, None).parts
@@ -273,8 +242,9 @@ def test_a_long_document_is_not_what_short_ones_are_padded_to(lengths: list[int]
     assert sum(part.n_chunks * part.chunk_size for part in parts) <= 2 * sum(lengths)  # a row has one chunk
 
 
-def test_the_parts_of_a_pack_hold_its_tokens_in_order(small_parts: None) -> None:
-    pack = pack_of(ENDS, 64)
+def test_the_parts_of_a_pack_hold_its_tokens_in_order() -> None:
+    with patch.object(packs, "GROUP_COST", 0), patch.object(packs, "WASTE", 100), patch.object(batches, "MIN_CHUNK_SIZE", 1):
+        pack = pack_of(ENDS, 64)
     orders = [part.order for part in pack.parts if part.order is not None]
     assert sorted(torch.cat(orders).tolist()) == list(range(LENGTH))
     assert orders[0].tolist() == [25, 26, 46]  # the documents of 2 and 1 tokens
@@ -282,36 +252,3 @@ def test_the_parts_of_a_pack_hold_its_tokens_in_order(small_parts: None) -> None
     assert [part.chunk_size for part in pack.parts] == [2, 4, 32, 64]
     x = torch.randn(1, LENGTH, 3)
     assert torch.equal(pack.by_part(lambda tokens, part: tokens + part.positions[:, None], x), x + pack.positions[:, None])
-
-
-def agree(attend: Any, heads: list[Tensor], **options: Any) -> None:
-    """Values and gradients of the pack in parts are those of the pack as one."""
-    heads = [x.requires_grad_() for x in heads]
-    whole = attend(*heads, cu_seqlens=torch.tensor(ENDS), **options)
-    with patch.object(packs, "GROUP_COST", 0), patch.object(packs, "WASTE", 100), patch.object(batches, "MIN_CHUNK_SIZE", 1):
-        parts = attend(*heads, cu_seqlens=torch.tensor(ENDS), **options)
-    torch.testing.assert_close(parts, whole, atol=1e-10, rtol=1e-10)
-    for one, other in zip(*(torch.autograd.grad(out.square().sum(), heads) for out in (parts, whole)), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
-
-
-@every_pair(mask=[None, MASK], prefix_lengths=[None, PREFIXES], factored=[False, True])
-def test_quadratic_attention_reads_a_pack_in_parts(mask: Any, prefix_lengths: Any, factored: bool) -> None:
-    bias = FactoredBias(random(LENGTH, 4), random(LENGTH, 4)) if factored else random(LENGTH, LENGTH)
-    heads = [random(1, LENGTH, 4), random(1, LENGTH, 4), random(1, LENGTH, 6)]
-    agree(quadratic_attention, heads, causal=True, bias=bias, mask=mask, prefix_lengths=prefix_lengths)
-
-
-@every_pair(causal=[False, True], normalization=["count", "paper"], backend=["torch", "oracle"])
-def test_mixed_chunk_attention_reads_a_pack_in_parts(causal: bool, normalization: str, backend: str) -> None:
-    heads = [*(random(1, LENGTH, 4) for _ in range(4)), random(1, LENGTH, 6)]
-    options = {"mask": MASK, "prefix_lengths": PREFIXES if causal else None, "backend": backend, "normalization": normalization}
-    agree(mixed_chunk_attention, heads, chunk_size=20, causal=causal, bias=random(20, 20), **options)
-
-
-@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
-@pytest.mark.parametrize("backend", ["torch", "tiled"])
-def test_gated_mixed_chunk_attention_reads_a_pack_in_parts(normalization: str, backend: str) -> None:
-    inputs = [random(1, LENGTH, 16), random(4, 4), random(4, 4)]
-    options = {"normalization": normalization, "backend": backend, "positions": pack_of(ENDS, None).positions}
-    agree(gated_mixed_chunk_attention, inputs, chunk_size=20, causal=True, bias=random(20, 20), **options)

@@ -1,7 +1,5 @@
 """The cache of keys and values: streams at any positions, in memory that grows by doubling."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import Tensor
@@ -46,8 +44,7 @@ def test_token_by_token_memory_is_allocated_only_when_it_has_doubled() -> None:
     assert len(memory) <= 4  # room for 64, 128, 256 and 512 tokens
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("heads", [(), (2,)])
+@pytest.mark.parametrize(("gradients", "heads"), [(False, ()), (True, (2,))])
 def test_tokens_follow_those_of_their_stream_at_any_positions(gradients: bool, heads: tuple[int, ...]) -> None:
     pieces = [(3, [3, 1]), (1, [0, 1]), (2, None), (1, None), (0, None), (MIN_ROOM, [2, MIN_ROOM]), (4, [0, 0]), (1, None)]
     cache, read = empty(heads), [[torch.zeros(*heads, 0, 3)] for _ in range(2)]
@@ -116,15 +113,3 @@ def test_a_cache_without_gradients_keeps_what_the_gradients_of_queries_need() ->
     (gradient,) = torch.autograd.grad(before.sum() + after.sum(), q)
     at_once, _ = quadratic_attention_extend(q, k, v, empty())
     torch.testing.assert_close(gradient, torch.autograd.grad(at_once.sum(), q)[0])
-
-
-@pytest.mark.parametrize("ends", [[0, 1, 8], [0, MIN_ROOM + 1, MIN_ROOM + 8], [0, 4, 4, 9]])
-def test_a_cache_holds_what_its_pieces_hold(ends: list[int]) -> None:
-    k, v = tokens(ends[-1])
-    cache = empty()
-    with torch.no_grad():
-        for start, stop in pairwise(ends):
-            cache = grown(cache, k[:, start:stop], v[:, start:stop])
-    assert cache.position.tolist() == [ends[-1]] * 2
-    assert torch.equal(cache.k[:, : ends[-1]], k)
-    assert torch.equal(cache.v[:, : ends[-1]], v)

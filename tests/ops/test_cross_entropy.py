@@ -22,7 +22,7 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORED)
 
 
-@every_pair(tokens=[0, 1, 2, 7, 65], pieces_of=[1, 8, 1000])
+@every_pair(tokens=[0, 1, 65], pieces_of=[1, 8, 1000])
 def test_loss_and_gradients_are_those_of_logits_and_cross_entropy(
     tokens: int, pieces_of: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,7 @@ def assert_same(a: list[Tensor], b: list[Tensor], atol: float = 1e-10) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles", "poisoned_memory")
-@every_pair(length=[0, 1, 3, 4, 5, 17, 32], causal=[False, True], normalization=["count", "paper", "paper_sum"])
+@every_pair(length=[0, 1, 4, 5, 17], causal=[False, True], normalization=["count", "paper", "paper_sum"])
 def test_tiled_form_is_the_definition(length: int, causal: bool, normalization: Any) -> None:
     inputs = make_inputs(3, length)
     tiled, oracle = (
@@ -74,8 +74,7 @@ def test_tiled_form_is_the_definition(length: int, causal: bool, normalization: 
 
 
 @pytest.mark.usefixtures("small_tiles", "poisoned_memory")
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
+@every_pair(causal=[False, True], normalization=["count", "paper", "paper_sum"])
 def test_divisors_of_the_tiled_form_count_tokens_that_other_processes_hold(causal: bool, normalization: Any) -> None:
     tokens, gamma, beta, bias = make_inputs(3, 4 * CHUNK)
     projected, options = Projected(tokens, gamma, beta), MixedChunkOptions(CHUNK, causal, normalization=normalization)
@@ -88,19 +87,23 @@ def test_divisors_of_the_tiled_form_count_tokens_that_other_processes_hold(causa
 
 
 @pytest.mark.usefixtures("small_tiles", "poisoned_memory")
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("padding", ["right", "left", "holes", "all"])
-def test_tiled_form_is_the_definition_under_masks(causal: bool, padding: str) -> None:
+@pytest.mark.parametrize(
+    ("padding", "causal"), [("right", True), ("left", False), ("holes", True), ("holes", False), ("all", True)]
+)
+def test_tiled_form_is_the_definition_under_masks(padding: str, causal: bool) -> None:
     inputs = make_inputs(3, 21)
     tokens, short = torch.arange(21).expand(3, -1), torch.tensor([[0], [3], [21]])
     masks = {"right": tokens < 21 - short, "left": tokens >= short, "holes": torch.rand(3, 21) > 0.4, "all": tokens < 0}
-    options = {"mask": masks[padding], "causal": causal, "positions": masks[padding].cumsum(1)}
+    options = {
+        "mask": masks[padding],
+        "causal": causal,
+        "positions": torch.arange(21) if padding == "right" else masks[padding].cumsum(1),
+    }
     assert_same(values_and_gradients(inputs, "tiled", **options), values_and_gradients(inputs, "oracle", **options))
 
 
 @pytest.mark.usefixtures("small_tiles", "poisoned_memory")
-@pytest.mark.parametrize("ends", [[0, 17], [0, 5, 17], [0, 4, 4, 5, 17], [0, 0, 1, 2, 3, 16, 17]])
-@pytest.mark.parametrize("causal", [False, True])
+@every_pair(ends=[[0, 4, 4, 5, 17], [0, 0, 1, 2, 3, 16, 17]], causal=[False, True])
 def test_tiled_form_is_the_definition_for_packs(ends: list[int], causal: bool) -> None:
     inputs = make_inputs(1, 17)
     options = {"cu_seqlens": torch.tensor(ends), "causal": causal}
@@ -108,8 +111,9 @@ def test_tiled_form_is_the_definition_for_packs(ends: list[int], causal: bool) -
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_bias_and_rotation_may_be_left_out() -> None:
-    projected, gamma, beta, _ = make_inputs(2, 11)
+@pytest.mark.parametrize("d_qk", [D_QK, 5])  # without rotation, widths may be odd
+def test_bias_and_rotation_may_be_left_out(d_qk: int) -> None:
+    projected, gamma, beta, _ = make_inputs(2, 11, d_qk=d_qk)
 
     def run(backend: Any) -> list[Tensor]:
         out = gated_mixed_chunk_attention(
@@ -121,8 +125,7 @@ def test_bias_and_rotation_may_be_left_out() -> None:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 257, 1000])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("length", "causal"), [(65, False), (257, True)])
 def test_tiled_form_is_the_plain_one_at_ragged_lengths(length: int, causal: bool) -> None:
     inputs = make_inputs(2, length, chunk=64, d_qk=16, d_value=24)
     options = {"chunk_size": 64, "causal": causal}
@@ -133,8 +136,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """The largest error, relative to the largest value, by the dtype that is computed in."""
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)])
 def test_errors_are_within_tolerance_and_at_most_twice_those_of_plain_pytorch(dtype: torch.dtype, causal: bool) -> None:
     exact = tuple(x.detach().to(dtype).double().requires_grad_() for x in make_inputs(2, 200, chunk=64, d_qk=32, d_value=48))
     rounded = tuple(x.detach().to(dtype).requires_grad_() for x in exact)
@@ -154,11 +156,10 @@ def test_the_same_bits_come_twice() -> None:
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
-@pytest.mark.parametrize("threads", [2, 7])
-def test_the_number_of_threads_changes_nothing_but_rounding(threads: int) -> None:
+def test_the_number_of_threads_changes_nothing_but_rounding() -> None:
     inputs = make_inputs(2, 300, chunk=64, d_qk=16, d_value=24)
     alone = values_and_gradients(inputs, "tiled", chunk_size=64)
-    with using_threads(threads):
+    with using_threads(7):
         together = values_and_gradients(inputs, "tiled", chunk_size=64)
         again = values_and_gradients(inputs, "tiled", chunk_size=64)
     assert_same(alone, together)
@@ -281,19 +282,6 @@ def test_pytorch_can_check_compile_and_export_it() -> None:
     assert_same(list(pairs[0]), list(pairs[1]), 1e-6)
 
 
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("causal", [False, True])
-def test_one_row_of_positions_serves_all_rows_also_under_a_mask(causal: bool) -> None:
-    inputs = make_inputs(2, 9)
-    options = {"mask": torch.rand(2, 9) > 0.3, "positions": torch.arange(9), "causal": causal}
-    assert_same(values_and_gradients(inputs, "tiled", **options), values_and_gradients(inputs, "torch", **options))
-
-
-def test_without_rotation_widths_may_be_odd() -> None:
-    inputs = make_inputs(1, 9, d_qk=5)
-    assert_same(*(values_and_gradients(inputs, backend, positions=None) for backend in ("tiled", "oracle")))
-
-
 def test_a_second_derivative_is_refused_with_what_to_do() -> None:
     projected, gamma, beta, _ = make_inputs(1, 8)
     out = gated_mixed_chunk_attention(projected, gamma, beta, chunk_size=CHUNK, positions=None)
@@ -307,9 +295,7 @@ def test_a_second_derivative_is_refused_with_what_to_do() -> None:
     ("options", "message"),
     [
         ({"mask": torch.ones(1, 8, dtype=torch.bool), "projected": torch.ones(2, 8, 16)}, r"mask has shape \[1, 8\]"),
-        ({"cu_seqlens": torch.tensor([0, 5])}, r"cu_seqlens is \[0, 5\]"),
         ({"beta": torch.ones(4, 1)}, r"beta has shape \[4, 1\], but must be that of gamma"),
-        ({"chunk_size": 4.0}, "chunk_size is 4.0, but must be an integer"),
         ({"positions": torch.arange(CHUNK)}, r"positions has shape \[4\], but must be \[T\] = \[8\] or \[B, T\] = \[1, 8\]"),
         (
             {
@@ -333,7 +319,6 @@ def test_wrong_tokens_are_named_by_every_backend(options: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "fast"}, "backend is 'fast'"),
         ({"backend": "tiled", "activation": "softmax"}, "backend is 'tiled', which cannot run here: it has no activation"),
         ({"gamma": torch.ones(3, D_QK)}, r"gamma has shape \[3, 6\], but must be \[4, s\]"),
         ({"projected": torch.ones(1, 8, D_QK)}, r"projected has shape \[1, 8, 6\], but must be \[B, T, 2 e \+ s\] with s = 6"),

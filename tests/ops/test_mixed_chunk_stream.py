@@ -25,12 +25,9 @@ from lineartime.ops.make_batch import stream_batch
 from lineartime.ops.mixed_chunk import cpu
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 from lineartime.ops.mixed_chunk.stream import extend, extend_projected
-from lineartime.ops.state import State
 
 CHUNK, D_QK, D_VALUE = 4, 6, 5
 NORMALIZATIONS = ["count", "paper", "paper_sum"]
-READ = [0, 1, 3, 4, 11]
-"""How many tokens the streams have read before they are concatenated."""
 
 
 def make_inputs(length: int, batch: int = 1) -> list[Tensor]:
@@ -92,33 +89,6 @@ def test_streams_in_any_pieces_with_and_without_padding_are_the_definition(
         torch.testing.assert_close(found, exact, atol=1e-10, rtol=0)
 
 
-@every_pair(activation=ACTIVATIONS, normalization=NORMALIZATIONS, sizes=[[1] * 10, [3, 1, 6]])
-def test_concatenated_taken_and_cloned_streams_continue_as_each_would_alone(
-    activation: Any, normalization: Any, sizes: list[int]
-) -> None:
-    """Through the ends of two chunks, which the streams reach at different tokens."""
-    options: dict[str, Any] = {"activation": activation, "normalization": normalization, "bias": make_bias()}
-    inputs = [make_inputs(start + 10) for start in READ]
-    alone = [mixed_chunk_attention_oracle(*whole, chunk_size=CHUNK, causal=True, **options) for whole in inputs]
-    states = [
-        mixed_chunk_attention_extend(*(x[:, :start] for x in whole), empty_state(), **options)[1]
-        for whole, start in zip(inputs, READ, strict=True)
-    ]
-    joined = State.concatenate(states)
-    rows = [3, 0, 3, 4]
-    branches = [(joined.clone(), [0, 1, 2, 3, 4]), (joined.take(torch.tensor(rows)), rows), (joined, [0, 1, 2, 3, 4])]
-    for state, streams in branches:
-        done = 0
-        for size in sizes:
-            tokens = [torch.cat([inputs[row][part][:, READ[row] + done :][:, :size] for row in streams]) for part in range(5)]
-            out, state = mixed_chunk_attention_extend(*tokens, state, **options)
-            expected = torch.cat([alone[row][:, READ[row] + done :][:, :size] for row in streams])
-            torch.testing.assert_close(out, expected, atol=1e-10, rtol=0)
-            done += size
-        assert state.position.tolist() == [READ[row] + 10 for row in streams]
-    assert [state.position.tolist() for state in states] == [[start] for start in READ], "concatenating must copy"
-
-
 def test_a_token_is_written_into_the_memory_of_the_state_unless_a_gradient_needs_the_old_one() -> None:
     state = empty_state(2)
     memory = [x.data_ptr() for x in state.tensors()]
@@ -129,18 +99,6 @@ def test_a_token_is_written_into_the_memory_of_the_state_unless_a_gradient_needs
     q, *others = make_inputs(1, 2)
     mixed_chunk_attention_extend(q.requires_grad_(), *others, state)
     assert all(torch.equal(one, other) for one, other in zip(before.tensors(), state.tensors(), strict=True))
-
-
-def test_a_state_made_in_inference_mode_is_continued_outside() -> None:
-    inputs = make_inputs(CHUNK + 2)
-    with torch.inference_mode():
-        _, state = mixed_chunk_attention_extend(*(x[:, :-2] for x in inputs), empty_state())
-    outputs = []
-    for start in (CHUNK, CHUNK + 1):
-        out, state = mixed_chunk_attention_extend(*(x[:, start : start + 1] for x in inputs), state)
-        outputs.append(out)
-    whole = mixed_chunk_attention_oracle(*inputs, chunk_size=CHUNK, causal=True)
-    torch.testing.assert_close(torch.cat(outputs, 1), whole[:, CHUNK:], atol=1e-10, rtol=0)
 
 
 def test_a_step_can_be_recorded() -> None:
@@ -171,7 +129,7 @@ def test_states_accumulate_in_float32(size: int) -> None:
     assert state.summary.item() == 600.0
 
 
-@pytest.mark.parametrize(("batch", "d_qk"), [(1, D_QK), (3, D_QK), (2, D_QK + 1)])
+@pytest.mark.parametrize(("batch", "d_qk"), [(1, D_QK), (2, D_QK + 1)])
 def test_tokens_of_other_streams_than_those_of_the_state_are_refused(batch: int, d_qk: int) -> None:
     inputs = [torch.randn(batch, 3, width) for width in (d_qk, d_qk, d_qk, d_qk, D_VALUE)]
     with pytest.raises(ArgumentError, match=r"state needs k_quad of shape .*N.*, but it is"):

@@ -1,5 +1,6 @@
 """GAU's attention: the parallel and the streaming form against the definition."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,7 @@ from lineartime.ops.make_batch import stream_batch
 from lineartime.ops.quadratic import attend_rows, cpu
 from lineartime.ops.quadratic.inputs import QuadraticOptions
 
-LENGTHS = [0, 1, 3, 4, 5, 17]
+LENGTHS = [0, 1, 4, 17]
 OPTIONS = st.sampled_from([(activation, normalization) for activation in ACTIVATIONS for normalization in ("count", 7)])
 
 
@@ -46,60 +47,23 @@ def make_inputs(batch: int, length: int, grad: bool = False) -> tuple[Tensor, Te
     backend=["auto", "torch"],
 )
 def test_parallel_form_is_the_definition(
-    length: int, causal: bool, activation: Any, normalization: Any, padded: bool, backend: Any
+    length: int,
+    causal: bool,
+    activation: Any,
+    normalization: Any,
+    padded: bool,
+    backend: Any,
+    assert_same_function: Callable[..., None],
 ) -> None:
     mask = torch.rand(3, length) > 0.4 if padded else None
     if mask is not None:
         mask[0] = False  # a row without any real token
-    bias = torch.randn(length, length, dtype=torch.float64)
-    options: dict[str, Any] = {"causal": causal, "bias": bias, "mask": mask, "activation": activation}
-    options["normalization"] = normalization
-    inputs = make_inputs(3, length)
-    torch.testing.assert_close(
-        quadratic_attention(*inputs, **options, backend=backend),
-        quadratic_attention_oracle(*inputs, **options),
-        atol=1e-10,
-        rtol=0,
+    options = {"causal": causal, "mask": mask, "activation": activation, "normalization": normalization}
+    assert_same_function(
+        lambda q, k, v, bias: quadratic_attention(q, k, v, bias=bias, backend=backend, **options),
+        lambda q, k, v, bias: quadratic_attention_oracle(q, k, v, bias=bias, **options),
+        *(*make_inputs(3, length), torch.randn(length, length)),
     )
-
-
-@every_pair(backend=["auto", "torch"], causal=[False, True], activation=ACTIVATIONS)
-def test_gradcheck(causal: bool, activation: Any, backend: Any) -> None:
-    mask = torch.arange(5)[None] > 0
-    bias = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
-
-    def attention(*x: Tensor) -> Tensor:
-        return quadratic_attention(*x[:3], causal=causal, bias=x[3], mask=mask, activation=activation, backend=backend)
-
-    assert torch.autograd.gradcheck(attention, (*make_inputs(1, 5, grad=True), bias))
-
-
-def test_gradients_through_an_all_padding_row_are_zero() -> None:
-    inputs = make_inputs(1, 4, grad=True)
-    for activation in ACTIVATIONS:
-        out = quadratic_attention(*inputs, mask=torch.zeros(1, 4, dtype=torch.bool), activation=activation)
-        for gradient in torch.autograd.grad(out.sum(), inputs):
-            assert not gradient.any()
-
-
-def test_padding_may_hold_anything_forward_and_backward() -> None:
-    inputs = make_inputs(1, 5, grad=True)
-    mask = torch.tensor([[False, True, True, False, True]])
-    dirty = [x.masked_fill(~mask[..., None], torch.inf) for x in inputs]
-    out = quadratic_attention(dirty[0], dirty[1], dirty[2], mask=mask)
-    assert torch.equal(out, quadratic_attention(*inputs, mask=mask))
-    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), inputs))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_left_and_right_padding_do_not_change_real_outputs(causal: bool) -> None:
-    q, k, v = make_inputs(1, 9)
-    alone = quadratic_attention(q[:, 2:7], k[:, 2:7], v[:, 2:7], causal=causal)
-    mask = torch.zeros(1, 9, dtype=torch.bool)
-    mask[:, 2:7] = True
-    padded = quadratic_attention(q, k, v, causal=causal, mask=mask)
-    torch.testing.assert_close(padded[:, 2:7], alone, atol=1e-12, rtol=0)
-    assert not padded[:, [0, 1, 7, 8]].any()
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -120,10 +84,10 @@ def test_blocks_of_queries_do_not_show(padded: bool, backend: Any) -> None:
 
 
 @every_pair(
-    ends=[[0], [0, 0, 17], [0, 5, 9, 17], [0, 1, 1, 2, 17]],
+    ends=[[0], [0, 5, 9, 17], [0, 1, 1, 2, 17]],
     causal=[False, True],
     normalization=["count", "paper"],
-    backend=["auto", "torch", "oracle"],
+    backend=["auto", "torch"],
 )
 def test_packed_documents_equal_each_document_alone(ends: list[int], causal: bool, normalization: Any, backend: Any) -> None:
     length = ends[-1]
@@ -184,17 +148,6 @@ def test_streams_in_any_pieces_with_and_without_padding_are_the_definition(
             torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_half_precision_autocast_stays_finite_on_large_inputs(dtype: torch.dtype, activation: Any) -> None:
-    inputs = [(1e3 * x.detach().float()).requires_grad_() for x in make_inputs(2, 11)]
-    with torch.autocast("cpu", dtype=dtype):
-        out = quadratic_attention(*inputs, causal=True, activation=activation)
-    out.float().mean().backward()
-    assert out.isfinite().all()
-    assert all(x.grad is not None and x.grad.isfinite().all() for x in inputs)
-
-
 def test_the_published_length_is_a_divisor_inside_the_square() -> None:
     q = torch.full((1, 2, 1), 3.0)
     v = torch.ones(1, 2, 1)
@@ -238,7 +191,7 @@ def values_and_gradients(inputs: tuple[Tensor, ...], **options: Any) -> list[Ten
 
 
 @pytest.mark.usefixtures("small_tiles", "work")
-@every_pair(length=[1, 63, 64, 65, 257], causal=[False, True], padded=[False, True])
+@every_pair(length=[1, 65, 257], causal=[False, True], padded=[False, True])
 def test_tiled_form_is_the_plain_one_at_ragged_lengths(length: int, causal: bool, padded: bool) -> None:
     bias = torch.randn(length, length, dtype=torch.float64, requires_grad=True)
     inputs = (*make_inputs(5, length, grad=True), bias)
@@ -251,20 +204,6 @@ def test_tiled_form_is_the_plain_one_at_ragged_lengths(length: int, causal: bool
     assert all(torch.equal(a, b) for a, b in zip(tiled, again, strict=True))
     for fast, exact in zip(tiled, plain, strict=True):
         torch.testing.assert_close(fast, exact, atol=1e-9, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"activation": "relu"}, "activation is 'relu'"),
-        ({"normalization": "mean"}, "normalization is 'mean'"),
-        ({"normalization": "paper"}, "normalization is 'paper', but a stream needs 'count', or a fixed n"),
-    ],
-)
-def test_an_option_that_a_stream_does_not_have_is_named(options: dict[str, Any], message: str) -> None:
-    q, k, v = make_inputs(1, 2)
-    with pytest.raises(ValueError, match=message):
-        quadratic_attention_extend(q, k, v, empty_cache(k, v), **options)
 
 
 @every_pair(backend=["tiled", "torch", "oracle"], normalization=["count", "paper", 7])
@@ -282,8 +221,7 @@ def test_a_factored_bias_is_its_product(backend: Any, normalization: Any) -> Non
 
 
 @pytest.mark.usefixtures("work")
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "with_bias"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_tiled_errors_are_at_most_twice_those_of_plain_pytorch(dtype: torch.dtype, with_bias: bool) -> None:
     parts = (*make_inputs(2, 300), *([torch.randn(300, 300, dtype=torch.float64)] if with_bias else []))
     exact = tuple(x.to(dtype).double().detach().requires_grad_() for x in parts)
@@ -301,11 +239,10 @@ def test_tiled_errors_are_at_most_twice_those_of_plain_pytorch(dtype: torch.dtyp
 
 
 @pytest.mark.usefixtures("small_tiles", "work")
-@pytest.mark.parametrize("threads", [2, 7])
-def test_the_number_of_threads_changes_nothing(threads: int) -> None:
+def test_the_number_of_threads_changes_nothing() -> None:
     inputs = (*make_inputs(3, 50, grad=True), torch.randn(50, 50, dtype=torch.float64, requires_grad=True))
     alone = values_and_gradients(inputs, causal=True, backend="tiled")
-    with using_threads(threads):
+    with using_threads(7):
         together = values_and_gradients(inputs, causal=True, backend="tiled")
     for one, other in zip(alone, together, strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
@@ -354,7 +291,6 @@ def test_pytorch_can_check_and_compile_the_tiled_form() -> None:
             {"backend": "tiled", "activation": "softmax"},
             "backend is 'tiled', which cannot run here: it has no activation 'softmax'",
         ),
-        ({"backend": "quick"}, "backend is 'quick', but must be one of 'auto', 'torch', 'tiled', 'triton', 'oracle'"),
         ({"bias": FactoredBias(torch.ones(4, 2), torch.ones(5, 2))}, r"bias has factors of shape \[4, 2\]"),
     ],
 )
@@ -380,7 +316,7 @@ def test_a_form_that_cannot_read_a_bias_of_each_row_is_refused() -> None:
         attend_rows(*make_inputs(1, 3), bias, None, QuadraticOptions(), "tiled")
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 6), (3, 3, 6), (2, 3, 7), (2, 1, 3, 6)])
+@pytest.mark.parametrize("shape", [(3, 3, 6), (2, 3, 7)])
 def test_tokens_of_other_streams_than_those_of_the_state_are_refused(shape: tuple[int, ...]) -> None:
     state = KVCache(torch.full((2,), 5), torch.randn(2, 5, 6), torch.randn(2, 5, 4), 5)
     q, k, v = torch.randn(shape), torch.randn(shape), torch.randn(*shape[:-1], 4)
@@ -392,7 +328,6 @@ def test_tokens_of_other_streams_than_those_of_the_state_are_refused(shape: tupl
     ("change", "message"),
     [
         ({"q": torch.zeros(1, 5, 2, dtype=torch.long)}, "q has dtype torch.int64, but must have a floating-point dtype"),
-        ({"v": torch.ones(1, 5, 2, dtype=torch.bool)}, "v has dtype torch.bool, but must have a floating-point dtype"),
         ({"k": [[[0.0]]]}, "k is a list, but must be a tensor"),
         ({"q": torch.tensor(1.0)}, r"q has shape \[\], but must be \[B, T, s\]"),
         ({"bias": FactoredBias(torch.ones(5, 2), torch.ones(5, 3))}, r"bias has factors of shapes \[5, 2\] and \[5, 3\]"),

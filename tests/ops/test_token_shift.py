@@ -1,6 +1,5 @@
 """Token shift, against what it means spelt out token by token."""
 
-import pytest
 import torch
 from tests.pairs import every_pair
 from torch import Tensor
@@ -49,8 +48,7 @@ def test_whole_sequences_are_the_definition_with_its_gradients(d: int, side: str
     torch.testing.assert_close(gradient, wanted, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("cuts", [[9], [1] * 9, [0, 4, 0, 5, 0]])
-@pytest.mark.parametrize("side", [None, *MASKS])
+@every_pair(cuts=[[9], [1] * 9, [0, 4, 0, 5, 0]], side=[None, *MASKS])
 def test_a_stream_is_the_definition_however_it_is_cut(cuts: list[int], side: str | None) -> None:
     x, last, position, pieces = tokens(3, 5), torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.long), []
     mask = torch.ones(3, LENGTH, dtype=torch.bool) if side is None else MASKS[side]

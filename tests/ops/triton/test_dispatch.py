@@ -32,8 +32,7 @@ def assert_same(op: Any, inputs: list[Tensor], atol: float = 1e-5, **options: An
         torch.testing.assert_close(fast, exact, atol=atol * max(1.0, float(exact.detach().abs().max())), rtol=0)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("normalization", ["count", "paper", "paper_sum"])
+@pytest.mark.parametrize(("causal", "normalization"), [(True, "count"), (False, "paper"), (True, "paper_sum")])
 def test_mixed_chunks_under_masks(causal: bool, normalization: Any, device: str) -> None:
     mask = torch.rand(2, 37, device=device) > 0.3
     bias = torch.randn(16, 16, device=device)
@@ -66,8 +65,7 @@ def test_mixed_chunks_of_packed_documents(causal: bool, device: str) -> None:
     assert_same(mixed_chunk_attention, inputs, chunk_size=16, causal=causal, cu_seqlens=ends)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("normalization", ["count", "paper", 9])
+@pytest.mark.parametrize(("causal", "normalization"), [(True, "count"), (False, "paper"), (True, 9)])
 def test_quadratic_attention_under_masks(causal: bool, normalization: Any, device: str) -> None:
     mask = torch.rand(2, 37, device=device) > 0.3
     bias = torch.randn(37, 37, device=device)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.foreign.activations import laplace
@@ -98,26 +99,21 @@ def assert_is_the_definition(inputs: list[Tensor], options: dict[str, Any], devi
         assert_close(run(attend, inputs, **options), exact, 1e-5)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 16, 65])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("activation", "with_bias"), [("relu2", True), ("relu2", False), ("laplace", True)])
-def test_values_and_gradients_are_the_definition(
-    chunk_size: int, causal: bool, activation: str, with_bias: bool, device: str
-) -> None:
+@every_pair(chunk_size=[1, 33], causal=[False, True], kind=[("relu2", True), ("relu2", False), ("laplace", True)])
+def test_values_and_gradients_are_the_definition(chunk_size: int, causal: bool, kind: tuple[str, bool], device: str) -> None:
+    activation, with_bias = kind
     inputs, options = make_inputs(chunk_size, [0, 2], torch.float32, device, with_bias=with_bias, **ODD)
     assert_is_the_definition(inputs, options | {"causal": causal, "activation": activation}, device)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_heads_wider_than_a_block_are_the_definition(causal: bool, device: str) -> None:
+def test_heads_wider_than_a_block_are_the_definition(device: str) -> None:
     inputs, options = make_inputs(16, [0, 2], torch.float32, device, width=72)
-    assert_is_the_definition(inputs, options | {"causal": causal, "activation": "relu2"}, device)
+    assert_is_the_definition(inputs, options | {"causal": True, "activation": "relu2"}, device)
 
 
-@pytest.mark.parametrize("starts", [[0, 1], [0, 2, 3], [0, 0, 1, 1, 4, 4]])
 @pytest.mark.parametrize("causal", [False, True])
-def test_documents_read_nothing_of_each_other(starts: list[int], causal: bool, device: str) -> None:
-    inputs, options = make_inputs(16, starts, torch.float32, device)
+def test_documents_read_nothing_of_each_other(causal: bool, device: str) -> None:
+    inputs, options = make_inputs(16, [0, 0, 1, 1, 4, 4], torch.float32, device)
     assert_is_the_definition(inputs, options | {"causal": causal, "activation": "relu2"}, device)
 
 
@@ -134,7 +130,7 @@ def test_a_huge_value_takes_no_digits_from_the_chunks_that_do_not_read_it(device
 
 @pytest.mark.parametrize("shared_scales", [False, True])
 def test_rows_of_a_batch_have_their_own_scales_or_share_them(shared_scales: bool, device: str) -> None:
-    inputs, options = make_inputs(16, [0, 2], torch.float32, device, batch=3, shared_scales=shared_scales)
+    inputs, options = make_inputs(16, [0, 2], torch.float32, device, batch=2, shared_scales=shared_scales)
     assert_is_the_definition(inputs, options | {"causal": True, "activation": "relu2"}, device)
 
 
@@ -148,10 +144,12 @@ def test_large_chunks_and_wide_heads_are_the_definition(causal: bool, dtype: tor
     assert_close(run(attend, inputs, **options), exact, 2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float16, 2)])
-@pytest.mark.parametrize(("causal", "activation"), [(False, "relu2"), (True, "laplace")])
-def test_errors_are_close_to_those_of_plain_pytorch(
-    dtype: torch.dtype, factor: int, causal: bool, activation: str, device: str
+@pytest.mark.parametrize(
+    ("dtype", "causal", "activation"),
+    [(torch.float32, False, "laplace"), (torch.bfloat16, True, "relu2"), (torch.float16, True, "laplace")],
+)
+def test_errors_are_at_most_twice_those_of_plain_pytorch(
+    dtype: torch.dtype, causal: bool, activation: str, device: str
 ) -> None:
     inputs, options = make_inputs(33, [0, 1, 3], dtype, device, **ODD)
     options |= {"causal": causal, "activation": activation}
@@ -160,7 +158,7 @@ def test_errors_are_close_to_those_of_plain_pytorch(
     for x, y, z in zip(fast, plain, exact, strict=True):
         assert x.dtype == dtype
         tiny = torch.finfo(torch.float32).eps * z.abs().max()
-        assert (x - z).abs().max() <= factor * (y - z).abs().max() + 8 * tiny
+        assert (x - z).abs().max() <= 2 * (y - z).abs().max() + 8 * tiny
 
 
 def test_states_are_summed_in_float32(device: str) -> None:
@@ -183,10 +181,9 @@ def test_large_float16_scores_do_not_overflow(device: str) -> None:
     assert_close(outputs[:1], run(definition, [x.double() for x in inputs], **options)[:1], 2e-3)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_same_inputs_give_the_same_bits(causal: bool, device: str) -> None:
-    inputs, options = make_inputs(33, [0, 3], torch.bfloat16, device)
-    options |= {"causal": causal, "activation": "relu2"}
+def test_the_same_inputs_give_the_same_bits(device: str) -> None:
+    inputs, options = make_inputs(33, [0, 2], torch.bfloat16, device)
+    options |= {"causal": True, "activation": "relu2"}
     first, second = (run(attend, inputs, **options) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
@@ -224,12 +221,10 @@ def test_memory_is_linear_in_the_length(allocations: list[tuple[int, ...]], devi
     assert sorted(allocations) == sorted([states] * 2 + [values] * 2 + [scores] * 3)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_the_op_keeps_the_promises_of_a_custom_op(with_bias: bool, device: str) -> None:
-    inputs, options = make_inputs(16, [0, 2], torch.float32, device, with_bias=with_bias)
-    *inputs, bias = [x.requires_grad_() for x in inputs] + [None] * (not with_bias)
+def test_the_op_keeps_the_promises_of_a_custom_op(device: str) -> None:
+    inputs, options = make_inputs(16, [0, 2], torch.float32, device)
     scales = (options["row_scale"], options["state_scale"], options["document_starts"], SCALE)
-    arguments = (*inputs, bias, *scales, True, "relu2", True)
+    arguments = (*(x.requires_grad_() for x in inputs), *scales, True, "relu2", True)
     torch.library.opcheck(torch.ops.lineartime.triton_mixed_chunk.default, arguments)
 
 
@@ -239,17 +234,6 @@ def test_a_compiled_graph_holds_it_whole(device: str) -> None:
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for x, y in zip(run(compiled, inputs, **options), run(attend, inputs, **options), strict=True):
         assert torch.equal(x, y)
-
-
-def test_it_can_be_exported(device: str) -> None:
-    inputs, options = make_inputs(16, [0, 2], torch.float32, device)
-
-    class Module(torch.nn.Module):
-        def forward(self, q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-            return attend(q_quad, k_quad, q_lin, k_lin, v, bias=bias, causal=True, activation="relu2", **options)
-
-    exported = torch.export.export(Module(), tuple(inputs))
-    assert torch.equal(exported.module()(*inputs), Module()(*inputs))
 
 
 def test_autocast_changes_nothing(device: str) -> None:

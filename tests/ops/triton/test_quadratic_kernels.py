@@ -80,7 +80,7 @@ def assert_close(fast: list[Tensor], exact: list[Tensor], tolerance: float) -> N
         assert (x - y).abs().max() <= tolerance * (1 + y.abs().max())
 
 
-@every_pair(length=[1, 63, 64, 65], causal=[False, True], kind=[("relu2", True), ("relu2", False), ("laplace", True)])
+@every_pair(length=[1, 65], causal=[False, True], kind=[("relu2", True), ("relu2", False), ("laplace", True)])
 def test_values_and_gradients_are_the_definition(length: int, causal: bool, kind: tuple[str, bool], device: str) -> None:
     activation, with_bias = kind
     dtype, tolerance = (torch.float64, 1e-12) if device == "cpu" else (torch.float32, 1e-5)
@@ -90,13 +90,10 @@ def test_values_and_gradients_are_the_definition(length: int, causal: bool, kind
     assert_close(run(attend, inputs, **options), exact, tolerance)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("batch", "length", "width"), [(1, 257, 16), (3, 17, 16), (1, 17, 72)])
-def test_several_blocks_and_several_sequences_are_the_definition(
-    causal: bool, batch: int, length: int, width: int, device: str
-) -> None:
+@pytest.mark.parametrize(("batch", "width", "causal"), [(3, 16, False), (1, 72, True)])
+def test_several_sequences_and_wide_heads_are_the_definition(batch: int, width: int, causal: bool, device: str) -> None:
     dtype, tolerance = (torch.float64, 1e-12) if device == "cpu" else (torch.float32, 1e-5)
-    inputs, options = make_inputs(length, dtype, device, batch=batch, width=width)
+    inputs, options = make_inputs(17, dtype, device, batch=batch, width=width)
     options |= {"causal": causal, "activation": "relu2"}
     exact = run(definition, [x.double() for x in inputs], **options)
     assert_close(run(attend, inputs, **options), exact, tolerance)
@@ -112,10 +109,12 @@ def test_a_thousand_tokens_and_wide_heads_are_the_definition(causal: bool, dtype
     assert_close(run(attend, inputs, **options), exact, 2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float16, 2)])
-@pytest.mark.parametrize(("causal", "activation"), [(False, "relu2"), (True, "laplace")])
-def test_errors_are_close_to_those_of_plain_pytorch(
-    dtype: torch.dtype, factor: int, causal: bool, activation: str, device: str
+@pytest.mark.parametrize(
+    ("dtype", "causal", "activation"),
+    [(torch.float32, False, "laplace"), (torch.bfloat16, True, "relu2"), (torch.float16, True, "laplace")],
+)
+def test_errors_are_at_most_twice_those_of_plain_pytorch(
+    dtype: torch.dtype, causal: bool, activation: str, device: str
 ) -> None:
     inputs, options = make_inputs(33, dtype, device, **ODD)
     options |= {"causal": causal, "activation": activation}
@@ -124,7 +123,7 @@ def test_errors_are_close_to_those_of_plain_pytorch(
     for x, y, z in zip(fast, plain, exact, strict=True):
         assert x.dtype == dtype
         tiny = torch.finfo(torch.float32).eps * z.abs().max()
-        assert (x - z).abs().max() <= factor * (y - z).abs().max() + 8 * tiny
+        assert (x - z).abs().max() <= 2 * (y - z).abs().max() + 8 * tiny
 
 
 def test_a_bias_may_be_more_exact_than_the_rest(device: str) -> None:
@@ -147,10 +146,9 @@ def test_large_float16_scores_do_not_overflow(device: str) -> None:
     assert_close(outputs[:1], run(definition, [x.double() for x in inputs], **options)[:1], 2e-3)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_same_inputs_give_the_same_bits(causal: bool, device: str) -> None:
+def test_the_same_inputs_give_the_same_bits(device: str) -> None:
     inputs, options = make_inputs(65, torch.bfloat16, device, batch=1)
-    options |= {"causal": causal, "activation": "relu2"}
+    options |= {"causal": True, "activation": "relu2"}
     first, second = (run(attend, inputs, **options) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
@@ -200,9 +198,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_parts")
-@pytest.mark.parametrize("length", [15, 16, 65])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
+@every_pair(length=[16, 37], causal=[False, True], with_bias=[False, True])
 def test_parts_of_the_sequences_add_up_to_the_definition(length: int, causal: bool, with_bias: bool, device: str) -> None:
     dtype, tolerance = (torch.float64, 1e-12) if device == "cpu" else (torch.float32, 1e-5)
     inputs, options = make_inputs(length, dtype, device, with_bias=with_bias)
@@ -229,12 +225,9 @@ def test_the_parts_have_as_many_tokens_as_memory_and_causality_allow(batch: int,
     assert parts == [(first, min(first + size, length)) for first in range(0, length, size)]
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_the_op_keeps_the_promises_of_a_custom_op(with_bias: bool, device: str) -> None:
-    (q, k, v, *bias), options = make_inputs(17, torch.float32, device, with_bias=with_bias)
-    for x in (q, k, v, *bias):
-        x.requires_grad_()
-    arguments = (q, k, v, bias[0] if bias else None, options["row_scale"], SCALE, True, "relu2", True)
+def test_the_op_keeps_the_promises_of_a_custom_op(device: str) -> None:
+    inputs, options = make_inputs(17, torch.float32, device)
+    arguments = (*(x.requires_grad_() for x in inputs), options["row_scale"], SCALE, True, "relu2", True)
     torch.library.opcheck(torch.ops.lineartime.triton_quadratic.default, arguments)
 
 
@@ -255,15 +248,6 @@ def test_it_can_be_exported(device: str) -> None:
 
     exported = torch.export.export(Module(), tuple(inputs))
     assert torch.equal(exported.module()(*inputs), Module()(*inputs))
-
-
-def test_autocast_changes_nothing(device: str) -> None:
-    inputs, options = make_inputs(17, torch.float32, device)
-    options |= {"causal": True, "activation": "relu2"}
-    plain = run(attend, inputs, **options)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        cast = run(attend, inputs, **options)
-    assert all(torch.equal(x, y) for x, y in zip(cast, plain, strict=True))
 
 
 @pytest.mark.parametrize(
