@@ -141,7 +141,6 @@ class Combiner(ChunkedHeads):
         return split_heads(joined, n_heads)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: CombinerState, batch: Batch) -> tuple[Tensor, CombinerState]:
-        """Attend to the open row and the summaries before it; return the outputs and the new state."""
         chunk_size, start = self.chunk_size, batch.first_position
         v, x = v.chunk(2, -1)
         q, k, v, x = (each.to(state.k.dtype) for each in (q, k, v, merge_heads(x)))
@@ -175,7 +174,6 @@ class Combiner(ChunkedHeads):
         return rope(k_sum, positions[..., None]) if self.rope else k_sum
 
     def init_own_state(self, batch_size: int) -> CombinerState:
-        """The state before the first token of `batch_size` streams."""
         chunk = self.empty_chunk(batch_size)
         none = chunk[:, :, None][:, :, :0]
         return CombinerState(self.first_position(batch_size), none, none, chunk, chunk, chunk, merge_heads(chunk))

@@ -129,7 +129,6 @@ class CombinerFixed(ChunkedHeads):
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: CombinerFixedState, batch: Batch
     ) -> tuple[Tensor, CombinerFixedState]:
-        """Attend to the open chunk and the summaries before it; return the outputs and the new state."""
         chunk_size, start = self.chunk_size, batch.first_position
         q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
         outputs = [v[..., :0, :]]
@@ -149,7 +148,6 @@ class CombinerFixed(ChunkedHeads):
         return torch.cat(outputs, -2), CombinerFixedState(state.position + v.shape[-2], k_bar, v_bar, own_k, own_v, highest_q)
 
     def init_own_state(self, batch_size: int) -> CombinerFixedState:
-        """The state before the first token of `batch_size` streams."""
         chunk = self.empty_chunk(batch_size)
         none = chunk[..., :0, :]
         return CombinerFixedState(self.first_position(batch_size), none, none, chunk, chunk, chunk[..., 0, :])

@@ -73,7 +73,6 @@ class CosFormer(KernelAttention):
         return self.max_length
 
     def features(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]."""
         return x.relu()
 
     def weigh(self, features: Tensor, first: int) -> Tensor:

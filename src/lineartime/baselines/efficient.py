@@ -138,7 +138,6 @@ class Efficient(MultiHeadMixer):
         return of_queries.to(v.dtype) @ ((of_keys / totals).to(v.dtype).mT @ v)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState, batch: Batch) -> tuple[Tensor, LinearState]:
-        """Attend with a state of constant size; return the outputs and the new state."""
         out, summary = _causal(_without_padding(self._features(q, k), batch.is_real), v, state.summary)
         return out, LinearState(batch.after(state.position), summary)
 
@@ -149,7 +148,6 @@ class Efficient(MultiHeadMixer):
         return Features(q.to(dtype), *k.to(dtype).chunk(2, -1))
 
     def init_own_state(self, batch_size: int) -> LinearState:
-        """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size, acc_dtype(self.any_parameter))
         n_features = self.head_dim * (2 if self.rotated == "features" else 1)
         summary = empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1)

@@ -50,11 +50,9 @@ class FLASHGlobal(FLASHInParts):
     def attend_next(
         self, maps: Sequence[Tensor], v: Tensor, state: MixedChunkState, batch: Batch
     ) -> tuple[Tensor, MixedChunkState]:
-        """Attend to the summary of all complete chunks; return the outputs and the new state."""
         q, k = maps
         nothing = torch.zeros_like(q)  # relu(0)^2, the weight of every key of the open chunk, is zero
         return stream.extend(nothing, q, [k], v, None, self.options, state, batch)
 
     def init_own_state(self, batch_size: int) -> MixedChunkState:
-        """The state before the first token of `batch_size` streams."""
         return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, self.any_parameter, maps=1)

@@ -29,11 +29,9 @@ class FLASHLocal(FLASHInParts):
     def attend_next(
         self, maps: Sequence[Tensor], v: Tensor, state: MixedChunkState, batch: Batch
     ) -> tuple[Tensor, MixedChunkState]:
-        """Attend to the open chunk; return the outputs and the new state."""
         q, k = maps
         return stream.extend(q, None, [k], v, self.slot_bias(batch), self.options, state, batch)
 
     def init_own_state(self, batch_size: int) -> MixedChunkState:
-        """The state before the first token of `batch_size` streams."""
         like = self.any_parameter
         return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like, maps=1, linear=False)

@@ -123,7 +123,6 @@ class FLASHOverlapping(FLASHInParts):
     def attend_next(
         self, maps: Sequence[Tensor], v: Tensor, state: FLASHOverlappingState, batch: Batch
     ) -> tuple[Tensor, FLASHOverlappingState]:
-        """Attend to the open chunk, the previous one and the summary; return the outputs and the new state."""
         size, compute = self.chunk_size, matmul_dtype(*maps, v)
         q_quad, new_keys, q_lin, new_lin = maps
         summary, k_quad, values, k_lin = state.summary, state.k_quad, state.v, state.k_lin
@@ -153,7 +152,6 @@ class FLASHOverlapping(FLASHInParts):
         return torch.cat(outputs, 1), FLASHOverlappingState(batch.after(state.position), summary, k_quad, values, k_lin)
 
     def init_own_state(self, batch_size: int) -> FLASHOverlappingState:
-        """The state before the first token of `batch_size` streams."""
         size, like = self.chunk_size, self.any_parameter
         shapes = (self.d_qk, self.d_value), (2 * size, self.d_qk), (2 * size, self.d_value), (size, self.d_qk)
         sums = (torch.zeros(batch_size, *shape, dtype=acc_dtype(like), device=like.device) for shape in shapes)

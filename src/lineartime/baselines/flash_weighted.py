@@ -131,7 +131,6 @@ class FLASHWeighted(FLASHInParts):
     def attend_next(
         self, maps: Sequence[Tensor], v: Tensor, state: FLASHWeightedState, batch: Batch
     ) -> tuple[Tensor, FLASHWeightedState]:
-        """Attend to the open chunk and the weighted summaries before it; return the outputs and the new state."""
         size, compute, start = self.chunk_size, matmul_dtype(*maps, v), batch.first_position
         summary, q_sum, own, bias = state.summary, state.q_sum, state.open_chunk, self.slot_bias(batch)
         summaries, k_bar = state.summaries[:, : start // size], state.k_bar[:, : start // size]
@@ -153,7 +152,6 @@ class FLASHWeighted(FLASHInParts):
         return torch.cat(outputs, 1), FLASHWeightedState(position, summary, summaries, k_bar, q_sum, own)
 
     def init_own_state(self, batch_size: int) -> FLASHWeightedState:
-        """The state before the first token of `batch_size` streams."""
         like = self.any_parameter
         summary = torch.zeros(batch_size, self.d_qk, self.d_value, dtype=acc_dtype(like), device=like.device)
         own = mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like, linear=False)

@@ -169,10 +169,8 @@ class Flowformer(MultiHeadMixer):
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: FlowformerState, batch: Batch
     ) -> tuple[Tensor, FlowformerState]:
-        """Attend with a state of constant size; return the outputs and the new state."""
         out, *sums = _continued(q, k, v, state, state.position[:, None, None, None], batch.is_real)
         return out, FlowformerState(batch.after(state.position), *sums)
 
     def init_own_state(self, batch_size: int) -> FlowformerState:
-        """The state before the first token of `batch_size` streams."""
         return empty_state(self.empty_cache(batch_size))

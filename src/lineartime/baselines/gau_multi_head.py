@@ -54,12 +54,10 @@ class GAUMultiHead(GAU):
         return merge_heads(super().attend_rows(q, k, v, mask, causal, batch).unflatten(0, (-1, self.n_heads)))
 
     def init_own_state(self, batch_size: int) -> KVCache:
-        """The state before the first token of `batch_size` streams."""
         state = super().init_own_state(batch_size)
         return KVCache(state.position, split_heads(state.k, self.n_heads), split_heads(state.v, self.n_heads))
 
     def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
-        """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
         q, k, v = (split_heads(x, self.n_heads) for x in (*maps, v))
         attended, state = super().attend_next((q, k), v, state, batch)
         return merge_heads(attended), state

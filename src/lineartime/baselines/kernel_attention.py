@@ -82,7 +82,6 @@ class KernelAttention(MultiHeadMixer):
         return linear_attention(q, k, v, causal=self.causal, real=real, causal_sums=self.sums, plain=plain)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState, batch: Batch) -> tuple[Tensor, LinearState]:
-        """Attend with a state of constant size; return the outputs and the new state."""
         q, k, plain = self._features(q, k, first=0 if self.any_positions else batch.first_position)
         return linear_attention_extend(q, k, v, state, counts=batch.counts, plain=plain)
 
@@ -94,7 +93,6 @@ class KernelAttention(MultiHeadMixer):
         return q, k, (plain_q, plain_k)
 
     def init_own_state(self, batch_size: int) -> LinearState:
-        """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size, acc_dtype(self.any_parameter))
         n_features = self.weigh(self.features(empty), first=0).shape[-1]
         summary = empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1)

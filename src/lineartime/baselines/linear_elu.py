@@ -22,5 +22,4 @@ class LinearELU(KernelAttention):
     name = "linear-elu"
 
     def features(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]."""
         return elu_features(x)

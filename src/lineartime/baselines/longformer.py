@@ -133,6 +133,5 @@ class Longformer(MultiHeadMixer):
         return torch.cat(outputs, 2), LongformerState(state.position + q.shape[2], k_global, v_global, k_near, v_near)
 
     def init_own_state(self, batch_size: int) -> LongformerState:
-        """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size)
         return LongformerState(self.first_position(batch_size), empty, empty, empty, empty)

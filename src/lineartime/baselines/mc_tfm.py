@@ -81,7 +81,6 @@ class MCTFM(ChunkedHeads):
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkState, batch: Batch
     ) -> tuple[Tensor, MixedChunkState]:
-        """Attend with a state of constant size, whose tensors are [B, H, ...]; return the outputs and the new state."""
         heads = v.shape[:2]
 
         def of_heads(x: Tensor) -> Tensor:
@@ -96,7 +95,6 @@ class MCTFM(ChunkedHeads):
         return out, MixedChunkState(new.position[:: self.n_heads], *parts)
 
     def init_own_state(self, batch_size: int) -> MixedChunkState:
-        """The state before the first token of `batch_size` streams."""
         like = self.empty_cache(0, acc_dtype(self.any_parameter))
         folded = mixed_chunk_state(batch_size * self.n_heads, self.chunk_size, self.head_dim, self.head_dim, like, maps=1)
         parts = (x.unflatten(0, (batch_size, self.n_heads)) for x in (folded.summary, folded.keys, folded.values))

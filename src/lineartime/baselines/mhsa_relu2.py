@@ -34,10 +34,8 @@ class MHSARelu2(MultiHeadMixer):
         return attend_rows(fold_heads(q), fold_heads(k), fold_heads(v), None, mask, options, self.backend or "auto").view_as(v)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
-        """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
         return quadratic_attention_extend(q, k, v, state, batch=batch)
 
     def init_own_state(self, batch_size: int) -> KVCache:
-        """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size, acc_dtype(self.any_parameter))
         return KVCache(self.first_position(batch_size), empty, empty)

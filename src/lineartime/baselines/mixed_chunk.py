@@ -180,7 +180,6 @@ class MixedChunk(ChunkedHeads):
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkSchemeState, batch: Batch
     ) -> tuple[Tensor, MixedChunkSchemeState]:
-        """Attend with a state of constant size; return the outputs and the new state."""
         q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
         position, chunk_size, features = batch.first_position, self.chunk_size, self.map_features
         start = state.k.shape[-2] - chunk_size  # of the open chunk
@@ -205,7 +204,6 @@ class MixedChunk(ChunkedHeads):
         return torch.cat(outputs, -2), MixedChunkSchemeState(state.position + v.shape[-2], summary, keys, values)
 
     def init_own_state(self, batch_size: int) -> MixedChunkSchemeState:
-        """The state before the first token of `batch_size` streams."""
         chunk = self.empty_chunk(batch_size)
         n_features = self.map_features(chunk[..., :1, :], 0).shape[-1]
         summary = chunk.new_zeros(*chunk.shape[:2], n_features, self.head_dim + 1)

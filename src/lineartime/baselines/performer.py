@@ -46,7 +46,6 @@ class Performer(KernelAttention):
         self.causal_sums: CausalSumsForm = causal_sums
 
     def features(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]."""
         return relu_features(x)
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -228,7 +228,6 @@ class Reformer(MultiHeadMixer):
         return (share * unchunked(attended)).sum(2).to(v.dtype)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: ReformerState, batch: Batch) -> tuple[Tensor, ReformerState]:
-        """Attend to the cache of all earlier tokens; return the outputs and the cache extended by N tokens."""
         start, buckets = batch.first_position, reformer_buckets(k, self.directions)
         keys, values = state.k[:, :, :start], state.v[:, :, :start]
         state = ReformerState(state.position, keys, values, state.buckets[..., :start], state.ranks[..., :start])
@@ -240,7 +239,6 @@ class Reformer(MultiHeadMixer):
         return torch.cat(outputs, 2), state
 
     def init_own_state(self, batch_size: int) -> ReformerState:
-        """The state before the first token of `batch_size` streams."""
         empty = self.empty_cache(batch_size)
         no_buckets = self.directions.new_zeros(batch_size, *self.directions.shape[:2], 0, dtype=torch.long)
         return ReformerState(self.first_position(batch_size), empty, empty, no_buckets, no_buckets)
