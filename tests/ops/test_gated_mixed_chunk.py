@@ -251,6 +251,7 @@ def test_neither_rotated_maps_nor_scores_are_kept() -> None:
     assert kept_bytes(lambda: run("torch")) > 2 * kept_bytes(lambda: run("tiled"))
 
 
+@pytest.mark.parametrize("work", ["native"], indirect=True)
 def test_pytorch_can_check_compile_and_export_it() -> None:
     projected, gamma, beta, bias = make_inputs(2, 12, dtype=torch.float32)
     chunks = projected.detach().unflatten(1, (3, CHUNK)).requires_grad_()

@@ -10,7 +10,6 @@ products is computed by the functions of cpu.cpp, in one pass over the scores, o
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from lineartime.ops.flops import pair_products
 from lineartime.ops.operator import Fused
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
-from lineartime.ops.quadratic.inputs import QuadraticOptions, scaled_inputs
+from lineartime.ops.quadratic.inputs import Inputs, QuadraticOptions, fused_inputs
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 QUERIES = 256
@@ -29,28 +28,15 @@ SCORES = 2**19
 """The approximate number of scores in a tile, if the batch is large enough."""
 
 
-class Inputs(NamedTuple):
-    """q, k [B, T, s], v [B, T, e], bias [T, T] or None, row_scale [B, T], the factor of products, and whether it is causal."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    row_scale: Tensor
-    score_scale: float
-    causal: bool
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | FactoredBias | None, real: Tensor | None, options: QuadraticOptions
 ) -> Tensor:
     """Attend within each row, like the other forms, with activation "relu2". Padding must be zero. Keeps no scores."""
     compute = matmul_dtype(q, k, v)
     dtype = output_dtype(v, compute)
-    q, k, v = (x.to(compute) for x in (q, k, v))
-    q, k, bias, row_scale, score_scale = scaled_inputs(q, k, bias, real, options)
-    with without_autocast(q):
-        return _fused(Inputs(q, k, v, bias, row_scale, score_scale, options.causal)).to(dtype)
+    inputs = fused_inputs(q.to(compute), k.to(compute), v.to(compute), bias, real, options)
+    with without_autocast(v):
+        return _fused(inputs).to(dtype)
 
 
 def _tiles(inputs: Inputs) -> Iterator[tuple[slice, slice, int]]:
@@ -71,7 +57,7 @@ def _first(x: Tensor, rows: slice, n_keys: int) -> Tensor:
 
 def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor]:
     inputs = _prepared(inputs)
-    q, k, v, _, row_scale, _, _ = inputs
+    q, k, v, _, row_scale, *_ = inputs
     out = torch.empty_like(v)
     for rows, queries, n_keys in _tiles(inputs):
         weights = _weigh(inputs, q[rows, queries], _first(k, rows, n_keys), queries)
@@ -81,7 +67,7 @@ def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor]:
 
 def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: list[bool]) -> list[Tensor | None]:
     inputs = _prepared(inputs)
-    q, k, v, bias, row_scale, _, _ = inputs
+    q, k, v, bias, row_scale, *_ = inputs
     d_q = torch.empty_like(q)
     d_k, d_v = (torch.zeros(x.shape, dtype=row_scale.dtype, device=x.device) for x in (k, v))
     d_bias = None if bias is None else torch.zeros_like(bias)

@@ -4,6 +4,7 @@ Shapes: R rows, L slots of a row, T tokens, s query/key width, e value width.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,13 +60,33 @@ def check_quadratic_bias(bias: Tensor | FactoredBias | None, length: int) -> Non
         raise ArgumentError("bias", f"has factors of shapes {shapes}, but they must have the same shape [T, f].")
 
 
-def scaled_inputs(
-    q: Tensor, k: Tensor, bias: Tensor | FactoredBias | None, real: Tensor | None, options: QuadraticOptions
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, float]:
-    """Queries, keys, bias [L, L], row_scale [R, L] and score_scale of a fused form, for which a factored bias is features.
+class Inputs(NamedTuple):
+    """The inputs of a fused form: out[t] = row_scale[t] * sum over visible j of f(score_scale * q[t].k[j] + bias[t, j]) v[j].
 
-    out[t] = row_scale[t] * sum over visible j of f(score_scale * q[t].k[j] + bias[t, j]) v[j]
+    Attributes:
+        q, k: [R, L, s].
+        v: [R, L, e], zero at keys that must not be read.
+        bias: [L, L], or None.
+        row_scale: [R, L], float32 or better.
+        score_scale: the factor of products.
+        causal: whether a token attends only to itself and earlier tokens.
+        activation: f.
     """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    row_scale: Tensor
+    score_scale: float
+    causal: bool
+    activation: str
+
+
+def fused_inputs(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | FactoredBias | None, real: Tensor | None, options: QuadraticOptions
+) -> Inputs:
+    """The divisors as factors, and a factored bias as features of queries and keys."""
     rows, length, d_qk = q.shape
     row_scale = torch.ones(rows, length, dtype=acc_dtype(q), device=q.device)
     score_scale = d_qk**-0.5
@@ -82,4 +103,4 @@ def scaled_inputs(
         of_queries, of_keys = (x.expand(rows, -1, -1) for x in bias)
         q, k = torch.cat([q, (of_queries / score_scale).to(q.dtype)], -1), torch.cat([k, of_keys.to(k.dtype)], -1)
         bias = None
-    return q, k, bias, row_scale, score_scale
+    return Inputs(q, k, v, bias, row_scale, score_scale, options.causal, options.activation)

@@ -12,7 +12,6 @@ give the same bits.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,36 +20,13 @@ from lineartime.ops.flops import pair_products
 from lineartime.ops.operator import Fused
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import acc_dtype, common_dtype, matmul_dtype, output_dtype, without_autocast
-from lineartime.ops.quadratic.inputs import QuadraticOptions, scaled_inputs
+from lineartime.ops.quadratic.inputs import Inputs, QuadraticOptions, fused_inputs
 from lineartime.ops.triton import state_dtype, workspace
 
 SCORES = 2**26
 """The largest number of pairs whose scores are in memory at a time, unless `TOKENS` tokens of each sequence have more."""
 TOKENS = 256
 """The smallest number of queries or keys at a time: matrix products of fewer are slow."""
-
-
-class Inputs(NamedTuple):
-    """The inputs of row_scale[t] * sum over j of f(score_scale * q[t].k[j] + bias[t, j]) v[j].
-
-    Attributes:
-        q, k: [B, T, s].
-        v: [B, T, e], zero at keys that must not be read.
-        bias: [T, T], or None.
-        row_scale: float32 [B, T].
-        score_scale: the factor of products.
-        causal: whether a row reads only itself and earlier rows.
-        activation: f, "relu2" or "laplace".
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    row_scale: Tensor
-    score_scale: float
-    causal: bool
-    activation: str
 
 
 def attend(
@@ -61,10 +37,9 @@ def attend(
     common = common_dtype(q, k, v)
     if options.normalization == "paper" and real is not None and common == torch.float16:
         common = torch.float32  # queries divided by the length would vanish in float16
-    q, k, v = (x.to(common) for x in (q, k, v))
-    q, k, bias, row_scale, score_scale = scaled_inputs(q, k, bias, real, options)
-    with without_autocast(q):
-        return of_rows(Inputs(q, k, v, bias, row_scale.float(), score_scale, options.causal, options.activation)).to(dtype)
+    inputs = fused_inputs(q.to(common), k.to(common), v.to(common), bias, real, options)
+    with without_autocast(v):
+        return of_rows(inputs._replace(row_scale=inputs.row_scale.float())).to(dtype)
 
 
 def _parts(batch: int, length: int, causal: bool) -> Iterator[tuple[int, int]]:
