@@ -88,12 +88,6 @@ def test_overlapping_attention_is_the_definition(
     assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
 
 
-def test_the_bias_of_overlapping_attention_depends_on_the_distance_alone() -> None:
-    bias = bias_of(FLASHOverlapping(8, d_qk=4, chunk_size=CHUNK))
-    for distance in range(-CHUNK, CHUNK + 1):
-        assert bias[:, CHUNK:].diagonal(distance).unique().numel() <= 1
-
-
 @every_pair(causal=[False, True], length=LENGTHS)
 def test_weighted_summaries_are_the_definition(causal: bool, length: int, assert_same_function: Callable[..., None]) -> None:
     def fast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -159,22 +159,6 @@ def test_shifted_chunks_do_not_cross_documents(by: int) -> None:
             assert shifted[0, g] == (x[0, g - by] if start <= g - by < stop else 0)
 
 
-@pytest.mark.parametrize(("shape", "ends"), [((2, 6), None), ((1, 6), [0, 4, 6])])
-def test_rotations_are_made_for_tokens_chunks_and_prefixes(shape: tuple[int, int], ends: list[int] | None) -> None:
-    prefixes = None if ends is None else torch.tensor([2, 1])
-    needs = Needs(chunk_size=3, rotary_width=4, dtype=torch.float64)
-    batch = make_batch(shape, None, None if ends is None else torch.tensor(ends), prefixes, device=CPU, needs=needs)
-    assert batch.rotations is not None
-    assert batch.chunk_rotations is not None
-    assert batch.rotations.dtype == torch.float64
-    cos = batch.rotations[0].expand(1, 6, 2)
-    torch.testing.assert_close(cos[0, :, 0], batch.positions.double().cos())
-    assert torch.equal(batch.join(batch.chunk_rotations[0]), cos)
-    if batch.prefix is not None:
-        assert batch.prefix.rotations is not None
-        assert torch.equal(batch.prefix.rotations, batch.rotations[:, [0, 1, 4]])
-
-
 @pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=pytest.mark.nightly)])
 def test_compiled_code_makes_room_for_all_divisions(dynamic: bool | None) -> None:
     def run(v: Tensor, mask: Tensor | None, ends: Tensor | None) -> Tensor:

@@ -292,46 +292,6 @@ def test_a_second_derivative_is_refused_with_what_to_do() -> None:
         torch.autograd.grad(out.sum(), gamma, create_graph=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mask": torch.ones(1, 8, dtype=torch.bool), "projected": torch.ones(2, 8, 16)}, r"mask has shape \[1, 8\]"),
-        ({"beta": torch.ones(4, 1)}, r"beta has shape \[4, 1\], but must be that of gamma"),
-        ({"positions": torch.arange(CHUNK)}, r"positions has shape \[4\], but must be \[T\] = \[8\] or \[B, T\] = \[1, 8\]"),
-        (
-            {
-                "positions": torch.arange(8),
-                "gamma": torch.ones(4, 5),
-                "beta": torch.ones(4, 5),
-                "projected": torch.ones(1, 8, 9),
-            },
-            "positions rotate pairs of features, but s is 5",
-        ),
-    ],
-)
-def test_wrong_tokens_are_named_by_every_backend(options: dict[str, Any], message: str) -> None:
-    projected, gamma, beta, _ = make_inputs(1, 8)
-    arguments = {"projected": projected, "gamma": gamma, "beta": beta, "positions": None, "chunk_size": CHUNK} | options
-    for backend in ("tiled", "torch"):
-        with pytest.raises(ValueError, match=message):
-            gated_mixed_chunk_attention(**arguments, backend=backend)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"backend": "tiled", "activation": "softmax"}, "backend is 'tiled', which cannot run here: it has no activation"),
-        ({"gamma": torch.ones(3, D_QK)}, r"gamma has shape \[3, 6\], but must be \[4, s\]"),
-        ({"projected": torch.ones(1, 8, D_QK)}, r"projected has shape \[1, 8, 6\], but must be \[B, T, 2 e \+ s\] with s = 6"),
-    ],
-)
-def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
-    projected, gamma, beta, bias = make_inputs(1, 8)
-    arguments = {"projected": projected, "gamma": gamma, "beta": beta, "bias": bias, "positions": None} | options
-    with pytest.raises(ValueError, match=message):
-        gated_mixed_chunk_attention(**arguments, chunk_size=CHUNK)
-
-
 @pytest.mark.parametrize("enabled", [False, True])
 def test_the_tiles_compute_in_the_dtype_of_autocast(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dtype is chosen before autocast is turned off: otherwise, a bf16 layer would compute in fp32."""
@@ -341,3 +301,21 @@ def test_the_tiles_compute_in_the_dtype_of_autocast(enabled: bool, monkeypatch: 
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
         layer(torch.randn(1, 9, 16)).sum().backward()
     assert seen == [torch.bfloat16 if enabled else torch.float32]
+
+
+@pytest.mark.parametrize("work", ["native"], indirect=True)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": torch.ones(2, 8, dtype=torch.bool)}, r"mask has shape \[2, 8\]"),
+        ({"beta": torch.ones(4, 1)}, r"beta has shape \[4, 1\], but must be that of gamma"),
+        ({"gamma": torch.ones(3, D_QK)}, r"gamma has shape \[3, 6\], but must be \[4, s\]"),
+        ({"projected": torch.ones(1, 8, D_QK)}, r"projected has shape \[1, 8, 6\], but must be \[B, T, 2 e \+ s\] with s = 6"),
+        ({"positions": torch.arange(CHUNK)}, r"positions has shape \[4\], but must be \[T\] = \[8\] or \[B, T\] = \[1, 8\]"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
+    projected, gamma, beta, _ = make_inputs(1, 8)
+    arguments = {"projected": projected, "gamma": gamma, "beta": beta, "positions": None} | options
+    with pytest.raises(ValueError, match=message):
+        gated_mixed_chunk_attention(**arguments, chunk_size=CHUNK)

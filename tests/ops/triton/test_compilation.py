@@ -64,11 +64,3 @@ def test_a_gpu_with_little_shared_memory_has_room_for_the_preferred_configuratio
     for row in rows:
         assert not row["error"], row
         assert row["shared"] <= 99 * 1024, row
-
-
-def test_an_unknown_case_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "flash int8", "--out", str(tmp_path / "none")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert result.stderr.startswith("'flash int8' is not a case: give some of 'flash bf16', ")
-    assert not (tmp_path / "none").exists()

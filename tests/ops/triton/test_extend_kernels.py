@@ -161,12 +161,3 @@ def test_no_streams_and_no_tokens_give_empty_outputs(device: str) -> None:
     for shape in ((0, 2 * CHUNK, D_MODEL), (2, 0, D_MODEL)):
         out, _ = read(layer, torch.zeros(shape, device=device), [shape[1]], "triton")
         assert out.shape == shape
-
-
-@torch.no_grad()
-def test_a_clone_of_a_state_is_continued_as_the_state(device: str) -> None:
-    layer, x = build(device, torch.float32), torch.randn(1, 2 * CHUNK, D_MODEL, device=device)
-    set_backend(layer, "triton")
-    _, state = layer.extend(x, None)
-    branch = state.clone()
-    assert torch.equal(layer.extend(x, state)[0], layer.extend(x, branch)[0])

@@ -239,17 +239,6 @@ def test_a_compiled_graph_holds_it_whole(device: str) -> None:
         assert torch.equal(x, y)
 
 
-def test_it_can_be_exported(device: str) -> None:
-    inputs, options = make_inputs(17, torch.float32, device)
-
-    class Module(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-            return attend(q, k, v, bias=bias, causal=True, activation="relu2", **options)
-
-    exported = torch.export.export(Module(), tuple(inputs))
-    assert torch.equal(exported.module()(*inputs), Module()(*inputs))
-
-
 @pytest.mark.parametrize(
     ("dtype", "precision", "expected"),
     [

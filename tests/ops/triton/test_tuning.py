@@ -3,7 +3,6 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,16 +43,6 @@ def test_a_pinned_configuration_is_not_timed_by_older_versions_of_triton_either(
 
     monkeypatch.setattr(common, "_pinned", True)
     assert common._timed(launch, (0.5, 0.2, 0.8)) == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("capability", "in_registers"), [(80, True), (86, True), (89, True), (90, False), (100, False), (120, True)]
-)
-def test_blocks_are_chosen_for_what_the_gpu_has(capability: int, in_registers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = SimpleNamespace(backend="cuda", arch=capability)
-    driver = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: target))
-    monkeypatch.setattr(common.triton.runtime, "driver", driver)
-    assert common.operands_in_registers() is in_registers
 
 
 class Tuner:
@@ -101,11 +90,3 @@ def test_each_gpu_has_choices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(common, "_TUNERS", [tuner])
     common.pin_configurations(False)
     assert not tuner.cache_of_device
-
-
-def test_queries_and_keys_as_wide_as_a_rotary_bias_makes_them_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "INTERPRETED", False)
-    assert common.width_block(256, torch.bfloat16) == 256
-    assert common.width_block(128, torch.bfloat16) == 128
-    assert common.width_block(512, torch.bfloat16) == 128, "there is no room for several pieces of 256"
-    assert common.width_block(128, torch.float32) == 64, "float32 takes twice the registers"
