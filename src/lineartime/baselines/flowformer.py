@@ -105,10 +105,10 @@ class FlowformerState(State):
     strength: Tensor
 
 
-def empty_state(keys: Tensor) -> FlowformerState:
+def empty_state(keys: Tensor, d_value: int) -> FlowformerState:
     """The state before the first token of keys [R, H, L, h], on their device and in their dtype (at least float32)."""
     rows, heads, _, width = keys.shape
-    shapes = ((width, width), (4, width), (1, 1))
+    shapes = ((width, d_value), (4, width), (1, 1))
     position = keys.new_zeros(rows, dtype=torch.long)
     return FlowformerState(position, *(keys.new_zeros(rows, heads, *shape, dtype=acc_dtype(keys)) for shape in shapes))
 
@@ -151,7 +151,7 @@ class Flowformer(MultiHeadMixer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attend in time linear in L: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         if self.causal:  # padding comes after the real tokens, and no token attends to later ones
-            return _continued(q, k, v, empty_state(k), 0)[0]
+            return _continued(q, k, v, empty_state(k, v.shape[-1]), 0)[0]
         a, b = _features(q), _features(k)
         here = real_tokens(v, real)[:, None, :, None]
 
@@ -173,4 +173,4 @@ class Flowformer(MultiHeadMixer):
         return out, FlowformerState(batch.after(state.position), *sums)
 
     def init_own_state(self, batch_size: int) -> FlowformerState:
-        return empty_state(self.empty_cache(batch_size))
+        return empty_state(self.empty_cache(batch_size), self.head_dim)
