@@ -6,10 +6,9 @@ from pathlib import Path
 import torch
 
 from lineartime.markdown import markdown_table
-from lineartime.models.config import ModelConfig
 from lineartime.models.cost import stream_bytes
 from lineartime.models.presets import SIZES, model_of
-from lineartime.models.systems import SYSTEMS
+from lineartime.models.systems import SYSTEMS, System
 
 PAGE = Path(__file__).parents[1] / "docs" / "systems.md"
 
@@ -21,17 +20,18 @@ def systems_table() -> str:
     for name, system in SYSTEMS.items():
         code = "/".join(system.mixer.__module__.split(".")[1:]) + ".py"
         feed_forward = "none" if system.feed_forward is None else {"mlp": "MLP", "glu": "GEGLU"}[system.feed_forward.name]
-        rows.append([f"`{name}`", system.describe(), f"`{code}`", feed_forward, memory(model_of(system, SIZES["tiny"], "clm"))])
+        rows.append([f"`{name}`", system.describe(), f"`{code}`", feed_forward, memory(system)])
     return markdown_table(header, rows, left=len(header))
 
 
-def memory(config: ModelConfig) -> str:
+def memory(system: System) -> str:
     """How the state of a stream grows with the number of tokens read.
 
     One that grows as fast as a cache of keys and values grows with tokens, even if it does so a chunk at a time, as Combiner's.
     """
-    if config.mixer.layer.why_not_causal is not None:
+    if system.mixer.why_not_causal is not None:
         return "bidirectional only"
+    config = model_of(system, SIZES["tiny"], "clm")
     short, longer, long = (stream_bytes(config, length) or 0 for length in (256, 257, 512))
     if short == long:
         return "constant"

@@ -122,6 +122,7 @@ def test_a_program_of_a_text_reads_other_batch_sizes_and_lengths(preset: str, re
         torch.testing.assert_close(program(*inputs), model(*inputs), atol=1e-5, rtol=0)
 
 
+@pytest.mark.nightly
 def test_a_program_of_a_step_runs_without_lineartime_and_those_of_texts_with_its_operators(
     stepping: Stepping, reading: Reading, tmp_path: Path
 ) -> None:
@@ -225,6 +226,7 @@ def test_the_program_in_c_plus_plus_that_the_documents_show_continues_a_text(
     assert shown == bytes(text) + b"\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_step_in_onnx_gives_the_logits_of_the_model(stepping: Stepping, tmp_path: Path) -> None:
     (model, program), ids = stepping, torch.randint(0, 40, (3, 20))

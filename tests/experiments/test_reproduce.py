@@ -173,6 +173,7 @@ def test_a_run_in_its_own_process_stops_after_its_step(options: Options) -> None
     assert "Stopped after step" in (job.folder / "log.txt").read_text()
 
 
+@pytest.mark.nightly
 def test_a_run_needs_neither_datasets_nor_tensorboard(options: Options) -> None:
     plan = make_plan(options())
     job = plan.final_job(plan.contenders[0], "adamw", 0, 1e-3, 2)

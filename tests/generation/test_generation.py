@@ -180,6 +180,7 @@ def test_tokens_of_the_prompt_and_of_the_text_are_penalised(model: CausalLM, pen
     assert expected != [list(generate(model, prompt, 12, GREEDY)) for prompt in given]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(1.0, 7, 0.9, min_p=0.01, repetition_penalty=2.0), pytest.param(Sampling(1.0), marks=pytest.mark.nightly)],

@@ -344,6 +344,7 @@ def test_auto_classes_know_the_configuration(tmp_path: Path) -> None:
     assert (type(model), model.dtype) == (LineartimeModel, torch.bfloat16)
 
 
+@pytest.mark.nightly
 def test_the_whole_model_is_compiled_as_one_graph_and_trains_with_padding() -> None:
     model, ids = causal_model(n_blocks=1), ids_of(2, 24)
     mask = pad(torch.ones_like(ids[:, 3:]), (0, 3))

@@ -42,6 +42,7 @@ def test_a_newer_version_is_refused_if_it_loses_the_cache_or_cannot_generate(mon
     version.check_generation()  # a tested version is not tried out again
 
 
+@pytest.mark.nightly
 def test_nothing_but_this_adapter_imports_transformers() -> None:
     script = """
 import sys

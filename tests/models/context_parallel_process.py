@@ -19,7 +19,7 @@ from lineartime.layers import set_backend
 from lineartime.models import LanguageModel, LayerConfig, ModelConfig, build_model
 from lineartime.ops.context import ContextGroup, context_group
 
-CHUNK, LENGTH, VOCABULARY, D_QK, D_VALUE = 4, 32, 30, 6, 16
+CHUNK, LENGTH, VOCABULARY, D_QK, D_VALUE = 4, 24, 30, 6, 16
 
 
 def make_model(task: Any, dtype: torch.dtype = torch.float64, position: Any = "none", **mixer: Any) -> LanguageModel:

@@ -203,7 +203,8 @@ def test_compiled_steps_of_models_of_different_widths_keep_their_own_sizes() -> 
         torch.testing.assert_close(compiled, plain, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rotated", ["inputs", pytest.param("features", marks=nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("rotated", ["inputs", "features"])
 @torch.no_grad()
 def test_the_step_of_linear_attention_compiles_as_one_graph(rotated: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = torch.compile

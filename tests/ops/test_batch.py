@@ -159,7 +159,8 @@ def test_shifted_chunks_do_not_cross_documents(by: int) -> None:
             assert shifted[0, g] == (x[0, g - by] if start <= g - by < stop else 0)
 
 
-@pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("dynamic", [True, None])
 def test_compiled_code_makes_room_for_all_divisions(dynamic: bool | None) -> None:
     def run(v: Tensor, mask: Tensor | None, ends: Tensor | None) -> Tensor:
         maps = [v[..., :4] * scale for scale in (1, 2, 3, 4)]

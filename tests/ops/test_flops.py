@@ -99,6 +99,7 @@ def test_an_exported_layer_counts_what_the_layer_does() -> None:
         assert counter.get_total_flops() == counted(layer, "torch")[0]
 
 
+@pytest.mark.nightly
 def test_a_layer_does_not_import_the_counter_and_is_counted_after_it() -> None:
     script = """
 import sys

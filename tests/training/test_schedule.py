@@ -107,7 +107,9 @@ def test_a_finished_run_with_a_falling_rate_says_how_to_go_on(finished: Path) ->
 
 def test_a_new_run_says_what_its_user_may_not_expect(config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(config(steps=2, tokenizer="bpe-8000")).run
-    assert re.search(r"The tokenizer has \d+ tokens instead of 8,000, because the text is too short", capsys.readouterr().err)
+    assert re.search(
+        r"The tokenizer has [\d,]+ tokens instead of 8,000, because the text is too short", capsys.readouterr().err
+    )
     first: dict[str, Any] = {"steps": 2, "override": (), "init_from": run}
     train(config(**first, out=run.with_name("same")))
     assert "were trained on" not in capsys.readouterr().err

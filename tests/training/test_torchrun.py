@@ -37,6 +37,7 @@ def steps_of(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("\n")]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_torchrun_starts_all_again_after_a_loss_and_can_be_asked_to_stop(text: Path, tmp_path: Path) -> None:
     run, script = tmp_path / "run", tmp_path / "train.py"

@@ -123,6 +123,7 @@ def test_without_gradients_the_output_before_the_gate_is_not_written(allocations
     assert sorted(allocations) == sorted([values, maps, states, weights, (4, CHUNK, D_VALUE)])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_operator_keeps_the_promises_of_a_custom_op(with_bias: bool, device: str) -> None:
     projected, gamma, beta, bias = (x.to(device, torch.float32).requires_grad_() for x in make_inputs(length=32))
