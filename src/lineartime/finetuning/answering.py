@@ -75,10 +75,13 @@ class Answering:
         self.encoder, self.batch_size, self.null_threshold = encoder, batch_size, null_threshold
         self.validation = files["validation"]
         learnt = files["train"]
-        left_out = [each.where for each in learnt if each.answers and not each.spans]
-        if left_out and all(each.answers and not each.spans for each in learnt):
+        self.right = {question.key: question.answers for question in self.validation}
+        if not self.right:
+            raise LineartimeError(f"{self.validation.file} holds no question to validate with: give other data.")
+        learnable = [not each.answers or bool(each.spans) for each in learnt]
+        if not any(learnable):
             raise LineartimeError(f"{learnt.file} holds no question whose text holds its answer: give other data.")
-        self.left_out = len(left_out)
+        self.left_out = learnable.count(False)
         options = {"questions": learnt, "seed": seed}
         self.train = _dataset(encoder.for_training, options, _TRAINED, cache)
         self.windows = _dataset(encoder.for_answering, {"questions": self.validation}, _ANSWERED, cache)
@@ -104,8 +107,7 @@ class Answering:
         found = best_answers(model, self.windows, self.validation, self.max_answer_tokens, self.batch_size, bf16)
         threshold = self.null_threshold if self.validation.metric == "squad_v2" else float("-inf")
         self.predictions = {key: each.text if each.score >= threshold else "" for key, each in found.items()}
-        right = {question.key: question.answers for question in self.validation}
-        return asdict(score_answers(self.predictions, right, self.validation.metric))
+        return asdict(score_answers(self.predictions, self.right, self.validation.metric))
 
     def write(self, folder: Path) -> None:
         """Write the last predictions, as the official script reads them."""
