@@ -39,6 +39,11 @@ def test_answers_do_not_depend_on_the_batch_and_documents_compete() -> None:
     for key, answer in found[0].items():
         assert found[1][key].text == answer.text
         assert found[1][key].score == pytest.approx(answer.score, abs=1e-5)
+    first_windows = [each for each in windows if each["question"] == 0]
+    of_windows = [best_answers(model, [each], questions[:1], 12, 1)["a"] for each in first_windows]
+    first = best_answers(model, first_windows, questions[:1], 12, 4)["a"]
+    assert len(of_windows) > 2
+    assert first.score == pytest.approx(max(each.score for each in of_windows), abs=1e-5)
     alone = [
         best_answers(model, list(encoder().for_answering([each])), [each], 12, 4)["a"] for each in (questions[0], questions[2])
     ]

@@ -30,18 +30,17 @@ def test_windows_are_cls_question_sep_text_sep_and_hold_all_of_the_text() -> Non
 
 
 def test_a_span_is_the_same_text_in_every_window_that_holds_it() -> None:
-    found = 0
-    for answer in ("大小", "Größe", "[MASK]", "r", "Text, der"):
-        begin = TEXT.index(answer)
-        spans = ((begin, begin + len(answer)),)
-        for window in encoder().windows(Question("k", "?", TEXT)):
-            place = window.tokens_of(spans)
-            inside = window.starts[0] <= begin and begin + len(answer) <= window.ends[-1]
+    found, windows = 0, encoder().windows(Question("k", "?", TEXT))
+    for begin in range(len(TEXT) - 12):
+        answer = TEXT[begin : begin + 12]
+        for window in windows:
+            place = window.tokens_of(((begin, begin + 12),))
+            inside = window.starts[0] <= begin and begin + 12 <= window.ends[-1]
             assert (place is not None) == inside
             if place is not None:
                 assert TEXT[window.starts[place[0] - window.first] : window.ends[place[1] - window.first]] == answer
                 found += 1
-    assert found >= 5
+    assert found >= len(TEXT) - 12
 
 
 def test_training_takes_windows_without_the_answer_only_beside_those_with_it() -> None:
