@@ -268,13 +268,14 @@ def _train(
         trainer.train(resume_from_checkpoint=_last_whole(folder))
         best = trainer.model.merge_and_unload() if advanced.lora_rank else trainer.model
         best.save_pretrained(folder / MODEL)
-    metrics = task.evaluate(best, bf16)
-    task.write(folder)
     steps = trainer.state.best_global_step
-    evaluated = [entry for entry in trainer.state.log_history if f"eval_{task.metric}" in entry]
-    epoch = next(entry["epoch"] for entry in evaluated if entry["step"] == steps)
+    if steps != trainer.evaluated:  # the last predictions are of another model
+        task.evaluate(best, bf16)
+    task.write(folder)
+    logged = next(entry for entry in trainer.state.log_history if entry["step"] == steps and f"eval_{task.metric}" in entry)
+    metrics = {name.removeprefix("eval_"): value for name, value in logged.items() if name.startswith("eval_")}
     losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    return Trial(rate, metrics, epoch, losses)
+    return Trial(rate, metrics, logged["epoch"], losses)
 
 
 class TaskTrainer(Trainer):  # type: ignore[misc]  # transformers has no types here
@@ -283,10 +284,13 @@ class TaskTrainer(Trainer):  # type: ignore[misc]  # transformers has no types h
     task: Answering
     bf16: bool
     control: Any
+    evaluated = -1
+    """The step of the last evaluation."""
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """The metrics on the held-out data."""
         found = self.task.evaluate(self.accelerator.unwrap_model(self.model), self.bf16)
+        self.evaluated = self.state.global_step
         metrics = {f"eval_{name}": value for name, value in found.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
