@@ -156,9 +156,9 @@ def test_mistakes_are_named_and_leave_nothing(config: Configured, tmp_path: Path
     ):
         with pytest.raises(ArgumentError, match=message):
             config(**options)
-    quad = lineartime.presets("mlm")["flash-quad-tiny"]
-    with pytest.raises(ArgumentError, match=r"^mixer is flash-cls, but the model is one of gau: leave it out"):
-        tuned_config(quad, Advanced(mixer="flash-cls"))
+    for other, kind in (("flash-quad-tiny", "gau"), ("flash-weighted-tiny", "flash-weighted")):
+        with pytest.raises(ArgumentError, match=rf"^mixer is flash-cls, but the model is one of {kind}: leave it out"):
+            tuned_config(lineartime.presets("mlm")[other], Advanced(mixer="flash-cls"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     with pytest.raises(ArgumentError, match=r"^out is .*full, which is not empty: give `resume=True`"):

@@ -11,13 +11,15 @@ from lineartime.fields import Between, Positive, check_fields
 Size = Annotated[int, Between(1, 2**30)]
 NotNegative = Annotated[float, Between(0)]
 Share = Annotated[float, Between(0, 1)]
+OfFLASH = Literal["flash", "flash-cls", "flash-first-to-all"]
+"""The mixers that have the weights of FLASH, and its chunks."""
 
 
 @dataclass(frozen=True)
 class Advanced:
     """More options."""
 
-    mixer: Literal["flash", "flash-cls", "flash-first-to-all"] | None = None
+    mixer: OfFLASH | None = None
     """For a model of flash: flash-cls, [CLS] attends with softmax; flash-first-to-all, also the first token of each chunk."""
     chunk_size: Size | None = None
     """Tokens in a chunk, at most as many as in training; the paper halves it to 128. The default is that of training."""

@@ -84,11 +84,12 @@ def find_questions(data: Path, domain: Domain = "wikipedia") -> dict[Split, Ques
         raise ArgumentError("data", f"is {data}, which does not exist: give a file of questions, or the folder of TriviaQA.")
     if (data / "qa").is_dir():
         evidence = data / "evidence"
-        files = {split: data / "qa" / f"{domain}-{name}.json" for split, name in (("train", "train"), ("validation", "dev"))}
-        for path in (*files.values(), evidence):
+        train, validation = (data / "qa" / f"{domain}-{name}.json" for name in ("train", "dev"))
+        for path in (train, validation, evidence):
             if not path.exists():
                 raise ArgumentError("data", f"is {data}, which has no {path.relative_to(data)}: give the unpacked archive.")
-        return {split: QuestionFile(file, "triviaqa", evidence=evidence) for split, file in files.items()}  # type: ignore[misc]
+        files: dict[Split, Path] = {"train": train, "validation": validation}
+        return {split: QuestionFile(file, "triviaqa", evidence=evidence) for split, file in files.items()}
     found: dict[Split, QuestionFile] = {}
     for file in sorted(data.glob("*.json")):
         split = named_split(file.name)

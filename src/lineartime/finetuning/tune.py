@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -27,7 +27,7 @@ from lineartime.fields import shown
 from lineartime.files import removed_on_failure, write_file
 from lineartime.finetuning.answer_metrics import Metric
 from lineartime.finetuning.answering import PREDICTIONS, Answering
-from lineartime.finetuning.config import Advanced, FinetuneConfig
+from lineartime.finetuning.config import Advanced, FinetuneConfig, OfFLASH
 from lineartime.finetuning.questions import find_questions
 from lineartime.finetuning.windows import WindowEncoder
 from lineartime.hf.config import LineartimeConfig
@@ -173,7 +173,8 @@ def _plain(config: FinetuneConfig) -> dict[str, Any]:
     """The options that decide the result, as plain data."""
     fields = {**dataclasses.asdict(config), **dataclasses.asdict(config.advanced)}
     kept = {name: value for name, value in fields.items() if name not in ("resume", "out", "device", "advanced")}
-    return json.loads(json.dumps(kept, default=str))  # type: ignore[no-any-return]
+    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    return plain
 
 
 def _write(folder: Path, result: FinetuneResult) -> None:
@@ -218,7 +219,7 @@ def tuned_config(pretrained: ModelConfig, advanced: Advanced) -> ModelConfig:
             raise ArgumentError("chunk_size", what)
         changed = changed.override(chunk_size=advanced.chunk_size)
     if advanced.mixer is not None:
-        if not pretrained.mixer.kind.startswith("flash"):
+        if pretrained.mixer.kind not in get_args(OfFLASH):
             raise ArgumentError("mixer", f"is {advanced.mixer}, but the model is one of {pretrained.mixer.kind}: leave it out.")
         changed = changed.override(mixer=LayerConfig(advanced.mixer, **changed.mixer.options))
     return changed
