@@ -10,8 +10,10 @@ from lineartime.finetuning.questions import find_questions, read_questions
 
 from .conftest import article
 
+TRIVIA = {"QuestionId": "tc", "Question": "Where?"}
 
-def squad(*qas: dict[str, Any], text: str = "one two one") -> dict[str, Any]:
+
+def squad(*qas: Any, text: str = "one two one") -> dict[str, Any]:
     return {"data": [{"paragraphs": [{"context": text, "qas": list(qas)}]}]}
 
 
@@ -95,6 +97,11 @@ def test_questions_without_answers_are_read_from_lines(tmp_path: Path) -> None:
         ),
         ("a.json", squad(ask("one", "0")), r"qas\[0\] whose answer_start is '0', but it must be a whole number"),
         ("a.json", {"data": [{"paragraphs": [{"qas": []}]}]}, r"data\[0\].paragraphs\[0\] without context"),
+        ("a.json", {"data": [1]}, r"a.json has data\[0\] without paragraphs, but it must be a list"),
+        ("a.json", squad(1), r"qas\[0\] without question"),
+        ("a.json", {"Data": [{**TRIVIA, "Answer": 1}]}, r"has Data\[0\] whose Answer is 1, but it must be an object"),
+        ("a.json", {"Data": [{**TRIVIA, "EntityPages": 1}]}, r"has Data\[0\] whose EntityPages is 1, but it must be a list"),
+        ("a.json", {"Data": [{**TRIVIA, "EntityPages": [1]}]}, r"has Data\[0\].EntityPages without Filename"),
         ("a.json", {"data": []}, r"a.json holds no list `data` of articles: give a file in the layout of SQuAD"),
         ("a.json", [1], r"a.json is damaged \(it is \[1\], but must be an object\)"),
         ("a.jsonl", {"question": "?", "text": ""}, r"a.jsonl has line 1 without context, but it must be a text"),
@@ -104,6 +111,10 @@ def test_a_wrong_record_is_named(tmp_path: Path, name: str, content: Any, messag
     (tmp_path / name).write_text(json.dumps(content))
     with pytest.raises(LineartimeError, match=message):
         list(read_questions(tmp_path / name))
+    if name == "a.json" and "Data" not in content:
+        (tmp_path / "dev.json").write_text(json.dumps(content))
+        with pytest.raises(LineartimeError, match=message.replace("a.json", "dev.json")):
+            find_questions(tmp_path)
 
 
 def test_wrong_data_is_named(tmp_path: Path, trivia: Path) -> None:

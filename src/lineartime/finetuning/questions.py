@@ -1,7 +1,7 @@
 """Questions about texts: SQuAD 1.1 and 2.0 and data in its layout, such as CMRC 2018, and TriviaQA."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from lineartime.json_files import DamagedFileError, open_regular, parse
 
 HELD_OUT_EVERY = 5
 """Of a single file, every fifth article is held out."""
-_KINDS = {str: "a text", list: "a list", int: "a whole number"}
+_KINDS = {str: "a text", list: "a list", dict: "an object", int: "a whole number"}
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,13 @@ def find_questions(data: Path, domain: Domain = "wikipedia") -> dict[Split, Ques
         LineartimeError: if a file cannot be read or holds something else.
     """
     if data.is_file():
-        articles = _articles(data, read_json(data))
+        content = read_json(data)
+        articles = _articles(data, content)
         if len(articles) < 2:
             raise ArgumentError("data", f"is {data}, which holds one article, but one is held out: give a folder of two files.")
         held_out = tuple(range(0, len(articles), HELD_OUT_EVERY))
         rest = tuple(place for place in range(len(articles)) if place not in held_out)
-        metric = _metric(articles)
+        metric = _metric(_squad(data, content, None))
         return {"train": QuestionFile(data, metric, rest), "validation": QuestionFile(data, metric, held_out)}
     if not data.is_dir():
         raise ArgumentError("data", f"is {data}, which does not exist: give a file of questions, or the folder of TriviaQA.")
@@ -97,7 +98,7 @@ def find_questions(data: Path, domain: Domain = "wikipedia") -> dict[Split, Ques
             names = f"{found[split].file.name} and {file.name}"
             raise ArgumentError("data", f"is {data}, which holds {names} for {split}: leave one of them there.")
         if split in ("train", "validation"):
-            found[split] = QuestionFile(file, _metric(_articles(file, read_json(file))))
+            found[split] = QuestionFile(file, _metric(_squad(file, read_json(file), None)))
     if len(found) < 2:
         advice = "give a folder with both, such as train-v1.1.json and dev-v1.1.json, or one file"
         raise ArgumentError("data", f"is {data}, which lacks a JSON file named for training or for validation: {advice}.")
@@ -164,14 +165,12 @@ def _articles(file: Path, data: Mapping[str, Any]) -> list[Any]:
     return articles
 
 
-def _metric(articles: Sequence[Any]) -> Metric:
+def _metric(questions: Iterable[Question]) -> Metric:
     """SQuAD 2.0 has questions without an answer; the answers of CMRC are Chinese."""
-    answers = [
-        qa.get("answers") for article in articles for part in article.get("paragraphs", ()) for qa in part.get("qas", ())
-    ]
+    answers = [question.answers for question in questions]
     if not all(answers):
         return "squad_v2"
-    texts = "".join(str(each[0].get("text", "")) for each in answers[:1000])
+    texts = "".join(each[0] for each in answers)
     return "cmrc" if 2 * len(re.findall(r"[\u4e00-\u9fa5]", texts)) > len(texts) else "squad"
 
 
@@ -183,7 +182,8 @@ def _squad(file: Path, data: Mapping[str, Any], chosen: Sequence[int] | None) ->
             text = _item(file, paragraph, part, "context", str)
             for count, qa in enumerate(_item(file, paragraph, part, "qas", list)):
                 where = f"{paragraph}.qas[{count}]"
-                key, question = str(qa.get("id", where)), _item(file, where, qa, "question", str)
+                question = _item(file, where, qa, "question", str)
+                key = str(qa.get("id", where))
                 given = _item(file, where, qa, "answers", list) if qa.get("answers") and not qa.get("is_impossible") else []
                 answers = tuple(_item(file, where, answer, "text", str) for answer in given)
                 starts = [_item(file, where, answer, "answer_start", int) for answer in given]
@@ -206,16 +206,25 @@ def _trivia(file: Path, data: Mapping[str, Any], evidence: Path) -> Iterator[Que
     for place, record in enumerate(records):
         where = f"Data[{place}]"
         key, question = _item(file, where, record, "QuestionId", str), _item(file, where, record, "Question", str)
-        answer = record.get("Answer") or {}  # the test split has none
-        right = (*answer.get("NormalizedAliases", ()), *answer.get("HumanAnswers", ()))
-        matching = _matcher([*right, *answer.get("Aliases", ())])
+        answer = _item(file, where, record, "Answer", dict) if "Answer" in record else {}  # the test split has none
+        given, human, aliases = (
+            _listed(file, where, answer, name) for name in ("NormalizedAliases", "HumanAnswers", "Aliases")
+        )
+        right = tuple(map(str, (*given, *human)))
+        matching = _matcher([*right, *map(str, aliases)])
         for kind, folder in (("EntityPages", "wikipedia"), ("SearchResults", "web")):
-            for page in record.get(kind) or ():
+            for page in _listed(file, where, record, kind):
                 name = _item(file, f"{where}.{kind}", page, "Filename", str)
                 with reporting_file_errors("read", evidence / folder / name):
                     text = (evidence / folder / name).read_text("utf-8", errors="replace")
                 spans = tuple(found.span() for found in matching.finditer(text)) if right else ()
                 yield Question(key if by_question else "--".join((key, name)), question, text, right, spans, where)
+
+
+def _listed(file: Path, where: str, record: dict[str, Any], name: str) -> list[Any]:
+    """A list of a record; empty if the record has none."""
+    found: list[Any] = _item(file, where, record, name, list) if record.get(name) is not None else []
+    return found
 
 
 def _matcher(aliases: Sequence[str]) -> re.Pattern[str]:
