@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 import lineartime
@@ -23,6 +24,13 @@ def build(preset: str = "flash-tiny", vocab_size: int = 258, **options: Any) -> 
     return model
 
 
+def tokenizer_with(*special: str) -> str:
+    """The definition of a tokenizer of the words a and b, an end of document, a mask and more special tokens."""
+    names = ["a", "b", "</s>", "[MASK]", *special]
+    words = {name: place for place, name in enumerate(names)}
+    return str(tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a")).to_str())
+
+
 def test_candidates_have_the_probabilities_of_the_model_at_each_mask() -> None:
     model = build()
     ids = [*b"the c", 257, *b"t ", 257, 257]
@@ -35,6 +43,11 @@ def test_candidates_have_the_probabilities_of_the_model_at_each_mask() -> None:
         assert sum(probabilities) == pytest.approx(1, rel=1e-5)
         for candidate in candidates:
             assert candidate.probability == pytest.approx(float(expected[place, candidate.token]), rel=1e-5)
+    framed = JsonTokenizer(tokenizer_with("[CLS]", "[SEP]"), "words")
+    wide = build(vocab_size=framed.vocab_size)
+    assert framed.frame is not None
+    logits = wide(torch.tensor([[framed.frame[0], 1, framed.mask, framed.frame[1]]]))[0, 2]
+    assert fill_mask(wide, framed, "b[MASK]", top=1)[0][0].token == int(logits.argmax())
     assert [len(candidates) for candidates in fill_mask(model, TOKENIZER, "[MASK] and [MASK]", top=3)] == [3, 3]
 
 

@@ -70,11 +70,12 @@ def fill_mask(model: MaskedLM, tokenizer: Tokenizer, text: str, top: int = 5) ->
 
 
 def _masked_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encode a text, with each [MASK] as the mask token. Raises ArgumentError if it has none."""
+    """Encode a text as in training, with each [MASK] as the mask token. Raises ArgumentError if it has none."""
     if not isinstance(text, str):
         raise ArgumentError("text", f"is of type {type(text).__name__}, but must be a text.")
     if MASK_TEXT not in text:
         beginning = text if len(text) <= 40 else f"{text[:37]}..."
         raise ArgumentError("text", f"is {beginning!r}, which holds no {MASK_TEXT}: write {MASK_TEXT} at each gap.")
     first, *rest = (encode_given(tokenizer, "text", part, place > 0) for place, part in enumerate(text.split(MASK_TEXT)))
-    return [*first, *(token for part in rest for token in (tokenizer.mask, *part))]
+    ids = [*first, *(token for part in rest for token in (tokenizer.mask, *part))]
+    return ids if tokenizer.frame is None else [tokenizer.frame[0], *ids, tokenizer.frame[1]]

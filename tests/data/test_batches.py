@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
-from lineartime.data import ByteTokenizer, TokenStream
+from lineartime.data import ByteTokenizer, JsonTokenizer, TokenStream
 from lineartime.data.batches import (
     causal_batch,
     draw_prefix_lengths,
@@ -11,8 +12,13 @@ from lineartime.data.batches import (
     packed_batch,
     prefix_batch,
     spread_windows,
+    text_length,
 )
+from lineartime.errors import ArgumentError
 from lineartime.ops.cross_entropy import IGNORED
+
+LETTERS = {name: place for place, name in enumerate(["<|endoftext|>", "[MASK]", "[CLS]", "[SEP]", *"abcdefgh"])}
+FRAMED = tokenizers.Tokenizer(tokenizers.models.WordLevel(LETTERS, unk_token="a")).to_str()
 
 
 def stream(length: int) -> TokenStream:
@@ -46,6 +52,26 @@ def test_what_is_masked_in_a_row_depends_on_its_key_alone() -> None:
     assert torch.equal(batch.inputs[0], batch.inputs[2])
     assert torch.equal(batch.inputs[1], again.inputs[0])
     assert not torch.equal(batch.inputs[0], batch.inputs[1])
+
+
+def test_a_masked_row_is_framed_and_packed_or_causal_ones_are_not() -> None:
+    tokenizer = JsonTokenizer(FRAMED, "letters")
+    windows = torch.randint(4, 12, (50, 33))
+    row = evaluation_batch("mlm", windows, tokenizer, range(50))
+    assert row.inputs.shape == (50, 34)
+    assert text_length(34, "mlm", tokenizer) == 32
+    selected = row.targets != IGNORED
+    assert torch.equal(torch.where(selected, row.targets, row.inputs)[:, 1:-1], windows[:, :-1])
+    assert not selected[:, [0, -1]].any()
+    assert selected.any()
+    assert {(first, last) for first, last in row.inputs[:, [0, -1]].tolist()} == {tokenizer.frame}
+    for task, packed in (("mlm", True), ("clm", False), ("prefix-lm", False)):
+        assert evaluation_batch(task, windows, tokenizer, range(50), packed=packed).inputs.shape[1] * (
+            50 if not packed else 1
+        ) == (32 * 50)
+        assert text_length(34, task, tokenizer, packed) == 34
+    with pytest.raises(ArgumentError, match=r"^context_length is 2, but must be at least 3"):
+        text_length(2, "mlm", tokenizer)
 
 
 def test_packing_cuts_after_each_end_and_each_row() -> None:

@@ -119,13 +119,13 @@ def test_a_tokenizer_that_cannot_be_trained_or_found_is_an_error(text: Path, tmp
     (tmp_path / "han.txt").write_text("\n".join(chr(0x4E00 + number) for number in range(3000)))
     empty, han = load_corpus(tmp_path / "empty.jsonl"), load_corpus(tmp_path / "han.txt")
     cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: train_tokenizer(corpus, "unigram", 100), "^vocab_size is 100, but must be at least 515"),
+        (lambda: train_tokenizer(corpus, "unigram", 100), "^vocab_size is 100, but must be at least 517"),
         (lambda: train_tokenizer(corpus, "BPE", 300), r"^kind is 'BPE', but must be one of 'bpe', 'unigram'"),  # type: ignore[arg-type]
         (lambda: train_tokenizer(corpus, "bpe", 300, max_bytes=0), "^max_bytes is 0, but must be at least 1"),
         (lambda: train_tokenizer(empty, "bpe", 300), "There is no text in the train split of"),
         (lambda: train_tokenizer(han, "unigram", 1000), r"vocab_size is 1,000, too few for the characters of this text \("),
         (lambda: tokenizer_for("", corpus, tmp_path), "^tokenizer is empty: "),
-        (lambda: tokenizer_for("bpe-9", corpus, tmp_path), "^tokenizer is bpe-9, but bpe tokenizers have from 258 to"),
+        (lambda: tokenizer_for("bpe-9", corpus, tmp_path), "^tokenizer is bpe-9, but bpe tokenizers have from 260 to"),
         (
             lambda: tokenizer_for("bpe-many", corpus, tmp_path),
             "^tokenizer is bpe-many, which is neither a file nor a name: use",
@@ -156,4 +156,4 @@ def test_the_command_says_when_there_was_too_little_text(
     said = capsys.readouterr().err
     assert re.search(r"has [\d,]+ tokens instead of 31,000, because the text is too short for more: use .*\.", said)
     assert main(["tokenize", "--data", str(tmp_path / "missing"), "--out", f"{out}.new", "--vocab-size", "9"]) == 1
-    assert "--vocab-size is 9, but must be at least 258" in capsys.readouterr().err  # before it looks for the text
+    assert "--vocab-size is 9, but must be at least 260" in capsys.readouterr().err  # before it looks for the text

@@ -1,16 +1,19 @@
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 
 import lineartime
-from lineartime.data import ByteTokenizer, TokenStream
+from lineartime.data import ByteTokenizer, JsonTokenizer, TokenStream
 from lineartime.errors import LineartimeError
-from lineartime.evaluation import Evaluation, evaluate_carried, evaluate_windowed
+from lineartime.evaluation import Evaluation, evaluate_carried, evaluate_windowed, perplexity
 from lineartime.models import CausalLM
+from lineartime.ops.cross_entropy import IGNORED
 
 TOKENIZER = ByteTokenizer()
 
@@ -128,6 +131,25 @@ def test_a_masked_model_is_measured_on_masked_tokens_alone() -> None:
     assert results[1].loss == pytest.approx(results[0].loss, rel=1e-5)
     with pytest.raises(LineartimeError, match="The model predicts no token of the test split of noise, so there is no loss"):
         evaluate_windowed(model, source, TOKENIZER, context_length=50, stride=50, batch_size=3, bf16=False, max_tokens=1)
+
+
+@pytest.mark.parametrize("stride", [20, 48, 50])
+def test_every_token_of_a_framed_text_may_be_masked(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 50 tokens hold 48 of the text. With all of them masked, each counts once."""
+    words = {**{f"w{place}": place for place in range(256)}, "[MASK]": 256, "</s>": 257, "[CLS]": 258, "[SEP]": 259}
+    framed = JsonTokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).to_str(), "words")
+    model = lineartime.build("flash-tiny", "mlm", d_model=16, n_blocks=1, d_qk=8, chunk_size=8, vocab_size=260).eval()
+    whole = perplexity.evaluation_batch
+
+    def all_masked(task: Any, windows: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        batch = whole(task, windows, *arguments, **options)
+        assert batch.inputs.shape[1] == windows.shape[1] + 1 <= 50
+        return batch._replace(targets=torch.where(batch.inputs < 258, 1, IGNORED))
+
+    monkeypatch.setattr(perplexity, "evaluation_batch", all_masked)
+    source = stream(2000)
+    found = evaluate_windowed(model, source, framed, context_length=50, stride=stride, batch_size=4, bf16=False)
+    assert found.tokens == 2000
 
 
 def test_a_prefix_model_is_measured_on_what_follows_the_first_half_of_each_window(model: CausalLM) -> None:

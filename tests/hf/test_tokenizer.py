@@ -45,6 +45,23 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
 }
 
 
+def test_a_text_of_a_masked_model_is_framed_as_in_training(tmp_path: Path) -> None:
+    words = trained("words")
+    backend = tokenizers.Tokenizer.from_str(words.to_json())
+    backend.add_special_tokens(["[MASK]", "[CLS]", "[SEP]"])
+    own = JsonTokenizer(backend.to_str(), "words")
+    for task, framed in (("mlm", True), ("clm", False)):
+        model = lineartime.build("flash-tiny", task, n_blocks=1, d_model=16, d_qk=8, vocab_size=own.vocab_size)
+        lineartime.save(model, own, tmp_path / task)
+        convert(tmp_path / task, tmp_path / f"{task}-hf")
+        fast = AutoTokenizer.from_pretrained(tmp_path / f"{task}-hf")
+        ids = own.encode("the square of 3").tolist()
+        assert own.frame == (backend.token_to_id("[CLS]"), backend.token_to_id("[SEP]"))
+        assert fast("the square of 3").input_ids == ([own.frame[0], *ids, own.frame[1]] if framed else ids)
+        convert(tmp_path / f"{task}-hf", tmp_path / f"{task}-back")
+        assert lineartime.load_tokenizer(tmp_path / f"{task}-back").frame == own.frame
+
+
 @pytest.mark.parametrize("kind", list(TOKENIZERS))
 def test_a_tokenizer_gives_the_same_ids_in_transformers_and_comes_back(kind: str, tmp_path: Path) -> None:
     own = TOKENIZERS[kind]()

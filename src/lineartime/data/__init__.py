@@ -5,6 +5,7 @@ from lineartime.data.batches import (
     evaluation_batch,
     read_window,
     spread_windows,
+    text_length,
 )
 from lineartime.data.corpora import (
     Corpus,
@@ -58,6 +59,7 @@ __all__ = [
     "ready_tokenizer",
     "size_to_train",
     "spread_windows",
+    "text_length",
     "token_stream",
     "tokenizer_for",
     "tokenizer_from_json",

@@ -30,6 +30,8 @@ from lineartime.json_files import open_regular
 _HUB = "hub:"
 MASK_TEXT, END_TEXT = "[MASK]", "[END]"
 """How a mask and an end of document are displayed."""
+FRAME = ("[CLS]", "[SEP]")
+"""The names of the tokens before and after a text that a masked language model reads."""
 
 
 def _byte_level() -> dict[str, int]:
@@ -57,6 +59,7 @@ class ByteTokenizer:
     vocab_size = BYTE_VOCABULARY
     end_of_document = 256
     mask = 257
+    frame: tuple[int, int] | None = None
 
     def encode(self, text: str, inside: bool = False) -> NDArray[np.int64]:
         """The bytes of a text, also of one inside another: int64 [n]."""
@@ -137,6 +140,9 @@ class JsonTokenizer:
         self._known: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.end_of_document, size = self._special(self._END_NAMES, self._known)
         self.mask, self.vocab_size = self._special(self._MASK_NAMES, size)
+        first, last = map(self._tokenizer.token_to_id, FRAME)
+        self.frame: tuple[int, int] | None = None if first is None or last is None else (first, last)
+        """The tokens before and after a text that a masked language model reads, [CLS] and [SEP]."""
 
     def _special(self, names: tuple[str, ...], size: int) -> tuple[int, int]:
         """The id of the first of these names that the tokenizer knows, or a new id; and the resulting vocabulary size."""

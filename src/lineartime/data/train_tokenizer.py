@@ -12,13 +12,21 @@ from typing import Annotated, Any
 from lineartime.choices import VOCAB_SIZE, TokenizerKind
 from lineartime.data.corpora import Corpus, no_text
 from lineartime.data.progress import Progress
-from lineartime.data.tokenizers import JsonTokenizer, Tokenizer, is_ready_name, named_tokenizer, read_tokenizer
+from lineartime.data.tokenizers import (
+    FRAME,
+    MASK_TEXT,
+    JsonTokenizer,
+    Tokenizer,
+    is_ready_name,
+    named_tokenizer,
+    read_tokenizer,
+)
 from lineartime.errors import ArgumentError, first_line, require_packages
 from lineartime.fields import AtLeastOne, Between, check_type
 from lineartime.files import is_folder, is_there, write_file
 
-_FORMAT = 3  # part of every cached file's name: increase it when the same text would give another tokenizer
-_SPECIAL = ["<|endoftext|>", "[MASK]"]
+_FORMAT = 4  # part of every cached file's name: increase it when the same text would give another tokenizer
+_SPECIAL = ["<|endoftext|>", MASK_TEXT, *FRAME]
 _UNKNOWN = "<unk>"  # Unigram requires one, but byte fallback never uses it
 # Unigram would encode text that looks like the name of a special token or of a byte as that token; splitting it prevents this.
 _LIKE_A_NAME = (
@@ -45,7 +53,7 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
     Args:
         corpus: the text.
         kind: "bpe" or "unigram".
-        vocab_size: the number of tokens, including the end of a document and the mask. A short text gives fewer.
+        vocab_size: the number of tokens, including the end of a document, the mask, [CLS] and [SEP]. A short text gives fewer.
         max_bytes: the bytes of text to learn from; the default is `TRAINING_BYTES`.
 
     Raises LineartimeError for an unknown kind, a vocabulary too small for all bytes or too large, or a corpus without text.

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.data.batches import causal_batch, evaluation_batch, read_window
+from lineartime.data.batches import causal_batch, evaluation_batch, read_window, text_length
 from lineartime.data.corpora import no_text
 from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import Tokenizer
@@ -142,13 +142,14 @@ def evaluate_windowed(
     if not 1 <= stride <= context_length:
         raise ArgumentError("stride", f"is {stride}, but must be from 1 to `context_length={context_length!r}`.")
     tokens = _length(stream, max_tokens)
-    longest = model.config.longest_sequence
-    if longest is not None and min(context_length, tokens) > longest:
+    sums, task, longest = PositionSums(), model.config.task, model.config.longest_sequence
+    length = text_length(context_length, task, tokenizer, packed)
+    beside = (context_length - length) // 2  # 1 where [CLS] and [SEP] are around the text
+    if longest is not None and min(context_length, tokens + 2 * beside) > longest:
         raise ArgumentError("context_length", f"is {context_length}, but this model reads at most {longest} tokens.")
-    sums, task = PositionSums(), model.config.task
     device = next(model.parameters()).device
     with Progress(f"measuring {stream.name}", total=tokens) as progress:
-        for windows, skip, starts in _windows(stream, tokenizer, tokens, context_length, stride, batch_size):
+        for windows, skip, starts in _windows(stream, tokenizer, tokens, length, min(stride, length), batch_size):
             batch = evaluation_batch(task, windows, tokenizer, starts, packed=packed)
             cu_seqlens, prefix = batch.cu_seqlens, None if batch.prefix_lengths is None else batch.prefix_lengths.to(device)
             with autocast(device, bf16):
@@ -156,8 +157,9 @@ def evaluate_windowed(
                 losses = token_losses(model, hidden, batch.targets.to(device)).view(len(windows), -1).cpu()
             counted = batch.targets.view(len(windows), -1) != IGNORED
             before = 1 + batch.places().view(len(windows), -1)
-            sums.add(losses[:, skip:], counted[:, skip:], before[:, skip:])
-            progress.advance(losses[:, skip:].numel())
+            text = slice(beside + skip, losses.shape[1] - beside)
+            sums.add(losses[:, text], counted[:, text], before[:, text])
+            progress.advance(losses[:, text].numel())
     overlap = "not overlapping" if stride == context_length else f"one every {stride}, the last {stride} tokens of each counted"
     context = f"windows of {context_length} tokens, {overlap}"
     if task == "prefix-lm":

@@ -90,7 +90,8 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         made.tie_weights()
         with quietly():
             made.save_pretrained(folder)
-            fast_tokenizer(tokenizer, model.config.longest_sequence).save_pretrained(folder)
+            framed = model.config.task == "mlm"
+            fast_tokenizer(tokenizer, model.config.longest_sequence, framed=framed).save_pretrained(folder)
         card = model_card(model.config, destination.name, model.n_parameters, facts)
         (folder / CARD).write_text(card, encoding="utf-8", errors="replace")  # the name may not be UTF-8
     return destination

@@ -5,9 +5,10 @@ from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from lineartime.data.tokenizers import BYTE_LEVEL, END_TEXT, MASK_TEXT, ByteTokenizer, JsonTokenizer, Tokenizer
+from lineartime.data.tokenizers import BYTE_LEVEL, END_TEXT, FRAME, MASK_TEXT, ByteTokenizer, JsonTokenizer, Tokenizer
 from lineartime.errors import LineartimeError
 
 CHAT_TEMPLATE = """\
@@ -40,11 +41,12 @@ assistant:
 """Plain turns, one per line: `user: ...`, and `assistant: ...` with an end-of-document token, at which generation stops."""
 
 
-def fast_tokenizer(tokenizer: Tokenizer, longest: int | None = None) -> PreTrainedTokenizerFast:
+def fast_tokenizer(tokenizer: Tokenizer, longest: int | None = None, *, framed: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer of transformers that gives the same ids.
 
     Its special tokens are parsed in texts, as usual in transformers: "[MASK]" in a text is the mask. The end-of-document
-    token also serves as the beginning-of-text, end-of-text and padding token. `longest` is the maximum length of a text.
+    token also serves as the beginning-of-text, end-of-text and padding token. `longest` is the maximum length of a text. If
+    `framed`, as for a masked language model, each text gets [CLS] and [SEP] around it if the tokenizer has them.
 
     Raises:
         LineartimeError: if the ids of a trained tokenizer have gaps, so that special tokens cannot be added.
@@ -53,8 +55,13 @@ def fast_tokenizer(tokenizer: Tokenizer, longest: int | None = None) -> PreTrain
     end, mask = (backend.id_to_token(token) for token in (tokenizer.end_of_document, tokenizer.mask))
     if end is None or mask is None:
         raise LineartimeError("The tokenizer has gaps in its ids, so that no special tokens can be added: train another one.")
+    frame: dict[str, str] = {}
+    if framed and tokenizer.frame is not None:
+        frame = dict(zip(("cls_token", "sep_token"), FRAME, strict=True))
+        backend.post_processor = framing(backend, *FRAME)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
+        **frame,
         bos_token=end,
         eos_token=end,
         pad_token=end,
@@ -65,6 +72,13 @@ def fast_tokenizer(tokenizer: Tokenizer, longest: int | None = None) -> PreTrain
         model_max_length=longest,
         model_input_names=["input_ids", "attention_mask"],
     )
+
+
+def framing(backend: Any, cls: str, sep: str) -> TemplateProcessing:
+    """What puts `cls` before a text and `sep` after it, and after the second of a pair, whose tokens have type 1."""
+    tokens = [(name, backend.token_to_id(name)) for name in dict.fromkeys((cls, sep))]
+    pair = [cls, "$A", sep, "$B:1", f"{sep}:1"]
+    return TemplateProcessing(single=pair[:3], pair=pair, special_tokens=tokens)
 
 
 def plain_tokenizer(definition: str, source: str) -> Tokenizer:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lineartime.data.batches import evaluation_batch
-from lineartime.data.tokenizers import Tokenizer, check_vocabulary, encode_given
+from lineartime.data.tokenizers import FRAME, Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.evaluation.perplexity import token_losses
 from lineartime.fields import Between, check_limits
@@ -123,9 +123,10 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
     shown, longest = ids[:max_tokens], config.longest_sequence
     if not ids:
         raise ArgumentError("text", "is empty, but must hold at least one token.")
-    if longest is not None and len(shown) > longest:
-        found = f"has {len(shown):,} tokens, but this model reads at most {longest:,}: shorten it, or use "
-        raise ArgumentError("text", found, f"`max_tokens={longest!r}`.")
+    frame = FRAME if config.task == "mlm" and tokenizer.frame else ()
+    if longest is not None and len(shown) + len(frame) > longest:
+        found = f"has {len(shown) + len(frame):,} tokens, but this model reads at most {longest:,}: shorten it, or use "
+        raise ArgumentError("text", found, f"`max_tokens={longest - len(frame)!r}`.")
     end = tokenizer.end_of_document
     window = torch.tensor([[*shown, end] if config.task == "mlm" else [end, *shown]], device="cpu")
     batch, device = evaluation_batch(config.task, window, tokenizer, [0]), next(model.parameters()).device
@@ -139,7 +140,12 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
     check_finite_logits(all(map(math.isfinite, losses)))
     known = [loss if target != IGNORED else None for loss, target in zip(losses, batch.targets[0].tolist(), strict=True)]
     layers = tuple(_layer(block.mixer, x, prefixes) for block, x in zip(backbone.blocks, inputs, strict=True))
-    return Inspection(config.task, _pieces(tokenizer, shown, known), len(ids) - len(shown), prefix, layers)
+    if frame:
+        known = known[1:-1]
+    pieces = _pieces(tokenizer, shown, known)
+    if frame:
+        pieces = (Piece(frame[0], (None,)), *pieces, Piece(frame[1], (None,)))
+    return Inspection(config.task, pieces, len(ids) - len(shown), prefix, layers)
 
 
 def _pieces(tokenizer: Tokenizer, ids: list[int], losses: list[float | None]) -> tuple[Piece, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lineartime import checkpoint as checkpoints
 from lineartime.choices import Precision
-from lineartime.data import Batch, evaluation_batch, merge_states, read_window, spread_windows
+from lineartime.data import Batch, evaluation_batch, merge_states, read_window, spread_windows, text_length
 from lineartime.errors import ArgumentError, DivergedError, LineartimeError, did_you_mean
 from lineartime.fields import decode
 from lineartime.files import removed_on_failure
@@ -403,6 +403,7 @@ class Validation:
                     f"The held-out text has {available} tokens, too few for slices of whole chunks ({unit} + 1): "
                     "give more text, or a smaller `context_parallel`.",
                 )
+        self._length = text_length(self._length, setup.config.task, setup.tokenizer, setup.config.packed)
         self._starts = spread_windows(setup.text.validation, setup.config.eval_windows, self._length)
 
     @torch.no_grad()

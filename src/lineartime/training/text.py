@@ -21,6 +21,7 @@ from lineartime.data import (
     missing_split,
     no_text,
     portable_identity,
+    text_length,
     token_stream,
 )
 from lineartime.evaluation.perplexity import bits_per_byte
@@ -49,9 +50,10 @@ class Text:
         sample = next((block[:5000] for document in corpus.documents("validation") for block in document if block.strip()), "")
         self.is_lossy = tokenizer.decode(tokenizer.encode(sample).tolist()).strip() != sample.strip()
         make = BatchMaker(tokenizer, config.task, config.seed, config.packed)
+        length = text_length(config.context_length, config.task, tokenizer, config.packed)
         if config.streaming:
             shuffle = config.shuffle_documents
-            loader: Loader = StreamingLoader(corpus, make, config.context_length, rows, config.lanes, shuffle)
+            loader: Loader = StreamingLoader(corpus, make, length, rows, config.lanes, shuffle)
             self.name = f"a stream of {corpus.name} in {config.lanes} lanes" + (f", shuffled by {shuffle:,}" if shuffle else "")
             self.splits = describe_splits(corpus, {"validation": self.validation})
             files = portable_identity(corpus, "train")
@@ -59,7 +61,7 @@ class Text:
             self.earlier_identities = (f"{self.name}, state {_short_hash(corpus.identity('train'))}",)
         else:
             stream = token_stream(corpus, "train", tokenizer, cache)
-            loader = CachedLoader(stream, make, config.context_length, rows)
+            loader = CachedLoader(stream, make, length, rows)
             self.name = f"{len(stream):,} tokens of {corpus.name}"
             streams: dict[Split, TokenStream] = {"train": stream, "validation": self.validation}
             # What cannot be read should show now, and not after days of training. `eval` finds the tokens in the cache.
