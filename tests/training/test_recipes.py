@@ -36,7 +36,12 @@ def completed(**options: Any) -> TrainConfig:
 
 @pytest.mark.parametrize(
     ("recipe", "data", "task", "chunk_size"),
-    [("lm-wiki40b", "wiki40b", "clm", 256), ("lm-pg19", "pg19", "clm", 512), ("mlm-c4", "c4", "mlm", 256)],
+    [
+        ("lm-wiki40b", "wiki40b", "clm", 256),
+        ("lm-pg19", "pg19", "clm", 512),
+        ("mlm-c4", "c4", "mlm", 256),
+        ("mlm-wikipedia-4096", "hub:wikimedia/wikipedia/20231101.en", "mlm", 256),
+    ],
 )
 def test_a_recipe_is_that_of_the_paper(recipe: str, data: str, task: str, chunk_size: int) -> None:
     config = completed(recipe=recipe, preset="flash-base", context_length=4096)

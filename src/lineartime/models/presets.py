@@ -27,6 +27,7 @@ SIZES: dict[str, Size] = {
     "tiny": TINY,
     "base": BASE,
     "large": Size(1024, gated_blocks=72, attention_blocks=36, n_heads=16, chunk_size=512),
+    "qa": Size(768, gated_blocks=24, attention_blocks=12, n_heads=12, d_qk=512, chunk_size=128),  # of table 4
     "ablation": Size(768, gated_blocks=22, attention_blocks=12, n_heads=12),
     "scaling-512": Size(512, gated_blocks=15, attention_blocks=8, n_heads=8),
     "scaling-768": Size(768, gated_blocks=22, attention_blocks=12, n_heads=12),
@@ -36,6 +37,7 @@ SIZES: dict[str, Size] = {
 # The systems that the paper reports at sizes other than tiny and base.
 MORE_SIZES: dict[str, tuple[str, ...]] = {
     "large": ("flash", "flash-quad", "transformer+", "transformer++", "combiner"),
+    "qa": ("flash", "flash-quad"),
     "ablation": ("gau", "gau-softmax", "gau-multi-head", "gau-ungated"),
     "scaling-512": ("gau", "transformer+", "transformer++"),
     "scaling-768": ("gau", "transformer+", "transformer++"),

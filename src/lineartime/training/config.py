@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # these need PyTorch, without which the command line shows it
     from lineartime.data import Rows
     from lineartime.models import ModelConfig
 
-RecipeName = Literal["quick", "lm-wiki40b", "lm-pg19", "mlm-c4"]
+RecipeName = Literal["quick", "lm-wiki40b", "lm-pg19", "mlm-c4", "mlm-wikipedia-4096"]
 OptimizerName = Literal["adamw", "muon"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 

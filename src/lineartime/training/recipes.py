@@ -37,6 +37,13 @@ _RECIPES: dict[RecipeName, dict[str, Any]] = {
     "lm-wiki40b": {**_PAPER, "data": "wiki40b", "task": "clm", "context_length": 1024},
     "lm-pg19": {**_PAPER, "data": "pg19", "task": "clm", "context_length": 1024},
     "mlm-c4": {**_PAPER, "data": "c4", "task": "mlm", "context_length": 512, "streaming": True},
+    "mlm-wikipedia-4096": {
+        **_PAPER,
+        "data": "hub:wikimedia/wikipedia/20231101.en",
+        "task": "mlm",
+        "context_length": 4096,
+        "streaming": True,
+    },
 }
 
 _CHUNK_SIZES: dict[RecipeName, int] = {"lm-wiki40b": 256, "lm-pg19": 512, "mlm-c4": 256}
@@ -54,6 +61,6 @@ def recipe_config(recipe: RecipeName, preset: str | None = None) -> TrainConfig:
     system = system_of(preset)
     if system.takes_chunk_size and recipe in _CHUNK_SIZES:
         values["override"] = (f"chunk_size={_CHUNK_SIZES[recipe]}",)
-    if not system.clips_gradient and recipe in _CHUNK_SIZES:
+    if not system.clips_gradient and recipe != "quick":
         values["clip_norm"] = 0.0
     return TrainConfig(**values)
