@@ -30,5 +30,5 @@ def test_a_model_is_tuned_and_asked_and_mistakes_are_named(
     fails([*other, "--lora-rank", "-1"], "--lora-rank is -1, but must be at least 0")
     fails(
         [*other, "--context-length", "8", "--stride", "6"],
-        "which leaves 4 of the 8 of a window",
+        "leaves 4 tokens of the 8 of a window",
     )

@@ -113,6 +113,7 @@ def test_a_wrong_record_is_named(tmp_path: Path, name: str, content: Any, messag
         list(read_questions(tmp_path / name))
     if name == "a.json" and "Data" not in content:
         (tmp_path / "dev.json").write_text(json.dumps(content))
+        (tmp_path / "train.json").write_text(json.dumps(squad(ask("one", 0))))
         with pytest.raises(LineartimeError, match=message.replace("a.json", "dev.json")):
             find_questions(tmp_path)
 
@@ -128,7 +129,7 @@ def test_wrong_data_is_named(tmp_path: Path, trivia: Path) -> None:
     one.write_text(json.dumps({"data": [article(0)]}))
     with pytest.raises(LineartimeError, match=rf"^data is {re.escape(str(one))}, which holds one article, but one is held out"):
         find_questions(one)
-    with pytest.raises(LineartimeError, match=r"^data is .*, which lacks a JSON file named for training or for validation"):
+    with pytest.raises(LineartimeError, match=r"^data is .*, which lacks a .json file named for training or for validation"):
         find_questions(tmp_path / "evidence")
     with pytest.raises(LineartimeError, match=r"^data is .*none, which does not exist: give a file of questions"):
         find_questions(tmp_path / "none")

@@ -14,9 +14,11 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.finetuning import tune
 from lineartime.finetuning.answer_metrics import score_answers
 from lineartime.finetuning.config import Advanced, FinetuneConfig
+from lineartime.finetuning.model import tuned_config, with_head
 from lineartime.finetuning.predict import predict
 from lineartime.finetuning.questions import find_questions
-from lineartime.finetuning.tune import finetune, tuned_config
+from lineartime.finetuning.tune import finetune
+from lineartime.hf.tasks import LineartimeForQuestionAnswering
 
 Configured = Callable[..., FinetuneConfig]
 Say = Callable[[str], None]
@@ -112,7 +114,7 @@ def test_tweaks_train_and_load(advanced: dict[str, Any], config: Configured, que
     given = config(epochs=1, advanced=advanced)
     finetune(given, quiet)
     made = AutoModelForQuestionAnswering.from_pretrained(given.out / "model")
-    assert made.config.mixer["kind"] == advanced.get("mixer", "flash")
+    assert made.config.mixer["kind"] == advanced.get("mixer", "flash-cls")
     assert made.config.mixer["chunk_size"] == advanced.get("chunk_size", 16)
     before = lineartime.load(given.run).backbone.embedding.weight
     after = made.get_input_embeddings().weight
@@ -126,7 +128,8 @@ def test_a_smaller_chunk_keeps_the_biases_of_near_tokens(config: Configured, qui
     pretrained = lineartime.load(given.run)
     for block in pretrained.backbone.blocks:
         torch.nn.init.normal_(block.mixer.bias.table)
-    model = tune._with_head(pretrained, replace(given, advanced=replace(given.advanced, chunk_size=8)), tune.Answering)  # type: ignore[arg-type]
+    advanced = replace(given.advanced, mixer="flash", chunk_size=8)
+    model = with_head(pretrained, advanced, LineartimeForQuestionAnswering, "QUESTION_ANS")
     ids = torch.randint(0, 256, (2, 8))
     torch.testing.assert_close(model.eval().model(ids).last_hidden_state, pretrained.eval().backbone(ids))
 
@@ -141,7 +144,7 @@ def test_mistakes_are_named_and_leave_nothing(config: Configured, tmp_path: Path
     for given, message in (
         (config(run=tmp_path / "causal"), r"^run is .*causal, a causal language model, .*: give a masked one"),
         (config(advanced={"chunk_size": 32}), r"^chunk_size is 32, but the model was trained with 16: give at most that"),
-        (config(context_length=16), r"^The question .* which leaves 7 of the 16 .*: raise `context_length` above 17"),
+        (config(context_length=16), r"^The question .* leaves 7 tokens of the 16 .*: raise `context_length` above 17"),
         (config(resume=True), r"^resume is True, but .* holds no fine-tuning that has begun"),
         (config(data=tmp_path / "none"), r"^data is .*none, which does not exist"),
         (config(data=lost), r".*lost.json holds no question whose text holds its answer: give other data"),
@@ -156,6 +159,9 @@ def test_mistakes_are_named_and_leave_nothing(config: Configured, tmp_path: Path
     ):
         with pytest.raises(ArgumentError, match=message):
             config(**options)
+    long = lineartime.presets("mlm")["flash-tiny"].override(chunk_size=256)
+    assert tuned_config(long, Advanced()).mixer.kind == "flash-cls"
+    assert tuned_config(long, Advanced()).mixer.options["chunk_size"] == 128
     for other, kind in (("flash-quad-tiny", "gau"), ("flash-weighted-tiny", "flash-weighted")):
         with pytest.raises(ArgumentError, match=rf"^mixer is flash-cls, but the model is one of {kind}: leave it out"):
             tuned_config(lineartime.presets("mlm")[other], Advanced(mixer="flash-cls"))

@@ -2,8 +2,8 @@ import pytest
 
 from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.errors import LineartimeError
+from lineartime.finetuning.model import paired_tokenizer
 from lineartime.finetuning.questions import Question
-from lineartime.finetuning.tune import paired_tokenizer
 from lineartime.finetuning.windows import WindowEncoder
 
 TEXT = "Größe 大小 [MASK] und noch viel mehr Text, der nicht in ein Fenster passt, " * 3
@@ -55,5 +55,5 @@ def test_training_takes_windows_without_the_answer_only_beside_those_with_it() -
 
 
 def test_a_question_that_fills_a_window_is_named() -> None:
-    with pytest.raises(LineartimeError, match=r"^The question k has 50 tokens, which leaves 11 of the 64 of a window"):
+    with pytest.raises(LineartimeError, match=r"^The question k leaves 11 tokens of the 64 of a window"):
         encoder().windows(Question("k", "?" * 50, TEXT))

@@ -1,4 +1,4 @@
-"""`lineartime predict`: answer a file of questions with a fine-tuned model."""
+"""`lineartime predict`: answer a file of questions, or label a file of texts, with a fine-tuned model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,11 @@ class PredictOptions:
     run: tyro.conf.Positional[Path]
     """Folder that `lineartime finetune` wrote."""
     file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
-    """JSON lines with question, context and perhaps id; a file in the layout of SQuAD; or one of the folder qa of TriviaQA."""
+    """Questions: JSON lines with question, context and maybe id, or as SQuAD or TriviaQA; or texts as in training."""
     out: Path
-    """New file of JSON lines with id, answer and score; a name in .json gets the answers by id, for the official scripts."""
+    """New file of JSON lines with id, and answer or label; a name in .json gets answers by id, for the official scripts."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Go on after the answers that a stopped command has written."""
+    """Go on after the lines that a stopped command has written."""
     batch_size: int = 16
     """Windows that are read at once; answers do not depend on it."""
     device: Device = "auto"
@@ -30,9 +30,9 @@ class PredictOptions:
 
 
 def run(options: PredictOptions) -> None:
-    """Answer the questions, and print how many there were."""
+    """Answer or label the inputs, and print how many there were."""
     from lineartime.finetuning.predict import predict
 
     given = {name: getattr(options, name) for name in ("resume", "batch_size", "device", "precision")}
     count = predict(options.run, options.file, options.out, **given)
-    print(f"{options.out}: {count:,} answers")
+    print(f"{options.out}: {count:,} predictions")

@@ -6,6 +6,8 @@ Shapes: B batch, T tokens, L the maximum number of tokens of an answer.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from lineartime.choices import Split
 from lineartime.errors import LineartimeError
-from lineartime.finetuning.answer_metrics import score_answers
+from lineartime.finetuning.answer_metrics import Metric, answer_scores, score_answers
 from lineartime.finetuning.questions import Question, QuestionFile
 from lineartime.finetuning.windows import WindowEncoder
 from lineartime.hf.tasks import LineartimeForQuestionAnswering
@@ -40,6 +42,39 @@ class Answer:
     text: str
     score: float
 
+    def above(self, threshold: float | None) -> str:
+        """The text, or an empty one if the score is below a threshold."""
+        return self.text if threshold is None or self.score >= threshold else ""
+
+
+def best_threshold(found: Mapping[str, Answer], right: Mapping[str, Sequence[str]]) -> float:
+    """The score from which on answers are kept so that F1 on SQuAD 2.0 is greatest."""
+
+    def gain(key: str, answer: Answer) -> float:
+        given, none = (answer_scores(text, right[key], "squad_v2")[1] for text in (answer.text, ""))
+        return given - none
+
+    gains = sorted(((each.score, gain(key, each)) for key, each in found.items()), reverse=True)
+    best, total, threshold = 0.0, 0.0, gains[0][0] + 1
+    for score, together in groupby(gains, key=itemgetter(0)):
+        total += sum(each for _, each in together)
+        if total > best:
+            best, threshold = total, score
+    return threshold
+
+
+@dataclass(frozen=True)
+class Questions:
+    """How questions are answered.
+
+    Attributes:
+        metric: the official metric of the data.
+        max_answer_tokens: the longest answer.
+    """
+
+    metric: Metric
+    max_answer_tokens: int
+
 
 class Answering:
     """Questions to train with and to answer, for one model and tokenizer.
@@ -51,7 +86,7 @@ class Answering:
         batch_size: the number of windows that are answered at once.
         seed: the windows without an answer that are trained on.
         max_answer_tokens: the longest answer; None for that of 99 % of the training windows.
-        null_threshold: for SQuAD 2.0, the score below which a question has no answer.
+        null_threshold: for SQuAD 2.0, the score below which a question has no answer; None for the best on validation.
 
     Raises:
         LineartimeError: if a file cannot be read, or there is nothing to train with.
@@ -70,7 +105,7 @@ class Answering:
         batch_size: int,
         seed: int = 0,
         max_answer_tokens: int | None = None,
-        null_threshold: float = 0.0,
+        null_threshold: float | None = None,
     ) -> None:
         self.encoder, self.batch_size, self.null_threshold = encoder, batch_size, null_threshold
         self.validation = files["validation"]
@@ -83,10 +118,11 @@ class Answering:
             raise LineartimeError(f"{learnt.file} holds no question whose text holds its answer: give other data.")
         self.left_out = learnable.count(False)
         options = {"questions": learnt, "seed": seed}
-        self.train = _dataset(encoder.for_training, options, _TRAINED, cache)
-        self.windows = _dataset(encoder.for_answering, {"questions": self.validation}, _ANSWERED, cache)
+        self.train = dataset_of(encoder.for_training, options, _TRAINED, cache)
+        self.windows = dataset_of(encoder.for_answering, {"questions": self.validation}, _ANSWERED, cache)
         lengths = np.array(self.train["end_positions"]) - np.array(self.train["start_positions"]) + 1
-        self.max_answer_tokens = max_answer_tokens or int(np.quantile(lengths, 0.99, method="higher"))
+        longest = max_answer_tokens or int(np.quantile(lengths, 0.99, method="higher"))
+        self.questions = Questions(self.validation.metric, longest)
         self.predictions: dict[str, str] = {}
 
     def describe(self) -> str:
@@ -104,10 +140,16 @@ class Answering:
 
     def evaluate(self, model: LineartimeForQuestionAnswering, bf16: bool = False) -> dict[str, float]:
         """Answer the questions to validate with, and compare the answers with the right ones."""
-        found = best_answers(model, self.windows, self.validation, self.max_answer_tokens, self.batch_size, bf16)
-        threshold = self.null_threshold if self.validation.metric == "squad_v2" else float("-inf")
-        self.predictions = {key: each.text if each.score >= threshold else "" for key, each in found.items()}
-        return asdict(score_answers(self.predictions, self.right, self.validation.metric))
+        found = best_answers(model, self.windows, self.validation, self.questions.max_answer_tokens, self.batch_size, bf16)
+        metric, threshold = self.questions.metric, self.null_threshold
+        if metric == "squad_v2" and threshold is None:
+            threshold = best_threshold(found, self.right)
+        scores = {} if metric != "squad_v2" else {"null_threshold": threshold}
+        self.predictions = {key: each.above(scores.get("null_threshold")) for key, each in found.items()}
+        return {**asdict(score_answers(self.predictions, self.right, metric)), **scores}
+
+    def finish(self, model: LineartimeForQuestionAnswering) -> None:
+        """Leave the trained head as it is."""
 
     def write(self, folder: Path) -> None:
         """Write the last predictions, as the official script reads them."""
@@ -115,7 +157,7 @@ class Answering:
         (folder / PREDICTIONS).write_text(f"{text}\n", encoding="utf-8")
 
 
-def _dataset(generate: Any, options: dict[str, Any], features: datasets.Features, cache: Path) -> datasets.Dataset:
+def dataset_of(generate: Any, options: dict[str, Any], features: datasets.Features, cache: Path) -> datasets.Dataset:
     """Windows on the disk."""
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()

@@ -13,6 +13,10 @@ NotNegative = Annotated[float, Between(0)]
 Share = Annotated[float, Between(0, 1)]
 OfFLASH = Literal["flash", "flash-cls", "flash-first-to-all"]
 """The mixers that have the weights of FLASH, and its chunks."""
+LabelKind = Literal["single", "multiple", "numbers"]
+"""One label for each text, several, or a number."""
+PAPER_CHUNK = 128
+"""The tokens in a chunk when the paper fine-tunes FLASH (section 4.3)."""
 
 
 @dataclass(frozen=True)
@@ -20,17 +24,25 @@ class Advanced:
     """More options."""
 
     mixer: OfFLASH | None = None
-    """For a model of flash: flash-cls, [CLS] attends with softmax; flash-first-to-all, also the first token of each chunk."""
+    """Of flash: flash-cls, the default, [CLS] attends with softmax; flash-first-to-all, also the first token of each chunk."""
     chunk_size: Size | None = None
-    """Tokens in a chunk, at most as many as in training; the paper halves it to 128. The default is that of training."""
+    """Tokens in a chunk, at most as many as in training; the default for a model of flash is 128 or that of training."""
     stride: Annotated[int, Between(0, 2**30)] = 128
     """Tokens that the windows of a long text have in common."""
     domain: Domain = "wikipedia"
     """TriviaQA: the documents to read."""
-    null_threshold: float = 0.0
-    """SQuAD 2.0: an answer whose logits exceed those of [CLS] by less than this is left out."""
+    null_threshold: float | None = None
+    """SQuAD 2.0: an answer whose logits exceed those of [CLS] by less than this is left out; by default the best."""
     max_answer_tokens: Size | None = None
     """Maximum number of tokens in an answer; the default is the length that 99 of 100 training windows have at most."""
+    labels: LabelKind | None = None
+    """classify: single, multiple (in CSV with commas between) or numbers; by default, lists are multiple, fractions numbers."""
+    text_column: str = "text"
+    """classify: the column of the text."""
+    pair_column: str | None = None
+    """classify: the column of the second text of pairs."""
+    label_column: str = "label"
+    """classify: the column of the label."""
     warmup: Share = 0.1
     """Share of the steps over which the learning rate rises from zero; then it falls to zero."""
     weight_decay: NotNegative = 0.01
@@ -60,13 +72,13 @@ class FinetuneConfig:
     run: Path
     """Folder of a run, or of one checkpoint."""
     data: Path
-    """JSON file of questions in the layout of SQuAD, a folder with one for training and one for validation, or of TriviaQA."""
+    """qa: JSON in the layout of SQuAD, or the folder of TriviaQA; classify: .jsonl, .csv or .parquet; or a folder of two."""
     out: Path
     """New folder for the result."""
-    task: Literal["qa"] = "qa"
-    """qa: answer questions by a span of a text."""
+    task: Literal["qa", "classify"] = "qa"
+    """qa: answer questions by a span of a text; classify: label texts, or pairs of texts, or give them a number."""
     context_length: Size = 1024
-    """Tokens of a question with its text; a longer text is read in several windows."""
+    """Tokens that are read at once, of a question with its text; a longer text is read in several windows."""
     learning_rates: tuple[Annotated[float, Between(above=0, most=1e5)], ...] = (1e-4, 3e-4, 1e-3)
     """Peak learning rates to try; the best by the metric is kept."""
     epochs: Positive = 2.0

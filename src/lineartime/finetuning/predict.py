@@ -1,31 +1,36 @@
-"""Answering a file of questions with a fine-tuned model."""
+"""Answering a file of questions, or labelling a file of texts, with a fine-tuned model."""
 
 import json
 from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from transformers import AutoTokenizer
 
 from lineartime.choices import Device, Precision
 from lineartime.errors import ArgumentError, reporting_file_errors
 from lineartime.files import write_file
 from lineartime.finetuning.answering import best_answers
-from lineartime.finetuning.questions import Question, read_questions
+from lineartime.finetuning.labelling import LabelledFile, label_windows, mean_logits
+from lineartime.finetuning.questions import read_questions
 from lineartime.finetuning.tune import MODEL, RESULT, FinetuneResult
 from lineartime.finetuning.windows import WindowEncoder
 from lineartime.hf.convert import quietly
-from lineartime.hf.tasks import LineartimeForQuestionAnswering
+from lineartime.hf.tasks import LineartimeForQuestionAnswering, LineartimeForSequenceClassification
 from lineartime.json_files import read_file
 from lineartime.machine import choose_device, choose_precision
 
 BLOCK = 64
-"""The questions that are answered, and then written, at once."""
+"""The questions that are answered, or the texts that are labelled, and then written, at once."""
+_SAID = ("answer", "label", "labels", "value")
+Item = TypeVar("Item")
 
 
 def predict(
     model: Path,
-    questions: Path,
+    inputs: Path,
     out: Path,
     *,
     resume: bool = False,
@@ -33,24 +38,24 @@ def predict(
     device: Device = "auto",
     precision: Precision = "auto",
 ) -> int:
-    """Answer a file of questions with the model of a fine-tuning.
+    """Answer the questions, or label the texts, of a file with the model of a fine-tuning.
 
     Args:
         model: the folder of the fine-tuning.
-        questions: the file, as `read_questions` reads it.
-        out: a new file. JSON lines with id, answer and score are written while questions are answered; if the name ends in
-            .json, they become a single object of answers by id, as the official scripts of SQuAD and TriviaQA read it.
-        resume: whether to go on after the answers that a stopped call has written.
+        inputs: questions, as `read_questions` reads them, or texts, in the columns of those that the model was trained with.
+        out: a new file. JSON lines with id, answer and score, or with id, label and scores, are written while the file is read;
+            if the name ends in .json, they become a single object by id, as the official scripts of SQuAD and TriviaQA read it.
+        resume: whether to go on after the lines that a stopped call has written.
         batch_size: the number of windows that are read at once; answers do not depend on it.
         device: the device to compute on.
         precision: the precision of matrix products.
 
     Returns:
-        The number of answers.
+        The number of answers or labels.
 
     Raises:
-        ArgumentError: for a file of answers that exists, or a folder that holds no fine-tuned model.
-        LineartimeError: if the questions cannot be read.
+        ArgumentError: for an `out` that exists, or a folder that holds no fine-tuned model.
+        LineartimeError: if the file cannot be read.
     """
     lines = out.with_name(f"{out.name}l.partial") if out.suffix == ".json" else out
     if out.exists() and (not resume or lines != out):
@@ -58,37 +63,68 @@ def predict(
     if not (model / MODEL).is_dir():
         raise ArgumentError("run", f"is {model}, which holds no fine-tuned model: give the folder that `finetune()` wrote.")
     result = read_file(model / RESULT, FinetuneResult)
-    place = choose_device(device)
-    with quietly():
-        loaded = LineartimeForQuestionAnswering.from_pretrained(model / MODEL).to(place)
-        tokenizer = AutoTokenizer.from_pretrained(model / MODEL)
-    definition, names = tokenizer.backend_tokenizer.to_str(), (tokenizer.cls_token, tokenizer.sep_token)
-    encoder = WindowEncoder(definition, *names, result.config["context_length"], result.config["stride"])
+    if result.best is None:
+        raise ArgumentError("run", f"is {model}, whose fine-tuning was stopped before its end: resume it.")
+    answer, place = _answers if result.questions else _labels, choose_device(device)
     bf16 = choose_precision(precision, place) == "bf16"
-    threshold = result.config["null_threshold"] if result.metric == "squad_v2" else float("-inf")
     with reporting_file_errors("write", lines):
         count = _kept(lines) if resume else 0
         with lines.open("a" if resume else "w", encoding="utf-8") as file:
-            for block in _blocks(read_questions(questions), count):
-                windows = list(encoder.for_answering(block))
-                answers = best_answers(loaded, windows, block, result.max_answer_tokens, batch_size, bf16)
-                for key, answer in answers.items():
-                    text = answer.text if answer.score >= threshold else ""
-                    file.write(json.dumps({"id": key, "answer": text, "score": answer.score}, ensure_ascii=False) + "\n")
+            for block in answer(model / MODEL, result, inputs, count, batch_size, place, bf16):
+                file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in block)
                 file.flush()
-                count += len(answers)
+                count += len(block)
     if lines != out:
         records = [json.loads(line) for line in lines.read_text("utf-8").splitlines()]
-        write_file(out, json.dumps({each["id"]: each["answer"] for each in records}, ensure_ascii=False, indent=1) + "\n")
+        shown = {each["id"]: next(each[name] for name in _SAID if name in each) for each in records}
+        write_file(out, json.dumps(shown, ensure_ascii=False, indent=1) + "\n")
         lines.unlink()
     return count
 
 
-def _blocks(questions: Iterable[Question], answered: int) -> Iterator[list[Question]]:
-    """The questions in blocks, without the first keys; all documents of a question are in one block."""
-    by_key = islice((list(group) for _, group in groupby(questions, lambda each: each.key)), answered, None)
-    while groups := list(islice(by_key, BLOCK)):
-        yield [question for group in groups for question in group]
+def _answers(
+    model: Path, result: FinetuneResult, file: Path, done: int, batch_size: int, device: torch.device, bf16: bool
+) -> Iterator[list[dict[str, Any]]]:
+    """The answers to the questions of a file after the first `done`, in blocks."""
+    loaded, encoder = _load(LineartimeForQuestionAnswering, model, result, device)
+    assert result.questions is not None
+    threshold = result.best_trial().metrics.get("null_threshold")
+    # All documents of a question have its key, and are in one block.
+    by_key = (list(group) for _, group in groupby(read_questions(file), lambda each: each.key))
+    for groups in _blocks(by_key, done):
+        block = [question for group in groups for question in group]
+        found = best_answers(
+            loaded, list(encoder.for_answering(block)), block, result.questions.max_answer_tokens, batch_size, bf16
+        )
+        yield [{"id": key, "answer": each.above(threshold), "score": each.score} for key, each in found.items()]
+
+
+def _labels(
+    model: Path, result: FinetuneResult, file: Path, done: int, batch_size: int, device: torch.device, bf16: bool
+) -> Iterator[list[dict[str, Any]]]:
+    """The labels of the texts of a file after the first `done`, in blocks."""
+    loaded, encoder = _load(LineartimeForSequenceClassification, model, result, device)
+    assert result.labels is not None
+    columns = (result.config["text_column"], result.config["pair_column"], None)
+    for block in _blocks(LabelledFile(file, columns), done):
+        windows = list(label_windows(block, encoder))
+        logits = mean_logits(loaded, windows, len(block), batch_size, bf16)
+        yield [{"id": text.key, **result.labels.predicted(each)} for text, each in zip(block, logits, strict=True)]
+
+
+def _load(kind: Any, model: Path, result: FinetuneResult, device: torch.device) -> tuple[Any, WindowEncoder]:
+    with quietly():
+        loaded = kind.from_pretrained(model).to(device)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    definition, names = tokenizer.backend_tokenizer.to_str(), (tokenizer.cls_token, tokenizer.sep_token)
+    return loaded, WindowEncoder(definition, *names, result.config["context_length"], result.config["stride"])
+
+
+def _blocks(inputs: Iterable[Item], done: int) -> Iterator[list[Item]]:
+    """The inputs in blocks, without those that are done."""
+    rest = islice(inputs, done, None)
+    while block := list(islice(rest, BLOCK)):
+        yield block
 
 
 def _kept(file: Path) -> int:

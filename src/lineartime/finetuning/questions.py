@@ -11,6 +11,7 @@ from lineartime.data.splits import named_split
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import shown
 from lineartime.finetuning.answer_metrics import Metric
+from lineartime.finetuning.records import read_lines
 from lineartime.json_files import DamagedFileError, open_regular, parse
 
 HELD_OUT_EVERY = 5
@@ -91,17 +92,24 @@ def find_questions(data: Path, domain: Domain = "wikipedia") -> dict[Split, Ques
                 raise ArgumentError("data", f"is {data}, which has no {path.relative_to(data)}: give the unpacked archive.")
         files: dict[Split, Path] = {"train": train, "validation": validation}
         return {split: QuestionFile(file, "triviaqa", evidence=evidence) for split, file in files.items()}
-    found: dict[Split, QuestionFile] = {}
-    for file in sorted(data.glob("*.json")):
+    of_split = one_of_each_split(data, (".json",), "train-v1.1.json and dev-v1.1.json")
+    return {split: QuestionFile(file, _metric(_squad(file, read_json(file), None))) for split, file in of_split.items()}
+
+
+def one_of_each_split(folder: Path, suffixes: Sequence[str], example: str) -> dict[Split, Path]:
+    """The file for training and the one for validation, by their names. Raises ArgumentError unless there is one of each."""
+    found: dict[Split, Path] = {}
+    for file in sorted(each for each in folder.iterdir() if each.suffix in suffixes):
         split = named_split(file.name)
         if split in found:
-            names = f"{found[split].file.name} and {file.name}"
-            raise ArgumentError("data", f"is {data}, which holds {names} for {split}: leave one of them there.")
+            names = f"{found[split].name} and {file.name}"
+            raise ArgumentError("data", f"is {folder}, which holds {names} for {split}: leave one of them there.")
         if split in ("train", "validation"):
-            found[split] = QuestionFile(file, _metric(_squad(file, read_json(file), None)))
+            found[split] = file
     if len(found) < 2:
-        advice = "give a folder with both, such as train-v1.1.json and dev-v1.1.json, or one file"
-        raise ArgumentError("data", f"is {data}, which lacks a JSON file named for training or for validation: {advice}.")
+        kinds = " or ".join(suffixes)
+        what = f"is {folder}, which lacks a {kinds} file named for training or for validation"
+        raise ArgumentError("data", f"{what}: give a folder with both, such as {example}, or one file.")
     return found
 
 
@@ -124,16 +132,9 @@ def read_questions(file: Path) -> Iterator[Question]:
 
 
 def _lines(file: Path) -> Iterator[Question]:
-    with reporting_file_errors("read", file), open_regular(file) as opened:
-        for number, line in enumerate(opened, 1):
-            if line.strip():
-                where = f"line {number:,}"
-                try:
-                    record = parse(line)
-                except ValueError as error:
-                    raise LineartimeError(f"{file} has {where} that cannot be read ({error}): correct it.") from None
-                question, text = (_item(file, where, record, name, str) for name in ("question", "context"))
-                yield Question(str(record.get("id", number)), question, text, where=where)
+    for number, (where, record) in enumerate(read_lines(file), 1):
+        question, text = (_item(file, where, record, name, str) for name in ("question", "context"))
+        yield Question(str(record.get("id", number)), question, text, where=where)
 
 
 def read_json(file: Path) -> dict[str, Any]:

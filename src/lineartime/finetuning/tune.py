@@ -7,42 +7,34 @@ The heads are those of `lineartime.hf`, so `Trainer` of transformers trains them
 import dataclasses
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from transformers import EarlyStoppingCallback, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from lineartime.checkpoint import load_with_tokenizer
-from lineartime.data.tokenizers import Tokenizer
 from lineartime.errors import ArgumentError, reporting_file_errors, require_packages
 from lineartime.fields import shown
 from lineartime.files import removed_on_failure, write_file
-from lineartime.finetuning.answer_metrics import Metric
-from lineartime.finetuning.answering import PREDICTIONS, Answering
-from lineartime.finetuning.config import Advanced, FinetuneConfig, OfFLASH
+from lineartime.finetuning.answering import PREDICTIONS, Answering, Questions
+from lineartime.finetuning.config import FinetuneConfig
+from lineartime.finetuning.labelling import Labelling, Labels, find_texts
+from lineartime.finetuning.model import optimizer_for, paired_tokenizer, tuned_config, with_head
 from lineartime.finetuning.questions import find_questions
 from lineartime.finetuning.windows import WindowEncoder
-from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.convert import quietly
-from lineartime.hf.tokenizer import fast_tokenizer
 from lineartime.json_files import read_file
 from lineartime.machine import choose_device, choose_precision
-from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import LanguageModel
-from lineartime.models.layer_config import LayerConfig
 
 MODEL, RESULT, WINDOWS = "model", "finetune.json", "windows"
-TABLE = "bias.table"
-"""The relative biases within a chunk, which has 2 C - 1 of them."""
-_BLOCK = re.compile(r"\.blocks\.(\d+)\.")
+Task = Answering | Labelling
 
 
 @dataclass(frozen=True)
@@ -70,15 +62,20 @@ class FinetuneResult:
         config: the options.
         trials: the learning rates that are done.
         best: the place of the best trial; None until all are done.
-        metric: the official metric of the data.
-        max_answer_tokens: the longest answer that the model gives.
+        questions: how questions are answered; None for another task.
+        labels: what the labels are; None for another task.
     """
 
     config: dict[str, Any]
     trials: tuple[Trial, ...]
     best: int | None
-    metric: Metric
-    max_answer_tokens: int
+    questions: Questions | None = None
+    labels: Labels | None = None
+
+    def best_trial(self) -> Trial:
+        """The best of the trials, of a fine-tuning that is done."""
+        assert self.best is not None
+        return self.trials[self.best]
 
 
 def finetune(config: FinetuneConfig, say: Callable[[str], None] = print) -> FinetuneResult:
@@ -108,23 +105,15 @@ def finetune(config: FinetuneConfig, say: Callable[[str], None] = print) -> Fine
     definition, names = tokenizer.backend_tokenizer.to_str(), (tokenizer.cls_token, tokenizer.sep_token)
     encoder = WindowEncoder(definition, *names, config.context_length, config.advanced.stride)
     tokenizer.backend_tokenizer.post_processor = encoder.backend.post_processor
-    files = find_questions(config.data, config.advanced.domain)
     with removed_on_failure(config.out) if done is None else nullcontext():
-        task = Answering(
-            files,
-            encoder,
-            config.out / WINDOWS,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            max_answer_tokens=config.advanced.max_answer_tokens,
-            null_threshold=config.advanced.null_threshold,
-        )
+        task = _task(config, encoder)
     say(task.describe())
-    result = done or FinetuneResult(_plain(config), (), None, files["validation"].metric, task.max_answer_tokens)
+    kind = {"questions": task.questions} if isinstance(task, Answering) else {"labels": task.labels}
+    result = done or FinetuneResult(_plain(config), (), None, **kind)
     _write(config.out, result)
     for rate in config.learning_rates[len(result.trials) :]:
         folder = config.out / f"rate-{rate:g}"
-        trial = _train(config, task, _with_head(loaded.model, config, task), rate, folder, say)
+        trial = _train(config, task, _new_model(loaded.model, config, task), rate, folder, say)
         best = max((each.metrics[task.metric] for each in result.trials), default=-math.inf)
         if trial.metrics[task.metric] > best:
             tokenizer.save_pretrained(folder / MODEL)
@@ -138,6 +127,23 @@ def finetune(config: FinetuneConfig, say: Callable[[str], None] = print) -> Fine
     _write(config.out, result)
     shutil.rmtree(config.out / WINDOWS)
     return result
+
+
+def _task(config: FinetuneConfig, encoder: WindowEncoder) -> Task:
+    """What is trained with and validated with."""
+    advanced, cache = config.advanced, config.out / WINDOWS
+    if config.task == "classify":
+        files = find_texts(config.data, advanced)
+        return Labelling(files, encoder, cache, batch_size=config.batch_size, kind=advanced.labels)
+    return Answering(
+        find_questions(config.data, advanced.domain),
+        encoder,
+        cache,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        max_answer_tokens=advanced.max_answer_tokens,
+        null_threshold=advanced.null_threshold,
+    )
 
 
 def _begun(config: FinetuneConfig) -> FinetuneResult | None:
@@ -160,15 +166,6 @@ def _begun(config: FinetuneConfig) -> FinetuneResult | None:
     return found
 
 
-def paired_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """A tokenizer of transformers for pairs of texts; the end of a document serves as [CLS] and [SEP] where there are none."""
-    made = fast_tokenizer(tokenizer)
-    known, end = made.get_vocab(), made.pad_token
-    made.cls_token, made.sep_token = (name if name in known else end for name in ("[CLS]", "[SEP]"))
-    made.padding_side, made.chat_template = "right", None
-    return made
-
-
 def _plain(config: FinetuneConfig) -> dict[str, Any]:
     """The options that decide the result, as plain data."""
     fields = {**dataclasses.asdict(config), **dataclasses.asdict(config.advanced)}
@@ -187,49 +184,14 @@ def _replace(source: Path, destination: Path) -> None:
     source.replace(destination)
 
 
-def _with_head(pretrained: LanguageModel, config: FinetuneConfig, task: Answering) -> nn.Module:
-    """A model of transformers with the pre-trained backbone and a new head."""
+def _new_model(pretrained: LanguageModel, config: FinetuneConfig, task: Task) -> Any:
     torch.manual_seed(config.seed)
-    advanced, weights = config.advanced, pretrained.backbone.state_dict()
-    model = task.head(LineartimeConfig.from_model_config(tuned_config(pretrained.config, advanced)))
-    for name, tensor in model.model.backbone.state_dict().items():
-        excess = weights[name].shape[-1] - tensor.shape[-1] if name.endswith(TABLE) else 0
-        tensor.copy_(weights[name].narrow(-1, excess // 2, tensor.shape[-1]) if excess else weights[name])
-    model.get_input_embeddings().requires_grad_(not advanced.freeze_embeddings)
-    if not advanced.lora_rank:
-        return model
-    require_packages("peft", extra="finetune", purpose="LoRA")
-    import peft
-
-    linear = [name for name, part in model.model.named_modules() if isinstance(part, nn.Linear)]
-    options: dict[str, Any] = {"r": advanced.lora_rank, "lora_alpha": 2 * advanced.lora_rank, "lora_dropout": advanced.dropout}
-    lora = peft.LoraConfig(
-        task_type=task.peft_task, target_modules=sorted({name.rpartition(".")[2] for name in linear}), **options
-    )
-    return peft.get_peft_model(model, lora)
+    return with_head(pretrained, config.advanced, task.head, task.peft_task)
 
 
-def tuned_config(pretrained: ModelConfig, advanced: Advanced) -> ModelConfig:
-    """The model to fine-tune, with the weights of the pre-trained one. Raises ArgumentError if these do not fit."""
-    changed = pretrained.override(dropout=advanced.dropout)
-    if advanced.chunk_size is not None:
-        before = pretrained.mixer.options.get("chunk_size", 0)
-        if not advanced.chunk_size <= before:
-            what = f"is {advanced.chunk_size}, but the model was trained with {before or 'none'}: give at most that."
-            raise ArgumentError("chunk_size", what)
-        changed = changed.override(chunk_size=advanced.chunk_size)
-    if advanced.mixer is not None:
-        if pretrained.mixer.kind not in get_args(OfFLASH):
-            raise ArgumentError("mixer", f"is {advanced.mixer}, but the model is one of {pretrained.mixer.kind}: leave it out.")
-        changed = changed.override(mixer=LayerConfig(advanced.mixer, **changed.mixer.options))
-    return changed
-
-
-def _train(
-    config: FinetuneConfig, task: Answering, model: nn.Module, rate: float, folder: Path, say: Callable[[str], None]
-) -> Trial:
+def _train(config: FinetuneConfig, task: Task, model: Any, rate: float, folder: Path, say: Callable[[str], None]) -> Trial:
     """Train with one learning rate, or go on with that, and save the best model without its adapters."""
-    advanced, device = config.advanced, choose_device(config.advanced.device)
+    advanced, device, verbosity = config.advanced, choose_device(config.advanced.device), transformers.logging.get_verbosity()
     bf16 = choose_precision(advanced.precision, device) == "bf16"
     arguments = TrainingArguments(
         str(folder),
@@ -252,6 +214,7 @@ def _train(
         report_to="none",
         remove_unused_columns=False,
         dataloader_pin_memory=False,
+        log_level="error",  # else it warns of what it chooses itself
     )
     stopping = [] if advanced.patience is None else [EarlyStoppingCallback(advanced.patience)]
     trainer = TaskTrainer(
@@ -260,7 +223,7 @@ def _train(
         data_collator=task.collate,
         train_dataset=task.train,
         eval_dataset=task.windows,
-        optimizers=(_optimizer(model, rate, advanced), None),
+        optimizers=(optimizer_for(model, rate, advanced), None),
         callbacks=[_Said(rate, say), *stopping],
     )
     trainer.task, trainer.bf16 = task, bf16
@@ -268,10 +231,13 @@ def _train(
     with quietly():
         trainer.train(resume_from_checkpoint=_last_whole(folder))
         best = trainer.model.merge_and_unload() if advanced.lora_rank else trainer.model
-        best.save_pretrained(folder / MODEL)
+    transformers.logging.set_verbosity(verbosity)
     steps = trainer.state.best_global_step
     if steps != trainer.evaluated:  # the last predictions are of another model
         task.evaluate(best, bf16)
+    task.finish(best)
+    with quietly():
+        best.save_pretrained(folder / MODEL)
     task.write(folder)
     logged = next(entry for entry in trainer.state.log_history if entry["step"] == steps and f"eval_{task.metric}" in entry)
     metrics = {name.removeprefix("eval_"): value for name, value in logged.items() if name.startswith("eval_")}
@@ -282,7 +248,7 @@ def _train(
 class TaskTrainer(Trainer):  # type: ignore[misc]  # transformers has no types here
     """A `Trainer` that evaluates by the metrics of a task."""
 
-    task: Answering
+    task: Task
     bf16: bool
     control: Any
     evaluated = -1
@@ -308,19 +274,6 @@ class _Said(TrainerCallback):  # type: ignore[misc]  # transformers has no types
         losses = [f"loss {entry['loss']:.4f}" for entry in state.log_history[-3:] if "loss" in entry]
         shown = [f"{name.removeprefix('eval_').replace('_', ' ')} {value:.2f}" for name, value in metrics.items()]
         self._say(f"rate {self._rate:g}, epoch {state.epoch:g}: {', '.join([*losses[-1:], *shown[:2]])}")
-
-
-def _optimizer(model: nn.Module, rate: float, advanced: Advanced) -> torch.optim.Optimizer:
-    """AdamW, with the rate of each block below the last multiplied by `layer_decay` once more, and that of the embedding."""
-    blocks = max((int(found[1]) for name, _ in model.named_parameters() if (found := _BLOCK.search(name))), default=-1) + 1
-    groups = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            found = _BLOCK.search(name)
-            below = blocks - int(found[1]) - 1 if found else blocks if ".embedding." in name else 0
-            decay = advanced.weight_decay if parameter.dim() > 1 else 0.0
-            groups.append({"params": [parameter], "lr": rate * advanced.layer_decay**below, "weight_decay": decay})
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.999), eps=1e-6)
 
 
 def _last_whole(folder: Path) -> str | None:

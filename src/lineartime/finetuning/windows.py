@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers.processors import TemplateProcessing
 
 from lineartime.errors import LineartimeError
 from lineartime.finetuning.questions import Question
+from lineartime.hf.tokenizer import framing
 
 
 @dataclass(frozen=True)
@@ -67,25 +67,32 @@ class WindowEncoder:
     def backend(self) -> Any:
         """The tokenizer, with [CLS] and [SEP]; their names in a text are text."""
         backend: Any = tokenizers.Tokenizer.from_str(self.definition)
-        tokens = [(name, backend.token_to_id(name)) for name in dict.fromkeys((self.cls, self.sep))]
-        one, pair = [self.cls, "$A", self.sep], [self.cls, "$A", self.sep, "$B:1", f"{self.sep}:1"]
-        backend.post_processor = TemplateProcessing(single=one, pair=pair, special_tokens=tokens)
+        backend.post_processor = framing(backend, self.cls, self.sep)
         backend.encode_special_tokens = True
         return backend
 
-    def windows(self, question: Question) -> list[Window]:
-        """The windows of a question, which overlap. Raises LineartimeError if it leaves too little room for a text."""
-        asked = len(self.backend.encode(question.question, add_special_tokens=False))
-        room = self.context_length - asked - 3
+    def encodings(self, first: str, second: str | None = None, where: str = "") -> list[Any]:
+        """The windows of a text, or of a first text, whole in each, and a second one. Windows of a longer text overlap.
+
+        Raises LineartimeError if there is too little room for the text.
+        """
+        before = 0 if second is None else 1 + len(self.backend.encode(first, add_special_tokens=False))
+        room = self.context_length - before - 2
         if room <= self.stride:
             raise LineartimeError(
-                f"The question {question.where or question.key} has {asked:,} tokens, which leaves {max(room, 0):,} of the "
-                f"{self.context_length:,} of a window for its text: raise `context_length` above {asked + 3 + self.stride:,}."
+                f"{where} leaves {max(room, 0):,} tokens of the {self.context_length:,} of a window for its text: raise "
+                f"`context_length` above {before + 2 + self.stride:,}."
             )
-        self.backend.enable_truncation(self.context_length, stride=self.stride, strategy="only_second")
-        found = self.backend.encode(question.question, question.text)
+        strategy = "only_first" if second is None else "only_second"
+        self.backend.enable_truncation(self.context_length, stride=self.stride, strategy=strategy)
+        found = self.backend.encode(first, second)
         self.backend.no_truncation()
-        return [_window(each, asked + 2) for each in (found, *found.overflowing)]
+        return [found, *found.overflowing]
+
+    def windows(self, question: Question) -> list[Window]:
+        """The windows of a question. Raises LineartimeError if it leaves too little room for a text."""
+        found = self.encodings(question.question, question.text, f"The question {question.where or question.key}")
+        return [_window(each, each.type_ids.index(1)) for each in found]
 
     def for_training(self, questions: Sequence[Question], seed: int) -> Iterator[dict[str, Any]]:
         """Windows with the tokens of an answer, and at most as many without, of which [CLS] is the answer.

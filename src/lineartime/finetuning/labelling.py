@@ -1,0 +1,318 @@
+"""Labels of texts: one or several of a set, or a number; the windows to learn from, the prediction of each text, its metrics.
+
+A text longer than a window is read in several. Each of them is trained with the text's label, and the prediction is the mean of
+their logits.
+
+Shapes: K labels.
+"""
+
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lineartime.choices import Split
+from lineartime.errors import ArgumentError, LineartimeError, require_packages
+from lineartime.fields import shown
+from lineartime.finetuning.answering import PREDICTIONS, dataset_of, padded
+from lineartime.finetuning.config import Advanced, LabelKind
+from lineartime.finetuning.questions import HELD_OUT_EVERY, one_of_each_split
+from lineartime.finetuning.records import SUFFIXES, read_records
+from lineartime.finetuning.windows import WindowEncoder
+from lineartime.hf.config import LineartimeConfig
+from lineartime.hf.tasks import LineartimeForSequenceClassification
+from lineartime.machine import autocast
+
+_PROBLEMS = {"single": "single_label_classification", "multiple": "multi_label_classification", "numbers": "regression"}
+_METRICS = {"single": "accuracy", "multiple": "f1", "numbers": "spearman"}
+"""By which the best model is chosen."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the labels of a data set are.
+
+    Attributes:
+        kind: one for each text, several, or a number.
+        names: the labels; none for numbers.
+        mean, deviation: of numbers; the head learns numbers with mean 0 and deviation 1.
+    """
+
+    kind: LabelKind
+    names: tuple[str, ...] = ()
+    mean: float = 0.0
+    deviation: float = 1.0
+
+    def target(self, value: Any, where: str) -> list[float]:
+        """What the head learns for a label: [1] or [K]. Raises LineartimeError for one that is none of the names."""
+        if self.kind == "numbers":
+            return [(_number(value, where) - self.mean) / self.deviation]
+        given = _several(value, where) if self.kind == "multiple" else [_single(value, where)]
+        for name in given:
+            if name not in self.names:
+                raise LineartimeError(f"{where} has the label {shown(name)}, which no text to train with has: leave it out.")
+        places = [self.names.index(name) for name in given]
+        return [float(places[0])] if self.kind == "single" else [float(each in places) for each in range(len(self.names))]
+
+    def predicted(self, logits: NDArray[np.float64]) -> dict[str, Any]:
+        """What a model says about a text, from logits [K]."""
+        if self.kind == "numbers":
+            return {"value": float(logits[0])}
+        scores = np.exp(logits - np.logaddexp(0, logits) if self.kind == "multiple" else logits - np.logaddexp.reduce(logits))
+        by_name = dict(zip(self.names, map(float, scores), strict=True))
+        if self.kind == "single":
+            return {"label": self.names[int(logits.argmax())], "scores": by_name}
+        return {"labels": [name for name, score in by_name.items() if score > 0.5], "scores": by_name}
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A text with its label.
+
+    Attributes:
+        key: its name in a file of predictions.
+        text: the text, or the first of a pair.
+        second: the second text of a pair.
+        label: the label as it stands in the file; None where it is to be predicted.
+        where: its file and place.
+    """
+
+    key: str
+    text: str
+    second: str | None
+    label: Any
+    where: str
+
+
+@dataclass(frozen=True)
+class LabelledFile:
+    """The texts of a file, or a share of them.
+
+    Attributes:
+        file: the file.
+        columns: the names of the columns of the text, of the second text of pairs, and of the label.
+        held_out: whether every fifth text is left out (False), or alone is read (True); None reads all.
+    """
+
+    file: Path
+    columns: tuple[str, str | None, str | None]
+    held_out: bool | None = None
+
+    def __iter__(self) -> Iterator[Labelled]:
+        text, second, label = self.columns
+        for number, (place, record) in enumerate(read_records(self.file)):
+            if self.held_out in (None, number % HELD_OUT_EVERY == 0):
+                where = f"{self.file}, {place},"
+                for option, column in (("text_column", text), ("pair_column", second), ("label_column", label)):
+                    if column is not None and column not in record:
+                        raise ArgumentError(option, f"is {column}, but {where} has the columns {', '.join(record)}.")
+                texts = [record[column] for column in (text, second) if column is not None]
+                for value in texts:
+                    if not isinstance(value, str):
+                        raise LineartimeError(f"{where} has {shown(value)} instead of a text: correct it, or leave it out.")
+                key = str(record.get("id", number + 1))
+                yield Labelled(key, texts[0], (*texts, None)[1], None if label is None else record[label], where)
+
+
+def find_texts(data: Path, advanced: Advanced) -> dict[Split, LabelledFile]:
+    """The texts to train with and to validate with: every fifth of a file is held out; of a folder, names of files say which.
+
+    Raises:
+        ArgumentError: for another path.
+    """
+    columns = (advanced.text_column, advanced.pair_column, advanced.label_column)
+    if data.is_dir():
+        found = one_of_each_split(data, SUFFIXES, "train.csv and validation.csv")
+        return {split: LabelledFile(file, columns) for split, file in found.items()}
+    if not data.is_file():
+        raise ArgumentError("data", f"is {data}, which does not exist: give a file of texts with labels, or a folder.")
+    return {"train": LabelledFile(data, columns, False), "validation": LabelledFile(data, columns, True)}
+
+
+def find_labels(texts: Iterable[Labelled], kind: LabelKind | None) -> Labels:
+    """The labels of texts to train with. If no kind is given, lists are several labels, and fractions are numbers."""
+    given = [(each.label, each.where) for each in texts]
+    if kind is None:
+        types = {type(label) for label, _ in given}
+        kind = "multiple" if list in types else "numbers" if float in types else "single"
+    if kind == "numbers":
+        numbers = np.array([_number(*each) for each in given])
+        return Labels(kind, (), float(numbers.mean()), float(numbers.std()) or 1.0)
+    several = [_several(*each) if kind == "multiple" else [_single(*each)] for each in given]
+    names = {name for each in several for name in each}
+    numeric = all(name.lstrip("-").isdecimal() for name in names)
+    return Labels(kind, tuple(sorted(names, key=int if numeric else str)))
+
+
+def _single(value: Any, where: str) -> str:
+    if not isinstance(value, str | int) or value == "":
+        raise LineartimeError(f"{where} has {shown(value)} instead of a label: correct it, or leave it out.")
+    return str(value)
+
+
+def _several(value: Any, where: str) -> list[str]:
+    """The labels of a text: a list, or, as in CSV, a text with commas between them."""
+    found = [each.strip() for each in value.split(",") if each.strip()] if isinstance(value, str) else value
+    if not isinstance(found, list):
+        raise LineartimeError(f"{where} has {shown(value)} instead of a list of labels: correct it, or leave it out.")
+    return [_single(each, where) for each in found]
+
+
+def _number(value: Any, where: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not np.isfinite(number):
+        raise LineartimeError(f"{where} has {shown(value)} instead of a number: correct it, or leave it out.")
+    return number
+
+
+class Labelling:
+    """Texts to train with and to label, for one model and tokenizer.
+
+    Args:
+        files: the texts to train with and to validate with.
+        encoder: divides them into windows.
+        cache: the folder for the windows, which may be large.
+        batch_size: the number of windows that are read at once.
+        kind: what the labels are; None finds it out.
+
+    Raises:
+        LineartimeError: if a file cannot be read, or there is nothing to train with.
+    """
+
+    peft_task = "SEQ_CLS"
+
+    def __init__(
+        self,
+        files: Mapping[Split, LabelledFile],
+        encoder: WindowEncoder,
+        cache: Path,
+        *,
+        batch_size: int,
+        kind: LabelKind | None = None,
+    ) -> None:
+        require_packages("sklearn", "scipy", extra="finetune", purpose="Measuring labels")
+        for file in files.values():
+            if next(iter(file), None) is None:
+                raise LineartimeError(f"{file.file} holds too few texts to train with and to validate with: give more.")
+        self.labels = find_labels(files["train"], kind)
+        if self.labels.kind != "numbers" and len(self.labels.names) < 2:
+            raise LineartimeError(f"{files['train'].file} holds texts of one label alone: give texts of at least two.")
+        self.batch_size, self.metric = batch_size, _METRICS[self.labels.kind]
+        self.keys = [each.key for each in files["validation"]]
+        self.right = np.array([self.labels.target(each.label, each.where) for each in files["validation"]])
+        whole, ids = datasets.Value("int32"), datasets.Sequence(datasets.Value("int32"))
+        features = datasets.Features(
+            {"input_ids": ids, "first": whole, "text": whole, "labels": datasets.Sequence(datasets.Value("float32"))}
+        )
+        made = {
+            split: dataset_of(label_windows, {"texts": file, "encoder": encoder, "labels": self.labels}, features, cache)
+            for split, file in files.items()
+        }
+        self.train, self.windows = made["train"], made["validation"]
+        self.predictions: dict[str, Any] = {}
+
+    def head(self, config: LineartimeConfig) -> LineartimeForSequenceClassification:
+        """A model with a new head for these labels."""
+        labels = self.labels
+        config.problem_type = _PROBLEMS[labels.kind]
+        config.id2label = dict(enumerate(labels.names or ("value",)))
+        config.label2id = {name: place for place, name in config.id2label.items()}
+        return LineartimeForSequenceClassification(config)
+
+    def describe(self) -> str:
+        """What is trained with and labelled."""
+        names = ", ".join(self.labels.names[:5]) + (", ..." if len(self.labels.names) > 5 else "")
+        kind = "numbers" if self.labels.kind == "numbers" else f"{len(self.labels.names):,} labels ({names})"
+        return f"{len(self.train):,} windows to train with, {len(self.keys):,} texts to validate with; {kind}"
+
+    def collate(self, windows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """A batch of padded windows with their labels."""
+        labels = torch.tensor([each["labels"] for each in windows])
+        return {**padded(windows), "labels": labels[:, 0].long() if self.labels.kind == "single" else labels}
+
+    def evaluate(self, model: LineartimeForSequenceClassification, bf16: bool = False) -> dict[str, float]:
+        """Label the texts to validate with, and compare."""
+        logits = mean_logits(model, self.windows, len(self.keys), self.batch_size, bf16)
+        labels = self.labels
+        found, right = (each * labels.deviation + labels.mean for each in (logits, self.right))
+        self.predictions = {key: labels.predicted(each) for key, each in zip(self.keys, found, strict=True)}
+        return label_scores(found, right, labels.kind)
+
+    def finish(self, model: LineartimeForSequenceClassification) -> None:
+        """Let the head give numbers as they are in the data."""
+        with torch.no_grad():
+            model.score.weight *= self.labels.deviation
+            model.score.bias *= self.labels.deviation
+            model.score.bias += self.labels.mean
+
+    def write(self, folder: Path) -> None:
+        """Write the last predictions."""
+        text = json.dumps(self.predictions, ensure_ascii=False, indent=1)
+        (folder / PREDICTIONS).write_text(f"{text}\n", encoding="utf-8")
+
+
+def label_windows(texts: Iterable[Labelled], encoder: WindowEncoder, labels: Labels | None = None) -> Iterator[dict[str, Any]]:
+    """All windows of texts, with the number of their text and, for texts to learn from, their targets."""
+    for number, each in enumerate(texts):
+        target = {} if labels is None else {"labels": labels.target(each.label, each.where)}
+        for window in encoder.encodings(each.text, each.second, each.where):
+            first = window.type_ids.index(1) if 1 in window.type_ids else len(window.ids)
+            yield {"input_ids": window.ids, "first": first, "text": number, **target}
+
+
+@torch.no_grad()
+def mean_logits(
+    model: LineartimeForSequenceClassification, windows: Any, count: int, batch_size: int, bf16: bool = False
+) -> NDArray[np.float64]:
+    """The mean of the logits of all windows of each of `count` texts: [count, K]."""
+    model.eval()
+    device = next(model.parameters()).device
+    sums, read = np.zeros((count, model.config.num_labels)), np.zeros((count, 1))
+    for first in range(0, len(windows), batch_size):
+        rows = [windows[place] for place in range(first, min(first + batch_size, len(windows)))]
+        batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
+        with autocast(device, bf16):
+            logits = model(**batch).logits
+        texts = [row["text"] for row in rows]
+        np.add.at(sums, texts, logits.float().cpu().numpy())
+        np.add.at(read, texts, 1)
+    mean: NDArray[np.float64] = sums / read
+    return mean
+
+
+def label_scores(logits: NDArray[np.float64], right: NDArray[np.float64], kind: LabelKind) -> dict[str, float]:
+    """The metrics of predictions [texts, K] against targets, in percent but for the squared error.
+
+    F1 of single labels is the mean over labels; that of several counts all decisions together, and `f1_macro` is their mean. A
+    correlation that is not defined, because all predictions are equal, counts as 0.
+    """
+    from scipy.stats import pearsonr, spearmanr
+    from sklearn import metrics
+
+    if kind == "numbers":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of equal predictions
+            both = [np.nan_to_num(of(logits[:, 0], right[:, 0])[0]) for of in (spearmanr, pearsonr)]
+        error = float(np.mean((logits - right) ** 2))
+        return {"spearman": 100 * float(both[0]), "pearson": 100 * float(both[1]), "squared_error": error}
+    if kind == "multiple":
+        found = logits > 0
+        micro, macro = (metrics.f1_score(right, found, average=each, zero_division=0.0) for each in ("micro", "macro"))
+        return {"f1": 100 * micro, "f1_macro": 100 * macro, "exact_match": 100 * metrics.accuracy_score(right, found)}
+    found, right = logits.argmax(1), right[:, 0]
+    return {
+        "accuracy": 100 * metrics.accuracy_score(right, found),
+        "f1": 100 * metrics.f1_score(right, found, average="macro", zero_division=0.0),
+        "matthews": 100 * metrics.matthews_corrcoef(right, found),
+    }

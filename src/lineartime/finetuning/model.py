@@ -1,0 +1,81 @@
+"""The model to fine-tune: a pre-trained backbone, perhaps with another mixer or smaller chunks, a new head; its optimiser."""
+
+import re
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from lineartime.data.tokenizers import FRAME, Tokenizer
+from lineartime.errors import ArgumentError, require_packages
+from lineartime.finetuning.config import PAPER_CHUNK, Advanced, OfFLASH
+from lineartime.hf.config import LineartimeConfig
+from lineartime.hf.tokenizer import fast_tokenizer
+from lineartime.models.config import ModelConfig
+from lineartime.models.language_model import LanguageModel
+from lineartime.models.layer_config import LayerConfig
+
+TABLE = "bias.table"
+"""The relative biases within a chunk, which has 2 C - 1 of them."""
+_BLOCK = re.compile(r"\.blocks\.(\d+)\.")
+
+
+def paired_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """A tokenizer of transformers for pairs of texts; the end of a document serves as [CLS] and [SEP] where there are none."""
+    made = fast_tokenizer(tokenizer)
+    known, end = made.get_vocab(), made.pad_token
+    made.cls_token, made.sep_token = (name if name in known else end for name in FRAME)
+    made.padding_side, made.chat_template = "right", None
+    return made
+
+
+def tuned_config(pretrained: ModelConfig, advanced: Advanced) -> ModelConfig:
+    """The model to fine-tune, with the weights of the pre-trained one. Raises ArgumentError if these do not fit."""
+    changed, kind = pretrained.override(dropout=advanced.dropout), pretrained.mixer.kind
+    before, mixer = pretrained.mixer.options.get("chunk_size", 0), advanced.mixer
+    if advanced.chunk_size is not None and not advanced.chunk_size <= before:
+        what = f"is {advanced.chunk_size}, but the model was trained with {before or 'none'}: give at most that."
+        raise ArgumentError("chunk_size", what)
+    chunk_size = advanced.chunk_size
+    if kind in get_args(OfFLASH):
+        chunk_size = chunk_size or min(before, PAPER_CHUNK)
+        mixer = mixer or ("flash-cls" if kind == "flash" else None)
+    elif mixer is not None:
+        raise ArgumentError("mixer", f"is {mixer}, but the model is one of {kind}: leave it out.")
+    if chunk_size is not None:
+        changed = changed.override(chunk_size=chunk_size)
+    return changed if mixer is None else changed.override(mixer=LayerConfig(mixer, **changed.mixer.options))
+
+
+def with_head(pretrained: LanguageModel, advanced: Advanced, make: Callable[[LineartimeConfig], Any], peft_task: str) -> Any:
+    """A model of transformers that `make` makes, with the pre-trained backbone and a new head; with adapters, one of PEFT."""
+    weights = pretrained.backbone.state_dict()
+    model = make(LineartimeConfig.from_model_config(tuned_config(pretrained.config, advanced)))
+    for name, tensor in model.model.backbone.state_dict().items():
+        excess = weights[name].shape[-1] - tensor.shape[-1] if name.endswith(TABLE) else 0
+        tensor.copy_(weights[name].narrow(-1, excess // 2, tensor.shape[-1]) if excess else weights[name])
+    model.get_input_embeddings().requires_grad_(not advanced.freeze_embeddings)
+    if not advanced.lora_rank:
+        return model
+    require_packages("peft", extra="finetune", purpose="LoRA")
+    import peft
+
+    linear = [name for name, part in model.model.named_modules() if isinstance(part, nn.Linear)]
+    options: dict[str, Any] = {"r": advanced.lora_rank, "lora_alpha": 2 * advanced.lora_rank, "lora_dropout": advanced.dropout}
+    lora = peft.LoraConfig(task_type=peft_task, target_modules=sorted({name.rpartition(".")[2] for name in linear}), **options)
+    return peft.get_peft_model(model, lora)
+
+
+def optimizer_for(model: nn.Module, rate: float, advanced: Advanced) -> torch.optim.Optimizer:
+    """AdamW, with the rate of each block below the last multiplied by `layer_decay` once more, and that of the embedding."""
+    blocks = max((int(found[1]) for name, _ in model.named_parameters() if (found := _BLOCK.search(name))), default=-1) + 1
+    groups = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found = _BLOCK.search(name)
+            below = blocks - int(found[1]) - 1 if found else blocks if ".embedding." in name else 0
+            decay = advanced.weight_decay if parameter.dim() > 1 else 0.0
+            groups.append({"params": [parameter], "lr": rate * advanced.layer_decay**below, "weight_decay": decay})
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.999), eps=1e-6)

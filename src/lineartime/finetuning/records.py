@@ -1,0 +1,69 @@
+"""Records of JSON lines, CSV and Parquet, with their places, one after another."""
+
+import csv
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
+from lineartime.fields import shown
+from lineartime.json_files import open_regular, parse
+
+SUFFIXES = (".jsonl", ".csv", ".parquet")
+
+
+def read_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each record of a file, with its place, such as "line 3".
+
+    Raises:
+        ArgumentError: for a file of another kind, by its name.
+        LineartimeError: if the file cannot be read, or a record of it is something else.
+    """
+    if file.suffix not in SUFFIXES:
+        raise ArgumentError("data", f"is {file}, but must be a file of records: {', '.join(SUFFIXES)}.")
+    with reporting_file_errors("read", file):
+        yield from {".jsonl": read_lines, ".csv": _csv, ".parquet": _parquet}[file.suffix](file)
+
+
+def read_lines(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The objects in the lines of a file, with their places. Raises LineartimeError for anything else."""
+    with reporting_file_errors("read", file), open_regular(file) as opened:
+        for number, line in enumerate(opened, 1):
+            if line.strip():
+                where = f"line {number:,}"
+                try:
+                    record = parse(line)
+                except ValueError as error:
+                    raise LineartimeError(f"{file} has {where} that cannot be read ({error}): correct it.") from None
+                if not isinstance(record, dict):
+                    raise LineartimeError(f"{file} has {where} that is {shown(record)}, but it must be an object.")
+                yield where, record
+
+
+def _csv(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    csv.field_size_limit(2**31 - 1)  # of the whole process; a text may be a book
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            rows = csv.DictReader(opened, strict=True)
+            for record in rows:
+                where = f"line {rows.line_num:,}"
+                if None in record or None in record.values():
+                    raise LineartimeError(f"{file} has {where} with another number of fields than line 1: correct it.")
+                yield where, record
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise LineartimeError(f"{file} is not CSV in UTF-8 ({first_line(error)}): correct it.") from None
+
+
+def _parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=64):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"row {number:,}", record
+    except pyarrow.ArrowException as error:
+        raise LineartimeError(f"{file} is damaged or not Parquet ({first_line(error)}): fetch it again.") from None

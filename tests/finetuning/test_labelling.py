@@ -1,0 +1,177 @@
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as arrow
+import pytest
+from pyarrow import parquet
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from lineartime.errors import LineartimeError
+from lineartime.finetuning.config import Advanced, FinetuneConfig
+from lineartime.finetuning.labelling import find_labels, find_texts, label_scores
+from lineartime.finetuning.predict import predict
+from lineartime.finetuning.records import read_records
+from lineartime.finetuning.tune import finetune
+
+Written = Callable[[list[dict[str, Any]], str], Path]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    """Writes records in the format that the name says."""
+
+    def write(records: list[dict[str, Any]], name: str) -> Path:
+        file = tmp_path / name
+        if file.suffix == ".parquet":
+            parquet.write_table(arrow.Table.from_pylist(records), file)
+        elif file.suffix == ".csv":
+            lines = [",".join(f'"{value}"' for value in each.values()) for each in records]
+            file.write_text("\n".join([",".join(records[0]), *lines]))
+        else:
+            file.write_text("".join(json.dumps(each) + "\n" for each in records))
+        return file
+
+    return write
+
+
+def texts_of(count: int, label: Callable[[bool, bool], Any]) -> list[dict[str, Any]]:
+    """Texts with or without x and y, half of which are longer than a window."""
+    found = []
+    for place in range(count):
+        x, y = bool(place % 2), bool(place // 2 % 2)
+        text = ("x" * 5 if x else "") + ("y" * 5 if y else "") + "abc" * (3 + place % 7)
+        found.append({"text": text, "label": label(x, y)})
+    return found
+
+
+def fine_tuning(pretrained: Path, data: Path, **advanced: Any) -> FinetuneConfig:
+    options = replace(Advanced(stride=4, dropout=0.0), **advanced)
+    base = FinetuneConfig(pretrained, data, data.parent / "out", "classify", context_length=24)
+    return replace(base, learning_rates=(2e-2,), epochs=8, batch_size=8, advanced=options)
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "advanced", "metric", "said"),
+    [
+        ("a.csv", lambda x, y: "yes" if x else "no", {}, "accuracy", "label"),
+        ("a.jsonl", lambda x, y: ["x"] * x + ["y"] * y, {}, "f1", "labels"),
+        ("a.parquet", lambda x, y: 100.0 + 10 * x + y, {"mixer": "flash-first-to-all"}, "spearman", "value"),
+    ],
+    ids=["single", "multiple", "numbers"],
+)
+def test_labels_are_learnt_and_predicted(
+    pretrained: Path, written: Written, name: str, label: Any, advanced: dict[str, Any], metric: str, said: str
+) -> None:
+    records = texts_of(160, label)
+    data = written(records, name)
+    given = fine_tuning(pretrained, data, **advanced)
+    result = finetune(given, lambda line: None)
+    assert result.best_trial().metrics[metric] > 85
+    out = data.with_suffix(".out.jsonl")
+    assert predict(given.out, data, out) == 160
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    held_out = json.loads((given.out / "predictions.json").read_text())
+    assert list(held_out) == [str(place) for place in range(1, 161, 5)]
+    for each in found[::5]:
+        mine = held_out[each["id"]]
+        assert each[said] == (pytest.approx(mine[said], rel=1e-3) if said == "value" else mine[said])
+    if said == "value":  # the head gives numbers as they are in the data
+        assert np.mean([abs(each["value"] - record["label"]) for each, record in zip(found, records, strict=True)]) < 4
+        return
+    model, tokenizer = (
+        kind.from_pretrained(given.out / "model") for kind in (AutoModelForSequenceClassification, AutoTokenizer)
+    )
+    assert set(model.config.id2label.values()) == ({"yes", "no"} if said == "label" else {"x", "y"})
+    if said == "label":  # another program reads the folder, too
+        text = records[1]["text"][:20]
+        assert pipeline("text-classification", model, tokenizer=tokenizer)(text)[0]["label"] == "yes"
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+def test_pairs_are_read_together_and_predictions_do_not_depend_on_the_batch(pretrained: Path, written: Written) -> None:
+    records = [
+        {"a": "xy"[place % 2], "b": "xy"[place // 2 % 2] + "-" * (place % 40), "same": place % 4 in (0, 3)}
+        for place in range(60)
+    ]
+    data = written(records, "a.jsonl")
+    given = fine_tuning(pretrained, data, text_column="a", pair_column="b", label_column="same", lora_rank=2)
+    finetune(replace(given, epochs=1), lambda line: None)
+    outs = [data.with_name(f"{size}.jsonl") for size in (1, 7)]
+    for size, out in zip((1, 7), outs, strict=True):
+        predict(given.out, data, out, batch_size=size)
+    for mine, other in zip(*([json.loads(line) for line in out.read_text().splitlines()] for out in outs), strict=True):
+        assert mine["scores"] == pytest.approx(other["scores"], abs=1e-5)
+    cut = data.with_name("cut.jsonl")
+    cut.write_bytes(outs[0].read_bytes()[:300])
+    assert predict(given.out, data, cut, resume=True) == 60
+    assert [json.loads(line)["id"] for line in cut.read_text().splitlines()] == [str(1 + place) for place in range(60)]
+
+
+def test_labels_sort_as_numbers_if_they_are_and_files_are_divided(written: Written) -> None:
+    data = written([{"text": str(place), "label": place % 12} for place in range(60)], "a.csv")
+    files = find_texts(data, Advanced())
+    assert find_labels(files["train"], None).names == tuple(map(str, range(12)))
+    keys = {split: [int(each.key) for each in file] for split, file in files.items()}
+    assert keys["validation"] == list(range(1, 61, 5))
+    assert sorted(keys["train"] + keys["validation"]) == list(range(1, 61))
+
+
+def test_metrics_by_hand() -> None:
+    one = label_scores(np.array([[1.0, 0], [1, 0], [0, 1], [0, 1]]), np.array([[0.0], [1], [1], [1]]), "single")
+    assert one == pytest.approx({"accuracy": 75, "f1": 100 * (2 / 3 + 4 / 5) / 2, "matthews": 100 * 2 / 12**0.5})
+    some = label_scores(np.array([[1.0, -1], [1, 1]]), np.array([[1.0, 0], [0, 1]]), "multiple")
+    assert some == pytest.approx({"f1": 80, "f1_macro": 100 * (2 / 3 + 1) / 2, "exact_match": 50})
+    assert label_scores(np.ones((3, 1)), np.array([[1.0], [2], [3]]), "numbers")["spearman"] == 0
+    ranks = label_scores(np.array([[1.0], [2], [9]]), np.array([[1.0], [2], [3]]), "numbers")
+    assert (ranks["spearman"], ranks["squared_error"]) == (pytest.approx(100), 12)
+
+
+TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "records", "advanced", "message"),
+    [
+        ("a.csv", TWO, {"label_column": "lable"}, r"^label_column is lable, but .*a.csv, line 3, has the columns text, label"),
+        (
+            "a.jsonl",
+            [{"text": "a", "label": "new"}, *TWO[1:]],
+            {},
+            r"a.jsonl, line 1, has the label 'new', which no text to train",
+        ),
+        ("a.jsonl", [*TWO, {"text": 3, "label": "x"}], {}, r"a.jsonl, line 9, has 3 instead of a text: correct it"),
+        ("a.jsonl", [*TWO, {"text": "c", "label": None}], {}, r"a.jsonl, line 9, has None instead of a label"),
+        ("a.csv", TWO, {"labels": "numbers"}, r"a.csv, line 3, has 'y' instead of a number"),
+        ("a.jsonl", TWO[:1] * 8, {}, r"a.jsonl holds texts of one label alone"),
+        ("a.jsonl", TWO[:1], {}, r"a.jsonl holds too few texts to train with and to validate with"),
+        ("a.txt", TWO, {}, r"^data is .*a.txt, but must be a file of records: .jsonl, .csv, .parquet"),
+    ],
+)
+def test_wrong_data_is_named_and_leaves_nothing(
+    pretrained: Path, written: Written, name: str, records: list[dict[str, Any]], advanced: dict[str, Any], message: str
+) -> None:
+    given = fine_tuning(pretrained, written(records, name), **advanced)
+    with pytest.raises(LineartimeError, match=message):
+        finetune(given, lambda line: None)
+    assert not given.out.exists() or not any(given.out.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"text,label\na,x\nb\n", r"a.csv has line 3 with another number of fields than line 1"),
+        ("a.csv", b'text,label\n"a,x\n', r"a.csv is not CSV in UTF-8 \(unexpected end of data"),
+        ("a.csv", b"text,label\n\xff,x\n", r"a.csv is not CSV in UTF-8 \('utf-8' codec"),
+        ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a.jsonl has line 2 that is \[1\], but it must be an object"),
+        ("a.jsonl", b'{"text"\n', r"a.jsonl has line 1 that cannot be read"),
+        ("a.parquet", b"PAR1", r"a.parquet is damaged or not Parquet"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(LineartimeError, match=message):
+        list(read_records(tmp_path / name))
