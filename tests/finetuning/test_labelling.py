@@ -148,7 +148,7 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}] * 4
         ("a.csv", TWO, {"labels": "numbers"}, r"a.csv, line 3, has 'y' instead of a number"),
         ("a.jsonl", TWO[:1] * 8, {}, r"a.jsonl holds texts of one label alone"),
         ("a.jsonl", TWO[:1], {}, r"a.jsonl holds too few texts to train with and to validate with"),
-        ("a.txt", TWO, {}, r"^data is .*a.txt, but must be a file of records: .jsonl, .csv, .parquet"),
+        ("a.txt", TWO, {}, r"^data is .*a.txt, but must be a file of records: .jsonl, .csv, .tsv, .parquet"),
     ],
 )
 def test_wrong_data_is_named_and_leaves_nothing(
@@ -165,7 +165,7 @@ def test_wrong_data_is_named_and_leaves_nothing(
     [
         ("a.csv", b"text,label\na,x\nb\n", r"a.csv has line 3 with another number of fields than line 1"),
         ("a.csv", b'text,label\n"a,x\n', r"a.csv is not CSV in UTF-8 \(unexpected end of data"),
-        ("a.csv", b"text,label\n\xff,x\n", r"a.csv is not CSV in UTF-8 \('utf-8' codec"),
+        ("a.tsv", b"text\tlabel\n\xff\tx\n", r"a.tsv is not CSV in UTF-8 \('utf-8' codec"),
         ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a.jsonl has line 2 that is \[1\], but it must be an object"),
         ("a.jsonl", b'{"text"\n', r"a.jsonl has line 1 that cannot be read"),
         ("a.parquet", b"PAR1", r"a.parquet is damaged or not Parquet"),

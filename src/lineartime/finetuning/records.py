@@ -1,4 +1,4 @@
-"""Records of JSON lines, CSV and Parquet, with their places, one after another."""
+"""Records of JSON lines, CSV, TSV (which has no quotes) and Parquet, with their places, one after another."""
 
 import csv
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from lineartime.errors import ArgumentError, LineartimeError, first_line, report
 from lineartime.fields import shown
 from lineartime.json_files import open_regular, parse
 
-SUFFIXES = (".jsonl", ".csv", ".parquet")
+SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 
 
 def read_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -22,7 +22,7 @@ def read_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if file.suffix not in SUFFIXES:
         raise ArgumentError("data", f"is {file}, but must be a file of records: {', '.join(SUFFIXES)}.")
     with reporting_file_errors("read", file):
-        yield from {".jsonl": read_lines, ".csv": _csv, ".parquet": _parquet}[file.suffix](file)
+        yield from {".jsonl": read_lines, ".parquet": _parquet}.get(file.suffix, _csv)(file)
 
 
 def read_lines(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -44,7 +44,8 @@ def _csv(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     csv.field_size_limit(2**31 - 1)  # of the whole process; a text may be a book
     try:
         with file.open(encoding="utf-8-sig", newline="") as opened:
-            rows = csv.DictReader(opened, strict=True)
+            tabs: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {}
+            rows = csv.DictReader(opened, strict=True, **tabs)
             for record in rows:
                 where = f"line {rows.line_num:,}"
                 if None in record or None in record.values():
