@@ -1,13 +1,17 @@
 import pytest
 from rich.console import ConsoleDimensions
 
-from lineartime.markdown import markdown_table
+from lineartime.markdown import column_table, markdown_table
 from lineartime.screen import print_markdown
 
 
 def test_text_is_on_the_left_numbers_on_the_right_and_a_bar_stays_in_its_cell() -> None:
     table = markdown_table(["name", "kind", "ms"], [["a|b", "x", "1"], ["c", "y", "20"]], left=2)
     assert table == "| name | kind | ms |\n| --- | --- | ---: |\n| a\\|b | x | 1 |\n| c | y | 20 |\n"
+
+
+def test_a_table_has_no_empty_columns() -> None:
+    assert column_table({"system": ["a"], "x": ["1"], "paper": ["-"]}) == "| system | x |\n| --- | ---: |\n| a | 1 |"
 
 
 def test_a_narrow_terminal_folds_what_a_file_has_as_it_is(

@@ -18,15 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import lineartime
 from lineartime import machine
 from lineartime.bench import command, memory
-from lineartime.bench.benchmark import make_benchmark
+from lineartime.bench.benchmark import Benchmark, make_benchmark
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig, Measure
 from lineartime.bench.measure import RewindingStep, interleaved, median_and_spread, repetitions, timed
-from lineartime.bench.memory import Memory
 from lineartime.bench.plots import draw_plots, pareto_front
 from lineartime.bench.quality import read_quality
 from lineartime.bench.report import report
-from lineartime.bench.results import Measurement, Results
+from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Ready, Subject, flops_per_token, prepare, state_after
 from lineartime.checkpoint import checkpoint_path
 from lineartime.errors import ArgumentError, LineartimeError
@@ -92,8 +91,19 @@ def subject(name: str = "flash-tiny", mode: str = "eager", **values: Any) -> Sub
     return Subject(name, mode, config)  # type: ignore[arg-type]
 
 
-def measured(name: str, seconds: list[float], measure: Measure = "train", length: int = 8, **values: Any) -> Measurement:
-    return Measurement(Case(measure, length, "fp32", 32 // length), subject(name), seconds, **values)
+def measured(name: str, *seconds: float, measure: Measure = "train", **values: Any) -> Entry:
+    tokens = 4 if measure == "decode" else 32
+    given = {"measure": measure, "length": 8, "dtype": "fp32", "batch": 4, "tokens": tokens, "mode": "eager"}
+    return Entry(subject=name, seconds=seconds, **{**given, **values})
+
+
+def results_of(folder: Path, *entries: Entry, peaks: dict[str, list[float]] | None = None) -> Results:
+    """The results of these entries, saved."""
+    subjects = tuple(subject(name) for name in dict.fromkeys(each.subject for each in entries))
+    results = Results(folder, {"tokens_per_batch": 32}, Benchmark(CPU, ((entries[0].case, subjects),)))
+    results.entries, results.peaks = list(entries), peaks or {}
+    results.save()
+    return results
 
 
 def test_every_length_has_equally_many_tokens_and_as_many_streams_as_asked_for(finished: tuple[Path, str]) -> None:
@@ -175,13 +185,15 @@ def test_a_model_of_limited_length_is_timed_however_often() -> None:
         assert timed(step, 50, time.perf_counter) > 0
 
 
-def test_medians_spreads_and_ratios_of_rounds() -> None:
+def test_medians_spreads_and_ratios_of_rounds(tmp_path: Path) -> None:
     assert median_and_spread([4.0, 1.0, 2.0, 3.0, 100.0]) == (3.0, 2.0)
     assert median_and_spread([4.0]) == (4.0, None)
-    first, second = measured("flash-tiny", [1.0, 2.0, 4.0]), measured("transformer++-tiny", [2.0, 4.0, 4.0])
-    assert second.ratio(first) == 2.0  # of the rounds, 2, 2 and 1: noise that meets both alike does not count
+    first, second = measured("flash-tiny", 1.0, 2.0, 4.0), measured("transformer++-tiny", 2.0, 4.0, 4.0)
+    alone, other = measured("flash-quad-tiny", 1.0, alone=True), measured("flash-quad-tiny", 8.0, length=16)
+    results_of(tmp_path, first, second, alone, other)
+    assert second.ratio_to_first == 2.0  # of the rounds, 2, 2 and 1: noise that meets both alike does not count
     assert second.tokens_per_second == 32 / 4
-    assert measured("flash-tiny", [1.0], alone=True).ratio(first) is None
+    assert (alone.ratio_to_first, other.ratio_to_first) == (None, 1.0)
     assert repetitions(0.1, 0.25) == 3
     assert repetitions(9.0, 0.25) == 1
 
@@ -201,10 +213,9 @@ def test_without_a_choice_the_precision_is_that_of_training_here(
 
 
 def test_use_of_the_peak_is_that_of_the_operations_of_the_model(tmp_path: Path) -> None:
-    results = Results(tmp_path, {}, CPU)
-    results.peaks = {"fp32": [50.0, 100.0]}
-    assert results.use_of_peak(measured("flash-tiny", [2.0], flops_per_token=3.0)) == 3.0 * 32 / 2 / 100
-    assert results.use_of_peak(measured("flash-tiny", [2.0])) is None
+    known, unknown = measured("flash-tiny", 2.0, flops_per_token=3.0), measured("flash-quad-tiny", 2.0)
+    results_of(tmp_path, known, unknown, peaks={"fp32": [50.0, 100.0]})
+    assert (known.use_of_peak, unknown.use_of_peak) == (3.0 * 32 / 2 / 100, None)
     forward = cost(subject().config, 16).flops_per_token
     assert flops_per_token(subject(), Case("forward", 16, "fp32", 2)) == forward
     assert flops_per_token(subject(), Case("train", 16, "fp32", 2)) == 3 * forward
@@ -431,10 +442,11 @@ def test_a_process_that_is_killed_had_too_little_memory(monkeypatch: pytest.Monk
 
 @pytest.mark.nightly
 def test_memory_grows_with_the_batch_and_holds_the_gradients() -> None:
-    few, many = (memory.in_process(subject(), Case("train", 64, "fp32", batch)) for batch in (64, 512))
+    few, weights, gradients = memory.in_process(subject(), Case("train", 64, "fp32", 64))
+    many, *_ = memory.in_process(subject(), Case("train", 64, "fp32", 512))
     parameters = sum(p.numel() for p in subject().build().parameters())
-    assert few.weights == few.gradients == 4 * parameters
-    assert many.peak > 4 * few.peak > 4 * few.gradients
+    assert weights == gradients == 4 * parameters
+    assert many > 4 * few > 4 * gradients
 
 
 @pytest.mark.nightly
@@ -457,13 +469,13 @@ def test_the_pareto_front_holds_the_points_that_no_other_beats() -> None:
 
 
 def test_tables_leave_out_empty_columns(tmp_path: Path) -> None:
-    results = Results(tmp_path, {"tokens_per_batch": 32}, CPU)
-    results.measurements = [
-        measured("flash-tiny", [1.0, 2.0], memory=Memory(2_500_000, 1000, 1000)),
-        measured("transformer++-tiny", [], problem="out of memory"),
-        measured("flash-tiny", [0.001], "decode", state_bytes=400),
-        measured("flash-quad-tiny", []),  # was not reached
-    ]
+    results = results_of(
+        tmp_path,
+        measured("flash-tiny", 1.0, 2.0, peak_bytes=2_500_000, weights_bytes=1000, gradients_bytes=1000),
+        measured("transformer++-tiny", problem="out of memory"),
+        measured("flash-tiny", 0.001, measure="decode", state_bytes=400),
+        measured("flash-quad-tiny"),  # was not reached
+    )
     text = report(results)
     assert "| context | batch | model | ms | spread | tokens/s | x first | peak |\n" in text
     assert "| 8 | 4 | flash-tiny | 1,500 | 500 | 21.3 | 1.00 | 2.5 MB |\n" in text

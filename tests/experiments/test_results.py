@@ -8,7 +8,6 @@ import pytest
 from lineartime.experiments.definitions import Job
 from lineartime.experiments.report_data import settings_with_results
 from lineartime.experiments.results import Point, Run, Tuning, best_tuning, seconds_to, training_seconds
-from lineartime.experiments.tables import table
 
 
 def points(*pairs: tuple[float, float]) -> list[Point]:
@@ -49,10 +48,6 @@ def test_the_rate_and_the_optimiser_with_the_lowest_loss_are_chosen() -> None:
     assert best_tuning([adamw, waiting]) is None  # not before all have had their turn
     assert best_tuning([Tuning("adamw", {1e-3: run(None)})]) is None
     assert best_tuning([]) is None
-
-
-def test_a_table_has_no_empty_columns() -> None:
-    assert table({"system": ["a|b"], "x": ["1"], "paper": ["-"]}) == "| system | x |\n| --- | ---: |\n| a\\|b | 1 |"
 
 
 def test_a_setting_and_a_system_of_which_nothing_has_run_are_in_no_table() -> None:

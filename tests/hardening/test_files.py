@@ -27,7 +27,7 @@ from lineartime.data import ByteTokenizer, load_corpus, token_stream
 from lineartime.data.encode import EncodedTextInfo
 from lineartime.errors import LineartimeError
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.folder import PlanOptions, with_saved_options
+from lineartime.experiments.folder import with_saved_options
 from lineartime.experiments.plan import folder_of
 from lineartime.experiments.results import Outcome
 from lineartime.fields import Between
@@ -129,7 +129,7 @@ FILES = {
         lambda f: json_files.read_file(f / "outcome.json", Outcome),
     ),
     "plan.json": File(
-        PlanOptions,
+        ReproduceConfig,
         {**PLAN, "compile": "off", "precision": "auto", "threads": 1},
         "lm-cpu/plan.json",
         lambda f: with_saved_options(ReproduceConfig("lm", out=f)),

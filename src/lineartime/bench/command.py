@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -25,7 +26,7 @@ from lineartime.bench.measure import (
 from lineartime.bench.plots import draw_plots
 from lineartime.bench.quality import read_quality
 from lineartime.bench.report import REPORT_FILE, report
-from lineartime.bench.results import Measurement, Results
+from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Subject, flops_per_token, prepare
 from lineartime.errors import LineartimeError, typed_first_line
 from lineartime.files import write_file
@@ -36,8 +37,8 @@ from lineartime.screen import print_markdown, progress_bar
 OUT_OF_MEMORY = "out of memory"
 
 
-def run_benchmark(config: BenchConfig) -> None:
-    """Measure what the options ask for, print it, and write results.json, results.md and plots.
+def run_benchmark(config: BenchConfig) -> Results:
+    """Measure what the options ask for, print it, write results.json, results.md and plots, and return the results.
 
     Raises:
         LineartimeError: for options that cannot be measured, or files that cannot be written.
@@ -45,13 +46,13 @@ def run_benchmark(config: BenchConfig) -> None:
     """
     benchmark = make_benchmark(config)
     with using_threads(config.threads):
-        _run(config, benchmark)
+        return _run(config, benchmark)
 
 
-def _run(config: BenchConfig, benchmark: Benchmark) -> None:
+def _run(config: BenchConfig, benchmark: Benchmark) -> Results:
     quality = read_quality(config.metrics, {subject.name: subject.config for subject in benchmark.subjects})
     folder = config.folder()
-    results = Results(folder, config.to_dict(), benchmark.device, benchmark.precision)
+    results = Results(folder, config.to_dict(), benchmark)
     results.save()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with progress_bar(*columns) as progress:
@@ -73,6 +74,7 @@ def _run(config: BenchConfig, benchmark: Benchmark) -> None:
                 progress.console.print(f"no plots: {error}")
     print_markdown(report(results))
     print(f"results: {folder}")
+    return results
 
 
 def _save(results: Results) -> None:
@@ -99,6 +101,7 @@ class _Run:
     def __init__(self, config: BenchConfig, benchmark: Benchmark, results: Results, progress: Progress) -> None:
         self._config, self._benchmark, self._results, self._progress = config, benchmark, results, progress
         self._device = benchmark.device
+        self._subjects = {str(each): each for each in benchmark.subjects}
         self._clock = partial(synchronized, benchmark.device)
         self._task = progress.add_task("", total=len(benchmark.cells))
 
@@ -120,57 +123,62 @@ class _Run:
             self._results.peaks.setdefault(dtype, []).append(peak_flops(self._device, dtype))
 
     def _cell(self, case: Case, subjects: Sequence[Subject]) -> None:
-        measurements = [Measurement(case, subject, flops_per_token=flops_per_token(subject, case)) for subject in subjects]
-        self._results.measurements += measurements  # added now, so that an interrupt keeps the finished rounds
+        of_case = {**asdict(case), "tokens": case.tokens}
+        entries = [
+            Entry(**of_case, subject=each.name, mode=each.mode, flops_per_token=flops_per_token(each, case))
+            for each in subjects
+        ]
+        self._results.entries += entries  # added now, so that an interrupt keeps the finished rounds
         if self._config.memory and case.measure != "decode" and self._device.type == "cpu":
-            for found in measurements:
+            for found in entries:
                 self._memory_in_process(found)
-        left = [found for found in measurements if found.problem is None]
+        left = [found for found in entries if found.problem is None]
         self._together(left)
         for found in left if len(left) > 1 else []:  # retry alone what did not fit beside the others
             if found.problem == OUT_OF_MEMORY:
                 found.problem, found.alone = None, True
                 self._together([found])
 
-    def _together(self, measurements: Sequence[Measurement]) -> None:
+    def _together(self, entries: Sequence[Entry]) -> None:
         """Time several subjects in turn, round by round."""
-        steps = {at: (step, found.calls) for at, found in enumerate(measurements) if (step := self._warm(found)) is not None}
+        steps = {at: (step, found.calls) for at, found in enumerate(entries) if (step := self._warm(found)) is not None}
         for at, seconds in interleaved(steps, self._config.rounds, self._clock):
             if isinstance(seconds, Exception):
-                self._failed(measurements[at], seconds)
+                self._failed(entries[at], seconds)
             else:
-                measurements[at].seconds.append(seconds)
+                entries[at].seconds += (seconds,)
         steps.clear()
         forget(self._device)
 
-    def _warm(self, found: Measurement) -> Callable[[], object] | None:
+    def _warm(self, found: Entry) -> Callable[[], object] | None:
         """Prepare a step, warm it up and set `calls`; return None if the step fails."""
-        self._progress.update(self._task, description=f"{found.case}: {found.subject}")
+        self._progress.update(self._task, description=f"{found.case}: {found.label}")
         try:
-            ready = prepare(found.subject, found.case, self._device)
+            ready = prepare(self._subjects[found.label], found.case, self._device)
             found.state_bytes = ready.state_bytes
             found.first_seconds = seconds = timed(ready.step, 1, self._clock)
             for _ in range(self._config.warmup):
                 seconds = timed(ready.step, 1, self._clock)
             found.calls = repetitions(seconds, self._config.min_seconds)
-            if self._config.memory and found.case.measure != "decode" and self._device.type == "cuda":
-                found.memory = memory.of_ready(ready, self._device)
+            if self._config.memory and found.measure != "decode" and self._device.type == "cuda":
+                found.peak_bytes, found.weights_bytes, found.gradients_bytes = memory.of_ready(ready, self._device)
         except Exception as error:
             self._failed(found, error)
             return None
         return ready.step
 
-    def _failed(self, found: Measurement, error: Exception) -> None:
+    def _failed(self, found: Entry, error: Exception) -> None:
         """Record why there are no numbers."""
-        found.seconds.clear()
+        found.seconds = ()
         found.problem = OUT_OF_MEMORY if is_out_of_memory(error) else f"failed: {typed_first_line(error)}"
         release(self._device)
 
-    def _memory_in_process(self, found: Measurement) -> None:
-        self._progress.update(self._task, description=f"{found.case}: memory of {found.subject}")
+    def _memory_in_process(self, found: Entry) -> None:
+        self._progress.update(self._task, description=f"{found.case}: memory of {found.label}")
         try:
-            found.memory = memory.in_process(found.subject, found.case)
+            of_step = memory.in_process(self._subjects[found.label], found.case)
+            found.peak_bytes, found.weights_bytes, found.gradients_bytes = of_step
         except memory.OutOfMemoryError:
             found.problem = OUT_OF_MEMORY
         except RuntimeError as error:
-            self._progress.console.print(f"{found.case}: cannot measure the memory of {found.subject}: {error}")
+            self._progress.console.print(f"{found.case}: cannot measure the memory of {found.label}: {error}")

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,8 @@ SMALL = 16
 """Tokens of a small step before the measurement, in which libraries allocate memory that does not depend on the sizes."""
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Memory of one step, in bytes."""
-
-    peak: int  # the most memory that the step holds above the weights, including gradients
-    weights: int  # all parameters
-    gradients: int  # the gradients that the step leaves
+Memory = tuple[int, int, int]
+"""Memory of one step, in bytes: the most that it holds above the weights, all parameters, and the gradients it leaves."""
 
 
 class OutOfMemoryError(Exception):
@@ -68,16 +63,16 @@ def in_process(subject: Subject, case: Case) -> Memory:
     if process.returncode != 0:
         said = process.stderr.strip().splitlines() or [f"the process that measures memory ended with {process.returncode}"]
         raise RuntimeError(said[-1])
-    answer = json.loads(process.stdout.splitlines()[-1])
+    answer: Memory | None = json.loads(process.stdout.splitlines()[-1])
     if answer is None:
         raise OutOfMemoryError
-    return Memory(**answer)
+    return answer
 
 
 def _memory(model: nn.Module, peak: int) -> Memory:
     weights = list(model.parameters())
     gradients = [weight.grad for weight in weights if weight.grad is not None]
-    return Memory(peak, *(sum(t.numel() * t.element_size() for t in tensors) for tensors in (weights, gradients)))
+    return peak, sum(weight.nbytes for weight in weights), sum(gradient.nbytes for gradient in gradients)
 
 
 def _measure(task: dict[str, Any]) -> Memory | None:
@@ -107,8 +102,7 @@ def _measure(task: dict[str, Any]) -> Memory | None:
 
 def main() -> None:
     """Read a task from standard input and print the result."""
-    memory = _measure(json.loads(sys.stdin.read()))
-    print(json.dumps(None if memory is None else asdict(memory)))
+    print(json.dumps(_measure(json.loads(sys.stdin.read()))))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.bench.config import Dtype, Measure
-from lineartime.bench.results import Measurement, Results
+from lineartime.bench.results import Entry, Results
 from lineartime.plots import Panel, draw_panels, label_axes, new_panels, save_figure
 
 AT_ONCE: tuple[Measure, ...] = ("train", "forward", "prefill")
@@ -25,34 +25,34 @@ def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
     return [save_figure(figure, results.folder / f"{name}.png", 130) for name, figure in figures.items() if figure is not None]
 
 
-def _microseconds(found: Measurement) -> float | None:
-    return 1e6 * found.median / found.case.tokens if found.median is not None and found.case.measure in AT_ONCE else None
+def _microseconds(found: Entry) -> float | None:
+    return 1e6 * found.median_seconds / found.tokens if found.median_seconds and found.measure in AT_ONCE else None
 
 
-def _milliseconds(found: Measurement) -> float | None:
-    return 1e3 * found.median if found.median is not None and found.case.measure == "decode" else None
+def _milliseconds(found: Entry) -> float | None:
+    return 1e3 * found.median_seconds if found.median_seconds and found.measure == "decode" else None
 
 
-def _megabytes(found: Measurement) -> float | None:
-    return max(found.memory.peak, 1) / 1e6 if found.memory is not None and not found.problem else None
+def _megabytes(found: Entry) -> float | None:
+    return max(found.peak_bytes, 1) / 1e6 if found.peak_bytes is not None and not found.problem else None
 
 
 def _colours(results: Results) -> dict[str, str]:
-    names = dict.fromkeys(found.subject.name for found in results.finished)
+    names = dict.fromkeys(found.subject for found in results.finished)
     return {name: f"C{place % 10}" for place, name in enumerate(names)}
 
 
-def _by_length(results: Results, x: str, y: str, value: Callable[[Measurement], float | None]) -> Any:
+def _by_length(results: Results, x: str, y: str, value: Callable[[Entry], float | None]) -> Any:
     """Curves by length: a panel for each measure and precision. None if there are no values."""
     panels: dict[tuple[Measure, Dtype], Panel] = {}
     looks: dict[str, dict[str, Any]] = {}
     colours = _colours(results)
     for found in results.finished:
         if (number := value(found)) is not None:
-            title = f"{found.case.measure}, {found.case.dtype}"
-            panels.setdefault(found.case.kind, Panel(title, y)).add(str(found.subject), found.case.length, number)
-            style = {"linestyle": "-", "marker": "o"} if found.subject.mode == "eager" else {"linestyle": "--", "marker": "s"}
-            looks[str(found.subject)] = {"color": colours[found.subject.name], **style}
+            panel = panels.setdefault((found.measure, found.dtype), Panel(f"{found.measure}, {found.dtype}", y))
+            panel.add(found.label, found.length, number)
+            style = {"linestyle": "-", "marker": "o"} if found.mode == "eager" else {"linestyle": "--", "marker": "s"}
+            looks[found.label] = {"color": colours[found.subject], **style}
     measures = dict.fromkeys(measure for measure, _ in panels)
     dtypes = dict.fromkeys(dtype for _, dtype in panels)
     shown = [panels[measure, dtype] for dtype in dtypes for measure in measures if (measure, dtype) in panels]
@@ -61,15 +61,16 @@ def _by_length(results: Results, x: str, y: str, value: Callable[[Measurement], 
 
 def _pareto(results: Results, quality: dict[str, float]) -> Any:
     """Draw quality by cost in the longest context, in the fastest mode: a panel for each precision. None without quality."""
-    known = [found for found in results.finished if found.subject.name in quality and _microseconds(found) is not None]
-    measure = min((found.case.measure for found in known), key=AT_ONCE.index, default="train")
-    longest = max((found.case.length for found in known if found.case.measure == measure), default=0)
+    known = [
+        (found, cost) for found in results.finished if found.subject in quality and (cost := _microseconds(found)) is not None
+    ]
+    measure = min((found.measure for found, _ in known), key=AT_ONCE.index, default="train")
+    longest = max((found.length for found, _ in known if found.measure == measure), default=0)
     costs: dict[str, dict[str, float]] = {}
-    for found in known:
-        cost = _microseconds(found)
-        if (found.case.measure, found.case.length) == (measure, longest) and cost is not None:
-            panel = costs.setdefault(f"{measure}, {found.case.dtype}, {longest:,} tokens of context", {})
-            panel[found.subject.name] = min(cost, panel.get(found.subject.name, cost))
+    for found, cost in known:
+        if (found.measure, found.length) == (measure, longest):
+            panel = costs.setdefault(f"{measure}, {found.dtype}, {longest:,} tokens of context", {})
+            panel[found.subject] = min(cost, panel.get(found.subject, cost))
     if not costs:
         return None
     colours = _colours(results)

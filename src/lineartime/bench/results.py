@@ -4,135 +4,108 @@ import json
 import os
 import platform
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lineartime.bench.config import RESULTS_FILE
+from lineartime.bench.benchmark import Benchmark
+from lineartime.bench.config import RESULTS_FILE, Dtype, Measure, Mode
 from lineartime.bench.measure import median_and_spread
-from lineartime.bench.memory import Memory
-from lineartime.bench.subjects import Case, Subject
+from lineartime.bench.subjects import Case
+from lineartime.fields import Count
 from lineartime.files import write_file
 from lineartime.host import installed_version, processor_name
 
 
-@dataclass
-class Measurement:
-    """What was measured of one subject in one case."""
+@dataclass(kw_only=True)
+class Entry:
+    """What was measured of one subject in one case: an entry of results.json. `Results.save` adds what follows from others."""
 
-    case: Case  # the measure, length and precision
-    subject: Subject  # the model
-    seconds: list[float] = field(default_factory=list)  # seconds per step, one value for each round
-    calls: int = 1  # the number of steps that each of these values averages
-    first_seconds: float | None = None  # seconds of the very first step, which compiles
-    alone: bool = False  # whether it was measured after the others, because they did not all fit into memory together
+    measure: Measure = "train"
+    length: Count  # tokens of the context, or the position for decode
+    dtype: Dtype
+    batch: Count  # sequences, or streams
+    tokens: Count  # of one step
+    subject: str  # the name of the preset or the peer
+    mode: Mode
     problem: str | None = None  # why there are no numbers: "out of memory", or what failed
-    memory: Memory | None = None  # memory of a step, if it was measured
-    state_bytes: int | None = None  # bytes of the state of a stream, for decode
-    flops_per_token: float | None = None  # FLOPs of the model per token, for train including the backward pass; None if unknown
+    alone: bool = False  # whether it was measured after the others, because they did not all fit into memory together
+    seconds: tuple[float, ...] = ()  # per step, one value for each round
+    calls: Count = 1  # the number of steps that each of these values averages
+    median_seconds: float | None = None
+    spread_seconds: float | None = None  # the interquartile range
+    tokens_per_second: float | None = None  # of all sequences together
+    ratio_to_first: float | None = None  # to the first subject of the case: the median over the rounds that both have
+    flops_per_token: float | None = None  # of the model, for train including the backward pass; None if unknown
+    use_of_peak: float | None = None  # the FLOP/s of the model as a share of the highest measured peak of matrix products
+    peak_bytes: Count | None = None  # the most memory that a step holds above the weights, including gradients
+    weights_bytes: Count | None = None  # all parameters
+    gradients_bytes: Count | None = None  # the gradients that a step leaves
+    state_bytes: Count | None = None  # of the state of a stream, for decode
+    first_seconds: float | None = None  # of the very first step, which compiles
+    compile_seconds: float | None = None  # by how much the first step of a compiled model exceeds the median
 
     @property
-    def median(self) -> float | None:
-        """The median seconds per step."""
-        return median_and_spread(self.seconds)[0] if self.seconds else None
+    def case(self) -> Case:
+        """What is compared with each other."""
+        return Case(self.measure, self.length, self.dtype, self.batch)
 
     @property
-    def spread(self) -> float | None:
-        """The interquartile range, in seconds."""
-        return median_and_spread(self.seconds)[1] if self.seconds else None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens per second, of all sequences together."""
-        return None if self.median is None else self.case.tokens / self.median
-
-    @property
-    def compile_seconds(self) -> float | None:
-        """By how many seconds the first step of a compiled model exceeds the median."""
-        if self.subject.mode == "eager" or self.first_seconds is None or self.median is None:
-            return None
-        return max(0.0, self.first_seconds - self.median)
-
-    def ratio(self, first: "Measurement") -> float | None:
-        """The step time relative to the first subject: the median of the ratios over the rounds that both have."""
-        if self.alone or first.alone:
-            return None
-        ratios = [own / other for own, other in zip(self.seconds, first.seconds, strict=False)]
-        return statistics.median(ratios) if ratios else None
+    def label(self) -> str:
+        """The subject and its mode, unless that is eager."""
+        return self.subject if self.mode == "eager" else f"{self.subject} {self.mode}"
 
 
 class Results:
-    """All measurements of a benchmark, the machine they were made on and the peaks they are compared with.
+    """All entries of a benchmark, the machine they were made on and the peaks they are compared with."""
 
-    `precision` says which precision was chosen on this machine, and why; it is empty if the options name it.
-    """
-
-    def __init__(self, folder: Path, options: dict[str, Any], device: torch.device, precision: str = "") -> None:
+    def __init__(self, folder: Path, options: dict[str, Any], benchmark: Benchmark) -> None:
         self.folder = folder
         self.options = options
-        self.precision = precision
-        self.machine = describe_machine(device)
+        self.benchmark = benchmark
+        self.machine = describe_machine(benchmark.device)
         self.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self.measurements: list[Measurement] = []
+        self.entries: list[Entry] = []
         self.peaks: dict[str, list[float]] = {}
 
     @property
-    def finished(self) -> list[Measurement]:
-        """The measurements with timings or a problem."""
-        return [found for found in self.measurements if found.seconds or found.problem]
-
-    def use_of_peak(self, found: Measurement) -> float | None:
-        """The FLOP/s of the model as a share of the highest measured peak of matrix products."""
-        peak, speed = max(self.peaks.get(found.case.dtype, []), default=None), found.tokens_per_second
-        if peak is None or speed is None or found.flops_per_token is None:
-            return None
-        return found.flops_per_token * speed / peak
-
-    def ratio_to_first(self, found: Measurement) -> float | None:
-        """The step time relative to the first measurement of the same case, if both were timed."""
-        first = next((other for other in self.finished if other.case == found.case), None)
-        return None if first is None else found.ratio(first)
+    def finished(self) -> list[Entry]:
+        """The entries with timings or a problem."""
+        return [found for found in self.entries if found.seconds or found.problem]
 
     def save(self) -> Path:
-        """Write results.json."""
-        subjects = dict.fromkeys(found.subject for found in self.finished)
+        """Complete the entries, and write results.json."""
+        finished = self.finished
+        for found in finished:
+            if found.seconds:
+                self._complete(found, next(other for other in finished if other.case == found.case))
+        measured = {found.label for found in finished}
         content = {
             "options": self.options,
-            "precision": self.precision,
+            "precision": self.benchmark.precision,
             "machine": self.machine,
             "started": self.started,
             "lineartime": installed_version("lineartime"),
             "peak_flops": {dtype: {"runs": runs, "taken": max(runs)} for dtype, runs in self.peaks.items()},
-            "subjects": [subject.to_dict() for subject in subjects],
-            "entries": [self._to_dict(found) for found in self.finished],
+            "subjects": [each.to_dict() for each in self.benchmark.subjects if str(each) in measured],
+            "entries": [asdict(found) for found in finished],
         }
         return write_file(self.folder / RESULTS_FILE, json.dumps(content, indent=1) + "\n")
 
-    def _to_dict(self, found: Measurement) -> dict[str, Any]:
-        memory = None if found.memory is None else asdict(found.memory)
-        return {
-            **asdict(found.case),
-            "tokens": found.case.tokens,
-            "subject": found.subject.name,
-            "mode": found.subject.mode,
-            "problem": found.problem,
-            "alone": found.alone,
-            "seconds": found.seconds,
-            "calls": found.calls,
-            "median_seconds": found.median,
-            "spread_seconds": found.spread,
-            "tokens_per_second": found.tokens_per_second,
-            "ratio_to_first": self.ratio_to_first(found),
-            "flops_per_token": found.flops_per_token,
-            "use_of_peak": self.use_of_peak(found),
-            **{f"{part}_bytes": memory and memory[part] for part in ("peak", "weights", "gradients")},
-            "state_bytes": found.state_bytes,
-            "first_seconds": found.first_seconds,
-            "compile_seconds": found.compile_seconds,
-        }
+    def _complete(self, found: Entry, first: Entry) -> None:
+        """Add what follows from the seconds of an entry, of the first one of its case, and from the peaks."""
+        found.median_seconds, found.spread_seconds = median_and_spread(found.seconds)
+        found.tokens_per_second = found.tokens / found.median_seconds
+        if first.seconds and not (found.alone or first.alone):
+            ratios = [own / other for own, other in zip(found.seconds, first.seconds, strict=False)]
+            found.ratio_to_first = statistics.median(ratios)
+        if found.flops_per_token is not None and (peaks := self.peaks.get(found.dtype)):
+            found.use_of_peak = found.flops_per_token * found.tokens_per_second / max(peaks)
+        if found.mode != "eager" and found.first_seconds is not None:
+            found.compile_seconds = max(0.0, found.first_seconds - found.median_seconds)
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

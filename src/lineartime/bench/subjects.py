@@ -40,11 +40,6 @@ class Case:
         return f"{self.measure} {'at' if self.measure == 'decode' else 'of'} {self.length:,} in {self.dtype}"
 
     @property
-    def kind(self) -> tuple[Measure, Dtype]:
-        """What results are compared within."""
-        return self.measure, self.dtype
-
-    @property
     def tokens(self) -> int:
         """Tokens of one step."""
         return self.batch if self.measure == "decode" else self.batch * self.length

@@ -1,45 +1,28 @@
 """The folder of an experiment: plan.json holds the options on which its runs depend, so that they are not mixed with others."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-from lineartime.choices import Device, Precision
+from lineartime.choices import Device
 from lineartime.errors import ArgumentError
-from lineartime.experiments.config import ReproduceConfig
+from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig
 from lineartime.experiments.plan import Plan, folder_of
-from lineartime.fields import Positive
 from lineartime.files import write_file
-from lineartime.host import Threads
 from lineartime.json_files import read_file
 from lineartime.machine import choose_device, choose_precision
 
 PLAN_FILE = "plan.json"
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """plan.json: the options on which runs depend, besides the experiment and the scale, which name the folder."""
-
-    data: tuple[str, ...]
-    code: tuple[str, ...]
-    books: tuple[str, ...]
-    wikipedia: tuple[str, ...]
-    budget: Positive | None
-    tuning: Positive | None
-    optimizers: tuple[str, ...]
-    compile: Literal["auto", "on", "off"] | None
-    precision: Precision  # earlier versions wrote "auto"
-    threads: Threads | None
-    rates: tuple[float, ...] = ()  # earlier versions had those of the scale alone
-    device: Device = "auto"  # earlier versions did not write it
-    add: tuple[str, ...] = ()
+PLAN_OPTIONS = (*TEXT_OPTIONS, "budget", "tuning", "optimizers", "compile", "precision", "threads", "rates", "device", "add")
+"""The options on which runs depend, besides the experiment and the scale, which name the folder."""
 
 
 def plan_options(config: ReproduceConfig) -> dict[str, Any]:
     """The options on which runs depend."""
-    return {name: getattr(config, name) for name in PlanOptions.__dataclass_fields__}
+    return {name: getattr(config, name) for name in PLAN_OPTIONS}
 
 
 def with_saved_options(config: ReproduceConfig) -> ReproduceConfig:
@@ -87,7 +70,7 @@ def _differs(name: str, value: object, found: object, folder: Path) -> ArgumentE
 
 def _read(file: Path) -> dict[str, Any]:
     advice = "restore it from a copy, or delete it if all runs beside it were made with the current options"
-    return vars(read_file(file, PlanOptions, advice))
+    return plan_options(read_file(file, ReproduceConfig, advice))  # what earlier versions did not write is the default
 
 
 def _shown(value: object) -> str:

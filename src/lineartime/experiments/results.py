@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+from lineartime.bench.results import Entry
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import LineartimeError
 from lineartime.experiments.definitions import Job
@@ -39,21 +40,6 @@ class FinalResult:
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """The time of a step of a system."""
-
-    subject: str  # the preset
-    length: Count  # of a sequence, in tokens
-    batch: Count  # sequences
-    tokens: Count  # of a step
-    median_seconds: float | None  # None if it failed
-    spread_seconds: float | None  # between the quartiles
-    problem: str | None  # why it failed
-    dtype: str  # the precision
-    mode: str  # eager or compiled
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The content of outcome.json: what was measured, or the error that ended the run."""
 
@@ -62,7 +48,7 @@ class Outcome:
     tests: tuple[FinalResult, ...] = ()
     time: str | None = None  # when the times of steps were measured
     machine: dict[str, str | int | None] = field(default_factory=dict)  # where
-    entries: tuple[StepTime, ...] = ()
+    entries: tuple[Entry, ...] = ()  # the times; earlier versions wrote some of their fields
 
 
 class Point(NamedTuple):

@@ -17,7 +17,7 @@ from lineartime.experiments.report_data import (
     values_of_row,
     within_tolerance,
 )
-from lineartime.markdown import NOT_THERE, column_table, three_digits, without_empty
+from lineartime.markdown import NOT_THERE, cell, column_table, three_digits
 
 OTHER_CHUNKS = (
     "With other chunks than in training, the relative bias keeps the distances that both sizes have, and is zero for those "
@@ -26,11 +26,6 @@ OTHER_CHUNKS = (
 APPROXIMATION = (
     "The difference of the test losses, seed by seed, after the same time of training; the paper's after the same steps."
 )
-
-
-def table(columns: dict[str, list[str]], text: int = 1) -> str:
-    """A Markdown table without its empty columns; the first `text` columns are on the left, the others on the right."""
-    return column_table(without_empty(columns), left=text)
 
 
 def metric_of_report(plan: Plan) -> tuple[TestMetric, str]:
@@ -49,7 +44,7 @@ def quality_tables(plan: Plan, report: Report) -> Iterator[str]:
             "parameters": [_parameters(row) for row in rows],
             "optimiser, rate": [_rate(row) for row in rows],
             "steps": _column(rows, itemgetter("steps"), ",.0f"),
-            "tokens/s": [_cell(row["tokens_per_second"], ",.0f") for row in rows],
+            "tokens/s": [cell(row["tokens_per_second"], ",.0f") for row in rows],
             "training (s)": _column(rows, itemgetter("seconds"), ",.0f"),
             "held-out nats" if masked else "held-out bits/byte": _column(rows, itemgetter(metric)),
             "test nats per masked token" if masked else "**test bits/byte**": _column(rows, metric_of_test("", metric)),
@@ -57,14 +52,14 @@ def quality_tables(plan: Plan, report: Report) -> Iterator[str]:
         if plan.experiment.words:
             columns["test perplexity per word"] = _column(rows, metric_of_test("", "word_perplexity"), ",.4g")
         columns |= {
-            "paper: perplexity": [_cell(row["paper"].get("pplx"), ".4g") for row in rows],
-            "loss against the baseline": [_cell(row["relative_loss"], "+.2f", 100, " %") for row in rows],
-            "paper: loss against it": [_cell(row["paper_relative_loss"], "+.2f", 100, " %") for row in rows],
+            "paper: perplexity": [cell(row["paper"].get("pplx"), ".4g") for row in rows],
+            "loss against the baseline": [cell(row["relative_loss"], "+.2f", 100, " %") for row in rows],
+            "paper: loss against it": [cell(row["paper_relative_loss"], "+.2f", 100, " %") for row in rows],
             "speed-up": [_speedups(row, base) for row in rows],
-            "paper: speed-up": [_cell(row["paper"].get("speedup"), ".3g") for row in rows],
+            "paper: speed-up": [cell(row["paper"].get("speedup"), ".3g") for row in rows],
         }
         yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
-        yield table(columns)
+        yield column_table(columns)
         if any(row["rate_at_edge"] for row in rows):
             yield "\\* The best rate is at an end of the grid: a rate beyond it may be better."
 
@@ -79,7 +74,7 @@ def positions_tables(report: Report) -> Iterator[str]:
             for first, (last, _) in next(iter(found.values())).items():
                 columns[f"{first:,.0f} to {last:,.0f}"] = [f"{losses[first][1]:.3f}" for losses in found.values()]
             yield f"Test loss by the place of a token in its context: {setting['name']} (nats, first seed)"
-            yield table(columns)
+            yield column_table(columns)
 
 
 def _by_position(row: SystemRow) -> dict[float, tuple[float, float]]:
@@ -100,7 +95,7 @@ def tests_tables(plan: Plan, report: Report) -> Iterator[str]:
         for name in report["tests"]:
             columns[name or "as trained"] = _column(setting["rows"], metric_of_test(name, metric))
         yield f"## Tests that differ from training: {setting['name']} ({unit} of the test split)"
-        yield table(columns)
+        yield column_table(columns)
     if any(name.startswith("tested with") for name in report["tests"]):
         yield OTHER_CHUNKS
 
@@ -109,8 +104,8 @@ def pairs_table(plan: Plan, report: Report) -> Iterator[str]:
     """What an approximation costs, for each seed that both models have."""
     metric, _ = metric_of_report(plan)
     value = metric_of_test("", metric)
-    header = ["context", "from -> to", "bits/byte" if metric == "bits_per_byte" else "nats", "loss", "paper: perplexity"]
-    lines = []
+    unit = "bits/byte" if metric == "bits_per_byte" else "nats"
+    lines: list[dict[str, str]] = []
     for setting, place in zip(report["settings"], plan.settings, strict=True) if plan.experiment.pairs else ():
         rows = {row["arm"]: row for row in setting["rows"]}
         for name, (exact, approximate) in plan.experiment.pairs.items():
@@ -118,14 +113,18 @@ def pairs_table(plan: Plan, report: Report) -> Iterator[str]:
             both = [(value(first), value(second)) for first, second in zip(*runs, strict=False)]
             seeds = [(wanted, found) for wanted, found in both if wanted is not None and found is not None]
             if seeds:
-                change = _values([found - wanted for wanted, found in seeds], "+.4f")
-                percent = _values([100 * (found / wanted - 1) for wanted, found in seeds], "+.2f", " %")
                 lines.append(
-                    [setting["name"], name, change, percent, _cell(paper_cost(name, place, plan.experiment.task), "+.2f")]
+                    {
+                        "context": setting["name"],
+                        "from -> to": name,
+                        unit: _values([found - wanted for wanted, found in seeds], "+.4f"),
+                        "loss": _values([100 * (found / wanted - 1) for wanted, found in seeds], "+.2f", " %"),
+                        "paper: perplexity": cell(paper_cost(name, place, plan.experiment.task), "+.2f"),
+                    }
                 )
     if lines:
         yield "## What the approximation costs"
-        yield table(dict(zip(header, map(list, zip(*lines, strict=True)), strict=True)), text=2)
+        yield column_table({name: [line[name] for line in lines] for name in lines[0]}, left=2)
         yield APPROXIMATION
 
 
@@ -147,7 +146,7 @@ def latency_tables(report: Report) -> Iterator[str]:
                 (row["problem"] or NOT_THERE) if (found := value(row)) is None else form(found) for row in setting["rows"]
             ]
         yield f"## {title}"
-        yield table(columns)
+        yield column_table(columns)
 
 
 def rate_tables(plan: Plan, report: Report) -> Iterator[str]:
@@ -161,7 +160,7 @@ def rate_tables(plan: Plan, report: Report) -> Iterator[str]:
                     columns[rate] = [_tried(row, optimizer, rate) for row in rows]
                 what = "nats per token on held-out text; bold: the choice; \\*: the best of an optimiser, at an end of the grid"
                 yield f"Rates tried with {optimizer}: {setting['name']} ({what})"
-                yield table(columns)
+                yield column_table(columns)
 
 
 def _by_arm(rows: Sequence[SystemRow], optimizer: str) -> list[SystemRow]:
@@ -183,20 +182,16 @@ def trial_steps(plan: Plan, row: SystemRow, optimizer: str) -> int | None:
 
 def _tried(row: SystemRow, optimizer: str, rate: str) -> str:
     grid = row["grid"][optimizer]
-    cell = grid[rate]
-    if not isinstance(cell, float):
-        return str(cell)
+    loss = grid[rate]
+    if not isinstance(loss, float):
+        return str(loss)
     chosen = row["optimizer"] == optimizer and row["rate"] is not None and f"{row['rate']:g}" == rate
-    best = cell == min(each for each in grid.values() if isinstance(each, float))
+    best = loss == min(each for each in grid.values() if isinstance(each, float))
     at_end = best and len(grid) > 1 and rate in (min(grid, key=float), max(grid, key=float))
-    return (f"**{cell:.4f}**" if chosen else f"{cell:.4f}") + ("\\*" if at_end else "")
+    return (f"**{loss:.4f}**" if chosen else f"{loss:.4f}") + ("\\*" if at_end else "")
 
 
 # Cells ----------------------------------------------------------------------------------------------------------------
-
-
-def _cell(value: float | None, form: str, factor: float = 1, unit: str = "") -> str:
-    return NOT_THERE if value is None else f"{factor * value:{form}}{unit}"
 
 
 def _column(rows: Sequence[SystemRow], metric: Metric, form: str = ".4f") -> list[str]:

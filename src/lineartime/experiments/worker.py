@@ -11,19 +11,18 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, fields
-from datetime import datetime, timezone
+from dataclasses import asdict
 from typing import Any
 
 from lineartime.bench.command import run_benchmark
-from lineartime.bench.config import RESULTS_FILE, BenchConfig
+from lineartime.bench.config import BenchConfig
 from lineartime.checkpoint import last_checkpoint, list_checkpoints, load, load_tokenizer, read_training_state
 from lineartime.data import load_corpus, token_stream
 from lineartime.errors import DivergedError, typed_first_line
 from lineartime.evaluation import evaluate_windowed
 from lineartime.experiments.definitions import INTERRUPTED, Job
 from lineartime.experiments.models import with_chunk_size
-from lineartime.experiments.results import OUTCOME_FILE, FinalResult, Outcome, StepTime
+from lineartime.experiments.results import OUTCOME_FILE, FinalResult, Outcome
 from lineartime.files import write_file
 from lineartime.host import cache_folder
 from lineartime.json_files import decoded
@@ -127,12 +126,8 @@ def _latency(job: Job) -> Outcome:
     out = job.folder / "bench"
     shutil.rmtree(out, ignore_errors=True)
     options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in job.options.items()}
-    run_benchmark(BenchConfig(**options, out=out))
-    results = json.loads((out / RESULTS_FILE).read_text(encoding="utf-8"))
-    names = [field.name for field in fields(StepTime)]
-    entries = tuple(StepTime(**{name: entry[name] for name in names}) for entry in results["entries"])
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Outcome(job.kind, time=now, machine=results["machine"], entries=entries)
+    results = run_benchmark(BenchConfig(**options, out=out))
+    return Outcome(job.kind, time=results.started, machine=results.machine, entries=tuple(results.finished))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lineartime.choices import TEXT_COLUMN
-from lineartime.markdown import without_empty
+from lineartime.markdown import NOT_THERE, cell, without_empty
 from lineartime.runs.record import WITHOUT_EFFECT, texts_of
 from lineartime.runs.summary import RunSummary
 from lineartime.screen import new_table
@@ -104,7 +104,7 @@ def make_tables(groups: Sequence[Group], width: int | None = None) -> tuple[list
 
 def _columns(runs: Sequence[RunSummary], options: Sequence[str]) -> dict[str, Sequence[str]]:
     """The cells of all runs by column, with columns for options. Columns without content are left out."""
-    columns = {name: [cell(run) for run in runs] for name, cell in _CELLS.items()}
+    columns = {name: [shown(run) for run in runs] for name, shown in _CELLS.items()}
     columns |= {name: [_cell(_options_of(run).get(name)) for run in runs] for name in options}
     if len({_cell(run.options.get("data")) for run in runs}) > 1:  # the titles of the groups name the text
         del columns["data"]
@@ -145,28 +145,27 @@ def _cell(value: Any) -> str:
     """The value of an option as a cell."""
     if isinstance(value, (list, tuple)):
         value = " ".join(map(str, value)) or None
-    return "-" if value is None else str(value)
+    return NOT_THERE if value is None else str(value)
 
 
-def _number(format_spec: str, value: float | None, deviation: float | None = None) -> str:
-    spread = "" if deviation is None else f" ± {deviation:{format_spec}}"
-    return "-" if value is None else f"{value:{format_spec}}{spread}"
+def _spread(deviation: float | None) -> str:
+    return "" if deviation is None else f" ± {deviation:.3f}"
 
 
 _CELLS: dict[str, Callable[[RunSummary], str]] = {
     "run": lambda run: run.name,
     "model": lambda run: _cell(run.options.get("preset")),
-    "data": lambda run: " ".join(Path(text).name for text in texts_of(run.options)) if run.options.get("data") else "-",
-    "seeds": lambda run: f"{len(run.seeds)}" if run.seeds else "-",
+    "data": lambda run: " ".join(Path(text).name for text in texts_of(run.options)) if run.options.get("data") else NOT_THERE,
+    "seeds": lambda run: cell(len(run.seeds) or None, ""),
     "step": lambda run: f"{run.step:,}" + (f"/{run.options['steps']:,}" if run.options.get("steps") else ""),
-    "tokens": lambda run: "-" if run.tokens is None else counted(run.tokens),
-    "training": lambda run: _number(".3f", run.training_loss),
-    "validation": lambda run: _number(".3f", run.validation_loss, run.validation_deviation),
-    "bits/byte": lambda run: _number(".3f", run.bits_per_byte, run.bits_deviation),
-    "tokens/s": lambda run: _number(",.0f", run.tokens_per_second),
-    "time": lambda run: "-" if run.seconds is None else duration(run.seconds),
-    "waiting": lambda run: _number(".1%", run.waiting),
-    "skipped": lambda run: f"{run.skipped:,}" if run.skipped else "-",
+    "tokens": lambda run: cell(run.tokens, counted),
+    "training": lambda run: cell(run.training_loss, ".3f"),
+    "validation": lambda run: cell(run.validation_loss, ".3f", unit=_spread(run.validation_deviation)),
+    "bits/byte": lambda run: cell(run.bits_per_byte, ".3f", unit=_spread(run.bits_deviation)),
+    "tokens/s": lambda run: cell(run.tokens_per_second, ",.0f"),
+    "time": lambda run: cell(run.seconds, duration),
+    "waiting": lambda run: cell(run.waiting, ".1%"),
+    "skipped": lambda run: cell(run.skipped or None, ","),
     "state": lambda run: f"silent {duration(run.silent_seconds)}" if run.state == "silent" else run.state,
 }
 _ALWAYS = ("run", "step", "validation", "state")
