@@ -62,8 +62,9 @@ def small(out: Path, **values: Any) -> BenchConfig:
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BenchConfig]:
-    """Options of a benchmark of a second, without measuring the peak."""
+    """Options of a benchmark of a second, without measuring the peak and without plots."""
     monkeypatch.setattr(command, "peak_flops", lambda *_: 1e9)
+    monkeypatch.setattr(command, "draw_plots", lambda *_: None)
     return lambda **values: small(tmp_path / "bench", **values)
 
 
@@ -283,6 +284,7 @@ def test_what_does_not_fit_beside_the_others_is_measured_alone(
 def test_an_interrupt_keeps_what_was_measured(
     options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(command, "draw_plots", draw_plots)
     monkeypatch.setattr(command, "prepare", failing(lambda _, c: KeyboardInterrupt() if c.length == 16 else None))
     config = options(measure=("train",))
     assert config.out is not None
@@ -421,6 +423,7 @@ def test_a_peer_runs_beside_ours_at_the_same_sizes(options: Callable[..., BenchC
 def test_without_matplotlib_only_the_plots_are_missing(
     options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(command, "draw_plots", draw_plots)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     config = options(measure=("forward",), context_lengths=(8,))
     run_benchmark(config)

@@ -1,7 +1,8 @@
 """Experiments of a second: models of a few hundred parameters, two systems, two rates."""
 
+import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from lineartime.errors import typed_first_line
 from lineartime.experiments import catalogue, estimate, worker
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import INTERRUPTED, Arm, Job, Optimizer, Scale
+from lineartime.experiments.results import FinalResult, Outcome
 from lineartime.models.systems import Size
+from lineartime.training.config import TrainConfig
 
 Options = Callable[..., ReproduceConfig]
 Do = Callable[[Job], int]
@@ -71,7 +74,7 @@ def options(tiny: None, room: Path, tmp_path: Path) -> Options:
 
 @pytest.fixture
 def done() -> list[str]:
-    """The kinds of the jobs that `here` has done."""
+    """The kinds of the jobs that `here` and `pretended` have done."""
     return []
 
 
@@ -84,6 +87,32 @@ def here(done: list[str]) -> Do:
         return perform(job)
 
     return do
+
+
+@pytest.fixture
+def pretended(done: list[str]) -> Do:
+    """Leave what a run leaves, without training."""
+
+    def do(job: Job) -> int:
+        done.append(job.kind)
+        pretend(job)
+        return 0
+
+    return do
+
+
+def pretend(job: Job) -> None:
+    """Write the files of a finished run: the smaller its rate and its seed, the lower its loss."""
+    loss = 2 + job.options["learning_rate"] + job.options["seed"] / 8
+    lines = [{"step": step, "loss": 5.0, "tokens_per_second": 4000.0} for step in range(1, job.options["steps"] + 1)]
+    lines.append({"step": job.options["steps"], "validation_loss": loss, "validation_bits_per_byte": loss / 2})
+    places = tuple((first, 2 * first - 1, loss) for first in (4, 8, 16, 32))
+    tests = tuple(FinalResult(test.name, 64, loss, loss / 2, None, 99, "text", places) for test in job.tests)
+    job.folder.mkdir(parents=True)
+    record = {"options": TrainConfig.from_dict({**job.options, "out": str(job.folder)}).to_dict(), "processes": []}
+    (job.folder / "run.json").write_text(json.dumps(record))
+    (job.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (job.folder / "outcome.json").write_text(json.dumps(asdict(Outcome(job.kind, tests=tests))))
 
 
 def perform(job: Job) -> int:

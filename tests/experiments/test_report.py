@@ -14,6 +14,8 @@ from lineartime.experiments.report_data import baseline_row
 from lineartime.experiments.tables import _speedups
 from lineartime.experiments.treatment import equal_treatment
 
+STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "reproduce"
+
 
 def report_of(plan: Plan, bits: dict[str, list[float]]) -> dict[str, Any]:
     """The report of an experiment that has not begun, with test losses, by arm and seed, filled in."""
@@ -27,8 +29,15 @@ def report_of(plan: Plan, bits: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def rendered(plan: Plan, report: Any) -> str:
-    plan.folder.mkdir()
+    plan.folder.mkdir(parents=True)
     return render(plan, report)[0].read_text()
+
+
+def stored(name: str, out: Path) -> tuple[Plan, dict[str, Any]]:
+    """A report in the repository, most of them of earlier versions, and its plan."""
+    report: dict[str, Any] = json.loads((STORED / name / "report.json").read_text())
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in report["options"].items()}
+    return make_plan(ReproduceConfig(report["experiment"], report["scale"], out, **options)), report
 
 
 def test_the_cost_of_an_approximation_stands_beside_the_papers(tmp_path: Path) -> None:
@@ -47,6 +56,32 @@ def test_the_cost_of_an_approximation_stands_beside_the_papers(tmp_path: Path) -
     assert "| context | from -> to | nats | loss | paper: perplexity |" in text
     assert "| wikipedia, 2,048 tokens | FLASH-Quad -> FLASH | -0.1000 | -5.00 % | +0.06 |" in text
     assert "MC-TFM++ |" not in text  # which has not run
+
+
+def test_masked_models_are_measured_in_nats(tmp_path: Path) -> None:
+    plan, report = stored("mlm-cpu", tmp_path)
+    text = rendered(plan, report)
+    run = next(run for row in report["settings"][0]["rows"] for run in row["runs"] if run["tests"])
+    assert run["bits_per_byte"] is None
+    assert "test nats per masked token" in text
+    assert f"{run['tests'][0]['loss']:.4f}" in text
+
+
+def test_reports_of_earlier_versions_are_shown(tmp_path: Path) -> None:
+    plan, report = stored("latency-cpu", tmp_path)
+    report["settings"][0]["rows"][0] |= {"microseconds_per_token": None, "problem": "out of memory"}
+    text = rendered(plan, report)
+    assert f"{report['settings'][0]['rows'][1]['relative']:.2f}" in text
+    assert "| out of memory |" in text
+
+    plan, report = stored("chunk-size-cpu", tmp_path)
+    row = next(row for row in report["settings"][0]["rows"] if row["tokens_per_second"])
+    assert "trial_steps" not in row
+    text = rendered(plan, report)
+    steps = round(report["options"]["tuning"] * row["tokens_per_second"] / plan.scale.tokens_per_batch)
+    assert f"| {row['arm']} | {steps} |" in text  # of a trial, from its speed
+    assert "## Tests that differ from training" in text
+    assert {file.name for file in plan.folder.iterdir()} >= {"quality.png", "tests.png", "report.md"}
 
 
 def test_a_loss_is_compared_with_the_baseline_over_the_seeds_that_both_have(tmp_path: Path) -> None:

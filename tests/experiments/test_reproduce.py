@@ -387,15 +387,6 @@ def test_two_calls_do_not_run_an_experiment_at_once(options: Options, here: Do) 
         run_all(plan, ignore, here)
 
 
-def test_masked_models_are_measured_in_nats(options: Options, here: Do) -> None:
-    plan = make_plan(options("mlm", seeds=1, systems=("flash",)))
-    assert run_all(plan, ignore, here).problems == ()
-    file, report, _ = write_report(plan)
-    row = report["settings"][0]["rows"][0]
-    assert row["runs"][0]["bits_per_byte"] is None
-    assert f"{row['runs'][0]['tests'][0]['loss']:.4f}" in file.read_text()
-
-
 def test_latency_is_measured_for_all_systems_together(options: Options, here: Do, done: list[str]) -> None:
     plan = make_plan(options("latency", threads=1))
     job = plan.latency_job(plan.settings[0])
@@ -403,7 +394,10 @@ def test_latency_is_measured_for_all_systems_together(options: Options, here: Do
     [(_, subjects)] = make_benchmark(BenchConfig(**given)).cells
     assert [subject.config for subject in subjects] == [each.model for each in plan.contenders]  # whose sizes are reported
 
-    assert run_all(plan, ignore, here).problems == ()
+    def do(job: Job) -> int:
+        return here(replace(job, options={**job.options, "rounds": 1, "min_seconds": 0.0}))
+
+    assert run_all(plan, ignore, do).problems == ()
     assert done == ["latency"]
     file, report, _ = write_report(plan)
     assert report["complete"]
@@ -412,10 +406,13 @@ def test_latency_is_measured_for_all_systems_together(options: Options, here: Do
     assert rows[1]["relative"] == 1
     assert f"{rows[0]['relative']:.2f}" in file.read_text()
     assert (plan.folder / "latency.png").exists()
+    assert len(read_run(job).outcome.entries) == 2
+    # An outcome of an earlier version, which had fewer fields.
     outcome = json.loads((job.folder / "outcome.json").read_text())
-    outcome["entries"][0] |= {"median_seconds": None, "spread_seconds": None, "problem": "out of memory"}
+    names = ("subject", "length", "batch", "tokens", "median_seconds", "spread_seconds", "problem", "dtype", "mode")
+    outcome["entries"] = [{name: entry[name] for name in names} for entry in outcome["entries"]]
     (job.folder / "outcome.json").write_text(json.dumps(outcome))
-    assert "| out of memory |" in write_report(plan)[0].read_text()
+    assert collect(plan)["settings"][0]["rows"] == rows
 
 
 def test_the_list_tells_the_runs_and_an_estimate(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
@@ -428,11 +425,13 @@ def test_the_list_tells_the_runs_and_an_estimate(options: Options, capsys: pytes
     assert all(re.search(rf"^{re.escape(name)} ", shown, re.MULTILINE) for name in catalogue.EXPERIMENTS)
 
 
-def test_an_optimiser_joins_by_one_entry(options: Options, here: Do, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimiser_joins_by_one_entry(
+    options: Options, pretended: Do, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     second = Optimizer({"trial": (1e-3, 1e-2)}, {"beta2": 0.9})
     monkeypatch.setitem(catalogue.OPTIMIZERS, "second", second)
     plan = make_plan(options(seeds=1, systems=("transformer++",)))
-    assert run_all(plan, ignore, here).problems == ()
+    assert run_all(plan, ignore, pretended).problems == ()
     assert done == ["speed"] * 4 + ["tune"] * 4 + ["run"]  # only the better one is trained
     row = collect(plan)["settings"][0]["rows"][1]
     losses = {(name, rate): loss for name, grid in row["grid"].items() for rate, loss in grid.items()}
@@ -445,7 +444,7 @@ def test_an_optimiser_joins_by_one_entry(options: Options, here: Do, done: list[
     every = replace(catalogue.EXPERIMENTS["lm"], each_optimizer=True)
     monkeypatch.setitem(catalogue.EXPERIMENTS, "lm", every)
     plan = make_plan(options(seeds=1, systems=("transformer++",)))
-    assert run_all(plan, ignore, here).problems == ()
+    assert run_all(plan, ignore, pretended).problems == ()
     assert done == ["run", "run"]
     file, report, _ = write_report(plan)
     rows = report["settings"][0]["rows"][2:]
@@ -459,11 +458,11 @@ def test_an_optimiser_joins_by_one_entry(options: Options, here: Do, done: list[
 
 
 def test_more_seeds_than_the_experiment_has_join_the_report(
-    options: Options, here: Do, done: list[str], finished: None
+    options: Options, pretended: Do, done: list[str], finished: None
 ) -> None:
     plan = make_plan(options(seeds=4, systems=("transformer++",)))
     assert [job.kind for _, job in all_jobs(plan)].count("run") == 4
-    assert run_all(plan, ignore, here).problems == ()
+    assert run_all(plan, ignore, pretended).problems == ()
     assert done == ["run"] * 3  # the first one had ended
     file, report, _ = write_report(make_plan(options()))
     row = report["settings"][0]["rows"][1]
@@ -475,11 +474,11 @@ def test_more_seeds_than_the_experiment_has_join_the_report(
 
 
 @pytest.mark.usefixtures("only_systems_of_the_library_afterwards", "finished")
-def test_a_system_of_ones_own_joins_a_finished_experiment(options: Options, here: Do, done: list[str]) -> None:
+def test_a_system_of_ones_own_joins_a_finished_experiment(options: Options, pretended: Do, done: list[str]) -> None:
     register_system("relu", Relu, "mlp")
     added = ("relu", "flash:chunk_size=8")
     plan = make_plan(with_saved_options(options(seeds=1, add=added, systems=("relu",))))
-    assert run_all(plan, ignore, here).problems == ()
+    assert run_all(plan, ignore, pretended).problems == ()
     assert done == ["speed"] * 2 + ["tune"] * 2 + ["run"]
     file, report, _ = write_report(plan)
     states = {row["name"]: row["runs"][0]["state"] for row in report["settings"][0]["rows"]}
