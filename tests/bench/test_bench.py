@@ -209,7 +209,7 @@ def test_without_a_choice_the_precision_is_that_of_training_here(
     ):
         monkeypatch.setattr(machine, "processor_features", lambda found=features: {found})
         benchmark = make_benchmark(options(measure=("forward",), context_lengths=(8,), dtypes=("auto", expected)))
-        assert [case.dtype for case, _ in benchmark.cells] == [expected]
+        assert [case.dtype for case, _ in benchmark.cases] == [expected]
         assert benchmark.precision == f"{expected}, because the processor has {has}"
 
 
@@ -362,7 +362,7 @@ def test_what_this_machine_lacks_is_named(options: Callable[..., BenchConfig], m
     monkeypatch.setattr("lineartime.bench.benchmark.supports_bf16", lambda device: False)
     monkeypatch.setattr("lineartime.bench.peers.is_installed", lambda _: False)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert make_benchmark(options()).cells  # which needs none of them
+    assert make_benchmark(options()).cases  # which needs none of them
     for values, message in (
         ({"dtypes": ("fp32", "bf16")}, "^dtypes has bf16, which this GPU does not support: leave it out"),
         ({"modes": ("eager", "compiled")}, r"^modes has compiled, but there is no C\+\+ compiler here: install g\+\+, or"),

@@ -36,8 +36,7 @@ def rendered(plan: Plan, report: Any) -> str:
 def stored(name: str, out: Path) -> tuple[Plan, dict[str, Any]]:
     """A report in the repository, most of them of earlier versions, and its plan."""
     report: dict[str, Any] = json.loads((STORED / name / "report.json").read_text())
-    options = {name: tuple(value) if isinstance(value, list) else value for name, value in report["options"].items()}
-    return make_plan(ReproduceConfig(report["experiment"], report["scale"], out, **options)), report
+    return make_plan(ReproduceConfig(report["experiment"], report["scale"], out, **report["options"])), report
 
 
 def test_the_cost_of_an_approximation_stands_beside_the_papers(tmp_path: Path) -> None:

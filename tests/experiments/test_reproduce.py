@@ -390,8 +390,7 @@ def test_two_calls_do_not_run_an_experiment_at_once(options: Options, here: Do) 
 def test_latency_is_measured_for_all_systems_together(options: Options, here: Do, done: list[str]) -> None:
     plan = make_plan(options("latency", threads=1))
     job = plan.latency_job(plan.settings[0])
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in job.options.items()}
-    [(_, subjects)] = make_benchmark(BenchConfig(**given)).cells
+    [(_, subjects)] = make_benchmark(BenchConfig(**job.options)).cases
     assert [subject.config for subject in subjects] == [each.model for each in plan.contenders]  # whose sizes are reported
 
     def do(job: Job) -> int:

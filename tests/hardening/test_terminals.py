@@ -86,11 +86,13 @@ def test_a_run_in_a_folder_whose_name_is_no_utf8_does_all_that_others_do(
 def test_titles_are_text_and_no_formulas(tmp_path: Path) -> None:
     assert drawable("a$b$c") == r"a\$b\$c"
     assert drawable("a\udcffb\x07") == "a\ufffdb\ufffd"
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "validation_loss": 2.0}\n')
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for title in ("$\\frac{$", "日本 🚀", "\udcff", "_a", "$", "\\$x$"):
-            assert draw_curve(tmp_path, title).exists()
+            run = tmp_path / title
+            run.mkdir()
+            (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "validation_loss": 2.0}\n')
+            assert draw_curve(run).exists()
             lines = {f"{title}{number}": [{"step": 1, "tokens": 1, "seconds": 1, "loss": 2.0}] for number in (1, 2)}
             assert draw_comparison({title: lines}, tmp_path / "runs.png").exists()
 

@@ -57,7 +57,7 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
         "line 2: it is not UTF-8 at byte 0",
         "line 4: loss is nan, but must be a finite number",
     ]  # and a last line that a killed process has cut off is none
-    assert draw_curve(tmp_path, "title").exists()
+    assert draw_curve(tmp_path).exists()
 
 
 @pytest.mark.parametrize("steps", [1, 19, 45])

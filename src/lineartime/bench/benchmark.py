@@ -22,13 +22,13 @@ class Benchmark:
     """What is measured: cases, each with the subjects that take turns in it."""
 
     device: torch.device  # the device to measure on
-    cells: tuple[tuple[Case, tuple[Subject, ...]], ...]  # the cases with their subjects
+    cases: tuple[tuple[Case, tuple[Subject, ...]], ...]  # each with its subjects
     precision: str = ""  # which precision "auto" chose, and why; empty without "auto"
 
     @property
     def subjects(self) -> tuple[Subject, ...]:
         """All subjects, in the order of the options."""
-        return tuple(dict.fromkeys(subject for _, subjects in self.cells for subject in subjects))
+        return tuple(dict.fromkeys(subject for _, subjects in self.cases for subject in subjects))
 
     @property
     def compiled(self) -> bool:
@@ -47,14 +47,14 @@ def make_benchmark(options: BenchConfig) -> Benchmark:
         raise ArgumentError("modes", f"has compiled, but {missing}: install g++, or leave it out.")
     chosen, reason = faster_precision(device) if "auto" in options.dtypes else ("fp32", "")
     dtypes: dict[Dtype, None] = dict.fromkeys(chosen if dtype == "auto" else dtype for dtype in options.dtypes)
-    cells = []
+    cases = []
     for measure in dict.fromkeys(options.measure):
         subjects = _subjects(options, measure, configs, device)
         for dtype in dtypes:
             for length in dict.fromkeys(options.lengths(measure)):
                 batch = options.decode_batch if measure in STREAMED else max(1, options.tokens_per_batch // length)
-                cells.append((Case(measure, length, dtype, batch), subjects))
-    return Benchmark(device, tuple(cells), f"{chosen}, because {reason}" if reason else "")
+                cases.append((Case(measure, length, dtype, batch), subjects))
+    return Benchmark(device, tuple(cases), f"{chosen}, because {reason}" if reason else "")
 
 
 def _model_configs(options: BenchConfig) -> dict[str, ModelConfig]:

@@ -62,7 +62,7 @@ def _run(config: BenchConfig, benchmark: Benchmark) -> Results:
                 separate_compilations() if benchmark.compiled else nullcontext(),
                 freed_memory_kept(),
             ):  # freed memory is kept as in training
-                _Run(config, benchmark, results, progress).all_cells()
+                _Measuring(config, benchmark, results, progress).all_cases()
         except KeyboardInterrupt:
             progress.console.print(f"interrupted: what was measured is in {folder / RESULTS_FILE}")
             raise
@@ -95,7 +95,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-class _Run:
+class _Measuring:
     """Measures all cases of a benchmark, one after another."""
 
     def __init__(self, config: BenchConfig, benchmark: Benchmark, results: Results, progress: Progress) -> None:
@@ -103,15 +103,15 @@ class _Run:
         self._device = benchmark.device
         self._subjects = {str(each): each for each in benchmark.subjects}
         self._clock = partial(synchronized, benchmark.device)
-        self._task = progress.add_task("", total=len(benchmark.cells))
+        self._task = progress.add_task("", total=len(benchmark.cases))
 
-    def all_cells(self) -> None:
+    def all_cases(self) -> None:
         """Measure the peaks, then every case, then the peaks again."""
         if self._benchmark.compiled:
             torch.compile(lambda x: x + 1)(torch.zeros(2, device=self._device))  # the first compilation has a fixed cost
         self._measure_peaks()
-        for case, subjects in self._benchmark.cells:
-            self._cell(case, subjects)
+        for case, subjects in self._benchmark.cases:
+            self._case(case, subjects)
             _save(self._results)
             self._progress.advance(self._task)
             if self._progress.disable:
@@ -119,10 +119,10 @@ class _Run:
         self._measure_peaks()
 
     def _measure_peaks(self) -> None:
-        for dtype in dict.fromkeys(case.dtype for case, _ in self._benchmark.cells):
+        for dtype in dict.fromkeys(case.dtype for case, _ in self._benchmark.cases):
             self._results.peaks.setdefault(dtype, []).append(peak_flops(self._device, dtype))
 
-    def _cell(self, case: Case, subjects: Sequence[Subject]) -> None:
+    def _case(self, case: Case, subjects: Sequence[Subject]) -> None:
         of_case = {**asdict(case), "tokens": case.tokens}
         entries = [
             Entry(**of_case, subject=each.name, mode=each.mode, flops_per_token=flops_per_token(each, case))

@@ -26,11 +26,11 @@ def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
 
 
 def _microseconds(found: Entry) -> float | None:
-    return 1e6 * found.median_seconds / found.tokens if found.median_seconds and found.measure in AT_ONCE else None
+    return found.microseconds_per_token if found.measure in AT_ONCE else None
 
 
 def _milliseconds(found: Entry) -> float | None:
-    return 1e3 * found.median_seconds if found.median_seconds and found.measure == "decode" else None
+    return 1e3 * found.median_seconds if found.median_seconds is not None and found.measure == "decode" else None
 
 
 def _megabytes(found: Entry) -> float | None:

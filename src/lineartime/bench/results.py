@@ -15,7 +15,7 @@ from lineartime.bench.benchmark import Benchmark
 from lineartime.bench.config import RESULTS_FILE, Dtype, Measure, Mode
 from lineartime.bench.measure import median_and_spread
 from lineartime.bench.subjects import Case
-from lineartime.fields import Count
+from lineartime.fields import AtLeastOne, Count
 from lineartime.files import write_file
 from lineartime.host import installed_version, processor_name
 
@@ -28,7 +28,7 @@ class Entry:
     length: Count  # tokens of the context, or the position for decode
     dtype: Dtype
     batch: Count  # sequences, or streams
-    tokens: Count  # of one step
+    tokens: AtLeastOne  # of one step
     subject: str  # the name of the preset or the peer
     mode: Mode
     problem: str | None = None  # why there are no numbers: "out of memory", or what failed
@@ -52,6 +52,11 @@ class Entry:
     def case(self) -> Case:
         """What is compared with each other."""
         return Case(self.measure, self.length, self.dtype, self.batch)
+
+    @property
+    def microseconds_per_token(self) -> float | None:
+        """The median time of a token in a step."""
+        return None if self.median_seconds is None else 1e6 * self.median_seconds / self.tokens
 
     @property
     def label(self) -> str:

@@ -222,7 +222,7 @@ def _times(plan: Plan, setting: Setting, seen: list[Run]) -> list[SystemRow]:
             {
                 **_shared(plan, contender),
                 "problem": None if found is None else found.problem,
-                "microseconds_per_token": None if found is None or seconds is None else 1e6 * seconds / found.tokens,
+                "microseconds_per_token": None if found is None else found.microseconds_per_token,
                 "milliseconds": None if seconds is None else 1e3 * seconds,
                 "precision": None if found is None else found.dtype,
             }

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
 
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
@@ -125,8 +124,7 @@ def _latency(job: Job) -> Outcome:
     """Measure all systems at a context, in turn. An interrupted measurement leaves no results."""
     out = job.folder / "bench"
     shutil.rmtree(out, ignore_errors=True)
-    options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in job.options.items()}
-    results = run_benchmark(BenchConfig(**options, out=out))
+    results = run_benchmark(BenchConfig(**job.options, out=out))
     return Outcome(job.kind, time=results.started, machine=results.machine, entries=tuple(results.finished))
 
 

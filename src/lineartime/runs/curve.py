@@ -25,15 +25,14 @@ _MAX_POINTS = 2000
 """The maximum number of points of a curve in a comparison: more than an image has pixels across."""
 
 
-def draw_curve(run: str | Path, title: str | None = None) -> Path:
+def draw_curve(run: str | Path) -> Path:
     """Plot the training and validation losses of a run into its folder and return the path of the image.
 
-    The default title names the model and the text. Raises LineartimeError without matplotlib, or if a file cannot be read or
-    written.
+    Raises LineartimeError without matplotlib, or if a file cannot be read or written.
     """
     run = Path(run)
     figure = new_figure(7, 4.2)
-    _draw_losses(figure.subplots(), run, _title(run) if title is None else title)
+    _draw_losses(figure.subplots(), run)
     return save_figure(figure, run / CURVE_FILE)
 
 
@@ -48,13 +47,13 @@ def draw_report(run: str | Path, evaluation: "Evaluation", file: Path) -> Path:
     figure = new_figure(12 if learned else 6, 4.2)
     panels = figure.subplots(1, 2 if learned else 1, squeeze=False)[0]
     if learned:
-        _draw_losses(panels[0], run, _title(run))
+        _draw_losses(panels[0], run)
     _draw_positions(panels[-1], evaluation)
     return save_figure(figure, file)
 
 
-def _draw_losses(axes: Any, run: Path, title: str) -> None:
-    """Plot the training and validation losses of a run by step."""
+def _draw_losses(axes: Any, run: Path) -> None:
+    """Plot the training and validation losses of a run by step, under its model and text."""
     lines = read_metrics(run)
     training, validation = losses(lines, "loss"), losses(lines, "validation_loss")
     if training:
@@ -68,7 +67,7 @@ def _draw_losses(axes: Any, run: Path, title: str) -> None:
         lowest = "" if validation[least] == last else f", {validation[least]:.3f} at step {least:,}"
         label = f"validation, {last:.3f} at the end{lowest}"
         axes.plot(list(validation), list(validation.values()), "o-", color="tab:orange", label=label)
-    axes.set(title=drawable(title), xlabel="step", ylabel="loss (nats per token)")
+    axes.set(title=drawable(_title(run)), xlabel="step", ylabel="loss (nats per token)")
     label_axes(axes, whole_x=True)
     if training or validation:
         axes.legend()

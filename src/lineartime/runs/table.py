@@ -105,8 +105,8 @@ def make_tables(groups: Sequence[Group], width: int | None = None) -> tuple[list
 def _columns(runs: Sequence[RunSummary], options: Sequence[str]) -> dict[str, Sequence[str]]:
     """The cells of all runs by column, with columns for options. Columns without content are left out."""
     columns = {name: [shown(run) for run in runs] for name, shown in _CELLS.items()}
-    columns |= {name: [_cell(_options_of(run).get(name)) for run in runs] for name in options}
-    if len({_cell(run.options.get("data")) for run in runs}) > 1:  # the titles of the groups name the text
+    columns |= {name: [_option(_options_of(run).get(name)) for run in runs] for name in options}
+    if len({_option(run.options.get("data")) for run in runs}) > 1:  # the titles of the groups name the text
         del columns["data"]
     return without_empty(columns, _ALWAYS)
 
@@ -141,7 +141,7 @@ def _options_of(run: RunSummary) -> dict[str, Any]:
     return options | {name if name not in options else f"override {name}": value for name, _, value in items}
 
 
-def _cell(value: Any) -> str:
+def _option(value: Any) -> str:
     """The value of an option as a cell."""
     if isinstance(value, (list, tuple)):
         value = " ".join(map(str, value)) or None
@@ -154,7 +154,7 @@ def _spread(deviation: float | None) -> str:
 
 _CELLS: dict[str, Callable[[RunSummary], str]] = {
     "run": lambda run: run.name,
-    "model": lambda run: _cell(run.options.get("preset")),
+    "model": lambda run: _option(run.options.get("preset")),
     "data": lambda run: " ".join(Path(text).name for text in texts_of(run.options)) if run.options.get("data") else NOT_THERE,
     "seeds": lambda run: cell(len(run.seeds) or None, ""),
     "step": lambda run: f"{run.step:,}" + (f"/{run.options['steps']:,}" if run.options.get("steps") else ""),
