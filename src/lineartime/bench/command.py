@@ -62,7 +62,7 @@ def _run(config: BenchConfig, benchmark: Benchmark) -> Results:
                 separate_compilations() if benchmark.compiled else nullcontext(),
                 freed_memory_kept(),
             ):  # freed memory is kept as in training
-                _Measuring(config, benchmark, results, progress).all_cases()
+                _Measuring(config, results, progress).all_cases()
         except KeyboardInterrupt:
             progress.console.print(f"interrupted: what was measured is in {folder / RESULTS_FILE}")
             raise
@@ -98,8 +98,9 @@ def _quiet() -> Iterator[None]:
 class _Measuring:
     """Measures all cases of a benchmark, one after another."""
 
-    def __init__(self, config: BenchConfig, benchmark: Benchmark, results: Results, progress: Progress) -> None:
-        self._config, self._benchmark, self._results, self._progress = config, benchmark, results, progress
+    def __init__(self, config: BenchConfig, results: Results, progress: Progress) -> None:
+        self._config, self._results, self._progress = config, results, progress
+        self._benchmark = benchmark = results.benchmark
         self._device = benchmark.device
         self._subjects = {str(each): each for each in benchmark.subjects}
         self._clock = partial(synchronized, benchmark.device)

@@ -14,9 +14,8 @@ from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
 from lineartime.experiments.plan import Contender, Plan
 from lineartime.experiments.report_data import Report, RunData, SettingRows, SystemRow, baseline_row
 from lineartime.experiments.results import Run, Tuning, best_tuning, read_run, read_speed, read_tuning, seconds_to
-from lineartime.files import RECORD_FILE
 from lineartime.host import threads_in_words
-from lineartime.runs.record import read_record, texts_of
+from lineartime.runs.record import texts_of
 from lineartime.training.config import TrainConfig
 
 
@@ -64,14 +63,12 @@ def _text(plan: Plan, setting: Setting) -> str:
 
 def _processes(run: Run) -> Iterator[tuple[str, str | None]]:
     """The machine and the start of each process of a run."""
-    if run.job.kind == "latency":
-        if machine := run.outcome.machine:
-            where = machine.get("gpu") or f"{machine.get('cpu')}, {threads_in_words(machine.get('threads'))}"
-            yield f"{where}; torch {machine.get('torch')}, Python {machine.get('python')}", run.outcome.time
-    elif run.state != "damaged" and (run.job.folder / RECORD_FILE).exists():
-        for each in read_record(run.job.folder).processes:
-            where = ", ".join(each.machine.gpus) or f"{each.machine.processor}, {threads_in_words(each.machine.threads)}"
-            yield f"{where}; torch {each.versions.get('torch')}, Python {each.versions.get('python')}", each.time
+    if machine := run.outcome.machine:  # of latency
+        where = machine.get("gpu") or f"{machine.get('cpu')}, {threads_in_words(machine.get('threads'))}"
+        yield f"{where}; torch {machine.get('torch')}, Python {machine.get('python')}", run.outcome.time
+    for each in run.record.processes:
+        where = ", ".join(each.machine.gpus) or f"{each.machine.processor}, {threads_in_words(each.machine.threads)}"
+        yield f"{where}; torch {each.versions.get('torch')}, Python {each.versions.get('python')}", each.time
 
 
 def _precisions(run: Run) -> set[str]:

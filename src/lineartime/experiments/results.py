@@ -15,7 +15,7 @@ from lineartime.fields import Count
 from lineartime.files import RECORD_FILE
 from lineartime.json_files import read_file
 from lineartime.runs.metrics import METRICS_FILE, Line, read_metrics
-from lineartime.runs.record import read_record
+from lineartime.runs.record import Record, read_record
 
 State = Literal["missing", "interrupted", "finished", "failed", "damaged"]
 """An interrupted run is to be resumed; one that failed has an error, and is not repeated."""
@@ -23,6 +23,7 @@ OUTCOME_FILE = "outcome.json"
 """The measurements or the error of a run that has ended. An interrupted run has none."""
 PAUSE = 5.0
 """A step that takes more than this multiple of the median is a compilation or a pause, and counts as the median."""
+_NO_RECORD = Record({}, ())
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,15 @@ class Run:
     job: Job
     state: State
     problem: str = ""  # a sentence about a run that failed or is damaged
-    options: dict[str, Any] = field(default_factory=dict)  # those it was trained with
+    record: Record = _NO_RECORD  # empty before it begins, and for a measurement of latency
     speed: float | None = None  # tokens of a second, the median over the steps after the first quarter
     points: tuple[Point, ...] = ()  # the evaluations during training
     outcome: Outcome = field(default_factory=Outcome)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those it was trained with."""
+        return self.record.options
 
     @property
     def final(self) -> Point | None:
@@ -84,17 +90,17 @@ def read_run(job: Job) -> Run:
     try:
         outcome = read_file(folder / OUTCOME_FILE, Outcome) if (folder / OUTCOME_FILE).exists() else None
         lines = read_metrics(folder) if (folder / METRICS_FILE).exists() else []
-        options = read_record(folder).options if (folder / RECORD_FILE).exists() else {}
+        record = read_record(folder) if (folder / RECORD_FILE).exists() else _NO_RECORD
     except LineartimeError as error:
         what = str(error).rstrip(".")
         return Run(job, "damaged", f"{folder} holds damaged files: delete it, and run the experiment again ({what}).")
     if outcome is None:
-        return Run(job, "interrupted" if list_checkpoints(folder) else "missing", options=options)
+        return Run(job, "interrupted" if list_checkpoints(folder) else "missing", record=record)
     if outcome.error:
-        return Run(job, "failed", f"{job.name} failed: {outcome.error}", options, outcome=outcome)
+        return Run(job, "failed", f"{job.name} failed: {outcome.error}", record, outcome=outcome)
     if job.kind == "latency":
         return Run(job, "finished", outcome=outcome)
-    steps, tokens_per_step = options.get("steps"), options.get("tokens_per_batch")
+    steps, tokens_per_step = record.options.get("steps"), record.options.get("tokens_per_batch")
     if not (isinstance(steps, int) and isinstance(tokens_per_step, int) and any(line["step"] >= steps for line in lines)):
         return Run(job, "damaged", f"{folder} says that it is finished, but its metrics do not: delete it, and run again.")
     seconds = training_seconds(lines, tokens_per_step)
@@ -105,7 +111,7 @@ def read_run(job: Job) -> Run:
     )
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     speed = statistics.median(speeds[len(speeds) // 4 :]) if speeds else None
-    return Run(job, "finished", "", options, speed, points, outcome)
+    return Run(job, "finished", "", record, speed, points, outcome)
 
 
 def training_seconds(lines: Sequence[Line], tokens_per_step: int) -> dict[int, float]:
