@@ -115,7 +115,7 @@ def test_enough_beams_find_the_best_of_all_targets(name: str, length_penalty: fl
         model.encoder.embedding.weight.mul_(40)  # so that likelihoods differ
     sources = torch.tensor([[0, 1, 2, 0], [1, 2, 2, 0], [2, 1, 0, 0]])
     mask = torch.arange(4) < torch.tensor([[2], [3], [4]])
-    ended = [body + (2,) for length in range(4) for body in product((0, 1), repeat=length)]
+    ended = [(*body, 2) for length in range(4) for body in product((0, 1), repeat=length)]
     targets = torch.tensor([each + (0,) * (4 - len(each)) for each in [*ended, *product((0, 1), repeat=4)]])
     lengths = torch.tensor([*map(len, ended), *[4] * 16])
     read = F.pad(targets[:, :-1], (1, 0), value=1)

@@ -28,6 +28,7 @@ from lineartime.checkpoint.format import (
     list_checkpoints,
     load_into,
     partial_path,
+    read_any_model,
     read_model,
     read_model_config,
     read_training_state,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     import torch
 
     from lineartime.data import Tokenizer
+    from lineartime.models.encoder_decoder import EncoderDecoder
     from lineartime.models.language_model import CausalLM, MaskedLM
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "last_whole_checkpoint",
     "list_checkpoints",
     "load",
+    "load_any",
     "load_into",
     "load_tokenizer",
     "load_with_tokenizer",
@@ -99,7 +102,7 @@ class NoCheckpointError(LineartimeError):
 
 def load(
     path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: CheckpointChoice | None = None
-) -> "CausalLM | MaskedLM":
+) -> "CausalLM | MaskedLM | EncoderDecoder":
     """Load a model in evaluation mode, from the folder of a run or of one checkpoint.
 
     Args:
@@ -111,11 +114,22 @@ def load(
         LineartimeError: if there is no such checkpoint, or it is damaged, or this version of lineartime cannot read it; or if
             PyTorch has no such device here.
     """
-    return load_with_tokenizer(path, device, checkpoint=checkpoint).model
+    return load_any(path, device, checkpoint=checkpoint)[0]
+
+
+def load_any(
+    path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: CheckpointChoice | None = None
+) -> "tuple[CausalLM | MaskedLM | EncoderDecoder, Tokenizer]":
+    """Load a model of any kind with its tokenizer; arguments and errors as for `load`."""
+    from lineartime.machine import choose_device
+
+    place = choose_device(device)
+    model, tokenizer = read_from(path, read_any_model, checkpoint)
+    return model.to(place).eval(), tokenizer
 
 
 class Loaded(NamedTuple):
-    """A model in evaluation mode and its tokenizer, both from the same checkpoint."""
+    """A language model in evaluation mode and its tokenizer, both from the same checkpoint."""
 
     checkpoint: Path
     model: "CausalLM | MaskedLM"
@@ -125,7 +139,7 @@ class Loaded(NamedTuple):
 def load_with_tokenizer(
     path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: CheckpointChoice | None = None
 ) -> Loaded:
-    """Load a model with its tokenizer; arguments and errors as for `load`.
+    """Load a language model with its tokenizer; arguments and errors as for `load`, and an error for an encoder-decoder.
 
     Use it instead of `find_checkpoint` and two reads: a run in training may remove the checkpoint between them.
     """

@@ -32,18 +32,20 @@ def predict(
     batch_size: int = 16,
     device: Device = "auto",
     precision: Precision = "auto",
+    beams: int = 1,
 ) -> int:
-    """Answer a file of questions with the model of a fine-tuning.
+    """Answer a file of questions with the model of a fine-tuning, or write the targets of sources with that of `seq2seq`.
 
     Args:
         model: the folder of the fine-tuning.
-        questions: the file, as `read_questions` reads it.
+        questions: the file, as `read_questions` reads it; for targets, JSON lines with source and perhaps id.
         out: a new file. JSON lines with id, answer and score are written while questions are answered; if the name ends in
             .json, they become a single object of answers by id, as the official scripts of SQuAD and TriviaQA read it.
         resume: whether to go on after the answers that a stopped call has written.
         batch_size: the number of windows that are read at once; answers do not depend on it.
         device: the device to compute on.
         precision: the precision of matrix products.
+        beams: the number of beams with which targets are written.
 
     Returns:
         The number of answers.
@@ -55,6 +57,11 @@ def predict(
     lines = out.with_name(f"{out.name}l.partial") if out.suffix == ".json" else out
     if out.exists() and (not resume or lines != out):
         raise ArgumentError("out", f"is {out}, which exists already: delete it, or choose another file.")
+    if (model / "seq2seq.json").is_file():
+        from lineartime.finetuning.seq2seq import predict_targets
+
+        given = {"batch_size": batch_size, "beams": beams, "device": device, "precision": precision}
+        return predict_targets(model, questions, out, resume=resume, **given)
     if not (model / MODEL).is_dir():
         raise ArgumentError("run", f"is {model}, which holds no fine-tuned model: give the folder that `finetune()` wrote.")
     result = read_file(model / RESULT, FinetuneResult)
@@ -67,7 +74,7 @@ def predict(
     bf16 = choose_precision(precision, place) == "bf16"
     threshold = result.config["null_threshold"] if result.metric == "squad_v2" else float("-inf")
     with reporting_file_errors("write", lines):
-        count = _kept(lines) if resume else 0
+        count = kept(lines) if resume else 0
         with lines.open("a" if resume else "w", encoding="utf-8") as file:
             for block in _blocks(read_questions(questions), count):
                 windows = list(encoder.for_answering(block))
@@ -91,7 +98,7 @@ def _blocks(questions: Iterable[Question], answered: int) -> Iterator[list[Quest
         yield [question for group in groups for question in group]
 
 
-def _kept(file: Path) -> int:
+def kept(file: Path) -> int:
     """The number of answers in a file, from which a last line that was not written to its end is removed."""
     if not file.exists():
         return 0

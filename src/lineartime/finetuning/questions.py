@@ -124,16 +124,21 @@ def read_questions(file: Path) -> Iterator[Question]:
 
 
 def _lines(file: Path) -> Iterator[Question]:
+    for number, record in json_lines(file):
+        where = f"line {number:,}"
+        question, text = (item(file, where, record, name, str) for name in ("question", "context"))
+        yield Question(str(record.get("id", number)), question, text, where=where)
+
+
+def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
+    """The number and the content of each line that is not empty. Raises LineartimeError, naming the line, if it is not JSON."""
     with reporting_file_errors("read", file), open_regular(file) as opened:
         for number, line in enumerate(opened, 1):
             if line.strip():
-                where = f"line {number:,}"
                 try:
-                    record = parse(line)
+                    yield number, parse(line)
                 except ValueError as error:
-                    raise LineartimeError(f"{file} has {where} that cannot be read ({error}): correct it.") from None
-                question, text = (_item(file, where, record, name, str) for name in ("question", "context"))
-                yield Question(str(record.get("id", number)), question, text, where=where)
+                    raise LineartimeError(f"{file} has line {number:,} that cannot be read ({error}): correct it.") from None
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -149,7 +154,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def _item(file: Path, where: str, record: Any, name: str, kind: type[Any]) -> Any:
+def item(file: Path, where: str, record: Any, name: str, kind: type[Any]) -> Any:
     """A field of a record. Raises LineartimeError, naming the record, unless it is there and of this type."""
     value = record.get(name) if isinstance(record, dict) else None
     if not isinstance(value, kind):
@@ -177,16 +182,16 @@ def _metric(questions: Iterable[Question]) -> Metric:
 def _squad(file: Path, data: Mapping[str, Any], chosen: Sequence[int] | None) -> Iterator[Question]:
     articles = _articles(file, data)
     for place in range(len(articles)) if chosen is None else chosen:
-        for number, part in enumerate(_item(file, f"data[{place}]", articles[place], "paragraphs", list)):
+        for number, part in enumerate(item(file, f"data[{place}]", articles[place], "paragraphs", list)):
             paragraph = f"data[{place}].paragraphs[{number}]"
-            text = _item(file, paragraph, part, "context", str)
-            for count, qa in enumerate(_item(file, paragraph, part, "qas", list)):
+            text = item(file, paragraph, part, "context", str)
+            for count, qa in enumerate(item(file, paragraph, part, "qas", list)):
                 where = f"{paragraph}.qas[{count}]"
-                question = _item(file, where, qa, "question", str)
+                question = item(file, where, qa, "question", str)
                 key = str(qa.get("id", where))
-                given = _item(file, where, qa, "answers", list) if qa.get("answers") and not qa.get("is_impossible") else []
-                answers = tuple(_item(file, where, answer, "text", str) for answer in given)
-                starts = [_item(file, where, answer, "answer_start", int) for answer in given]
+                given = item(file, where, qa, "answers", list) if qa.get("answers") and not qa.get("is_impossible") else []
+                answers = tuple(item(file, where, answer, "text", str) for answer in given)
+                starts = [item(file, where, answer, "answer_start", int) for answer in given]
                 spans = [span for each in zip(answers, starts, strict=True) if (span := _place(text, *each))]
                 yield Question(key, question, text, answers, tuple(spans), where)
 
@@ -205,8 +210,8 @@ def _trivia(file: Path, data: Mapping[str, Any], evidence: Path) -> Iterator[Que
         raise LineartimeError(f"{file} holds no list `Data` of questions: give a file of TriviaQA.")
     for place, record in enumerate(records):
         where = f"Data[{place}]"
-        key, question = _item(file, where, record, "QuestionId", str), _item(file, where, record, "Question", str)
-        answer = _item(file, where, record, "Answer", dict) if "Answer" in record else {}  # the test split has none
+        key, question = item(file, where, record, "QuestionId", str), item(file, where, record, "Question", str)
+        answer = item(file, where, record, "Answer", dict) if "Answer" in record else {}  # the test split has none
         given, human, aliases = (
             _listed(file, where, answer, name) for name in ("NormalizedAliases", "HumanAnswers", "Aliases")
         )
@@ -214,7 +219,7 @@ def _trivia(file: Path, data: Mapping[str, Any], evidence: Path) -> Iterator[Que
         matching = _matcher([*right, *map(str, aliases)])
         for kind, folder in (("EntityPages", "wikipedia"), ("SearchResults", "web")):
             for page in _listed(file, where, record, kind):
-                name = _item(file, f"{where}.{kind}", page, "Filename", str)
+                name = item(file, f"{where}.{kind}", page, "Filename", str)
                 with reporting_file_errors("read", evidence / folder / name):
                     text = (evidence / folder / name).read_text("utf-8", errors="replace")
                 spans = tuple(found.span() for found in matching.finditer(text)) if right else ()
@@ -223,7 +228,7 @@ def _trivia(file: Path, data: Mapping[str, Any], evidence: Path) -> Iterator[Que
 
 def _listed(file: Path, where: str, record: dict[str, Any], name: str) -> list[Any]:
     """A list of a record; empty if the record has none."""
-    found: list[Any] = _item(file, where, record, name, list) if record.get(name) is not None else []
+    found: list[Any] = item(file, where, record, name, list) if record.get(name) is not None else []
     return found
 
 

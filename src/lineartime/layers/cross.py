@@ -31,7 +31,7 @@ from lineartime.ops.state import State
 
 @dataclass(eq=False)
 class SourceState(State):
-    """A source as a layer has read it: keys [B, H, S, s / H], values [B, H, S, e / H or 2e / H], and its real tokens, bool [B, S]."""
+    """A source as a layer has read it: keys [B, H, S, s / H], values [B, H, S, their width / H], real tokens, bool [B, S]."""
 
     k: Tensor
     v: Tensor

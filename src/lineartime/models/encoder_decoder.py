@@ -20,7 +20,7 @@ from lineartime.layers.mixer import Mixer
 from lineartime.layers.residual import Norm, build_norm
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import ModelConfig
-from lineartime.models.language_model import check_evaluates
+from lineartime.models.language_model import CausalLM, MaskedLM, build_model, check_evaluates
 from lineartime.models.layer_config import LayerConfig, PartsConfig
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import as_mask, check_positive
@@ -191,6 +191,11 @@ class EncoderDecoder(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         return dense(self.norm(x), self.encoder.output_weight(x))
+
+
+def build_described(config: ModelConfig | EncoderDecoderConfig) -> CausalLM | MaskedLM | EncoderDecoder:
+    """Build the model of any config, freshly initialised."""
+    return EncoderDecoder(config) if isinstance(config, EncoderDecoderConfig) else build_model(config)
 
 
 # 3. Decoding ----------------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def encoder_decoder_config(preset: str, **overrides: Any) -> EncoderDecoderConfi
     return config.override(**overrides)
 
 
-def values_of(config: ModelConfig) -> dict[str, Any]:
+def values_of(config: ModelConfig | EncoderDecoderConfig) -> dict[str, Any]:
     """All values of a config by their names in `ModelConfig.override`, except the task and the layers themselves."""
     values = {name: value for name, value in vars(config).items() if name not in ("task", "mixer", "feed_forward")}
     for layer in filter(None, (config.mixer, config.feed_forward)):
