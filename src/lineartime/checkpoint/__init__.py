@@ -66,7 +66,6 @@ __all__ = [
     "last_whole_checkpoint",
     "list_checkpoints",
     "load",
-    "load_any",
     "load_into",
     "load_tokenizer",
     "load_with_tokenizer",
@@ -114,18 +113,10 @@ def load(
         LineartimeError: if there is no such checkpoint, or it is damaged, or this version of lineartime cannot read it; or if
             PyTorch has no such device here.
     """
-    return load_any(path, device, checkpoint=checkpoint)[0]
-
-
-def load_any(
-    path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: CheckpointChoice | None = None
-) -> "tuple[CausalLM | MaskedLM | EncoderDecoder, Tokenizer]":
-    """Load a model of any kind with its tokenizer; arguments and errors as for `load`."""
     from lineartime.machine import choose_device
 
     place = choose_device(device)
-    model, tokenizer = read_from(path, read_any_model, checkpoint)
-    return model.to(place).eval(), tokenizer
+    return read_from(path, read_any_model, checkpoint)[0].to(place).eval()
 
 
 class Loaded(NamedTuple):

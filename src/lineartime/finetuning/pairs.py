@@ -134,8 +134,8 @@ def find_pairs(data: Path) -> dict[Split, list[Pair]]:
             names = ", ".join(file.name for file in files) or "none"
             advice = "give a folder with one, such as train.jsonl and dev.jsonl, or one file"
             raise ArgumentError("data", f"is {data}, which must hold one .jsonl named for {split}, but has {names}: {advice}.")
-        found[split] = list(read_pairs(files[0]))  # type: ignore[index]  # mypy reads a str
-        if not found[split]:  # type: ignore[index]
+        found[split] = list(read_pairs(files[0]))
+        if not found[split]:
             raise LineartimeError(f"{files[0]} holds no pair: give another file.")
     return found
 

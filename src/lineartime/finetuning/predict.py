@@ -60,8 +60,7 @@ def predict(
     if (model / "seq2seq.json").is_file():
         from lineartime.finetuning.seq2seq import predict_targets
 
-        given = {"batch_size": batch_size, "beams": beams, "device": device, "precision": precision}
-        return predict_targets(model, questions, out, resume=resume, **given)
+        return predict_targets(model, questions, out, resume, batch_size, beams, device, precision)
     if not (model / MODEL).is_dir():
         raise ArgumentError("run", f"is {model}, which holds no fine-tuned model: give the folder that `finetune()` wrote.")
     result = read_file(model / RESULT, FinetuneResult)

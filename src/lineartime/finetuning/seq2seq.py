@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import EarlyStoppingCallback, TrainingArguments
 
-from lineartime.checkpoint import load_any, save
+from lineartime.checkpoint import load, load_tokenizer, save
 from lineartime.choices import Device, Precision
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.train_tokenizer import tokenizer_for
@@ -130,17 +130,13 @@ class PairTask:
         config: PairsConfig,
     ) -> None:
         self.tokenizer, self.config, self.held_out = tokenizer, config, held_out
-        self.train, self.windows = ([self._encoded(pair, model) for pair in each] for each in (train, held_out))
+        self.train, self.windows = (
+            [{name: encoded(tokenizer, model, pair, name) for name in ("source", "target")} for pair in each]
+            for each in (train, held_out)
+        )
         longest = max(len(row["target"]) for row in (*self.train, *self.windows))
         self.max_tokens = config.max_target_tokens or longest
         self.predictions: list[str] = []
-
-    def _encoded(self, pair: Pair, model: EncoderDecoder) -> dict[str, list[int]]:
-        texts = {"source": pair.source, "target": pair.target}
-        row = {name: encoded(self.tokenizer, text) for name, text in texts.items()}
-        for name, ids in row.items():
-            check_length(model, pair, name, ids)
-        return row
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """A batch of padded pairs: the sources, the targets to read, and the targets to predict."""
@@ -154,7 +150,7 @@ class PairTask:
     @torch.no_grad()
     def evaluate(self, learner: "Learner", bf16: bool = False) -> dict[str, float]:
         """Write the targets of the held-out sources, and compare them with the right ones; `rank` orders models."""
-        from sacrebleu.metrics import CHRF
+        from sacrebleu.metrics.chrf import CHRF
 
         model = learner.model.eval()
         device, size, nats, count = _device(model), self.config.batch_size, 0.0, 0
@@ -182,17 +178,13 @@ class PairTask:
         write_file(folder / PREDICTIONS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
-def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The token ids of a source or target, and its end."""
-    return [*tokenizer.encode(text).tolist(), tokenizer.end_of_document]
-
-
-def check_length(model: EncoderDecoder, pair: Pair, name: str, ids: Sequence[int]) -> None:
-    """Raise LineartimeError, naming the line, for a text that is longer than the model can read."""
-    longest = model.longest_target
+def encoded(tokenizer: Tokenizer, model: EncoderDecoder, pair: Pair, name: Literal["source", "target"]) -> list[int]:
+    """The token ids of a text of a pair, and its end. Raises LineartimeError, naming its line, if the model reads fewer."""
+    ids, longest = [*tokenizer.encode(getattr(pair, name)).tolist(), tokenizer.end_of_document], model.longest_target
     if longest is not None and len(ids) > longest:
         what = f"has a {name} of {len(ids):,} tokens, but the model reads at most {longest:,}"
         raise LineartimeError(f"{pair.where} {what}: leave it out, or train a model with a larger max_length.")
+    return ids
 
 
 def padded(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]:
@@ -283,23 +275,20 @@ def write_targets(
 
 
 def predict_targets(
-    model: Path, file: Path, out: Path, *, resume: bool, batch_size: int, beams: int, device: Device, precision: Precision
+    model: Path, file: Path, out: Path, resume: bool, batch_size: int, beams: int, device: Device, precision: Precision
 ) -> int:
     """Write the targets of a file of sources, as `lineartime.finetuning.predict.predict` does."""
     result, place = read_file(model / PAIRS_RESULT, PairsResult), choose_device(device)
     if not result.metrics:
         raise ArgumentError("run", f"is {model}, whose training was stopped: go on with it by `resume=True` of `seq2seq()`.")
-    loaded, tokenizer = load_any(model, place)
-    assert isinstance(loaded, EncoderDecoder)
+    loaded, tokenizer = cast("EncoderDecoder", load(model, place)), load_tokenizer(model)
     bf16 = choose_precision(precision, place) == "bf16"
     with reporting_file_errors("write", out):
         count = kept(out) if resume else 0
         with out.open("a" if resume else "w", encoding="utf-8") as opened:
             pairs = islice(read_pairs(file, targets=False), count, None)
             for block in iter(lambda: list(islice(pairs, max(BLOCK, batch_size))), []):
-                sources = [encoded(tokenizer, pair.source) for pair in block]
-                for pair, ids in zip(block, sources, strict=True):
-                    check_length(loaded, pair, "source", ids)
+                sources = [encoded(tokenizer, loaded, pair, "source") for pair in block]
                 targets = write_targets(loaded, tokenizer, sources, result.max_target_tokens, beams, batch_size, bf16)
                 for pair, target in zip(block, targets, strict=True):
                     opened.write(json.dumps({"id": pair.key, "target": target}, ensure_ascii=False) + "\n")

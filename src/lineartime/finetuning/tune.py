@@ -170,12 +170,13 @@ def begun(config: Any, name: str, content: type[Begun], given: dict[str, Any]) -
         return None
     if not file.is_file():
         raise ArgumentError("resume", f"is True, but {out} holds no fine-tuning that has begun: leave it out.")
-    begun: Any = read_file(file, content)
+    found = read_file(file, content)
+    before: dict[str, Any] = vars(found)["config"]
     for name, value in given.items():
-        if value != begun.config.get(name):
-            was = shown(begun.config.get(name))
+        if value != before.get(name):
+            was = shown(before.get(name))
             raise ArgumentError(name, f"is {shown(value)}, but {out} was begun with {was}: resume with the same options.")
-    return begun
+    return found
 
 
 def paired_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
