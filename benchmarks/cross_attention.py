@@ -3,7 +3,7 @@
 Encoder-decoders of GAU differ in their cross-attention alone: 1 or 4 heads, with or without gate, relu^2 or softmax. They have
 equal steps, and equal parameters but for biases: gated units have values of 4 d, and others values of 6 d.
 
-    reverse   strings of 6 to 16 symbols, of which there are 4, so that a symbol does not tell its place
+    reverse   strings of 6 to 18 symbols, of which there are 4, so that a symbol does not tell its place
     g2p       English words of the CMU dictionary to their phonemes, without stress, each of which is written as one character
 
 A run takes one thread. It writes its JSON to --out at once; the next call leaves out what is there.
@@ -29,7 +29,7 @@ import torch
 from measure import RESULTS, save
 
 from lineartime.files import write_file
-from lineartime.finetuning.pairs import PairsConfig
+from lineartime.finetuning.pairs_config import PairsConfig
 from lineartime.markdown import markdown_table
 from lineartime.plots import label_axes, new_panels, save_figure
 
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/cross-attention"), help="folder of the runs")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no run after this time")
     options = parser.parse_args()
@@ -90,7 +90,7 @@ def main() -> None:
 def reverse(count: int) -> Iterable[tuple[str, str]]:
     draw = random.Random(0)
     for _ in range(count):
-        text = "".join(draw.choices("abcd", k=draw.randint(6, 16)))
+        text = "".join(draw.choices("abcd", k=draw.randint(6, 18)))
         yield text, text[::-1]
 
 

@@ -12,7 +12,8 @@ import torch
 import lineartime
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.finetuning import seq2seq as module
-from lineartime.finetuning.pairs import PairsConfig, find_pairs, read_pairs
+from lineartime.finetuning.pairs import find_pairs, read_pairs
+from lineartime.finetuning.pairs_config import PairsConfig
 from lineartime.finetuning.predict import predict
 from lineartime.finetuning.seq2seq import seq2seq
 from lineartime.models import EncoderDecoder
@@ -93,7 +94,7 @@ def test_a_training_that_was_killed_resumes_to_the_same_losses(
 import os
 from pathlib import Path
 from lineartime.finetuning import seq2seq as module
-from lineartime.finetuning.pairs import PairsConfig
+from lineartime.finetuning.pairs_config import PairsConfig
 evaluate, calls = module.PairTask.evaluate, []
 def killed(*arguments):
     calls.append(None)

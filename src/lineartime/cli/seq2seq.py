@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from lineartime.finetuning.pairs import PairsConfig
+from lineartime.finetuning.pairs_config import PairsConfig
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.train_tokenizer import tokenizer_for
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors, require_packages
 from lineartime.files import remove, removed_on_failure, write_file
-from lineartime.finetuning.pairs import Pair, PairsConfig, corpus_of, find_pairs, read_pairs
+from lineartime.finetuning.pairs import Pair, corpus_of, find_pairs, read_pairs
+from lineartime.finetuning.pairs_config import PairsConfig
 from lineartime.finetuning.predict import BLOCK, kept
 from lineartime.finetuning.tune import TRAINER, Said, TaskTrainer, begun, last_whole
 from lineartime.hf.convert import quietly
