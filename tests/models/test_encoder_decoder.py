@@ -110,26 +110,32 @@ def test_a_batch_is_written_like_its_rows() -> None:
 @every_config
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
 def test_enough_beams_find_the_best_of_all_targets(name: str, length_penalty: float) -> None:
-    model = EncoderDecoder(dataclasses.replace(CONFIGS[name], vocab_size=3)).double().eval()
-    with torch.no_grad():
-        model.encoder.embedding.weight.mul_(40)  # so that likelihoods differ
     sources = torch.tensor([[0, 1, 2, 0], [1, 2, 2, 0], [2, 1, 0, 0]])
     mask = torch.arange(4) < torch.tensor([[2], [3], [4]])
     ended = [(*body, 2) for length in range(4) for body in product((0, 1), repeat=length)]
     targets = torch.tensor([each + (0,) * (4 - len(each)) for each in [*ended, *product((0, 1), repeat=4)]])
     lengths = torch.tensor([*map(len, ended), *[4] * 16])
     read = F.pad(targets[:, :-1], (1, 0), value=1)
-    expected = []
-    for source, real in zip(sources, mask, strict=True):
-        logits = model(source[real].expand(len(targets), -1), read)
-        likelihoods = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-        sums = likelihoods.masked_fill(torch.arange(4) >= lengths[:, None], 0).sum(-1)
-        best = int((sums / lengths**length_penalty).argmax())
-        expected.append([token for token in targets[best, : lengths[best]].tolist() if token != 2])
-    arguments: dict[str, Any] = {"start_token": 1, "stop_token": 2, "max_tokens": 4, "length_penalty": length_penalty}
-    assert beam_search(model, sources, mask, beams=16, **arguments) == expected
-    for row, found in enumerate(expected):
-        assert beam_search(model, sources[row : row + 1, mask[row]], beams=16, **arguments) == [found]
+    options: dict[str, Any] = {"start_token": 1, "stop_token": 2, "max_tokens": 4}
+    different = 0
+    for _ in range(6):
+        model = EncoderDecoder(dataclasses.replace(CONFIGS[name], vocab_size=3)).double().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+            model.encoder.embedding.weight.mul_(0.2)  # so that no token is certain
+        expected = []
+        for source, real in zip(sources, mask, strict=True):
+            logits = model(source[real].expand(len(targets), -1), read)
+            likelihoods = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+            sums = likelihoods.masked_fill(torch.arange(4) >= lengths[:, None], 0).sum(-1)
+            best = int((sums / lengths**length_penalty).argmax())
+            expected.append([token for token in targets[best, : lengths[best]].tolist() if token != 2])
+        assert beam_search(model, sources, mask, beams=16, length_penalty=length_penalty, **options) == expected
+        one = beam_search(model, sources[:1, mask[0]], beams=16, length_penalty=length_penalty, **options)
+        assert one == expected[:1]
+        different += greedy(model, sources, mask, **options) != expected
+    assert different > 0, "the first choice was always the best"
 
 
 @every_config
