@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import lineartime
+from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.finetuning import seq2seq as module
-from lineartime.finetuning.pairs import find_pairs, read_pairs
+from lineartime.finetuning.pairs import Pair, find_pairs, read_pairs
 from lineartime.finetuning.pairs_config import PairsConfig
 from lineartime.finetuning.predict import predict
 from lineartime.finetuning.seq2seq import seq2seq
@@ -134,6 +135,21 @@ def test_of_equal_exact_matches_the_lowest_loss_is_kept(
     monkeypatch.setattr(module.PairTask, "evaluate", planned_loss)
     result = seq2seq(config(epochs=4.0), quiet)
     assert (result.epoch, result.metrics["exact_match"], result.metrics["loss"]) == (3.0, 25.0, 1.2)
+
+
+def test_padding_changes_neither_loss_nor_targets(config: Callable[..., PairsConfig]) -> None:
+    """Sources and targets of 0 to 6 characters, read alone or together."""
+    pairs = [Pair(str(n), "abcdef"[:n], "fedcba"[n:], "") for n in range(7)]
+    tokenizer, found = ByteTokenizer(), []
+    model = EncoderDecoder(config().model(tokenizer.vocab_size))
+    torch.nn.init.normal_(model.encoder.embedding.weight)
+    for batch_size, beams in ((1, 1), (7, 1), (1, 2), (7, 2)):
+        given = config(batch_size=batch_size, beams=beams)
+        task = module.PairTask(pairs, pairs, tokenizer, model, given)
+        found.append((task.evaluate(module.Learner(model))["loss"], task.predictions))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert found[0][1] == found[1][1]
+    assert found[2][1] == found[3][1]
 
 
 def test_pairs_are_held_out_by_place_or_by_the_names_of_files(doubled: Path, tmp_path: Path) -> None:
