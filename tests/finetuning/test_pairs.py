@@ -117,7 +117,6 @@ def test_of_equal_exact_matches_the_lowest_loss_is_kept(
     config: Callable[..., PairsConfig], monkeypatch: pytest.MonkeyPatch, quiet: Say
 ) -> None:
     """Exact matches and losses of four epochs: the third is best."""
-    planned, seen = iter([(3, 0.9), (5, 1.9), (5, 1.2), (5, 1.3)]), []
 
     def write_targets(*_: Any) -> list[str]:
         exact, _ = seen.pop(0) if len(seen) > 1 else seen[0]
