@@ -2,7 +2,8 @@
 
     python benchmarks/answers.py WORK --wikipedia ARTICLES.jsonl.xz --squad dev-v1.1.json
 
-Every fifth article of the questions is held out. All runs go on where they were stopped; `--jobs` run at once, on a thread each.
+Every fifth article of the questions is held out. All runs go on where they were stopped; `--jobs` run at once, each
+on one thread.
 The steps of pre-training are those that a system does in `--minutes` by its median seconds per step, measured first.
 """
 

@@ -29,6 +29,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "chunk_size": (2, {"n_buckets": 2, "causal": True}),
     "causal": (True, {}),
     "activation": ("softmax", {}),
+    "gated": (False, {}),
     "normalization": ("paper", {}),
     "norm": ("scalenorm", {}),
     "norm_eps": (0.9, {}),

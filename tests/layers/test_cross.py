@@ -29,17 +29,25 @@ def make_inputs(queries: int = 6, source: int = 9) -> tuple[Tensor, Tensor]:
     return torch.randn(2, queries, 8, dtype=torch.float64), torch.randn(2, source, 8, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("n_heads", [1, 2])
-def test_cross_gau_is_its_formula(n_heads: int) -> None:
-    layer, (x, source) = make_layer(n_heads=n_heads), make_inputs()
+@pytest.mark.parametrize(("n_heads", "gated"), [(1, True), (2, True), (1, False), (4, False)])
+@pytest.mark.parametrize("activation", ["relu2", "softmax"])
+def test_cross_gau_and_its_gradients_are_those_of_its_formula(n_heads: int, gated: bool, activation: Any) -> None:
+    layer, inputs = make_layer(n_heads=n_heads, gated=gated, activation=activation), make_inputs()
+    x, source = (tokens.requires_grad_() for tokens in inputs)
     normed = F.layer_norm(x, (8,), layer.norm.weight, layer.norm.bias)
-    u, zq = F.silu(F.linear(normed, layer.to_gate_query.weight, layer.to_gate_query.bias)).split([16, 4], -1)
-    v, zk = F.silu(F.linear(source, layer.to_value_key.weight, layer.to_value_key.bias)).split([16, 4], -1)
+    widths = (16, 16) if gated else (0, 32)
+    u, zq = F.silu(F.linear(normed, layer.to_gate_query.weight, layer.to_gate_query.bias)).split([widths[0], 4], -1)
+    v, zk = F.silu(F.linear(source, layer.to_value_key.weight, layer.to_value_key.bias)).split([widths[1], 4], -1)
     q, k = (z * gamma + beta for z, gamma, beta in zip((zq, zk), layer.gamma, layer.beta, strict=True))
     heads = zip(*(part.chunk(n_heads, -1) for part in (q, k, v)), strict=True)
-    attended = torch.cat([cross_attention_oracle(*head) for head in heads], -1)
-    expected = x + F.linear(u * attended, layer.to_output.weight, layer.to_output.bias)
-    torch.testing.assert_close(layer(x, source), expected, atol=1e-12, rtol=0)
+    attended = torch.cat([cross_attention_oracle(*head, activation=activation) for head in heads], -1)
+    expected = x + F.linear(u * attended if gated else attended, layer.to_output.weight, layer.to_output.bias)
+    out, weights = layer(x, source), torch.randn_like(x)
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
+    parts = [x, source, *layer.parameters()]
+    gradients = [torch.autograd.grad((each * weights).sum(), parts) for each in (out, expected)]
+    for gradient, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, right, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("n_heads", [1, 4])

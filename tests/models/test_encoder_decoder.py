@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 
-from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
+from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, beam_search, greedy
 from lineartime.models.layer_config import LayerConfig
-from lineartime.models.presets import build
+from lineartime.models.presets import PRESETS, build, encoder_decoder_config
 
 TINY = EncoderDecoderConfig(
     vocab_size=20,
@@ -105,6 +105,63 @@ def test_a_batch_is_written_like_its_rows() -> None:
     stop_token = never[0][0]
     for row, whole in zip(greedy(model, source, source_mask, stop_token=stop_token, **arguments), never, strict=True):
         assert row == (whole[: whole.index(stop_token)] if stop_token in whole else whole)
+
+
+@every_config
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
+def test_enough_beams_find_the_best_of_all_targets(name: str, length_penalty: float) -> None:
+    sources = torch.tensor([[0, 1, 2, 0], [1, 2, 2, 0], [2, 1, 0, 0]])
+    mask = torch.arange(4) < torch.tensor([[2], [3], [4]])
+    ended = [(*body, 2) for length in range(4) for body in product((0, 1), repeat=length)]
+    targets = torch.tensor([each + (0,) * (4 - len(each)) for each in [*ended, *product((0, 1), repeat=4)]])
+    lengths = torch.tensor([*map(len, ended), *[4] * 16])
+    read = F.pad(targets[:, :-1], (1, 0), value=1)
+    options: dict[str, Any] = {"start_token": 1, "stop_token": 2, "max_tokens": 4}
+    different = 0
+    for _ in range(6):
+        model = EncoderDecoder(dataclasses.replace(CONFIGS[name], vocab_size=3)).double().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+            model.encoder.embedding.weight.mul_(0.2)  # so that no token is certain
+        expected = []
+        for source, real in zip(sources, mask, strict=True):
+            logits = model(source[real].expand(len(targets), -1), read)
+            likelihoods = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+            sums = likelihoods.masked_fill(torch.arange(4) >= lengths[:, None], 0).sum(-1)
+            best = int((sums / lengths**length_penalty).argmax())
+            expected.append([token for token in targets[best, : lengths[best]].tolist() if token != 2])
+        assert beam_search(model, sources, mask, beams=16, length_penalty=length_penalty, **options) == expected
+        one = beam_search(model, sources[:1, mask[0]], beams=16, length_penalty=length_penalty, **options)
+        assert one == expected[:1]
+        different += greedy(model, sources, mask, **options) != expected
+    assert different > 0, "the first choice was always the best"
+
+
+@every_config
+def test_one_beam_is_greedy(name: str) -> None:
+    model, sources = make_model(name), torch.randint(0, 20, (8, 9))
+    for stop_token in (None, *greedy(model, sources, start_token=0, stop_token=None, max_tokens=8)[0][:3]):
+        arguments: dict[str, Any] = {"start_token": 0, "stop_token": stop_token, "max_tokens": 8}
+        assert beam_search(model, sources, beams=1, **arguments) == greedy(model, sources, **arguments)
+    with pytest.raises(ValueError, match="beams is 0, but must be at least 1"):
+        beam_search(model, sources, beams=0, **arguments)
+
+
+def test_presets_make_encoder_decoders() -> None:
+    for preset in [name for name in PRESETS if name.endswith("-tiny")]:
+        try:
+            config = encoder_decoder_config(preset, d_model=32, n_encoder_blocks=1, n_decoder_blocks=1, vocab_size=20)
+        except ValueError as error:
+            assert "which sets norm, absolute_position" in str(error) or "decoder must be causal" in str(error), preset  # noqa: PT017
+        else:
+            model = EncoderDecoder(config)
+            model(make_ids(9), make_ids(7))
+            assert model.config.cross.options["gated"] == (config.feed_forward is None)
+    changed = encoder_decoder_config("flash-quad-tiny", **{"cross.n_heads": 4, "cross.gated": False})
+    assert (changed.cross.options["n_heads"], changed.cross.options["gated"]) == (4, False)
+    with pytest.raises(ValueError, match=r"d_qk is an option of both mixer and cross: set mixer.d_qk or cross.d_qk"):
+        changed.override(d_qk=8)
 
 
 def test_a_config_survives_json_exactly() -> None:

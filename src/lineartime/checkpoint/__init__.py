@@ -28,6 +28,7 @@ from lineartime.checkpoint.format import (
     list_checkpoints,
     load_into,
     partial_path,
+    read_any_model,
     read_model,
     read_model_config,
     read_training_state,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     import torch
 
     from lineartime.data import Tokenizer
+    from lineartime.models.encoder_decoder import EncoderDecoder
     from lineartime.models.language_model import CausalLM, MaskedLM
 
 __all__ = [
@@ -99,7 +101,7 @@ class NoCheckpointError(LineartimeError):
 
 def load(
     path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: CheckpointChoice | None = None
-) -> "CausalLM | MaskedLM":
+) -> "CausalLM | MaskedLM | EncoderDecoder":
     """Load a model in evaluation mode, from the folder of a run or of one checkpoint.
 
     Args:
@@ -111,11 +113,14 @@ def load(
         LineartimeError: if there is no such checkpoint, or it is damaged, or this version of lineartime cannot read it; or if
             PyTorch has no such device here.
     """
-    return load_with_tokenizer(path, device, checkpoint=checkpoint).model
+    from lineartime.machine import choose_device
+
+    place = choose_device(device)
+    return read_from(path, read_any_model, checkpoint)[0].to(place).eval()
 
 
 class Loaded(NamedTuple):
-    """A model in evaluation mode and its tokenizer, both from the same checkpoint."""
+    """A language model in evaluation mode and its tokenizer, both from the same checkpoint."""
 
     checkpoint: Path
     model: "CausalLM | MaskedLM"
@@ -125,7 +130,7 @@ class Loaded(NamedTuple):
 def load_with_tokenizer(
     path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: CheckpointChoice | None = None
 ) -> Loaded:
-    """Load a model with its tokenizer; arguments and errors as for `load`.
+    """Load a language model with its tokenizer; arguments and errors as for `load`, and an error for an encoder-decoder.
 
     Use it instead of `find_checkpoint` and two reads: a run in training may remove the checkpoint between them.
     """

@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lineartime.checkpoint.contents import Manifest, TrainingState, ValidationLoss
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
 
     from lineartime.data import Tokenizer
     from lineartime.models.config import ModelConfig
+    from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
     from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM
 
 FORMAT = 1
@@ -87,21 +88,28 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def read_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
+    """As `read_any_model`, but for a language model: raises LineartimeError for an encoder-decoder."""
+    read_model_config(checkpoint)
+    model, tokenizer = read_any_model(checkpoint)
+    return cast("CausalLM | MaskedLM", model), tokenizer
+
+
+def read_any_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM | EncoderDecoder, Tokenizer]":
     """Build the model of a checkpoint with its weights, on the CPU, and its tokenizer. Raises as `load` does."""
     from lineartime.checkpoint.weights import UnfitWeightsError, check_weights, load_weights
     from lineartime.data import read_tokenizer
-    from lineartime.models.language_model import build_model
+    from lineartime.models.encoder_decoder import build_described
     from lineartime.models.memory import check_memory
 
     verify_model(checkpoint)
-    config = read_model_config(checkpoint)
+    config = _read_config(checkpoint)
     try:
         check_weights(checkpoint / WEIGHTS, config)
         try:
             check_memory(config)
         except ArgumentError as error:
             raise LineartimeError(f"{checkpoint} holds a model that is too large for this machine: {error}") from None
-        model = build_model(config).float()  # whatever PyTorch's default dtype is
+        model = build_described(config).float()  # whatever PyTorch's default dtype is
         load_weights(checkpoint / WEIGHTS, model)
     except UnfitWeightsError as error:
         raise damaged(checkpoint, str(error)) from None
@@ -142,11 +150,23 @@ def verify_model(checkpoint: Path) -> None:
 
 
 def read_model_config(checkpoint: Path) -> "ModelConfig":
-    """Read the config of a checkpoint's model. Raises LineartimeError if it cannot be read."""
+    """Read the config of a checkpoint's language model. Raises LineartimeError if it cannot be read, or is of another kind."""
     from lineartime.models.config import ModelConfig
+
+    config = _read_config(checkpoint)
+    if not isinstance(config, ModelConfig):
+        raise LineartimeError(f"{checkpoint} holds an encoder-decoder, which `predict()` uses: give one with a language model.")
+    return config
+
+
+def _read_config(checkpoint: Path) -> "ModelConfig | EncoderDecoderConfig":
+    from lineartime.models.config import ModelConfig
+    from lineartime.models.encoder_decoder import EncoderDecoderConfig
 
     version, description = _read(checkpoint / _MODEL)
     try:
+        if "n_decoder_blocks" in description:
+            return EncoderDecoderConfig.from_dict(description)
         return ModelConfig.from_dict(upgraded_model(description) if version == 0 else description)
     except ValueError as error:
         raise _unknown_model(checkpoint, error) from None
@@ -253,7 +273,7 @@ def damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
 def write_files(
     checkpoint: Path,
     weights: "Mapping[str, Tensor]",
-    config: "ModelConfig",
+    config: "ModelConfig | EncoderDecoderConfig",
     tokenizer: "Tokenizer",
     state: TrainingState | None = None,
 ) -> None:

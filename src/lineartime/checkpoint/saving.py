@@ -10,10 +10,13 @@ from lineartime.files import new_folder, os_error_behind
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     from lineartime.data import Tokenizer
+    from lineartime.models.encoder_decoder import EncoderDecoder
     from lineartime.models.language_model import LanguageModel
 
+    AnyModel = LanguageModel | EncoderDecoder
 
-def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> Path:
+
+def save(model: "AnyModel", tokenizer: "Tokenizer", folder: str | Path) -> Path:
     """Save a model with its tokenizer into a new folder, which `load`, `evaluate` and all commands can read.
 
     The folder is written under a temporary name and renamed when all of it is on the disk.
@@ -32,9 +35,11 @@ def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> 
         LineartimeError: if it cannot be written.
     """
     from lineartime.data.tokenizers import check_vocabulary
+    from lineartime.models.encoder_decoder import EncoderDecoder
     from lineartime.models.language_model import LanguageModel, check_model
 
-    model = check_model(model, LanguageModel, "be saved", computes=False)
+    if not isinstance(model, EncoderDecoder):
+        model = check_model(model, LanguageModel, "be saved", computes=False)
     check_vocabulary(tokenizer, model.config.vocab_size)
     check_finite("model", model)
     check_layers(model)
@@ -47,7 +52,7 @@ def save(model: "LanguageModel", tokenizer: "Tokenizer", folder: str | Path) -> 
     return Path(folder)
 
 
-def check_finite(argument: str, model: "LanguageModel") -> None:
+def check_finite(argument: str, model: "AnyModel") -> None:
     """Raise ArgumentError, naming the argument that holds the model, unless all weights are finite."""
     for name, weight in model.state_dict().items():
         if weight.is_meta:
@@ -56,15 +61,15 @@ def check_finite(argument: str, model: "LanguageModel") -> None:
             raise ArgumentError(argument, f"has numbers in {name} that are not finite, so it could not be loaded again.")
 
 
-def check_layers(model: "LanguageModel") -> None:
+def check_layers(model: "AnyModel") -> None:
     """Raise ArgumentError unless every module has the class and the options with which the config builds it again."""
     from torch import nn
 
-    from lineartime.models.language_model import build_model
+    from lineartime.models.encoder_decoder import build_described
     from lineartime.shapes import shapes_only
 
     with shapes_only():
-        built = build_model(model.config)
+        built = build_described(model.config)
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, wanted in built.named_modules(remove_duplicate=False):
         found = modules.get(name)
@@ -86,7 +91,7 @@ def check_layers(model: "LanguageModel") -> None:
                 )
 
 
-def write_model(folder: Path, model: "LanguageModel", tokenizer: "Tokenizer") -> None:
+def write_model(folder: Path, model: "AnyModel", tokenizer: "Tokenizer") -> None:
     """Write a model and its tokenizer into a folder. Raises OSError or LineartimeError on failure."""
     from safetensors import SafetensorError
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     from torch import Tensor
 
     from lineartime.models.config import ModelConfig
+    from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
     from lineartime.models.language_model import LanguageModel
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -25,7 +26,7 @@ class UnfitWeightsError(ValueError):
     """Weights that do not fit the model. The message is a clause."""
 
 
-def check_weights(file: Path, config: "ModelConfig") -> None:
+def check_weights(file: Path, config: "ModelConfig | EncoderDecoderConfig") -> None:
     """Compare the names, shapes and types in the header of a file with what a model needs; nothing else is read.
 
     Raises UnfitWeightsError, naming the tensor that differs, and ArgumentError for a model that is too large for PyTorch.
@@ -57,7 +58,7 @@ def check_weights(file: Path, config: "ModelConfig") -> None:
             raise UnfitWeightsError(f"{name} is of type {dtype}, but must be integers")
 
 
-def load_weights(file: Path, model: "LanguageModel") -> None:
+def load_weights(file: Path, model: "LanguageModel | EncoderDecoder") -> None:
     """Copy the weights of a file, which `check_weights` has compared, into a model, one tensor at a time.
 
     Raises UnfitWeightsError if one of them is infinite or not a number.

@@ -82,13 +82,14 @@ def _read_foreign(options: ConvertOptions) -> str:
 
 def _write_flash_pytorch(options: ConvertOptions) -> str:
     """Write the weights of a model for FLASH-pytorch; return what was written and how to load it."""
-    from lineartime.checkpoint import load
+    from lineartime.checkpoint import load_with_tokenizer
     from lineartime.foreign import write_flash_pytorch
     from lineartime.foreign.flash_pytorch_export import check_destination
 
     _refuse(options, "flash_pytorch", "tokenizer")
     check_destination(options.destination)  # before the slow part
-    arguments = write_flash_pytorch(load(options.source, checkpoint=options.checkpoint), options.destination)
+    model = load_with_tokenizer(options.source, checkpoint=options.checkpoint).model
+    arguments = write_flash_pytorch(model, options.destination)
     shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f"{options.destination}: the state_dict of FLASHTransformer({shown})"
 

@@ -44,11 +44,11 @@ def run(options: ExportOptions) -> None:
 
 def _export(options: ExportOptions) -> str:
     """Export the model; return what was written and how to load it."""
-    from lineartime.checkpoint import load
+    from lineartime.checkpoint import load_with_tokenizer
     from lineartime.export import export_step, export_text, write_onnx, write_package, write_program
     from lineartime.models.language_model import MaskedLM
 
-    model = load(options.run, checkpoint=options.checkpoint)
+    model = load_with_tokenizer(options.run, checkpoint=options.checkpoint).model
     if options.part == "text":
         program = export_text(model)
         inputs = "ids and mask [B, T]" if isinstance(model, MaskedLM) else "ids [B, T]"

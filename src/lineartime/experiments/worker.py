@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
-from lineartime.checkpoint import last_checkpoint, list_checkpoints, load, load_tokenizer, read_training_state
+from lineartime.checkpoint import last_checkpoint, list_checkpoints, load_with_tokenizer, read_training_state
 from lineartime.data import load_corpus, token_stream
 from lineartime.errors import DivergedError, typed_first_line
 from lineartime.evaluation import evaluate_windowed
@@ -88,8 +88,7 @@ def _measured(job: Job) -> Iterator[FinalResult]:
         return
     checkpoint = last_checkpoint(job.folder)
     config = TrainConfig.from_dict(read_training_state(checkpoint).config)
-    tokenizer = load_tokenizer(checkpoint)
-    model = load(checkpoint, choose_device(config.device))
+    _, model, tokenizer = load_with_tokenizer(checkpoint, choose_device(config.device))
     corpus = load_corpus(config.data, config.text_column, config.max_expansion, config.include, config.exclude)
     with using_threads(config.threads):
         for test in job.tests:

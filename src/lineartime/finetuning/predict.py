@@ -37,18 +37,21 @@ def predict(
     batch_size: int = 16,
     device: Device = "auto",
     precision: Precision = "auto",
+    beams: int = 1,
 ) -> int:
-    """Answer the questions, or label the texts, of a file with the model of a fine-tuning.
+    """Answer the questions, label the texts, or write the targets of a file with the model of `finetune` or `seq2seq`.
 
     Args:
         model: the folder of the fine-tuning.
-        inputs: questions, as `read_questions` reads them, or texts, in the columns of those that the model was trained with.
+        inputs: questions, as `read_questions` reads them; texts, in the columns that the model was trained with; or JSON lines
+            with source and perhaps id.
         out: a new file. JSON lines with id, answer and score, or with id, label and scores, are written while the file is read;
             if the name ends in .json, they become a single object by id, as the official scripts of SQuAD and TriviaQA read it.
         resume: whether to go on after the lines that a stopped call has written.
         batch_size: the number of windows that are read at once; answers do not depend on it.
         device: the device to compute on.
         precision: the precision of matrix products.
+        beams: the number of beams with which targets are written.
 
     Returns:
         The number of answers or labels.
@@ -60,6 +63,10 @@ def predict(
     lines = out.with_name(f"{out.name}l.partial") if out.suffix == ".json" else out
     if out.exists() and (not resume or lines != out):
         raise ArgumentError("out", f"is {out}, which exists already: delete it, or choose another file.")
+    if (model / "seq2seq.json").is_file():
+        from lineartime.finetuning.seq2seq import predict_targets
+
+        return predict_targets(model, inputs, out, resume, batch_size, beams, device, precision)
     if not (model / MODEL).is_dir():
         raise ArgumentError("run", f"is {model}, which holds no fine-tuned model: give the folder that `finetune()` wrote.")
     result = read_file(model / RESULT, FinetuneResult)
@@ -68,7 +75,7 @@ def predict(
     answer, place = _answers if result.questions else _labels, choose_device(device)
     bf16 = choose_precision(precision, place) == "bf16"
     with reporting_file_errors("write", lines):
-        count = _kept(lines) if resume else 0
+        count = kept(lines) if resume else 0
         with lines.open("a" if resume else "w", encoding="utf-8") as file:
             for block in answer(model / MODEL, result, inputs, count, batch_size, place, bf16):
                 file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in block)
@@ -127,7 +134,7 @@ def _blocks(inputs: Iterable[Item], done: int) -> Iterator[list[Item]]:
         yield block
 
 
-def _kept(file: Path) -> int:
+def kept(file: Path) -> int:
     """The number of answers in a file, from which a last line that was not written to its end is removed."""
     if not file.exists():
         return 0

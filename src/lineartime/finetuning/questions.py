@@ -11,8 +11,8 @@ from lineartime.data.splits import named_split
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import shown
 from lineartime.finetuning.answer_metrics import Metric
-from lineartime.finetuning.records import read_lines
-from lineartime.json_files import DamagedFileError, open_regular, parse
+from lineartime.finetuning.records import parse_text, read_lines
+from lineartime.json_files import DamagedFileError, open_regular
 
 HELD_OUT_EVERY = 5
 """Of a single file, every fifth article is held out."""
@@ -133,7 +133,7 @@ def read_questions(file: Path) -> Iterator[Question]:
 
 def _lines(file: Path) -> Iterator[Question]:
     for number, (where, record) in enumerate(read_lines(file), 1):
-        question, text = (_item(file, where, record, name, str) for name in ("question", "context"))
+        question, text = (item(file, where, record, name, str) for name in ("question", "context"))
         yield Question(str(record.get("id", number)), question, text, where=where)
 
 
@@ -142,7 +142,7 @@ def read_json(file: Path) -> dict[str, Any]:
     with reporting_file_errors("read", file), open_regular(file) as opened:
         content = opened.read()
     try:
-        found = parse(content)
+        found = parse_text(content)
     except ValueError as error:
         raise DamagedFileError(file, str(error)) from None
     if not isinstance(found, dict):
@@ -150,7 +150,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def _item(file: Path, where: str, record: Any, name: str, kind: type[Any]) -> Any:
+def item(file: Path, where: str, record: Any, name: str, kind: type[Any]) -> Any:
     """A field of a record. Raises LineartimeError, naming the record, unless it is there and of this type."""
     value = record.get(name) if isinstance(record, dict) else None
     if not isinstance(value, kind):
@@ -178,16 +178,16 @@ def _metric(questions: Iterable[Question]) -> Metric:
 def _squad(file: Path, data: Mapping[str, Any], chosen: Sequence[int] | None) -> Iterator[Question]:
     articles = _articles(file, data)
     for place in range(len(articles)) if chosen is None else chosen:
-        for number, part in enumerate(_item(file, f"data[{place}]", articles[place], "paragraphs", list)):
+        for number, part in enumerate(item(file, f"data[{place}]", articles[place], "paragraphs", list)):
             paragraph = f"data[{place}].paragraphs[{number}]"
-            text = _item(file, paragraph, part, "context", str)
-            for count, qa in enumerate(_item(file, paragraph, part, "qas", list)):
+            text = item(file, paragraph, part, "context", str)
+            for count, qa in enumerate(item(file, paragraph, part, "qas", list)):
                 where = f"{paragraph}.qas[{count}]"
-                question = _item(file, where, qa, "question", str)
+                question = item(file, where, qa, "question", str)
                 key = str(qa.get("id", where))
-                given = _item(file, where, qa, "answers", list) if qa.get("answers") and not qa.get("is_impossible") else []
-                answers = tuple(_item(file, where, answer, "text", str) for answer in given)
-                starts = [_item(file, where, answer, "answer_start", int) for answer in given]
+                given = item(file, where, qa, "answers", list) if qa.get("answers") and not qa.get("is_impossible") else []
+                answers = tuple(item(file, where, answer, "text", str) for answer in given)
+                starts = [item(file, where, answer, "answer_start", int) for answer in given]
                 spans = [span for each in zip(answers, starts, strict=True) if (span := _place(text, *each))]
                 yield Question(key, question, text, answers, tuple(spans), where)
 
@@ -206,8 +206,8 @@ def _trivia(file: Path, data: Mapping[str, Any], evidence: Path) -> Iterator[Que
         raise LineartimeError(f"{file} holds no list `Data` of questions: give a file of TriviaQA.")
     for place, record in enumerate(records):
         where = f"Data[{place}]"
-        key, question = _item(file, where, record, "QuestionId", str), _item(file, where, record, "Question", str)
-        answer = _item(file, where, record, "Answer", dict) if "Answer" in record else {}  # the test split has none
+        key, question = item(file, where, record, "QuestionId", str), item(file, where, record, "Question", str)
+        answer = item(file, where, record, "Answer", dict) if "Answer" in record else {}  # the test split has none
         given, human, aliases = (
             _listed(file, where, answer, name) for name in ("NormalizedAliases", "HumanAnswers", "Aliases")
         )
@@ -215,7 +215,7 @@ def _trivia(file: Path, data: Mapping[str, Any], evidence: Path) -> Iterator[Que
         matching = _matcher([*right, *map(str, aliases)])
         for kind, folder in (("EntityPages", "wikipedia"), ("SearchResults", "web")):
             for page in _listed(file, where, record, kind):
-                name = _item(file, f"{where}.{kind}", page, "Filename", str)
+                name = item(file, f"{where}.{kind}", page, "Filename", str)
                 with reporting_file_errors("read", evidence / folder / name):
                     text = (evidence / folder / name).read_text("utf-8", errors="replace")
                 spans = tuple(found.span() for found in matching.finditer(text)) if right else ()
@@ -224,7 +224,7 @@ def _trivia(file: Path, data: Mapping[str, Any], evidence: Path) -> Iterator[Que
 
 def _listed(file: Path, where: str, record: dict[str, Any], name: str) -> list[Any]:
     """A list of a record; empty if the record has none."""
-    found: list[Any] = _item(file, where, record, name, list) if record.get(name) is not None else []
+    found: list[Any] = item(file, where, record, name, list) if record.get(name) is not None else []
     return found
 
 

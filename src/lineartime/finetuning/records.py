@@ -1,6 +1,7 @@
 """Records of JSON lines, CSV, TSV (which has no quotes) and Parquet, with their places, one after another."""
 
 import csv
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,23 @@ def read_lines(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             if line.strip():
                 where = f"line {number:,}"
                 try:
-                    record = parse(line)
+                    record = parse_text(line)
                 except ValueError as error:
                     raise LineartimeError(f"{file} has {where} that cannot be read ({error}): correct it.") from None
                 if not isinstance(record, dict):
                     raise LineartimeError(f"{file} has {where} that is {shown(record)}, but it must be an object.")
                 yield where, record
+
+
+def parse_text(content: bytes) -> Any:
+    """The value of a JSON text. Raises ValueError for anything else, also for half of a character, which no tokenizer reads."""
+    value = parse(content)
+    if b"\\ud" in content.lower():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("it holds half of a character, a surrogate") from None
+    return value
 
 
 def _csv(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -35,6 +35,21 @@ from lineartime.models.language_model import LanguageModel
 
 MODEL, RESULT, WINDOWS = "model", "finetune.json", "windows"
 Task = Answering | Labelling
+TRAINER: dict[str, Any] = {
+    "eval_strategy": "epoch",
+    "save_strategy": "epoch",
+    "save_total_limit": 1,
+    "load_best_model_at_end": True,
+    "greater_is_better": True,
+    "logging_strategy": "epoch",
+    "disable_tqdm": True,
+    "report_to": "none",
+    "remove_unused_columns": False,
+    "dataloader_pin_memory": False,
+    "log_level": "error",  # else it warns of what it chooses itself
+}
+"""The arguments of `Trainer` that every task has."""
+Begun = TypeVar("Begun")
 
 
 @dataclass(frozen=True)
@@ -93,7 +108,7 @@ def finetune(config: FinetuneConfig, say: Callable[[str], None] = print) -> Fine
         LineartimeError: if a file cannot be read or written, or a package is missing.
     """
     require_packages("accelerate", extra="finetune", purpose="Fine-tuning")
-    done = _begun(config)
+    done = begun(config, RESULT, FinetuneResult, _plain(config))
     if done is not None and done.best is not None:
         return done
     loaded = load_with_tokenizer(config.run)
@@ -146,9 +161,13 @@ def _task(config: FinetuneConfig, encoder: WindowEncoder) -> Task:
     )
 
 
-def _begun(config: FinetuneConfig) -> FinetuneResult | None:
-    """What a fine-tuning that is resumed has found; None for a new one, for whose folder it makes room."""
-    out, file = config.out, config.out / RESULT
+def begun(config: Any, name: str, content: type[Begun], given: dict[str, Any]) -> Begun | None:
+    """What a training that is resumed has found; None for a new one, for whose folder it makes room.
+
+    Raises:
+        ArgumentError: for a folder that is not empty or, to resume, holds no training that has begun with these options.
+    """
+    out, file = config.out, config.out / name
     if not config.resume:
         with reporting_file_errors("write", out):
             out.mkdir(parents=True, exist_ok=True)
@@ -158,10 +177,11 @@ def _begun(config: FinetuneConfig) -> FinetuneResult | None:
         return None
     if not file.is_file():
         raise ArgumentError("resume", f"is True, but {out} holds no fine-tuning that has begun: leave it out.")
-    found, given = read_file(file, FinetuneResult), _plain(config)
+    found = read_file(file, content)
+    before: dict[str, Any] = vars(found)["config"]
     for name, value in given.items():
-        if value != found.config.get(name):
-            was = shown(found.config.get(name))
+        if value != before.get(name):
+            was = shown(before.get(name))
             raise ArgumentError(name, f"is {shown(value)}, but {out} was begun with {was}: resume with the same options.")
     return found
 
@@ -203,18 +223,8 @@ def _train(config: FinetuneConfig, task: Task, model: Any, rate: float, folder: 
         bf16=bf16,
         use_cpu=device.type == "cpu",
         seed=config.seed,
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        save_total_limit=1,
-        load_best_model_at_end=True,
         metric_for_best_model=task.metric,
-        greater_is_better=True,
-        logging_strategy="epoch",
-        disable_tqdm=True,
-        report_to="none",
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        log_level="error",  # else it warns of what it chooses itself
+        **TRAINER,
     )
     stopping = [] if advanced.patience is None else [EarlyStoppingCallback(advanced.patience)]
     trainer = TaskTrainer(
@@ -224,12 +234,12 @@ def _train(config: FinetuneConfig, task: Task, model: Any, rate: float, folder: 
         train_dataset=task.train,
         eval_dataset=task.windows,
         optimizers=(optimizer_for(model, rate, advanced), None),
-        callbacks=[_Said(rate, say), *stopping],
+        callbacks=[Said(f"rate {rate:g}, ", say), *stopping],
     )
     trainer.task, trainer.bf16 = task, bf16
     trainer.remove_callback(transformers.PrinterCallback)
     with quietly():
-        trainer.train(resume_from_checkpoint=_last_whole(folder))
+        trainer.train(resume_from_checkpoint=last_whole(folder))
         best = trainer.model.merge_and_unload() if advanced.lora_rank else trainer.model
     transformers.logging.set_verbosity(verbosity)
     steps = trainer.state.best_global_step
@@ -264,19 +274,20 @@ class TaskTrainer(Trainer):  # type: ignore[misc]  # transformers has no types h
         return metrics
 
 
-class _Said(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+class Said(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
     """Says how each evaluation went."""
 
-    def __init__(self, rate: float, say: Callable[[str], None]) -> None:
-        self._rate, self._say = rate, say
+    def __init__(self, about: str, say: Callable[[str], None]) -> None:
+        self._about, self._say = about, say
 
     def on_evaluate(self, arguments: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+        """Say the last loss and the first two metrics."""
         losses = [f"loss {entry['loss']:.4f}" for entry in state.log_history[-3:] if "loss" in entry]
         shown = [f"{name.removeprefix('eval_').replace('_', ' ')} {value:.2f}" for name, value in metrics.items()]
-        self._say(f"rate {self._rate:g}, epoch {state.epoch:g}: {', '.join([*losses[-1:], *shown[:2]])}")
+        self._say(f"{self._about}epoch {state.epoch:g}: {', '.join([*losses[-1:], *shown[:2]])}")
 
 
-def _last_whole(folder: Path) -> str | None:
+def last_whole(folder: Path) -> str | None:
     """The last checkpoint that was written to its end, which is the state of `Trainer`; others are deleted."""
     found: list[Path] = []
     for checkpoint in sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2])):

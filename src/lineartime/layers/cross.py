@@ -7,6 +7,8 @@ e = expansion * d value width of all heads.
     U = silu(x Wu + bu)         [B,T,e]      Q = silu(x Wq + bq) * gamma_q + beta_q        [B,T,s]
     V = silu(source Wv + bv)    [B,S,e]      K = silu(source Wk + bk) * gamma_k + beta_k   [B,S,s]
     out = input + (U * attention(Q, K, V)) Wo + bo      with heads: s and e are split into H parts that attend separately
+
+Without its gate, as in the paper's ablation of GAU: U is left out, V is 2e wide, and Wo maps 2e to d.
 """
 
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from lineartime.ops.state import State
 
 @dataclass(eq=False)
 class SourceState(State):
-    """A source as a layer has read it: keys [B, H, S, s / H], values [B, H, S, e / H], and its real tokens, bool [B, S]."""
+    """A source as a layer has read it: keys [B, H, S, s / H], values [B, H, S, their width / H], real tokens, bool [B, S]."""
 
     k: Tensor
     v: Tensor
@@ -46,10 +48,11 @@ class CrossGAU(ResidualLayer):
 
     Args:
         d_model: d, the width of inputs, source and outputs.
-        n_heads: H, which must divide d_qk and expansion * d.
+        n_heads: H, which must divide d_qk and the width of the values.
         d_qk: s, the total width of queries and keys over all heads.
         expansion: the values and the gate have a total width of e = expansion * d over all heads.
         activation: the activation of the scores: "relu2" or "softmax".
+        gated: whether U multiplies what is attended. Without it, the values have a total width of 2e.
         **options: the options of `ResidualLayer`.
 
     Source: the unit of "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2, applied across two sequences.
@@ -67,18 +70,22 @@ class CrossGAU(ResidualLayer):
         d_qk: int = 128,
         expansion: int = 2,
         activation: Activation = "relu2",
+        gated: bool = True,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(d_model, **options)
         check_choice("activation", activation, self.activations)
         check_positive(d_qk=d_qk, expansion=expansion)
-        self.d_value = expansion * d_model
-        check_n_heads(n_heads, {"d_qk": d_qk, "expansion * d_model": self.d_value}, in_pairs=False)
+        width = expansion * d_model
+        self.d_gate, self.d_value = (width, width) if gated else (0, 2 * width)
+        value_name = f"{'' if gated else '2 * '}expansion * d_model"
+        check_n_heads(n_heads, {"d_qk": d_qk, value_name: self.d_value}, in_pairs=False)
         self.n_heads = n_heads
         self.d_qk = d_qk
         self.expansion = expansion
         self.activation: Activation = activation
-        self.to_gate_query = Dense(d_model, self.d_value, d_qk, **factory(options))
+        self.gated = gated
+        self.to_gate_query = Dense(d_model, self.d_gate, d_qk, **factory(options))
         self.to_value_key = Dense(d_model, self.d_value, d_qk, **factory(options))
         self.gamma = nn.Parameter(torch.empty(2, d_qk, **factory(options)))
         self.beta = nn.Parameter(torch.empty(2, d_qk, **factory(options)))
@@ -125,10 +132,10 @@ class CrossGAU(ResidualLayer):
         if x.shape[0] != state.k.shape[0]:
             raise ArgumentError("x", f"has batch size {x.shape[0]}, but the source has batch size {state.k.shape[0]}.")
         x = _zero_padding(x, mask)
-        gate, base = F.silu(self.to_gate_query(self.before(x))).split([self.d_value, self.d_qk], dim=-1)
+        gate, base = F.silu(self.to_gate_query(self.before(x))).split([self.d_gate, self.d_qk], dim=-1)
         q = split_heads(base * self.gamma[0] + self.beta[0], self.n_heads)
-        attended = cross_attention(q, state.k, state.v, source_mask=state.mask, activation=self.activation)
-        return _zero_padding(self.after(x, self.to_output(gate * merge_heads(attended))), mask)
+        attended = merge_heads(cross_attention(q, state.k, state.v, source_mask=state.mask, activation=self.activation))
+        return _zero_padding(self.after(x, self.to_output(gate * attended if self.gated else attended)), mask)
 
 
 def _zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:

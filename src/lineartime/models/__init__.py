@@ -1,10 +1,10 @@
 """Language models built from configurations."""
 
 from lineartime.models.config import ModelConfig
-from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
+from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, beam_search, greedy
 from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
-from lineartime.models.presets import build, presets
+from lineartime.models.presets import build, encoder_decoder_config, presets
 from lineartime.models.registering import import_modules, imported_names, register_system
 
 __all__ = [
@@ -15,8 +15,10 @@ __all__ = [
     "LayerConfig",
     "MaskedLM",
     "ModelConfig",
+    "beam_search",
     "build",
     "build_model",
+    "encoder_decoder_config",
     "greedy",
     "presets",
     "register_system",

@@ -1,11 +1,11 @@
 """The configuration of a model as plain data: its parts and their sizes."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from lineartime.choices import Task
 from lineartime.errors import ArgumentError
-from lineartime.fields import Between, check_names
+from lineartime.fields import Between
 from lineartime.foreign.mixers import NormPosition
 from lineartime.layers.mixer import READ_PREFIX, Mixer
 from lineartime.layers.residual import Norm
@@ -87,32 +87,3 @@ class ModelConfig(PartsConfig):
             mixer = self.mixer.build(self.d_model)
         limits = [limit for limit in (self.max_positions, mixer.longest_sequence) if limit is not None]
         return min(limits, default=None)
-
-    @property
-    def override_names(self) -> list[str]:
-        """The names that `override` accepts: fields of the model, then options of its layers."""
-        return list(dict.fromkeys([*vars(self), *(option for part in self._layers.values() for option in part.options)]))
-
-    @property
-    def _layers(self) -> dict[str, LayerConfig]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, LayerConfig)}
-
-    def override(self, /, **values: Any) -> "ModelConfig":
-        """Return a copy with other values for fields of the model, or for options of its mixer or feed-forward layer.
-
-        For instance, `config.override(vocab_size=32000, chunk_size=512)`.
-
-        Raises:
-            ArgumentError: for a name that no part of this config has, a name that two parts have, or an invalid value.
-        """
-        fields = {name: value for name, value in values.items() if name in vars(self)}
-        changed = self.from_dict({**vars(self), **fields})
-        for name in [name for name in values if name not in fields]:
-            owners = [part for part, layer in changed._layers.items() if name in layer.options]
-            if len(owners) > 1:
-                raise ArgumentError(name, f"is an option of both {' and '.join(owners)}: override one of these as a whole.")
-            if not owners:
-                check_names([name], changed.override_names, "this model")
-            layer = changed._layers[owners[0]].override(**{name: values[name]})
-            changed = self.from_dict({**vars(changed), owners[0]: layer})
-        return changed

@@ -3,6 +3,7 @@
 Shapes: B batch, S tokens of the source, T tokens of the target, N new tokens of the target, d model width, V vocabulary.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ from lineartime.layers.mixer import Mixer
 from lineartime.layers.residual import Norm, build_norm
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import ModelConfig
-from lineartime.models.language_model import check_evaluates
+from lineartime.models.language_model import CausalLM, MaskedLM, build_model, check_evaluates
 from lineartime.models.layer_config import LayerConfig, PartsConfig
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import as_mask, check_positive
@@ -192,6 +193,11 @@ class EncoderDecoder(nn.Module):
         return dense(self.norm(x), self.encoder.output_weight(x))
 
 
+def build_described(config: ModelConfig | EncoderDecoderConfig) -> CausalLM | MaskedLM | EncoderDecoder:
+    """Build the model of any config, freshly initialised."""
+    return EncoderDecoder(config) if isinstance(config, EncoderDecoderConfig) else build_model(config)
+
+
 # 3. Decoding ----------------------------------------------------------------------------------------------------------
 
 
@@ -221,17 +227,7 @@ def greedy(
         ArgumentError: for another kind of model, if shapes do not match, a token is outside the vocabulary, `max_tokens` is
             below 1 or more than the decoder can read, or the model is in training mode with dropout.
     """
-    if not isinstance(model, EncoderDecoder):
-        found = type(model).__name__
-        raise ArgumentError("model", f"is of type {found}, but must be an EncoderDecoder: for a language model, use generate.")
-    check_positive(max_tokens=max_tokens)
-    for name, token in (("start_token", start_token), ("stop_token", stop_token)):
-        check_type(name, token, int if name == "start_token" else int | None)
-        check_limits(name, token, [Between(0, model.config.vocab_size - 1)])
-    check_evaluates(model, model.config.dropout)
-    longest = model.longest_target
-    if longest is not None and max_tokens > longest:
-        raise ArgumentError("max_tokens", f"is {max_tokens}, but the decoder of this model reads at most {longest} tokens.")
+    _check_decoding(model, start_token, stop_token, max_tokens)
     state = model.init_state(source_ids, source_mask)
     tokens = source_ids.new_full((source_ids.shape[0], 1), start_token)
     ended = torch.zeros_like(tokens, dtype=torch.bool)
@@ -244,5 +240,83 @@ def greedy(
             ended |= tokens == stop_token
             if ended.all():
                 break
-    # Targets end at different steps: cut each one at its stop token.
-    return [row[: row.index(stop_token)] if stop_token in row else row for row in torch.cat(written, 1).tolist()]
+    return [_cut(row, stop_token) for row in torch.cat(written, 1).tolist()]  # targets end at different steps
+
+
+@torch.no_grad()
+def beam_search(
+    model: EncoderDecoder,
+    source_ids: Tensor,
+    source_mask: Tensor | None = None,
+    *,
+    beams: int,
+    start_token: int,
+    stop_token: int | None,
+    max_tokens: int,
+    length_penalty: float = 1.0,
+) -> list[list[int]]:
+    """Decode the target of every source by beam search; with one beam, as `greedy` does.
+
+    Each step keeps the most likely continuations. One that ends leaves the beam. Of those that have ended, or have `max_tokens`
+    tokens, the result is the one with the highest log-likelihood, divided by its number of tokens to a power.
+
+    Args:
+        model, source_ids, source_mask, start_token, stop_token, max_tokens: as for `greedy`.
+        beams: K, the number of continuations to keep.
+        length_penalty: the power of the length; 0 for plain likelihoods, which favour short targets.
+
+    Returns:
+        The token ids of B targets.
+
+    Raises:
+        ArgumentError: as `greedy`, or if `beams` is below 1 or `length_penalty` is below 0.
+    """
+    _check_decoding(model, start_token, stop_token, max_tokens)
+    check_positive(beams=beams)
+    check_limits("length_penalty", length_penalty, [Between(0)])
+    rows, vocab_size = source_ids.shape[0], model.config.vocab_size
+    first = beams * torch.arange(rows, device=source_ids.device)[:, None]  # the first stream of each row, of B * K
+    state = model.init_state(source_ids, source_mask)
+    state = state.take((first // beams).expand(-1, beams).flatten())
+    tokens = source_ids.new_full((rows * beams, 1), start_token)
+    written = source_ids.new_empty(rows, beams, 0)
+    scores = torch.full((rows, beams), -math.inf, dtype=torch.float64, device=source_ids.device)
+    scores[:, 0] = 0.0  # the others are copies of it; -inf marks a beam without a continuation
+    best, found = scores.new_full((rows,), -math.inf), written.new_empty(rows, 0).tolist()
+    for length in range(1, max_tokens + 1):
+        logits, state = model.extend(tokens, state)
+        likelihoods = logits.to(scores.dtype).log_softmax(-1).view(rows, beams, vocab_size)
+        scores, chosen = (scores[..., None] + likelihoods).flatten(1).topk(beams)
+        beam, token = chosen // vocab_size, chosen % vocab_size
+        before = written.gather(1, beam[..., None].expand(-1, -1, length - 1))
+        written = torch.cat([before, token[..., None]], -1)
+        ended = token == stop_token if stop_token is not None else torch.zeros_like(token, dtype=torch.bool)
+        ended |= length == max_tokens
+        values, places = (scores.masked_fill(~ended, -math.inf) / length**length_penalty).max(1)
+        for row in (values > best).nonzero().flatten().tolist():
+            found[row] = written[row, places[row]].tolist()
+        best, scores = torch.maximum(best, values), scores.masked_fill(ended, -math.inf)
+        if (best >= scores.amax(1) / max_tokens**length_penalty).all():  # likelihoods fall: no continuation can be better
+            break
+        streams = (first + beam).flatten()
+        state = replace(state, mixers=tuple(mixer.take(streams) for mixer in state.mixers))  # the source stays that of the row
+        tokens = token.view(-1, 1)
+    return [_cut(row, stop_token) for row in found]
+
+
+def _check_decoding(model: object, start_token: int, stop_token: int | None, max_tokens: int) -> None:
+    if not isinstance(model, EncoderDecoder):
+        found = type(model).__name__
+        raise ArgumentError("model", f"is of type {found}, but must be an EncoderDecoder: for a language model, use generate.")
+    check_positive(max_tokens=max_tokens)
+    for name, token in (("start_token", start_token), ("stop_token", stop_token)):
+        check_type(name, token, int if name == "start_token" else int | None)
+        check_limits(name, token, [Between(0, model.config.vocab_size - 1)])
+    check_evaluates(model, model.config.dropout)
+    longest = model.longest_target
+    if longest is not None and max_tokens > longest:
+        raise ArgumentError("max_tokens", f"is {max_tokens}, but the decoder of this model reads at most {longest} tokens.")
+
+
+def _cut(tokens: list[int], stop_token: int | None) -> list[int]:
+    return tokens[: tokens.index(stop_token)] if stop_token in tokens else tokens

@@ -141,6 +141,38 @@ class PartsConfig:
         """
         return from_fields(cls, dict(data))
 
+    @property
+    def override_names(self) -> list[str]:
+        """The names that `override` accepts: fields of the model, then options of its layers."""
+        return list(dict.fromkeys([*vars(self), *(option for part in self._layers.values() for option in part.options)]))
+
+    @property
+    def _layers(self) -> dict[str, LayerConfig]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, LayerConfig)}
+
+    def override(self, /, **values: Any) -> Self:
+        """Return a copy with other values for fields of the model, or for options of its layers.
+
+        For instance, `config.override(vocab_size=32000, chunk_size=512)`. An option that several layers have is named with its
+        part: `config.override(**{"cross.n_heads": 4})`.
+
+        Raises:
+            ArgumentError: for a name that no part of this config has, a name that two parts have, or an invalid value.
+        """
+        fields = {name: value for name, value in values.items() if name in vars(self)}
+        changed = self.from_dict({**vars(self), **fields})
+        for name in [name for name in values if name not in fields]:
+            part, _, option = name.rpartition(".")
+            owners = [each for each, layer in changed._layers.items() if option in layer.options and part in ("", each)]
+            if len(owners) > 1:
+                choices = " or ".join(f"{owner}.{name}" for owner in owners)
+                raise ArgumentError(name, f"is an option of both {' and '.join(owners)}: set {choices}.")
+            if not owners:
+                check_names([name], changed.override_names, "this model")
+            layer = changed._layers[owners[0]].override(**{option: values[name]})
+            changed = self.from_dict({**vars(changed), owners[0]: layer})
+        return changed
+
 
 def _layer(part: str, data: dict[str, Any] | str) -> LayerConfig:
     options = {"kind": data} if isinstance(data, str) else dict(data)

@@ -9,6 +9,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.machine import memory_bytes
 from lineartime.models.config import ModelConfig
+from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from lineartime.models.language_model import build_model
 from lineartime.models.presets import values_of
 from lineartime.shapes import shapes_only
@@ -47,10 +48,13 @@ class ModelTensors(NamedTuple):
             yield from ((f"{_BLOCKS}{number}.{name}", tensor) for name, tensor in self.block.items())
 
 
-def model_tensors(config: ModelConfig) -> ModelTensors:
+def model_tensors(config: ModelConfig | EncoderDecoderConfig) -> ModelTensors:
     """The tensors of a model. Raises ArgumentError, naming its largest option, if they are too large for PyTorch."""
     try:
         with shapes_only():
+            if isinstance(config, EncoderDecoderConfig):  # which has two kinds of blocks: all are among the rest
+                blocks = config.n_encoder_blocks + config.n_decoder_blocks
+                return ModelTensors({}, EncoderDecoder(config).state_dict(), blocks)
             tensors = build_model(config.override(n_blocks=1)).state_dict()
         if _n_elements(tensors) > 2**60:
             raise OverflowError
@@ -63,7 +67,7 @@ def model_tensors(config: ModelConfig) -> ModelTensors:
 
 
 def check_memory(
-    config: ModelConfig,
+    config: ModelConfig | EncoderDecoderConfig,
     device: torch.device | None = None,
     *,
     copies: int = 1,
@@ -111,7 +115,7 @@ def check_memory(
             raise ArgumentError(option, f"{what}, but there are {size(memory)} of memory: use a smaller one.")
 
 
-def too_large(config: ModelConfig, why: str, excluded: Collection[str] = ()) -> ArgumentError:
+def too_large(config: ModelConfig | EncoderDecoderConfig, why: str, excluded: Collection[str] = ()) -> ArgumentError:
     """The error for a model that is too large. It names the largest number in the model's config that is not `excluded`."""
     numbers = {name: value for name, value in values_of(config).items() if type(value) is int and name not in excluded}
     name = max(numbers, key=numbers.__getitem__)

@@ -1,10 +1,12 @@
 """Models that can be built by name: a system at a size, named SYSTEM-SIZE."""
 
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 from lineartime.choices import BYTE_VOCABULARY, Task
 from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.models.config import ModelConfig, why_not_learned
+from lineartime.models.encoder_decoder import EncoderDecoderConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
 from lineartime.models.systems import SYSTEMS, Size, System
@@ -134,7 +136,34 @@ def _mixer_named(kind: str, size: Size) -> LayerConfig | str:
     return kind if system is None else LayerConfig(kind, **system.mixer_options(size))
 
 
-def values_of(config: ModelConfig) -> dict[str, Any]:
+def encoder_decoder_config(preset: str, **overrides: Any) -> EncoderDecoderConfig:
+    """The config of an encoder-decoder with the layers and the size of a preset, half of whose blocks are on each side.
+
+    Gated units read the source with one gated head. Transformers read it with as many heads as they have, softmax, and no gate.
+
+    Args:
+        preset: the name of a preset, such as "flash-tiny".
+        **overrides: other values for fields, or for options of layers, as `EncoderDecoderConfig.override` takes them.
+
+    Raises:
+        ArgumentError: for an unknown preset, or one that makes no encoder-decoder; or as `override`.
+    """
+    # With scores that start near 1, small models learn to reverse strings or to map two words only much later, if at all.
+    system, size = system_of(preset), replace(PRESETS[preset][1], initial_scores="small")
+    if system.fields:
+        fields = ", ".join(system.fields)
+        raise ArgumentError("preset", f"is {preset!r}, which sets {fields}, but encoder-decoders do not: use another preset.")
+    mixer, cross = LayerConfig(system.mixer.name, **system.mixer_options(size)), LayerConfig("cross-gau", d_qk=size.d_qk)
+    feed_forward, blocks = None, size.gated_blocks
+    if system.feed_forward is not None:
+        feed_forward, blocks = LayerConfig(system.feed_forward.name), size.attention_blocks
+        heads = mixer.options.get("n_heads", size.n_heads)
+        cross = cross.override(n_heads=heads, d_qk=size.d_model, expansion=1, activation="softmax", gated=False)
+    config = EncoderDecoderConfig(size.vocab_size, size.d_model, blocks // 2, blocks // 2, mixer, cross, feed_forward)
+    return config.override(**overrides)
+
+
+def values_of(config: ModelConfig | EncoderDecoderConfig) -> dict[str, Any]:
     """All values of a config by their names in `ModelConfig.override`, except the task and the layers themselves."""
     values = {name: value for name, value in vars(config).items() if name not in ("task", "mixer", "feed_forward")}
     for layer in filter(None, (config.mixer, config.feed_forward)):

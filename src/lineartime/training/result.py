@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lineartime.checkpoint import best_checkpoint, load
+from lineartime.checkpoint import best_checkpoint, load_with_tokenizer
 from lineartime.models.language_model import CausalLM, MaskedLM
 from lineartime.runs.curve import draw_curve
 from lineartime.runs.metrics import losses, read_metrics
@@ -39,7 +39,7 @@ class TrainingResult:
     @cached_property
     def model(self) -> CausalLM | MaskedLM:
         """The model of that checkpoint, on the CPU in evaluation mode; loaded at first use."""
-        return load(self.checkpoint)
+        return load_with_tokenizer(self.checkpoint).model
 
     def draw_curve(self) -> Path:
         """Plot the losses into the run's folder and return the path of the image. Raises LineartimeError without matplotlib."""

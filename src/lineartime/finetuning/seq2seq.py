@@ -1,0 +1,298 @@
+"""Sequence to sequence: an encoder-decoder learns from pairs of texts, and writes the targets of others.
+
+`Trainer` of transformers trains it, as `lineartime.finetuning.tune` does. The end of a document comes before every target and
+after every source and target.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import EarlyStoppingCallback, TrainingArguments
+
+from lineartime.checkpoint import load, load_tokenizer, save
+from lineartime.choices import Device, Precision
+from lineartime.data.tokenizers import Tokenizer
+from lineartime.data.train_tokenizer import tokenizer_for
+from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors, require_packages
+from lineartime.files import remove, removed_on_failure, write_file
+from lineartime.finetuning.pairs import Pair, corpus_of, find_pairs, read_pairs
+from lineartime.finetuning.pairs_config import PairsConfig
+from lineartime.finetuning.predict import BLOCK, kept
+from lineartime.finetuning.tune import TRAINER, Said, TaskTrainer, begun, last_whole
+from lineartime.hf.convert import quietly
+from lineartime.json_files import read_file
+from lineartime.machine import autocast, choose_device, choose_precision
+from lineartime.models.encoder_decoder import EncoderDecoder, beam_search, greedy
+
+PAIRS_RESULT, PREDICTIONS, CHECKPOINTS = "seq2seq.json", "predictions.jsonl", "checkpoints"
+IGNORED = -100
+_SAME_RESULT = ("resume", "out", "device")
+"""Options that do not decide the result."""
+
+
+@dataclass(frozen=True)
+class PairsResult:
+    """What training on pairs found.
+
+    Attributes:
+        config: the options.
+        max_target_tokens: the maximum number of tokens in a target that is written, with its end.
+        metrics: exact match and chrF in percent, and the loss in nats per token, of the best model; empty until it is done.
+        epoch: when they were measured.
+        losses: the mean training loss of each epoch.
+    """
+
+    config: dict[str, Any]
+    max_target_tokens: int
+    metrics: dict[str, float]
+    epoch: float = 0.0
+    losses: tuple[float, ...] = ()
+
+
+def seq2seq(config: PairsConfig, say: Callable[[str], None] = print) -> PairsResult:
+    """Train an encoder-decoder on pairs of texts, and keep the model with the most exact matches (of equals, the lowest loss).
+
+    The folder `config.out` gets the model, which `lineartime.load` reads; the predictions on the held-out pairs; and
+    seq2seq.json with the metrics.
+
+    Args:
+        config: the options.
+        say: called with each line about what is done.
+
+    Raises:
+        ArgumentError: for options that do not fit the data.
+        LineartimeError: if a file cannot be read or written, or a package is missing.
+    """
+    require_packages("accelerate", "sacrebleu", extra="finetune", purpose="Training on pairs")
+    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in _SAME_RESULT}
+    given: dict[str, Any] = json.loads(json.dumps(fields, default=str))
+    done = begun(config, PAIRS_RESULT, PairsResult, given)
+    if done is not None and done.metrics:
+        return done
+    pairs, checkpoints = find_pairs(config.data), config.out / CHECKPOINTS
+    with removed_on_failure(config.out) if done is None else nullcontext():
+        tokenizer = tokenizer_for(config.tokenizer, corpus_of(str(config.data), pairs["train"]), checkpoints)
+        torch.manual_seed(config.seed)
+        model = EncoderDecoder(config.model(tokenizer.vocab_size))
+        task = PairTask(pairs["train"], pairs["validation"], tokenizer, model, config)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    say(f"{len(task.train):,} pairs to train with, {len(task.held_out):,} held out; {size:,} parameters")
+    result = PairsResult(given, task.max_tokens, {})
+    _write(config.out, result)
+    trainer = _train(config, task, model, checkpoints, say)
+    steps = trainer.state.best_global_step
+    if steps != trainer.evaluated:  # the last predictions are of another model
+        task.evaluate(trainer.model, trainer.bf16)
+    task.write(config.out)
+    remove(config.out / "new")
+    for file in save(model, tokenizer, config.out / "new").iterdir():
+        file.replace(config.out / file.name)
+    logged = next(entry for entry in trainer.state.log_history if entry["step"] == steps and "eval_loss" in entry)
+    metrics = {name: logged[f"eval_{name}"] for name in ("exact_match", "chrf", "loss")}
+    losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    result = dataclasses.replace(result, metrics=metrics, epoch=logged["epoch"], losses=losses)
+    _write(config.out, result)
+    for folder in (config.out / "new", checkpoints):
+        shutil.rmtree(folder)
+    return result
+
+
+def _write(folder: Path, result: PairsResult) -> None:
+    write_file(folder / PAIRS_RESULT, json.dumps(dataclasses.asdict(result), indent=1) + "\n")
+
+
+class PairTask:
+    """Pairs to train with and to validate with, as token ids for one model.
+
+    Raises:
+        LineartimeError: naming the line of a text that is longer than the model can read.
+    """
+
+    metric = "rank"
+
+    def __init__(
+        self,
+        train: Sequence[Pair],
+        held_out: Sequence[Pair],
+        tokenizer: Tokenizer,
+        model: EncoderDecoder,
+        config: PairsConfig,
+    ) -> None:
+        self.tokenizer, self.config, self.held_out = tokenizer, config, held_out
+        self.train, self.windows = (
+            [{name: encoded(tokenizer, model, pair, name) for name in ("source", "target")} for pair in each]
+            for each in (train, held_out)
+        )
+        longest = max(len(row["target"]) for row in (*self.train, *self.windows))
+        self.max_tokens = config.max_target_tokens or longest
+        self.predictions: list[str] = []
+
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """A batch of padded pairs: the sources, the targets to read, and the targets to predict."""
+        end = self.tokenizer.end_of_document
+        source_ids, source_mask = padded([row["source"] for row in rows], end)
+        target_ids, target_mask = padded([[end, *row["target"][:-1]] for row in rows], end)
+        labels, _ = padded([row["target"] for row in rows], IGNORED)
+        masks = {"source_mask": source_mask, "target_mask": target_mask}
+        return {"source_ids": source_ids, "target_ids": target_ids, **masks, "labels": labels}
+
+    @torch.no_grad()
+    def evaluate(self, learner: "Learner", bf16: bool = False) -> dict[str, float]:
+        """Write the targets of the held-out sources, and compare them with the right ones; `rank` orders models."""
+        from sacrebleu.metrics.chrf import CHRF
+
+        model = learner.model.eval()
+        device, size, nats, count = _device(model), self.config.batch_size, 0.0, 0
+        for first in range(0, len(self.windows), size):
+            batch = {name: x.to(device) for name, x in self.collate(self.windows[first : first + size]).items()}
+            with autocast(device, bf16):
+                nats += float(_loss(model, batch, "sum"))
+            count += int((batch["labels"] != IGNORED).sum())
+        sources = [row["source"] for row in self.windows]
+        self.predictions = write_targets(model, self.tokenizer, sources, self.max_tokens, self.config.beams, size, bf16)
+        right = [pair.target for pair in self.held_out]
+        exact = sum(map(str.__eq__, self.predictions, right))
+        loss = nats / count
+        return {
+            "exact_match": 100 * exact / len(right),
+            "chrf": CHRF().corpus_score(self.predictions, [right]).score,
+            "loss": loss,
+            "rank": exact + 0.5 / (1 + loss),  # the second part is below one exact match
+        }
+
+    def write(self, folder: Path) -> None:
+        """Write the last predictions beside the right targets."""
+        rows = zip(self.held_out, self.predictions, strict=True)
+        lines = [{"id": pair.key, "source": pair.source, "target": pair.target, "predicted": each} for pair, each in rows]
+        write_file(folder / PREDICTIONS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def encoded(tokenizer: Tokenizer, model: EncoderDecoder, pair: Pair, name: Literal["source", "target"]) -> list[int]:
+    """The token ids of a text of a pair, and its end. Raises LineartimeError, naming its line, if the model reads fewer."""
+    ids, longest = [*tokenizer.encode(getattr(pair, name)).tolist(), tokenizer.end_of_document], model.longest_target
+    if longest is not None and len(ids) > longest:
+        what = f"has a {name} of {len(ids):,} tokens, but the model reads at most {longest:,}"
+        raise LineartimeError(f"{pair.where} {what}: leave it out, or train a model with a larger max_length.")
+    return ids
+
+
+def padded(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]:
+    """Rows of tokens, padded on the right, [B, T], and which of them are real, bool [B, T]."""
+    lengths = torch.tensor([len(row) for row in rows])
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
+    return ids, torch.arange(ids.shape[1]) < lengths[:, None]
+
+
+def _loss(model: EncoderDecoder, batch: Mapping[str, Tensor], reduction: str) -> Tensor:
+    logits = model(*(batch[name] for name in ("source_ids", "target_ids", "source_mask", "target_mask")))
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction=reduction)
+
+
+def _device(model: EncoderDecoder) -> torch.device:
+    return next(model.parameters()).device
+
+
+class Learner(nn.Module):
+    """The loss of an encoder-decoder, as `Trainer` asks for it. It expects other configs than the model has."""
+
+    def __init__(self, model: EncoderDecoder) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        """The mean loss of the target tokens of a batch, in nats."""
+        return {"loss": _loss(self.model, batch, "mean")}
+
+
+def _train(config: PairsConfig, task: PairTask, model: EncoderDecoder, folder: Path, say: Callable[[str], None]) -> TaskTrainer:
+    """Train, or go on with that; the model is the best one afterwards."""
+    device = choose_device(config.device)
+    bf16 = choose_precision(config.precision, device) == "bf16"
+    arguments = TrainingArguments(
+        str(folder),
+        learning_rate=config.learning_rate,
+        num_train_epochs=config.epochs,
+        per_device_train_batch_size=config.batch_size,
+        warmup_steps=config.warmup,
+        weight_decay=config.weight_decay,
+        adam_beta2=0.98,
+        bf16=bf16,
+        use_cpu=device.type == "cpu",
+        seed=config.seed,
+        metric_for_best_model=task.metric,
+        **TRAINER,
+    )
+    stopping = [] if config.patience is None else [EarlyStoppingCallback(config.patience)]
+    trainer = TaskTrainer(
+        Learner(model),
+        arguments,
+        data_collator=task.collate,
+        train_dataset=task.train,
+        eval_dataset=task.windows,
+        callbacks=[Said("", say), *stopping],
+    )
+    trainer.task, trainer.bf16 = task, bf16  # type: ignore[assignment]  # it has what the trainer uses
+    trainer.remove_callback(transformers.PrinterCallback)
+    with quietly():
+        trainer.train(resume_from_checkpoint=last_whole(folder))
+    return trainer
+
+
+def write_targets(
+    model: EncoderDecoder,
+    tokenizer: Tokenizer,
+    sources: Sequence[list[int]],
+    max_tokens: int,
+    beams: int,
+    batch_size: int,
+    bf16: bool = False,
+) -> list[str]:
+    """The targets of sources, given as token ids with their end. Sources of about one length are read together."""
+    end, device, targets = tokenizer.end_of_document, _device(model), [""] * len(sources)
+    order = sorted(range(len(sources)), key=lambda place: len(sources[place]))
+    options: dict[str, Any] = {"start_token": end, "stop_token": end, "max_tokens": max_tokens}
+    for first in range(0, len(order), batch_size):
+        rows = order[first : first + batch_size]
+        ids, mask = (each.to(device) for each in padded([sources[row] for row in rows], end))
+        with autocast(device, bf16):
+            written = (
+                greedy(model, ids, mask, **options) if beams == 1 else beam_search(model, ids, mask, beams=beams, **options)
+            )
+        for row, target in zip(rows, written, strict=True):
+            targets[row] = tokenizer.decode(target)
+    return targets
+
+
+def predict_targets(
+    model: Path, file: Path, out: Path, resume: bool, batch_size: int, beams: int, device: Device, precision: Precision
+) -> int:
+    """Write the targets of a file of sources, as `lineartime.finetuning.predict.predict` does."""
+    result, place = read_file(model / PAIRS_RESULT, PairsResult), choose_device(device)
+    if not result.metrics:
+        raise ArgumentError("run", f"is {model}, whose training was stopped: go on with it by `resume=True` of `seq2seq()`.")
+    loaded, tokenizer = cast("EncoderDecoder", load(model, place)), load_tokenizer(model)
+    bf16 = choose_precision(precision, place) == "bf16"
+    with reporting_file_errors("write", out):
+        count = kept(out) if resume else 0
+        with out.open("a" if resume else "w", encoding="utf-8") as opened:
+            pairs = islice(read_pairs(file, targets=False), count, None)
+            for block in iter(lambda: list(islice(pairs, max(BLOCK, batch_size))), []):
+                sources = [encoded(tokenizer, loaded, pair, "source") for pair in block]
+                targets = write_targets(loaded, tokenizer, sources, result.max_target_tokens, beams, batch_size, bf16)
+                for pair, target in zip(block, targets, strict=True):
+                    opened.write(json.dumps({"id": pair.key, "target": target}, ensure_ascii=False) + "\n")
+                opened.flush()
+                count += len(block)
+    return count
