@@ -176,7 +176,7 @@ def test_bad_input_is_named_by_its_line_and_leaves_nothing(
         ("[1]", r"bad.jsonl has line 3 that is \[1\], but it must be an object"),
         (
             r'{"source": "\ud800", "target": "b"}',
-            r"bad.jsonl has line 3 that cannot be read \(it holds half of a character, a surrogate",
+            r"bad.jsonl has line 3 that cannot be read \(it holds half of a character",
         ),
     ):
         file.write_text(f"{json.dumps(good)}\n\n{line}\n")
