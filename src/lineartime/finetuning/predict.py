@@ -1,7 +1,8 @@
-"""Answering a file of questions, or labelling a file of texts, with a fine-tuned model."""
+"""Answers, labels or targets for a file of questions, texts or sources, with a trained model."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,8 +24,10 @@ from lineartime.json_files import read_file
 from lineartime.machine import choose_device, choose_precision
 
 BLOCK = 64
-"""The questions that are answered, or the texts that are labelled, and then written, at once."""
-_SAID = ("answer", "label", "labels", "value")
+"""The questions that are answered, the texts that are labelled, or the sources that are read, and then written, at once."""
+PAIRS_RESULT = "seq2seq.json"
+"""What `seq2seq` writes into its folder."""
+_SAID = ("answer", "label", "labels", "value", "target")
 Item = TypeVar("Item")
 
 
@@ -54,7 +57,7 @@ def predict(
         beams: the number of beams with which targets are written.
 
     Returns:
-        The number of answers or labels.
+        The number of answers, labels or targets.
 
     Raises:
         ArgumentError: for an `out` that exists, or a folder that holds no fine-tuned model.
@@ -63,21 +66,13 @@ def predict(
     lines = out.with_name(f"{out.name}l.partial") if out.suffix == ".json" else out
     if out.exists() and (not resume or lines != out):
         raise ArgumentError("out", f"is {out}, which exists already: delete it, or choose another file.")
-    if (model / "seq2seq.json").is_file():
-        from lineartime.finetuning.seq2seq import predict_targets
-
-        return predict_targets(model, inputs, out, resume, batch_size, beams, device, precision)
-    if not (model / MODEL).is_dir():
-        raise ArgumentError("run", f"is {model}, which holds no fine-tuned model: give the folder that `finetune()` wrote.")
-    result = read_file(model / RESULT, FinetuneResult)
-    if result.best is None:
-        raise ArgumentError("run", f"is {model}, whose fine-tuning was stopped before its end: resume it.")
-    answer, place = _answers if result.questions else _labels, choose_device(device)
+    predicted = _predictor(model, beams)
+    place = choose_device(device)
     bf16 = choose_precision(precision, place) == "bf16"
     with reporting_file_errors("write", lines):
-        count = kept(lines) if resume else 0
+        count = _kept(lines) if resume else 0
         with lines.open("a" if resume else "w", encoding="utf-8") as file:
-            for block in answer(model / MODEL, result, inputs, count, batch_size, place, bf16):
+            for block in predicted(inputs, count, batch_size, place, bf16):
                 file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in block)
                 file.flush()
                 count += len(block)
@@ -89,6 +84,20 @@ def predict(
     return count
 
 
+def _predictor(model: Path, beams: int) -> Callable[..., Iterator[list[dict[str, Any]]]]:
+    """The predictions of a model, as a function of the file, and of how it is read."""
+    if (model / PAIRS_RESULT).is_file():
+        from lineartime.finetuning.seq2seq import target_blocks
+
+        return partial(target_blocks, model, beams)
+    if not (model / MODEL).is_dir():
+        raise ArgumentError("run", f"is {model}, which holds no fine-tuned model: give the folder that `finetune()` wrote.")
+    result = read_file(model / RESULT, FinetuneResult)
+    if result.best is None:
+        raise ArgumentError("run", f"is {model}, whose fine-tuning was stopped before its end: resume it.")
+    return partial(_answers if result.questions else _labels, model / MODEL, result)
+
+
 def _answers(
     model: Path, result: FinetuneResult, file: Path, done: int, batch_size: int, device: torch.device, bf16: bool
 ) -> Iterator[list[dict[str, Any]]]:
@@ -98,7 +107,7 @@ def _answers(
     threshold = result.best_trial().metrics.get("null_threshold")
     # All documents of a question have its key, and are in one block.
     by_key = (list(group) for _, group in groupby(read_questions(file), lambda each: each.key))
-    for groups in _blocks(by_key, done):
+    for groups in blocks(by_key, done):
         block = [question for group in groups for question in group]
         found = best_answers(
             loaded, list(encoder.for_answering(block)), block, result.questions.max_answer_tokens, batch_size, bf16
@@ -113,7 +122,7 @@ def _labels(
     loaded, encoder = _load(LineartimeForSequenceClassification, model, result, device)
     assert result.labels is not None
     columns = (result.config["text_column"], result.config["pair_column"], None)
-    for block in _blocks(LabelledFile(file, columns), done):
+    for block in blocks(LabelledFile(file, columns), done):
         windows = list(label_windows(block, encoder))
         logits = mean_logits(loaded, windows, len(block), batch_size, bf16)
         yield [{"id": text.key, **result.labels.predicted(each)} for text, each in zip(block, logits, strict=True)]
@@ -127,14 +136,14 @@ def _load(kind: Any, model: Path, result: FinetuneResult, device: torch.device) 
     return loaded, WindowEncoder(definition, *names, result.config["context_length"], result.config["stride"])
 
 
-def _blocks(inputs: Iterable[Item], done: int) -> Iterator[list[Item]]:
+def blocks(inputs: Iterable[Item], done: int) -> Iterator[list[Item]]:
     """The inputs in blocks, without those that are done."""
     rest = islice(inputs, done, None)
     while block := list(islice(rest, BLOCK)):
         yield block
 
 
-def kept(file: Path) -> int:
+def _kept(file: Path) -> int:
     """The number of answers in a file, from which a last line that was not written to its end is removed."""
     if not file.exists():
         return 0

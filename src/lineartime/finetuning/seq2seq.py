@@ -7,10 +7,9 @@ after every source and target.
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -22,21 +21,20 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import EarlyStoppingCallback, TrainingArguments
 
 from lineartime.checkpoint import load, load_tokenizer, save
-from lineartime.choices import Device, Precision
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.train_tokenizer import tokenizer_for
-from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors, require_packages
+from lineartime.errors import ArgumentError, LineartimeError, require_packages
 from lineartime.files import remove, removed_on_failure, write_file
 from lineartime.finetuning.pairs import Pair, corpus_of, find_pairs, read_pairs
 from lineartime.finetuning.pairs_config import PairsConfig
-from lineartime.finetuning.predict import BLOCK, kept
+from lineartime.finetuning.predict import PAIRS_RESULT, blocks
 from lineartime.finetuning.tune import TRAINER, Said, TaskTrainer, begun, last_whole
 from lineartime.hf.convert import quietly
 from lineartime.json_files import read_file
 from lineartime.machine import autocast, choose_device, choose_precision
 from lineartime.models.encoder_decoder import EncoderDecoder, beam_search, greedy
 
-PAIRS_RESULT, PREDICTIONS, CHECKPOINTS = "seq2seq.json", "predictions.jsonl", "checkpoints"
+PREDICTIONS, CHECKPOINTS = "predictions.jsonl", "checkpoints"
 IGNORED = -100
 _SAME_RESULT = ("resume", "out", "device")
 """Options that do not decide the result."""
@@ -275,24 +273,15 @@ def write_targets(
     return targets
 
 
-def predict_targets(
-    model: Path, file: Path, out: Path, resume: bool, batch_size: int, beams: int, device: Device, precision: Precision
-) -> int:
-    """Write the targets of a file of sources, as `lineartime.finetuning.predict.predict` does."""
-    result, place = read_file(model / PAIRS_RESULT, PairsResult), choose_device(device)
+def target_blocks(
+    model: Path, beams: int, file: Path, done: int, batch_size: int, device: torch.device, bf16: bool
+) -> Iterator[list[dict[str, Any]]]:
+    """The targets of the sources of a file after the first `done`, in blocks."""
+    result = read_file(model / PAIRS_RESULT, PairsResult)
     if not result.metrics:
         raise ArgumentError("run", f"is {model}, whose training was stopped: go on with it by `resume=True` of `seq2seq()`.")
-    loaded, tokenizer = cast("EncoderDecoder", load(model, place)), load_tokenizer(model)
-    bf16 = choose_precision(precision, place) == "bf16"
-    with reporting_file_errors("write", out):
-        count = kept(out) if resume else 0
-        with out.open("a" if resume else "w", encoding="utf-8") as opened:
-            pairs = islice(read_pairs(file, targets=False), count, None)
-            for block in iter(lambda: list(islice(pairs, max(BLOCK, batch_size))), []):
-                sources = [encoded(tokenizer, loaded, pair, "source") for pair in block]
-                targets = write_targets(loaded, tokenizer, sources, result.max_target_tokens, beams, batch_size, bf16)
-                for pair, target in zip(block, targets, strict=True):
-                    opened.write(json.dumps({"id": pair.key, "target": target}, ensure_ascii=False) + "\n")
-                opened.flush()
-                count += len(block)
-    return count
+    loaded, tokenizer = cast("EncoderDecoder", load(model, device)), load_tokenizer(model)
+    for block in blocks(read_pairs(file, targets=False), done):
+        sources = [encoded(tokenizer, loaded, pair, "source") for pair in block]
+        targets = write_targets(loaded, tokenizer, sources, result.max_target_tokens, beams, batch_size, bf16)
+        yield [{"id": pair.key, "target": target} for pair, target in zip(block, targets, strict=True)]
