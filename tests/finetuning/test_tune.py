@@ -122,6 +122,19 @@ def test_tweaks_train_and_load(advanced: dict[str, Any], config: Configured, que
     assert predict(given.out, questions, given.out / "answers.jsonl") == 30
 
 
+@pytest.mark.parametrize("preset", ["flash-quad-tiny", "transformer+-tiny", "combiner-tiny"])
+def test_the_other_systems_of_the_paper_are_tuned(
+    preset: str, config: Configured, questions: Path, tmp_path: Path, quiet: Say
+) -> None:
+    model = lineartime.build(preset, "mlm", vocab_size=258, d_model=16, n_blocks=1)
+    lineartime.save(model, ByteTokenizer(), tmp_path / "other")
+    given = config(epochs=1, run=tmp_path / "other")
+    assert finetune(given, quiet).best == 0
+    made = AutoModelForQuestionAnswering.from_pretrained(given.out / "model")
+    assert made.config.mixer["kind"] == lineartime.presets("mlm")[preset].mixer.kind
+    assert predict(given.out, questions, given.out / "answers.jsonl") == 30
+
+
 def test_a_smaller_chunk_keeps_the_biases_of_near_tokens(config: Configured, quiet: Say) -> None:
     """A text within the smaller chunk is read as before, up to its head."""
     given = config()
