@@ -92,7 +92,7 @@ def masked_batch(windows: Tensor, tokenizer: Tokenizer, keys: Keys, framed: bool
     draws = [np.random.default_rng(key) for key in keys]
     chance = torch.from_numpy(np.stack([random.random((2, ids.shape[1])) for random in draws]))
     other = torch.from_numpy(np.stack([random.integers(0, tokenizer.vocab_size, ids.shape[1]) for random in draws]))
-    special = torch.tensor([tokenizer.end_of_document, tokenizer.mask, *(tokenizer.frame or ())])
+    special = torch.tensor([tokenizer.end_of_document, tokenizer.mask, *(tokenizer.frame or ())], device=ids.device)
     selected = (chance[:, 0] < 0.15) & ~torch.isin(ids, special)
     fate = chance[:, 1]
     inputs = torch.where(selected & (fate < 0.8), tokenizer.mask, ids)
