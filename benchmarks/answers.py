@@ -65,12 +65,16 @@ def main() -> None:
     parser.add_argument("work", type=Path, help="folder for the runs")
     parser.add_argument("--wikipedia", type=Path, required=True, help="articles to pre-train with")
     parser.add_argument("--squad", type=Path, required=True, help="questions in the layout of SQuAD 1.1")
+    parser.add_argument("--articles", type=int, default=48, help="of the questions, the first ones")
     parser.add_argument("--minutes", type=float, default=5, help="of pre-training, by the measured speed")
     parser.add_argument("--epochs", type=float, default=0.5, help="of fine-tuning")
     parser.add_argument("--jobs", type=int, default=2, help="models to fine-tune at once")
     parser.add_argument("--until", choices=["speed", "pretrain", "finetune"], default="finetune", help="the last part to run")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
+    questions = json.loads(options.squad.read_text(encoding="utf-8"))
+    options.squad = options.work / "questions.json"
+    options.squad.write_text(json.dumps({**questions, "data": questions["data"][: options.articles]}), encoding="utf-8")
     steps = {name: round(60 * options.minutes / each) for name, each in seconds_per_step(options.work / "speed.json").items()}
     if options.until == "speed":
         return
