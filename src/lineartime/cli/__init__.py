@@ -41,7 +41,7 @@ COMMANDS = {
     "fill": "Show what a trained masked model predicts at each [MASK] of a text.",
     "finetune": "Fine-tune a masked language model; --out gets the best model, its predictions and the metrics of all rates.",
     "seq2seq": "Train an encoder-decoder on pairs of texts; --out gets the best model, its predictions and its metrics.",
-    "predict": "Answer questions with a fine-tuned model, or write the targets of sources with one that was trained on pairs.",
+    "predict": "Answer questions, label texts or write targets with a model that finetune or seq2seq trained.",
     "inspect": "Look inside a trained model as it reads a text: attention maps, local and global parts, states, and losses.",
     "convert": "Convert a trained model for another library, or a model of another library for lineartime.",
     "export": "Export a trained model as a program that PyTorch or onnxruntime runs without its Python code.",

@@ -17,8 +17,7 @@ class PredictOptions:
     run: tyro.conf.Positional[Path]
     """Folder that `lineartime finetune` or `lineartime seq2seq` wrote."""
     file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
-    """Questions: JSON lines with question, context and maybe id, or as SQuAD or TriviaQA; texts as in training; or JSON lines
-    with source and maybe id."""
+    """JSON lines with question and context, or the layout of SQuAD or TriviaQA; texts as in training; or lines with source."""
     out: Path
     """New file of JSON lines with id, and answer, label or target; one in .json gets answers by id, for official scripts."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
