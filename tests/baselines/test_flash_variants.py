@@ -1,7 +1,7 @@
 """The variants of FLASH, each of which exchanges one part of it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from lineartime.baselines.flash_cls import FLASHCLS, flash_cls_oracle
 from lineartime.baselines.flash_first_to_all import FLASHFirstToAll, flash_first_to_all_oracle
 from lineartime.baselines.flash_global import FLASHGlobal
 from lineartime.baselines.flash_local import FLASHLocal
+from lineartime.baselines.flash_memory import FLASHMemory, flash_memory_oracle
 from lineartime.baselines.flash_overlapping import FLASHOverlapping, flash_overlapping_oracle
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.baselines.flash_weighted import FLASHWeighted, flash_weighted_oracle, weighted_summaries
@@ -20,6 +21,7 @@ from lineartime.ops.batch import cut_chunks
 from lineartime.ops.mixed_chunk import mixed_chunk_attention_oracle
 from lineartime.ops.mixed_chunk.chunked import summary_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
+from lineartime.ops.mixed_chunk.memories import Memory, chunk_terms, read
 
 CHUNK = 4
 LENGTHS = [1, 4, 5, 17]
@@ -99,6 +101,38 @@ def test_weighted_summaries_are_the_definition(causal: bool, length: int, assert
         lambda q, k, v: flash_weighted_oracle(q, k, v, chunk_size=CHUNK, causal=causal),
         *(2 * torch.randn(length, width) for width in (4, 4, 5)),
     )
+
+
+@pytest.mark.parametrize("memory", get_args(Memory))
+@pytest.mark.parametrize("length", [*LENGTHS, 30])
+def test_memories_are_the_definition(memory: Memory, length: int, assert_same_function: Callable[..., None]) -> None:
+    ridge = torch.tensor(0.7, dtype=torch.float64)
+
+    def prepared(q: Tensor, k: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return q, k / k.norm(dim=-1, keepdim=True), b.sigmoid() if memory == "decay" else b[:, :1].sigmoid()
+
+    def fast(q: Tensor, k: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        chunks = cut_chunks(v[None], CHUNK)
+        q, k, b = prepared(q, k, b)
+        x = b.log() if memory == "decay" else k * (b / (1 - b + b / 100) if memory == "proximal" else b)
+        q, k, x, v = (chunks.cut(each[None]) for each in (q, k, x, v))
+        return chunks.join(read(memory, q, chunk_terms(memory, k, x, v), chunks, causal=True, ridge=ridge))[0]
+
+    def oracle(q: Tensor, k: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        q, k, b = prepared(q, k, b)
+        return flash_memory_oracle(memory, q, k, v, b, chunk_size=CHUNK, ridge=0.7)
+
+    assert_same_function(fast, oracle, *(torch.randn(length, width) for width in (6, 6, 6, 5)))
+
+
+def test_mesa_in_both_directions_is_the_ridge_regression_of_all_tokens() -> None:
+    layer = FLASHMemory(8, d_qk=4, chunk_size=CHUNK, relative_bias=False)
+    q, k, v = (torch.randn(17, width, dtype=torch.float64) for width in (4, 4, 5))
+    x = k * torch.rand(17, 1, dtype=torch.float64)
+    chunks = cut_chunks(v[None], CHUNK)
+    cut = [chunks.cut(each[None]) for each in (q, q, q, k, x, v)]
+    found = chunks.join(layer.double().attend_chunks(("global",), cut[:-1], cut[-1], chunks, None))[0]
+    torch.testing.assert_close(found, q @ torch.linalg.solve(torch.eye(4) + x.mT @ k, x.mT @ v))
 
 
 @directions
@@ -182,7 +216,7 @@ def test_each_part_alone_is_the_definition_without_the_other(
     assert_same_function(alone(across), lambda q, k, v: oracle(0 * q, k, q, k, v), *inputs)
 
 
-@pytest.mark.parametrize("variant", [FLASHOverlapping, FLASHWeighted, FLASHFirstToAll, FLASHCLS, FLASHLocal])
+@pytest.mark.parametrize("variant", [FLASHOverlapping, FLASHWeighted, FLASHFirstToAll, FLASHCLS, FLASHLocal, FLASHMemory])
 def test_documents_of_a_pack_cannot_harm_each_other(variant: type[FLASHInParts]) -> None:
     layer, x = variant(8, d_qk=4, chunk_size=CHUNK), torch.randn(1, 20, 8)
     broken = x.clone()

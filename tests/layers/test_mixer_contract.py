@@ -61,6 +61,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "flash-global": [{}, {"normalization": "paper_sum"}],
     "flash-overlapping": [{}, {"normalization": "paper_sum"}],
     "flash-weighted": [{}, {"normalization": "paper"}],
+    "flash-memory": [{}, {"memory": "decay"}, {"memory": "delta"}, {"memory": "proximal"}],
     "flash-first-to-all": [{}],
     "flash-cls": [{}],
     "gau-multi-head": [{}],

@@ -117,7 +117,7 @@ class GatedUnit(Mixer):
 
     def mix(self, normed: Tensor, batch: Batch) -> Tensor:
         """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
-        gate, v, maps = self.split(self.to_gate_value_base(normed), batch.rotations)
+        gate, v, maps = self.project(normed, batch)
         out: Tensor = self.to_output(self.apply_gate(gate, self._attend(maps, v, batch)))
         return out
 
@@ -132,7 +132,7 @@ class GatedUnit(Mixer):
 
     def open_normed(self, normed: Tensor, batch: Batch) -> Opened:
         """The attention of `mix`, split into its parts."""
-        gate, v, maps = self.split(self.to_gate_value_base(normed), batch.rotations)
+        gate, v, maps = self.project(normed, batch)
         return Opened(
             v,
             self.n_heads,
@@ -143,9 +143,13 @@ class GatedUnit(Mixer):
 
     def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
-        gate, v, maps = self.split(self.to_gate_value_base(normed), batch.rotations)
+        gate, v, maps = self.project(normed, batch)
         attended, state = self.attend_next(maps, v, state, batch)
         return self.to_output(self.apply_gate(gate, attended)), state
+
+    def project(self, normed: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """The gate U and the values V, [B, T, e], and the queries and keys, [B, T, s] each, of normed tokens."""
+        return self.split(self.to_gate_value_base(normed), batch.rotations)
 
     def split(self, projected: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         """Split projected tokens into the gate U and the values V, [B, T, e], and the queries and keys, [B, T, s] each."""

@@ -19,6 +19,7 @@ from lineartime.baselines.flash_cls import FLASHCLS
 from lineartime.baselines.flash_first_to_all import FLASHFirstToAll
 from lineartime.baselines.flash_global import FLASHGlobal
 from lineartime.baselines.flash_local import FLASHLocal
+from lineartime.baselines.flash_memory import FLASHMemory
 from lineartime.baselines.flash_overlapping import FLASHOverlapping
 from lineartime.baselines.flash_weighted import FLASHWeighted
 from lineartime.baselines.flowformer import Flowformer
@@ -166,6 +167,7 @@ SYSTEMS: dict[str, System] = {
     "flash-global": System(FLASHGlobal, options={"chunk_size": 64}),
     "flash-overlapping": System(FLASHOverlapping),
     "flash-weighted": System(FLASHWeighted),
+    "flash-memory": System(FLASHMemory, options={"initial_scores": "unit"}),
     "flash-first-to-all": System(FLASHFirstToAll, scaled=FINE_TUNING),
     "flash-cls": System(FLASHCLS, scaled=FINE_TUNING),
     "gau-softmax": System(

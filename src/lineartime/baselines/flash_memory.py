@@ -1,0 +1,166 @@
+"""FLASH with another memory: what the chunks before leave for the linear part, in place of the sum of their k v^T.
+
+Shapes: B batch or streams, T tokens, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width.
+The definitions are in `lineartime.ops.mixed_chunk.memories`; the quadratic part is that of `FLASH`.
+
+    b = sigmoid(x Wb + bb)                        one for each token; decay: one for each feature of the keys
+    k_lin = k_lin / |k_lin|                       q_lin the same
+    w = b (delta, mesa);  b / (1 - b + b / 100)   (proximal: nearly 100 stores a token as it is)
+    a = the geometric mean of b over a chunk      (decay)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from lineartime.baselines.flash_parts import FLASHInParts
+from lineartime.errors import ArgumentError, check_choice
+from lineartime.layers.dense import Dense, factory
+from lineartime.layers.gated import GatedOptions
+from lineartime.layers.mixer import Part
+from lineartime.ops.batch import Batch
+from lineartime.ops.chunks import open_chunk_pieces
+from lineartime.ops.mixed_chunk import stream
+from lineartime.ops.mixed_chunk.memories import Memory, chunk_terms, fold, read
+from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
+from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.state import State
+
+
+def flash_memory_oracle(
+    memory: Memory, q: Tensor, k: Tensor, v: Tensor, b: Tensor, *, chunk_size: int, ridge: float = 1.0
+) -> Tensor:
+    """The definition of the linear part for one causal document: [T, s], [T, s], [T, e], [T, 1] or [T, s] -> [T, e]."""
+    s, rows = v.new_zeros(k.shape[1], v.shape[1]), []
+    unit, p = torch.eye(k.shape[1], dtype=v.dtype), v.new_zeros(k.shape[1], k.shape[1])
+    for start in range(0, len(v), chunk_size):
+        chunk = slice(start, start + chunk_size)
+        keys, values, strengths = k[chunk], v[chunk], b[chunk]
+        rows.append(q[chunk] @ s)
+        if len(keys) < chunk_size:  # no later chunk reads it
+            break
+        w = torch.diag(strengths[:, 0])
+        if memory == "decay":
+            s = torch.diag(strengths.log().mean(0).exp()) @ s + keys.mT @ values
+        elif memory == "delta":
+            s = s + keys.mT @ w @ (values - keys @ s) / chunk_size
+        elif memory == "proximal":
+            w = torch.diag(strengths[:, 0] / (1 - strengths[:, 0] + strengths[:, 0] / 100))
+            s = torch.linalg.inv(unit + keys.mT @ w @ keys) @ (s + keys.mT @ w @ values)
+        else:
+            before, p = p, p + keys.mT @ w @ keys
+            s = torch.linalg.inv(ridge * unit + p) @ ((ridge * unit + before) @ s + keys.mT @ w @ values)
+    return torch.cat(rows)
+
+
+@dataclass(eq=False)
+class FLASHMemoryState(State):
+    """The state of causal streams, of constant size.
+
+    Attributes:
+        position: int64 [B], the number of tokens that each stream has read.
+        summary: [B, s, e], S of the complete chunks.
+        precision: [B, s, s], P of mesa; [B, 0, 0] for others.
+        open_chunk: keys, weighted keys and values of the open chunk.
+    """
+
+    position: Tensor
+    summary: Tensor
+    precision: Tensor
+    open_chunk: MixedChunkState
+
+
+class FLASHMemory(FLASHInParts):
+    """FLASH with a memory that forgets or corrects.
+
+    Args:
+        memory: "decay", "delta", "proximal" or "mesa".
+        **options: the options of `FLASH`, which apply to the quadratic part; the linear part has no divisor.
+    """
+
+    name = "flash-memory"
+    any_positions = False
+    constant_state = False
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        memory: Memory = "mesa",
+        chunk_size: int = 256,
+        relative_bias: bool = True,
+        **options: Unpack[GatedOptions],
+    ) -> None:
+        check_choice("memory", memory, get_args(Memory))
+        if not options.get("causal", False) and memory != "mesa":
+            raise ArgumentError("memory", f"is {memory!r}, whose order of chunks matters: use causal=True, or 'mesa'.")
+        super().__init__(d_model, chunk_size=chunk_size, relative_bias=relative_bias, **options)
+        self.memory: Memory = memory
+        self.to_strength = Dense(d_model, self.d_qk if memory == "decay" else 1, **factory(options))
+        self.log_ridge = nn.Parameter(torch.empty((), **factory(options))) if memory == "mesa" else None
+        self.init_own()
+
+    def init_own(self) -> None:
+        """Begin with a ridge of 1; the rest as in `FLASH`, with queries and keys of the linear part like the others."""
+        super().init_own()
+        if self.initial_scores == "unit":
+            nn.init.ones_(self.gamma[2:])
+        if getattr(self, "log_ridge", None) is not None:
+            nn.init.zeros_(self.log_ridge)
+
+    def project(self, normed: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """The gate, the values, and queries and keys: of both parts, and the weighted keys or the factors of the memory."""
+        gate, v, (q_quad, k_quad, q_lin, k_lin) = super().project(normed, batch)
+        strength = self.to_strength(normed)
+        q, k = (F.normalize(each, dim=-1, eps=1e-6) for each in (q_lin, k_lin))
+        if self.memory == "decay":
+            x = F.logsigmoid(strength)
+        else:
+            b = strength.sigmoid()
+            x = k * (b / (1 - b + b / 100) if self.memory == "proximal" else b)
+        return gate, v, (q_quad, k_quad, q, k, x)
+
+    @property
+    def ridge(self) -> Tensor | None:
+        """The ridge of mesa."""
+        return None if self.log_ridge is None else self.log_ridge.to(acc_dtype(self.log_ridge)).exp()
+
+    def attend_chunks(self, parts: Sequence[Part], maps: list[Tensor], v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
+        """The sum of parts: queries and keys, each [B, G, C, s], and values [B, G, C, w] -> [B, G, C, w]."""
+        q_quad, k_quad, q, k, x = maps
+        out = torch.zeros_like(v)
+        if "local" in parts:
+            out = out + self.quadratic_part(q_quad, k_quad, v, chunks, bias)
+        if "global" in parts:
+            out = out + read(self.memory, q, chunk_terms(self.memory, k, x, v), chunks, causal=self.causal, ridge=self.ridge)
+        return out
+
+    def attend_next(
+        self, maps: Sequence[Tensor], v: Tensor, state: FLASHMemoryState, batch: Batch
+    ) -> tuple[Tensor, FLASHMemoryState]:
+        size, compute, start = self.chunk_size, matmul_dtype(*maps, v), batch.first_position
+        summary, precision, own, bias = state.summary, state.precision, state.open_chunk, self.slot_bias(batch)
+        outputs = [v[:, :0].to(output_dtype(v, compute))]
+        for new, _, last in open_chunk_pieces(start, v.shape[1], size):
+            q_quad, k_quad, q, k, x = (each[:, new] for each in maps)
+            here = replace(batch, start=start + new.start)
+            local, own = stream.extend(q_quad, None, [k_quad, k, x], v[:, new], bias, self.options, own, here)
+            with without_autocast(v):
+                outputs.append(local + (q.to(compute) @ summary.to(compute)).to(local.dtype))
+                if last == size:  # the chunk is full
+                    keys, weighted, values = (each.to(compute) for each in (own.keys[:, 1], own.keys[:, 2], own.values))
+                    terms = chunk_terms(self.memory, keys, weighted, values)
+                    summary, precision = fold(self.memory, summary, precision, terms, size, self.ridge)
+        return torch.cat(outputs, 1), FLASHMemoryState(batch.after(state.position), summary, precision, own)
+
+    def init_own_state(self, batch_size: int) -> FLASHMemoryState:
+        like = self.any_parameter
+        own = mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like, maps=3, linear=False)
+        summary = torch.zeros(batch_size, self.d_qk, self.d_value, dtype=acc_dtype(like), device=like.device)
+        width = self.d_qk if self.memory == "mesa" else 0
+        return FLASHMemoryState(own.position.clone(), summary, summary.new_zeros(batch_size, width, width), own)

@@ -1,0 +1,95 @@
+"""Memories of mixed chunk attention: what the chunks before a token leave for its linear part, in place of their sum.
+
+A chunk has keys K [C, s] of unit length, values V [C, e], and either weights W = diag(w), one for each token, or factors a [s]
+of what was there before. With S [s, e] before the chunk and S' after it, and S = 0, P = 0 before the first:
+
+    decay       S' = diag(a) S + K^T V
+    delta       S' = S + K^T W (V - K S) / C
+    proximal    S' = (I + K^T W K)^-1 (S + K^T W V)
+    mesa        S' = (r I + P')^-1 ((r I + P) S + K^T W V)        P' = P + K^T W K
+
+    o_lin[t] = q[t] S        with the S of the chunks before t's
+
+Proximal is the smallest change of S that stores the chunk as far as W asks: it minimises |S' - S|^2 + |W^1/2 (V - K S')|^2.
+Mesa is the ridge regression over all chunks, with the ridge r. The transition from S to S' has eigenvalues in [0, 1]: of delta,
+because w <= 1 and |k| = 1 bound those of K^T W K by C.
+
+Shapes: B batch, D documents, G chunks, L chunks of the longest document, C chunk size, s query/key width, e value width. `x`
+are the weighted keys W K [..., C, s] or, for decay, the logarithms of factors [..., C, s], of which a chunk has the mean.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineartime.ops.batch import Batch
+from lineartime.ops.chunks import exclusive_cumsum, join_documents, split_documents
+from lineartime.ops.precision import acc_dtype
+
+Memory = Literal["decay", "delta", "proximal", "mesa"]
+
+
+class Terms(NamedTuple):
+    """What a chunk adds: K^T W K [..., s, s], or the factors a [..., s, 1] of decay; and K^T W V, or K^T V, [..., s, e]."""
+
+    gram: Tensor
+    product: Tensor
+
+
+def chunk_terms(memory: Memory, k: Tensor, x: Tensor, v: Tensor) -> Terms:
+    """The terms of chunks: [..., C, s], [..., C, s] and [..., C, e]."""
+    accumulate = acc_dtype(v)
+    if memory == "decay":
+        return Terms(x.to(accumulate).mean(-2)[..., None].exp(), (k.mT @ v).to(accumulate))
+    return Terms((x.mT @ k).to(accumulate), (x.mT @ v).to(accumulate))
+
+
+def fold(memory: Memory, s: Tensor, p: Tensor, terms: Terms, size: int, ridge: Tensor | None) -> tuple[Tensor, Tensor]:
+    """S' and P' after a chunk of `size` tokens, from S [..., s, e] and P [..., s, s], which only mesa uses."""
+    gram, product = terms
+    if memory == "decay":
+        return gram * s + product, p
+    if memory == "delta":
+        return s + (product - gram @ s) / size, p
+    if memory == "proximal":
+        return solve(gram, s + product, None), p
+    added = p @ s + (s if ridge is None else ridge * s)
+    return solve(p + gram, added + product, ridge), p + gram
+
+
+def solve(gram: Tensor, right: Tensor, ridge: Tensor | None) -> Tensor:
+    """(r I + gram)^-1 right, with a ridge of 1 if none is given: [..., s, s] and [..., s, e] -> [..., s, e]."""
+    return torch.cholesky_solve(right, _root(gram, ridge))
+
+
+def _root(gram: Tensor, ridge: Tensor | None) -> Tensor:
+    unit = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    root: Tensor = torch.linalg.cholesky_ex(gram + (unit if ridge is None else ridge * unit)).L
+    return root  # unchecked: a NaN in one document shall not stop the others
+
+
+def read(memory: Memory, q: Tensor, terms: Terms, chunks: Batch, *, causal: bool, ridge: Tensor | None) -> Tensor:
+    """The linear part: queries [B, G, C, s] and the terms of the chunks -> [B, G, C, e]."""
+    gram, product = (split_documents(each, chunks) for each in terms)  # [B, D, L, ...]
+    if memory == "mesa":
+        sums = (exclusive_cumsum(each, 2) if causal else each.sum(2, keepdim=True).expand_as(each) for each in (gram, product))
+        before = solve(*sums, ridge)
+    else:
+        before = torch.stack(list(_before_each(memory, Terms(gram, product), chunks.chunk_size)), 2)
+    return q @ join_documents(before, chunks).to(q.dtype)
+
+
+def _before_each(memory: Memory, terms: Terms, size: int) -> list[Tensor]:
+    """S before each chunk of a document, L times [B, D, s, e]."""
+    gram, product = terms
+    s = torch.zeros_like(product[:, :, 0])
+    states, last = [s], product.shape[2] - 1
+    root = _root(gram[:, :, :last], None) if memory == "proximal" else None
+    for place in range(last):
+        if root is None:
+            s, _ = fold(memory, s, s, Terms(gram[:, :, place], product[:, :, place]), size, None)
+        else:  # all roots at once
+            s = torch.cholesky_solve(s + product[:, :, place], root[:, :, place])
+        states.append(s)
+    return states
