@@ -56,6 +56,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "n_rounds": (1, {}),
     "rotated": ("features", {}),
     "initial_scores": ("unit", {}),
+    "memory": ("delta", {"causal": True, "chunk_size": 2}),
 }
 LAYERS: list[type[nn.Module]] = [*KINDS["mixer"].values(), *KINDS["feed_forward"].values(), CrossGAU]
 D_MODEL, LENGTH = 24, 10

@@ -13,7 +13,7 @@ from lineartime.ops.mixed_chunk.inputs import Heads
 from lineartime.ops.mixed_chunk.reference import attend
 
 BOTH = {"flash", "flash-foreign", "flash-overlapping", "flash-weighted", "flash-first-to-all", "flash-cls", "mc-tfm"}
-BOTH |= {"mixed-chunk"}
+BOTH |= {"mixed-chunk", "flash-memory"}
 OPENED = [(name, causal) for name, causal in DIRECTIONS if CASES[name][0] is not Combiner]
 
 

@@ -96,6 +96,7 @@ def test_a_recipe_sets_the_chunk_size_and_clips_where_the_table_says() -> None:
         "flash-local",
         "flash-overlapping",
         "flash-weighted",
+        "flash-memory",
         "mc-tfm++",
         "mixed-chunk",
         "combiner",
@@ -126,4 +127,6 @@ def test_only_our_own_sizes_and_systems_start_with_large_scores() -> None:
         "gau-ungated-tiny",
         "flash-next-tiny",
         "flash-next-base",
+        "flash-memory-tiny",
+        "flash-memory-base",
     }

@@ -110,8 +110,9 @@ class FLASHMemory(FLASHInParts):
         super().init_own()
         if self.initial_scores == "unit":
             nn.init.ones_(self.gamma[2:])
-        if getattr(self, "log_ridge", None) is not None:
-            nn.init.zeros_(self.log_ridge)
+        ridge: Tensor | None = getattr(self, "log_ridge", None)  # which the base initialises before it is there
+        if ridge is not None:
+            nn.init.zeros_(ridge)
 
     def project(self, normed: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         """The gate, the values, and queries and keys: of both parts, and the weighted keys or the factors of the memory."""

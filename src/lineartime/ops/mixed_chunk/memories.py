@@ -73,8 +73,10 @@ def read(memory: Memory, q: Tensor, terms: Terms, chunks: Batch, *, causal: bool
     """The linear part: queries [B, G, C, s] and the terms of the chunks -> [B, G, C, e]."""
     gram, product = (split_documents(each, chunks) for each in terms)  # [B, D, L, ...]
     if memory == "mesa":
-        sums = (exclusive_cumsum(each, 2) if causal else each.sum(2, keepdim=True).expand_as(each) for each in (gram, product))
-        before = solve(*sums, ridge)
+        gram, product = (
+            exclusive_cumsum(each, 2) if causal else each.sum(2, keepdim=True).expand_as(each) for each in (gram, product)
+        )
+        before = solve(gram, product, ridge)
     else:
         before = torch.stack(list(_before_each(memory, Terms(gram, product), chunks.chunk_size)), 2)
     return q @ join_documents(before, chunks).to(q.dtype)
