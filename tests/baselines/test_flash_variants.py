@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.pairs import every_pair
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from lineartime.ops.batch import cut_chunks
 from lineartime.ops.mixed_chunk import mixed_chunk_attention_oracle
 from lineartime.ops.mixed_chunk.chunked import summary_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
-from lineartime.ops.mixed_chunk.memories import Memory, chunk_terms, read
+from lineartime.ops.mixed_chunk.memories import Memory, chunk_terms, fold, read, weighted_keys
 
 CHUNK = 4
 LENGTHS = [1, 4, 5, 17]
@@ -108,19 +109,15 @@ def test_weighted_summaries_are_the_definition(causal: bool, length: int, assert
 def test_memories_are_the_definition(memory: Memory, length: int, assert_same_function: Callable[..., None]) -> None:
     ridge = torch.tensor(0.7, dtype=torch.float64)
 
-    def prepared(q: Tensor, k: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return q, k / k.norm(dim=-1, keepdim=True), b.sigmoid() if memory == "decay" else b[:, :1].sigmoid()
-
     def fast(q: Tensor, k: Tensor, b: Tensor, v: Tensor) -> Tensor:
         chunks = cut_chunks(v[None], CHUNK)
-        q, k, b = prepared(q, k, b)
-        x = b.log() if memory == "decay" else k * (b / (1 - b + b / 100) if memory == "proximal" else b)
-        q, k, x, v = (chunks.cut(each[None]) for each in (q, k, x, v))
-        return chunks.join(read(memory, q, chunk_terms(memory, k, x, v), chunks, causal=True, ridge=ridge))[0]
+        x = weighted_keys(memory, F.normalize(k, dim=-1), b if memory == "decay" else b[:, :1])
+        q, x, v = (chunks.cut(each[None]) for each in (q, x, v))
+        return chunks.join(read(memory, q, chunk_terms(memory, x, v), chunks, causal=True, ridge=ridge))[0]
 
     def oracle(q: Tensor, k: Tensor, b: Tensor, v: Tensor) -> Tensor:
-        q, k, b = prepared(q, k, b)
-        return flash_memory_oracle(memory, q, k, v, b, chunk_size=CHUNK, ridge=0.7)
+        strength = b.sigmoid() if memory == "decay" else b[:, :1].sigmoid()
+        return flash_memory_oracle(memory, q, k / k.norm(dim=-1, keepdim=True), v, strength, chunk_size=CHUNK, ridge=0.7)
 
     assert_same_function(fast, oracle, *(torch.randn(length, width) for width in (6, 6, 6, 5)))
 
@@ -128,11 +125,13 @@ def test_memories_are_the_definition(memory: Memory, length: int, assert_same_fu
 def test_mesa_in_both_directions_is_the_ridge_regression_of_all_tokens() -> None:
     layer = FLASHMemory(8, d_qk=4, chunk_size=CHUNK, relative_bias=False)
     q, k, v = (torch.randn(17, width, dtype=torch.float64) for width in (4, 4, 5))
-    x = k * torch.rand(17, 1, dtype=torch.float64)
+    x = F.normalize(k, dim=-1) * torch.rand(17, 1, dtype=torch.float64).sqrt()
     chunks = cut_chunks(v[None], CHUNK)
-    cut = [chunks.cut(each[None]) for each in (q, q, q, k, x, v)]
+    cut = [chunks.cut(each[None]) for each in (q, q, q, x, v)]
     found = chunks.join(layer.double().attend_chunks(("global",), cut[:-1], cut[-1], chunks, None))[0]
-    torch.testing.assert_close(found, q @ torch.linalg.solve(torch.eye(4) + x.mT @ k, x.mT @ v))
+    torch.testing.assert_close(
+        found, q @ torch.linalg.solve(torch.eye(4) + x.mT @ x, x.mT @ (x.norm(dim=-1, keepdim=True) * v))
+    )
 
 
 @directions
@@ -223,3 +222,31 @@ def test_documents_of_a_pack_cannot_harm_each_other(variant: type[FLASHInParts])
     broken[:, 10:] = torch.inf
     ends = torch.tensor([0, 10, 20])
     torch.testing.assert_close(layer(broken, cu_seqlens=ends)[:, :10], layer(x, cu_seqlens=ends)[:, :10])
+
+
+@pytest.mark.parametrize("memory", get_args(Memory))
+def test_memories_are_stable_over_long_texts_in_bf16(memory: Memory) -> None:
+    """The transition of S has eigenvalues in [0, 1], and 65,536 tokens later, proximal recalls the last values."""
+    random = torch.Generator().manual_seed(0)
+    known = F.normalize(torch.randn(16, 32, generator=random), dim=-1)
+    size, s, p, ridge = 256, torch.zeros(32, 8), torch.zeros(32, 32), torch.tensor(1.0)
+    for _ in range(65_536 // size):
+        place = torch.randint(16, (size,), generator=random)
+        table = torch.randn(16, 8, generator=random)  # each chunk has other values for the same keys
+        strength = torch.randn(size, 32 if memory == "decay" else 1, generator=random) + 2
+        x, v = weighted_keys(memory, known[place], strength).bfloat16(), table[place].bfloat16()
+        terms = chunk_terms(memory, x, v)
+        unit = torch.eye(32)
+        transition = {
+            "decay": terms.gram.squeeze(-1).expand(32, 32) * unit,
+            "delta": unit - terms.gram / size,
+            "proximal": torch.linalg.inv(unit + terms.gram),
+            "mesa": torch.linalg.inv(ridge * unit + p + terms.gram) @ (ridge * unit + p),
+        }[memory]
+        eigenvalues = torch.linalg.eigvals(transition)
+        assert eigenvalues.real.min() > -1e-3
+        assert eigenvalues.abs().max() < 1 + 1e-3
+        s, p = fold(memory, s, p, terms, size, ridge)
+    assert s.isfinite().all()
+    error = (known @ s - table).square().mean() / table.square().mean()
+    assert (error < 0.05) == (memory == "proximal")  # which alone replaces what a key had before by the last chunk

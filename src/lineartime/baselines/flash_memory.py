@@ -5,7 +5,7 @@ The definitions are in `lineartime.ops.mixed_chunk.memories`; the quadratic part
 
     b = sigmoid(x Wb + bb)                        one for each token; decay: one for each feature of the keys
     k_lin = k_lin / |k_lin|                       q_lin the same
-    w = b (delta, mesa);  b / (1 - b + b / 100)   (proximal: nearly 100 stores a token as it is)
+    w = b (delta, mesa);  b / (1 - b + b / 100)   (proximal)
     a = the geometric mean of b over a chunk      (decay)
 """
 
@@ -26,7 +26,7 @@ from lineartime.layers.mixer import Part
 from lineartime.ops.batch import Batch
 from lineartime.ops.chunks import open_chunk_pieces
 from lineartime.ops.mixed_chunk import stream
-from lineartime.ops.mixed_chunk.memories import Memory, chunk_terms, fold, read
+from lineartime.ops.mixed_chunk.memories import Memory, chunk_terms, fold, read, weighted_keys
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.state import State
@@ -115,16 +115,10 @@ class FLASHMemory(FLASHInParts):
             nn.init.zeros_(ridge)
 
     def project(self, normed: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """The gate, the values, and queries and keys: of both parts, and the weighted keys or the factors of the memory."""
+        """The gate, the values, and queries and keys of both parts; for decay, also the logarithms of its factors."""
         gate, v, (q_quad, k_quad, q_lin, k_lin) = super().project(normed, batch)
-        strength = self.to_strength(normed)
         q, k = (F.normalize(each, dim=-1, eps=1e-6) for each in (q_lin, k_lin))
-        if self.memory == "decay":
-            x = F.logsigmoid(strength)
-        else:
-            b = strength.sigmoid()
-            x = k * (b / (1 - b + b / 100) if self.memory == "proximal" else b)
-        return gate, v, (q_quad, k_quad, q, k, x)
+        return gate, v, (q_quad, k_quad, q, *weighted_keys(self.memory, k, self.to_strength(normed)).split(self.d_qk, -1))
 
     @property
     def ridge(self) -> Tensor | None:
@@ -133,12 +127,14 @@ class FLASHMemory(FLASHInParts):
 
     def attend_chunks(self, parts: Sequence[Part], maps: list[Tensor], v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
         """The sum of parts: queries and keys, each [B, G, C, s], and values [B, G, C, w] -> [B, G, C, w]."""
-        q_quad, k_quad, q, k, x = maps
+        q_quad, k_quad, q, *x = maps
         out = torch.zeros_like(v)
         if "local" in parts:
             out = out + self.quadratic_part(q_quad, k_quad, v, chunks, bias)
         if "global" in parts:
-            out = out + read(self.memory, q, chunk_terms(self.memory, k, x, v), chunks, causal=self.causal, ridge=self.ridge)
+            out = out + read(
+                self.memory, q, chunk_terms(self.memory, torch.cat(x, -1), v), chunks, causal=self.causal, ridge=self.ridge
+            )
         return out
 
     def attend_next(
@@ -148,20 +144,21 @@ class FLASHMemory(FLASHInParts):
         summary, precision, own, bias = state.summary, state.precision, state.open_chunk, self.slot_bias(batch)
         outputs = [v[:, :0].to(output_dtype(v, compute))]
         for new, _, last in open_chunk_pieces(start, v.shape[1], size):
-            q_quad, k_quad, q, k, x = (each[:, new] for each in maps)
+            q_quad, k_quad, q, *x = (each[:, new] for each in maps)
             here = replace(batch, start=start + new.start)
-            local, own = stream.extend(q_quad, None, [k_quad, k, x], v[:, new], bias, self.options, own, here)
+            local, own = stream.extend(q_quad, None, [k_quad, *x], v[:, new], bias, self.options, own, here)
             with without_autocast(v):
                 outputs.append(local + (q.to(compute) @ summary.to(compute)).to(local.dtype))
                 if last == size:  # the chunk is full
-                    keys, weighted, values = (each.to(compute) for each in (own.keys[:, 1], own.keys[:, 2], own.values))
-                    terms = chunk_terms(self.memory, keys, weighted, values)
+                    terms = chunk_terms(self.memory, own.keys[:, 1:].transpose(1, 2).flatten(2), own.values)
                     summary, precision = fold(self.memory, summary, precision, terms, size, self.ridge)
         return torch.cat(outputs, 1), FLASHMemoryState(batch.after(state.position), summary, precision, own)
 
     def init_own_state(self, batch_size: int) -> FLASHMemoryState:
         like = self.any_parameter
-        own = mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like, maps=3, linear=False)
+        own = mixed_chunk_state(
+            batch_size, self.chunk_size, self.d_qk, self.d_value, like, maps=3 if self.memory == "decay" else 2, linear=False
+        )
         summary = torch.zeros(batch_size, self.d_qk, self.d_value, dtype=acc_dtype(like), device=like.device)
         width = self.d_qk if self.memory == "mesa" else 0
         return FLASHMemoryState(own.position.clone(), summary, summary.new_zeros(batch_size, width, width), own)

@@ -14,13 +14,17 @@ Proximal is the smallest change of S that stores the chunk as far as W asks: it 
 Mesa is the ridge regression over all chunks, with the ridge r. The transition from S to S' has eigenvalues in [0, 1]: of delta,
 because w <= 1 and |k| = 1 bound those of K^T W K by C.
 
-Shapes: B batch, D documents, G chunks, L chunks of the longest document, C chunk size, s query/key width, e value width. `x`
-are the weighted keys W K [..., C, s] or, for decay, the logarithms of factors [..., C, s], of which a chunk has the mean.
+Keys come with their weights, as x = w^1/2 k, of which |x| = w^1/2. Then K^T W K = x^T x has no negative eigenvalue, however x
+is rounded. These products are made in float32: the inverses would amplify what bf16 leaves out of them.
+
+Shapes: B batch, D documents, G chunks, L chunks of the longest document, C chunk size, s query/key width, e value width.
+`x` are [..., C, s]; for decay, [..., C, 2 s]: the keys, and the logarithms of factors, of which a chunk has the mean.
 """
 
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.batch import Batch
@@ -37,12 +41,24 @@ class Terms(NamedTuple):
     product: Tensor
 
 
-def chunk_terms(memory: Memory, k: Tensor, x: Tensor, v: Tensor) -> Terms:
-    """The terms of chunks: [..., C, s], [..., C, s] and [..., C, e]."""
-    accumulate = acc_dtype(v)
+def weighted_keys(memory: Memory, k: Tensor, strength: Tensor) -> Tensor:
+    """Weight keys [..., s] of unit length by the logits [..., 1] of b; decay has [..., s], a factor for each feature.
+
+    w is b for delta and mesa, and b / (1 - b + b / 100) for proximal, so that nearly 100 stores a token as it is.
+    """
     if memory == "decay":
-        return Terms(x.to(accumulate).mean(-2)[..., None].exp(), (k.mT @ v).to(accumulate))
-    return Terms((x.mT @ k).to(accumulate), (x.mT @ v).to(accumulate))
+        return torch.cat([k, F.logsigmoid(strength)], -1)
+    b = strength.sigmoid()
+    return k * (b / (1 - b + b / 100) if memory == "proximal" else b).sqrt()
+
+
+def chunk_terms(memory: Memory, x: Tensor, v: Tensor) -> Terms:
+    """The terms of chunks, in float32 or better: keys as `weighted_keys` makes them, and values [..., C, e]."""
+    x, v = x.to(acc_dtype(v)), v.to(acc_dtype(v))
+    if memory == "decay":
+        k, logarithms = x.chunk(2, -1)
+        return Terms(logarithms.mean(-2)[..., None].exp(), k.mT @ v)
+    return Terms(x.mT @ x, x.mT @ (x.norm(dim=-1, keepdim=True) * v))
 
 
 def fold(memory: Memory, s: Tensor, p: Tensor, terms: Terms, size: int, ridge: Tensor | None) -> tuple[Tensor, Tensor]:
