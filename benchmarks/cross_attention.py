@@ -177,7 +177,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         axes.set(title=task, xlabel="exact match, %", yticks=range(len(names)), yticklabels=names)
         label_axes(axes)
     panels[0].invert_yaxis()
-    save_figure(figure, RESULTS / "cross-attention.png", 110)
+    save_figure(figure, RESULTS.parents[1] / "docs" / "cross-attention.png", 110)
 
 
 if __name__ == "__main__":
