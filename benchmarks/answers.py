@@ -82,12 +82,11 @@ def main() -> None:
         list(pool.map(lambda name: pretrain(options, name, steps[name]), PRETRAINED))
         if options.until == "pretrain":
             return
-        jobs = [(row, seed, *of, ",".join(RATES)) for seed in SEEDS for row, of in ROWS.items()]
-        list(pool.map(lambda job: finetune(options, *job), jobs))
-        best = best_rate(options.work, FLASH)
-        list(
-            pool.map(lambda job: finetune(options, *job), [(row, seed, *of, best) for seed in SEEDS for row, of in OFF.items()])
-        )
+        list(pool.map(lambda row: finetune(options, row, SEEDS[0], *ROWS[row], RATES), ROWS))
+        best = {row: [best_rate(options.work, row)] for row in ROWS}
+        again = [(row, SEEDS[1], *of, best[row]) for row, of in ROWS.items()]
+        off = [(row, seed, *of, best[FLASH]) for seed in SEEDS for row, of in OFF.items()]
+        list(pool.map(lambda job: finetune(options, *job), [*again, *off]))
     report(options, steps)
 
 

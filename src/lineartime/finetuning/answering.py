@@ -14,7 +14,8 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.modeling_outputs import ModelOutput
 
 from lineartime.choices import Split
 from lineartime.errors import LineartimeError
@@ -182,6 +183,23 @@ def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask.long(), "token_type_ids": types.long()}
 
 
+@torch.no_grad()
+def read_windows(
+    model: nn.Module, windows: Any, batch_size: int, bf16: bool
+) -> Iterator[tuple[list[Mapping[str, Any]], ModelOutput]]:
+    """The windows in batches of about one length, with what a model says about them."""
+    model.eval()
+    device = next(model.parameters()).device
+    lengths = [len(window["input_ids"]) for window in windows]
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for first in range(0, len(order), batch_size):
+        rows = [windows[place] for place in order[first : first + batch_size]]
+        batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
+        with autocast(device, bf16):
+            outputs = model(**batch)
+        yield rows, outputs
+
+
 def best_answers(
     model: LineartimeForQuestionAnswering,
     windows: Any,
@@ -192,7 +210,7 @@ def best_answers(
 ) -> dict[str, Answer]:
     """The best span of each question over all of its windows and, if several documents have its key, over these."""
     best: dict[int, tuple[float, int, int]] = {}
-    for number, score, begin, end in _spans(model.eval(), windows, max_answer_tokens, batch_size, bf16):
+    for number, score, begin, end in _spans(model, windows, max_answer_tokens, batch_size, bf16):
         if number not in best or score > best[number][0]:
             best[number] = score, begin, end
     answers: dict[str, Answer] = {}
@@ -203,15 +221,9 @@ def best_answers(
     return answers
 
 
-@torch.no_grad()
 def _spans(model: Any, windows: Any, longest: int, batch_size: int, bf16: bool) -> Iterator[tuple[int, float, int, int]]:
     """For each window, the number of its question and its best span: its score, and its place in the text in characters."""
-    device = next(model.parameters()).device
-    for first in range(0, len(windows), batch_size):
-        rows = [windows[place] for place in range(first, min(first + batch_size, len(windows)))]
-        batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
-        with autocast(device, bf16):
-            outputs = model(**batch)
+    for rows, outputs in read_windows(model, windows, batch_size, bf16):
         starts, ends = outputs.start_logits.float().cpu(), outputs.end_logits.float().cpu()
         for row, start, end in zip(rows, starts, ends, strict=True):
             text = slice(row["first"], row["first"] + len(row["starts"]))

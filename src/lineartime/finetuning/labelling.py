@@ -22,14 +22,13 @@ from torch import Tensor
 from lineartime.choices import Split
 from lineartime.errors import ArgumentError, LineartimeError, require_packages
 from lineartime.fields import shown
-from lineartime.finetuning.answering import PREDICTIONS, dataset_of, padded
+from lineartime.finetuning.answering import PREDICTIONS, dataset_of, padded, read_windows
 from lineartime.finetuning.config import Advanced, LabelKind
 from lineartime.finetuning.questions import HELD_OUT_EVERY, one_of_each_split
 from lineartime.finetuning.records import SUFFIXES, read_records
 from lineartime.finetuning.windows import WindowEncoder
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.tasks import LineartimeForSequenceClassification
-from lineartime.machine import autocast
 
 _PROBLEMS = {"single": "single_label_classification", "multiple": "multi_label_classification", "numbers": "regression"}
 _METRICS = {"single": "accuracy", "multiple": "f1", "numbers": "spearman"}
@@ -271,21 +270,14 @@ def label_windows(texts: Iterable[Labelled], encoder: WindowEncoder, labels: Lab
             yield {"input_ids": window.ids, "first": first, "text": number, **target}
 
 
-@torch.no_grad()
 def mean_logits(
     model: LineartimeForSequenceClassification, windows: Any, count: int, batch_size: int, bf16: bool = False
 ) -> NDArray[np.float64]:
     """The mean of the logits of all windows of each of `count` texts: [count, K]."""
-    model.eval()
-    device = next(model.parameters()).device
     sums, read = np.zeros((count, model.config.num_labels)), np.zeros((count, 1))
-    for first in range(0, len(windows), batch_size):
-        rows = [windows[place] for place in range(first, min(first + batch_size, len(windows)))]
-        batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
-        with autocast(device, bf16):
-            logits = model(**batch).logits
+    for rows, outputs in read_windows(model, windows, batch_size, bf16):
         texts = [row["text"] for row in rows]
-        np.add.at(sums, texts, logits.float().cpu().numpy())
+        np.add.at(sums, texts, outputs.logits.float().cpu().numpy())
         np.add.at(read, texts, 1)
     mean: NDArray[np.float64] = sums / read
     return mean

@@ -224,6 +224,7 @@ def _train(config: FinetuneConfig, task: Task, model: Any, rate: float, folder: 
         use_cpu=device.type == "cpu",
         seed=config.seed,
         metric_for_best_model=task.metric,
+        train_sampling_strategy="group_by_length",
         **TRAINER,
     )
     stopping = [] if advanced.patience is None else [EarlyStoppingCallback(advanced.patience)]
