@@ -40,7 +40,7 @@ PRETRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     "flash-128": ("flash-tiny", {"n_blocks": 6, "d_qk": 128, "chunk_size": 256}),
 }
 """The preset and the overrides of each. The widths of queries and keys are to d_model = 128 about as 128 and 512 are to 768."""
-RATES = ("1e-3", "3e-3", "6e-3")
+RATES = ("3e-4", "1e-3", "3e-3")
 ROWS: dict[str, tuple[str, list[str]]] = {
     "transformer+": ("transformer+", []),
     "flash-quad, s = 32": ("flash-quad-32", []),
