@@ -158,7 +158,7 @@ def test_mistakes_are_named_and_leave_nothing(config: Configured, tmp_path: Path
         (config(run=tmp_path / "causal"), r"^run is .*causal, a causal language model, .*: give a masked one"),
         (config(advanced={"chunk_size": 32}), r"^chunk_size is 32, but the model was trained with 16: give at most that"),
         (config(context_length=16), r"^The question .* leaves 7 tokens of the 16 .*: raise `context_length` above 17"),
-        (config(resume=True), r"^resume is True, but .* holds no fine-tuning that has begun"),
+        (config(resume=True), r"^resume is True, but .* holds no training that has begun"),
         (config(data=tmp_path / "none"), r"^data is .*none, which does not exist"),
         (config(data=lost), r".*lost.json holds no question whose text holds its answer: give other data"),
     ):

@@ -3,7 +3,6 @@
 Shapes: B batch, T tokens, L the maximum number of tokens of an answer.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -14,18 +13,16 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers.modeling_outputs import ModelOutput
+from torch import Tensor
 
 from lineartime.choices import Split
 from lineartime.errors import LineartimeError
-from lineartime.finetuning.answer_metrics import Metric, answer_scores, score_answers
+from lineartime.finetuning.answer_metrics import answer_scores, score_answers
 from lineartime.finetuning.questions import Question, QuestionFile
-from lineartime.finetuning.windows import WindowEncoder
+from lineartime.finetuning.trainer import Task
+from lineartime.finetuning.windows import WindowEncoder, dataset_of, padded, read_windows
 from lineartime.hf.tasks import LineartimeForQuestionAnswering
-from lineartime.machine import autocast
 
-PREDICTIONS = "predictions.json"
 _NUMBER, _PLACES = datasets.Value("int32"), datasets.Sequence(datasets.Value("int32"))
 _TRAINED = datasets.Features({"input_ids": _PLACES, "first": _NUMBER, "start_positions": _NUMBER, "end_positions": _NUMBER})
 _ANSWERED = datasets.Features({"input_ids": _PLACES, "first": _NUMBER, "question": _NUMBER, "starts": _PLACES, "ends": _PLACES})
@@ -64,20 +61,7 @@ def best_threshold(found: Mapping[str, Answer], right: Mapping[str, Sequence[str
     return threshold
 
 
-@dataclass(frozen=True)
-class Questions:
-    """How questions are answered.
-
-    Attributes:
-        metric: the official metric of the data.
-        max_answer_tokens: the longest answer.
-    """
-
-    metric: Metric
-    max_answer_tokens: int
-
-
-class Answering:
+class Answering(Task):
     """Questions to train with and to answer, for one model and tokenizer.
 
     Args:
@@ -108,7 +92,7 @@ class Answering:
         max_answer_tokens: int | None = None,
         null_threshold: float | None = None,
     ) -> None:
-        self.encoder, self.batch_size, self.null_threshold = encoder, batch_size, null_threshold
+        self.batch_size, self.null_threshold = batch_size, null_threshold
         self.validation = files["validation"]
         learnt = files["train"]
         self.right = {question.key: question.answers for question in self.validation}
@@ -120,84 +104,30 @@ class Answering:
         self.left_out = learnable.count(False)
         options = {"questions": learnt, "seed": seed}
         self.train = dataset_of(encoder.for_training, options, _TRAINED, cache)
-        self.windows = dataset_of(encoder.for_answering, {"questions": self.validation}, _ANSWERED, cache)
+        self.held_out = dataset_of(encoder.for_answering, {"questions": self.validation}, _ANSWERED, cache)
         lengths = np.array(self.train["end_positions"]) - np.array(self.train["start_positions"]) + 1
-        longest = max_answer_tokens or int(np.quantile(lengths, 0.99, method="higher"))
-        self.questions = Questions(self.validation.metric, longest)
+        self.max_answer_tokens = max_answer_tokens or int(np.quantile(lengths, 0.99, method="higher"))
         self.predictions: dict[str, str] = {}
 
     def describe(self) -> str:
         """What is trained with and answered."""
         left = f"; {self.left_out:,} questions are left out, whose texts do not hold their answers" if self.left_out else ""
-        return f"{len(self.train):,} windows to train with, {len(self.windows):,} to answer in{left}"
+        return f"{len(self.train):,} windows to train with, {len(self.held_out):,} to answer in{left}"
 
-    def collate(self, windows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """A batch of padded windows, with the places of their answers if they have any."""
-        batch = padded(windows)
-        for name in ("start_positions", "end_positions"):
-            if name in windows[0]:
-                batch[name] = torch.tensor([each[name] for each in windows])
-        return batch
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """A batch of padded windows, with the places of their answers."""
+        places = ("start_positions", "end_positions")
+        return {**padded(rows), **{name: torch.tensor([each[name] for each in rows]) for name in places}}
 
     def evaluate(self, model: LineartimeForQuestionAnswering, bf16: bool = False) -> dict[str, float]:
         """Answer the questions to validate with, and compare the answers with the right ones."""
-        found = best_answers(model, self.windows, self.validation, self.questions.max_answer_tokens, self.batch_size, bf16)
-        metric, threshold = self.questions.metric, self.null_threshold
+        found = best_answers(model, self.held_out, self.validation, self.max_answer_tokens, self.batch_size, bf16)
+        metric, threshold = self.validation.metric, self.null_threshold
         if metric == "squad_v2" and threshold is None:
             threshold = best_threshold(found, self.right)
         scores = {} if metric != "squad_v2" else {"null_threshold": threshold}
         self.predictions = {key: each.above(scores.get("null_threshold")) for key, each in found.items()}
         return {**asdict(score_answers(self.predictions, self.right, metric)), **scores}
-
-    def finish(self, model: LineartimeForQuestionAnswering) -> None:
-        """Leave the trained head as it is."""
-
-    def write(self, folder: Path) -> None:
-        """Write the last predictions, as the official script reads them."""
-        text = json.dumps(self.predictions, ensure_ascii=False, indent=1)
-        (folder / PREDICTIONS).write_text(f"{text}\n", encoding="utf-8")
-
-
-def dataset_of(generate: Any, options: dict[str, Any], features: datasets.Features, cache: Path) -> datasets.Dataset:
-    """Windows on the disk."""
-    bars = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        return datasets.Dataset.from_generator(generate, features=features, gen_kwargs=options, cache_dir=str(cache))
-    except datasets.exceptions.DatasetGenerationError as error:
-        if isinstance(error.__cause__, LineartimeError):
-            raise error.__cause__ from None
-        raise
-    finally:
-        if not bars:
-            datasets.enable_progress_bars()
-
-
-def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Tokens [B, T] of windows, padded on the right; their mask; and their types, 1 for those of the text."""
-    tokens = [torch.tensor(row["input_ids"]) for row in rows]
-    lengths, first = torch.tensor([len(row) for row in tokens]), torch.tensor([row["first"] for row in rows])
-    ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
-    place = torch.arange(ids.shape[1])
-    mask, types = place < lengths[:, None], place >= first[:, None]
-    return {"input_ids": ids, "attention_mask": mask.long(), "token_type_ids": types.long()}
-
-
-@torch.no_grad()
-def read_windows(
-    model: nn.Module, windows: Any, batch_size: int, bf16: bool
-) -> Iterator[tuple[list[Mapping[str, Any]], ModelOutput]]:
-    """The windows in batches of about one length, with what a model says about them."""
-    model.eval()
-    device = next(model.parameters()).device
-    lengths = [len(window["input_ids"]) for window in windows]
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    for first in range(0, len(order), batch_size):
-        rows = [windows[place] for place in order[first : first + batch_size]]
-        batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
-        with autocast(device, bf16):
-            outputs = model(**batch)
-        yield rows, outputs
 
 
 def best_answers(

@@ -6,7 +6,6 @@ their logits.
 Shapes: K labels.
 """
 
-import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +21,19 @@ from torch import Tensor
 from lineartime.choices import Split
 from lineartime.errors import ArgumentError, LineartimeError, require_packages
 from lineartime.fields import shown
-from lineartime.finetuning.answering import PREDICTIONS, dataset_of, padded, read_windows
 from lineartime.finetuning.config import Advanced, LabelKind
 from lineartime.finetuning.questions import HELD_OUT_EVERY, one_of_each_split
 from lineartime.finetuning.records import SUFFIXES, read_records
-from lineartime.finetuning.windows import WindowEncoder
+from lineartime.finetuning.trainer import Task
+from lineartime.finetuning.windows import WindowEncoder, dataset_of, padded, read_windows
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.tasks import LineartimeForSequenceClassification
 
-_PROBLEMS = {"single": "single_label_classification", "multiple": "multi_label_classification", "numbers": "regression"}
+_PROBLEMS: dict[LabelKind, str] = {
+    "single": "single_label_classification",
+    "multiple": "multi_label_classification",
+    "numbers": "regression",
+}
 _METRICS = {"single": "accuracy", "multiple": "f1", "numbers": "spearman"}
 """By which the best model is chosen."""
 
@@ -49,6 +52,12 @@ class Labels:
     names: tuple[str, ...] = ()
     mean: float = 0.0
     deviation: float = 1.0
+
+    @classmethod
+    def of_model(cls, config: LineartimeConfig) -> "Labels":
+        """The labels of a fine-tuned model, whose numbers are as in the data."""
+        kind = next(kind for kind, problem in _PROBLEMS.items() if problem == config.problem_type)
+        return cls(kind, () if kind == "numbers" else tuple(config.id2label[place] for place in range(config.num_labels)))
 
     def target(self, value: Any, where: str) -> list[float]:
         """What the head learns for a label: [1] or [K]. Raises LineartimeError for one that is none of the names."""
@@ -175,7 +184,7 @@ def _number(value: Any, where: str) -> float:
     return number
 
 
-class Labelling:
+class Labelling(Task):
     """Texts to train with and to label, for one model and tokenizer.
 
     Args:
@@ -218,7 +227,7 @@ class Labelling:
             split: dataset_of(label_windows, {"texts": file, "encoder": encoder, "labels": self.labels}, features, cache)
             for split, file in files.items()
         }
-        self.train, self.windows = made["train"], made["validation"]
+        self.train, self.held_out = made["train"], made["validation"]
         self.predictions: dict[str, Any] = {}
 
     def head(self, config: LineartimeConfig) -> LineartimeForSequenceClassification:
@@ -235,30 +244,25 @@ class Labelling:
         kind = "numbers" if self.labels.kind == "numbers" else f"{len(self.labels.names):,} labels ({names})"
         return f"{len(self.train):,} windows to train with, {len(self.keys):,} texts to validate with; {kind}"
 
-    def collate(self, windows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """A batch of padded windows with their labels."""
-        labels = torch.tensor([each["labels"] for each in windows])
-        return {**padded(windows), "labels": labels[:, 0].long() if self.labels.kind == "single" else labels}
+        labels = torch.tensor([each["labels"] for each in rows])
+        return {**padded(rows), "labels": labels[:, 0].long() if self.labels.kind == "single" else labels}
 
     def evaluate(self, model: LineartimeForSequenceClassification, bf16: bool = False) -> dict[str, float]:
         """Label the texts to validate with, and compare."""
-        logits = mean_logits(model, self.windows, len(self.keys), self.batch_size, bf16)
+        logits = mean_logits(model, self.held_out, len(self.keys), self.batch_size, bf16)
         labels = self.labels
         found, right = (each * labels.deviation + labels.mean for each in (logits, self.right))
         self.predictions = {key: labels.predicted(each) for key, each in zip(self.keys, found, strict=True)}
         return label_scores(found, right, labels.kind)
 
-    def finish(self, model: LineartimeForSequenceClassification) -> None:
+    def unscale(self, model: LineartimeForSequenceClassification) -> None:
         """Let the head give numbers as they are in the data."""
         with torch.no_grad():
             model.score.weight *= self.labels.deviation
             model.score.bias *= self.labels.deviation
             model.score.bias += self.labels.mean
-
-    def write(self, folder: Path) -> None:
-        """Write the last predictions."""
-        text = json.dumps(self.predictions, ensure_ascii=False, indent=1)
-        (folder / PREDICTIONS).write_text(f"{text}\n", encoding="utf-8")
 
 
 def label_windows(texts: Iterable[Labelled], encoder: WindowEncoder, labels: Labels | None = None) -> Iterator[dict[str, Any]]:

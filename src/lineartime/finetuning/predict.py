@@ -14,7 +14,7 @@ from lineartime.choices import Device, Precision
 from lineartime.errors import ArgumentError, reporting_file_errors
 from lineartime.files import write_file
 from lineartime.finetuning.answering import best_answers
-from lineartime.finetuning.labelling import LabelledFile, label_windows, mean_logits
+from lineartime.finetuning.labelling import LabelledFile, Labels, label_windows, mean_logits
 from lineartime.finetuning.questions import read_questions
 from lineartime.finetuning.tune import MODEL, RESULT, FinetuneResult
 from lineartime.finetuning.windows import WindowEncoder
@@ -95,7 +95,7 @@ def _predictor(model: Path, beams: int) -> Callable[..., Iterator[list[dict[str,
     result = read_file(model / RESULT, FinetuneResult)
     if result.best is None:
         raise ArgumentError("run", f"is {model}, whose fine-tuning was stopped before its end: resume it.")
-    return partial(_answers if result.questions else _labels, model / MODEL, result)
+    return partial(_labels if result.max_answer_tokens is None else _answers, model / MODEL, result)
 
 
 def _answers(
@@ -103,15 +103,13 @@ def _answers(
 ) -> Iterator[list[dict[str, Any]]]:
     """The answers to the questions of a file after the first `done`, in blocks."""
     loaded, encoder = _load(LineartimeForQuestionAnswering, model, result, device)
-    assert result.questions is not None
+    assert result.max_answer_tokens is not None
     threshold = result.best_trial().metrics.get("null_threshold")
     # All documents of a question have its key, and are in one block.
     by_key = (list(group) for _, group in groupby(read_questions(file), lambda each: each.key))
     for groups in blocks(by_key, done):
         block = [question for group in groups for question in group]
-        found = best_answers(
-            loaded, list(encoder.for_answering(block)), block, result.questions.max_answer_tokens, batch_size, bf16
-        )
+        found = best_answers(loaded, list(encoder.for_answering(block)), block, result.max_answer_tokens, batch_size, bf16)
         yield [{"id": key, "answer": each.above(threshold), "score": each.score} for key, each in found.items()]
 
 
@@ -120,12 +118,12 @@ def _labels(
 ) -> Iterator[list[dict[str, Any]]]:
     """The labels of the texts of a file after the first `done`, in blocks."""
     loaded, encoder = _load(LineartimeForSequenceClassification, model, result, device)
-    assert result.labels is not None
+    labels = Labels.of_model(loaded.config)
     columns = (result.config["text_column"], result.config["pair_column"], None)
     for block in blocks(LabelledFile(file, columns), done):
         windows = list(label_windows(block, encoder))
         logits = mean_logits(loaded, windows, len(block), batch_size, bf16)
-        yield [{"id": text.key, **result.labels.predicted(each)} for text, each in zip(block, logits, strict=True)]
+        yield [{"id": text.key, **labels.predicted(each)} for text, each in zip(block, logits, strict=True)]
 
 
 def _load(kind: Any, model: Path, result: FinetuneResult, device: torch.device) -> tuple[Any, WindowEncoder]:

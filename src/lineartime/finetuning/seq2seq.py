@@ -15,10 +15,8 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import EarlyStoppingCallback, TrainingArguments
 
 from lineartime.checkpoint import load, load_tokenizer, save
 from lineartime.data.tokenizers import Tokenizer
@@ -28,16 +26,14 @@ from lineartime.files import remove, removed_on_failure, write_file
 from lineartime.finetuning.pairs import Pair, corpus_of, find_pairs, read_pairs
 from lineartime.finetuning.pairs_config import PairsConfig
 from lineartime.finetuning.predict import PAIRS_RESULT, blocks
-from lineartime.finetuning.tune import TRAINER, Said, TaskTrainer, begun, last_whole
-from lineartime.hf.convert import quietly
+from lineartime.finetuning.trainer import Task, begun, plain_options, train, write_result
+from lineartime.finetuning.windows import by_length
 from lineartime.json_files import read_file
-from lineartime.machine import autocast, choose_device, choose_precision
+from lineartime.machine import autocast
 from lineartime.models.encoder_decoder import EncoderDecoder, beam_search, greedy
 
 PREDICTIONS, CHECKPOINTS = "predictions.jsonl", "checkpoints"
 IGNORED = -100
-_SAME_RESULT = ("resume", "out", "device")
-"""Options that do not decide the result."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +70,7 @@ def seq2seq(config: PairsConfig, say: Callable[[str], None] = print) -> PairsRes
         LineartimeError: if a file cannot be read or written, or a package is missing.
     """
     require_packages("accelerate", "sacrebleu", extra="finetune", purpose="Training on pairs")
-    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in _SAME_RESULT}
-    given: dict[str, Any] = json.loads(json.dumps(fields, default=str))
-    done = begun(config, PAIRS_RESULT, PairsResult, given)
+    done = begun(config, PAIRS_RESULT, PairsResult)
     if done is not None and done.metrics:
         return done
     pairs, checkpoints = find_pairs(config.data), config.out / CHECKPOINTS
@@ -86,32 +80,38 @@ def seq2seq(config: PairsConfig, say: Callable[[str], None] = print) -> PairsRes
         model = EncoderDecoder(config.model(tokenizer.vocab_size))
         task = PairTask(pairs["train"], pairs["validation"], tokenizer, model, config)
     size = sum(parameter.numel() for parameter in model.parameters())
-    say(f"{len(task.train):,} pairs to train with, {len(task.held_out):,} held out; {size:,} parameters")
-    result = PairsResult(given, task.max_tokens, {})
-    _write(config.out, result)
-    trainer = _train(config, task, model, checkpoints, say)
-    steps = trainer.state.best_global_step
-    if steps != trainer.evaluated:  # the last predictions are of another model
-        task.evaluate(trainer.model, trainer.bf16)
+    say(f"{len(task.train):,} pairs to train with, {len(pairs['validation']):,} held out; {size:,} parameters")
+    result = PairsResult(plain_options(config), task.max_tokens, {})
+    write_result(config.out / PAIRS_RESULT, result)
+    trained = train(
+        task,
+        Learner(model),
+        checkpoints,
+        say,
+        device=config.device,
+        precision=config.precision,
+        patience=config.patience,
+        learning_rate=config.learning_rate,
+        num_train_epochs=config.epochs,
+        per_device_train_batch_size=config.batch_size,
+        warmup_steps=config.warmup,
+        weight_decay=config.weight_decay,
+        adam_beta2=0.98,
+        seed=config.seed,
+    )
     task.write(config.out)
     remove(config.out / "new")
     for file in save(model, tokenizer, config.out / "new").iterdir():
         file.replace(config.out / file.name)
-    logged = next(entry for entry in trainer.state.log_history if entry["step"] == steps and "eval_loss" in entry)
-    metrics = {name: logged[f"eval_{name}"] for name in ("exact_match", "chrf", "loss")}
-    losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    result = dataclasses.replace(result, metrics=metrics, epoch=logged["epoch"], losses=losses)
-    _write(config.out, result)
+    metrics = {name: trained.metrics[name] for name in ("exact_match", "chrf", "loss")}
+    result = dataclasses.replace(result, metrics=metrics, epoch=trained.epoch, losses=trained.losses)
+    write_result(config.out / PAIRS_RESULT, result)
     for folder in (config.out / "new", checkpoints):
         shutil.rmtree(folder)
     return result
 
 
-def _write(folder: Path, result: PairsResult) -> None:
-    write_file(folder / PAIRS_RESULT, json.dumps(dataclasses.asdict(result), indent=1) + "\n")
-
-
-class PairTask:
+class PairTask(Task):
     """Pairs to train with and to validate with, as token ids for one model.
 
     Raises:
@@ -128,12 +128,12 @@ class PairTask:
         model: EncoderDecoder,
         config: PairsConfig,
     ) -> None:
-        self.tokenizer, self.config, self.held_out = tokenizer, config, held_out
-        self.train, self.windows = (
+        self.tokenizer, self.config, self.pairs = tokenizer, config, held_out
+        self.train, self.held_out = (
             [{name: encoded(tokenizer, model, pair, name) for name in ("source", "target")} for pair in each]
             for each in (train, held_out)
         )
-        longest = max(len(row["target"]) for row in (*self.train, *self.windows))
+        longest = max(len(row["target"]) for row in (*self.train, *self.held_out))
         self.max_tokens = config.max_target_tokens or longest
         self.predictions: list[str] = []
 
@@ -153,14 +153,14 @@ class PairTask:
 
         model = learner.model.eval()
         device, size, nats, count = _device(model), self.config.batch_size, 0.0, 0
-        for first in range(0, len(self.windows), size):
-            batch = {name: x.to(device) for name, x in self.collate(self.windows[first : first + size]).items()}
+        for first in range(0, len(self.held_out), size):
+            batch = {name: x.to(device) for name, x in self.collate(self.held_out[first : first + size]).items()}
             with autocast(device, bf16):
                 nats += float(_loss(model, batch, "sum"))
             count += int((batch["labels"] != IGNORED).sum())
-        sources = [row["source"] for row in self.windows]
+        sources = [row["source"] for row in self.held_out]
         self.predictions = write_targets(model, self.tokenizer, sources, self.max_tokens, self.config.beams, size, bf16)
-        right = [pair.target for pair in self.held_out]
+        right = [pair.target for pair in self.pairs]
         exact = sum(map(str.__eq__, self.predictions, right))
         loss = nats / count
         return {
@@ -172,7 +172,7 @@ class PairTask:
 
     def write(self, folder: Path) -> None:
         """Write the last predictions beside the right targets."""
-        rows = zip(self.held_out, self.predictions, strict=True)
+        rows = zip(self.pairs, self.predictions, strict=True)
         lines = [{"id": pair.key, "source": pair.source, "target": pair.target, "predicted": each} for pair, each in rows]
         write_file(folder / PREDICTIONS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
@@ -214,40 +214,6 @@ class Learner(nn.Module):
         return {"loss": _loss(self.model, batch, "mean")}
 
 
-def _train(config: PairsConfig, task: PairTask, model: EncoderDecoder, folder: Path, say: Callable[[str], None]) -> TaskTrainer:
-    """Train, or go on with that; the model is the best one afterwards."""
-    device = choose_device(config.device)
-    bf16 = choose_precision(config.precision, device) == "bf16"
-    arguments = TrainingArguments(
-        str(folder),
-        learning_rate=config.learning_rate,
-        num_train_epochs=config.epochs,
-        per_device_train_batch_size=config.batch_size,
-        warmup_steps=config.warmup,
-        weight_decay=config.weight_decay,
-        adam_beta2=0.98,
-        bf16=bf16,
-        use_cpu=device.type == "cpu",
-        seed=config.seed,
-        metric_for_best_model=task.metric,
-        **TRAINER,
-    )
-    stopping = [] if config.patience is None else [EarlyStoppingCallback(config.patience)]
-    trainer = TaskTrainer(
-        Learner(model),
-        arguments,
-        data_collator=task.collate,
-        train_dataset=task.train,
-        eval_dataset=task.windows,
-        callbacks=[Said("", say), *stopping],
-    )
-    trainer.task, trainer.bf16 = task, bf16  # type: ignore[assignment]  # it has what the trainer uses
-    trainer.remove_callback(transformers.PrinterCallback)
-    with quietly():
-        trainer.train(resume_from_checkpoint=last_whole(folder))
-    return trainer
-
-
 def write_targets(
     model: EncoderDecoder,
     tokenizer: Tokenizer,
@@ -259,10 +225,8 @@ def write_targets(
 ) -> list[str]:
     """The targets of sources, given as token ids with their end. Sources of about one length are read together."""
     end, device, targets = tokenizer.end_of_document, _device(model), [""] * len(sources)
-    order = sorted(range(len(sources)), key=lambda place: len(sources[place]))
     options: dict[str, Any] = {"start_token": end, "stop_token": end, "max_tokens": max_tokens}
-    for first in range(0, len(order), batch_size):
-        rows = order[first : first + batch_size]
+    for rows in by_length(list(map(len, sources)), batch_size):
         ids, mask = (each.to(device) for each in padded([sources[row] for row in rows], end))
         with autocast(device, bf16):
             written = (

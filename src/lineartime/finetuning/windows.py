@@ -1,21 +1,27 @@
-"""Windows of a question and a part of its text, as a model reads them: [CLS] question [SEP] text [SEP].
+"""Windows of a text, or of a question and a part of its text: [CLS] question [SEP] text [SEP]; and how a model reads them.
 
 Shapes: B batch, T tokens.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import tokenizers
+import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers.modeling_outputs import ModelOutput
 
 from lineartime.errors import LineartimeError
 from lineartime.finetuning.questions import Question
 from lineartime.hf.tokenizer import framing
+from lineartime.machine import autocast
 
 
 @dataclass(frozen=True)
@@ -121,3 +127,49 @@ class WindowEncoder:
 def _window(encoding: Any, first: int) -> Window:
     offsets = np.array(encoding.offsets[first:-1], dtype=np.int64).reshape(-1, 2)
     return Window(encoding.ids, first, offsets[:, 0], offsets[:, 1])
+
+
+def dataset_of(generate: Any, options: dict[str, Any], features: datasets.Features, cache: Path) -> datasets.Dataset:
+    """Windows on the disk."""
+    bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        return datasets.Dataset.from_generator(generate, features=features, gen_kwargs=options, cache_dir=str(cache))
+    except datasets.exceptions.DatasetGenerationError as error:
+        if isinstance(error.__cause__, LineartimeError):
+            raise error.__cause__ from None
+        raise
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Tokens [B, T] of windows, padded on the right; their mask; and their types, 1 for those of the text."""
+    tokens = [torch.tensor(row["input_ids"]) for row in rows]
+    lengths, first = torch.tensor([len(row) for row in tokens]), torch.tensor([row["first"] for row in rows])
+    ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+    place = torch.arange(ids.shape[1])
+    mask, types = place < lengths[:, None], place >= first[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long(), "token_type_ids": types.long()}
+
+
+def by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """The places of rows in batches of about one length, so that little is padding."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return (order[first : first + batch_size] for first in range(0, len(order), batch_size))
+
+
+@torch.no_grad()
+def read_windows(
+    model: nn.Module, windows: Any, batch_size: int, bf16: bool
+) -> Iterator[tuple[list[Mapping[str, Any]], ModelOutput]]:
+    """The windows in batches of about one length, with what a model says about them."""
+    model.eval()
+    device = next(model.parameters()).device
+    for places in by_length([len(window["input_ids"]) for window in windows], batch_size):
+        rows = [windows[place] for place in places]
+        batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
+        with autocast(device, bf16):
+            outputs = model(**batch)
+        yield rows, outputs
