@@ -121,9 +121,9 @@ class FLASHMemory(FLASHInParts):
         return gate, v, (q_quad, k_quad, q, *weighted_keys(self.memory, k, self.to_strength(normed)).split(self.d_qk, -1))
 
     @property
-    def ridge(self) -> Tensor | None:
-        """The ridge of mesa."""
-        return None if self.log_ridge is None else self.log_ridge.to(acc_dtype(self.log_ridge)).exp()
+    def ridge(self) -> Tensor | float:
+        """The ridge of mesa, which the others do not use."""
+        return 1.0 if self.log_ridge is None else self.log_ridge.to(acc_dtype(self.log_ridge)).exp()
 
     def attend_chunks(self, parts: Sequence[Part], maps: list[Tensor], v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
         """The sum of parts: queries and keys, each [B, G, C, s], and values [B, G, C, w] -> [B, G, C, w]."""

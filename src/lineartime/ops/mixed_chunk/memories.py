@@ -61,53 +61,36 @@ def chunk_terms(memory: Memory, x: Tensor, v: Tensor) -> Terms:
     return Terms(x.mT @ x, x.mT @ (x.norm(dim=-1, keepdim=True) * v))
 
 
-def fold(memory: Memory, s: Tensor, p: Tensor, terms: Terms, size: int, ridge: Tensor | None) -> tuple[Tensor, Tensor]:
-    """S' and P' after a chunk of `size` tokens, from S [..., s, e] and P [..., s, s], which only mesa uses."""
+def fold(memory: Memory, s: Tensor, p: Tensor, terms: Terms, size: int, ridge: Tensor | float) -> tuple[Tensor, Tensor]:
+    """S' and P' after a chunk of `size` tokens, from S [..., s, e] and P [..., s, s]; P and the ridge are those of mesa."""
     gram, product = terms
     if memory == "decay":
         return gram * s + product, p
     if memory == "delta":
         return s + (product - gram @ s) / size, p
     if memory == "proximal":
-        return solve(gram, s + product, None), p
-    added = p @ s + (s if ridge is None else ridge * s)
-    return solve(p + gram, added + product, ridge), p + gram
+        return solve(gram, s + product, 1.0), p
+    return solve(p + gram, p @ s + ridge * s + product, ridge), p + gram
 
 
-def solve(gram: Tensor, right: Tensor, ridge: Tensor | None) -> Tensor:
-    """(r I + gram)^-1 right, with a ridge of 1 if none is given: [..., s, s] and [..., s, e] -> [..., s, e]."""
-    return torch.cholesky_solve(right, _root(gram, ridge))
-
-
-def _root(gram: Tensor, ridge: Tensor | None) -> Tensor:
+def solve(gram: Tensor, right: Tensor, ridge: Tensor | float) -> Tensor:
+    """(r I + gram)^-1 right: [..., s, s] and [..., s, e] -> [..., s, e]."""
     unit = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    root: Tensor = torch.linalg.cholesky_ex(gram + (unit if ridge is None else ridge * unit)).L
-    return root  # unchecked: a NaN in one document shall not stop the others
+    root = torch.linalg.cholesky_ex(gram + ridge * unit).L  # unchecked: a NaN in one document shall not stop the others
+    return torch.cholesky_solve(right, root)
 
 
-def read(memory: Memory, q: Tensor, terms: Terms, chunks: Batch, *, causal: bool, ridge: Tensor | None) -> Tensor:
+def read(memory: Memory, q: Tensor, terms: Terms, chunks: Batch, *, causal: bool, ridge: Tensor | float = 1.0) -> Tensor:
     """The linear part: queries [B, G, C, s] and the terms of the chunks -> [B, G, C, e]."""
     gram, product = (split_documents(each, chunks) for each in terms)  # [B, D, L, ...]
-    if memory == "mesa":
+    if memory == "mesa":  # which needs no loop
         gram, product = (
             exclusive_cumsum(each, 2) if causal else each.sum(2, keepdim=True).expand_as(each) for each in (gram, product)
         )
         before = solve(gram, product, ridge)
     else:
-        before = torch.stack(list(_before_each(memory, Terms(gram, product), chunks.chunk_size)), 2)
+        states = [torch.zeros_like(product[:, :, 0])]
+        for each in zip(gram.unbind(2)[:-1], product.unbind(2)[:-1], strict=True):
+            states.append(fold(memory, states[-1], states[-1], Terms(*each), chunks.chunk_size, ridge)[0])
+        before = torch.stack(states, 2)
     return q @ join_documents(before, chunks).to(q.dtype)
-
-
-def _before_each(memory: Memory, terms: Terms, size: int) -> list[Tensor]:
-    """S before each chunk of a document, L times [B, D, s, e]."""
-    gram, product = terms
-    s = torch.zeros_like(product[:, :, 0])
-    states, last = [s], product.shape[2] - 1
-    root = _root(gram[:, :, :last], None) if memory == "proximal" else None
-    for place in range(last):
-        if root is None:
-            s, _ = fold(memory, s, s, Terms(gram[:, :, place], product[:, :, place]), size, None)
-        else:  # all roots at once
-            s = torch.cholesky_solve(s + product[:, :, place], root[:, :, place])
-        states.append(s)
-    return states
