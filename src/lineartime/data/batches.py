@@ -50,12 +50,14 @@ class Batch(NamedTuple):
         return torch.arange(self.inputs.numel(), device=lengths.device) - starts.repeat_interleave(lengths)
 
 
-def text_length(context_length: int, task: Task, tokenizer: Tokenizer, packed: bool = False) -> int:
-    """The tokens of text in a row of `context_length`: in a masked language model, [CLS] and [SEP] are around them.
+def row_frame(task: Task, tokenizer: Tokenizer, packed: bool = False) -> tuple[int, int] | None:
+    """[CLS] and [SEP], around each row of a masked language model whose tokenizer has them; None for packed and other rows."""
+    return tokenizer.frame if task == "mlm" and not packed else None
 
-    Rows of packed documents, and of tokenizers without these tokens, hold text alone. Raises ArgumentError if none is left.
-    """
-    if task != "mlm" or packed or tokenizer.frame is None:
+
+def text_length(context_length: int, task: Task, tokenizer: Tokenizer, packed: bool = False) -> int:
+    """The tokens of text in a row of `context_length`, without its frame. Raises ArgumentError if none is left."""
+    if row_frame(task, tokenizer, packed) is None:
         return context_length
     if context_length < 3:
         raise ArgumentError("context_length", f"is {context_length}, but must be at least 3: [CLS], a token and [SEP].")
@@ -79,20 +81,20 @@ def causal_batch(windows: Tensor) -> Batch:
     return Batch(windows[:, :-1], windows[:, 1:])
 
 
-def masked_batch(windows: Tensor, tokenizer: Tokenizer, keys: Keys, framed: bool = True) -> Batch:
+def masked_batch(windows: Tensor, tokenizer: Tokenizer, keys: Keys, frame: tuple[int, int] | None = None) -> Batch:
     """Make a batch for BERT's task (arXiv 1810.04805), with 15% of the tokens as targets: windows [B, T + 1] -> [B, T].
 
     Of the selected tokens, 80% are masked, 10% are replaced by random tokens and 10% are unchanged. Ends of documents and
     masks are never selected. The last token of each window is left out, so that both tasks read the same number of tokens.
-    If `framed`, the rows have [CLS] before and [SEP] after these tokens: [B, T + 2].
+    With a frame, its tokens are before and after these: [B, T + 2].
     """
     ids = windows[:, :-1]
-    if framed and tokenizer.frame is not None:
-        ids = F.pad(F.pad(ids, (1, 0), value=tokenizer.frame[0]), (0, 1), value=tokenizer.frame[1])
+    if frame is not None:
+        ids = F.pad(F.pad(ids, (1, 0), value=frame[0]), (0, 1), value=frame[1])
     draws = [np.random.default_rng(key) for key in keys]
     chance = torch.from_numpy(np.stack([random.random((2, ids.shape[1])) for random in draws]))
     other = torch.from_numpy(np.stack([random.integers(0, tokenizer.vocab_size, ids.shape[1]) for random in draws]))
-    special = torch.tensor([tokenizer.end_of_document, tokenizer.mask, *(tokenizer.frame or ())], device=ids.device)
+    special = torch.tensor([tokenizer.end_of_document, tokenizer.mask, *(frame or ())], device=ids.device)
     selected = (chance[:, 0] < 0.15) & ~torch.isin(ids, special)
     fate = chance[:, 1]
     inputs = torch.where(selected & (fate < 0.8), tokenizer.mask, ids)
@@ -139,10 +141,11 @@ def make_batch(
 ) -> Batch:
     """Make the batch of a task from windows, int64 [B, T + 1], that a tokenizer encoded.
 
-    "mlm" draws its masks by the keys `masks`, and has [CLS] and [SEP] around each row if the tokenizer has them. "prefix-lm"
-    has prefixes of `prefix_lengths` of a batch. If `packed`, documents are kept apart.
+    "mlm" draws its masks by the keys `masks`, and has rows with a frame; "prefix-lm" has prefixes of `prefix_lengths` of a
+    batch. If `packed`, documents are kept apart.
     """
-    batch = masked_batch(windows, tokenizer, masks, not packed) if task == "mlm" else causal_batch(windows)
+    frame = row_frame(task, tokenizer, packed)
+    batch = masked_batch(windows, tokenizer, masks, frame) if task == "mlm" else causal_batch(windows)
     if packed:
         batch = packed_batch(batch, windows, tokenizer.end_of_document)
     return prefix_batch(batch, prefix_lengths(batch)) if task == "prefix-lm" else batch

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.data.batches import causal_batch, evaluation_batch, read_window, text_length
+from lineartime.data.batches import causal_batch, evaluation_batch, read_window, row_frame, text_length
 from lineartime.data.corpora import no_text
 from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import Tokenizer
@@ -144,7 +144,7 @@ def evaluate_windowed(
     tokens = _length(stream, max_tokens)
     sums, task, longest = PositionSums(), model.config.task, model.config.longest_sequence
     length = text_length(context_length, task, tokenizer, packed)
-    beside = (context_length - length) // 2  # 1 where [CLS] and [SEP] are around the text
+    beside = int(row_frame(task, tokenizer, packed) is not None)  # tokens of a frame before the text, and after it
     if longest is not None and min(context_length, tokens + 2 * beside) > longest:
         raise ArgumentError("context_length", f"is {context_length}, but this model reads at most {longest} tokens.")
     device = next(model.parameters()).device

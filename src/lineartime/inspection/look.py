@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineartime.data.batches import evaluation_batch
+from lineartime.data.batches import evaluation_batch, row_frame
 from lineartime.data.tokenizers import FRAME, Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.evaluation.perplexity import token_losses
@@ -123,7 +123,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
     shown, longest = ids[:max_tokens], config.longest_sequence
     if not ids:
         raise ArgumentError("text", "is empty, but must hold at least one token.")
-    frame = FRAME if config.task == "mlm" and tokenizer.frame else ()
+    frame = () if row_frame(config.task, tokenizer) is None else FRAME
     if longest is not None and len(shown) + len(frame) > longest:
         found = f"has {len(shown) + len(frame):,} tokens, but this model reads at most {longest:,}: shorten it, or use "
         raise ArgumentError("text", found, f"`max_tokens={longest - len(frame)!r}`.")
@@ -140,9 +140,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
     check_finite_logits(all(map(math.isfinite, losses)))
     known = [loss if target != IGNORED else None for loss, target in zip(losses, batch.targets[0].tolist(), strict=True)]
     layers = tuple(_layer(block.mixer, x, prefixes) for block, x in zip(backbone.blocks, inputs, strict=True))
-    if frame:
-        known = known[1:-1]
-    pieces = _pieces(tokenizer, shown, known)
+    pieces = _pieces(tokenizer, shown, known[1:-1] if frame else known)
     if frame:
         pieces = (Piece(frame[0], (None,)), *pieces, Piece(frame[1], (None,)))
     return Inspection(config.task, pieces, len(ids) - len(shown), prefix, layers)
