@@ -56,7 +56,7 @@ OFF: dict[str, tuple[str, list[str]]] = {
     "flash with relu^2 for [CLS]": ("flash-128", ["--mixer", "flash"]),
     "flash with clipping at 1": ("flash-128", ["--clip-norm", "1"]),
 }
-"""One change of the paper is switched off in each, with the best rate of flash."""
+"""One change of the paper is switched off in each, with the best rate of flash and the first seed."""
 SEEDS = (0, 1)
 
 
@@ -85,7 +85,7 @@ def main() -> None:
         list(pool.map(lambda row: finetune(options, row, SEEDS[0], *ROWS[row], RATES), ROWS))
         best = {row: [best_rate(options.work, row)] for row in ROWS}
         again = [(row, SEEDS[1], *of, best[row]) for row, of in ROWS.items()]
-        off = [(row, seed, *of, best[FLASH]) for seed in SEEDS for row, of in OFF.items()]
+        off = [(row, SEEDS[0], *of, best[FLASH]) for row, of in OFF.items()]
         list(pool.map(lambda job: finetune(options, *job), [*again, *off]))
     report(options, steps)
 
@@ -180,7 +180,7 @@ def report(options: argparse.Namespace, steps: dict[str, int]) -> None:
     """Write the table, the raw results and the picture."""
     rows = []
     for row, (pretrained, _) in {**ROWS, **OFF}.items():
-        results = [result_of(options.work, row, seed) for seed in SEEDS]
+        results = [result_of(options.work, row, seed) for seed in (SEEDS if row in ROWS else SEEDS[:1])]
         best = [result["trials"][result["best"]] for result in results]
         loss = validations(options.work / "pretrained" / pretrained)[-1]["validation_loss"]
         rows.append({"row": row, "steps": steps[pretrained], "loss": loss, "results": results, "best": best})
