@@ -81,6 +81,8 @@ class Mixer(ResidualLayer, ABC):
 
     why_not_causal: ClassVar[str | None] = None
     """Why a mixer cannot be causal, as the end of a sentence; None for a mixer that can be."""
+    why_only_causal: ClassVar[str | None] = None
+    """Why a mixer must be causal, as the end of a sentence; None for a mixer that need not be."""
     why_not_opened: ClassVar[str | None] = "it does not say how its attention depends on its values"
     """Why `open` cannot take the attention apart, as the end of a sentence; None if it can."""
     parts: ClassVar[tuple[Part, ...]] = ("attention",)
@@ -103,6 +105,8 @@ class Mixer(ResidualLayer, ABC):
         define_operators()
         if causal and self.why_not_causal is not None:
             raise ArgumentError("causal", f"is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
+        if not causal and self.why_only_causal is not None:
+            raise ArgumentError("causal", f"is False, but {type(self).__name__} must have causal=True: {self.why_only_causal}.")
         self.causal = causal
         self.token_shift = token_shift
         self._no_streams: Any = None

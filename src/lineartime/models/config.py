@@ -17,6 +17,8 @@ def why_not_learned(mixer: type[Mixer], task: Task) -> str | None:
     """Why a model of a mixer cannot learn a task, as the end of a sentence; None if it can."""
     if task != "mlm" and mixer.why_not_causal is not None:
         return f"cannot be causal: {mixer.why_not_causal}; use `task='mlm'`."
+    if task == "mlm" and mixer.why_only_causal is not None:
+        return f"must be causal: {mixer.why_only_causal}; use `task='clm'`."
     if task == "prefix-lm" and not mixer.reads_prefix:
         return f"cannot read a prefix in both directions: only {READ_PREFIX} do."
     return None

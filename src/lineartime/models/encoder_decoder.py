@@ -61,6 +61,8 @@ class EncoderDecoderConfig(PartsConfig):
         super().__post_init__()
         if (reason := self.mixer.layer.why_not_causal) is not None:
             raise ArgumentError("mixer", f"is {self.mixer.kind}, but the decoder must be causal: {reason}; use another kind.")
+        if (reason := self.mixer.layer.why_only_causal) is not None:
+            raise ArgumentError("mixer", f"is {self.mixer.kind}, but the encoder is not causal: {reason}; use another kind.")
 
     def encoder(self) -> ModelConfig:
         """The config of the encoder, which is the backbone of a masked language model."""
