@@ -56,6 +56,9 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "n_rounds": (1, {}),
     "rotated": ("features", {}),
     "initial_scores": ("unit", {}),
+    "n_nets": (2, {"chunk_size": 2}),
+    "short_convolution": (False, {}),
+    "d_state": (5, {}),
     "memory": ("delta", {"causal": True, "chunk_size": 2}),
 }
 LAYERS: list[type[nn.Module]] = [*KINDS["mixer"].values(), *KINDS["feed_forward"].values(), CrossGAU]
@@ -79,9 +82,11 @@ def output(layer: type[nn.Module], arguments: dict[str, Any]) -> tuple[Tensor, d
 
 
 def arguments_of(layer: type[nn.Module]) -> list[str]:
-    # Asking a layer that only looks both ways for causal=True is an error. `causal_sums` changes what a Performer costs, not
-    # what it computes: see tests/baselines/test_kernel_attention.py; device and dtype have a test of their own below.
-    left_out = {"causal_sums", "device", "dtype", *(["causal"] if getattr(layer, "why_not_causal", None) is not None else [])}
+    # `causal_sums` changes what a Performer costs, not what it computes: see tests/baselines/test_kernel_attention.py; device
+    # and dtype have a test of their own below.
+    left_out = {"causal_sums", "device", "dtype"}
+    if any(getattr(layer, why, None) is not None for why in ("why_not_causal", "why_only_causal")):
+        left_out.add("causal")  # the opposite is an error
     return [name for name in constructor_options(layer) if name not in left_out]
 
 
@@ -91,6 +96,7 @@ def test_every_argument_changes_something(layer: type[nn.Module]) -> None:
     n_heads = 3 if issubclass(layer, MultiHeadMixer) else 4
     for name in allowed:
         value, context = OTHER[name]
+        value = not accepted[name].default if isinstance(value, bool) else value
         assert accepted[name].default != value, name
         base = {argument: own for argument, own in {"n_heads": n_heads, **context}.items() if argument in allowed}
         plain, before = output(layer, base)

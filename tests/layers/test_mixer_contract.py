@@ -85,6 +85,13 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "bigbird": [{"block_size": 3, "n_global": 1, "n_random": 2}],
     "explicit-topk": [{"n_largest": 4}],
     "reformer": [{"n_buckets": 4, "chunk_size": 4}],
+    "lact": [{"n_nets": 2}],
+    "retnet": [{}, {"short_convolution": True}],
+    "gla": [{}],
+    "mamba2": [{"d_state": 6}, {"short_convolution": False}],
+    "deltanet": [{}],
+    "gated-deltanet": [{}],
+    "rwkv7": [{}],
 }
 
 
@@ -98,14 +105,16 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 CASES |= {f"{kind}, post-norm": (post_norm(KINDS["mixer"][kind]), {"norm": "scalenorm"}) for kind in ("flash", "gau")}
 ONE_OF_EACH = [case_name(kind, row[0]) for kind, row in ROWS.items()]
 ONLY_BIDIRECTIONAL = [name for name, (mixer, _) in CASES.items() if mixer.why_not_causal is not None]
+ONLY_CAUSAL = [name for name, (mixer, _) in CASES.items() if mixer.why_only_causal is not None]
 CAUSAL = [name for name in CASES if name not in ONLY_BIDIRECTIONAL]
 CAUSAL_MECHANISMS = [name for name in ONE_OF_EACH if name in CAUSAL]
-DIRECTIONS = [(name, False) for name in ONE_OF_EACH] + [(name, True) for name in CAUSAL_MECHANISMS]
+DIRECTIONS = [(name, False) for name in ONE_OF_EACH if name not in ONLY_CAUSAL] + [(name, True) for name in CAUSAL_MECHANISMS]
 # What the base of all mixers does alone is tested on these; test_boundary.py says that no mixer replaces it.
 OF_THE_BASE = ["flash", "gau", "attention", "combiner-fixed"]
 
 every_case = pytest.mark.parametrize(
-    ("name", "causal"), [(name, name in CAUSAL) for name in CASES] + [(name, False) for name in CAUSAL_MECHANISMS]
+    ("name", "causal"),
+    [(name, name in CAUSAL) for name in CASES] + [each for each in DIRECTIONS if each[0] in CAUSAL and not each[1]],
 )
 every_mechanism = pytest.mark.parametrize("name", ONE_OF_EACH)
 every_causal_mechanism = pytest.mark.parametrize("name", CAUSAL_MECHANISMS)

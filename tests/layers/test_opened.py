@@ -5,7 +5,6 @@ import torch
 from tests.layers.test_mixer_contract import CASES, DIRECTIONS, build
 from torch import Tensor
 
-from lineartime.baselines.combiner import Combiner
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers import FLASH, GAU, set_backend
 from lineartime.layers.mixer import Mixer, Opened
@@ -14,7 +13,7 @@ from lineartime.ops.mixed_chunk.reference import attend
 
 BOTH = {"flash", "flash-foreign", "flash-overlapping", "flash-weighted", "flash-first-to-all", "flash-cls", "mc-tfm"}
 BOTH |= {"mixed-chunk", "flash-memory"}
-OPENED = [(name, causal) for name, causal in DIRECTIONS if CASES[name][0] is not Combiner]
+OPENED = [(name, causal) for name, causal in DIRECTIONS if CASES[name][0].why_not_opened is None]
 
 
 def opened(mixer: Mixer, x: Tensor, prefix: Tensor | None = None) -> Opened:

@@ -14,6 +14,8 @@ from lineartime.models.systems import SYSTEMS
 from lineartime.training.config import OptimizerName, TrainConfig
 from lineartime.training.optimizers import build_optimizer, hidden_maps
 
+VECTORS = (".gamma", ".beta", ".taps", ".mixture", ".scales", ".offsets")
+
 
 def tiny(system: str) -> LanguageModel:
     task: Task = "clm" if SYSTEMS[system].mixer.why_not_causal is None else "mlm"
@@ -22,7 +24,7 @@ def tiny(system: str) -> LanguageModel:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_matrix_is_decayed_and_every_map_inside_layers_is_muons(system: str) -> None:
-    """Whatever has two dimensions is a matrix, but the scales and offsets of a gated unit, which are several vectors."""
+    """Whatever has two dimensions is a matrix, but scales, offsets and taps of a convolution, which are several vectors."""
     model = tiny(system)
     for optimizer in get_args(OptimizerName):
         groups = build_optimizer(model, TrainConfig(weight_decay=0.3, optimizer=optimizer)).param_groups
@@ -30,10 +32,12 @@ def test_every_matrix_is_decayed_and_every_map_inside_layers_is_muons(system: st
         assert len(decay) == sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
         updated = {id(p) for group in groups if "momentum" in group for p in group["params"]}
         for name, parameter in model.named_parameters():
-            matrix = parameter.dim() == 2 and not name.endswith((".gamma", ".beta"))
+            matrix = parameter.dim() == 2 and not name.endswith(VECTORS)
             assert decay[id(parameter)] == (0.3 if matrix else 0.0), name
             kind, _, last = name.rpartition(".")
-            is_map = last in ("mix_keys", "mix_values") or (last == "weight" and parameter.dim() == 2 and "blocks" in kind)
+            is_map = last in ("mix_keys", "mix_values", "down", "up") or (
+                last == "weight" and parameter.dim() == 2 and "blocks" in kind
+            )
             assert (id(parameter) in updated) == (is_map and optimizer == "muon"), name
 
 

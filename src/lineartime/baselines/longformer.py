@@ -71,7 +71,7 @@ class Longformer(MultiHeadMixer):
     Args:
         window: W; a token attends to tokens at a distance below W. The source counts both sides, 2 W.
         n_global: n, the number of global tokens at the start: all tokens attend to them and, unless the layer is causal, they
-            attend to all tokens.
+            attend to all tokens. 0 leaves the window alone.
         **options: the options of `MultiHeadMixer`.
     """
 
@@ -79,7 +79,9 @@ class Longformer(MultiHeadMixer):
 
     def __init__(self, d_model: int, *, window: int = 256, n_global: int = 1, **options: Unpack[HeadOptions]) -> None:
         super().__init__(d_model, **options)
-        check_positive(window=window, n_global=n_global)
+        check_positive(window=window)
+        if n_global:
+            check_positive(n_global=n_global)
         self.window = window
         self.n_global = n_global
 

@@ -13,6 +13,7 @@ from lineartime.baselines.bigbird import BigBird
 from lineartime.baselines.combiner import Combiner
 from lineartime.baselines.combiner_fixed import CombinerFixed
 from lineartime.baselines.cosformer import CosFormer
+from lineartime.baselines.deltanet import DeltaNet
 from lineartime.baselines.efficient import Efficient
 from lineartime.baselines.explicit_topk import ExplicitTopK
 from lineartime.baselines.flash_cls import FLASHCLS
@@ -23,12 +24,16 @@ from lineartime.baselines.flash_memory import FLASHMemory
 from lineartime.baselines.flash_overlapping import FLASHOverlapping
 from lineartime.baselines.flash_weighted import FLASHWeighted
 from lineartime.baselines.flowformer import Flowformer
+from lineartime.baselines.gated_deltanet import GatedDeltaNet
 from lineartime.baselines.gau_multi_head import GAUMultiHead
 from lineartime.baselines.gau_ungated import GAUUngated
+from lineartime.baselines.gla import GLA
+from lineartime.baselines.lact import LaCT
 from lineartime.baselines.linear_elu import LinearELU
 from lineartime.baselines.linear_taylor import LinearTaylor
 from lineartime.baselines.linformer import Linformer
 from lineartime.baselines.longformer import Longformer
+from lineartime.baselines.mamba2 import Mamba2
 from lineartime.baselines.mc_tfm import MCTFM
 from lineartime.baselines.mhsa_gated import MHSAGated
 from lineartime.baselines.mhsa_relu2 import MHSARelu2
@@ -36,6 +41,8 @@ from lineartime.baselines.mixed_chunk import MixedChunk
 from lineartime.baselines.nystromformer import Nystromformer
 from lineartime.baselines.performer import Performer
 from lineartime.baselines.reformer import Reformer
+from lineartime.baselines.retnet import RetNet
+from lineartime.baselines.rwkv7 import RWKV7
 from lineartime.baselines.sparse import Sparse
 from lineartime.choices import VOCAB_SIZE
 from lineartime.layers.attention import Attention
@@ -190,4 +197,11 @@ SYSTEMS: dict[str, System] = {
     "bigbird": System(BigBird, MLP, scaled={"block_size": lambda size: size.chunk_size // 4}),
     "explicit-topk": System(ExplicitTopK, MLP),
     "reformer": System(Reformer, MLP, options={"chunk_size": 64}),
+    "retnet": System(RetNet, GLU, scaled={"n_heads": lambda size: size.d_model // 128}),
+    "gla": System(GLA, GLU, options={"n_heads": 4}),
+    "mamba2": System(Mamba2, scaled={"n_heads": lambda size: size.d_model // 32}),
+    "deltanet": System(DeltaNet, GLU, scaled={"n_heads": lambda size: size.d_model // 128}),
+    "gated-deltanet": System(GatedDeltaNet, GLU, scaled={"n_heads": lambda size: size.d_model // 128}),
+    "rwkv7": System(RWKV7, MLP, scaled={"n_heads": lambda size: size.d_model // 64}),
+    "lact": System(LaCT, GLU),
 }

@@ -1,0 +1,219 @@
+"""LaCT: attention in a window, and a small network that is trained on each chunk while the text is read.
+
+Source: "Test-Time Training Done Right" (arXiv 2505.23884), its language model.
+
+Shapes: B batch, T tokens, N new tokens of a stream, R rows, L tokens of a row, C chunk size, F networks, f = d / F their width.
+
+    o[t] = window attention + scale[t] norm(net(W[g], q[t]))        for t in chunk g; W[0] are parameters
+    net(W, x) = W1 (silu(W0 x) * (W2 x))
+    D[i] = - sum over t of rate_i[t] dLoss[t] / dWi  +  m[g] D[i] of the chunk before        Loss[t] = -net(W[g], k[t]).v[t]
+    W[g + 1] = rows of (W[g] + orthogonalised D), rescaled to their lengths in W[0]
+
+q, k and v are the silu of the maps of the attention, before it rotates them: q and k after a scale and an offset for each
+feature, and with unit length. Rates are softplus and m is the mean sigmoid of linear maps of the tokens of chunk g. The authors
+also offer these queries and keys with rotary positions, a norm of those of the attention, and W0 and W2 of low rank.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from lineartime.baselines.longformer import Longformer, LongformerState
+from lineartime.errors import ArgumentError
+from lineartime.layers.dense import Dense, factory
+from lineartime.layers.multi_head import HeadOptions, merge_heads, split_heads
+from lineartime.layers.residual import RMSNorm
+from lineartime.ops.batch import Batch
+from lineartime.ops.checks import check_positive
+from lineartime.ops.chunks import fill, open_chunk_pieces
+from lineartime.ops.precision import acc_dtype, output_dtype, without_autocast
+from lineartime.ops.state import State
+
+FIRST_RATE = 1e-3
+ORTHOGONALISED = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+"""The published coefficients of x <- a x + (b x x^T + c (x x^T)^2) x."""
+
+
+def orthogonalised(x: Tensor) -> Tensor:
+    """A matrix [..., f, f] with its singular values brought near 1, as Muon does (Newton and Schulz)."""
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for a, b, c in ORTHOGONALISED:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def net(weights: Tensor, x: Tensor) -> Tensor:
+    """The network W0, W1, W2 = weights [..., 3, f, f] on rows of x: [..., L, f] -> [..., L, f]."""
+    w0, w1, w2 = weights.unbind(-3)
+    return (F.silu(x @ w0.mT) * (x @ w2.mT)) @ w1.mT
+
+
+def descent(weights: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
+    """The weighted gradients of sum net(W, k).v, [..., 3, f, f]: keys and values [..., C, f], rates [..., C, 3]."""
+    w0, w1, w2 = weights.unbind(-3)
+    gate, value = k @ w0.mT, k @ w2.mT
+    sigma, hidden = gate.sigmoid(), v @ w1
+    of_gate = hidden * value * sigma * (1 + gate * (1 - sigma))
+    r0, r1, r2 = rates.split(1, -1)
+    return torch.stack([of_gate.mT @ (r0 * k), v.mT @ (r1 * F.silu(gate) * value), (hidden * F.silu(gate)).mT @ (r2 * k)], -3)
+
+
+def lact_oracle(weights: Tensor, q: Tensor, k: Tensor, v: Tensor, rates: Tensor, m: Tensor, *, chunk_size: int) -> Tensor:
+    """The definition for one network and document: [3, f, f], q, k, v [T, f], rates [T, 3], m [T] -> [T, f]. Slow."""
+    lengths, change, rows = weights.norm(dim=-1, keepdim=True), torch.zeros_like(weights), []
+    for start in range(0, len(v), chunk_size):
+        chunk = range(start, min(start + chunk_size, len(v)))
+        rows += [net(weights, q[t, None])[0] for t in chunk]
+        change = m[chunk].mean() * change
+        for t in chunk:
+            with torch.enable_grad():
+                before = weights.detach().requires_grad_()
+                loss = -(net(before, k[t, None])[0] @ v[t])
+                (gradient,) = torch.autograd.grad(loss, before)
+            change = change - rates[t][:, None, None] * gradient
+        weights = weights + orthogonalised(change)
+        weights = weights / (weights.norm(dim=-1, keepdim=True) + 1e-5) * lengths
+    return torch.stack(rows)
+
+
+@dataclass(eq=False)
+class LaCTState(State):
+    """The state of causal streams, which stops growing after a window.
+
+    Attributes:
+        position: int64 [B], the number of tokens that each stream has read.
+        near: the state of the window attention.
+        weights, momentum: [B, F, 3, f, f], the weights of the networks, and their last changes before they are orthogonalised.
+        open_chunk: [B, F, C, 2 f + 4], keys, values, rates and m of the open chunk.
+    """
+
+    position: Tensor
+    near: LongformerState
+    weights: Tensor
+    momentum: Tensor
+    open_chunk: Tensor
+
+
+class LaCT(Longformer):
+    """LaCT: a window, and networks that are trained on every chunk at test time.
+
+    Args:
+        chunk_size: C, the number of tokens after which the networks are trained, and the width of the window.
+        n_nets: F, the number of networks, which must divide d.
+        **options: the options of `MultiHeadMixer`; causal is True, and False raises an error.
+    """
+
+    name = "lact"
+    why_only_causal = "its networks learn from the tokens before"
+    why_not_opened = "its networks are not linear in the values"
+
+    def __init__(self, d_model: int, *, chunk_size: int = 256, n_nets: int = 4, **options: Unpack[HeadOptions]) -> None:
+        check_positive(d_model=d_model, chunk_size=chunk_size)
+        options.setdefault("causal", True)
+        super().__init__(d_model, window=chunk_size, n_global=0, **options)
+        check_positive(n_nets=n_nets)
+        if d_model % n_nets:
+            raise ArgumentError("n_nets", f"is {n_nets}, but must divide d_model = {d_model}.")
+        self.chunk_size, self.n_nets, made = chunk_size, n_nets, factory(options)
+        width = d_model // n_nets
+        self.weights = nn.Parameter(torch.empty(n_nets, 3, width, width, **made))
+        self.scales, self.offsets = (nn.Parameter(torch.empty(2, d_model, **made)) for _ in range(2))
+        self.to_rates = Dense(d_model, 5 * n_nets, **made)  # three rates, m and the scale of the output
+        self.net_norm = RMSNorm(width, **made)
+        self.init_own()
+
+    def init_own(self) -> None:
+        """Draw the networks as linear layers with outputs of the size of their inputs."""
+        nn.init.normal_(self.weights, std=self.weights.shape[-1] ** -0.5)
+        nn.init.ones_(self.scales)
+        nn.init.zeros_(self.offsets)
+
+    def split_maps(self, normed: Tensor) -> tuple[Sequence[Tensor], Tensor, Tensor]:
+        """Queries, keys and values of the attention, [B, T, d]; those of the networks with their rates; and their scales."""
+        q, k, v = self.to_qkv(normed).chunk(3, -1)
+        fast_q, fast_k = (
+            F.normalize(F.silu(x * scale + offset).unflatten(-1, (self.n_nets, -1)), dim=-1, eps=1e-5)
+            for x, scale, offset in zip((q, k), self.scales, self.offsets, strict=True)
+        )
+        rates, momentum, scale = self.to_rates(normed).unflatten(-1, (self.n_nets, 5)).split([3, 1, 1], -1)
+        rates = F.softplus(rates + math.log(math.expm1(FIRST_RATE)))
+        fast = torch.cat([fast_q, fast_k, F.silu(v).unflatten(-1, (self.n_nets, -1)), rates, momentum.sigmoid()], -1)
+        return (q, k, v), fast, F.silu(scale)
+
+    def learn(self, weights: Tensor, momentum: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and the momentum [..., F, 3, f, f] after a chunk of keys, values, rates and m, [..., F, C, 2 f + 4]."""
+        width = weights.shape[-1]
+        k, v, rates, kept = chunk.split([width, width, 3, 1], -1)
+        momentum = descent(weights, k, v, rates) + kept.mean(-2, keepdim=True)[..., None] * momentum
+        lengths = self.weights.to(weights.dtype).norm(dim=-1, keepdim=True)
+        changed = weights + orthogonalised(momentum)
+        return changed / (changed.norm(dim=-1, keepdim=True) + 1e-5) * lengths, momentum
+
+    def begin(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The weights and the momentum before the first chunk."""
+        weights = self.weights.to(dtype).expand(rows, *self.weights.shape)
+        return weights, torch.zeros_like(weights)
+
+    def read_fast(self, fast: Tensor, real: Tensor | None) -> Tensor:
+        """The networks over rows, [R, L, F (3 f + 4)] -> [R, L, F f]."""
+        x = split_heads(fast, self.n_nets)
+        width, dtype = self.weights.shape[-1], acc_dtype(x)
+        outputs = []
+        with without_autocast(x):
+            weights, momentum = self.begin(x.shape[0], dtype)
+            for start in range(0, x.shape[2], self.chunk_size):
+                if start:
+                    before = x[:, :, start - self.chunk_size : start, width:]
+                    weights, momentum = self.learn(weights, momentum, before.to(dtype))
+                outputs.append(net(weights, x[:, :, start : start + self.chunk_size, :width].to(dtype)))
+        return merge_heads(torch.cat(outputs, 2) if outputs else x[..., :width])
+
+    def add(self, near: Tensor, fast: Tensor, scale: Tensor) -> Tensor:
+        """The sum of the window attention [B, T, d] and of the networks' outputs [B, T, F, f]."""
+        normed: Tensor = self.net_norm(fast)
+        return near + (scale * normed).flatten(2).to(near.dtype)
+
+    def mix(self, normed: Tensor, batch: Batch) -> Tensor:
+        maps, fast, scale = self.split_maps(normed)
+        q, k, v = (split_heads(x, self.n_heads) for x in maps)
+        near = self._attend(self.attend, *self.rotate(q, k, batch.rotations), v, batch)
+        read = batch.by_row(self.read_fast, fast.flatten(2))
+        return self.combine(normed, self.add(near, read.unflatten(-1, (self.n_nets, -1)), scale))
+
+    def mix_next(self, normed: Tensor, state: LaCTState, batch: Batch) -> tuple[Tensor, LaCTState]:
+        maps, fast, scale = self.split_maps(normed)
+        q, k, v = (split_heads(x, self.n_heads) for x in maps)
+        q, k = self.rotate(q, k, batch.rotations)
+        compute = self.compute_dtype(q, k, v)
+        with without_autocast(v):
+            near, near_state = self.attend_next(q.to(compute), k.to(compute), v.to(compute), state.near, batch)
+            x, width, dtype = fast.transpose(1, 2), self.weights.shape[-1], state.weights.dtype
+            weights, momentum, chunk, outputs = state.weights, state.momentum, state.open_chunk, []
+            for new, first, last in open_chunk_pieces(batch.first_position, x.shape[2], self.chunk_size):
+                outputs.append(net(weights, x[:, :, new, :width].to(dtype)))
+                chunk = fill(chunk, first, x[:, :, new, width:])
+                if last == self.chunk_size:
+                    weights, momentum = self.learn(weights, momentum, chunk)
+        read = torch.cat(outputs, 2).transpose(1, 2) if outputs else fast[..., :width]
+        added = self.add(merge_heads(near.to(output_dtype(v, compute))), read, scale)
+        return self.combine(normed, added), LaCTState(batch.after(state.position), near_state, weights, momentum, chunk)
+
+    def init_own_state(self, batch_size: int) -> Any:
+        weights, momentum = self.begin(batch_size, acc_dtype(self.weights))
+        width = self.weights.shape[-1]
+        chunk = weights.new_zeros(batch_size, self.n_nets, self.chunk_size, 2 * width + 4)
+        near = super().init_own_state(batch_size)
+        return LaCTState(self.first_position(batch_size), near, weights.clone(), momentum, chunk)

@@ -1,0 +1,59 @@
+"""RetNet: linear attention whose heads forget, each at its own rate.
+
+Source: "Retentive Network" (arXiv 2307.08621), multi-scale retention with rotary positions.
+
+    S[t] = gamma S[t - 1] + k[t] v[t]^T        o[t] = S[t]^T q[t] / sqrt(s)        gamma = 1 - 2^(-5 - head)
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from lineartime.baselines.recurrent import RecurrentMixer
+from lineartime.layers.mixer import MixerOptions
+from lineartime.ops.batch import Batch, Needs
+from lineartime.ops.checks import check_n_heads
+from lineartime.ops.positions import rotate
+from lineartime.ops.precision import acc_dtype
+from lineartime.ops.recurrence import Tokens
+
+
+def retention_oracle(q: Tensor, k: Tensor, v: Tensor, head: int) -> Tensor:
+    """The definition for one head of one document, one query at a time: q, k [T, s], v [T, e] -> [T, e]."""
+    gamma, rows = 1 - 2.0 ** (-5 - head), []
+    for t in range(len(v)):
+        rows.append(sum(gamma ** (t - j) * (q[t] @ k[j]) / q.shape[1] ** 0.5 * v[j] for j in range(t + 1)))
+    return torch.stack(rows)
+
+
+class RetNet(RecurrentMixer):
+    """RetNet: rotary positions, and one decay a head.
+
+    Args:
+        n_heads: H, which must divide d into even widths.
+        short_convolution: whether queries, keys and values pass a short convolution.
+        **options: the options of `Mixer`; causal is True, and False raises an error.
+    """
+
+    name = "retnet"
+    activated = False
+
+    def __init__(
+        self, d_model: int, *, n_heads: int = 3, short_convolution: bool = False, **options: Unpack[MixerOptions]
+    ) -> None:
+        maps, widths = (d_model, d_model, d_model), (d_model, d_model)
+        super().__init__(d_model, n_heads=n_heads, widths=widths, maps=maps, short_convolution=short_convolution, **options)
+        check_n_heads(n_heads, {"d_model": d_model}, in_pairs=True)
+
+    def needs(self) -> Needs:
+        """Request rotations."""
+        return Needs(rotary_width=self.d_model // self.n_heads, dtype=acc_dtype(self.any_parameter))
+
+    def tokens(self, normed: Tensor, maps: Sequence[Tensor], batch: Batch) -> Tokens:
+        q, k, v = (self.heads(each) for each in maps)
+        rotations = None if batch.rotations is None else batch.rotations.unsqueeze(-2)
+        powers = 5 + torch.arange(self.n_heads, device=v.device, dtype=acc_dtype(v))
+        g = torch.log1p(-(2**-powers))[:, None].expand(*v.shape[:-1], 1)
+        return Tokens(rotate(q, rotations) * q.shape[-1] ** -0.5, rotate(k, rotations), v, g)

@@ -1,0 +1,111 @@
+"""Today's linear models against the definitions of their papers, given what the layer projects."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.baselines.deltanet import DeltaNet, delta_rule_oracle
+from lineartime.baselines.gated_deltanet import GatedDeltaNet
+from lineartime.baselines.gla import GLA, gla_oracle
+from lineartime.baselines.lact import LaCT, lact_oracle
+from lineartime.baselines.mamba2 import Mamba2, ssd_oracle
+from lineartime.baselines.recurrent import RecurrentMixer, with_earlier
+from lineartime.baselines.retnet import RetNet, retention_oracle
+from lineartime.baselines.rwkv7 import RWKV7, rwkv7_oracle
+from lineartime.ops.positions import rotary_table, rotate
+
+D_MODEL, HEADS, LENGTH = 16, 2, 70  # more than a chunk of 64
+
+# What a head computes, given its layer, its number, the maps of the layer by heads, and the normed tokens.
+Definition = Callable[[Any, int, Sequence[Tensor], Tensor], Tensor]
+
+
+def retnet(_: Any, head: int, maps: Sequence[Tensor], __: Tensor) -> Tensor:
+    q, k, v = maps
+    turned = rotary_table(torch.arange(len(v)), q.shape[1] // 2, q.dtype)
+    return retention_oracle(rotate(q, turned), rotate(k, turned), v, head)
+
+
+def gla(layer: GLA, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
+    q, k, v = maps
+    alpha = layer.heads(layer.to_decay(layer.to_rank(normed)).sigmoid() ** (1 / 16))[0, :, head]
+    return gla_oracle(q, k, v, alpha)
+
+
+def deltanet(layer: DeltaNet, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
+    q, k, v = maps
+    alpha = torch.ones(len(v), dtype=v.dtype)
+    if isinstance(layer, GatedDeltaNet):
+        step = F.softplus(normed @ layer.decay.weight.mT + layer.decay.bias)[0, :, head]
+        alpha = (-layer.decay.log_a[head].exp() * step).exp()
+    beta = layer.to_beta(normed).sigmoid()[0, :, head]
+    return delta_rule_oracle(q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True), v, beta, alpha)
+
+
+def mamba2(layer: Mamba2, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
+    c, b, x = maps
+    step = F.softplus(normed @ layer.decay.weight.mT + layer.decay.bias)[0, :, head]
+    return ssd_oracle(b, c, x, step, layer.decay.log_a[head].exp())
+
+
+def rwkv7(layer: RWKV7, head: int, maps: Sequence[Tensor], _: Tensor) -> Tensor:
+    r, w, k, v, a, _ = maps
+    removal, replacement = (part.view(HEADS, -1)[head] for part in (layer.removal, layer.replacement))
+    c = k * removal
+    k = k * (1 + (a - 1) * replacement)
+    return rwkv7_oracle(r, (-torch.tensor(-0.5).double().exp() * w.sigmoid()).exp(), k, v, a, c / c.norm(dim=-1, keepdim=True))
+
+
+ROWS: list[tuple[type[RecurrentMixer], dict[str, Any], Definition]] = [
+    (RetNet, {}, retnet),
+    (RetNet, {"short_convolution": True}, retnet),
+    (GLA, {}, gla),
+    (DeltaNet, {}, deltanet),
+    (GatedDeltaNet, {"short_convolution": False}, deltanet),
+    (Mamba2, {"d_state": 6}, mamba2),
+    (RWKV7, {}, rwkv7),
+]
+
+
+@pytest.mark.parametrize(("mixer", "options", "definition"), ROWS)
+@torch.no_grad()
+def test_a_head_computes_what_its_paper_defines(mixer: Any, options: dict[str, Any], definition: Definition) -> None:
+    torch.manual_seed(0)
+    layer: RecurrentMixer = mixer(D_MODEL, n_heads=HEADS, **options).double()
+    for parameter in layer.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    x = torch.randn(1, LENGTH, D_MODEL, dtype=torch.float64)
+    batch, normed = layer.describe(x.shape, device=x.device), layer.before(x)
+    maps = layer.read(with_earlier(layer.remember(normed), layer.recent_shape[0], None))
+    tokens = layer.tokens(normed, maps, batch)
+    found, _ = layer.recur(tokens, None)
+    for head in range(HEADS):
+        # the heads of Mamba-2 share their queries and keys
+        own = [each[0] if each.shape[-1] == options.get("d_state") else layer.heads(each)[0, :, head] for each in maps]
+        torch.testing.assert_close(found[0, :, head], definition(layer, head, own, normed), atol=1e-9, rtol=1e-9)
+    # and what follows is the norm of a head, the gate and the projection
+    if mixer in (RetNet, GLA, DeltaNet, GatedDeltaNet):
+        scale = (found.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        out = (found * scale * layer.head_norm.weight).flatten(2)
+        out = out if layer.to_gate is None else out * F.silu(layer.to_gate(normed))
+        torch.testing.assert_close(layer(x), x + layer.to_output(out), atol=1e-9, rtol=1e-9)
+
+
+@torch.no_grad()
+def test_the_networks_of_lact_descend_as_autograd_says() -> None:
+    torch.manual_seed(0)
+    size, width = 4, D_MODEL // HEADS
+    layer = LaCT(D_MODEL, chunk_size=size, n_nets=HEADS, n_heads=2).double()
+    for parameter in layer.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    for length in (1, 4, 15):
+        _, fast, _ = layer.split_maps(torch.randn(1, length, D_MODEL, dtype=torch.float64))
+        found = layer.read_fast(fast.flatten(2), None).unflatten(-1, (HEADS, width))
+        for head in range(HEADS):
+            q, k, v, rates, m = fast[0, :, head].split([width, width, width, 3, 1], -1)
+            expected = lact_oracle(layer.weights[head], q, k, v, rates, m[:, 0], chunk_size=size)
+            torch.testing.assert_close(found[0, :, head], expected, atol=1e-10, rtol=1e-9)
