@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 # The packages that are compared with, by the names they are imported by.
 PACKAGES = {
+    "fla": "flash-linear-attention",
     "flash_pytorch": "FLASH-pytorch",
     "linformer": "linformer",
     "local_attention": "local-attention",
