@@ -48,9 +48,10 @@ class Step(nn.Module):
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
         model = check_model(model, CausalLM, "continue a text")
-        if not model.constant_state:
+        growing = [type(block.mixer).__name__ for block in model.backbone.blocks if not block.mixer.constant_state]
+        if growing:
             raise ArgumentError(
-                "model", f"is made of {_mixer(model)}, which has no step with a state of constant size: FLASH has one."
+                "model", f"is made of {growing[0]}, which has no step with a state of constant size: FLASH has one."
             )
         self.model = model
 
@@ -111,12 +112,12 @@ def _tracing(model: LanguageModel, sizes: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        problem = f"torch.export cannot make a program of {_mixer(model)} {sizes} ({typed_first_line(error)})"
+        problem = f"torch.export cannot make a program of {_mixers(model)} {sizes} ({typed_first_line(error)})"
         raise LineartimeError(f"{problem}: {EXPORTABLE}") from None
 
 
-def _mixer(model: LanguageModel) -> str:
-    return type(next(iter(model.backbone.blocks)).mixer).__name__
+def _mixers(model: LanguageModel) -> str:
+    return " and ".join(dict.fromkeys(type(block.mixer).__name__ for block in model.backbone.blocks))
 
 
 def write_program(program: ExportedProgram, file: str | Path) -> Path:

@@ -96,6 +96,8 @@ def test_a_recipe_sets_the_chunk_size_and_clips_where_the_table_says() -> None:
     assert takes == {
         "flash",
         "flash-next",
+        "hybrid-gau",
+        "hybrid-attention",
         "flash-local",
         "flash-overlapping",
         "flash-weighted",
@@ -131,6 +133,10 @@ def test_only_our_own_sizes_and_systems_start_with_large_scores() -> None:
         "gau-ungated-tiny",
         "flash-next-tiny",
         "flash-next-base",
+        "hybrid-gau-tiny",
+        "hybrid-gau-base",
+        "hybrid-attention-tiny",
+        "hybrid-attention-base",
         "flash-memory-tiny",
         "flash-memory-base",
     }

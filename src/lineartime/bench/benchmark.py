@@ -57,19 +57,25 @@ def make_benchmark(options: BenchConfig) -> Benchmark:
     return Benchmark(device, tuple(cases), f"{chosen}, because {reason}" if reason else "")
 
 
+_PARTS = ("mixer", "feed_forward", "pattern")
+"""What a field begins with, before a dot, if it is an option of a layer, and not of a preset."""
+
+
 def _model_configs(options: BenchConfig) -> dict[str, ModelConfig]:
     """The models of the presets, with what `override` changes in all of them or in one."""
     fields = {name: _fields(options, name) for name in options.presets}
     for item in options.override:
         key, equals, _ = item.partition("=")
-        preset, dot, field = key.rpartition(".")
-        if dot and preset not in fields:
+        preset, dot, field = key.partition(".")
+        if not dot or preset in _PARTS:
+            preset, field = "", key
+        elif preset not in fields:
             raise ArgumentError("override", f"has {item!r}, but {preset!r} is not among the presets: {', '.join(fields)}.")
-        known = fields[preset] if dot else list(dict.fromkeys(chain(*fields.values())))
+        known = fields[preset] if preset else list(dict.fromkeys(chain(*fields.values())))
         if field == "vocab_size":
             raise ArgumentError("override", "cannot set vocab_size: use `vocab_size`.")
-        if equals and field not in known:
-            whose = f"{preset if dot else 'any of these models'}{did_you_mean(field, known)}"
+        if equals and field.rpartition(".")[2] not in known:
+            whose = f"{preset or 'any of these models'}{did_you_mean(field, known)}"
             raise ArgumentError("override", f"has {field!r}, which is not a field of {whose}; there are {', '.join(known)}.")
     return {name: _model_config(options, name, known) for name, known in fields.items()}
 
@@ -82,14 +88,17 @@ def _fields(options: BenchConfig, preset: str) -> list[str]:
 
 
 def _model_config(options: BenchConfig, preset: str, fields: list[str]) -> ModelConfig:
-    shared = [item for item in options.override if "=" not in item or item.partition("=")[0] in fields]
+    parts = tuple(f"{part}." for part in _PARTS)
+    shared = [
+        each for each in options.override if "=" not in each or each.startswith(parts) or each.partition("=")[0] in fields
+    ]
     own = [item.removeprefix(f"{preset}.") for item in options.override if item.startswith(f"{preset}.")]
     # Parse the values as training does, to raise the same errors.
     training = TrainConfig(preset=preset, override=(*shared, *own), task=options.task, context_length=1)
     config = training.model_config(options.vocab_size or resolve(preset, options.task).vocab_size)
     try:
         with shapes_only():
-            build_model(config.override(n_blocks=1))
+            build_model(config.first_round)
     except ValueError as error:
         raise ArgumentError("override", f"does not make a model of {preset}: {error}") from None
     longest = config.longest_sequence
@@ -110,7 +119,7 @@ def _subjects(
     modes = tuple(dict.fromkeys(options.modes))
     subjects = []
     for name, config in configs.items():
-        steps_in_place = measure == "decode" and config.mixer.layer.constant_state
+        steps_in_place = measure == "decode" and all(mixer.layer.constant_state for mixer in config.mixers)
         for mode in modes if measure not in STREAMED or steps_in_place else ("eager",):
             subjects.append(Subject(name, mode, config))
     for peer in dict.fromkeys(options.peers) if measure not in STREAMED else ():

@@ -61,9 +61,9 @@ def _of_run(run: Path, models: Mapping[str, ModelConfig]) -> dict[str, float]:
 
 def _flat(model: ModelConfig) -> dict[str, Any]:
     """The fields of a model and the options of its layers, which are named like mixer.d_qk."""
-    fields: dict[str, Any] = {}
-    for name, value in model.to_dict().items():
-        fields |= {f"{name}.{option}": its for option, its in value.items()} if isinstance(value, dict) else {name: value}
+    fields = {name: value for name, value in vars(model).items() if name not in ("mixer", "feed_forward", "pattern")}
+    for name, layer in model.layers.items():
+        fields |= {f"{name}.{option}": value for option, value in layer.to_dict().items()}
     return fields
 
 

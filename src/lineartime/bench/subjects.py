@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ def state_after(model: CausalLM, ids: Tensor) -> Any:
     """
     batch, tokens = ids.shape
     with shapes_only():
-        shadow = build_model(model.config.override(n_blocks=1))
+        shadow = build_model(model.config.first_round)
         assert isinstance(shadow, CausalLM)
         try:  # this infers only shapes: a context of any length costs nothing
             _, shape = shadow.extend(ids.to("meta"), shadow.init_state(batch))
@@ -174,7 +175,7 @@ def state_after(model: CausalLM, ids: Tensor) -> Any:
         value = tokens if like.dtype == torch.long else 0  # the position
         return torch.full(shape.shape, value, dtype=like.dtype, device=like.device)
 
-    return ModelState(tuple(shape.blocks[0].map(filled, block) for block in state.blocks))
+    return ModelState(tuple(like.map(filled, block) for like, block in zip(cycle(shape.blocks), state.blocks, strict=False)))
 
 
 def flops_per_token(subject: Subject, case: Case) -> float | None:

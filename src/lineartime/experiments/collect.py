@@ -133,7 +133,7 @@ def _row(plan: Plan, contender: Contender, tunings: list[Tuning], chosen: Tuning
         },
         "tokens_per_second": speed,
         "runs": [_run(run, seed, speed) for seed, run in enumerate(runs)],
-        "chunk_size": contender.model.mixer.options.get("chunk_size"),
+        "chunk_size": next(filter(None, (mixer.options.get("chunk_size") for mixer in contender.model.mixers)), None),
         "paper_loss": paper_loss(shared["paper"]),
     }
 

@@ -30,7 +30,7 @@ def model_at(arm: Arm, size: Size, task: Task, setting: Setting, vocab_size: int
 
     Unless its parameters are within 3 % of the target, its width becomes the one that brings them nearest.
     """
-    config = model_of(SYSTEMS[arm.system], size, task).override(vocab_size=vocab_size, **arm.override)
+    config = model_of(SYSTEMS[arm.system], size, task, vocab_size=vocab_size, **arm.override)
     if config.max_positions is not None:
         config = config.override(max_positions=setting.context)
     if target is None or abs(parameters_of(config) - target) <= TOLERANCE * target:
@@ -45,7 +45,8 @@ def training_options(arm: Arm, config: ModelConfig) -> dict[str, Any]:
     """The preset and the overrides that make a model, as options of training."""
     preset = f"{arm.system}-tiny"
     usual = values_of(resolve(preset, config.task))
-    different = {name: value for name, value in values_of(config).items() if usual[name] != value and name != "vocab_size"}
+    usual["vocab_size"] = config.vocab_size  # which follows from the tokenizer
+    different = {name: value for name, value in values_of(config).items() if name not in usual or usual[name] != value}
     return {"preset": preset, "task": config.task, "override": written(different)}
 
 
@@ -58,9 +59,10 @@ def paper_model(experiment: Experiment, arm: Arm, setting: Setting) -> tuple[dic
     recipe = recipe_config(experiment.recipe, preset)
     usual = resolve(recipe.preset, experiment.task)
     published: dict[str, Any] = {} if usual.max_positions is None else {"max_positions": setting.context}
-    if "normalization" in usual.mixer.options:
+    known = usual.override_names
+    if "normalization" in known:
         published["normalization"] = "paper"
-        if "max_length" in usual.mixer.options:  # the constant n; up to 512 tokens, it also makes the relative bias a table
+        if "max_length" in known:  # the constant n; up to 512 tokens, it also makes the relative bias a table
             published["max_length"] = setting.context
     items = list(merged_override(recipe.override, written(published), written(arm.override)))
     # Without the name of the recipe: `train` would apply its values again in place of options that equal the defaults.

@@ -206,13 +206,13 @@ def _added_arm(item: str, task: Task, seeds: int) -> Arm:
         raise ArgumentError("add", f"{problem}: use one of `presets()`, or import the module that registers it.")
     try:
         arm = Arm(item, system, dict(map(read_override, override)), seeds)
-        reason = SYSTEMS[system].mixer.why_not_causal
+        reason = next((mixer.why_not_causal for mixer in SYSTEMS[system].mixers if mixer.why_not_causal), None)
         if task != "mlm" and reason is not None:
             raise ArgumentError("system", f"is {system}, which cannot be causal: {reason}.")
         for name in ("task", "vocab_size", "d_model", "max_positions"):
             if name in arm.override:
                 raise ArgumentError(name, "is the same, or follows from the parameters, for all systems: leave it out.")
-        model_of(SYSTEMS[system], TINY, task).override(**arm.override)
+        model_of(SYSTEMS[system], TINY, task, **arm.override)
     except ArgumentError as error:
         raise ArgumentError("add", f"has {item!r}, but {error}") from None
     return arm

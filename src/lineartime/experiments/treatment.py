@@ -1,6 +1,7 @@
 """The section of a report that says how all systems were treated alike, with every trial of a learning rate."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from lineartime.experiments import catalogue
 from lineartime.experiments.definitions import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
@@ -56,11 +57,15 @@ def _adamw_ratio(plan: Plan) -> str:
 
 def _scores(plan: Plan) -> str:
     """The options of gated units that other presets or publications choose otherwise."""
-    gated = {each.arm.name: each.model.mixer.options for each in plan.contenders if "normalization" in each.model.mixer.options}
-    said = [
-        f"{name} {', '.join(str(options[each]) for each in ('normalization', 'initial_scores') if each in options)}"
-        for name, options in gated.items()
-    ]
+
+    def of(options: Mapping[str, Any]) -> str:
+        return ", ".join(str(options[each]) for each in ("normalization", "initial_scores") if each in options)
+
+    gated = {
+        each.arm.name: dict.fromkeys(of(mixer.options) for mixer in each.model.mixers if "normalization" in mixer.options)
+        for each in plan.contenders
+    }
+    said = [f"{name} {' and '.join(options)}" for name, options in gated.items() if options]
     return f"*normalization* and *initial_scores* of the gated systems: {'; '.join(said)}. " if said else ""
 
 

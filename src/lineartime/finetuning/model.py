@@ -33,20 +33,22 @@ def paired_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 def tuned_config(pretrained: ModelConfig, advanced: Advanced) -> ModelConfig:
     """The model to fine-tune, with the weights of the pre-trained one. Raises ArgumentError if these do not fit."""
-    changed, kind = pretrained.override(dropout=advanced.dropout), pretrained.mixer.kind
-    before, mixer = pretrained.mixer.options.get("chunk_size", 0), advanced.mixer
+    changed, kinds = pretrained.override(dropout=advanced.dropout), [each.kind for each in pretrained.mixers]
+    chunks = [each.options["chunk_size"] for each in pretrained.mixers if "chunk_size" in each.options]
+    before, mixer = min(chunks, default=0), advanced.mixer
     if advanced.chunk_size is not None and not advanced.chunk_size <= before:
         what = f"is {advanced.chunk_size}, but the model was trained with {before or 'none'}: give at most that."
         raise ArgumentError("chunk_size", what)
     chunk_size = advanced.chunk_size
-    if kind in get_args(OfFLASH):
+    if set(kinds) & set(get_args(OfFLASH)):
         chunk_size = chunk_size or min(before, PAPER_CHUNK)
-        mixer = mixer or ("flash-cls" if kind == "flash" else None)
+        mixer = mixer or ("flash-cls" if "flash" in kinds else None)
     elif mixer is not None:
-        raise ArgumentError("mixer", f"is {mixer}, but the model is one of {kind}: leave it out.")
+        raise ArgumentError("mixer", f"is {mixer}, but the model is one of {kinds[0]}: leave it out.")
     if chunk_size is not None:
         changed = changed.override(chunk_size=chunk_size)
-    return changed if mixer is None else changed.override(mixer=LayerConfig(mixer, **changed.mixer.options))
+    of_flash = {name: each for name, each in changed.layers.items() if each.kind in get_args(OfFLASH)}
+    return changed.with_layers({name: LayerConfig(mixer or each.kind, **each.options) for name, each in of_flash.items()})
 
 
 def with_head(pretrained: LanguageModel, advanced: Advanced, make: Callable[[LineartimeConfig], Any], peft_task: str) -> Any:

@@ -51,6 +51,8 @@ def to_flash_pytorch(model: LanguageModel | FLASH) -> tuple[dict[str, Tensor], d
     model = check_model(model, LanguageModel, "be converted", computes=False)
     check_layers(model)
     config, backbone = model.config, model.backbone
+    if config.pattern:
+        raise ArgumentError("pattern", f"has several mixers, but every block of {PACKAGE} is the same: convert another model.")
     if config.mixer.kind != FLASH.name:
         _require("mixer", config.mixer.kind, ForeignFLASH.name)
     for name, allowed in ONLY.items():

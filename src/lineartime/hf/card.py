@@ -22,11 +22,12 @@ def model_card(config: ModelConfig, name: str, parameters: int, training: Mappin
     """The card of a language model saved in a folder of this name. `training` are facts about its training, for a table."""
     masked = config.task == "mlm"
     auto = "AutoModelForMaskedLM" if masked else "AutoModelForCausalLM"
-    longest = config.longest_sequence
+    longest, kinds = config.longest_sequence, list(dict.fromkeys(mixer.kind for mixer in config.mixers))
+    tags = "\n".join(f"- {kind}" for kind in kinds)
     try:
         system = system_of(nearest_preset(config)).describe()
     except ArgumentError:  # no preset has this combination of layers
-        system = f"blocks of {config.mixer.kind}"
+        system = f"blocks of {', '.join(kinds)}"
     facts = {
         "blocks": config.n_blocks,
         "width": config.d_model,
@@ -40,7 +41,7 @@ library_name: transformers
 pipeline_tag: {"fill-mask" if masked else "text-generation"}
 tags:
 - lineartime
-- {config.mixer.kind}
+{tags}
 ---
 
 # {name}

@@ -54,6 +54,7 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
     token_types: int = 0
     dropout: float = 0.0
     tie_word_embeddings: bool = True
+    pattern: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -84,8 +85,8 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
 
 def _check_others(config: ModelConfig, others: Mapping[str, Any]) -> None:
     """Raise ArgumentError if `others`, which are not fields of the model, name an option of a layer, or a size of the model."""
-    for part, layer in (("mixer", config.mixer), ("feed_forward", config.feed_forward)):
-        for name in (name for name in others if layer is not None and name in layer.options):
+    for part, layer in config.layers.items():
+        for name in (name for name in others if name in layer.options):
             raise ArgumentError(
                 name,
                 f"is {others[name]!r}, which is an option of {part} and no field of the model: put it into {part}, or use "

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lineartime.layers.mixer import Mixer
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import build_norm, check_device
 from lineartime.models.config import ModelConfig
+from lineartime.models.layer_config import LayerConfig
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import as_mask, check_whole, is_readable
 from lineartime.ops.context import ContextGroup, check_equal_slices
@@ -27,10 +29,10 @@ from lineartime.ops.state import State
 class Block(nn.Module):
     """A mixer and an optional feed-forward layer. Each contains its own norm and residual connection."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, mixer: LayerConfig) -> None:
         super().__init__()
         options: dict[str, Any] = {name: getattr(config, name) for name in ("norm", "norm_eps", "norm_position", "dropout")}
-        self.mixer: Mixer = config.mixer.build(config.d_model, causal=config.task != "mlm", **options)
+        self.mixer: Mixer = mixer.build(config.d_model, causal=config.task != "mlm", **options)
         self.feed_forward: nn.Module = nn.Identity()
         if config.feed_forward is not None:
             self.feed_forward = config.feed_forward.build(config.d_model, **options)
@@ -87,7 +89,9 @@ class Backbone(nn.Module):
         if config.embedding_norm:
             self.embedding_norm = build_norm(config.norm, config.d_model, config.norm_eps)
         # Annotated with the type of its elements: to type checkers, a ModuleList holds arbitrary modules.
-        self.blocks: Iterable[Block] = nn.ModuleList(Block(config) for _ in range(config.n_blocks))  # type: ignore[assignment]
+        self.blocks: Iterable[Block] = nn.ModuleList(  # type: ignore[assignment]
+            Block(config, mixer) for mixer in islice(cycle(config.mixers), config.n_blocks)
+        )
         self.norm: nn.Module = nn.Identity()
         if config.final_norm == "same":
             self.norm = build_norm(config.norm, config.d_model, config.norm_eps)
@@ -150,7 +154,10 @@ class Backbone(nn.Module):
         return any(block._compiled_call_impl is not None for block in self.blocks)
 
     def _batches(self, describe: Callable[[Mixer], Batch]) -> list[Batch]:
-        """The batch as each block needs it. Mixers with equal needs share it: all of them, unless one was replaced."""
+        """The batch as each block needs it. Mixers with equal needs share it: all of them, except in a hybrid.
+
+        Needs change neither the positions of tokens nor how they are packed, so that tokens pass from one block to the next.
+        """
         made: dict[tuple[Any, ...], Batch] = {}
         batches = []
         for block in self.blocks:

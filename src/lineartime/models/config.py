@@ -1,15 +1,19 @@
 """The configuration of a model as plain data: its parts and their sizes."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from typing_extensions import Self
 
 from lineartime.choices import Task
 from lineartime.errors import ArgumentError
-from lineartime.fields import Between
+from lineartime.fields import Between, shown
 from lineartime.foreign.mixers import NormPosition
 from lineartime.layers.mixer import READ_PREFIX, Mixer
 from lineartime.layers.residual import Norm
-from lineartime.models.layer_config import LayerConfig, PartsConfig
+from lineartime.models.layer_config import KINDS, LayerConfig, PartsConfig, as_layer
 from lineartime.shapes import shapes_only
 
 
@@ -24,9 +28,21 @@ def why_not_learned(mixer: type[Mixer], task: Task) -> str | None:
     return None
 
 
+def with_known(pattern: object, known: Iterable[LayerConfig]) -> tuple[Any, ...]:
+    """A pattern, a tuple or a text with commas, in which the first `known` mixer of a kind replaces its name."""
+    if isinstance(pattern, str):
+        pattern = [name.strip() for name in pattern.split(",") if name]
+    if not isinstance(pattern, (list, tuple)):
+        raise ArgumentError(
+            "pattern", f"is {shown(pattern)}, but must be a tuple of mixers, or their names, as in flash,flash,gau."
+        )
+    by_name = {mixer.kind: mixer for mixer in reversed(list(known))}
+    return tuple(by_name.get(each, each) if isinstance(each, str) else each for each in pattern)
+
+
 @dataclass(frozen=True)
 class ModelConfig(PartsConfig):
-    """A language model: embedding, N identical blocks of a mixer and an optional feed-forward layer, norm, logits.
+    """A language model: embedding, N blocks of a mixer and an optional feed-forward layer, norm, logits.
 
     Attributes:
         task: "clm", a causal language model; "mlm", a masked (bidirectional) one; or "prefix-lm", a causal one that reads a
@@ -34,7 +50,7 @@ class ModelConfig(PartsConfig):
         vocab_size: number of tokens.
         d_model: width of the residual stream.
         n_blocks: number of blocks.
-        mixer: the layer that moves information between tokens.
+        mixer: the layer that moves information between tokens; with a pattern, its first one.
         feed_forward: the layer after the mixer in each block; None for models of gated attention units, which need none.
         norm: the norm of every layer and, by default, the final norm.
         norm_eps: the epsilon that `norm` adds to the mean square or variance before dividing by it.
@@ -49,6 +65,8 @@ class ModelConfig(PartsConfig):
         tie_word_embeddings: whether the logits are computed with the transposed token embedding; otherwise with a separate
             linear layer, which has a bias.
         dropout: the dropout rate of every layer's output.
+        pattern: of a hybrid, the mixers of the blocks in turn, which repeat until there are `n_blocks`; empty if every block
+            has `mixer`. Any of them may be given as its name, which stands for the mixer of this kind that the model has.
 
     Raises:
         ArgumentError: for a value of the wrong type or out of range, or a mixer that cannot learn the task.
@@ -70,11 +88,20 @@ class ModelConfig(PartsConfig):
     token_types: Annotated[int, Between(0, 2**31 - 1)] = 0
     tie_word_embeddings: bool = True
     dropout: Annotated[float, Between(0, below=1)] = 0.0
+    pattern: tuple[LayerConfig, ...] = ()
 
     def __post_init__(self) -> None:
+        mixers = KINDS["mixer"]
+        pattern = with_known(self.pattern, [as_layer("mixer", self.mixer, mixers)])
+        layers = tuple(as_layer(f"pattern[{place}]", each, mixers) for place, each in enumerate(pattern))
+        object.__setattr__(self, "pattern", layers)
         super().__post_init__()
-        if (why := why_not_learned(self.mixer.layer, self.task)) is not None:
-            raise ArgumentError("task", f"is {self.task!r}, but a model of {self.mixer.kind} ", why)
+        if self.pattern and self.pattern[0] != self.mixer:
+            wanted = f"but must equal the first one of the pattern, {self.pattern[0].kind}, in all options"
+            raise ArgumentError("mixer", f"is {self.mixer.kind}, {wanted}: give another pattern, or an empty one.")
+        for mixer in self.mixers:
+            if (why := why_not_learned(mixer.layer, self.task)) is not None:
+                raise ArgumentError("task", f"is {self.task!r}, but a model of {mixer.kind} ", why)
         if (self.max_positions is not None) != (self.absolute_position == "learned"):
             raise ArgumentError(
                 "max_positions",
@@ -83,9 +110,50 @@ class ModelConfig(PartsConfig):
             )
 
     @property
+    def mixers(self) -> tuple[LayerConfig, ...]:
+        """The mixers of the blocks in turn, which repeat: those of the pattern, or `mixer` alone."""
+        return self.pattern or (self.mixer,)
+
+    @property
+    def blocks_of(self) -> Counter[LayerConfig]:
+        """The number of blocks of each mixer."""
+        counts: Counter[LayerConfig] = Counter()
+        for place, mixer in enumerate(self.mixers[: self.n_blocks]):
+            counts[mixer] += len(range(place, self.n_blocks, len(self.mixers)))
+        return counts
+
+    @property
+    def first_round(self) -> Self:
+        """The same model with one block of each mixer in the pattern, which all others repeat."""
+        return replace(self, n_blocks=min(self.n_blocks, len(self.mixers)))
+
+    @property
+    def layers(self) -> dict[str, LayerConfig]:
+        """The layers by their names in `override`: "mixer" or, with a pattern, "pattern.0", "pattern.1" and so on."""
+        layers = super().layers
+        if self.pattern:
+            del layers["mixer"]
+        return {f"pattern.{place}": mixer for place, mixer in enumerate(self.pattern)} | layers
+
+    def with_layers(self, layers: Mapping[str, LayerConfig]) -> Self:
+        """Return a copy with other layers, named as in `layers`."""
+        pattern = tuple(layers.get(f"pattern.{place}", mixer) for place, mixer in enumerate(self.pattern))
+        others = {name: layer for name, layer in layers.items() if name in vars(self)}
+        mixer = pattern[0] if pattern else self.mixer
+        return self.from_dict({**vars(self), "mixer": mixer, **others, "pattern": pattern})
+
+    def override(self, /, **values: Any) -> Self:
+        """As for all models. A pattern also sets `mixer`, and an option of a mixer is set in every one that has it.
+
+        To set it in a single one, name its place in the pattern, from 0: `config.override(**{"pattern.3.d_qk": 64})`.
+        """
+        if "pattern" in values and (pattern := with_known(values["pattern"], self.mixers)):
+            values = {"mixer": pattern[0], **values, "pattern": pattern}
+        return super().override(**values)
+
+    @property
     def longest_sequence(self) -> int | None:
         """The maximum number of tokens that the model can read, or None if there is no limit."""
         with shapes_only():
-            mixer = self.mixer.build(self.d_model)
-        limits = [limit for limit in (self.max_positions, mixer.longest_sequence) if limit is not None]
-        return min(limits, default=None)
+            limits = [self.max_positions, *(mixer.build(self.d_model).longest_sequence for mixer in set(self.mixers))]
+        return min((limit for limit in limits if limit is not None), default=None)

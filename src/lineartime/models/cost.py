@@ -4,6 +4,7 @@ Shapes: T tokens of context.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_limits
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import CausalLM, LanguageModel, build_model
+from lineartime.models.layer_config import LayerConfig
 from lineartime.ops.checks import check_positive
 from lineartime.shapes import shapes_only
 
@@ -41,10 +43,13 @@ def count_parameters(config: ModelConfig) -> int:
 
 
 def _over_blocks(config: ModelConfig, measure: Callable[[LanguageModel], int]) -> int:
-    """A measure of the whole model, from models of one and two blocks: all blocks are identical."""
-    with shapes_only():
-        one, two = (measure(build_model(config.override(n_blocks=n))) for n in (1, 2))
-    return one + (config.n_blocks - 1) * (two - one)
+    """A measure of the whole model, from models of one and two blocks of each mixer, whose blocks are identical."""
+    rest, blocks = 0, 0
+    for mixer, count in config.blocks_of.items():
+        with shapes_only():
+            one, two = (measure(build_model(replace(config, mixer=mixer, pattern=(), n_blocks=n))) for n in (1, 2))
+        rest, blocks = 2 * one - two, blocks + count * (two - one)
+    return rest + blocks
 
 
 def check_context_length(context_length: int) -> None:
@@ -67,11 +72,12 @@ def cost(config: ModelConfig, context_length: int) -> Cost:
 def stream_bytes(config: ModelConfig, context_length: int) -> int | None:
     """The size of the state of one stream after `context_length` tokens; None for a model that cannot stream."""
     with shapes_only(), torch.no_grad():
-        model = build_model(config.override(n_blocks=1))
+        model = build_model(config.first_round)
         if not isinstance(model, CausalLM):
             return None
         _, state = model.extend(torch.zeros(1, context_length, dtype=torch.long), model.init_state(1))
-    return config.n_blocks * state.nbytes
+    own: dict[LayerConfig, int] = {mixer: block.nbytes for mixer, block in zip(config.mixers, state.blocks, strict=False)}
+    return sum(own[mixer] * count for mixer, count in config.blocks_of.items())
 
 
 def _forward_flops(model: LanguageModel, ids: Tensor) -> int:

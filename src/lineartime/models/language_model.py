@@ -136,7 +136,7 @@ class LanguageModel(nn.Module):
     def compile_blocks(self) -> None:
         """Compile each block with torch.compile, in place; parameters keep their names.
 
-        All blocks are identical, so only the first is compiled, and the others share its code. This happens at the first call,
+        Blocks with equal mixers share their code, so only the first is compiled. This happens at the first call,
         and again for packs of another structure, which only mixers without chunks have.
         """
         # By default, packs of a ninth structure would be read without the compiler. Older versions of PyTorch lack the option.

@@ -119,18 +119,19 @@ class PartsConfig:
     def __post_init__(self) -> None:
         """Raise ArgumentError unless all fields have valid types and values. A part may be its name, or its dictionary."""
         for part, kinds in KINDS.items():
-            value = getattr(self, part, None)
-            if isinstance(value, (dict, str)):
-                value = _layer(part, value)
-                object.__setattr__(self, part, value)
-            if value is not None and not (isinstance(value, LayerConfig) and value.kind in kinds):
-                allowed = f"a LayerConfig, or the name, of one of these kinds: {', '.join(kinds)}"
-                raise ArgumentError(part, f"is {shown(value)}, but must be {allowed}.")
+            if (value := getattr(self, part, None)) is not None:
+                object.__setattr__(self, part, as_layer(part, value, kinds))
         check_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dictionary for JSON, from which `from_dict` restores an equal config."""
-        return {name: value.to_dict() if isinstance(value, LayerConfig) else value for name, value in vars(self).items()}
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return [plain(item) for item in value]
+            return value.to_dict() if isinstance(value, LayerConfig) else value
+
+        return {name: plain(value) for name, value in vars(self).items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -144,16 +145,21 @@ class PartsConfig:
     @property
     def override_names(self) -> list[str]:
         """The names that `override` accepts: fields of the model, then options of its layers."""
-        return list(dict.fromkeys([*vars(self), *(option for part in self._layers.values() for option in part.options)]))
+        return list(dict.fromkeys([*vars(self), *(option for part in self.layers.values() for option in part.options)]))
 
     @property
-    def _layers(self) -> dict[str, LayerConfig]:
+    def layers(self) -> dict[str, LayerConfig]:
+        """The layers by their names in `override`."""
         return {name: value for name, value in vars(self).items() if isinstance(value, LayerConfig)}
+
+    def with_layers(self, layers: Mapping[str, LayerConfig]) -> Self:
+        """Return a copy with other layers, named as in `layers`."""
+        return self.from_dict({**vars(self), **layers})
 
     def override(self, /, **values: Any) -> Self:
         """Return a copy with other values for fields of the model, or for options of its layers.
 
-        For instance, `config.override(vocab_size=32000, chunk_size=512)`. An option that several layers have is named with its
+        For instance, `config.override(vocab_size=32000, chunk_size=512)`. An option that several parts have is named with its
         part: `config.override(**{"cross.n_heads": 4})`.
 
         Raises:
@@ -161,28 +167,40 @@ class PartsConfig:
         """
         fields = {name: value for name, value in values.items() if name in vars(self)}
         changed = self.from_dict({**vars(self), **fields})
-        for name in [name for name in values if name not in fields]:
+        # An option of one mixer of a pattern is set after those of all.
+        for name in sorted((name for name in values if name not in fields), key=lambda name: name.count(".")):
             part, _, option = name.rpartition(".")
-            owners = [each for each, layer in changed._layers.items() if option in layer.options and part in ("", each)]
-            if len(owners) > 1:
-                choices = " or ".join(f"{owner}.{name}" for owner in owners)
-                raise ArgumentError(name, f"is an option of both {' and '.join(owners)}: set {choices}.")
+            owners = {each: layer for each, layer in changed.layers.items() if option in layer.options}
+            parts = {each: "mixer" if each.startswith("pattern.") else each for each in owners}
+            owners = {each: layer for each, layer in owners.items() if part in ("", each, parts[each])}
+            several = list(dict.fromkeys(parts[each] for each in owners))
+            if len(several) > 1:
+                choices = " or ".join(f"{owner}.{name}" for owner in several)
+                raise ArgumentError(name, f"is an option of both {' and '.join(several)}: set {choices}.")
             if not owners:
                 check_names([name], changed.override_names, "this model")
-            layer = changed._layers[owners[0]].override(**{option: values[name]})
-            changed = self.from_dict({**vars(changed), owners[0]: layer})
+            changed = changed.with_layers({each: layer.override(**{option: values[name]}) for each, layer in owners.items()})
         return changed
 
 
-def _layer(part: str, data: dict[str, Any] | str) -> LayerConfig:
-    options = {"kind": data} if isinstance(data, str) else dict(data)
+def as_layer(name: str, value: Any, kinds: Mapping[str, type[Any]]) -> LayerConfig:
+    """The layer that a value describes: itself, a name or a dictionary. Raises ArgumentError for a layer of another kind."""
+    if isinstance(value, (dict, str)):
+        value = _decoded(name, {"kind": value} if isinstance(value, str) else dict(value), kinds)
+    if not (isinstance(value, LayerConfig) and value.kind in kinds):
+        allowed = f"a LayerConfig, or the name, of one of these kinds: {', '.join(kinds)}"
+        raise ArgumentError(name, f"is {shown(value)}, but must be {allowed}.")
+    return value
+
+
+def _decoded(name: str, options: dict[str, Any], kinds: Mapping[str, type[Any]]) -> LayerConfig:
     kind = options.pop("kind", None)
-    if not isinstance(kind, str) or kind not in KINDS[part]:
-        like, own = did_you_mean(str(kind), KINDS[part]), "`import`"
-        advice = f"import the module that registers it, by {own}, or use one of {', '.join(KINDS[part])}"
-        raise ArgumentError(f"{part}.kind", f"is {shown(kind)}{like}, which is not known here: {advice}.")
-    kind, options = from_earlier(kind, options, own_options(KINDS[part][kind]))
+    if not isinstance(kind, str) or kind not in kinds:
+        like, own = did_you_mean(str(kind), kinds), "`import`"
+        advice = f"import the module that registers it, by {own}, or use one of {', '.join(kinds)}"
+        raise ArgumentError(f"{name}.kind", f"is {shown(kind)}{like}, which is not known here: {advice}.")
+    kind, options = from_earlier(kind, options, own_options(kinds[kind]))
     try:
         return LayerConfig(kind, **options)
     except ArgumentError as error:
-        raise ArgumentError(f"{part}.{error.argument}", error.predicate) from None
+        raise ArgumentError(f"{name}.{error.argument}", error.predicate) from None

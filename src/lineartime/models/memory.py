@@ -1,7 +1,8 @@
 """The size of a model, computed on the meta device or by arithmetic before any memory is allocated."""
 
-from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from itertools import cycle
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,27 +26,32 @@ _EMBEDDED = ("vocab_size", "max_positions")
 
 
 class ModelTensors(NamedTuple):
-    """The tensors of a model on the meta device: those of a block by their names in it, as all are alike, and the rest."""
+    """The tensors of a model on the meta device: those of the blocks that repeat, by their names in a block, and the rest."""
 
-    block: dict[str, Tensor]
+    blocks: tuple[dict[str, Tensor], ...]
     rest: dict[str, Tensor]
     n_blocks: int
 
     @property
     def n_tensors(self) -> int:
         """The number of tensors in the whole model."""
-        return len(self.rest) + self.n_blocks * len(self.block)
+        return len(self.rest) + self.of_blocks(len)
 
     @property
     def n_elements(self) -> int:
         """The number of elements in all tensors."""
-        return _n_elements(self.rest) + self.n_blocks * _n_elements(self.block)
+        return _n_elements(self.rest) + self.of_blocks(_n_elements)
+
+    def of_blocks(self, measure: Callable[[dict[str, Tensor]], int]) -> int:
+        """The sum of a measure of a block over all blocks."""
+        round_ = len(self.blocks)
+        return sum(measure(block) * len(range(place, self.n_blocks, round_)) for place, block in enumerate(self.blocks))
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors on the meta device by their names in the model."""
         yield from self.rest.items()
-        for number in range(self.n_blocks):
-            yield from ((f"{_BLOCKS}{number}.{name}", tensor) for name, tensor in self.block.items())
+        for number, block in zip(range(self.n_blocks), cycle(self.blocks), strict=False):
+            yield from ((f"{_BLOCKS}{number}.{name}", tensor) for name, tensor in block.items())
 
 
 def model_tensors(config: ModelConfig | EncoderDecoderConfig) -> ModelTensors:
@@ -54,16 +60,15 @@ def model_tensors(config: ModelConfig | EncoderDecoderConfig) -> ModelTensors:
         with shapes_only():
             if isinstance(config, EncoderDecoderConfig):  # which has two kinds of blocks: all are among the rest
                 blocks = config.n_encoder_blocks + config.n_decoder_blocks
-                return ModelTensors({}, EncoderDecoder(config).state_dict(), blocks)
-            tensors = build_model(config.override(n_blocks=1)).state_dict()
+                return ModelTensors((), EncoderDecoder(config).state_dict(), blocks)
+            model = build_model(config.first_round)
+            tensors = model.state_dict()
         if _n_elements(tensors) > 2**60:
             raise OverflowError
     except (RuntimeError, OverflowError, MemoryError):
         raise too_large(config, "which no tensor can have") from None
-    first = f"{_BLOCKS}0."
-    block = {name.removeprefix(first): tensor for name, tensor in tensors.items() if name.startswith(first)}
-    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(first)}
-    return ModelTensors(block, rest, config.n_blocks)
+    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(_BLOCKS)}
+    return ModelTensors(tuple(block.state_dict() for block in model.backbone.blocks), rest, config.n_blocks)
 
 
 def check_memory(
@@ -102,8 +107,8 @@ def check_memory(
         needed = f"with which the model has {tensors.n_elements:,} parameters and needs at least {size(weights)}"
         in_blocks = 2 * _n_elements(tensors.rest) < tensors.n_elements
         raise too_large(config, f"{needed}, but there are {size(memory)} of memory", _EMBEDDED if in_blocks else ())
-    features = sum(tensor.shape[0] for tensor in tensors.block.values() if tensor.dim() > 1)  # of the linear maps of a block
-    token = features * kept_blocks * number_bytes
+    features = tensors._replace(n_blocks=kept_blocks).of_blocks(_n_features)
+    token = features * number_bytes
     one, at_once = weights + tokens // sequences * token, weights + tokens * token
     for option, count, least in (
         ("context_length", tokens // sequences, one),
@@ -122,5 +127,10 @@ def too_large(config: ModelConfig | EncoderDecoderConfig, why: str, excluded: Co
     return ArgumentError(name, f"is {numbers[name]:,}, {why}: use a smaller model.")
 
 
-def _n_elements(tensors: dict[str, Any]) -> int:
+def _n_elements(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _n_features(block: dict[str, Tensor]) -> int:
+    """The number of features that the linear maps of a block compute."""
+    return sum(tensor.shape[0] for tensor in block.values() if tensor.dim() > 1)

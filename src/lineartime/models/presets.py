@@ -5,7 +5,7 @@ from typing import Any, Literal, overload
 
 from lineartime.choices import BYTE_VOCABULARY, Task
 from lineartime.errors import ArgumentError, did_you_mean
-from lineartime.models.config import ModelConfig, why_not_learned
+from lineartime.models.config import ModelConfig, why_not_learned, with_known
 from lineartime.models.encoder_decoder import EncoderDecoderConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
@@ -82,19 +82,33 @@ def _names() -> dict[str, tuple[str, Size]]:
 PRESETS: dict[str, tuple[str, Size]] = _names()
 
 
-def model_of(system: System, size: Size, task: Task, **fields: Any) -> ModelConfig:
-    """The config of a system's model at a size, with other values for some fields."""
+def model_of(system: System, size: Size, task: Task, **overrides: Any) -> ModelConfig:
+    """The config of a system's model at a size, with other values for some fields and options.
+
+    A name in `mixer` or `pattern` stands for the system's own mixer or, of another kind, for that of the first system that sets
+    the fewest options of it, at this size.
+    """
+    mixer = LayerConfig(system.mixer.name, **system.mixer_options(size))
     usual: dict[str, Any] = {
         "task": task,
         "vocab_size": size.vocab_size,
         "d_model": size.d_model,
         "n_blocks": size.gated_blocks,
-        "mixer": LayerConfig(system.mixer.name, **system.mixer_options(size)),
+        "mixer": mixer,
         "norm": "scalenorm" if task == "mlm" else "layernorm",
     }
     if system.feed_forward is not None:
         usual |= {"n_blocks": size.attention_blocks, "feed_forward": LayerConfig(system.feed_forward.name)}
-    return ModelConfig(**{**usual, **system.fields, **fields})
+    # Set before the others, because other mixers may learn what the system's cannot.
+    given: dict[str, Any] = {name: overrides.pop(name) for name in ("mixer", "pattern") if name in overrides}
+    values: dict[str, Any] = {"pattern": (), **usual, **system.fields, **given}
+    if given or values["pattern"]:
+        rows = sorted(SYSTEMS.values(), key=lambda row: len(row.options))
+        known = [mixer, *(LayerConfig(row.mixer.name, **row.mixer_options(size)) for row in rows)]
+        values["pattern"] = pattern = with_known(values["pattern"], known)
+        [first] = with_known([values["mixer"]], known)
+        values["mixer"] = pattern[0] if pattern and "mixer" not in given else first
+    return ModelConfig(**values).override(**overrides)
 
 
 def system_of(preset: str) -> System:
@@ -111,7 +125,7 @@ def presets(task: Task = "clm") -> dict[str, ModelConfig]:
     return {
         name: model_of(system, size, task)
         for name, (system, size) in systems.items()
-        if why_not_learned(system.mixer, task) is None
+        if all(why_not_learned(mixer, task) is None for mixer in system.mixers)
     }
 
 
@@ -122,18 +136,7 @@ def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **ove
     if not isinstance(preset_or_config, str):
         raise ArgumentError("preset_or_config", f"is {preset_or_config!r}, but must be the name of a preset or a ModelConfig.")
     system, size = system_of(preset_or_config), PRESETS[preset_or_config][1]
-    if "mixer" not in overrides:
-        return model_of(system, size, task or "clm").override(**overrides)
-    mixer = overrides.pop("mixer")  # which may learn what the preset's cannot
-    if isinstance(mixer, str):
-        mixer = _mixer_named(mixer, size)
-    return model_of(system, size, task or "clm", mixer=mixer).override(**overrides)
-
-
-def _mixer_named(kind: str, size: Size) -> LayerConfig | str:
-    """The mixer of the first system with this kind, at a size; an unknown kind as it is, for `ModelConfig` to name."""
-    system = next((system for system in SYSTEMS.values() if system.mixer.name == kind), None)
-    return kind if system is None else LayerConfig(kind, **system.mixer_options(size))
+    return model_of(system, size, task or "clm", **overrides)
 
 
 def encoder_decoder_config(preset: str, **overrides: Any) -> EncoderDecoderConfig:
@@ -166,9 +169,10 @@ def encoder_decoder_config(preset: str, **overrides: Any) -> EncoderDecoderConfi
 def values_of(config: ModelConfig | EncoderDecoderConfig) -> dict[str, Any]:
     """All values of a config by their names in `ModelConfig.override`, except the task and the layers themselves."""
     values = {name: value for name, value in vars(config).items() if name not in ("task", "mixer", "feed_forward")}
-    for layer in filter(None, (config.mixer, config.feed_forward)):
-        values |= layer.options
-    return values
+    pattern: tuple[LayerConfig, ...] = values.get("pattern", ())
+    for part, layer in config.layers.items():
+        values |= {f"{part}.{option}" if pattern else option: value for option, value in layer.options.items()}
+    return values | ({"pattern": tuple(layer.kind for layer in pattern)} if pattern else {})
 
 
 def nearest_preset(config: ModelConfig) -> str:
@@ -181,11 +185,12 @@ def nearest_preset(config: ModelConfig) -> str:
     """
 
     def kinds(other: ModelConfig) -> tuple[str, str | None]:
-        return other.mixer.kind, None if other.feed_forward is None else other.feed_forward.kind
+        mixer = "" if config.pattern else other.mixer.kind  # a pattern can be overridden in any preset
+        return mixer, None if other.feed_forward is None else other.feed_forward.kind
 
     def differences(name: str) -> int:
         values = values_of(alike[name])
-        return sum(values[field] != value for field, value in values_of(config).items())
+        return sum(values.get(field) != value for field, value in values_of(config).items())
 
     alike = {name: other for name, other in presets(config.task).items() if kinds(other) == kinds(config)}
     if not alike:

@@ -109,7 +109,8 @@ def _check_option_names(mixer: type[Mixer], feed_forward: type[Any] | None) -> N
 def _check_builds(system: System, size: Size) -> None:
     """Raise ArgumentError unless a model of the system can be built, and restored from what model.json records."""
     name = system.mixer.__name__
-    config = model_of(system, size, "clm" if system.mixer.why_not_causal is None else "mlm").override(n_blocks=1)
+    can_be_causal = all(mixer.why_not_causal is None for mixer in system.mixers)
+    config = model_of(system, size, "clm" if can_be_causal else "mlm").first_round
     try:
         ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     except (TypeError, ArgumentError) as error:

@@ -94,7 +94,8 @@ class System:
             have twice as many blocks instead.
         options: options of the mixer that differ from its class's defaults and from the size.
         scaled: options of the mixer that are computed from the size, instead of copied from its field of the same name.
-        fields: fields of the model that differ from the usual ones.
+        fields: fields of the model that differ from the usual ones. A name in `pattern` is a mixer of this row, or of the first
+            row that has one of this kind.
         clips_gradient: whether the paper's recipes clip its gradient.
         description: a one-line description; the default is the first line of the mixer's docstring.
     """
@@ -106,6 +107,13 @@ class System:
     fields: Mapping[str, Any] = field(default_factory=dict)
     clips_gradient: bool = True
     description: str = ""
+
+    @property
+    def mixers(self) -> list[type[Mixer]]:
+        """The classes of all its mixers: those in the pattern among its fields, too."""
+        kinds = [getattr(each, "kind", each) for each in self.fields.get("pattern", ())]
+        others = [system.mixer for system in SYSTEMS.values() if system.mixer.name in kinds]
+        return list(dict.fromkeys([self.mixer, *others]))
 
     @property
     def takes_chunk_size(self) -> bool:
@@ -137,6 +145,8 @@ FINE_TUNING: dict[str, Callable[[Size], int]] = {
 # GAU and its ablations share their initialisation.
 GAU_START: dict[str, Callable[[Size], str]] = {"initial_scores": lambda size: size.initial_scores}
 
+FLASH_NEXT = {"normalization": "paper", "initial_scores": "unit"}
+
 SYSTEMS: dict[str, System] = {
     "flash": System(FLASH, description="FLASH: gated units with mixed chunk attention"),
     "flash-quad": System(
@@ -146,8 +156,20 @@ SYSTEMS: dict[str, System] = {
     ),
     "flash-next": System(
         FLASH,
-        options={"normalization": "paper", "initial_scores": "unit"},
+        options=FLASH_NEXT,
         description="flash-next: FLASH with the published divisor, and scores that start near 1",
+    ),
+    "hybrid-gau": System(
+        FLASH,
+        options=FLASH_NEXT,
+        fields={"pattern": ("flash", "flash", "flash", "gau")},
+        description="A hybrid: three units of flash-next, then a GAU",
+    ),
+    "hybrid-attention": System(
+        FLASH,
+        options=FLASH_NEXT,
+        fields={"pattern": ("flash", "flash", "flash", "attention")},
+        description="A hybrid: three units of flash-next, then softmax attention",
     ),
     "transformer": System(
         Attention,

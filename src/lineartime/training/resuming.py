@@ -130,7 +130,7 @@ def _applied(defaults: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     inherited = defaults.override
     if asked.preset != defaults.preset and asked.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
         fields = resolve(asked.preset, asked.task).override_names
-        inherited = tuple(item for item in inherited if item.partition("=")[0] in fields)
+        inherited = tuple(item for item in inherited if item.partition("=")[0].rpartition(".")[2] in fields)
     return dataclasses.replace(asked, override=merged_override(inherited, asked.override))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def _model(model_config: ModelConfig, config: TrainConfig, device: torch.device,
 
 def _slice_unit(model_config: ModelConfig, config: TrainConfig) -> int:
     """The unit of the length of sequences that processes share: one whole chunk per process."""
-    ranks, chunk_size = config.context_parallel, int(model_config.mixer.options.get("chunk_size", 1))
+    ranks, chunk_size = config.context_parallel, lcm(*_chunk_sizes(model_config))
     if ranks > 1 and config.context_length % (ranks * chunk_size):
         raise ArgumentError(
             "context_length",
@@ -159,10 +160,14 @@ def _slice_unit(model_config: ModelConfig, config: TrainConfig) -> int:
     return ranks * chunk_size
 
 
+def _chunk_sizes(model: ModelConfig) -> list[int]:
+    """The chunk size of each mixer; 1 for one without chunks."""
+    return [int(mixer.options.get("chunk_size", 1)) for mixer in model.mixers]
+
+
 def _check_memory(model_config: ModelConfig, config: TrainConfig, rows: Rows, device: torch.device, world: World) -> None:
     """Raise ArgumentError for a model or a step that needs more memory than the machine has, before anything is allocated."""
-    chunk_size = int(model_config.mixer.options.get("chunk_size", 1))
-    chunk_size = min(chunk_size, config.context_length)  # shorter sequences are read in shorter chunks
+    chunk_size = min(*_chunk_sizes(model_config), config.context_length)  # shorter sequences are read in shorter chunks
     length = -(-config.context_length // chunk_size) * chunk_size  # and longer ones are padded to whole chunks
     with errors_in_override("context_length", "batch_size", "tokens_per_batch"):
         check_memory(
@@ -263,18 +268,18 @@ def precision_notes(precision: Precision, before: Precision | None, device: torc
 
 
 def _check_own_mixer(model: ModelConfig) -> list[str]:
-    """Check a mixer that is not of the library. A broken promise that does not concern training is a note."""
-    if model.mixer.layer.__module__.partition(".")[0] == "lineartime":
-        return []
-    with torch.random.fork_rng(devices=[]):
-        mixer = Block(model).mixer
-    try:
-        check_mixer(mixer)
-    except LineartimeError as error:
-        if isinstance(error, BrokenPromiseError) and error.promise == NO_FUTURE:
-            raise
-        return [str(error)]
-    return []
+    """Check the mixers that are not of the library. A broken promise that does not concern training is a note."""
+    notes = []
+    for own in (each for each in dict.fromkeys(model.mixers) if each.layer.__module__.partition(".")[0] != "lineartime"):
+        with torch.random.fork_rng(devices=[]):
+            mixer = Block(model, own).mixer
+        try:
+            check_mixer(mixer)
+        except LineartimeError as error:
+            if isinstance(error, BrokenPromiseError) and error.promise == NO_FUTURE:
+                raise
+            notes.append(str(error))
+    return notes
 
 
 def _unfit(option: str, given: str, there: str) -> ArgumentError:
