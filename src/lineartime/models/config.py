@@ -28,16 +28,16 @@ def why_not_learned(mixer: type[Mixer], task: Task) -> str | None:
     return None
 
 
-def with_known(pattern: object, known: Iterable[LayerConfig]) -> tuple[Any, ...]:
-    """A pattern, a tuple or a text with commas, in which the first `known` mixer of a kind replaces its name."""
+def read_pattern(pattern: object, known: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """The mixers of a pattern, a tuple or a text with commas; a name stands for the first `known` mixer of this kind."""
     if isinstance(pattern, str):
         pattern = [name.strip() for name in pattern.split(",") if name]
     if not isinstance(pattern, (list, tuple)):
-        raise ArgumentError(
-            "pattern", f"is {shown(pattern)}, but must be a tuple of mixers, or their names, as in flash,flash,gau."
-        )
+        found = f"is {shown(pattern)}, but must be a tuple of mixers, or their names, as in flash,flash,gau."
+        raise ArgumentError("pattern", found)
     by_name = {mixer.kind: mixer for mixer in reversed(list(known))}
-    return tuple(by_name.get(each, each) if isinstance(each, str) else each for each in pattern)
+    mixers = [by_name.get(each, each) if isinstance(each, str) else each for each in pattern]
+    return tuple(as_layer(f"pattern[{place}]", mixer, KINDS["mixer"]) for place, mixer in enumerate(mixers))
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,8 @@ class ModelConfig(PartsConfig):
     pattern: tuple[LayerConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        mixers = KINDS["mixer"]
-        pattern = with_known(self.pattern, [as_layer("mixer", self.mixer, mixers)])
-        layers = tuple(as_layer(f"pattern[{place}]", each, mixers) for place, each in enumerate(pattern))
-        object.__setattr__(self, "pattern", layers)
+        pattern = read_pattern(self.pattern, [as_layer("mixer", self.mixer, KINDS["mixer"])])
+        object.__setattr__(self, "pattern", pattern)
         super().__post_init__()
         if self.pattern and self.pattern[0] != self.mixer:
             wanted = f"but must equal the first one of the pattern, {self.pattern[0].kind}, in all options"
@@ -147,7 +145,7 @@ class ModelConfig(PartsConfig):
 
         To set it in a single one, name its place in the pattern, from 0: `config.override(**{"pattern.3.d_qk": 64})`.
         """
-        if "pattern" in values and (pattern := with_known(values["pattern"], self.mixers)):
+        if "pattern" in values and (pattern := read_pattern(values["pattern"], self.mixers)):
             values = {"mixer": pattern[0], **values, "pattern": pattern}
         return super().override(**values)
 

@@ -5,7 +5,7 @@ from typing import Any, Literal, overload
 
 from lineartime.choices import BYTE_VOCABULARY, Task
 from lineartime.errors import ArgumentError, did_you_mean
-from lineartime.models.config import ModelConfig, why_not_learned, with_known
+from lineartime.models.config import ModelConfig, read_pattern, why_not_learned
 from lineartime.models.encoder_decoder import EncoderDecoderConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.models.layer_config import LayerConfig
@@ -105,9 +105,10 @@ def model_of(system: System, size: Size, task: Task, **overrides: Any) -> ModelC
     if given or values["pattern"]:
         rows = sorted(SYSTEMS.values(), key=lambda row: len(row.options))
         known = [mixer, *(LayerConfig(row.mixer.name, **row.mixer_options(size)) for row in rows)]
-        values["pattern"] = pattern = with_known(values["pattern"], known)
-        [first] = with_known([values["mixer"]], known)
-        values["mixer"] = pattern[0] if pattern and "mixer" not in given else first
+        values["pattern"] = pattern = read_pattern(values["pattern"], known)
+        if pattern and "mixer" not in given:
+            values["mixer"] = pattern[0]
+        values["mixer"] = next((each for each in known if each.kind == values["mixer"]), values["mixer"])
     return ModelConfig(**values).override(**overrides)
 
 
