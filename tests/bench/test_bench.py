@@ -305,10 +305,10 @@ def test_results_are_never_overwritten(finished: tuple[Path, str], monkeypatch: 
 
 
 def test_a_state_of_zeros_is_like_the_real_one() -> None:
-    names = ("flash-tiny", "flash-quad-tiny", "transformer++-tiny", "performer-tiny", "longformer-tiny", "combiner-tiny")
+    names = ("flash-tiny", "hybrid-attention-tiny", "transformer++-tiny", "performer-tiny", "longformer-tiny", "combiner-tiny")
     ids = torch.randint(0, 200, (2, 260))
     for name, low in [*((name, False) for name in names), *((name, True) for name in names[:4])]:
-        model = lineartime.build(name, n_blocks=2, d_model=64)
+        model = lineartime.build(name, n_blocks=5 if "hybrid" in name else 2, d_model=64)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=low):
             zeros, real = state_after(model, ids), prefill_batch(model, ids)[1]
             for state in (zeros, real):
@@ -376,6 +376,9 @@ def test_an_override_can_be_for_one_preset_alone(options: Callable[..., BenchCon
     benchmark = make_benchmark(options(override=("n_blocks=2", "d_model=16", "flash-tiny.n_blocks=3"), vocab_size=9))
     blocks = {subject.name: subject.config.n_blocks for subject in benchmark.subjects}
     assert blocks == {"flash-tiny": 3, "transformer++-tiny": 2}
+    override = ("d_qk=8", "pattern.3.d_qk=16", "hybrid-gau-tiny.pattern.0.d_qk=4")
+    config = make_benchmark(options(override=override, presets=("hybrid-gau-tiny",))).subjects[0].config
+    assert [mixer.options["d_qk"] for mixer in config.mixers] == [4, 8, 8, 16]
 
 
 def test_metrics_files_that_do_not_fit_are_named(options: Callable[..., BenchConfig], tmp_path: Path) -> None:

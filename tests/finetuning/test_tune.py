@@ -175,6 +175,9 @@ def test_mistakes_are_named_and_leave_nothing(config: Configured, tmp_path: Path
     long = lineartime.presets("mlm")["flash-tiny"].override(chunk_size=256)
     assert tuned_config(long, Advanced()).mixer.kind == "flash-cls"
     assert tuned_config(long, Advanced()).mixer.options["chunk_size"] == 128
+    hybrid = tuned_config(lineartime.presets("mlm")["hybrid-gau-tiny"], Advanced(mixer="flash-first-to-all", chunk_size=64))
+    assert [mixer.kind for mixer in hybrid.mixers] == [*["flash-first-to-all"] * 3, "gau"]
+    assert hybrid.mixer.options["chunk_size"] == 64
     for other, kind in (("flash-quad-tiny", "gau"), ("flash-weighted-tiny", "flash-weighted")):
         with pytest.raises(ArgumentError, match=rf"^mixer is flash-cls, but the model is one of {kind}: leave it out"):
             tuned_config(lineartime.presets("mlm")[other], Advanced(mixer="flash-cls"))

@@ -18,10 +18,10 @@ def awake() -> Build:
 
     def build(name: str) -> CausalLM:
         preset, *more = name.split()
-        known = lineartime.presets()[preset].mixer.options
-        size = {option: value for option, value in SMALL.items() if option in known}
+        known = lineartime.presets()[preset]
+        size = {option: value for option, value in SMALL.items() if option in known.override_names}
         task = "prefix-lm" if "prefix-lm" in more else "clm"
-        options = {"d_model": 16, "n_blocks": 2, "vocab_size": 40, **size}
+        options = {"d_model": 16, "n_blocks": max(2, len(known.mixers)), "vocab_size": 40, **size}
         model = lineartime.build(preset, task, token_shift="shifted" in more, **options).double().eval()
         with torch.no_grad():
             for parameter in model.parameters():

@@ -16,6 +16,7 @@ GREEDY = Sampling(temperature=0.0)
 SYSTEMS = [
     "flash-tiny shifted",
     "flash-quad-tiny",
+    "hybrid-attention-tiny",
     "transformer++-tiny",
     "performer-chunked-tiny",
     "combiner-tiny",

@@ -106,6 +106,9 @@ def test_a_card_says_what_a_model_is_and_how_to_install_what_reads_it(task: Any,
     assert f"\n{words}" in card
     assert "trained on" not in card
     assert "pip install '.[hf]'" in card  # not yet from PyPI
+    hybrid = model_card(model.config.override(pattern="flash,flash,gau"), "name", 0)
+    assert "- flash\n- gau\n---" in hybrid
+    assert "\nblocks of flash, flash, gau, in turn." in hybrid
 
 
 def test_a_model_tuned_in_transformers_with_an_added_token_comes_back(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 SHIFTED = "flash-next"
 """The system that has a token shift in these tests, so that its states are among those that are cached."""
-KINDS = ["flash", SHIFTED, "flash-quad", "transformer++", "performer", "combiner"]
+KINDS = ["flash", SHIFTED, "flash-quad", "transformer++", "performer", "combiner", "hybrid-attention"]
 """One system for each kind of state; that the layers of all systems keep one contract is tested beside the layers."""
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 _SMALL: dict[str, Any] = {"d_qk": 8, "n_heads": 2, "chunk_size": 8}
@@ -30,6 +30,8 @@ def tiny(system: str = "flash", task: Any = "clm", **overrides: Any) -> Linearti
         del options["n_heads"]
     if system == SHIFTED:
         options["token_shift"] = True
+    if preset.pattern:
+        options |= {"pattern": preset.pattern[-2:], "pattern.1.n_heads": 2}
     sizes = {"d_model": 16, "n_blocks": 2, "vocab_size": 40, **options, **overrides}
     return LineartimeConfig.from_preset(f"{system}-tiny", task, **sizes)
 

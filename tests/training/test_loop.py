@@ -172,22 +172,23 @@ def test_a_request_to_stop_ends_an_evaluation_and_saves_its_step_at_once(
 @pytest.mark.parametrize(
     "options",
     [
-        {"tokens_per_batch": 96, "task": "mlm"},
+        {"tokens_per_batch": 96, "task": "mlm", "override": ("pattern=flash,gau", "n_blocks=3")},
         {"task": "prefix-lm", "packed": True, "optimizer": "muon", "adamw_ratio": 0.5, "schedule": "cosine"},
     ],
-    ids=["mlm", "prefix-lm"],
+    ids=["mlm, hybrid", "prefix-lm"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     config: MakeConfig, tmp_path: Path, options: dict[str, Any], interrupt_after: InterruptAfter
 ) -> None:
-    override = (*config().override, "dropout=0.1")  # so that random numbers count, too
-    whole = trained(config(out=tmp_path / "whole", override=override, **options))
+    # With dropout, random numbers count, too.
+    options = {**options, "override": (*config().override, "dropout=0.1", *options.get("override", ()))}
+    whole = trained(config(out=tmp_path / "whole", **options))
     run = tmp_path / "run"
     for stop in (3, 4):  # between evaluations and at one
         with interrupt_after(stop):
-            trained(config(override=override, **options, resume=run.exists()))
+            trained(config(**options, resume=run.exists()))
         assert losses(run)[-1][0] == stop
-    trained(config(override=override, **options, resume=True))
+    trained(config(**options, resume=True))
     assert losses(run) == losses(whole)
     assert [point for point in validations(run) if point in validations(whole)] == validations(whole)
     moments = [load_file(next((last_checkpoint(path) / "optimizer").iterdir())) for path in (whole, run)]

@@ -22,12 +22,12 @@ def model_card(config: ModelConfig, name: str, parameters: int, training: Mappin
     """The card of a language model saved in a folder of this name. `training` are facts about its training, for a table."""
     masked = config.task == "mlm"
     auto = "AutoModelForMaskedLM" if masked else "AutoModelForCausalLM"
-    longest, kinds = config.longest_sequence, list(dict.fromkeys(mixer.kind for mixer in config.mixers))
-    tags = "\n".join(f"- {kind}" for kind in kinds)
+    longest, kinds = config.longest_sequence, [mixer.kind for mixer in config.mixers]
+    tags = "\n".join(f"- {kind}" for kind in dict.fromkeys(kinds))
     try:
-        system = system_of(nearest_preset(config)).describe()
+        system = f"blocks of {', '.join(kinds)}, in turn" if config.pattern else system_of(nearest_preset(config)).describe()
     except ArgumentError:  # no preset has this combination of layers
-        system = f"blocks of {', '.join(kinds)}"
+        system = f"blocks of {kinds[0]}"
     facts = {
         "blocks": config.n_blocks,
         "width": config.d_model,
