@@ -18,9 +18,9 @@ def systems_table() -> str:
     header = ["system", "what it is", "code", "feed-forward", "memory of a stream"]
     rows = []
     for name, system in SYSTEMS.items():
-        code = "/".join(system.mixer.__module__.split(".")[1:]) + ".py"
+        code = ", ".join(f"`{'/'.join(mixer.__module__.split('.')[1:])}.py`" for mixer in system.mixers)
         feed_forward = "none" if system.feed_forward is None else {"mlp": "MLP", "glu": "GEGLU"}[system.feed_forward.name]
-        rows.append([f"`{name}`", system.describe(), f"`{code}`", feed_forward, memory(system)])
+        rows.append([f"`{name}`", system.describe(), code, feed_forward, memory(system)])
     return markdown_table(header, rows, left=len(header))
 
 
@@ -29,7 +29,7 @@ def memory(system: System) -> str:
 
     One that grows as fast as a cache of keys and values grows with tokens, even if it does so a chunk at a time, as Combiner's.
     """
-    if system.mixer.why_not_causal is not None:
+    if any(mixer.why_not_causal for mixer in system.mixers):
         return "bidirectional only"
     config = model_of(system, SIZES["tiny"], "clm")
     short, longer, long = (stream_bytes(config, length) or 0 for length in (256, 257, 512))

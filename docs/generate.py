@@ -169,13 +169,15 @@ def _member(path: str) -> str:
 
 def _facts(name: str, system: System) -> str:
     presets = ", ".join(f"`{preset}`" for preset, (of, _) in PRESETS.items() if of == name)
-    reason = system.mixer.why_not_causal
+    reason = next(filter(None, (mixer.why_not_causal for mixer in system.mixers)), None)
+    pattern = ", ".join(map(_code, system.fields.get("pattern", ())))
     rows = [
-        ("layer", _link(system.mixer)),
+        ("layer" if not pattern else "layers", ", ".join(map(_link, system.mixers))),
+        *([("pattern", f"{pattern}; the formula and the options below are those of the first")] if pattern else []),
         ("feed-forward after it", "none" if system.feed_forward is None else _link(system.feed_forward)),
         ("presets", presets),
         ("causal", "yes" if reason is None else f"no: {reason}"),
-        ("prefix language model", "yes" if system.mixer.reads_prefix else "no"),
+        ("prefix language model", "yes" if all(mixer.reads_prefix for mixer in system.mixers) else "no"),
     ]
     return "\n".join(f"- {title}: {value}" for title, value in rows)
 
@@ -210,7 +212,7 @@ def source(mixer: type[Any]) -> str:
 
 
 def _costs(name: str, system: System) -> str:
-    task = "clm" if system.mixer.why_not_causal is None else "mlm"
+    task = "mlm" if any(mixer.why_not_causal for mixer in system.mixers) else "clm"
     rows = []
     for size, length in COSTS:
         config = model_of(system, SIZES[size], task)

@@ -31,7 +31,7 @@ def tiny(system: str = "flash", task: Any = "clm", **overrides: Any) -> Linearti
     if system == SHIFTED:
         options["token_shift"] = True
     if preset.pattern:
-        options |= {"pattern": preset.pattern[-2:], "pattern.1.n_heads": 2}
+        options["pattern"] = preset.pattern[-2:]
     sizes = {"d_model": 16, "n_blocks": 2, "vocab_size": 40, **options, **overrides}
     return LineartimeConfig.from_preset(f"{system}-tiny", task, **sizes)
 

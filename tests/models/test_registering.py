@@ -17,7 +17,7 @@ from lineartime.cli import main
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.flash import FLASH
 from lineartime.layers.mixer import Mixer
-from lineartime.models.layer_config import KINDS
+from lineartime.models.layer_config import KINDS, LayerConfig
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.models.registering import VARIABLE, import_modules, register_system
 from lineartime.models.systems import SYSTEMS
@@ -102,6 +102,17 @@ def test_a_registered_system_is_built_saved_and_loaded_like_any_other(tmp_path: 
     torch.testing.assert_close(loaded(ids), model(ids))
     with pytest.raises(ArgumentError, match=r"powers\[0\]\[0\] is 'a', but must be an integer"):
         lineartime.build("squared+-tiny", powers=[["a"]])
+
+
+def test_a_hybrid_is_registered_with_a_pattern_and_learns_what_its_mixers_can() -> None:
+    fields = {"pattern": ("squared", LayerConfig("flash", d_qk=16), "linformer")}
+    register_system("squared-hybrid", Squared, "mlp", options={"floor": 0.5}, fields=fields)
+    assert "squared-hybrid-tiny" not in lineartime.presets()
+    config = lineartime.presets("mlm")["squared-hybrid-tiny"]
+    assert [mixer.kind for mixer in config.pattern] == ["squared", "flash", "linformer"]
+    assert (config.mixer.options["floor"], config.pattern[1].options["d_qk"]) == (0.5, 16)
+    with pytest.raises(ArgumentError, match=r"^fields has the pattern 'squared,gau', but it must be a tuple of names"):
+        register_system("other", Squared, fields={"pattern": "squared,gau"})
 
 
 def test_a_tuple_of_options_may_be_a_text_with_commas() -> None:

@@ -17,7 +17,7 @@ from lineartime.fields import check_names
 from lineartime.layers.mixer import Mixer
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import build_model
-from lineartime.models.layer_config import KINDS, own_options
+from lineartime.models.layer_config import KINDS, LayerConfig, own_options
 from lineartime.models.presets import PRESETS, SIZES, model_of
 from lineartime.models.systems import SYSTEMS, Size, System
 from lineartime.shapes import shapes_only
@@ -67,6 +67,9 @@ def register_system(
     _check_option_names(mixer, layer)
     fixed = ("task", "vocab_size", "d_model", "n_blocks", "mixer", "feed_forward")  # by the size and the arguments
     check_names(fields or {}, [field for field in ModelConfig.__dataclass_fields__ if field not in fixed], "fields")
+    pattern = (fields or {}).get("pattern", ())
+    if not (isinstance(pattern, (list, tuple)) and all(isinstance(each, (str, LayerConfig)) for each in pattern)):
+        raise ArgumentError("fields", f"has the pattern {pattern!r}, but it must be a tuple of names and LayerConfigs.")
     system = System(mixer, layer, options or {}, scaled or {}, fields or {}, description=description)
     mixers = KINDS["mixer"]
     before = dict(mixers)
