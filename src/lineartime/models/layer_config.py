@@ -124,14 +124,17 @@ class PartsConfig:
         check_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a plain dictionary for JSON, from which `from_dict` restores an equal config."""
+        """Return a plain dictionary for JSON, from which `from_dict` restores an equal config.
+
+        An empty pattern is left out: without one, the description of a model is what earlier versions wrote.
+        """
 
         def plain(value: Any) -> Any:
             if isinstance(value, tuple):
                 return [plain(item) for item in value]
             return value.to_dict() if isinstance(value, LayerConfig) else value
 
-        return {name: plain(value) for name, value in vars(self).items()}
+        return {name: plain(value) for name, value in vars(self).items() if value != ()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
