@@ -76,6 +76,12 @@ def test_missing_and_unknown_fields_in_a_dictionary_are_named() -> None:
         ModelConfig.from_dict(data)
 
 
+def test_the_longest_sequence_is_asked_of_mixers_as_the_model_has_them() -> None:
+    assert resolve("flash-memory-tiny", memory="delta").longest_sequence is None  # which cannot be bidirectional
+    assert resolve("flash-tiny", pattern="flash,gau", max_length=300).longest_sequence == 300
+    assert resolve("linformer-tiny", "mlm", max_length=70).longest_sequence == 70
+
+
 def test_options_that_are_left_out_take_their_defaults() -> None:
     config = presets()["flash-tiny"]
     data = config.to_dict()

@@ -153,5 +153,6 @@ class ModelConfig(PartsConfig):
     def longest_sequence(self) -> int | None:
         """The maximum number of tokens that the model can read, or None if there is no limit."""
         with shapes_only():
-            limits = [self.max_positions, *(mixer.build(self.d_model).longest_sequence for mixer in set(self.mixers))]
+            layers = [mixer.build(self.d_model, causal=self.task != "mlm") for mixer in set(self.mixers)]
+        limits = [self.max_positions, *(layer.longest_sequence for layer in layers)]
         return min((limit for limit in limits if limit is not None), default=None)
