@@ -46,7 +46,7 @@ class TrainConfig:
     init_from: Path | None = None
     """Start from the weights, model and tokenizer of a run, checkpoint or saved model; everything else starts anew."""
     override: tuple[str, ...] = ()
-    """Other values for fields of the model, for instance chunk_size=64 dropout=0.1 pattern=flash,flash,gau"""
+    """Other values for fields of the model, for instance chunk_size=64 pattern=flash,gau dropout=0.1"""
     task: Task = "clm"
     """What to predict: clm, the next token; mlm, masked tokens; prefix-lm, the text after a bidirectional prefix."""
     data: tuple[str, ...] = ()
