@@ -172,7 +172,7 @@ def test_a_request_to_stop_ends_an_evaluation_and_saves_its_step_at_once(
 @pytest.mark.parametrize(
     "options",
     [
-        {"tokens_per_batch": 96, "task": "mlm", "override": ("pattern=flash,gau", "n_blocks=3")},
+        {"tokens_per_batch": 96, "task": "mlm", "override": ("pattern=flash,gau",)},
         {"task": "prefix-lm", "packed": True, "optimizer": "muon", "adamw_ratio": 0.5, "schedule": "cosine"},
     ],
     ids=["mlm, hybrid", "prefix-lm"],
