@@ -18,7 +18,9 @@ from .conftest import Build
 GREEDY = Sampling(temperature=0.0)
 
 
-@pytest.mark.parametrize("system", ["flash-tiny shifted", "flash-quad-tiny", "hybrid-attention-tiny", "combiner-tiny", "flash-tiny prefix-lm"])
+@pytest.mark.parametrize(
+    "system", ["flash-tiny shifted", "flash-quad-tiny", "hybrid-attention-tiny", "combiner-tiny", "flash-tiny prefix-lm"]
+)
 def test_texts_that_come_and_go_are_continued_as_each_alone(system: str, awake: Build) -> None:
     model = awake(system)
     prompts = [torch.randint(0, 40, (length,)).tolist() for length in (3, 40, 1, 20, 5)]
