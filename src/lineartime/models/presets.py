@@ -85,8 +85,8 @@ PRESETS: dict[str, tuple[str, Size]] = _names()
 def model_of(system: System, size: Size, task: Task, **overrides: Any) -> ModelConfig:
     """The config of a system's model at a size, with other values for some fields and options.
 
-    A name in `mixer` or `pattern` stands for the system's own mixer or, of another kind, for that of the first system that sets
-    the fewest options of it, at this size.
+    A name in `mixer` or `pattern` stands for the system's own mixer or, of another kind, for that of the system that sets the
+    fewest options of it, at this size.
     """
     mixer = LayerConfig(system.mixer.name, **system.mixer_options(size))
     usual: dict[str, Any] = {

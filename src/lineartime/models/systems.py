@@ -94,8 +94,8 @@ class System:
             have twice as many blocks instead.
         options: options of the mixer that differ from its class's defaults and from the size.
         scaled: options of the mixer that are computed from the size, instead of copied from its field of the same name.
-        fields: fields of the model that differ from the usual ones. A name in `pattern` is a mixer of this row, or of the first
-            row that has one of this kind.
+        fields: fields of the model that differ from the usual ones, such as the `pattern` of a hybrid. A name in it stands for
+            the mixer of this row or, of another kind, of the row that sets the fewest options.
         clips_gradient: whether the paper's recipes clip its gradient.
         description: a one-line description; the default is the first line of the mixer's docstring.
     """
