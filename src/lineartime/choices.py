@@ -18,6 +18,9 @@ ScaleName = Literal["trial", "cpu", "gpu", "paper"]
 TextName = Literal["code", "books", "wikipedia"]
 """A kind of text that an experiment uses."""
 
+MemoryTask = Literal["recall", "copying", "induction", "selective-copying", "needle"]
+"""A task for a long memory: its texts are generated, and a needle's are hidden in books."""
+
 MAX_CONTEXT_LENGTH = 2**24
 """The maximum number of tokens in a context whose cost is counted."""
 MAX_EXPANSION = 100

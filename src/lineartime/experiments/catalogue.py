@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from lineartime.choices import ScaleName, TextName
+from lineartime.choices import MemoryTask, ScaleName, TextName
 from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.experiments.definitions import Arm, Experiment, FinalTest, Optimizer, Scale, Setting
 from lineartime.models.presets import SIZES
@@ -12,10 +12,14 @@ from lineartime.models.systems import Size
 _GPU = Size(512, gated_blocks=24, attention_blocks=12, n_heads=8, initial_scores=SIZES["tiny"].initial_scores)
 """GAU starts as in `tiny`, because runs are short here, too."""
 
+_TOY = Size(32, gated_blocks=2, attention_blocks=1, n_heads=2, d_qk=16, chunk_size=16)
+_MEMORY = Size(64, gated_blocks=2, attention_blocks=2, n_heads=1, d_qk=64, chunk_size=32, initial_scores="unit")
+"""Two layers that move information, as few as recall takes: one tells each value its key, the other looks the key up."""
+
 SCALES: dict[ScaleName, Scale] = {
     "trial": Scale(
         "toy models for seconds, to see that everything works here; its numbers mean nothing",
-        {"main": Size(32, gated_blocks=2, attention_blocks=1, n_heads=2, d_qk=16, chunk_size=16)},
+        {"main": _TOY, "memory": replace(_TOY, attention_blocks=2)},
         tokens_per_batch=256,
         tokens_at_once=256,
         budget=2.0,
@@ -31,6 +35,7 @@ SCALES: dict[ScaleName, Scale] = {
             "128": replace(SIZES["tiny"], d_model=128, n_heads=2),
             "192": replace(SIZES["tiny"], d_model=192, n_heads=3),
             "256": SIZES["tiny"],
+            "memory": _MEMORY,
         },
         tokens_per_batch=4096,
         tokens_at_once=4096,
@@ -45,6 +50,7 @@ SCALES: dict[ScaleName, Scale] = {
             "256": replace(_GPU, d_model=256, n_heads=4),
             "384": replace(_GPU, d_model=384, n_heads=6),
             "512": _GPU,
+            "memory": replace(_MEMORY, d_model=128),
         },
         tokens_per_batch=65_536,
         tokens_at_once=32_768,
@@ -116,6 +122,12 @@ def _in(text: TextName, *contexts: int) -> tuple[Setting, ...]:
     return tuple(Setting(text, context) for context in contexts)
 
 
+def _remembering(tasks: tuple[MemoryTask, ...], *lengths: int) -> tuple[Setting, ...]:
+    """The settings of tasks at lengths; the pairs follow from the length."""
+    return tuple(Setting("books", length, "memory", task) for task in tasks for length in lengths)
+
+
+_GENERATED: tuple[MemoryTask, ...] = ("recall", "copying", "induction", "selective-copying")
 _APPROXIMATIONS = {"FLASH-Quad -> FLASH": ("flash-quad", "flash"), "TFM++ -> MC-TFM++": ("transformer++", "mc-tfm++")}
 _LENGTHS = (512, 1024, 2048, 4096, 8192)
 _WIKIPEDIA = _in("wikipedia", *_LENGTHS)
@@ -281,6 +293,21 @@ EXPERIMENTS: dict[str, Experiment] = {
         baseline="transformer++",
         each_optimizer=True,
         budget=_FIVE_MINUTES,
+    ),
+    "memory": Experiment(
+        "What a model remembers",
+        "Which systems find again what stood far back in a text, and how much state do they need for it?",
+        _each(
+            *(_FLASH, _FLASH_NEXT, Arm("flash-memory", "flash-memory"), Arm("gau", "flash-quad"), _TRANSFORMER_2),
+            scales=_NOT_PAPER,
+        ),
+        _settings(_remembering(_GENERATED, 128, 256), _remembering((*_GENERATED, "needle"), 256, 1024, 4096), ()),
+        baseline="transformer++",
+        kind="memory",
+        tokenizer={"cpu": "bytes"},
+        override={"absolute_position": "none"},  # a sinusoid would drown embeddings of a small width
+        steps={"trial": 20, "cpu": 1000, "gpu": 5000},
+        rates={"trial": (3e-3,), "cpu": (3e-3,), "gpu": (1e-3, 3e-3)},
     ),
     "positions": Experiment(
         "Positions",

@@ -1,14 +1,16 @@
 """Collect the results of an experiment from the folders of its runs as plain data: the content of report.json."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from lineartime.experiments import catalogue
 from lineartime.experiments.config import TEXT_OPTIONS
-from lineartime.experiments.definitions import Setting
+from lineartime.experiments.definitions import Job, Setting
 from lineartime.experiments.folder import plan_options
 from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
 from lineartime.experiments.plan import Contender, Plan
@@ -22,7 +24,7 @@ from lineartime.training.config import TrainConfig
 def collect(plan: Plan) -> Report:
     """Collect the results of all runs of an experiment, with the paper's numbers."""
     runs: list[Run] = []
-    rows_of = _times if plan.experiment.kind == "latency" else _qualities
+    rows_of = {"latency": _times, "quality": _qualities, "memory": _memories}[plan.experiment.kind]
     settings = [
         SettingRows(label=each.label, name=str(each), text=each.text, context=each.context, rows=rows_of(plan, each, runs))
         for each in plan.settings
@@ -37,7 +39,11 @@ def collect(plan: Plan) -> Report:
         "title": plan.experiment.title,
         "question": plan.experiment.question,
         "scale": plan.config.scale,
-        "options": plan_options(plan.config) | {name: _names(getattr(plan.config, name)) for name in TEXT_OPTIONS},
+        "options": {
+            **plan_options(plan.config),
+            **{name: _names(getattr(plan.config, name)) for name in TEXT_OPTIONS},
+            **_tasks(plan),
+        },
         "complete": not missing and not problems,
         "missing": missing,
         "problems": problems,
@@ -46,10 +52,23 @@ def collect(plan: Plan) -> Report:
         "machines": list(dict.fromkeys(machine for machine, _ in processes)),
         "precisions": sorted({precision for run in runs for precision in _precisions(run)}),
         "started": [min(times), max(times)] if times else [],
-        "texts": {each.label: _text(plan, each) for each in plan.settings} if plan.experiment.kind == "quality" else {},
+        "texts": {}
+        if plan.experiment.kind == "latency"
+        else {each.label: _text(plan, each) for each in plan.settings if each.reads_text},
         "tests": [test.name for test in plan.experiment.tests],
         "settings": settings,
     }
+
+
+def _tasks(plan: Plan) -> dict[str, Any]:
+    """The options of the tasks, lengths and pairs that there are."""
+    settings = [each for each in plan.settings if each.task]
+    found = {
+        "tasks": dict.fromkeys(each.task for each in settings),
+        "lengths": sorted({each.context for each in settings}),
+        "pairs": sorted({each.pairs for each in settings if each.pairs}),
+    }
+    return {name: list(values) for name, values in found.items() if settings}
 
 
 def _names(paths: Iterable[str]) -> list[str]:
@@ -104,7 +123,7 @@ def _shared(plan: Plan, contender: Contender) -> SystemRow:
 def _row(plan: Plan, contender: Contender, tunings: list[Tuning], chosen: Tuning | None, seen: list[Run]) -> SystemRow:
     """An arm in a setting: its grid, its choice and its runs."""
     optimizer, best = ("adamw", None) if chosen is None else (chosen.optimizer, chosen.best)
-    runs = list(_runs(plan, contender, optimizer))
+    runs = list(_runs(plan, contender, partial(plan.final_job, contender, optimizer)))
     trained = next((run.options for run in runs if run.options), {})  # with what trials chose then
     rate = trained.get("learning_rate", best)
     if trained and plan.tunes:
@@ -138,10 +157,10 @@ def _row(plan: Plan, contender: Contender, tunings: list[Tuning], chosen: Tuning
     }
 
 
-def _runs(plan: Plan, contender: Contender, optimizer: str) -> Iterator[Run]:
+def _runs(plan: Plan, contender: Contender, job_of: Callable[[int], Job]) -> Iterator[Run]:
     """The run of each seed of the experiment, and of further ones, which `seeds` has asked for, that have begun."""
     for seed in count():
-        job = plan.final_job(contender, optimizer, seed)
+        job = job_of(seed)
         if seed >= plan.seeds(contender.arm) and not job.folder.exists():
             return
         yield read_run(job)
@@ -204,6 +223,40 @@ def _speedup(run: RunData, baseline: RunData) -> float | None:
         return None
     needed, of_baseline = (seconds_to(each["curve"], quality) for each in (run, baseline))
     return None if needed is None or of_baseline is None else of_baseline / needed
+
+
+def _memories(plan: Plan, setting: Setting, seen: list[Run]) -> list[SystemRow]:
+    """A row for each arm: the runs of the rate with the best mean accuracy on held-out texts."""
+    rows: list[SystemRow] = []
+    for contender in plan.contenders_of(setting):
+        tried = {rate: list(_runs(plan, contender, partial(plan.memory_job, contender, rate))) for rate in plan.config.rates}
+        if setting in plan.asked or any(run.state != "missing" for runs in tried.values() for run in runs):
+            seen += [run for runs in tried.values() for run in runs]
+        accuracy = {rate: _mean(run.final.accuracy for run in runs if run.final) for rate, runs in tried.items()}
+        found = {rate: value for rate, value in accuracy.items() if value is not None}
+        best = max(found, key=found.__getitem__, default=plan.config.rates[0])
+        runs = tried[best]
+        rows.append(
+            {
+                **_shared(plan, contender),
+                "system": contender.arm.system,
+                "override": list(contender.options["override"]),
+                "optimizer": plan.config.optimizers[0],
+                "rate": best if found else None,
+                "rate_at_edge": len(found) > 1 and best in (min(found), max(found)),
+                "grid": {plan.config.optimizers[0]: {f"{rate:g}": found.get(rate, tried[rate][0].state) for rate in tried}},
+                "runs": [_run(run, seed, None) for seed, run in enumerate(runs)],
+                "state_bytes": next((run.outcome.state_bytes for run in runs if run.outcome.state_bytes), None),
+                "step_seconds": _mean(run.options["tokens_per_batch"] / run.speed for run in runs if run.speed),
+                "decode_seconds": _mean(run.outcome.decode_seconds for run in runs if run.outcome.decode_seconds),
+            }
+        )
+    return rows
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.fmean(there) if there else None
 
 
 def _times(plan: Plan, setting: Setting, seen: list[Run]) -> list[SystemRow]:

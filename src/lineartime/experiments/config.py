@@ -2,17 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from lineartime.choices import Device, Precision, ScaleName, TextName
+from lineartime.choices import Device, MemoryTask, Precision, ScaleName, TextName
 from lineartime.errors import ArgumentError, did_you_mean
-from lineartime.fields import AtLeastOne, Positive, check_fields
+from lineartime.fields import AtLeastOne, Between, Positive, check_fields
 from lineartime.files import absolute_path
 from lineartime.host import Threads
 from lineartime.training.config import Rate
 
 TEXT_OPTIONS = ("data", "code", "books", "wikipedia")
 """The options that give texts."""
+MEMORY_OPTIONS = ("tasks", "lengths", "pairs", "longer", "steps")
+"""The options of the experiment on memory alone."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,16 @@ class ReproduceConfig:
     """Seconds of training of each run, without evaluations; the default is the scale's."""
     tuning: Positive | None = None
     """Seconds of training of each trial of a learning rate; a trial of fewer than 60 steps lasts up to four times as long."""
+    tasks: tuple[MemoryTask, ...] = ()
+    """Memory: tasks to run now; the default is all whose texts are generated."""
+    lengths: tuple[AtLeastOne, ...] = ()
+    """Memory: tokens of a text, even numbers, to run now; the default is the scale's."""
+    pairs: tuple[AtLeastOne, ...] = ()
+    """Memory: pairs of recall, and tokens of selective-copying, to run now; the default is a sixteenth of the length."""
+    longer: tuple[Annotated[int, Between(2, 1024)], ...] = ()
+    """Memory: test each model also on texts that are so many times longer than in training."""
+    steps: AtLeastOne | None = None
+    """Memory: steps of each run, unless the budget is given; the default is the scale's."""
     compile: Literal["auto", "on", "off"] | None = None
     """Whether to use torch.compile, and at the scale paper, whether by the length of the run; the default is the scale's."""
     precision: Precision = "auto"
@@ -78,8 +90,12 @@ class ReproduceConfig:
 
     def check(self) -> None:
         """Raise ArgumentError for a value that is not allowed."""
-        from lineartime.experiments.catalogue import OPTIMIZERS
+        from lineartime.experiments.catalogue import EXPERIMENTS, OPTIMIZERS
 
+        remembers = self.name in EXPERIMENTS and EXPERIMENTS[self.name].kind == "memory"
+        for name in MEMORY_OPTIONS if self.name in EXPERIMENTS and not remembers else ():
+            if value := getattr(self, name):
+                raise ArgumentError(name, f"is {_shown(value)}, but only the experiment memory has that: leave it out.")
         for name in ("budget", "tuning"):
             value = getattr(self, name)
             if value is not None and self.scale == "paper":
@@ -88,17 +104,23 @@ class ReproduceConfig:
             found = "is auto, which compiles long runs alone, but the time of a run follows from the speed of short ones"
             raise ArgumentError("compile", f"{found}: use on or off.")
         check_among("optimizers", self.optimizers, tuple(OPTIMIZERS), "optimiser")
+        if remembers and len(self.optimizers) > 1:
+            raise ArgumentError("optimizers", f"is {_shown(self.optimizers)}, but this experiment uses one: give one.")
         if self.rates:
-            self._check_rates()
+            self._check_rates(remembers)
 
-    def _check_rates(self) -> None:
+    def _check_rates(self, remembers: bool) -> None:
         given = " ".join(f"{rate:g}" for rate in self.rates)
         if self.scale == "paper":
             raise ArgumentError("rates", f"is {given}, but the scale paper has the paper's rate: leave it out.")
         if len({f"{rate:g}" for rate in self.rates}) < len(self.rates):  # as the folders of trials are named
             raise ArgumentError("rates", f"is {given}, but must be numbers that differ in their first six digits.")
-        if len(self.optimizers) != 1:
+        if len(self.optimizers) != 1 and not remembers:
             raise ArgumentError("rates", f"is {given}, but each optimiser has its own: give one in `optimizers`.")
+
+
+def _shown(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def check_among(argument: str, values: tuple[Any, ...], known: tuple[Any, ...], kind: str) -> None:

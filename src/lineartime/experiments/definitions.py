@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lineartime.choices import BYTE_VOCABULARY, ScaleName, Task, TextName
+from lineartime.choices import BYTE_VOCABULARY, MemoryTask, ScaleName, Task, TextName
 from lineartime.models.systems import Size
 from lineartime.training.config import RecipeName
 
-JobKind = Literal["speed", "tune", "run", "latency"]
-"""Speed: a few steps to measure how fast a model trains. Tune: a short run with one learning rate."""
+JobKind = Literal["speed", "tune", "run", "latency", "memory"]
+"""Speed: a few steps to measure how fast a model trains. Tune: a short run with one learning rate. Memory: a run on a task."""
 MIN_TRIAL_STEPS = 60
 """The fewest steps after which trials rank learning rates as longer runs do: see docs/experiments.md."""
 MAX_TRIAL_RATIO = 4
@@ -36,19 +36,31 @@ class Arm:
 class Setting:
     """The text and the context, in tokens, in which all arms are compared, and the name of the size of their models.
 
-    The size is one of the scale's, or at the scale `paper` that of a preset.
+    The size is one of the scale's, or at the scale `paper` that of a preset. A task for a memory, of which most read no text,
+    may have a number of tokens to remember, its pairs.
     """
 
     text: TextName
     context: int
     size: str = "main"
+    task: MemoryTask | None = None
+    pairs: int = 0
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether its texts are not all generated."""
+        return self.task in (None, "needle")
 
     @property
     def label(self) -> str:
         """Its name, also that of its folder."""
+        if self.task is not None:
+            return f"{self.task}-{self.context}" + (f"-{self.pairs}" if self.pairs else "")
         return f"{self.text}-{self.context}" + ("" if self.size == "main" else f"-{self.size}")
 
     def __str__(self) -> str:
+        if self.task is not None:
+            return f"{self.task}, {self.context:,} tokens" + (f", {self.pairs:,} to remember" if self.pairs else "")
         size = "" if self.size == "main" else f", size {self.size}"
         return f"{self.text}, {self.context:,} tokens{size}"
 
@@ -71,6 +83,7 @@ class FinalTest:
     name: str = ""  # what differs from training; empty if nothing does
     times_context: int = 1  # the context, as a multiple of that of training
     chunk_size: int | None = None  # another one than in training
+    depth: float | None = None  # of a needle, as the share of the text before it; any if None
 
 
 @dataclass(frozen=True)
@@ -113,15 +126,18 @@ class Experiment:
     each_optimizer: bool = False  # whether every optimiser is trained in full; otherwise, the better one after tuning
     pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # (exact, approximate), by the paper's name
     words: bool = False  # whether the metric is the perplexity per word
-    kind: Literal["quality", "latency"] = "quality"  # latency trains nothing
+    kind: Literal["quality", "latency", "memory"] = "quality"  # latency trains nothing, and memory on tasks
     budget: Mapping[ScaleName, float] = field(default_factory=dict)  # if it is not the scale's own; so the next two
     tuning: Mapping[ScaleName, float] = field(default_factory=dict)
     tokenizer: Mapping[ScaleName, str] = field(default_factory=dict)
+    override: Mapping[str, Any] = field(default_factory=dict)  # options of all arms whose system does not set them
+    steps: Mapping[ScaleName, int] = field(default_factory=dict)  # of a run of memory
+    rates: Mapping[ScaleName, tuple[float, ...]] = field(default_factory=dict)  # if they are not the optimiser's own
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process: a run to train, or a measurement of latency."""
+    """One process: a run to train, on text or on a task, or a measurement of latency."""
 
     folder: Path  # where it leaves its files
     kind: JobKind
@@ -129,6 +145,7 @@ class Job:
     tests: tuple[FinalTest, ...] = ()  # to measure at the end
     test_tokens: int | None = None  # how much of the test split they read; None for all of it
     seconds: float | None = None  # of training that are planned; None if the steps are given
+    setting: Setting | None = None  # of a memory
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
 """List the runs of experiments, and estimate how long they take on this machine."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -10,10 +10,12 @@ from lineartime.choices import Device, Precision
 from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import Job, JobKind
+from lineartime.experiments.memory import step_seconds
 from lineartime.experiments.plan import Contender, Plan, make_plan
 from lineartime.experiments.results import read_run
 from lineartime.experiments.runner import all_jobs
 from lineartime.machine import choose_device, choose_precision, using_threads
+from lineartime.models.config import ModelConfig
 from lineartime.runs.record import texts_of
 from lineartime.units import duration
 
@@ -27,6 +29,7 @@ NAMES: dict[JobKind, tuple[str, str]] = {
     "tune": ("trial", "trials"),
     "speed": ("measurement of speed", "measurements of speed"),
     "latency": ("measurement of latency", "measurements of latency"),
+    "memory": ("run", "runs"),
 }
 """What one job and more of a kind are called."""
 HOW = "an estimate, from the planned time of training and the speed of matrix products here, for an otherwise idle machine"
@@ -61,9 +64,14 @@ def describe(plan: Plan) -> Iterator[str]:
                 own = _counted(plan, [(contender, job) for contender, job in jobs if contender is each])
                 line += f"  {own}  {' '.join([each.options['preset'], *each.options['override']])}"
             yield line
-    left = [(each, job) for each, job in jobs if read_run(job).state in ("missing", "interrupted")]
+    left = jobs_left(jobs)
     yield f"{_counted(plan, jobs, time=False)}, of which {len(jobs) - len(left)} have ended"
     yield f"about {_time(plan, left)} are left; {HOW}"
+
+
+def jobs_left(jobs: Iterable[tuple[Contender, Job]]) -> list[tuple[Contender, Job]]:
+    """The jobs that have not ended."""
+    return [(each, job) for each, job in jobs if read_run(job).state in ("missing", "interrupted")]
 
 
 def text_notes(plan: Plan) -> dict[str, str]:
@@ -73,7 +81,7 @@ def text_notes(plan: Plan) -> dict[str, str]:
     """
     notes: dict[str, str] = {}
     for setting in plan.settings if plan.experiment.kind != "latency" else ():
-        for each in plan.selected(setting):
+        for each in plan.selected(setting) if setting.reads_text else ():
             other = "" if getattr(plan.config, setting.text) else f"; the option {setting.text} gives another"
             notes[setting.text] = f"text: {', '.join(texts_of(each.options))}{other}"
     return notes
@@ -87,6 +95,11 @@ def estimated_seconds(plan: Plan, contender: Contender, job: Job) -> float:
     if job.kind == "latency":
         tokens = 8 * max(batch, contender.setting.context)
         return start + sum(tokens / _tokens_per_second(plan, each) for each in plan.contenders_of(contender.setting))
+    if job.kind == "memory":
+        length, rows = contender.setting.context, batch // contender.setting.context
+        step = _step_seconds(contender.model.override(vocab_size=256), rows, length, plan.config.device, plan.config.threads)
+        tests = plan.scale.evaluations * plan.scale.validation_tokens + len(job.tests) * plan.scale.test_tokens
+        return start + (job.seconds or step * job.options["steps"]) + step * tests / (3 * batch)
     speed = _tokens_per_second(plan, contender)
     if not plan.tunes or job.kind == "speed":
         steps: int = job.options["steps"]
@@ -106,6 +119,12 @@ def _peak(where: Device, precision: Precision, threads: int | None) -> float:
     device = choose_device(where)
     with using_threads(threads):
         return peak_flops(device, choose_precision(precision, device), 0.1)
+
+
+@cache
+def _step_seconds(model: ModelConfig, rows: int, length: int, where: Device, threads: int | None) -> float:
+    with using_threads(threads):
+        return step_seconds(model, rows, length, choose_device(where))
 
 
 def _time(plan: Plan, jobs: list[tuple[Contender, Job]]) -> str:

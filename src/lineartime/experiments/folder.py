@@ -16,7 +16,20 @@ from lineartime.machine import choose_device, choose_precision
 PLAN_FILE = "plan.json"
 
 
-PLAN_OPTIONS = (*TEXT_OPTIONS, "budget", "tuning", "optimizers", "compile", "precision", "threads", "rates", "device", "add")
+PLAN_OPTIONS = (
+    *TEXT_OPTIONS,
+    "budget",
+    "tuning",
+    "optimizers",
+    "compile",
+    "precision",
+    "threads",
+    "rates",
+    "device",
+    "add",
+    "steps",
+    "longer",
+)
 """The options on which runs depend, besides the experiment and the scale, which name the folder."""
 
 

@@ -1,13 +1,14 @@
 """The pictures of a report."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from lineartime.experiments.definitions import Setting
 from lineartime.experiments.plan import Plan
-from lineartime.experiments.report_data import Report, baseline_row, metric_of_test, values_of_row
+from lineartime.experiments.report_data import Report, SystemRow, baseline_row, metric_of_test, values_of_row
 from lineartime.experiments.tables import metric_of_report
 from lineartime.plots import Panel, draw_panels, label_axes, legend_below, new_panels, save_figure
 
@@ -19,6 +20,9 @@ CURVES = (
 )
 CONTEXTS = "Final quality by the length of the context, here and in the paper."
 CHUNKS = "Quality by the size of chunks in the test; circled: as trained."
+LENGTHS = "Accuracy by the length of a text, of models that were trained at that length."
+STATES = "Accuracy by the bytes of the state of one stream, at the longest text of each task."
+LONGER = "Accuracy by the length of a text in the test; circled: as trained."
 LATENCY = "Time of a token by the length of the context, here and in the paper."
 
 
@@ -30,6 +34,13 @@ def draw_pictures(plan: Plan, report: Report) -> list[tuple[Path, str]]:
 
     if plan.experiment.kind == "latency":
         figures = [("latency", draw(_latency(report), "tokens of context", log=True), LATENCY)]
+    elif plan.experiment.kind == "memory":
+        figures = [
+            ("lengths", draw(_accuracies(plan, report, lambda setting, row: setting.context), "tokens of a text"), LENGTHS),
+            ("states", draw(_accuracies(plan, report, lambda _, row: row["state_bytes"], last=True), "bytes of state"), STATES),
+        ]
+        if plan.config.longer:
+            figures.append(("longer", draw(_longer(plan, report), "tokens of a text in the test"), LONGER))
     else:
         figures = [
             ("quality", _curves(plan, report), CURVES.format(base=plan.experiment.baseline)),
@@ -74,6 +85,40 @@ def _chunks(plan: Plan, report: Report) -> list[Panel]:
                     panel.add(row["name"], test.chunk_size, statistics.fmean(found))
                     if test.chunk_size == row["chunk_size"]:
                         panel.circled.append((test.chunk_size, statistics.fmean(found)))
+        panels.append(panel)
+    return [panel for panel in panels if panel.curves]
+
+
+def _accuracies(
+    plan: Plan, report: Report, place: Callable[[Setting, SystemRow], float | None], last: bool = False
+) -> list[Panel]:
+    """Accuracy by a number of each row: a panel for each task, of all lengths or of the last one."""
+    panels: dict[str, Panel] = {}
+    for setting, found in sorted(zip(plan.settings, report["settings"], strict=True), key=lambda pair: pair[0].context):
+        share = f"{setting.pairs / setting.context:.3g} of it to remember" if setting.pairs else ""
+        panel = Panel(found["name"] if last else ", ".join(filter(None, [setting.task, share])), "accuracy")
+        name = f"{setting.task}" if last else panel.title
+        panel = panel if last else panels.setdefault(name, panel)
+        for row in found["rows"]:
+            accuracies, x = values_of_row(row, metric_of_test("", "accuracy")), place(setting, row)
+            if accuracies and x is not None:
+                panel.add(row["name"], x, statistics.fmean(accuracies))
+        if panel.curves:
+            panels[name] = panel
+    return [panel for panel in panels.values() if panel.curves]
+
+
+def _longer(plan: Plan, report: Report) -> list[Panel]:
+    """Accuracy by the length of the test: a panel for each setting."""
+    panels = []
+    for setting, found in zip(plan.settings, report["settings"], strict=True):
+        panel = Panel(found["name"], "accuracy")
+        for row in found["rows"]:
+            for times in (1, *plan.config.longer):
+                name = "" if times == 1 else f"{times * setting.context:,} tokens"
+                if accuracies := values_of_row(row, metric_of_test(name, "accuracy")):
+                    panel.add(row["name"], times * setting.context, statistics.fmean(accuracies))
+                    panel.circled += [(setting.context, statistics.fmean(accuracies))] if times == 1 else []
         panels.append(panel)
     return [panel for panel in panels if panel.curves]
 

@@ -3,14 +3,16 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from lineartime.choices import Task
+from lineartime.choices import MemoryTask, Task
 from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig, check_among
-from lineartime.experiments.definitions import Arm, Experiment, Job, Scale, Setting
+from lineartime.experiments.definitions import Arm, Experiment, FinalTest, Job, Scale, Setting
+from lineartime.experiments.memory_tasks import TASKS
 from lineartime.experiments.models import model_at, paper_model, parameters_of, training_options
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import PRESETS, TINY, model_of
@@ -18,6 +20,8 @@ from lineartime.models.systems import SYSTEMS
 from lineartime.training.overrides import read_override
 
 TRIAL_CONTEXT = 64
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Where a needle is in the tests."""
 LATENCY_TOKENS = 8192
 """The tokens of a step whose time is measured: one sequence of the longest context of the scale `cpu`."""
 
@@ -46,6 +50,7 @@ class Plan:
     experiment: Experiment
     scale: Scale
     contenders: tuple[Contender, ...]  # setting by setting, each with all arms
+    asked: tuple[Setting, ...]  # those to run now
 
     @property
     def folder(self) -> Path:
@@ -68,10 +73,8 @@ class Plan:
 
     def selected(self, setting: Setting) -> list[Contender]:
         """The arms in a setting that the options ask to run now."""
-        config = self.config
-        if (config.contexts and setting.context not in config.contexts) or (config.texts and setting.text not in config.texts):
-            return []
-        return [each for each in self.contenders_of(setting) if not config.systems or each.arm.name in config.systems]
+        contenders = self.contenders_of(setting) if setting in self.asked else []
+        return [each for each in contenders if not self.config.systems or each.arm.name in self.config.systems]
 
     def seeds(self, arm: Arm) -> int:
         """How many seeds of an arm belong to the experiment."""
@@ -108,6 +111,19 @@ class Plan:
             return Job(folder, "run", {**contender.options, "seed": seed}, tests)
         options = self._training(contender, optimizer, rate, seed, steps)
         return Job(folder, "run", options, tests, self.scale.test_tokens, self.config.budget)
+
+    def memory_job(self, contender: Contender, rate: float, seed: int) -> Job:
+        """The run of a model on the task of its setting; with a budget, its speed decides the steps."""
+        setting, config, scale = contender.setting, self.config, self.scale
+        options = self._training(contender, config.optimizers[0], rate, seed, config.steps)
+        tests = [FinalTest()]
+        for times in (1, *config.longer):
+            what = "" if times == 1 else f"{setting.context * times:,} tokens"
+            tests += [FinalTest(what, times)] if times > 1 else []
+            for depth in DEPTHS if setting.task == "needle" else ():
+                tests.append(FinalTest(", ".join(filter(None, [what, f"depth {depth:.0%}"])), times, depth=depth))
+        folder = contender.folder / f"rate-{rate:g}-seed-{seed}"
+        return Job(folder, "memory", options, tuple(tests), scale.test_tokens, config.budget, setting)
 
     def _training(
         self, contender: Contender, optimizer: str, rate: float | None, seed: int, steps: int | None
@@ -154,6 +170,14 @@ def folder_of(config: ReproduceConfig) -> Path:
 def with_defaults(config: ReproduceConfig) -> ReproduceConfig:
     """The options with the values of the experiment and the scale in place of those that were not given."""
     experiment, scale = catalogue.experiment_of(config.name), catalogue.SCALES[config.scale]
+    if experiment.kind == "memory":
+        return replace(
+            config,
+            steps=None if config.budget else config.steps or experiment.steps.get(config.scale),
+            rates=config.rates or experiment.rates.get(config.scale, ()),
+            optimizers=config.optimizers or ("adamw",),
+            compile=config.compile or "off",
+        )
     return replace(
         config,
         budget=config.budget or experiment.budget.get(config.scale, scale.budget),
@@ -170,11 +194,14 @@ def make_plan(config: ReproduceConfig) -> Plan:
     scale = replace(scale, tokenizer=experiment.tokenizer.get(config.scale, scale.tokenizer))
     settings = experiment.settings["cpu" if config.scale == "trial" else config.scale]
     if config.scale == "trial":
-        settings = (Setting(settings[0].text, TRIAL_CONTEXT),)
+        shown = settings if experiment.kind == "memory" else settings[:1]
+        settings = tuple(Setting(each.text, TRIAL_CONTEXT, task=each.task) for each in shown)
     if not settings:
         raise ArgumentError(
             "name", f"is {config.name}, which the paper does not contain: use another scale than {config.scale}."
         )
+    if experiment.kind == "memory":
+        settings = _memory_settings(config, settings)
     if config.add and experiment.kind == "latency":
         raise ArgumentError("add", "is given, but this experiment measures all its models together: use `bench()`.")
     arms = {arm.name: arm for arm in experiment.arms if config.scale in arm.scales}
@@ -189,13 +216,41 @@ def make_plan(config: ReproduceConfig) -> Plan:
     check_among("contexts", config.contexts, tuple({each.context: None for each in settings}), "context of this experiment")
     check_among("texts", config.texts, tuple({each.text: None for each in settings}), "text of this experiment")
     config = with_defaults(config)
+    asked = tuple(
+        each
+        for each in settings
+        if each.context in (config.contexts or (each.context,)) and each.text in (config.texts or (each.text,))
+    )
+    if experiment.kind == "memory":
+        settings = tuple(dict.fromkeys((*settings, *_settings_there(config))))
     contenders = tuple(_contenders(config, experiment, scale, [*arms.values()], settings))
     names: dict[Path, str] = {}
     for each in contenders:
         if (other := names.setdefault(each.folder, each.arm.name)) != each.arm.name:
             problem = f"has {each.arm.name!r}, whose folder would be that of {other!r}: write one of them otherwise."
             raise ArgumentError("add", problem)
-    return Plan(config, experiment, scale, contenders)
+    return Plan(config, experiment, scale, contenders, asked)
+
+
+def _memory_settings(config: ReproduceConfig, usual: tuple[Setting, ...]) -> tuple[Setting, ...]:
+    """The tasks at the lengths and with the pairs that the options ask for."""
+    tasks = config.tasks or dict.fromkeys(each.task for each in usual if each.task)
+    lengths, settings = config.lengths or dict.fromkeys(each.context for each in usual), []
+    for task, length in product(tasks, lengths):
+        maker = TASKS[task]
+        for pairs in (config.pairs or (max(1, length // 16),)) if maker.takes_pairs else (0,):
+            if length % 2 or length < maker.shortest(pairs):
+                least = f"an even number of at least {maker.shortest(pairs)} for {task}"
+                raise ArgumentError("lengths", f"has {length}, but must be {least}{f' of {pairs}' if pairs else ''}.")
+            settings.append(Setting("books", length, "memory", task, pairs))
+    return tuple(settings)
+
+
+def _settings_there(config: ReproduceConfig) -> Iterator[Setting]:
+    """The settings of tasks that have a folder already."""
+    for folder in sorted(folder_of(config).glob("*-*/")):
+        if found := re.fullmatch(rf"({'|'.join(TASKS)})-(\d+)(?:-(\d+))?", folder.name):
+            yield Setting("books", int(found[2]), "memory", cast("MemoryTask", found[1]), int(found[3] or 0))
 
 
 def _added_arm(item: str, task: Task, seeds: int) -> Arm:
@@ -235,7 +290,10 @@ def _contenders(
                 own: dict[str, Any] = {"data": data} if data else {}
             else:
                 size = scale.sizes.get(setting.size, scale.sizes["main"])
-                model = model_at(arm, size, experiment.task, setting, scale.vocab_size, target)
+                vocab_size = TASKS[setting.task].vocab_size(setting.pairs) if setting.task else scale.vocab_size
+                usual = {name: value for name, value in experiment.override.items() if name not in SYSTEMS[arm.system].fields}
+                made = replace(arm, override=usual | dict(arm.override))
+                model = model_at(made, size, experiment.task, setting, vocab_size, target)
                 target = target or parameters_of(model)
                 options, own = training_options(arm, model), {"tokenizer": scale.tokenizer, "data": data}
             yield Contender(arm, setting, model, {**options, **running, **own}, folder)

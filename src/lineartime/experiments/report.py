@@ -14,7 +14,14 @@ from lineartime.experiments.paper import DESCRIPTIONS
 from lineartime.experiments.pictures import draw_pictures
 from lineartime.experiments.plan import Plan, with_defaults
 from lineartime.experiments.report_data import Report, settings_with_results
-from lineartime.experiments.tables import latency_tables, pairs_table, positions_tables, quality_tables, tests_tables
+from lineartime.experiments.tables import (
+    latency_tables,
+    memory_tables,
+    pairs_table,
+    positions_tables,
+    quality_tables,
+    tests_tables,
+)
 from lineartime.experiments.treatment import equal_treatment, parameters_apart
 from lineartime.files import write_file
 from lineartime.models.registering import imported_names
@@ -23,6 +30,12 @@ JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
 LATENCY = (
     "All systems take turns in each measurement, with the same tokens in a step. A step is forward and backward, without the "
     "optimiser. The paper's times are of whole steps on other machines, so only their ratios compare."
+)
+MEMORY = (
+    "All runs of a task and a seed train on the same texts, {batch:,} tokens in a step, and each text is read once. *accuracy* "
+    "is the share of right answers in texts that are the same for all; of several rates, the best one of a system is shown. "
+    "*steps* are those of the first evaluation with so many right answers. *state* is of one stream after a text, in float32. "
+    "Times are of this machine, whatever else it did; a step is whole, with the optimiser."
 )
 
 
@@ -60,6 +73,11 @@ def _blocks(plan: Plan, report: Report, pictures: Sequence[tuple[Path, str]]) ->
         yield _incomplete(report)
     for picture, caption in pictures:
         yield f"![{caption}]({picture.name})\n\n{caption}"
+    if plan.experiment.kind == "memory":
+        yield from memory_tables(report)
+        yield MEMORY.format(batch=plan.scale.tokens_per_batch)
+        yield parameters_apart(report)
+        return
     if plan.experiment.kind == "quality":
         yield from quality_tables(plan, report)
         yield _legend(plan)
@@ -94,10 +112,10 @@ def _facts(plan: Plan, report: Report) -> str:
 
 def _command(plan: Plan, options: dict[str, Any]) -> str:
     """The command that makes these runs, with file names of texts in place of paths. It may have run in several parts."""
-    usual = plan_options(with_defaults(ReproduceConfig(plan.config.name, plan.config.scale)))
+    usual: dict[str, Any] = plan_options(with_defaults(ReproduceConfig(plan.config.name, plan.config.scale)))
     words = ["lineartime", "reproduce", plan.config.name, "--scale", plan.config.scale]
     for name, value in options.items():
-        if value is not None and json.dumps(value) != json.dumps(usual[name]):
+        if value is not None and json.dumps(value) != json.dumps(usual.get(name)):
             values = value if isinstance(value, (list, tuple)) else [value]
             words += [f"--{name}", *(f"{each:g}" if isinstance(each, float) else str(each) for each in values)]
     return shlex.join([*words, *(word for name in imported_names() for word in ("--import", Path(name).name))])

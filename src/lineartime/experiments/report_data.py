@@ -11,7 +11,7 @@ from lineartime.choices import ScaleName
 from lineartime.experiments.models import TOLERANCE
 from lineartime.experiments.results import State
 
-TestMetric = Literal["loss", "bits_per_byte", "word_perplexity"]
+TestMetric = Literal["loss", "bits_per_byte", "word_perplexity", "accuracy"]
 
 
 class RunData(TypedDict):
@@ -58,6 +58,10 @@ class SystemRow(TypedDict, total=False):
     relative_loss: float | None  # the relative difference from the baseline's
     paper_relative_loss: float | None
     speedups: list[float | None]  # by seed: the baseline's time to its final quality over the time of this system to it
+    # Of runs on tasks, whose trials of a rate are runs with accuracies; means over the seeds:
+    state_bytes: int | None  # of a stream after a text
+    step_seconds: float | None  # of training
+    decode_seconds: float | None  # of a further token
     # Of steps, forward and backward:
     problem: str | None  # why their time could not be measured
     microseconds_per_token: float | None  # the median
@@ -116,6 +120,11 @@ def values_of_row(row: SystemRow, metric: Metric) -> list[float]:
 def metric_of_test(name: str, metric: TestMetric) -> Metric:
     """A metric of a run: a number of one of its tests."""
     return lambda run: next((test[metric] for test in run["tests"] if test["name"] == name), None)
+
+
+def steps_to(run: RunData, accuracy: float) -> float | None:
+    """The steps after which the held-out texts of a task first had this accuracy; None if they never had."""
+    return next((point[0] for point in run["curve"] if point[4] is not None and point[4] >= accuracy), None)
 
 
 def settings_with_results(report: Report) -> list[SettingRows]:

@@ -21,6 +21,8 @@ State = Literal["missing", "interrupted", "finished", "failed", "damaged"]
 """An interrupted run is to be resumed; one that failed has an error, and is not repeated."""
 OUTCOME_FILE = "outcome.json"
 """The measurements or the error of a run that has ended. An interrupted run has none."""
+PROGRESS_FILE = "progress.pt"
+"""Where a run on a task continues after an interruption."""
 PAUSE = 5.0
 """A step that takes more than this multiple of the median is a compilation or a pause, and counts as the median."""
 _NO_RECORD = Record({}, ())
@@ -28,7 +30,7 @@ _NO_RECORD = Record({}, ())
 
 @dataclass(frozen=True)
 class FinalResult:
-    """A trained model on its test split."""
+    """A trained model on its test split, or on held-out texts of a task."""
 
     name: str  # what differed from training; empty for nothing
     context_length: Count  # of a window, in tokens
@@ -38,6 +40,7 @@ class FinalResult:
     tokens: Count  # how many were measured
     text: str  # its name
     by_position: tuple[tuple[float, ...], ...] = ()  # the first place, the last place and the loss of each part of the window
+    accuracy: float | None = None  # the share of right answers of a task
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Outcome:
     time: str | None = None  # when the times of steps were measured
     machine: dict[str, str | int | None] = field(default_factory=dict)  # where
     entries: tuple[Entry, ...] = ()  # the times; earlier versions wrote some of their fields
+    state_bytes: int | None = None  # of a stream after a text of a task, in float32
+    decode_seconds: float | None = None  # of a further token of that stream
 
 
 class Point(NamedTuple):
@@ -59,6 +64,7 @@ class Point(NamedTuple):
     seconds: float
     loss: float
     bits_per_byte: float | None
+    accuracy: float | None = None  # on a task
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,8 @@ def read_run(job: Job) -> Run:
         what = str(error).rstrip(".")
         return Run(job, "damaged", f"{folder} holds damaged files: delete it, and run the experiment again ({what}).")
     if outcome is None:
-        return Run(job, "interrupted" if list_checkpoints(folder) else "missing", record=record)
+        began = list_checkpoints(folder) or (folder / PROGRESS_FILE).exists()
+        return Run(job, "interrupted" if began else "missing", record=record)
     if outcome.error:
         return Run(job, "failed", f"{job.name} failed: {outcome.error}", record, outcome=outcome)
     if job.kind == "latency":
@@ -105,7 +112,13 @@ def read_run(job: Job) -> Run:
         return Run(job, "damaged", f"{folder} says that it is finished, but its metrics do not: delete it, and run again.")
     seconds = training_seconds(lines, tokens_per_step)
     points = tuple(
-        Point(int(line["step"]), seconds[int(line["step"])], line["validation_loss"], line.get("validation_bits_per_byte"))
+        Point(
+            int(line["step"]),
+            seconds[int(line["step"])],
+            line["validation_loss"],
+            line.get("validation_bits_per_byte"),
+            line.get("validation_accuracy"),
+        )
         for line in lines
         if "validation_loss" in line and int(line["step"]) in seconds
     )

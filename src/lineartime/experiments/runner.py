@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import lineartime
@@ -46,13 +47,17 @@ def all_jobs(plan: Plan) -> Iterator[tuple[Contender, Job]]:
         if plan.experiment.kind == "latency":
             yield from ((first, plan.latency_job(setting)) for first in contenders[:1])
             continue
+        seeds = [plan.config.seeds or plan.seeds(each.arm) for each in contenders]
+        if plan.experiment.kind == "memory":
+            for seed, rate in product(range(max(seeds, default=0)), plan.config.rates):
+                yield from ((each, plan.memory_job(each, rate, seed)) for each in contenders)
+            continue
         pairs = [(each, optimizer) for each in contenders for optimizer in plan.config.optimizers if plan.tunes]
         for number in range(plan.scale.speed_rounds):
             yield from ((each, plan.speed_job(each, optimizer, number)) for each, optimizer in pairs)
         for each, optimizer in pairs:
             for job in _trials(plan, each, optimizer):
                 yield each, job
-        seeds = [plan.config.seeds or plan.seeds(each.arm) for each in contenders]
         for seed in range(max(seeds, default=0)):
             for each, count in zip(contenders, seeds, strict=True):
                 if seed < count:
@@ -109,7 +114,7 @@ def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = No
                 rate, steps = job.options.get("learning_rate"), job.options.get("steps") or 0
                 if job.kind == "run" and rate is None:
                     problems[_without_rate(plan, contender)] = None
-                if job.kind != "latency" and (rate is None or not steps):
+                if job.kind not in ("latency", "memory") and (rate is None or not steps):
                     continue  # what it follows from is missing, and told
                 if job.kind == "tune" and steps < MIN_TRIAL_STEPS and plan.config.scale != "trial" and steps not in warned:
                     warned.add(steps)
@@ -142,6 +147,8 @@ def _do(job: Job, say: Callable[[str], None], perform: Perform) -> str:
             raise KeyboardInterrupt
         if job.kind == "speed" and run.speed is not None:
             say(f"  {run.speed:,.0f} tokens/s")
+        elif run.final is not None and run.final.accuracy is not None:
+            say(f"  {run.final.accuracy:.1%} of the answers on held-out texts after {run.final.seconds:,.1f} s of training")
         elif run.final is not None:
             bits = run.final.bits_per_byte
             quality = f"{run.final.loss:.4f} nats" if bits is None else f"{bits:.4f} bits per byte"

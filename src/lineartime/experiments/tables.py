@@ -14,15 +14,19 @@ from lineartime.experiments.report_data import (
     baseline_row,
     metric_of_test,
     settings_with_results,
+    steps_to,
     values_of_row,
     within_tolerance,
 )
 from lineartime.markdown import NOT_THERE, cell, column_table, three_digits
+from lineartime.units import size
 
 OTHER_CHUNKS = (
     "With other chunks than in training, the relative bias keeps the distances that both sizes have, and is zero for those "
     "that training did not see. Beyond 512 tokens it has another form, which cannot be made from it: those cells are empty."
 )
+ENOUGH = 0.95
+"""The accuracy at which a task counts as learnt."""
 APPROXIMATION = (
     "The difference of the test losses, seed by seed, after the same time of training; the paper's after the same steps."
 )
@@ -126,6 +130,28 @@ def pairs_table(plan: Plan, report: Report) -> Iterator[str]:
         yield "## What the approximation costs"
         yield column_table({name: [line[name] for line in lines] for name in lines[0]}, left=2)
         yield APPROXIMATION
+
+
+def memory_tables(report: Report) -> Iterator[str]:
+    """A table for each task and length with results: accuracy, also where it differs from training, and what it costs."""
+    for setting in settings_with_results(report):
+        rows = setting["rows"]
+        columns = {
+            "system": [row["name"] for row in rows],
+            "parameters": [_parameters(row) for row in rows],
+            "rate": [_rate(row) for row in rows],
+            "**accuracy**": _column(rows, metric_of_test("", "accuracy"), ".1%"),
+        }
+        for name in dict.fromkeys(test["name"] for row in rows for run in row["runs"] for test in run["tests"] if test["name"]):
+            columns[name] = _column(rows, metric_of_test(name, "accuracy"), ".1%")
+        columns |= {
+            f"steps to {ENOUGH:.0%}": _column(rows, lambda run: steps_to(run, ENOUGH), ",.0f"),
+            "state": [cell(row["state_bytes"], size) for row in rows],
+            "ms per step": [cell(row["step_seconds"], three_digits, 1e3) for row in rows],
+            "µs per decoded token": [cell(row["decode_seconds"], three_digits, 1e6) for row in rows],
+        }
+        yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
+        yield column_table(columns)
 
 
 def latency_tables(report: Report) -> Iterator[str]:

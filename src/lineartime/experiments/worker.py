@@ -20,8 +20,9 @@ from lineartime.data import load_corpus, token_stream
 from lineartime.errors import DivergedError, typed_first_line
 from lineartime.evaluation import evaluate_windowed
 from lineartime.experiments.definitions import INTERRUPTED, Job
+from lineartime.experiments.memory import learn
 from lineartime.experiments.models import with_chunk_size
-from lineartime.experiments.results import OUTCOME_FILE, FinalResult, Outcome
+from lineartime.experiments.results import OUTCOME_FILE, PROGRESS_FILE, FinalResult, Outcome
 from lineartime.files import write_file
 from lineartime.host import cache_folder
 from lineartime.json_files import decoded
@@ -61,6 +62,11 @@ def perform(job: Job) -> Outcome | None:
     try:
         if job.kind == "latency":
             outcome = _latency(job)
+        elif job.kind == "memory":
+            found = learn(job)
+            if found is None:
+                return None
+            outcome = found
         elif _train(job):
             outcome = Outcome(job.kind, tests=tuple(_measured(job)))
             for checkpoint in list_checkpoints(job.folder)[: -1 if job.kind == "run" else None]:  # no longer needed
@@ -72,6 +78,7 @@ def perform(job: Job) -> Outcome | None:
         print(error, file=SCREEN)
     content = {name: value for name, value in asdict(outcome).items() if value}
     write_file(job.folder / OUTCOME_FILE, json.dumps(content, indent=1) + "\n")
+    (job.folder / PROGRESS_FILE).unlink(missing_ok=True)  # no longer needed
     return outcome
 
 

@@ -1,0 +1,235 @@
+"""A run on a task for a memory: training on fresh texts, accuracy on held-out ones, and what the state and a step cost.
+
+Shapes: B rows, T tokens.
+"""
+
+import io
+import math
+import statistics
+import sys
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from lineartime.bench.measure import synchronized, timed
+from lineartime.data import Batch, ByteTokenizer, TokenStream, load_corpus, token_stream
+from lineartime.errors import DivergedError, LineartimeError, reporting_file_errors
+from lineartime.experiments.definitions import Job, Scale, Setting
+from lineartime.experiments.memory_tasks import TASKS, needle
+from lineartime.experiments.results import PROGRESS_FILE, FinalResult, Outcome
+from lineartime.files import write_atomically
+from lineartime.host import cache_folder
+from lineartime.machine import autocast, choose_device, using_threads
+from lineartime.models.config import ModelConfig
+from lineartime.models.cost import stream_bytes
+from lineartime.models.language_model import CausalLM, build_model
+from lineartime.models.presets import BASE
+from lineartime.ops.cross_entropy import IGNORED
+from lineartime.runs.metrics import MetricsLog
+from lineartime.runs.record import RunRecord
+from lineartime.training.config import TrainConfig
+from lineartime.training.loop import interrupts, memory_of_steps
+from lineartime.training.optimizers import build_optimizer, matrices_of
+from lineartime.training.schedule import learning_rate
+
+DECODED = 32
+"""The tokens whose decoding is timed, at most half of the text."""
+SEEDS = {"validation": 2**62, "test": 2**62 + 1}
+"""The seeds of held-out texts, which are the same for all runs."""
+
+Part = Literal["train", "validation", "test"]
+
+
+def learn(job: Job) -> Outcome | None:
+    """Train a model on the task of a job, or go on from its last evaluation, and measure it; None if it was interrupted.
+
+    Raises:
+        DivergedError: if a loss is not finite.
+        LineartimeError: if the text for needles is shorter than a row.
+    """
+    device, file, record = choose_device(job.options["device"]), job.folder / PROGRESS_FILE, RunRecord(job.folder)
+    with record.errors(), using_threads(job.options.get("threads")), memory_of_steps(device), interrupts(alone=True) as stop:
+        with reporting_file_errors("read", file):
+            saved = torch.load(file, map_location=device) if file.exists() else None
+        lesson = make_lesson(job, device, saved and saved["steps"])
+        first = 0 if saved is None else lesson.restore(saved)
+        config = lesson.config
+        record.begin(config.to_dict(), sys.argv)
+        with closing(MetricsLog(job.folder, first)) as log:
+            for step in range(first, config.steps):
+                log.write(step + 1, lesson.take_step(step))
+                due = (step + 1) % config.eval_every == 0 or step + 1 == config.steps
+                if due:
+                    found = lesson.score(config.context_length, config.eval_windows * config.context_length, "validation")
+                    log.write(step + 1, {"validation_loss": found.loss, "validation_accuracy": found.accuracy})
+                if due or stop.requested:
+                    with reporting_file_errors("write", file):
+                        write_atomically(file, lesson.saved(step + 1))
+                if stop.requested:
+                    return None
+        return Outcome(
+            job.kind,
+            tests=tuple(lesson.results(job)),
+            state_bytes=stream_bytes(lesson.model.config, config.context_length),
+            decode_seconds=lesson.decode_seconds(),
+        )
+
+
+def step_seconds(config: ModelConfig, rows: int, length: int, device: torch.device) -> float:
+    """The seconds of a forward and a backward pass, which for small models do not follow from their matrix products."""
+    model, ids = build_model(config).to(device), torch.zeros(rows, length, dtype=torch.long, device=device)
+
+    def step() -> None:
+        model.loss(ids, ids).backward()
+
+    step()
+    return timed(step, 2, partial(synchronized, device))
+
+
+class Score(NamedTuple):
+    """The mean loss in nats and the share of right answers, and how many answers were asked."""
+
+    loss: float
+    accuracy: float
+    answers: int
+
+
+def make_lesson(job: Job, device: torch.device, steps: int | None) -> "Lesson":
+    """The model of a job before its first step. Without steps, its seconds and the speed here decide them.
+
+    Weights of N(0, 0.02) become as large for the width of the model as they are in the paper's models: small ones would need
+    most of a short run to wake up.
+    """
+    setting, options = job.setting, {**job.options, "out": str(job.folder)}
+    assert setting is not None
+    assert setting.task is not None
+    config = TrainConfig.from_dict({**options, "steps": 1, "eval_every": 1})
+    model_config = config.model_config(TASKS[setting.task].vocab_size(setting.pairs))
+    steps = steps or options["steps"]
+    if steps is None:
+        each = step_seconds(model_config, config.rows(0, 1).per_step, setting.context, device)
+        steps = max(2, round((job.seconds or 0.0) / each))
+    options["eval_every"] = options["eval_every"] or -(-steps // Scale.evaluations)
+    config = TrainConfig.from_dict({**options, "steps": steps})
+    torch.manual_seed(config.seed)
+    model = build_model(model_config)
+    assert isinstance(model, CausalLM)
+    with torch.no_grad():
+        for matrix in matrices_of(model):
+            if abs(float(matrix.std()) - 0.02) < 0.002:
+                matrix.mul_((BASE.d_model / model_config.d_model) ** 0.5)
+    if config.compile == "on":
+        model.compile_blocks()
+    return Lesson(config, setting, device, model.to(device))
+
+
+@dataclass
+class Lesson:
+    """A model that learns a task."""
+
+    config: TrainConfig
+    setting: Setting
+    device: torch.device
+    model: CausalLM
+
+    def __post_init__(self) -> None:
+        self._optimizer = build_optimizer(self.model, self.config)
+        self._streams: dict[Part, TokenStream] = {}
+
+    def take_step(self, step: int) -> dict[str, float]:
+        """Take a step on fresh texts, which follow from the seed and the step; return its numbers for metrics.jsonl."""
+        config, begin = self.config, synchronized(self.device)
+        batch = self._draw(config.rows(0, 1).per_step, config.context_length, _generator(config.seed, step), "train")
+        self._optimizer.set_learning_rate(learning_rate(step, config))
+        with autocast(self.device, config.precision == "bf16"):
+            loss = self.model.loss(batch.inputs.to(self.device), batch.targets.to(self.device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm or math.inf)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if not math.isfinite(value := float(loss)):
+            raise DivergedError(f"The loss became {value} at step {step + 1}: a lower rate helps.")
+        return {"loss": value, "tokens_per_second": batch.inputs.numel() / max(synchronized(self.device) - begin, 1e-9)}
+
+    @torch.no_grad()
+    def score(self, length: int, tokens: int, part: Part, depth: float | None = None) -> Score:
+        """The score on held-out texts of a length, of so many tokens in all."""
+        generator, rows = _generator(SEEDS[part]), max(1, tokens // length)
+        at_once = max(1, self.config.batch_size * self.config.context_length // length)
+        loss, right, count = 0.0, 0, 0
+        self.model.eval()
+        for begin in range(0, rows, at_once):
+            batch = self._draw(min(at_once, rows - begin), length, generator, part, depth)
+            targets = batch.targets.to(self.device)
+            asked = targets != IGNORED
+            with autocast(self.device, self.config.precision == "bf16"):
+                logits = self.model.logits(self.model.backbone(batch.inputs.to(self.device))[asked]).float()
+            loss += float(F.cross_entropy(logits, targets[asked], reduction="sum"))
+            right += int((logits.argmax(-1) == targets[asked]).sum())
+            count += int(asked.sum())
+        self.model.train()
+        return Score(loss / count, right / count, count)
+
+    def results(self, job: Job) -> list[FinalResult]:
+        """The tests of a job, except those on texts that the model cannot read."""
+        found, longest = [], self.model.config.longest_sequence
+        for test in job.tests:
+            length = self.setting.context * test.times_context
+            if longest is None or length <= longest:
+                loss, accuracy, count = self.score(length, job.test_tokens or length, "test", test.depth)
+                found.append(FinalResult(test.name, length, loss, None, None, count, str(self.setting), accuracy=accuracy))
+        return found
+
+    @torch.no_grad()
+    def decode_seconds(self) -> float:
+        """The median seconds of one more token of one stream, at the end of a text."""
+        length = self.config.context_length
+        ids = self._draw(1, length, _generator(0), "test").inputs.to(self.device)
+        (first, last), times = ids.split(length - min(DECODED, length // 2), 1), []
+        decoder = self.model.eval().compile_for_decoding()
+        _, state = self.model.extend(first)
+        for token in last.unbind(1):
+            begin = synchronized(self.device)
+            _, state = decoder.extend(token, state)
+            times.append(synchronized(self.device) - begin)
+        return statistics.median(times)
+
+    def saved(self, step: int) -> bytes:
+        """What `restore` needs after a step."""
+        content, own = io.BytesIO(), {"model": self.model.state_dict(), "moments": self._optimizer.moments()}
+        torch.save({"step": step, "steps": self.config.steps, **own}, content)
+        return content.getvalue()
+
+    def restore(self, saved: dict[str, Any]) -> int:
+        """Continue with what was saved, and return the steps that were taken."""
+        step: int = saved["step"]
+        self.model.load_state_dict(saved["model"])
+        self._optimizer.start_at(step)
+        for name, moment in self._optimizer.moments().items():
+            moment.copy_(saved["moments"][name])
+        return step
+
+    def _draw(self, rows: int, length: int, generator: torch.Generator, part: Part, depth: float | None = None) -> Batch:
+        setting, config = self.setting, self.config
+        draw = TASKS[setting.task].draw if setting.task else None
+        if draw is not None:
+            return draw(rows, length, setting.pairs, generator)
+        if part not in self._streams:
+            corpus = load_corpus(config.data, config.text_column, config.max_expansion, config.include, config.exclude)
+            self._streams[part] = token_stream(corpus, part, ByteTokenizer(), config.cache or cache_folder())
+        stream = self._streams[part]
+        if len(stream) < length:
+            found = f"There are {len(stream):,} bytes in {stream.name}, fewer than a text of {length:,}"
+            raise LineartimeError(f"{found}: give more text, or smaller `lengths`.")
+        return needle(rows, length, generator, stream, depth)
+
+
+def _generator(*key: int) -> torch.Generator:
+    """A generator for a key."""
+    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return torch.Generator().manual_seed(seed)
