@@ -122,9 +122,9 @@ def _in(text: TextName, *contexts: int) -> tuple[Setting, ...]:
     return tuple(Setting(text, context) for context in contexts)
 
 
-def _remembering(tasks: tuple[MemoryTask, ...], *lengths: int) -> tuple[Setting, ...]:
-    """The settings of tasks at lengths; the pairs follow from the length."""
-    return tuple(Setting("books", length, "memory", task) for task in tasks for length in lengths)
+def _remembering(tasks: tuple[MemoryTask, ...], pairs: int, *lengths: int) -> tuple[Setting, ...]:
+    """The settings of tasks at lengths."""
+    return tuple(Setting("books", length, "memory", task, pairs) for task in tasks for length in lengths)
 
 
 _GENERATED: tuple[MemoryTask, ...] = ("recall", "copying", "induction", "selective-copying")
@@ -301,7 +301,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             *(_FLASH, _FLASH_NEXT, Arm("flash-memory", "flash-memory"), Arm("gau", "flash-quad"), _TRANSFORMER_2),
             scales=_NOT_PAPER,
         ),
-        _settings(_remembering(_GENERATED, 128, 256), _remembering((*_GENERATED, "needle"), 256, 1024, 4096), ()),
+        _settings(_remembering(_GENERATED, 16, 128, 256), _remembering((*_GENERATED, "needle"), 64, 256, 1024, 4096), ()),
         baseline="transformer++",
         kind="memory",
         tokenizer={"cpu": "bytes"},

@@ -4,7 +4,7 @@ from lineartime.data import load_corpus, missing_split
 from lineartime.errors import ArgumentError
 from lineartime.experiments.catalogue import EXPERIMENTS
 from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig
-from lineartime.experiments.estimate import describe, describe_all, text_notes
+from lineartime.experiments.estimate import describe, describe_all, text_notes, time_left
 from lineartime.experiments.folder import with_device, with_saved_options
 from lineartime.experiments.plan import make_plan
 from lineartime.experiments.report import write_report
@@ -36,6 +36,8 @@ def reproduce(config: ReproduceConfig) -> RunsResult:
     if not config.report:
         for name, note in text_notes(plan).items():
             _say(f"{name} ({note})")
+        if left := time_left(plan):
+            _say(left)
         result = run_all(plan, _say)
     file, report, notes = write_report(plan)
     for note in [*notes, *(report["problems"] if config.report else ())]:

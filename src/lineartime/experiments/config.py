@@ -62,7 +62,7 @@ class ReproduceConfig:
     lengths: tuple[AtLeastOne, ...] = ()
     """Memory: tokens of a text, even numbers, to run now; the default is the scale's."""
     pairs: tuple[AtLeastOne, ...] = ()
-    """Memory: pairs of recall, and tokens of selective-copying, to run now; the default is a sixteenth of the length."""
+    """Memory: pairs of recall, and tokens of selective-copying, to run now; the default is the scale's."""
     longer: tuple[Annotated[int, Between(2, 1024)], ...] = ()
     """Memory: test each model also on texts that are so many times longer than in training."""
     steps: AtLeastOne | None = None

@@ -1,7 +1,7 @@
 """List the runs of experiments, and estimate how long they take on this machine."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -32,7 +32,7 @@ NAMES: dict[JobKind, tuple[str, str]] = {
     "memory": ("run", "runs"),
 }
 """What one job and more of a kind are called."""
-HOW = "an estimate, from the planned time of training and the speed of matrix products here, for an otherwise idle machine"
+HOW = "an estimate, from the planned training and the speed of this machine, for an otherwise idle one"
 
 
 def describe_all(config: ReproduceConfig) -> Iterator[str]:
@@ -64,13 +64,18 @@ def describe(plan: Plan) -> Iterator[str]:
                 own = _counted(plan, [(contender, job) for contender, job in jobs if contender is each])
                 line += f"  {own}  {' '.join([each.options['preset'], *each.options['override']])}"
             yield line
-    left = jobs_left(jobs)
+    left = _left(jobs)
     yield f"{_counted(plan, jobs, time=False)}, of which {len(jobs) - len(left)} have ended"
     yield f"about {_time(plan, left)} are left; {HOW}"
 
 
-def jobs_left(jobs: Iterable[tuple[Contender, Job]]) -> list[tuple[Contender, Job]]:
-    """The jobs that have not ended."""
+def time_left(plan: Plan) -> str:
+    """A line that says how many runs are left, and for about how long; empty if none is."""
+    left = _left(list(all_jobs(plan)))
+    return f"{_counted(plan, left)} ({HOW})" if left else ""
+
+
+def _left(jobs: list[tuple[Contender, Job]]) -> list[tuple[Contender, Job]]:
     return [(each, job) for each, job in jobs if read_run(job).state in ("missing", "interrupted")]
 
 

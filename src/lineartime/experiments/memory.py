@@ -182,7 +182,8 @@ class Lesson:
             length = self.setting.context * test.times_context
             if longest is None or length <= longest:
                 loss, accuracy, count = self.score(length, job.test_tokens or length, "test", test.depth)
-                found.append(FinalResult(test.name, length, loss, None, None, count, str(self.setting), accuracy=accuracy))
+                task = str(self.setting)
+                found.append(FinalResult(test.name, length, loss, None, None, count, task, (), accuracy, test.depth))
         return found
 
     @torch.no_grad()

@@ -41,6 +41,8 @@ def draw_pictures(plan: Plan, report: Report) -> list[tuple[Path, str]]:
         ]
         if plan.config.longer:
             figures.append(("longer", draw(_longer(plan, report), "tokens of a text in the test"), LONGER))
+        for axes in (axes for _, figure, _ in figures if figure is not None for axes in figure.axes):
+            axes.set_ylim(-0.05, 1.05)
     else:
         figures = [
             ("quality", _curves(plan, report), CURVES.format(base=plan.experiment.baseline)),
@@ -95,17 +97,15 @@ def _accuracies(
     """Accuracy by a number of each row: a panel for each task, of all lengths or of the last one."""
     panels: dict[str, Panel] = {}
     for setting, found in sorted(zip(plan.settings, report["settings"], strict=True), key=lambda pair: pair[0].context):
-        share = f"{setting.pairs / setting.context:.3g} of it to remember" if setting.pairs else ""
-        panel = Panel(found["name"] if last else ", ".join(filter(None, [setting.task, share])), "accuracy")
-        name = f"{setting.task}" if last else panel.title
-        panel = panel if last else panels.setdefault(name, panel)
+        name = f"{setting.task}" + (f", {setting.pairs:,} to remember" if setting.pairs else "")
+        panel = Panel(found["name"], "accuracy") if last else panels.get(name, Panel(name, "accuracy"))
         for row in found["rows"]:
             accuracies, x = values_of_row(row, metric_of_test("", "accuracy")), place(setting, row)
             if accuracies and x is not None:
                 panel.add(row["name"], x, statistics.fmean(accuracies))
         if panel.curves:
             panels[name] = panel
-    return [panel for panel in panels.values() if panel.curves]
+    return [*panels.values()]
 
 
 def _longer(plan: Plan, report: Report) -> list[Panel]:

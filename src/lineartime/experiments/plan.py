@@ -19,7 +19,7 @@ from lineartime.models.presets import PRESETS, TINY, model_of
 from lineartime.models.systems import SYSTEMS
 from lineartime.training.overrides import read_override
 
-TRIAL_CONTEXT = 64
+TRIAL_CONTEXT, TRIAL_PAIRS = 64, 4
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Where a needle is in the tests."""
 LATENCY_TOKENS = 8192
@@ -195,7 +195,7 @@ def make_plan(config: ReproduceConfig) -> Plan:
     settings = experiment.settings["cpu" if config.scale == "trial" else config.scale]
     if config.scale == "trial":
         shown = settings if experiment.kind == "memory" else settings[:1]
-        settings = tuple(Setting(each.text, TRIAL_CONTEXT, task=each.task) for each in shown)
+        settings = tuple(Setting(each.text, TRIAL_CONTEXT, task=each.task, pairs=TRIAL_PAIRS) for each in shown)
     if not settings:
         raise ArgumentError(
             "name", f"is {config.name}, which the paper does not contain: use another scale than {config.scale}."
@@ -238,7 +238,7 @@ def _memory_settings(config: ReproduceConfig, usual: tuple[Setting, ...]) -> tup
     lengths, settings = config.lengths or dict.fromkeys(each.context for each in usual), []
     for task, length in product(tasks, lengths):
         maker = TASKS[task]
-        for pairs in (config.pairs or (max(1, length // 16),)) if maker.takes_pairs else (0,):
+        for pairs in (config.pairs or dict.fromkeys(each.pairs for each in usual)) if maker.takes_pairs else (0,):
             if length % 2 or length < maker.shortest(pairs):
                 least = f"an even number of at least {maker.shortest(pairs)} for {task}"
                 raise ArgumentError("lengths", f"has {length}, but must be {least}{f' of {pairs}' if pairs else ''}.")

@@ -41,6 +41,7 @@ class FinalResult:
     text: str  # its name
     by_position: tuple[tuple[float, ...], ...] = ()  # the first place, the last place and the loss of each part of the window
     accuracy: float | None = None  # the share of right answers of a task
+    depth: float | None = None  # of the needles, as the share of the text before them; any if None
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,8 @@ def memory_tables(report: Report) -> Iterator[str]:
             "rate": [_rate(row) for row in rows],
             "**accuracy**": _column(rows, metric_of_test("", "accuracy"), ".1%"),
         }
-        for name in dict.fromkeys(test["name"] for row in rows for run in row["runs"] for test in run["tests"] if test["name"]):
+        tests = [test for row in rows for run in row["runs"] for test in run["tests"] if test["name"]]
+        for name in dict.fromkeys(test["name"] for test in tests if test["depth"] is None):
             columns[name] = _column(rows, metric_of_test(name, "accuracy"), ".1%")
         columns |= {
             f"steps to {ENOUGH:.0%}": _column(rows, lambda run: steps_to(run, ENOUGH), ",.0f"),
@@ -152,6 +153,12 @@ def memory_tables(report: Report) -> Iterator[str]:
         }
         yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
         yield column_table(columns)
+        for length in dict.fromkeys(test["context_length"] for test in tests if test["depth"] is not None):
+            yield f"Accuracy by the share of a text of {length:,} tokens that is before the needle"
+            depths = {test["name"]: test["depth"] for test in tests if test["context_length"] == length}
+            by_depth = {f"{depth:.0%}": name for name, depth in depths.items() if depth is not None}
+            found = {depth: _column(rows, metric_of_test(name, "accuracy"), ".1%") for depth, name in by_depth.items()}
+            yield column_table({"system": columns["system"], **found})
 
 
 def latency_tables(report: Report) -> Iterator[str]:
