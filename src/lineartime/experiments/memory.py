@@ -152,7 +152,7 @@ class Lesson:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm or math.inf)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        if not math.isfinite(value := float(loss)):
+        if not math.isfinite(value := float(loss.detach())):
             raise DivergedError(f"The loss became {value} at step {step + 1}: a lower rate helps.")
         return {"loss": value, "tokens_per_second": batch.inputs.numel() / max(synchronized(self.device) - begin, 1e-9)}
 

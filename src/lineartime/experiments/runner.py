@@ -138,7 +138,7 @@ def _do(job: Job, say: Callable[[str], None], perform: Perform) -> str:
     problem = run.problem
     if run.state in ("missing", "interrupted"):
         planned = "" if job.seconds is None else f", {round(job.seconds, 1):g} s of training"
-        steps = f", {job.options['steps']:,} steps" if "steps" in job.options else ""
+        steps = f", {job.options['steps']:,} steps" if job.options.get("steps") else ""
         say(f"{'resuming ' if run.state == 'interrupted' else ''}{job.name}{steps}{planned}")
         status = perform(job)
         run = read_run(job)
