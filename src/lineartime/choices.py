@@ -11,7 +11,7 @@ Precision = Literal["auto", "fp32", "bf16"]
 Task = Literal["clm", "mlm", "prefix-lm"]
 Split = Literal["train", "validation", "test", "all"]
 """A part of a text; "all" is the whole text."""
-Context = Literal["windowed", "carried"]
+Context = Literal["windowed", "carried", "documents"]
 TokenizerKind = Literal["bpe", "unigram"]
 ScaleName = Literal["trial", "cpu", "gpu", "paper"]
 """How large the runs of an experiment are."""

@@ -142,6 +142,7 @@ def test_several_runs_are_compared_window_by_window(folder: Path, capsys: pytest
     values = re.findall(r" +(\d\.\d{4}) ± \d\.\d{4} +(\d\.\d{4}) +(-|\+\d\.\d{4} ± \d\.\d{4}) *$", shown, re.MULTILINE)
     assert [apart == "-" for *_, apart in values] == [True, False]
     (_, trained, _), (_, untrained, apart) = values
+    assert re.search(r"^ +16 to 24 +\d\.\d{4} +\d\.\d{4} *$", shown, re.MULTILINE)  # the losses of both, by position
     assert float(apart.split(" ")[0]) == pytest.approx(float(untrained) - float(trained), abs=2e-4)
     assert main([*arguments, "--json"]) == 0
     results = list(map(json.loads, capsys.readouterr().out.splitlines()))

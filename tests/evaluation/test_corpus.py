@@ -42,6 +42,9 @@ def test_a_run_is_measured_on_its_own_text_as_by_hand(run: Path) -> None:
     assert by_windows.text == stream.name
     in_one = evaluate_carried(model, stream, TOKENIZER, segment=24, bf16=False, max_tokens=100)
     assert evaluate(run, context="carried", max_tokens=100, cache=cache, precision="fp32").loss == pytest.approx(in_one.loss)
+    each = evaluate(run, context="documents", max_tokens=100, cache=cache, precision="fp32")  # there is only one
+    assert each.loss == pytest.approx(in_one.loss)
+    assert each.context == "documents, each from its first token to the last, 24 tokens read at a time"
 
 
 def test_a_text_that_has_changed_since_training_is_told(run: Path, tmp_path: Path) -> None:
@@ -78,7 +81,7 @@ def test_logits_that_are_not_finite_are_no_loss(run: Path) -> None:
     with torch.no_grad():
         model.backbone.embedding.weight.fill_(1e30)
     given: dict[str, Any] = {"tokenizer": TOKENIZER, "context_length": 24, "cache": run.parent / "cache", "precision": "fp32"}
-    for context in ("windowed", "carried"):
+    for context in ("windowed", "carried", "documents"):
         with pytest.raises(LineartimeError, match="The logits of the model are not finite"):
             evaluate(model, run.parent / "text.txt", context=context, **given)
     with pytest.raises(LineartimeError, match="The logits of the model are not finite"):

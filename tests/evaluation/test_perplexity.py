@@ -56,6 +56,21 @@ def test_carried_context_is_one_forward_pass_over_everything(model: CausalLM) ->
         assert result.bits_per_byte == pytest.approx(sum(expected) / 49 / math.log(2), rel=1e-5)
 
 
+def test_each_document_is_one_forward_pass_and_one_sample(model: CausalLM) -> None:
+    tokens = stream(50).tokens[0:50].copy()
+    ends = [9, 10, 40]  # documents of 10, 1, 30 and 9 tokens, of which the last one has no end
+    tokens[ends] = TOKENIZER.end_of_document
+    documents = [part.tolist() for part in np.split(tokens, [end + 1 for end in ends])]
+    expected = [losses_by_hand(model, document) for document in documents]
+    for segment in (1, 7, 99):
+        source = TokenStream("the test split of noise", tokens, 47)
+        result = evaluate_carried(model, source, TOKENIZER, segment=segment, bf16=False, documents=True)
+        assert result.loss == pytest.approx(sum(map(sum, expected)) / 50, rel=1e-5)
+        assert result.samples[:, 1].tolist() == [10, 1, 30, 9]
+        assert result.by_position[0].loss == pytest.approx(sum(losses[0] for losses in expected) / 4, rel=1e-5)
+        assert [(part.first, part.count) for part in result.by_position] == [(1, 4), (2, 6), (4, 12), (8, 13), (16, 15)]
+
+
 @pytest.mark.parametrize(("length", "stride", "batch_size"), [(8, 8, 3), (8, 3, 1), (8, 1, 100), (200, 10, 3)])
 def test_windows_predict_every_token_once(model: CausalLM, length: int, stride: int, batch_size: int) -> None:
     source = stream(50)

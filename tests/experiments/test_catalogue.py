@@ -46,7 +46,7 @@ def test_models_of_a_setting_differ_and_have_as_many_parameters() -> None:
 def test_gpu_runs_have_40_million_parameters_and_take_8_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "_peak", lambda *_: 600e12)  # of an H200 in bf16
     monkeypatch.setattr(estimate, "choose_device", lambda _: torch.device("cuda"))
-    for plan in all_plans("gpu"):
+    for plan in (each for each in all_plans("gpu") if each.experiment.kind != "memory"):  # whose models are small
         for each in plan.contenders:
             if each.setting.size == "main":
                 assert 36e6 <= each.parameters <= 44e6, f"{each.folder}: {each.parameters:,}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
+from rich.console import Console
 
 from lineartime.choices import Context, Precision, Split
 from lineartime.cli.options import Checkpoint, Device, Threads
@@ -44,9 +45,10 @@ class EvalOptions:
     exclude: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Leave out what matches a pattern, such as '*.log' or 'drafts'; for the training text, the default is as in training."""
     context: Context = "windowed"
-    """windowed: independent windows; carried: the split as one sequence, in which every token sees all earlier ones."""
+    """windowed: independent windows; carried: the split as one sequence, in which every token sees all earlier ones;
+    documents: each document as such a sequence, for instance a whole book."""
     context_length: int | None = None
-    """Tokens in a window, or read at a time if carried; the default is the context length of training."""
+    """Tokens in a window, or read at a time in other contexts; the default is the context length of training."""
     stride: int | None = None
     """Tokens from one window to the next; the default is a whole window. Smaller strides give more context and take longer."""
     max_tokens: int | None = None
@@ -145,8 +147,24 @@ def _print_comparison(evaluations: Sequence["Evaluation"], where: str) -> None:
     console.print(table)
     unit = "nats per masked token" if first.masked else "bits per byte"
     console.print(f"difference: {unit} above the first run, window by window", soft_wrap=True)
+    _print_positions(console, evaluations)
     for run, problem in notes.items():
         console.print(f"{run} {problem}", soft_wrap=True)
+
+
+def _print_positions(console: Console, evaluations: Sequence["Evaluation"]) -> None:
+    """Print the losses of several runs by position, if they have the same positions."""
+    first, *others = [{(part.first, part.last): part.loss for part in each.by_position} for each in evaluations]
+    if all(other.keys() == first.keys() for other in others):
+        headers = ("position" if evaluations[0].masked else "tokens read", *(f"run {i + 1}" for i in range(len(evaluations))))
+        table = new_table(headers, title="loss by position (nats)")
+        for part in first:
+            table.add_row(_reach(*part), *(f"{losses[part]:.4f}" for losses in (first, *others)))
+        console.print(table)
+
+
+def _reach(first: int, last: int) -> str:
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
 def _cells(evaluation: "Evaluation", found: "Difference | None") -> tuple[str, str, str]:
@@ -180,7 +198,7 @@ def _print(evaluation: "Evaluation", where: str, words: bool) -> None:
     headers = ("position" if evaluation.masked else "tokens read", "loss (nats)", "± error", "tokens")
     table = new_table(headers, title="loss by position in the context")
     for position in evaluation.by_position:
-        reach = f"{position.first:,}" if position.first == position.last else f"{position.first:,} to {position.last:,}"
+        reach = _reach(position.first, position.last)
         error = "-" if position.error is None else f"{position.error:.4f}"
         table.add_row(reach, f"{position.loss:.4f}", error, f"{position.count:,}")
     console.print(table)

@@ -68,8 +68,8 @@ def evaluate(
         tokenizer: the model's tokenizer; the default is the one in the folder of a run.
         split: the part of the text to measure on.
         context: "windowed" for independent windows, or "carried" for the split as one sequence, in which every token has all
-            earlier tokens as context.
-        context_length: tokens in a window, or read at a time with carried context; the default is that of a run's training.
+            earlier tokens as context, or "documents" for each document as such a sequence.
+        context_length: tokens in a window, or read at a time with other contexts; the default is that of a run's training.
         stride: tokens from one window to the next; the default is a whole window.
         max_tokens: measure only on this many tokens from the beginning of the split.
         batch_size: windows computed at once.
@@ -112,8 +112,8 @@ def evaluate(
         raise ArgumentError(missing[0], why, " and ".join(f"`{name}`" for name in missing), ".")
     check_vocabulary(tokenizer, model.config.vocab_size)
     assert tokenizer is not None
-    if context == "carried":
-        _check_carried(model, stride, packed)
+    if context != "windowed":
+        _check_carried(model, context, stride, packed)
 
     corpus = _corpus(trained, data, text_column=text_column, max_expansion=max_expansion, include=include, exclude=exclude)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
@@ -129,9 +129,10 @@ def evaluate(
                 say(_CHANGED)
     length: int = trained["context_length"] if context_length is None else context_length
     bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"
-    if context == "carried":
+    if context != "windowed":
         assert isinstance(model, CausalLM)
-        evaluation = evaluate_carried(model, stream, tokenizer, segment=length, bf16=bf16, max_tokens=max_tokens)
+        carried: dict[str, Any] = {"segment": length, "documents": context == "documents"}
+        evaluation = evaluate_carried(model, stream, tokenizer, **carried, bf16=bf16, max_tokens=max_tokens)
     else:
         evaluation = evaluate_windowed(
             model,
@@ -162,14 +163,15 @@ def _corpus(trained: Mapping[str, Any], data: Data, **given: Any) -> Corpus:
     return load_corpus_of_run(trained["data"], **reading) if data is None else load_corpus(data, **reading)
 
 
-def _check_carried(model: LanguageModel, stride: int | None, packed: bool | None) -> None:
-    """Check that the model can read a whole split as one sequence, and that no option asks for windows."""
+def _check_carried(model: LanguageModel, context: Context, stride: int | None, packed: bool | None) -> None:
+    """Check that the model can read a split or a document as one sequence, and that no option asks for windows."""
     if not isinstance(model, CausalLM):
-        raise ArgumentError("context", "is carried, which needs a causal model, but this one is masked: use windowed.")
+        raise ArgumentError("context", f"is {context}, which needs a causal model, but this one is masked: use windowed.")
     if model.config.task == "prefix-lm":
-        found = "is carried, but this model was trained to read a prefix, which one long sequence does not have"
+        found = f"is {context}, but this model was trained to read a prefix, which one long sequence does not have"
         raise ArgumentError("context", f"{found}: use windowed.")
     if stride is not None:
-        raise ArgumentError("stride", "is for windows, but carried context has none: leave it out.")
+        raise ArgumentError("stride", f"is for windows, but {context} context has none: leave it out.")
     if packed:
-        raise ArgumentError("packed", "is for windows, but carried context reads all documents as one sequence: use windowed.")
+        reads = "reads all documents as one sequence" if context == "carried" else "never reads another document"
+        raise ArgumentError("packed", f"is for windows, but {context} context {reads}: leave it out, or use windowed.")

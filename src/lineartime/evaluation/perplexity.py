@@ -28,6 +28,8 @@ from lineartime.ops.cross_entropy import IGNORED
 
 _SAMPLES, _SAMPLE = 16, 2048
 """The number of samples that decide whether a stream is prose, and the tokens in each."""
+_SCANNED = 1 << 20
+"""The number of tokens among which ends of documents are looked for at once."""
 _LOGITS = 1 << 24
 """The number of logits in memory at once."""
 
@@ -172,35 +174,49 @@ def evaluate_windowed(
 
 @torch.no_grad()
 def evaluate_carried(
-    model: CausalLM, stream: TokenStream, tokenizer: Tokenizer, *, segment: int, bf16: bool, max_tokens: int | None = None
+    model: CausalLM,
+    stream: TokenStream,
+    tokenizer: Tokenizer,
+    *,
+    segment: int,
+    bf16: bool,
+    documents: bool = False,
+    max_tokens: int | None = None,
 ) -> Evaluation:
     """Evaluate on the stream as one sequence, `segment` tokens at a time: every token has all tokens before it as context.
 
-    FLASH needs constant memory for this; models with quadratic attention keep all tokens.
+    With `documents`, each document is a sequence of its own, and a sample of the standard errors. FLASH needs constant memory
+    for this; models with quadratic attention keep all tokens.
 
     Raises:
         LineartimeError: for an empty stream, or one that is longer than the model can read, or logits that are not finite.
     """
     tokens = _length(stream, max_tokens)
-    longest = model.config.longest_sequence
-    if longest is not None and tokens > longest:
+    spans = list(_documents(stream, tokenizer, tokens)) if documents else [(0, tokens)]
+    longest, most = model.config.longest_sequence, max(end - begin for begin, end in spans)
+    if longest is not None and most > longest:
         raise LineartimeError(
-            f"There are {tokens} tokens in {stream.name}, but this model reads at most {longest} in one sequence: evaluate in "
-            "windows."
+            f"There are {most} tokens in {'a document of ' if documents else ''}{stream.name}, but this model reads at most "
+            f"{longest} in one sequence: evaluate in windows."
         )
     sums = PositionSums()
     device = next(model.parameters()).device
-    state = model.init_state(1)
     with Progress(f"measuring {stream.name}", total=tokens) as progress:
-        for start in range(0, tokens, segment):
-            batch = causal_batch(_read(stream, tokenizer, start, min(segment, tokens - start))[None])
-            with autocast(device, bf16):
-                hidden, state = model.backbone.extend(batch.inputs.to(device), state)
-                losses = token_losses(model, hidden, batch.targets.to(device)).cpu()
-            before = torch.arange(start + 1, start + 1 + losses.shape[1], device=losses.device)[None]
-            sums.add(losses, torch.ones_like(losses, dtype=torch.bool), before)
-            progress.advance(losses.numel())
-    context = f"carried from the first token of the split to the last, {segment} tokens read at a time"
+        for begin, end in spans:
+            state, pieces = model.init_state(1), []
+            for start in range(begin, end, segment):
+                batch = causal_batch(_read(stream, tokenizer, start, min(segment, end - start))[None])
+                with autocast(device, bf16):
+                    hidden, state = model.backbone.extend(batch.inputs.to(device), state)
+                    pieces.append(token_losses(model, hidden, batch.targets.to(device)).cpu())
+                progress.advance(pieces[-1].numel())
+                if not documents or start + segment >= end:
+                    losses, last = torch.cat(pieces, 1), min(start + segment, end) - begin
+                    before = torch.arange(last + 1 - losses.shape[1], last + 1, device=losses.device)[None]
+                    sums.add(losses, torch.ones_like(losses, dtype=torch.bool), before)
+                    pieces = []
+    what = "documents, each from its first token" if documents else "carried from the first token of the split"
+    context = f"{what} to the last, {segment} tokens read at a time"
     return _evaluation(sums, context, stream, tokenizer)
 
 
@@ -215,6 +231,18 @@ def _read(stream: TokenStream, tokenizer: Tokenizer, start: int, length: int) ->
     if start > 0:
         return read_window(stream, start - 1, length + 1)
     return torch.cat([torch.tensor([tokenizer.end_of_document], device="cpu"), read_window(stream, 0, length)])
+
+
+def _documents(stream: TokenStream, tokenizer: Tokenizer, tokens: int) -> Iterator[tuple[int, int]]:
+    """The first place and the place after the last of each document of the first `tokens`, with its end-of-document token."""
+    begin = 0
+    for start in range(0, tokens, _SCANNED):
+        ends = read_window(stream, start, min(_SCANNED, tokens - start)) == tokenizer.end_of_document
+        for end in (ends.nonzero()[:, 0] + start + 1).tolist():
+            yield begin, end
+            begin = end
+    if begin < tokens:
+        yield begin, tokens
 
 
 def _is_prose(stream: TokenStream, tokenizer: Tokenizer) -> bool:

@@ -97,6 +97,7 @@ _NOT_GPU: tuple[ScaleName, ...] = ("trial", "cpu", "paper")
 
 _FLASH = Arm("flash", "flash", paper_row="FLASH")
 _FLASH_NEXT = Arm("flash-next", "flash-next", scales=_NOT_PAPER)
+_FLASH_MEMORY = Arm("flash-memory", "flash-memory")
 _FLASH_QUAD = Arm("flash-quad", "flash-quad", paper_row="FLASH-Quad")
 _TRANSFORMER = Arm("transformer", "transformer", paper_row="Transformer")
 _TRANSFORMER_1 = Arm("transformer+", "transformer+", paper_row="Transformer+")
@@ -297,16 +298,13 @@ EXPERIMENTS: dict[str, Experiment] = {
     "memory": Experiment(
         "What a model remembers",
         "Which systems find again what stood far back in a text, and how much state do they need for it?",
-        _each(
-            *(_FLASH, _FLASH_NEXT, Arm("flash-memory", "flash-memory"), Arm("gau", "flash-quad"), _TRANSFORMER_2),
-            scales=_NOT_PAPER,
-        ),
+        _each(_FLASH, _FLASH_NEXT, _FLASH_MEMORY, Arm("gau", "flash-quad"), _TRANSFORMER_2, scales=_NOT_PAPER),
         _settings(_remembering(_GENERATED, 16, 128, 256), _remembering((*_GENERATED, "needle"), 64, 256, 1024, 4096), ()),
         baseline="transformer++",
         kind="memory",
         tokenizer={"cpu": "bytes"},
         override={"absolute_position": "none"},  # a sinusoid would drown embeddings of a small width
-        steps={"trial": 20, "cpu": 1000, "gpu": 5000},
+        steps={"trial": 20, "cpu": 2000, "gpu": 5000},
         rates={"trial": (3e-3,), "cpu": (3e-3,), "gpu": (1e-3, 3e-3)},
     ),
     "positions": Experiment(

@@ -24,11 +24,13 @@ from lineartime.training.config import TrainConfig
 def collect(plan: Plan) -> Report:
     """Collect the results of all runs of an experiment, with the paper's numbers."""
     runs: list[Run] = []
-    rows_of = {"latency": _times, "quality": _qualities, "memory": _memories}[plan.experiment.kind]
+    kind = plan.experiment.kind
+    rows_of = {"latency": _times, "quality": _qualities, "memory": _memories}[kind]
     settings = [
         SettingRows(label=each.label, name=str(each), text=each.text, context=each.context, rows=rows_of(plan, each, runs))
         for each in plan.settings
     ]
+    given = {name: _names(getattr(plan.config, name)) for name in TEXT_OPTIONS}
     marks = {"missing": "", "interrupted": " (interrupted)"}
     missing = [f"{run.job.name}{marks[run.state]}" for run in runs if run.state in marks]
     problems = [run.problem for run in runs if run.problem]
@@ -39,11 +41,7 @@ def collect(plan: Plan) -> Report:
         "title": plan.experiment.title,
         "question": plan.experiment.question,
         "scale": plan.config.scale,
-        "options": {
-            **plan_options(plan.config),
-            **{name: _names(getattr(plan.config, name)) for name in TEXT_OPTIONS},
-            **_tasks(plan),
-        },
+        "options": plan_options(plan.config) | given | _tasks(plan),
         "complete": not missing and not problems,
         "missing": missing,
         "problems": problems,
@@ -52,9 +50,7 @@ def collect(plan: Plan) -> Report:
         "machines": list(dict.fromkeys(machine for machine, _ in processes)),
         "precisions": sorted({precision for run in runs for precision in _precisions(run)}),
         "started": [min(times), max(times)] if times else [],
-        "texts": {}
-        if plan.experiment.kind == "latency"
-        else {each.label: _text(plan, each) for each in plan.settings if each.reads_text},
+        "texts": {each.label: _text(plan, each) for each in plan.settings if each.reads_text and kind != "latency"},
         "tests": [test.name for test in plan.experiment.tests],
         "settings": settings,
     }

@@ -17,18 +17,8 @@ PLAN_FILE = "plan.json"
 
 
 PLAN_OPTIONS = (
-    *TEXT_OPTIONS,
-    "budget",
-    "tuning",
-    "optimizers",
-    "compile",
-    "precision",
-    "threads",
-    "rates",
-    "device",
-    "add",
-    "steps",
-    "longer",
+    *(*TEXT_OPTIONS, "budget", "tuning", "optimizers", "compile", "precision", "threads", "rates", "device", "add"),
+    *("steps", "longer"),  # of memory
 )
 """The options on which runs depend, besides the experiment and the scale, which name the folder."""
 

@@ -3,18 +3,19 @@
 Shapes: B rows, T tokens.
 """
 
-import io
 import math
 import statistics
 import sys
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load, save
+from torch import Tensor
 
 from lineartime.bench.measure import synchronized, timed
 from lineartime.data import Batch, ByteTokenizer, TokenStream, load_corpus, token_stream
@@ -55,9 +56,9 @@ def learn(job: Job) -> Outcome | None:
     device, file, record = choose_device(job.options["device"]), job.folder / PROGRESS_FILE, RunRecord(job.folder)
     with record.errors(), using_threads(job.options.get("threads")), memory_of_steps(device), interrupts(alone=True) as stop:
         with reporting_file_errors("read", file):
-            saved = torch.load(file, map_location=device) if file.exists() else None
-        lesson = make_lesson(job, device, saved and saved["steps"])
-        first = 0 if saved is None else lesson.restore(saved)
+            saved = load(file.read_bytes()) if file.exists() else {}
+        lesson = make_lesson(job, device, int(saved["steps"]) if saved else None)
+        first = lesson.restore(saved) if saved else 0
         config = lesson.config
         record.begin(config.to_dict(), sys.argv)
         with closing(MetricsLog(job.folder, first)) as log:
@@ -202,17 +203,15 @@ class Lesson:
 
     def saved(self, step: int) -> bytes:
         """What `restore` needs after a step."""
-        content, own = io.BytesIO(), {"model": self.model.state_dict(), "moments": self._optimizer.moments()}
-        torch.save({"step": step, "steps": self.config.steps, **own}, content)
-        return content.getvalue()
+        numbers = {"step": torch.tensor(step), "steps": torch.tensor(self.config.steps)}
+        return save({**self.model.state_dict(), **self._optimizer.moments(), **numbers})
 
-    def restore(self, saved: dict[str, Any]) -> int:
+    def restore(self, saved: dict[str, Tensor]) -> int:
         """Continue with what was saved, and return the steps that were taken."""
-        step: int = saved["step"]
-        self.model.load_state_dict(saved["model"])
+        step = int(saved["step"])
         self._optimizer.start_at(step)
-        for name, moment in self._optimizer.moments().items():
-            moment.copy_(saved["moments"][name])
+        for name, values in {**self.model.state_dict(), **self._optimizer.moments()}.items():
+            values.copy_(saved[name])
         return step
 
     def _draw(self, rows: int, length: int, generator: torch.Generator, part: Part, depth: float | None = None) -> Batch:

@@ -1,14 +1,22 @@
 """The pictures of a report."""
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from lineartime.experiments.definitions import Setting
 from lineartime.experiments.plan import Plan
-from lineartime.experiments.report_data import Report, SystemRow, baseline_row, metric_of_test, values_of_row
+from lineartime.experiments.report_data import (
+    Report,
+    SettingRows,
+    SystemRow,
+    TestMetric,
+    baseline_row,
+    metric_of_test,
+    values_of_row,
+)
 from lineartime.experiments.tables import metric_of_report
 from lineartime.plots import Panel, draw_panels, label_axes, legend_below, new_panels, save_figure
 
@@ -39,8 +47,16 @@ def draw_pictures(plan: Plan, report: Report) -> list[tuple[Path, str]]:
             ("lengths", draw(_accuracies(plan, report, lambda setting, row: setting.context), "tokens of a text"), LENGTHS),
             ("states", draw(_accuracies(plan, report, lambda _, row: row["state_bytes"], last=True), "bytes of state"), STATES),
         ]
-        if plan.config.longer:
-            figures.append(("longer", draw(_longer(plan, report), "tokens of a text in the test"), LONGER))
+        if times := plan.config.longer:
+            panels = _tested(
+                report,
+                ("accuracy", "accuracy"),
+                lambda setting: (
+                    {"": setting["context"]} | {f"{n * setting['context']:,} tokens": n * setting["context"] for n in times}
+                ),
+                lambda setting, _: setting["context"],
+            )
+            figures.append(("longer", draw(panels, "tokens of a text in the test"), LONGER))
         for axes in (axes for _, figure, _ in figures if figure is not None for axes in figure.axes):
             axes.set_ylim(-0.05, 1.05)
     else:
@@ -49,7 +65,9 @@ def draw_pictures(plan: Plan, report: Report) -> list[tuple[Path, str]]:
             ("contexts", draw(_contexts(plan, report), "tokens of context"), CONTEXTS),
         ]
         if len(plan.experiment.tests) > 2:
-            figures.append(("tests", draw(_chunks(plan, report), "tokens of a chunk in the test"), CHUNKS))
+            sizes = {test.name: test.chunk_size for test in plan.experiment.tests if test.chunk_size is not None}
+            panels = _tested(report, metric_of_report(plan), lambda _: sizes, lambda _, row: row["chunk_size"])
+            figures.append(("tests", draw(panels, "tokens of a chunk in the test"), CHUNKS))
     drawn = []
     for name, figure, caption in figures:
         file = plan.folder / f"{name}.png"
@@ -74,19 +92,22 @@ def _contexts(plan: Plan, report: Report) -> list[Panel]:
     return [*shown, paper] if shown and len(paper.places) > 1 else shown
 
 
-def _chunks(plan: Plan, report: Report) -> list[Panel]:
-    """Quality by the chunk size of the test: a panel for each setting."""
-    metric, unit = metric_of_report(plan)
+def _tested(
+    report: Report,
+    metric: tuple[TestMetric, str],
+    places: Callable[[SettingRows], Mapping[str, int]],
+    trained: Callable[[SettingRows, SystemRow], int | None],
+) -> list[Panel]:
+    """A metric by the places of tests that differ from training: a panel for each setting, with circles where models trained."""
     panels = []
     for setting in report["settings"]:
-        panel = Panel(setting["name"], unit)
+        panel = Panel(setting["name"], metric[1])
         for row in setting["rows"]:
-            for test in plan.experiment.tests:
-                found = values_of_row(row, metric_of_test(test.name, metric))
-                if test.chunk_size is not None and found:
-                    panel.add(row["name"], test.chunk_size, statistics.fmean(found))
-                    if test.chunk_size == row["chunk_size"]:
-                        panel.circled.append((test.chunk_size, statistics.fmean(found)))
+            for name, place in places(setting).items():
+                if found := values_of_row(row, metric_of_test(name, metric[0])):
+                    panel.add(row["name"], place, statistics.fmean(found))
+                    if place == trained(setting, row):
+                        panel.circled.append((place, statistics.fmean(found)))
         panels.append(panel)
     return [panel for panel in panels if panel.curves]
 
@@ -106,21 +127,6 @@ def _accuracies(
         if panel.curves:
             panels[name] = panel
     return [*panels.values()]
-
-
-def _longer(plan: Plan, report: Report) -> list[Panel]:
-    """Accuracy by the length of the test: a panel for each setting."""
-    panels = []
-    for setting, found in zip(plan.settings, report["settings"], strict=True):
-        panel = Panel(found["name"], "accuracy")
-        for row in found["rows"]:
-            for times in (1, *plan.config.longer):
-                name = "" if times == 1 else f"{times * setting.context:,} tokens"
-                if accuracies := values_of_row(row, metric_of_test(name, "accuracy")):
-                    panel.add(row["name"], times * setting.context, statistics.fmean(accuracies))
-                    panel.circled += [(setting.context, statistics.fmean(accuracies))] if times == 1 else []
-        panels.append(panel)
-    return [panel for panel in panels if panel.curves]
 
 
 def _latency(report: Report) -> list[Panel]:

@@ -21,7 +21,7 @@ State = Literal["missing", "interrupted", "finished", "failed", "damaged"]
 """An interrupted run is to be resumed; one that failed has an error, and is not repeated."""
 OUTCOME_FILE = "outcome.json"
 """The measurements or the error of a run that has ended. An interrupted run has none."""
-PROGRESS_FILE = "progress.pt"
+PROGRESS_FILE = "progress.safetensors"
 """Where a run on a task continues after an interruption."""
 PAUSE = 5.0
 """A step that takes more than this multiple of the median is a compilation or a pause, and counts as the median."""
