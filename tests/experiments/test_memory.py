@@ -56,7 +56,7 @@ def test_every_task_is_trained_and_reported(options: Options, here: Do, done: li
             assert min(row["step_seconds"] or 0, row["decode_seconds"] or 0) > 0
     text = file.read_text()
     assert "before the needle" in text
-    assert "| 128 tokens |" in text
+    assert "| at 2 times the length |" in text
     assert not list(plan.folder.rglob("progress.safetensors"))
     flash, transformer = (report["settings"][1]["rows"][place] for place in (0, -1))
     assert (flash["state_bytes"] or 0) < (transformer["state_bytes"] or 0)

@@ -47,13 +47,11 @@ def draw_pictures(plan: Plan, report: Report) -> list[tuple[Path, str]]:
             ("lengths", draw(_accuracies(plan, report, lambda setting, row: setting.context), "tokens of a text"), LENGTHS),
             ("states", draw(_accuracies(plan, report, lambda _, row: row["state_bytes"], last=True), "bytes of state"), STATES),
         ]
-        if times := plan.config.longer:
+        if plan.config.longer:
             panels = _tested(
                 report,
                 ("accuracy", "accuracy"),
-                lambda setting: (
-                    {"": setting["context"]} | {f"{n * setting['context']:,} tokens": n * setting["context"] for n in times}
-                ),
+                lambda setting: {name: times * setting["context"] for name, times in plan.longer_tests.items()},
                 lambda setting, _: setting["context"],
             )
             figures.append(("longer", draw(panels, "tokens of a text in the test"), LONGER))
@@ -98,7 +96,7 @@ def _tested(
     places: Callable[[SettingRows], Mapping[str, int]],
     trained: Callable[[SettingRows, SystemRow], int | None],
 ) -> list[Panel]:
-    """A metric by the places of tests that differ from training: a panel for each setting, with circles where models trained."""
+    """A metric by the places of the tests of each name: a panel for each setting; circled: as trained."""
     panels = []
     for setting in report["settings"]:
         panel = Panel(setting["name"], metric[1])

@@ -112,17 +112,19 @@ class Plan:
         options = self._training(contender, optimizer, rate, seed, steps)
         return Job(folder, "run", options, tests, self.scale.test_tokens, self.config.budget)
 
+    @property
+    def longer_tests(self) -> dict[str, int]:
+        """The tests of a run on a task by name, each with the length of its texts as a multiple of that in training."""
+        return {"": 1} | {f"at {times} times the length": times for times in self.config.longer}
+
     def memory_job(self, contender: Contender, rate: float, seed: int) -> Job:
         """The run of a model on the task of its setting; with a budget, its speed decides the steps."""
         setting, config, scale = contender.setting, self.config, self.scale
         options = self._training(contender, config.optimizers[0], rate, seed, config.steps)
-        tests = [FinalTest()]
-        for times in (1, *config.longer):
-            what = "" if times == 1 else f"{setting.context * times:,} tokens"
-            tests += [FinalTest(what, times)] if times > 1 else []
-            for depth in DEPTHS if setting.task == "needle" else ():
-                tests.append(FinalTest(", ".join(filter(None, [what, f"depth {depth:.0%}"])), times, depth=depth))
-        folder = contender.folder / f"rate-{rate:g}-seed-{seed}"
+        folder, longer = contender.folder / f"rate-{rate:g}-seed-{seed}", self.longer_tests
+        tests = [FinalTest(name, times) for name, times in longer.items()]
+        for depth in DEPTHS if setting.task == "needle" else ():
+            tests += [FinalTest(f"depth {depth:.0%} {name}".strip(), times, depth=depth) for name, times in longer.items()]
         return Job(folder, "memory", options, tuple(tests), scale.test_tokens, config.budget, setting)
 
     def _training(
