@@ -54,9 +54,9 @@ class Evaluation:
         prose: whether the text is prose, judged from samples: only then does the word perplexity mean much.
         by_position: the loss by the number of preceding tokens, from each power of two to the next, the first of which precedes
             the window. For a masked model, which reads in both directions, the loss by position in the window.
-        loss_error: the standard error of the loss, with windows, or pieces of the carried context, as samples; None for one.
-            `lineartime.evaluation.difference` tells far more precisely how two models differ.
-        samples: float64 [windows, 2], the sum of the losses of each window, or piece of the carried context, and its tokens.
+        loss_error: the standard error of the loss, with windows, documents, or pieces of the carried context, as samples; None
+            for one. `lineartime.evaluation.difference` tells far more precisely how two models differ.
+        samples: float64 [samples, 2], the sum of the losses of each of these samples, and its tokens.
         digest: a string that differs between streams of different tokens; empty for a stream in memory.
         checkpoint: the checkpoint of the model; None for a model in memory. It is ignored when results are compared.
     """

@@ -63,6 +63,7 @@ def learn(job: Job) -> Outcome | None:
         record.begin(config.to_dict(), sys.argv)
         with closing(MetricsLog(job.folder, first)) as log:
             for step in range(first, config.steps):
+                log.tokens = (step + 1) * job.options["tokens_per_batch"]
                 log.write(step + 1, lesson.take_step(step))
                 due = (step + 1) % config.eval_every == 0 or step + 1 == config.steps
                 if due:
