@@ -58,7 +58,7 @@ class ReproduceConfig:
     tuning: Positive | None = None
     """Seconds of training of each trial of a learning rate; a trial of fewer than 60 steps lasts up to four times as long."""
     tasks: tuple[MemoryTask, ...] = ()
-    """Memory: tasks to run now; the default is all whose texts are generated."""
+    """Memory: tasks to run now; the default is the scale's."""
     lengths: tuple[AtLeastOne, ...] = ()
     """Memory: tokens of a text, even numbers, to run now; the default is the scale's."""
     pairs: tuple[AtLeastOne, ...] = ()
