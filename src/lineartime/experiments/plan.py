@@ -203,7 +203,8 @@ def make_plan(config: ReproduceConfig) -> Plan:
             "name", f"is {config.name}, which the paper does not contain: use another scale than {config.scale}."
         )
     if experiment.kind == "memory":
-        settings = _memory_settings(config, settings)
+        settings, width = _memory_settings(config, settings), scale.sizes.get("memory", scale.sizes["main"]).d_model
+        scale = replace(scale, description=f"models with two layers that move information, {width} wide")
     if config.add and experiment.kind == "latency":
         raise ArgumentError("add", "is given, but this experiment measures all its models together: use `bench()`.")
     arms = {arm.name: arm for arm in experiment.arms if config.scale in arm.scales}
