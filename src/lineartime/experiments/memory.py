@@ -29,7 +29,7 @@ from lineartime.machine import autocast, choose_device, using_threads
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import stream_bytes
 from lineartime.models.language_model import CausalLM, build_model
-from lineartime.models.presets import BASE
+from lineartime.models.presets import SIZES
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.runs.metrics import MetricsLog
 from lineartime.runs.record import RunRecord
@@ -104,8 +104,8 @@ class Score(NamedTuple):
 def make_lesson(job: Job, device: torch.device, steps: int | None) -> "Lesson":
     """The model of a job before its first step. Without steps, its seconds and the speed here decide them.
 
-    Weights of N(0, 0.02) become as large for the width of the model as they are in the paper's models: small ones would need
-    most of a short run to wake up.
+    Weights of N(0, 0.02) become as large for the width of the model as they are in the paper's largest models: small ones would
+    need most of a short run to wake up.
     """
     setting, options = job.setting, {**job.options, "out": str(job.folder)}
     assert setting is not None
@@ -123,8 +123,8 @@ def make_lesson(job: Job, device: torch.device, steps: int | None) -> "Lesson":
     assert isinstance(model, CausalLM)
     with torch.no_grad():
         for matrix in matrices_of(model):
-            if abs(float(matrix.std()) - 0.02) < 0.002:
-                matrix.mul_((BASE.d_model / model_config.d_model) ** 0.5)
+            if abs(float(matrix.std()) - 0.02) < 0.005:
+                matrix.mul_((SIZES["large"].d_model / model_config.d_model) ** 0.5)
     if config.compile == "on":
         model.compile_blocks()
     return Lesson(config, setting, device, model.to(device))
