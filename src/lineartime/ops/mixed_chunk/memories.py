@@ -87,10 +87,10 @@ def read(memory: Memory, q: Tensor, terms: Terms, chunks: Batch, *, causal: bool
         gram, product = (
             exclusive_cumsum(each, 2) if causal else each.sum(2, keepdim=True).expand_as(each) for each in (gram, product)
         )
-        before = solve(gram, product, ridge)
-    else:
-        states = [torch.zeros_like(product[:, :, 0])]
-        for each in zip(gram.unbind(2)[:-1], product.unbind(2)[:-1], strict=True):
-            states.append(fold(memory, states[-1], states[-1], Terms(*each), chunks.chunk_size, ridge)[0])
-        before = torch.stack(states, 2)
-    return q @ join_documents(before, chunks).to(q.dtype)
+        gram, product = (join_documents(each, chunks) for each in (gram, product))
+        of_values = solve(gram, q.mT.to(gram.dtype), ridge).mT  # a chunk has fewer queries than values have features
+        return (of_values @ product).to(q.dtype)
+    states = [torch.zeros_like(product[:, :, 0])]
+    for each in zip(gram.unbind(2)[:-1], product.unbind(2)[:-1], strict=True):
+        states.append(fold(memory, states[-1], states[-1], Terms(*each), chunks.chunk_size, ridge)[0])
+    return q @ join_documents(torch.stack(states, 2), chunks).to(q.dtype)
