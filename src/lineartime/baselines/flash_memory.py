@@ -3,10 +3,13 @@
 Shapes: B batch or streams, T tokens, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width.
 The definitions are in `lineartime.ops.mixed_chunk.memories`; the quadratic part is that of `FLASH`.
 
+    q_lin = u / |u| with u = silu(x Wq + bq)      k_lin the same, with a map of its own
     b = sigmoid(x Wb + bb)                        one for each token; decay: one for each feature of the keys
-    k_lin = k_lin / |k_lin|                       q_lin the same
     w = b (delta, mesa);  b / (1 - b + b / 100)   (proximal)
     a = the geometric mean of b over a chunk      (decay)
+
+Queries and keys of FLASH are scaled from one base Z: what a feature tells of a key, it tells of a query, too. With their own
+maps, a key can tell what the token before was, which recall needs.
 """
 
 from collections.abc import Sequence
@@ -80,10 +83,11 @@ class FLASHMemory(FLASHInParts):
 
     Args:
         memory: "decay", "delta", "proximal" or "mesa".
-        **options: the options of `FLASH`, which apply to the quadratic part; the linear part has no divisor.
+        **options: the options of `FLASH`, which apply to the quadratic part; the linear part has no divisor and no positions.
     """
 
     name = "flash-memory"
+    n_maps = 2
     any_positions = False
     constant_state = False
 
@@ -101,23 +105,22 @@ class FLASHMemory(FLASHInParts):
             raise ArgumentError("memory", f"is {memory!r}, whose order of chunks matters: use causal=True, or 'mesa'.")
         super().__init__(d_model, chunk_size=chunk_size, relative_bias=relative_bias, **options)
         self.memory: Memory = memory
+        self.to_memory = Dense(d_model, self.d_qk, self.d_qk, **factory(options))
         self.to_strength = Dense(d_model, self.d_qk if memory == "decay" else 1, **factory(options))
         self.log_ridge = nn.Parameter(torch.empty((), **factory(options))) if memory == "mesa" else None
         self.init_own()
 
     def init_own(self) -> None:
-        """Begin with a ridge of 1; the rest as in `FLASH`, with queries and keys of the linear part like the others."""
+        """Begin with a ridge of 1; the rest as in `FLASH`."""
         super().init_own()
-        if self.initial_scores == "unit":
-            nn.init.ones_(self.gamma[2:])
         ridge: Tensor | None = getattr(self, "log_ridge", None)  # which the base initialises before it is there
         if ridge is not None:
             nn.init.zeros_(ridge)
 
     def project(self, normed: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         """The gate, the values, and queries and keys of both parts; for decay, also the logarithms of its factors."""
-        gate, v, (q_quad, k_quad, q_lin, k_lin) = super().project(normed, batch)
-        q, k = (F.normalize(each, dim=-1, eps=1e-6) for each in (q_lin, k_lin))
+        gate, v, (q_quad, k_quad) = super().project(normed, batch)
+        q, k = (F.normalize(each, dim=-1, eps=1e-6) for each in F.silu(self.to_memory(normed)).chunk(2, -1))
         return gate, v, (q_quad, k_quad, q, *weighted_keys(self.memory, k, self.to_strength(normed)).split(self.d_qk, -1))
 
     @property
