@@ -145,6 +145,17 @@ FINE_TUNING: dict[str, Callable[[Size], int]] = {
 # GAU and its ablations share their initialisation.
 GAU_START: dict[str, Callable[[Size], str]] = {"initial_scores": lambda size: size.initial_scores}
 
+
+def heads_of(width: int) -> Callable[[Size], int]:
+    """As many heads as divide the model into even parts at least so wide; one for a narrower model."""
+
+    def count(size: Size) -> int:
+        d, most = size.d_model, max(1, size.d_model // width)
+        return max((heads for heads in range(1, most + 1) if d % heads == 0 and d // heads % 2 == 0), default=1)
+
+    return count
+
+
 FLASH_NEXT = {"normalization": "paper", "initial_scores": "unit"}
 
 SYSTEMS: dict[str, System] = {
@@ -219,11 +230,11 @@ SYSTEMS: dict[str, System] = {
     "bigbird": System(BigBird, MLP, scaled={"block_size": lambda size: size.chunk_size // 4}),
     "explicit-topk": System(ExplicitTopK, MLP),
     "reformer": System(Reformer, MLP, options={"chunk_size": 64}),
-    "retnet": System(RetNet, GLU, scaled={"n_heads": lambda size: size.d_model // 128}),
+    "retnet": System(RetNet, GLU, scaled={"n_heads": heads_of(128)}),
     "gla": System(GLA, GLU, options={"n_heads": 4}),
-    "mamba2": System(Mamba2, scaled={"n_heads": lambda size: size.d_model // 32}),
-    "deltanet": System(DeltaNet, GLU, scaled={"n_heads": lambda size: size.d_model // 128}),
-    "gated-deltanet": System(GatedDeltaNet, GLU, scaled={"n_heads": lambda size: size.d_model // 128}),
-    "rwkv7": System(RWKV7, MLP, scaled={"n_heads": lambda size: size.d_model // 64}),
+    "mamba2": System(Mamba2, scaled={"n_heads": heads_of(32)}),
+    "deltanet": System(DeltaNet, GLU, scaled={"n_heads": heads_of(128)}),
+    "gated-deltanet": System(GatedDeltaNet, GLU, scaled={"n_heads": heads_of(128)}),
+    "rwkv7": System(RWKV7, MLP, scaled={"n_heads": heads_of(64)}),
     "lact": System(LaCT, GLU),
 }
