@@ -39,7 +39,7 @@ def gla(layer: GLA, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor
 def deltanet(layer: DeltaNet, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
     q, k, v = maps
     alpha = torch.ones(len(v), dtype=v.dtype)
-    if isinstance(layer, GatedDeltaNet):
+    if layer.decay is not None:
         step = F.softplus(normed @ layer.decay.weight.mT + layer.decay.bias)[0, :, head]
         alpha = (-layer.decay.log_a[head].exp() * step).exp()
     beta = layer.to_beta(normed).sigmoid()[0, :, head]

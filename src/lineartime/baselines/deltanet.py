@@ -6,13 +6,14 @@ Source: "Parallelizing Linear Transformers with the Delta Rule over Sequence Len
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.recurrent import RecurrentMixer
+from lineartime.baselines.recurrent import RecurrentMixer, SoftplusDecay
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import MixerOptions
 from lineartime.ops.batch import Batch
@@ -39,29 +40,21 @@ class DeltaNet(RecurrentMixer):
     """
 
     name = "deltanet"
-    forgets = False
+    forgets: ClassVar[bool] = False
+    """Whether there is a decay, and a gate on the output."""
 
     def __init__(
         self, d_model: int, *, n_heads: int = 6, short_convolution: bool = True, **options: Unpack[MixerOptions]
     ) -> None:
-        super().__init__(
-            d_model,
-            n_heads=n_heads,
-            widths=(d_model, d_model),
-            maps=(d_model, d_model, d_model),
-            gated=self.forgets,
-            short_convolution=short_convolution,
-            **options,
-        )
+        widths = (d_model, d_model)
+        super().__init__(d_model, n_heads, widths, gated=self.forgets, short_convolution=short_convolution, **options)
         self.to_beta = Dense(d_model, n_heads, **factory(options))
+        self.decay = SoftplusDecay(d_model, n_heads, **factory(options)) if self.forgets else None
 
     def tokens(self, normed: Tensor, maps: Sequence[Tensor], batch: Batch) -> Tokens:
         q, k, v = (self.heads(each) for each in maps)
         q, k = (F.normalize(each, dim=-1, eps=1e-6) for each in (q, k))
-        beta, g = self.to_beta(normed).sigmoid()[..., None], self.log_decay(normed)
+        beta = self.to_beta(normed).sigmoid()[..., None]
+        g = torch.zeros_like(beta) if self.decay is None else self.decay(normed)[1]
         stored = beta * k
         return Tokens(q * q.shape[-1] ** -0.5, stored, v, g, -g.exp() * stored, k)
-
-    def log_decay(self, normed: Tensor) -> Tensor:
-        """The logarithms of decays, [B, T, H, 1]: here 0, for nothing is forgotten."""
-        return normed.new_zeros(*normed.shape[:2], self.n_heads, 1)

@@ -53,8 +53,7 @@ class GLA(RecurrentMixer):
     ) -> None:
         check_positive(d_model=d_model)
         keys = d_model // 2
-        maps, widths = (keys, keys, d_model), (keys, d_model)
-        super().__init__(d_model, n_heads=n_heads, widths=widths, maps=maps, short_convolution=short_convolution, **options)
+        super().__init__(d_model, n_heads, (keys, d_model), short_convolution=short_convolution, **options)
         self.to_rank = Dense(d_model, RANK, **factory(options))
         self.to_decay = Dense(RANK, keys, **factory(options))
 

@@ -55,7 +55,7 @@ class Mamba2(RecurrentMixer):
         check_positive(d_model=d_model, n_heads=n_heads, d_state=d_state)
         values = 2 * d_model
         widths, maps = (n_heads * d_state, values), (d_state, d_state, values)
-        super().__init__(d_model, n_heads=n_heads, widths=widths, maps=maps, short_convolution=short_convolution, **options)
+        super().__init__(d_model, n_heads, widths, maps, short_convolution=short_convolution, **options)
         self.d_state = d_state
         self.decay = SoftplusDecay(d_model, n_heads, **factory(options))
         self.skip = nn.Parameter(torch.empty(n_heads, **factory(options)))

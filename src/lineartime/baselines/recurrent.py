@@ -109,7 +109,8 @@ class RecurrentMixer(Mixer):
     Args:
         n_heads: H, which must divide both widths.
         widths: the widths of all keys and of all values.
-        maps: the widths of what a linear map makes of each token first, before a convolution; empty for none.
+        maps: the widths of what a linear map makes of each token first, before a convolution: queries, keys and values by
+            default; empty for none.
         gated: whether a gate multiplies the output.
         short_convolution: whether the maps pass a short convolution.
         **options: the options of `Mixer`; causal is True by default, and False raises an error.
@@ -129,7 +130,7 @@ class RecurrentMixer(Mixer):
         d_model: int,
         n_heads: int,
         widths: tuple[int, int],
-        maps: tuple[int, ...],
+        maps: tuple[int, ...] | None = None,
         gated: bool = True,
         short_convolution: bool = True,
         **options: Unpack[MixerOptions],
@@ -137,7 +138,7 @@ class RecurrentMixer(Mixer):
         options.setdefault("causal", True)
         super().__init__(d_model, **options)
         check_n_heads(n_heads, {"the width of keys": widths[0], "the width of values": widths[1]}, in_pairs=False)
-        made = factory(options)
+        maps, made = (widths[0], *widths) if maps is None else maps, factory(options)
         self.n_heads, self.widths, self.map_widths, self.short_convolution = n_heads, widths, maps, short_convolution
         self.to_maps = Dense(d_model, *maps, **made) if maps else None
         self.convolution = ShortConvolution(sum(maps), **made) if short_convolution else None

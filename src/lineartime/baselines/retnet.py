@@ -43,8 +43,7 @@ class RetNet(RecurrentMixer):
     def __init__(
         self, d_model: int, *, n_heads: int = 3, short_convolution: bool = False, **options: Unpack[MixerOptions]
     ) -> None:
-        maps, widths = (d_model, d_model, d_model), (d_model, d_model)
-        super().__init__(d_model, n_heads=n_heads, widths=widths, maps=maps, short_convolution=short_convolution, **options)
+        super().__init__(d_model, n_heads, (d_model, d_model), short_convolution=short_convolution, **options)
         check_n_heads(n_heads, {"d_model": d_model}, in_pairs=True)
 
     def needs(self) -> Needs:

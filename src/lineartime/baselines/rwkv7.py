@@ -74,7 +74,7 @@ class RWKV7(RecurrentMixer):
 
     def __init__(self, d_model: int, *, n_heads: int = 12, **options: Unpack[MixerOptions]) -> None:
         widths, made = (d_model, d_model), factory(options)
-        super().__init__(d_model, n_heads=n_heads, widths=widths, maps=(), gated=False, short_convolution=False, **options)
+        super().__init__(d_model, n_heads, widths, maps=(), gated=False, short_convolution=False, **options)
         rank = max(32, 32 * round(2.5 * d_model**0.5 / 32))
         self.mixture = nn.Parameter(torch.empty(len(MIXED), d_model, **made))
         self.to_r, self.to_k, self.to_v = (Dense(d_model, d_model, **made) for _ in range(3))
