@@ -9,7 +9,10 @@ from lineartime.baselines.deltanet import DeltaNet
 
 
 class GatedDeltaNet(DeltaNet):
-    """Gated DeltaNet: a decay for each head and token, and a gate on the output. The options are those of `DeltaNet`."""
+    """Gated DeltaNet: a decay for each head and token, and a gate on the output.
+
+    The options are those of `DeltaNet`.
+    """
 
     name = "gated-deltanet"
     forgets = True
