@@ -57,20 +57,25 @@ class Task(ABC):
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The best model of a training.
+class Evaluated:
+    """The best evaluation of a training.
 
     Attributes:
-        model: the model, whose predictions are the last ones of the task.
-        metrics: its metrics on what is validated with.
+        metrics: the metrics on what is validated with.
         epoch: when they were measured.
         losses: the mean training loss since the evaluation before, for each evaluation.
     """
 
-    model: Any
     metrics: dict[str, float]
     epoch: float
     losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Trained(Evaluated):
+    """The best evaluation, and its `model`, whose predictions are the last ones of the task."""
+
+    model: Any
 
 
 def train(
@@ -140,7 +145,7 @@ def train(
     logged = next(entry for entry in history if entry["step"] == steps and f"eval_{task.metric}" in entry)
     metrics = {name.removeprefix("eval_"): value for name, value in logged.items() if name.startswith("eval_")}
     losses = tuple(entry["loss"] for entry in history if "loss" in entry)
-    return Trained(trainer.model, metrics, logged["epoch"], losses)
+    return Trained(metrics, logged["epoch"], losses, trainer.model)
 
 
 class TaskTrainer(Trainer):  # type: ignore[misc]  # transformers has no types here

@@ -23,7 +23,7 @@ from lineartime.finetuning.config import FinetuneConfig
 from lineartime.finetuning.labelling import Labelling, find_texts
 from lineartime.finetuning.model import optimizer_for, paired_tokenizer, tuned_config, with_head
 from lineartime.finetuning.questions import find_questions
-from lineartime.finetuning.trainer import PREDICTIONS, begun, plain_options, train, write_result
+from lineartime.finetuning.trainer import PREDICTIONS, Evaluated, begun, plain_options, train, write_result
 from lineartime.finetuning.windows import WindowEncoder
 from lineartime.hf.convert import quietly
 from lineartime.models.language_model import LanguageModel
@@ -33,20 +33,10 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Trial:
-    """The best evaluation of one learning rate.
-
-    Attributes:
-        learning_rate: the peak rate.
-        metrics: the metrics on the held-out examples.
-        epoch: when they were measured.
-        losses: the mean training loss since the evaluation before, for each evaluation.
-    """
+class Trial(Evaluated):
+    """The best evaluation of one peak learning rate."""
 
     learning_rate: float
-    metrics: dict[str, float]
-    epoch: float
-    losses: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -176,4 +166,4 @@ def _train(
     with quietly():
         best.save_pretrained(folder / MODEL)
     task.write(folder)
-    return Trial(rate, trained.metrics, trained.epoch, trained.losses)
+    return Trial(trained.metrics, trained.epoch, trained.losses, rate)
