@@ -10,7 +10,7 @@ from lineartime.bench.peers import PEERS, check_peer
 from lineartime.bench.subjects import Case, Subject
 from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.machine import choose_device, compiler_missing, faster_precision, supports_bf16
-from lineartime.models.config import ModelConfig
+from lineartime.models.config import LAYERS, ModelConfig
 from lineartime.models.language_model import build_model
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.shapes import shapes_only
@@ -57,17 +57,13 @@ def make_benchmark(options: BenchConfig) -> Benchmark:
     return Benchmark(device, tuple(cases), f"{chosen}, because {reason}" if reason else "")
 
 
-_PARTS = ("mixer", "feed_forward", "pattern")
-"""What a field begins with, before a dot, if it is an option of a layer, and not of a preset."""
-
-
 def _model_configs(options: BenchConfig) -> dict[str, ModelConfig]:
     """The models of the presets, with what `override` changes in all of them or in one."""
     fields = {name: _fields(options, name) for name in options.presets}
     for item in options.override:
         key, equals, _ = item.partition("=")
         preset, dot, field = key.partition(".")
-        if not dot or preset in _PARTS:
+        if not dot or preset in LAYERS:  # an option of a layer
             preset, field = "", key
         elif preset not in fields:
             raise ArgumentError("override", f"has {item!r}, but {preset!r} is not among the presets: {', '.join(fields)}.")
@@ -88,7 +84,7 @@ def _fields(options: BenchConfig, preset: str) -> list[str]:
 
 
 def _model_config(options: BenchConfig, preset: str, fields: list[str]) -> ModelConfig:
-    parts = tuple(f"{part}." for part in _PARTS)
+    parts = tuple(f"{part}." for part in LAYERS)
     shared = [
         each for each in options.override if "=" not in each or each.startswith(parts) or each.partition("=")[0] in fields
     ]

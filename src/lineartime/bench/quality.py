@@ -8,7 +8,7 @@ from lineartime.checkpoint import read_from, read_model_config
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import Between, decode
 from lineartime.json_files import DamagedFileError, read_plain
-from lineartime.models.config import ModelConfig
+from lineartime.models.config import LAYERS, ModelConfig
 from lineartime.runs.summary import summarize
 
 
@@ -61,7 +61,7 @@ def _of_run(run: Path, models: Mapping[str, ModelConfig]) -> dict[str, float]:
 
 def _flat(model: ModelConfig) -> dict[str, Any]:
     """The fields of a model and the options of its layers, which are named like mixer.d_qk."""
-    fields = {name: value for name, value in vars(model).items() if name not in ("mixer", "feed_forward", "pattern")}
+    fields = {name: value for name, value in vars(model).items() if name not in LAYERS}
     for name, layer in model.layers.items():
         fields |= {f"{name}.{option}": value for option, value in layer.to_dict().items()}
     return fields

@@ -16,6 +16,9 @@ from lineartime.layers.residual import Norm
 from lineartime.models.layer_config import KINDS, LayerConfig, PartsConfig, as_layer
 from lineartime.shapes import shapes_only
 
+LAYERS = ("mixer", "feed_forward", "pattern")
+"""The fields of a model that hold its layers."""
+
 
 def why_not_learned(mixer: type[Mixer], task: Task) -> str | None:
     """Why a model of a mixer cannot learn a task, as the end of a sentence; None if it can."""
