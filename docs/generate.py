@@ -170,13 +170,14 @@ def _member(path: str) -> str:
 def _facts(name: str, system: System) -> str:
     presets = ", ".join(f"`{preset}`" for preset, (of, _) in PRESETS.items() if of == name)
     reason = next(filter(None, (mixer.why_not_causal for mixer in system.mixers)), None)
+    only = next(filter(None, (mixer.why_only_causal for mixer in system.mixers)), None)
     pattern = ", ".join(map(_code, system.fields.get("pattern", ())))
     rows = [
         ("layer" if not pattern else "layers", ", ".join(map(_link, system.mixers))),
         *([("pattern", f"{pattern}; the formula and the options below are those of the first")] if pattern else []),
         ("feed-forward after it", "none" if system.feed_forward is None else _link(system.feed_forward)),
         ("presets", presets),
-        ("causal", "yes" if reason is None else f"no: {reason}"),
+        ("causal", f"no: {reason}" if reason else f"always: {only}" if only else "yes"),
         ("prefix language model", "yes" if all(mixer.reads_prefix for mixer in system.mixers) else "no"),
     ]
     return "\n".join(f"- {title}: {value}" for title, value in rows)
