@@ -85,8 +85,9 @@ def test_a_misspelt_option_is_named_with_the_nearest_one() -> None:
 
 @pytest.mark.parametrize("task", ["clm", "mlm"])
 def test_every_model_config_becomes_options_that_build_it_again(task: Task) -> None:
-    for name in [name for name in presets(task) if name.endswith("-tiny")]:
-        preset = presets(task)[name]
+    for name, preset in presets(task).items():
+        if not name.endswith("-tiny"):
+            continue
         changed = preset.override(d_model=preset.d_model * 2, n_blocks=3, dropout=0.1, norm="rmsnorm", vocab_size=77)
         for model in (preset, changed):
             config = TrainConfig(preset=model, context_length=100)  # type: ignore[arg-type]

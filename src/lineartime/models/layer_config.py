@@ -168,6 +168,8 @@ class PartsConfig:
         Raises:
             ArgumentError: for a name that no part of this config has, a name that two parts have, or an invalid value.
         """
+        if not values:
+            return self
         fields = {name: value for name, value in values.items() if name in vars(self)}
         changed = self.from_dict({**vars(self), **fields})
         # An option of one mixer of a pattern is set after those of all.
