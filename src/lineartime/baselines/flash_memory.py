@@ -107,7 +107,7 @@ class FLASHMemory(FLASHInParts):
         self.memory: Memory = memory
         self.to_memory = Dense(d_model, self.d_qk, self.d_qk, **factory(options))
         self.to_strength = Dense(d_model, self.d_qk if memory == "decay" else 1, **factory(options))
-        self.log_ridge = nn.Parameter(torch.empty((), **factory(options))) if memory == "mesa" else None
+        self.log_ridge = nn.Parameter(torch.empty(1, **factory(options))) if memory == "mesa" else None
         self.init_own()
 
     def init_own(self) -> None:
