@@ -26,6 +26,7 @@ from lineartime.ops.mixed_chunk import attend_heads, attend_part, attend_project
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
 from lineartime.ops.mixed_chunk.stream import SlotBias, mixed_chunk_state
 from lineartime.ops.precision import acc_dtype
+from lineartime.ops.tracing import is_exporting
 
 STEPS = ("split", "queries_and_keys", "apply_gate", "attend", "attend_next")
 """The methods that the fused operations of FLASH compute without calling them."""
@@ -80,13 +81,13 @@ class FLASH(GatedUnit):
 
     def needs(self) -> Needs:
         """Request rotations and chunks; not the chunks in an exported program, whose operator cuts rows of any length."""
-        cuts = not (torch.compiler.is_exporting() and self._is_fused())
+        cuts = not (is_exporting() and self._is_fused())
         return Needs(self.chunk_size if cuts else None, self.d_qk if self.rope else None, dtype=acc_dtype(self.gamma))
 
     def chunk_bias(self, batch: Batch) -> Tensor | None:
         """The relative bias of the quadratic part, [C, C], or None; C is the chunk size of the batch."""
         # An exported program's operator cuts chunks itself; what its batch calls a chunk is a whole document.
-        size = self.chunk_size if torch.compiler.is_exporting() else batch.chunk_size or self.chunk_size
+        size = self.chunk_size if is_exporting() else batch.chunk_size or self.chunk_size
         return None if self.bias is None else self.bias.consecutive(size, size, batch=batch)
 
     def slot_bias(self, batch: Batch) -> SlotBias | None:
@@ -102,7 +103,7 @@ class FLASH(GatedUnit):
         if not self._is_fused():
             return super().mix(normed, batch)
         projection, bias = self.to_gate_value_base, self.chunk_bias(batch)
-        if torch.compiler.is_exporting() and batch.context is None:
+        if is_exporting() and batch.context is None:
             out: Tensor = self.to_output(self._exported(projection(normed), bias, batch))
             return out
         # On a CPU, fusing the output projection, too, keeps less for the backward pass.

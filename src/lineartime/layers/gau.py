@@ -29,6 +29,7 @@ from lineartime.ops.precision import acc_dtype
 from lineartime.ops.quadratic import attend_rows
 from lineartime.ops.quadratic.inputs import QuadraticOptions
 from lineartime.ops.quadratic.stream import quadratic_attention_extend
+from lineartime.ops.tracing import is_exporting
 
 PUBLISHED_LENGTH = 512
 """The constant n of a causal layer with normalization="paper" and no max_length: the paper's shortest context."""
@@ -89,7 +90,7 @@ class GAU(GatedUnit):
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, causal: bool, batch: Batch) -> Tensor:
         """Attend within each row: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], is False for padding."""
         options = QuadraticOptions(causal, self.activation, self.divisor())
-        attend = exported.quadratic if torch.compiler.is_exporting() else attend_rows
+        attend = exported.quadratic if is_exporting() else attend_rows
         return attend(q, k, v, self.bias_of_rows(q.shape[1], real, batch), real, options, self.backend or "auto")
 
     def bias_of_rows(self, length: int, real: Tensor | None, batch: Batch) -> Tensor | FactoredBias | None:

@@ -14,6 +14,7 @@ from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_even, require
 from lineartime.ops.positions import FactoredBias, by_distance, rotary_bias, rotary_table, sinusoid, table_bias
 from lineartime.ops.precision import acc_dtype, look_up
+from lineartime.ops.tracing import is_exporting
 
 MAX_TABLE_LENGTH = 512
 """The largest length for which a relative bias is a table; above it, the bias is rotary (arXiv 2202.10447)."""
@@ -144,7 +145,7 @@ class LearnedPositions(nn.Module):
     def forward(self, positions: Tensor) -> Tensor:
         """[...] integer positions -> [..., d]; ArgumentError for a position beyond the last."""
         n = self.table.shape[0]
-        if not torch.compiler.is_exporting():  # ONNX has no assertions
+        if not is_exporting():  # ONNX has no assertions
             advice = "but the sequence is longer: increase max_positions or pass shorter sequences."
             require(positions < n, "max_positions", f"is {n}, the number of learned positions, {advice}")
         return look_up(self.table, positions)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.tracing import is_known, is_traced
+from lineartime.ops.tracing import is_exporting, is_known, is_traced
 
 
 def _none() -> Tensor:
@@ -198,7 +198,7 @@ class Batch:
         """Whether code is being compiled for whole chunks and for others."""
         slots, length = self.n_chunks * self.chunk_size, self.positions.shape[-1]
         known = is_known(slots == length) or is_known(slots != length)
-        return not known and not torch.compiler.is_exporting()
+        return not known and not is_exporting()
 
     def holds_token(self, device: torch.device) -> Tensor:
         """Which slots hold a token, bool [B or 1, G, C]: `real`, or all True."""

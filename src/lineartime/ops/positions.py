@@ -14,7 +14,7 @@ from lineartime.errors import ArgumentError
 from lineartime.ops.checks import check_even, is_readable
 from lineartime.ops.operator import register_operator
 from lineartime.ops.precision import acc_dtype, has_float64, look_up, without_autocast
-from lineartime.ops.tracing import is_traced
+from lineartime.ops.tracing import is_exporting, is_traced
 
 _DIGITS, _BASE = 3, 1024
 """The number of digits, and their base, in which positions below 2^30 are written on devices without float64."""
@@ -60,7 +60,7 @@ _opaque_table = register_operator(_rotary_table, _fake_table)
 def rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
     """Cosines and sines of all angles, [2, ..., n_frequencies] for positions [...]: what `rotate` takes."""
     # An exported program must run without this operator.
-    opaque = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    opaque = torch.compiler.is_compiling() and not is_exporting()
     table: Tensor = (_opaque_table if opaque else _rotary_table)(positions, n_frequencies, dtype)
     return table
 

@@ -6,6 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+AUTOCAST = frozenset(
+    kind for kind in ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(kind)
+)
+"""The types of devices that have autocast: meta, for instance, has none. PyTorch 2.11 cannot compile the question."""
+
 
 def has_float64(device: torch.device) -> bool:
     """Whether the device computes in float64; Apple's GPUs do not."""
@@ -52,7 +57,7 @@ def output_dtype(values: Tensor, compute: torch.dtype) -> torch.dtype:
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
     """A context without autocast, in which the op itself chooses the dtypes."""
-    if not torch.amp.is_autocast_available(tensor.device.type):  # the meta device, for instance, has no autocast
+    if tensor.device.type not in AUTOCAST:
         return nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
 
@@ -60,6 +65,6 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype of autocast on the device of a tensor, or None if autocast is off."""
     device = tensor.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device in AUTOCAST and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None

@@ -19,12 +19,17 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
+def is_exporting() -> bool:
+    """Whether torch.export records the computation. PyTorch 2.11 compiles `torch.compiler.is_exporting` as if it were true."""
+    return torch.compiler._is_exporting_flag
+
+
 def is_known(condition: bool) -> bool:
     """Whether a condition on sizes holds: in compiled code, for all sizes that the code is for; in exported code, never.
 
     Otherwise, code for any length would be compiled once where the condition holds, and again where it does not.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return False
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes a third of a second to import

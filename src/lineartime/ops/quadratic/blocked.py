@@ -11,6 +11,7 @@ from lineartime.ops.activations import Activation, attention_weights
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic.inputs import QuadraticOptions
+from lineartime.ops.tracing import is_exporting
 
 
 def attend(
@@ -41,7 +42,7 @@ def attend(
 
 def _blocks(length: int, causal: bool) -> list[tuple[int, int]]:
     """Where the blocks of queries begin and end."""
-    if not causal or torch.compiler.is_exporting():  # an exported program accepts any length, so it cannot count blocks
+    if not causal or is_exporting():  # an exported program accepts any length, so it cannot count blocks
         return [(0, length)]
     # A causal block can skip the keys after it: with 8 blocks, this saves 7/16 of the work.
     size = max(256, -(-length // 8))
