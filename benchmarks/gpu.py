@@ -1,12 +1,13 @@
 """All checks that need a GPU, in one run: `python benchmarks/gpu.py`, or some parts by name.
 
     smoke        one shape in three dtypes: are values and gradients those of plain PyTorch in float64?
-    models       training steps of flash-base at 8K, and of what it is compared with, as a share of the measured peak
+    models       training steps of flash-base and Transformer++ at 8K, as a share of the measured peak
     generation   a token by `extend`, by `extend` as a CUDA graph, and by one that draws the token, of the eager and of the
                  compiled step; a prompt beside a forward pass
-    ops          mixed chunk attention, also with all that a layer has around it, beside the compiled PyTorch form
-    lengths      the models at 1K and 64K, flash-quad, and flash-base without compilation
     kernels      each kernel alone: TFLOP/s, GB/s, registers and spills
+    lengths      the models at 1K and 64K, flash-quad, and flash-base without compilation
+    ops          mixed chunk attention, also with all that a layer has around it, beside the compiled PyTorch form
+    peers        training steps of FLASH-pytorch
     exactness    smoke at more shapes
     tuning       the kernels of flash-base tuned, and what that gains
 
@@ -21,6 +22,7 @@ TRITON_INTERPRET=1.
 import argparse
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -92,6 +94,7 @@ class Run:
         self.lengths_of_models = [64] if small else [8192, 1024, 65536]  # the most important first
         self.mode: Mode = "eager" if small else "compiled"
         self._peak = 1e12 if small else 0.0
+        self._steps: dict[int, float | None] = {}  # milliseconds of FLASH, by length
 
     def seconds(self, step: Callable[[], object]) -> float | None:
         """The median seconds of a step; None if there is too little memory."""
@@ -185,17 +188,7 @@ class Run:
 
     def models(self) -> None:
         """One model in memory at a time, at the length that matters most; each compilation may take a minute."""
-        ours = self._compare_at(self.lengths_of_models[0], profile=True)
-        try:
-            check_peer("flash-pytorch", self.device)
-        except LineartimeError as error:
-            self.report.add("train", model="flash-pytorch", ms=f"not measured: {error}")
-        else:
-            config = resolve(f"flash-{self.size}", "clm")
-            peer = self._time_model(Subject("flash-pytorch", self.mode, config, is_peer=True), self.lengths_of_models[0])
-            if not self.small and ours and peer:
-                self.report.reach("flash-pytorch", peer / ours)
-        self.report.add("train", model="flash-linear-attention", ms="not measured: it has neither GAU nor FLASH")
+        self._compare_at(self.lengths_of_models[0], profile=True)
 
     def lengths(self) -> None:
         """The other lengths, and models without a goal."""
@@ -205,13 +198,26 @@ class Run:
             self._time_model(self._subject("flash-quad", self.mode), length)
         self._time_model(self._subject("flash", "eager"), self.lengths_of_models[0])
 
-    def _compare_at(self, length: int, profile: bool = False) -> float | None:
-        """Time FLASH and Transformer++; return the milliseconds of FLASH."""
-        ours = self._time_model(self._subject("flash", self.mode), length, profile)
+    def peers(self) -> None:
+        """What others have written, at the length that matters most; PyTorch compiles it whole, which takes minutes."""
+        try:
+            check_peer("flash-pytorch", self.device)
+        except LineartimeError as error:
+            self.report.add("train", model="flash-pytorch", ms=f"not measured: {error}")
+        else:
+            config, length = resolve(f"flash-{self.size}", "clm"), self.lengths_of_models[0]
+            peer = self._time_model(Subject("flash-pytorch", self.mode, config, is_peer=True), length)
+            ours = self._steps.get(length)
+            if not self.small and ours and peer:
+                self.report.reach("flash-pytorch", peer / ours)
+        self.report.add("train", model="flash-linear-attention", ms="not measured: it has neither GAU nor FLASH")
+
+    def _compare_at(self, length: int, profile: bool = False) -> None:
+        """Time FLASH and Transformer++."""
+        ours = self._steps[length] = self._time_model(self._subject("flash", self.mode), length, profile)
         other = self._time_model(self._subject("transformer++", self.mode), length)
         if not self.small and ours and other:
             self.report.reach(f"transformer++ {length}", other / ours)
-        return ours
 
     def _subject(self, name: str, mode: Mode) -> Subject:
         return Subject(f"{name}-{self.size}", mode, resolve(f"{name}-{self.size}", "clm"))
@@ -220,7 +226,7 @@ class Run:
         """Milliseconds of a training step in bf16 with AdamW; None if it fails or has too little memory, which a row says."""
         case = Case("train", length, "bf16", 1 if self.small else TOKENS // length)
         release(self.device)  # what the last one left
-        ms: float | None = None
+        ms, begin = None, time.monotonic()
         row: dict[str, Any] = {"model": str(subject), "length": length, "tokens": case.tokens}
         try:
             with separate_compilations():
@@ -246,7 +252,7 @@ class Run:
             what = f"{type(error).__name__}: {error}"
             self.report.failed.append(f"{subject} at {length}: {what}"[:300])
             row["ms" if ms is None else "then"] = what[:200]
-        self.report.add("train", **row)
+        self.report.add("train", **row, took_s=round(time.monotonic() - begin, 1))
         torch.compiler.reset()
         return ms
 
@@ -333,15 +339,11 @@ class Run:
         states = chunk_kernels.chunk_states(k[None], v[None], scales, starts, causal=True, transposed=False)[0]
         of_chunks = partial(score_kernels.attention_weights, q, k, bias, rows, 0.1, dtype=dtype, **options)
         weights = of_chunks()
-        read_all = partial(chunk_kernels.read_chunks, weights, v, q, states, causal=True)
-        read_numbers = 2 * v.numel() + q.numel() + states.numel() + weights.numel()
         inputs = (q, k, v, bias, rows, d_out, 0.1)
         gradient = partial(score_kernels.score_gradient, *inputs, dtype=dtype, **options)
         inside, across = count * chunk**2, 2 * count * chunk * d_qk * d_value  # causal: half of all pairs, twice
         cases: dict[str, tuple[Callable[[], Tensor], float, float]] = {
             "attention_weights": (of_chunks, inside * d_qk, 2 * q.numel() + weights.numel()),
-            "read_chunks": (read_all, inside * d_value + across, read_numbers),
-            "read_chunks transposed": (partial(read_all, transposed=True), inside * d_value + across, read_numbers),
             "score_gradient": (
                 lambda: gradient()[0],
                 inside * (d_qk + d_value),
@@ -356,8 +358,12 @@ class Run:
         tokens, gamma = torch.randn(1, count, chunk, 2 * d_value + d_qk, device=self.device, dtype=dtype), torch.rand(4, d_qk)
         table = gamma.to(self.device)
         opened = partial(gated_kernels.open_tokens, tokens, table, table, None, None)
-        gated = partial(read_all, gate=chunk_kernels.Gate(tokens[0], None))
-        cases["read_chunks, gate"] = (gated, inside * d_value + across, read_numbers + v.numel())
+        cases["gate"] = (partial(gated_kernels.gate, v[None], tokens, d_qk), 0.0, 3 * v.numel())
+        cases["products of weights and values"] = (
+            partial(torch.matmul, weights, v),
+            inside * d_value,
+            2 * v.numel() + weights.numel(),
+        )
         cases["open"] = (lambda: opened()[0], 0.0, 2 * v.numel() + 5 * q.numel())
         for name, (launch, flops, numbers) in cases.items():
             seconds = self.seconds_of_kernel(launch)
@@ -473,7 +479,7 @@ def main() -> None:
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
     report = Report(options.out, goals(options.rehearse), options.budget, gpu=gpu, rehearsal=options.rehearse)
     run = Run(report, device, options.rehearse, 1 if options.rehearse else options.rounds, options.dtypes)
-    every = (run.smoke, run.models, run.generation, run.ops, run.lengths, run.kernels, run.exactness, run.tuning)
+    every = (run.smoke, run.models, run.generation, run.kernels, run.lengths, run.ops, run.peers, run.exactness, run.tuning)
     parts = {part.__name__: part for part in every}
     for name in options.parts:
         if name not in parts:

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-PARTS = ["smoke", "models", "generation", "ops", "lengths", "kernels", "exactness", "tuning"]
+PARTS = ["smoke", "models", "generation", "kernels", "lengths", "ops", "peers", "exactness", "tuning"]
 
 
 def run_script(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -24,10 +24,10 @@ def compiled(out: Path, *arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
-WITH_PRODUCTS = {"attention_weights", "read_chunks", "score_gradient"}
-OTHERS = {"add_up", "open", "gate_gradient", "open_gradient", "cross_entropy"}
+WITH_PRODUCTS = {"attention_weights", "score_gradient"}
+OTHERS = {"add_up", "open", "gate", "open_gradient", "cross_entropy"}
 SPILLED = {"bf16": 160, "fp32": 400}
-"""Bytes of registers that may go to memory: few beside a tile. In bf16, the gate at the end of `read_chunks` takes most."""
+"""Bytes of registers that may go to memory: few beside a tile."""
 
 
 @pytest.mark.nightly

@@ -114,15 +114,6 @@ def test_neither_values_nor_queries_and_keys_are_kept(device: str) -> None:
     assert kept_bytes(inputs, device) <= 4 * (tokens + attended + states + rotations + small)
 
 
-def test_without_gradients_the_output_before_the_gate_is_not_written(allocations: list[tuple[int, ...]], device: str) -> None:
-    projected, gamma, beta, bias = (x.to(device, torch.float32) for x in make_inputs(length=32))
-    allocations.clear()
-    gated_mixed_chunk_attention(projected, gamma, beta, bias=bias, chunk_size=CHUNK, positions=None, backend="triton")
-    values, maps, states = (2, 2, CHUNK, D_VALUE), (4, 2, 2, CHUNK, D_QK), (2, 2, D_QK, D_VALUE)
-    weights = (4, CHUNK, CHUNK)
-    assert sorted(allocations) == sorted([values, maps, states, weights, (4, CHUNK, D_VALUE)])
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_operator_keeps_the_promises_of_a_custom_op(with_bias: bool, device: str) -> None:

@@ -217,8 +217,8 @@ def test_nothing_to_attend_to_gives_empty_outputs_and_zero_gradients(
 def test_memory_is_linear_in_the_length(allocations: list[tuple[int, ...]], device: str) -> None:
     inputs, options = make_inputs(16, [0, 5], torch.float32, device)
     run(attend, inputs, causal=True, activation="relu2", **options)
-    states, values, scores = (1, 5, WIDTH, COLUMNS), (5, 16, COLUMNS), (5, 16, 16)
-    assert sorted(allocations) == sorted([states] * 2 + [values] * 2 + [scores] * 3)
+    states, scores = (1, 5, WIDTH, COLUMNS), (5, 16, 16)
+    assert sorted(allocations) == sorted([states] * 2 + [scores] * 3)
 
 
 def test_the_op_keeps_the_promises_of_a_custom_op(device: str) -> None:

@@ -7,24 +7,7 @@ import torch
 
 from lineartime.ops import mixed_chunk_attention, quadratic_attention
 
-triton = pytest.importorskip("triton")
-tl = triton.language
-common: Any = pytest.importorskip("lineartime.ops.triton.common")
-
-
-def test_rounding_to_tf32_keeps_every_nan_and_infinity(device: str) -> None:
-    @common.jit  # here, where the environment tells whether it is interpreted
-    def round_all(source: Any, to: Any, count: tl.constexpr) -> None:
-        places = tl.arange(0, count)
-        tl.store(to + places, common.as_operand(tl.load(source + places), tl.float32, "tf32"))
-
-    patterns = [0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000, -0x800000, 0x3F801FFF, 0, 0]
-    source = torch.tensor(patterns, dtype=torch.int32, device=device).view(torch.float32)
-    found = torch.empty_like(source)
-    round_all[(1,)](source, found, 8)
-    assert found.isnan().tolist() == [True] * 3 + [False] * 5
-    assert found[3:5].tolist() == [torch.inf, -torch.inf]
-    assert found[5:].view(torch.int32).tolist() == [0x3F802000, 0, 0]
+pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize("op", [quadratic_attention, mixed_chunk_attention])

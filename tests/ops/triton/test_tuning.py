@@ -12,11 +12,10 @@ from lineartime.ops.backends import GPU_LOCK
 
 common = pytest.importorskip("lineartime.ops.triton.common")
 scores = pytest.importorskip("lineartime.ops.triton.score_kernels")
-chunks = pytest.importorskip("lineartime.ops.triton.chunk_kernels")
 
 
 def test_blocks_chosen_for_few_tokens_are_not_those_of_many() -> None:
-    for kernel in (scores.attention_weights_kernel, scores.score_gradient_kernel, chunks.read_chunks_kernel):
+    for kernel in (scores.attention_weights_kernel, scores.score_gradient_kernel):
         assert "tokens" in kernel.keys
     assert common.token_bucket(8 * 256) < common.token_bucket(256 * 64) < common.token_bucket(256 * 256)
 

@@ -13,9 +13,12 @@ with a = state_scale, c = score_scale, and R(g) the chunks of g's document: all 
 before g. M and N [B, G, s, e], P and, backward, dX [B, G, C, C] are in memory, which keeps it linear in the number of tokens;
 M is kept for the backward pass, which computes P and dX from the same scores.
 
-Of a FLASH layer, one kernel makes V and the four maps of the projected tokens, and the kernel that reads the chunks multiplies
-its output by the gate U. Backward, one kernel computes the gradient of the gate, and one those of V and the maps. The forward
-pass keeps the tokens, the attention's output and M; V and the maps are computed again.
+Kernels compute P and dX, and the sums over chunks; PyTorch multiplies matrices: on a GPU, its products of a chunk's weights
+and values are several times as fast as those of a kernel that skips the masked ones.
+
+Of a FLASH layer, one kernel makes V and the four maps of the projected tokens, and one multiplies the output by the gate U.
+Backward, one computes the gradient of the gate, and one those of V and the maps. The forward pass keeps the tokens, the
+attention's output and M; V and the maps are computed again.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
@@ -32,7 +35,7 @@ from lineartime.ops.precision import acc_dtype, common_dtype, matmul_dtype, outp
 from lineartime.ops.triton import state_dtype, workspace
 
 if TYPE_CHECKING:
-    from lineartime.ops.triton.chunk_kernels import Gate, Summary
+    from lineartime.ops.triton.chunk_kernels import Summary
 
 
 class OfHeads(NamedTuple):
@@ -169,9 +172,9 @@ def _constants(batch: Batch, options: MixedChunkOptions, d_qk: int, like: Tensor
 # 2. Of queries, keys and values ---------------------------------------------------------------------------------------
 
 
-def _forward(inputs: OfHeads, gate: "Gate | None" = None, summary: "Summary | None" = None) -> tuple[Tensor, Tensor]:
-    """The output, times the gate where given, and M, which the backward pass reads; a summary as for `chunk_states`."""
-    from lineartime.ops.triton.chunk_kernels import chunk_states, read_chunks  # Triton may be absent
+def _forward(inputs: OfHeads, summary: "Summary | None" = None) -> tuple[Tensor, Tensor]:
+    """The output, and M, which the backward pass reads; a summary as for `chunk_states`."""
+    from lineartime.ops.triton.chunk_kernels import chunk_states  # Triton may be absent
     from lineartime.ops.triton.score_kernels import attention_weights
 
     if inputs.v.numel() == 0:
@@ -181,7 +184,13 @@ def _forward(inputs: OfHeads, gate: "Gate | None" = None, summary: "Summary | No
     states = chunk_states(k_lin, v, state_scale, starts, causal=causal, transposed=False, summary=summary)
     q, k, values, readers, of_chunks = (x.flatten(0, 1) for x in (q_quad, k_quad, v, q_lin, states))
     weights = attention_weights(q, k, bias, row_scale, score_scale, dtype=states.dtype, causal=causal, activation=activation)
-    return read_chunks(weights, values, readers, of_chunks, causal=causal, gate=gate).view(v.shape), states
+    return _read(weights, values, readers, of_chunks).view(v.shape), states
+
+
+def _read(weights: Tensor, values: Tensor, readers: Tensor, states: Tensor) -> Tensor:
+    """`weights` values + readers states: [N, C, C], [N, C, e], [N, C, s], [N, s, e] -> [N, C, e] in the dtype of the values."""
+    dtype = states.dtype
+    return (weights @ values.to(dtype)).baddbmm_(readers.to(dtype), states).to(values.dtype)
 
 
 def _whole(inputs: OfHeads) -> OfHeads:
@@ -201,7 +210,7 @@ def _fake(inputs: OfHeads, keep: bool = True) -> tuple[Tensor, Tensor]:
 
 def _backward(inputs: OfHeads, states: Tensor, d_out: Tensor, with_d_bias: bool) -> list[Any]:
     """The gradients of q_quad, k_quad, q_lin, k_lin, v and, if asked for, of the bias."""
-    from lineartime.ops.triton.chunk_kernels import chunk_states, read_chunks  # Triton may be absent
+    from lineartime.ops.triton.chunk_kernels import chunk_states  # Triton may be absent
     from lineartime.ops.triton.score_kernels import score_gradient
 
     if inputs.v.numel() == 0:
@@ -216,7 +225,7 @@ def _backward(inputs: OfHeads, states: Tensor, d_out: Tensor, with_d_bias: bool)
     weights, d_scores = score_gradient(
         q, k, values, bias, row_scale, d_values, score_scale, dtype=dtype, causal=causal, activation=activation
     )
-    d_v = read_chunks(weights, d_values, k_lin.flatten(0, 1), states.flatten(0, 1), causal=causal, transposed=True)
+    d_v = _read(weights.mT, d_values, k_lin.flatten(0, 1), states.flatten(0, 1))
     del weights, states
     nothing = d_scores.new_zeros(1, 1, 1)  # baddbmm multiplies by score_scale before it rounds
     d_q_quad = torch.baddbmm(nothing, d_scores, k.to(dtype), beta=0, alpha=score_scale).view(q_quad.shape)
@@ -256,15 +265,14 @@ def _opened(inputs: OfTokens) -> tuple[OfTokens, OfHeads]:
 
 def _forward_of_tokens(inputs: OfTokens, keep: bool) -> tuple[Tensor, ...]:
     """The gated output [B, G, C, e] and, to be kept, the attention's output and the states of the chunks."""
-    from lineartime.ops.triton.chunk_kernels import Gate  # Triton may be absent
+    from lineartime.ops.triton.gated_kernels import gate  # Triton may be absent
 
     if inputs.tokens.numel() == 0:
         return _fake_of_tokens(inputs, keep)
     inputs, heads = _opened(inputs)
-    attended = workspace(heads.v.shape, heads.v.dtype, heads.v.device) if keep else None
-    out, states = _forward(heads, Gate(inputs.tokens.flatten(0, 1), None if attended is None else attended.flatten(0, 1)))
-    out = out.to(inputs.tokens.dtype)
-    return (out,) if attended is None else (out, attended, states)
+    attended, states = _forward(heads)
+    out = gate(attended, inputs.tokens, inputs.gamma.shape[1])
+    return (out, attended, states) if keep else (out,)
 
 
 def _fake_of_tokens(inputs: OfTokens, keep: bool) -> tuple[Tensor, ...]:
@@ -296,13 +304,14 @@ of_tokens = Fused(
 
 def _extend(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The gated output of streams, each a row, after a sum of k_lin^T v, [B, s, e], and the sum with these tokens."""
-    from lineartime.ops.triton.chunk_kernels import Gate, Summary  # Triton may be absent
+    from lineartime.ops.triton.chunk_kernels import Summary  # Triton may be absent
+    from lineartime.ops.triton.gated_kernels import gate
 
     *given, summary = arguments
     inputs, heads = _opened(OfTokens(*given))
     carried = Summary(summary.contiguous(), workspace(summary.shape, summary.dtype, summary.device))
-    out, _ = _forward(heads, Gate(inputs.tokens.flatten(0, 1), None), carried)
-    return out.to(inputs.tokens.dtype), carried.after
+    attended, _ = _forward(heads, carried)
+    return gate(attended, inputs.tokens, inputs.gamma.shape[1]), carried.after
 
 
 extend_operator = register_operator(

@@ -206,18 +206,6 @@ def add_product(total, a, b, PRECISION: tl.constexpr):
 
 
 @jit
-def as_operand(tile, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums as the operand of another product: rounded, where tf32 alone might cut their last digits off and bias the result.
-
-    NaN stays NaN: rounding would turn that of a GPU, 0x7fffffff, into zero.
-    """
-    if PRECISION == "tf32":
-        rounded = ((tile.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
-        tile = tl.where(tile == tile, rounded, tile)
-    return tile.to(COMPUTE)
-
-
-@jit
 def silu(x):
     """SiLU, x sigmoid(x)."""
     return x * tl.sigmoid(x)

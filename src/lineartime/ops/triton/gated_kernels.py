@@ -10,6 +10,7 @@ Shapes: R rows, e value width, s query/key width, W = 2 e + s; the formulas are 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -99,19 +100,21 @@ def open_kernel(
 
 @in_blocks_of(32)
 @jit
-def gate_gradient_kernel(
-    d_out, tokens, attended, d_attended, d_tokens, R,
-    S: tl.constexpr, E: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+def gate_kernel(
+    x, tokens, attended, out, d_tokens, R,
+    S: tl.constexpr, E: tl.constexpr, HAS_GRADIENT: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the attention's output, [R, e], and of the first e columns of the tokens. One program, one tile."""
+    """`x` times the gate, [R, e]; if x is the gradient of the output, also that of the first e columns of the tokens."""
     WIDTH: tl.constexpr = 2 * E + S
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    gradient = load_part(d_out, 0, rows, columns, R, E, E, ACC)
+    factor = load_part(x, 0, rows, columns, R, E, E, ACC)
     gate = load_part(tokens, 0, rows, columns, R, E, WIDTH, ACC)
-    read = load_part(attended, 0, rows, columns, R, E, E, ACC)
-    store_part(d_attended, gradient * silu(gate), 0, rows, columns, R, E, E)
-    store_part(d_tokens, gradient * read * silu_slope(gate), 0, rows, columns, R, E, WIDTH)
+    store_part(out, factor * silu(gate), 0, rows, columns, R, E, E)
+    if HAS_GRADIENT:
+        read = load_part(attended, 0, rows, columns, R, E, E, ACC)
+        store_part(d_tokens, factor * read * silu_slope(gate), 0, rows, columns, R, E, WIDTH)
 
 
 @in_blocks_of(16)
@@ -213,19 +216,30 @@ def open_tokens(
     return v, maps
 
 
+def gate(attended: Tensor, tokens: Tensor, d_qk: int) -> Tensor:
+    """The attention's output times silu of the gate, [B, G, C, e], in the dtype of the tokens."""
+    return _gate(attended, tokens, d_qk, tokens.dtype)
+
+
 def gate_gradient(d_out: Tensor, tokens: Tensor, attended: Tensor, d_tokens: Tensor, d_qk: int) -> Tensor:
     """The gradient of the attention's output, [B, G, C, e]; writes that of the gate's columns into `d_tokens`."""
-    d_attended, n_rows = workspace(attended.shape, attended.dtype, attended.device), tokens[..., 0].numel()
+    return _gate(d_out, tokens, d_qk, attended.dtype, attended, d_tokens)
+
+
+def _gate(
+    x: Tensor, tokens: Tensor, d_qk: int, dtype: torch.dtype, attended: Tensor | None = None, d_tokens: Tensor | None = None
+) -> Tensor:
+    out, n_rows, width = workspace(x.shape, dtype, x.device), tokens[..., 0].numel(), x.shape[-1]
 
     def grid(config: dict[str, Any]) -> tuple[int, int]:
-        return triton.cdiv(n_rows, config["BLOCK_R"]), triton.cdiv(attended.shape[-1], config["BLOCK_E"])
+        return triton.cdiv(n_rows, config["BLOCK_R"]), triton.cdiv(width, config["BLOCK_E"])
 
     with on_device(tokens):
-        gate_gradient_kernel[grid](
-            d_out, tokens, attended, d_attended, d_tokens, n_rows,
-            S=d_qk, E=attended.shape[-1], ACC=number_formats(tokens.dtype)["ACC"],
+        gate_kernel[grid](
+            x, tokens, attended, out, d_tokens, n_rows,
+            S=d_qk, E=width, HAS_GRADIENT=attended is not None, ACC=number_formats(tokens.dtype)["ACC"],
         )  # fmt: skip
-    return d_attended
+    return out
 
 
 def open_gradient(

@@ -134,7 +134,7 @@ def attention_weights_is_unfit(sizes: dict[str, Any]) -> bool:
         (32, 32, 4, 2),
     ),
     key=["bucket", "tokens", "S", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
-    interpreted={"BLOCK_M": 32, "BLOCK_N": 32},  # smaller than those of read_chunks, which then reads tiles that are all zero
+    interpreted={"BLOCK_M": 32, "BLOCK_N": 32},
     unfit=attention_weights_is_unfit,
 )
 @jit
@@ -208,7 +208,7 @@ def score_gradient_is_unfit(sizes: dict[str, Any]) -> bool:
         (32, 32, 32, 4, 2),
     ),
     key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
-    interpreted={"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32},  # smaller than those of read_chunks
+    interpreted={"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32},
     unfit=score_gradient_is_unfit,
 )
 @jit
