@@ -73,7 +73,7 @@ def test_the_parser_refuses_what_is_no_option_or_value(arguments: list[str], fai
         (["eval", "{run}", "--stride", "99"], "--stride is 99, but must be from 1 to --context-length 24"),
         (["train", "--out", "{run}", "--data", "{text}"], "holds a run: resume it with --resume, or give another --out"),
         # Names, with the similar ones.
-        (["train", "--model", "flash-tyni"], "--preset is 'flash-tyni', .*mean flash-tiny.* listed by `lineartime presets`"),
+        (["train", "--model", "flash-tyni"], "--model is 'flash-tyni', .*mean flash-tiny.* listed by `lineartime presets`"),
         (["bench", "flash-giant"], "preset is 'flash-giant', which is not a preset"),
         (["presets", "zebra"], "No preset name contains zebra"),
         # Files and folders.

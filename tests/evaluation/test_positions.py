@@ -77,3 +77,5 @@ def test_one_row_has_no_error_and_nothing_counted_has_no_mean() -> None:
     assert list(sums.by_position()) == []
     add(sums, torch.full((1, 300), 1.1, dtype=torch.float64))
     assert sums.mean() == (pytest.approx(1.1), None, 300)
+    add(sums, torch.full((1, 3), 1.1, dtype=torch.float64))  # beside the first row, nothing
+    assert sums.mean() == (pytest.approx(1.1), None, 303)

@@ -103,7 +103,7 @@ def test_questions_without_answers_are_read_from_lines(tmp_path: Path) -> None:
         ("a.json", {"Data": [{**TRIVIA, "EntityPages": 1}]}, r"has Data\[0\] whose EntityPages is 1, but it must be a list"),
         ("a.json", {"Data": [{**TRIVIA, "EntityPages": [1]}]}, r"has Data\[0\].EntityPages without Filename"),
         ("a.json", {"data": []}, r"a.json holds no list `data` of articles: give a file in the layout of SQuAD"),
-        ("a.json", [1], r"a.json is damaged \(it is \[1\], but must be an object\)"),
+        ("a.json", [1], r"a.json holds no questions \(it is \[1\]\): give JSON in the layout"),
         ("a.jsonl", {"question": "?", "text": ""}, r"a.jsonl has line 1 without context, but it must be a text"),
     ],
 )

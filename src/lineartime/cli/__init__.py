@@ -222,7 +222,9 @@ def _flag(name: str, command: type) -> str | None:
         hints |= get_type_hints(hint.__origin__) if is_dataclass(getattr(hint, "__origin__", None)) else {}
     if name not in hints:
         return None
-    return name if tyro.conf.Positional in get_args(hints[name]) else f"--{name.replace('_', '-')}"
+    marks = getattr(hints[name], "__metadata__", ())
+    shown: str = next((own for mark in marks if (own := getattr(mark, "name", None))), name)  # of tyro.conf.arg
+    return shown if tyro.conf.Positional in marks else f"--{shown.replace('_', '-')}"
 
 
 def _fail(message: str) -> int:

@@ -12,7 +12,7 @@ from lineartime.finetuning.pairs_config import PairsConfig
 class Seq2seqOptions(PairsConfig):
     """The options of `lineartime seq2seq`."""
 
-    preset: Annotated[str, tyro.conf.arg(aliases=["--model"])] = PairsConfig.preset
+    preset: Annotated[str, tyro.conf.arg(name="model", aliases=["--preset"])] = PairsConfig.preset
 
     def __post_init__(self) -> None:
         """Leave the checks to `PairsConfig`: tyro would show its errors as those of the parser."""

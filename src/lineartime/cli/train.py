@@ -21,7 +21,7 @@ _ALIASES = {"model": "preset", "context": "context_length"}
 class TrainOptions(TrainConfig):
     """The options of `lineartime train`."""
 
-    preset: Annotated[str, tyro.conf.arg(aliases=["--model"])] = TrainConfig.preset
+    preset: Annotated[str, tyro.conf.arg(name="model", aliases=["--preset"])] = TrainConfig.preset
     context_length: Annotated[int, tyro.conf.arg(aliases=["--context"])] = TrainConfig.context_length
     data: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.data
     include: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.include

@@ -38,7 +38,8 @@ def mean_over_rows(losses: Tensor, tokens: Tensor) -> Mean | None:
     """The mean loss of rows with n_i `tokens` whose `losses` sum to s_i, float64 [rows]; None without any tokens.
 
     The losses of a row depend on each other, because its tokens share a topic. Therefore rows are the samples, and not tokens:
-    the variance of a ratio of sums is sum (s_i - m n_i)^2 / n^2 * rows / (rows - 1), with m = s / n. A single row has none.
+    the variance of a ratio of sums is sum (s_i - m n_i)^2 / n^2 * rows / (rows - 1), with m = s / n. A single row has none,
+    nor have rows that are worth fewer than two of equal length, by n^2 / sum n_i^2 (Kish): one holds nearly all tokens.
 
     Source: Cochran, "Sampling Techniques" (1977), section 6.3, and 9A for clusters of unequal sizes.
     """
@@ -48,7 +49,8 @@ def mean_over_rows(losses: Tensor, tokens: Tensor) -> Mean | None:
         return None
     mean = losses.sum() / n
     squares = (losses - mean * tokens).square().sum()
-    return Mean(float(mean), float((squares * rows / (rows - 1)).sqrt()) / n if rows > 1 else None, int(n))
+    several = n * n >= 1.999 * float(tokens.square().sum())
+    return Mean(float(mean), float((squares * rows / (rows - 1)).sqrt()) / n if several else None, int(n))
 
 
 class PositionSums:

@@ -103,7 +103,7 @@ class ReproduceConfig:
         if self.compile == "auto" and self.scale != "paper":
             found = "is auto, which compiles long runs alone, but the time of a run follows from the speed of short ones"
             raise ArgumentError("compile", f"{found}: use on or off.")
-        check_among("optimizers", self.optimizers, tuple(OPTIMIZERS), "optimiser")
+        check_among("optimizers", self.optimizers, tuple(OPTIMIZERS), "an optimiser")
         if remembers and len(self.optimizers) > 1:
             raise ArgumentError("optimizers", f"is {_shown(self.optimizers)}, but this experiment uses one: give one.")
         if self.rates:
@@ -129,4 +129,5 @@ def check_among(argument: str, values: tuple[Any, ...], known: tuple[Any, ...], 
         if value not in known:
             like = did_you_mean(str(value), map(str, known))
             allowed = ", ".join(map(str, known))
-            raise ArgumentError(argument, f"has {value!r}, which is no {kind} here{like}: use {allowed}.")
+            more = "; or `add` it" if argument == "systems" else ""
+            raise ArgumentError(argument, f"has {value!r}, which is not {kind} here{like}: use {allowed}{more}.")

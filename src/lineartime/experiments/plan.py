@@ -212,14 +212,14 @@ def make_plan(config: ReproduceConfig) -> Plan:
     arms = {arm.name: arm for arm in experiment.arms if config.scale in arm.scales}
     seeds = max(arm.seeds for arm in arms.values())
     arms |= {item: _added_arm(item, experiment.task, seeds) for item in config.add if item not in arms}
-    check_among("systems", config.systems, tuple(arms), "model of this experiment")
+    check_among("systems", config.systems, tuple(arms), "a model of this experiment")
     if config.systems and experiment.kind == "latency":
         given = " ".join(config.systems)
         raise ArgumentError(
             "systems", f"is {given}, but this experiment measures all models of a context together: leave it out."
         )
-    check_among("contexts", config.contexts, tuple({each.context: None for each in settings}), "context of this experiment")
-    check_among("texts", config.texts, tuple({each.text: None for each in settings}), "text of this experiment")
+    check_among("contexts", config.contexts, tuple({each.context: None for each in settings}), "a context of this experiment")
+    check_among("texts", config.texts, tuple({each.text: None for each in settings}), "a text of this experiment")
     config = with_defaults(config)
     asked = tuple(
         each

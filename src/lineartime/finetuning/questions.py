@@ -12,10 +12,11 @@ from lineartime.errors import ArgumentError, LineartimeError, reporting_file_err
 from lineartime.fields import shown
 from lineartime.finetuning.answer_metrics import Metric
 from lineartime.finetuning.records import parse_text, read_lines
-from lineartime.json_files import DamagedFileError, open_regular
+from lineartime.json_files import open_regular
 
 HELD_OUT_EVERY = 5
 """Of a single file, every fifth article is held out."""
+_LAYOUTS = "give JSON in the layout of SQuAD or TriviaQA"
 _KINDS = {str: "a text", list: "a list", dict: "an object", int: "a whole number"}
 
 
@@ -138,15 +139,17 @@ def _lines(file: Path) -> Iterator[Question]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of any size. Raises DamagedFileError for anything else, LineartimeError if it is not there."""
+    """The object in a JSON file of any size. Raises LineartimeError for anything else, or if it is not there."""
+    if file.is_dir():
+        raise LineartimeError(f"{file} is a folder: give one of its files.")
     with reporting_file_errors("read", file), open_regular(file) as opened:
         content = opened.read()
     try:
         found = parse_text(content)
     except ValueError as error:
-        raise DamagedFileError(file, str(error)) from None
+        raise LineartimeError(f"{file} holds no questions ({error}): {_LAYOUTS}.") from None
     if not isinstance(found, dict):
-        raise DamagedFileError(file, f"it is {shown(found)}, but must be an object")
+        raise LineartimeError(f"{file} holds no questions (it is {shown(found)}): {_LAYOUTS}.")
     return found
 
 

@@ -86,8 +86,8 @@ class WindowEncoder:
         room = self.context_length - before - 2
         if room <= self.stride:
             raise LineartimeError(
-                f"{where} leaves {max(room, 0):,} tokens of the {self.context_length:,} of a window for its text: raise "
-                f"`context_length` above {before + 2 + self.stride:,}."
+                f"{where} leaves {max(room, 0):,} tokens of the {self.context_length:,} of a window for its text, of which the "
+                f"next window repeats {self.stride:,}: raise `context_length` above {before + 2 + self.stride:,}."
             )
         strategy = "only_first" if second is None else "only_second"
         self.backend.enable_truncation(self.context_length, stride=self.stride, strategy=strategy)
@@ -97,7 +97,8 @@ class WindowEncoder:
 
     def windows(self, question: Question) -> list[Window]:
         """The windows of a question. Raises LineartimeError if it leaves too little room for a text."""
-        found = self.encodings(question.question, question.text, f"The question {question.where or question.key}")
+        where = f"The question {question.key}" + f" ({question.where})" * bool(question.where)
+        found = self.encodings(question.question, question.text, where)
         return [_window(each, each.type_ids.index(1)) for each in found]
 
     def for_training(self, questions: Sequence[Question], seed: int) -> Iterator[dict[str, Any]]:

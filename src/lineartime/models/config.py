@@ -34,7 +34,7 @@ def why_not_learned(mixer: type[Mixer], task: Task) -> str | None:
 def read_pattern(pattern: object, known: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
     """The mixers of a pattern, a tuple or a text with commas; a name stands for the first `known` mixer of this kind."""
     if isinstance(pattern, str):
-        pattern = [name.strip() for name in pattern.split(",") if name]
+        pattern = [name.strip() for name in pattern.split(",")] if pattern.strip() else []
     if not isinstance(pattern, (list, tuple)):
         found = f"is {shown(pattern)}, but must be a tuple of mixers, or their names, as in flash,flash,gau."
         raise ArgumentError("pattern", found)
@@ -150,6 +150,12 @@ class ModelConfig(PartsConfig):
         """
         if "pattern" in values and (pattern := read_pattern(values["pattern"], self.mixers)):
             values = {"mixer": pattern[0], **values, "pattern": pattern}
+        places = range(len(values.get("pattern", self.pattern)))
+        for name in values:
+            part = name.rpartition(".")[0]
+            if part.startswith("pattern.") and part not in [f"pattern.{place}" for place in places]:
+                there = f"its places are 0 to {places[-1]}" if places else "this model has none"
+                raise ArgumentError(name, f"names a place that is not in the pattern: {there}.")
         return super().override(**values)
 
     @property
