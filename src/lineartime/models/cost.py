@@ -41,8 +41,8 @@ def count_parameters(config: ModelConfig) -> int:
     """The number of parameters of a model."""
 
     def of_the_rest(model: LanguageModel) -> int:
-        del model.backbone.blocks[0]
-        return model.n_parameters
+        block = next(iter(model.backbone.blocks))
+        return model.n_parameters - sum(parameter.numel() for parameter in block.parameters())
 
     return _over_blocks(config, lambda model: model.n_parameters, of_the_rest)
 
