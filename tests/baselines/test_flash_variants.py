@@ -113,7 +113,7 @@ def test_memories_are_the_definition(memory: Memory, length: int, assert_same_fu
         chunks = cut_chunks(v[None], CHUNK)
         x = weighted_keys(memory, F.normalize(k, dim=-1), b if memory == "decay" else b[:, :1])
         q, x, v = (chunks.cut(each[None]) for each in (q, x, v))
-        return chunks.join(read(memory, q, chunk_terms(memory, x, v), chunks, causal=True, ridge=ridge))[0]
+        return chunks.join(read(memory, q, x, v, chunks, causal=True, ridge=ridge))[0]
 
     def oracle(q: Tensor, k: Tensor, b: Tensor, v: Tensor) -> Tensor:
         strength = b.sigmoid() if memory == "decay" else b[:, :1].sigmoid()

@@ -10,7 +10,7 @@ import torch
 
 from lineartime.choices import MemoryTask
 from lineartime.data import Batch, TokenStream
-from lineartime.experiments.memory_tasks import DIGITS, TASKS, needle, recall
+from lineartime.experiments.memory_tasks import DIGITS, TASKS, needle, recall, recall_lessons
 
 ROWS, LENGTH, PAIRS = 200, 96, 8
 TEXT = TokenStream("a text", np.frombuffer(bytes(97 + i * i % 23 for i in range(5000)), dtype=np.uint8), 5000)
@@ -93,6 +93,21 @@ def test_keys_return_once_at_even_places_mostly_soon() -> None:
     # Of 28 places with weights 1 / n, the first is drawn first in 1 / (1 + 1/2 + ... + 1/28) of the rows.
     first = (batch.inputs[:, 8] == batch.inputs[:, 0]).float().mean()
     assert float(first) == pytest.approx(1 / sum(n**-0.99 for n in range(1, 29)), abs=0.03)
+
+
+def test_recall_is_practised_with_fewer_pairs_and_more_questions() -> None:
+    seen = set()
+    for seed in range(40):
+        batch = recall_lessons(2, LENGTH, PAIRS, torch.Generator().manual_seed(seed))
+        ids, targets = batch.inputs[0].tolist(), batch.targets[0].tolist()
+        pairs = sum(64 <= each < 128 for each in ids)  # the values
+        values = dict(zip(ids[0 : 2 * pairs : 2], ids[1 : 2 * pairs : 2], strict=True))
+        asked = {place: target for place, target in enumerate(targets) if target >= 0}
+        assert asked == {place: values[key] for place, key in enumerate(ids) if place >= 2 * pairs and key in values}
+        seen.add((pairs, len(asked)))
+    assert {pairs for pairs, _ in seen} == {1, 2, 4, 8}
+    assert all(asked in (pairs, LENGTH - 2 * pairs) for pairs, asked in seen)
+    assert len(seen) == 8
 
 
 def test_a_needle_is_as_deep_as_asked() -> None:

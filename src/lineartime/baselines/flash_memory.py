@@ -29,7 +29,7 @@ from lineartime.layers.mixer import Part
 from lineartime.ops.batch import Batch
 from lineartime.ops.chunks import open_chunk_pieces
 from lineartime.ops.mixed_chunk import stream
-from lineartime.ops.mixed_chunk.memories import Memory, chunk_terms, fold, read, weighted_keys
+from lineartime.ops.mixed_chunk.memories import Memory, chunk_terms, fold, read, solve, weighted_keys, weights_inside
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.state import State
@@ -45,6 +45,9 @@ def flash_memory_oracle(
         chunk = slice(start, start + chunk_size)
         keys, values, strengths = k[chunk], v[chunk], b[chunk]
         rows.append(q[chunk] @ s)
+        if memory == "mesa":
+            solved = q[chunk] @ torch.linalg.inv(ridge * unit + p)
+            rows[-1] = rows[-1] + (solved @ keys.mT @ torch.diag(strengths[:, 0])).tril() @ values
         if len(keys) < chunk_size:  # no later chunk reads it
             break
         w = torch.diag(strengths[:, 0])
@@ -135,9 +138,7 @@ class FLASHMemory(FLASHInParts):
         if "local" in parts:
             out = out + self.quadratic_part(q_quad, k_quad, v, chunks, bias)
         if "global" in parts:
-            out = out + read(
-                self.memory, q, chunk_terms(self.memory, torch.cat(x, -1), v), chunks, causal=self.causal, ridge=self.ridge
-            )
+            out = out + read(self.memory, q, torch.cat(x, -1), v, chunks, causal=self.causal, ridge=self.ridge)
         return out
 
     def attend_next(
@@ -146,14 +147,19 @@ class FLASHMemory(FLASHInParts):
         size, compute, start = self.chunk_size, matmul_dtype(*maps, v), batch.first_position
         summary, precision, own, bias = state.summary, state.precision, state.open_chunk, self.slot_bias(batch)
         outputs = [v[:, :0].to(output_dtype(v, compute))]
-        for new, _, last in open_chunk_pieces(start, v.shape[1], size):
+        for new, first, last in open_chunk_pieces(start, v.shape[1], size):
             q_quad, k_quad, q, *x = (each[:, new] for each in maps)
             here = replace(batch, start=start + new.start)
             local, own = stream.extend(q_quad, None, [k_quad, *x], v[:, new], bias, self.options, own, here)
             with without_autocast(v):
                 outputs.append(local + (q.to(compute) @ summary.to(compute)).to(local.dtype))
+                x_own = own.keys[:, 1:].transpose(1, 2).flatten(2)
+                if self.memory == "mesa":
+                    solved = solve(precision, q.mT.to(precision.dtype), self.ridge).mT
+                    inside = weights_inside(solved, x_own[:, :last]).tril(first).to(local.dtype)
+                    outputs[-1] = outputs[-1] + inside @ own.values[:, :last].to(local.dtype)
                 if last == size:  # the chunk is full
-                    terms = chunk_terms(self.memory, own.keys[:, 1:].transpose(1, 2).flatten(2), own.values)
+                    terms = chunk_terms(self.memory, x_own, own.values)
                     summary, precision = fold(self.memory, summary, precision, terms, size, self.ridge)
         return torch.cat(outputs, 1), FLASHMemoryState(batch.after(state.position), summary, precision, own)
 

@@ -217,7 +217,9 @@ class Lesson:
 
     def _draw(self, rows: int, length: int, generator: torch.Generator, part: Part, depth: float | None = None) -> Batch:
         setting, config = self.setting, self.config
-        draw = TASKS[setting.task].draw if setting.task else None
+        assert setting.task is not None
+        maker = TASKS[setting.task]
+        draw = (maker.practice if part == "train" else None) or maker.draw
         if draw is not None:
             return draw(rows, length, setting.pairs, generator)
         if part not in self._streams:

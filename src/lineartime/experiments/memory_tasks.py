@@ -31,14 +31,14 @@ def key_count(pairs: int) -> int:
     return max(KEYS, 4 * pairs)
 
 
-def recall(rows: int, length: int, pairs: int, generator: torch.Generator) -> Batch:
+def recall(rows: int, length: int, pairs: int, generator: torch.Generator, kinds: int | None = None) -> Batch:
     """Multi-query associative recall: keys and values in turn, then each key once more, where its value is asked.
 
     The i-th key returns at the place 2 g of the rest, which is filler otherwise. The places g = 0, 1, ... are drawn without
     replacement by their weights (g + 1)^(a - 1). Ids are keys, then values, then the filler. Source: Zoology, arXiv 2312.04927,
     with the filler of its published settings.
     """
-    shown, kinds = 2 * pairs, key_count(pairs)
+    shown, kinds = 2 * pairs, kinds or key_count(pairs)
     keys, values = distinct(rows, kinds, pairs, generator), kinds + distinct(rows, kinds, pairs, generator)
     inputs = torch.full((rows, length), 2 * kinds)
     targets = torch.full_like(inputs, IGNORED)
@@ -46,6 +46,21 @@ def recall(rows: int, length: int, pairs: int, generator: torch.Generator) -> Ba
     weights = torch.arange(1, (length - shown) // 2 + 1).float() ** (POWER - 1)
     places = shown + 2 * torch.multinomial(weights.expand(rows, -1), pairs, generator=generator)
     return Batch(inputs.scatter(1, places, keys), targets.scatter(1, places, values))
+
+
+def recall_lessons(rows: int, length: int, pairs: int, generator: torch.Generator) -> Batch:
+    """Texts to learn `recall` from: of `pairs` over any power of two, and half of the time with a question at each token.
+
+    What few pairs teach is needed for many, with which alone most systems learn nothing in thousands of steps. Source: the
+    pairs are a curriculum as in Zoology's experiments; the questions are ours.
+    """
+    fewer = pairs >> int(torch.randint(pairs.bit_length(), (), generator=generator))
+    batch, shown = recall(rows, length, fewer, generator, key_count(pairs)), 2 * fewer
+    if torch.rand((), generator=generator) < 0.5:
+        return batch
+    asked = torch.randint(fewer, (rows, length - shown), generator=generator)
+    keys, values = batch.inputs[:, 0:shown:2].gather(1, asked), batch.inputs[:, 1:shown:2].gather(1, asked)
+    return Batch(torch.cat([batch.inputs[:, :shown], keys], 1), torch.cat([batch.targets[:, :shown], values], 1))
 
 
 def copying(rows: int, length: int, _: int, generator: torch.Generator) -> Batch:
@@ -112,6 +127,7 @@ class Maker:
     Attributes:
         vocab_size: the number of tokens of its vocabulary, from the pairs.
         draw: the function (rows, length, pairs, generator) -> batch; None for `needle`, which reads a text.
+        practice: the same for training, where it differs.
         takes_pairs: whether it has a number of tokens to remember beside its length.
         shortest: the fewest tokens of a text, from the pairs.
     """
@@ -120,10 +136,11 @@ class Maker:
     draw: Callable[[int, int, int, torch.Generator], Batch] | None
     shortest: Callable[[int], int]
     takes_pairs: bool = False
+    practice: Callable[[int, int, int, torch.Generator], Batch] | None = None
 
 
 TASKS: dict[MemoryTask, Maker] = {
-    "recall": Maker(lambda pairs: 2 * key_count(pairs) + 1, recall, lambda pairs: 4 * pairs, takes_pairs=True),
+    "recall": Maker(lambda pairs: 2 * key_count(pairs) + 1, recall, lambda pairs: 4 * pairs, True, recall_lessons),
     "copying": Maker(lambda _: SYMBOLS + 1, copying, lambda _: 4),
     "induction": Maker(lambda _: FEW_SYMBOLS + 1, induction, lambda _: 4),
     "selective-copying": Maker(lambda _: FEW_SYMBOLS + 2, selective_copying, lambda pairs: 2 * pairs, takes_pairs=True),

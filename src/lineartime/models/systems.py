@@ -207,7 +207,7 @@ SYSTEMS: dict[str, System] = {
     "flash-global": System(FLASHGlobal, options={"chunk_size": 64}),
     "flash-overlapping": System(FLASHOverlapping),
     "flash-weighted": System(FLASHWeighted),
-    "flash-memory": System(FLASHMemory, options={"initial_scores": "unit", "token_shift": True}),
+    "flash-memory": System(FLASHMemory, options={"token_shift": True}),
     "flash-first-to-all": System(FLASHFirstToAll, scaled=FINE_TUNING),
     "flash-cls": System(FLASHCLS, scaled=FINE_TUNING),
     "gau-softmax": System(

@@ -8,7 +8,11 @@ of what was there before. With S [s, e] before the chunk and S' after it, and S 
     proximal    S' = (I + K^T W K)^-1 (S + K^T W V)
     mesa        S' = (r I + P')^-1 ((r I + P) S + K^T W V)        P' = P + K^T W K
 
-    o_lin[t] = q[t] S        with the S of the chunks before t's
+    o_lin[t] = q[t] S                                                      with the S of the chunks before t's
+    mesa        o_lin[t] = q[t] (S + (r I + P)^-1 K^T W V)                 with the tokens of t's chunk up to t
+
+The second term of mesa reads what the chunk itself holds by the solution of those before, as linear attention does: recall that
+begins with nearby tokens teaches the maps what they need for far ones.
 
 Proximal is the smallest change of S that stores the chunk as far as W asks: it minimises |S' - S|^2 + |W^1/2 (V - K S')|^2.
 Mesa is the ridge regression over all chunks, with the ridge r. The transition from S to S' has eigenvalues in [0, 1]: of delta,
@@ -61,6 +65,13 @@ def chunk_terms(memory: Memory, x: Tensor, v: Tensor) -> Terms:
     return Terms(x.mT @ x, x.mT @ (x.norm(dim=-1, keepdim=True) * v))
 
 
+def weights_inside(solved: Tensor, x: Tensor) -> Tensor:
+    """The weights of a chunk's own values in mesa, of any order: (r I + P)^-1 q [..., N, s], [..., C, s] -> [..., N, C]."""
+    x = x.to(solved.dtype)
+    strengths: Tensor = x.norm(dim=-1)[..., None, :]
+    return (solved @ x.mT) * strengths
+
+
 def fold(memory: Memory, s: Tensor, p: Tensor, terms: Terms, size: int, ridge: Tensor | float) -> tuple[Tensor, Tensor]:
     """S' and P' after a chunk of `size` tokens, from S [..., s, e] and P [..., s, s]; P and the ridge are those of mesa."""
     gram, product = terms
@@ -80,16 +91,19 @@ def solve(gram: Tensor, right: Tensor, ridge: Tensor | float) -> Tensor:
     return torch.cholesky_solve(right, root)
 
 
-def read(memory: Memory, q: Tensor, terms: Terms, chunks: Batch, *, causal: bool, ridge: Tensor | float = 1.0) -> Tensor:
-    """The linear part: queries [B, G, C, s] and the terms of the chunks -> [B, G, C, e]."""
-    gram, product = (split_documents(each, chunks) for each in terms)  # [B, D, L, ...]
+def read(
+    memory: Memory, q: Tensor, x: Tensor, v: Tensor, chunks: Batch, *, causal: bool, ridge: Tensor | float = 1.0
+) -> Tensor:
+    """The linear part: queries [B, G, C, s], and keys and values as for `chunk_terms` -> [B, G, C, e]."""
+    gram, product = (split_documents(each, chunks) for each in chunk_terms(memory, x, v))  # [B, D, L, ...]
     if memory == "mesa":  # which needs no loop
         gram, product = (
             exclusive_cumsum(each, 2) if causal else each.sum(2, keepdim=True).expand_as(each) for each in (gram, product)
         )
         gram, product = (join_documents(each, chunks) for each in (gram, product))
-        of_values = solve(gram, q.mT.to(gram.dtype), ridge).mT  # a chunk has fewer queries than values have features
-        return (of_values @ product).to(q.dtype)
+        solved = solve(gram, q.mT.to(gram.dtype), ridge).mT  # a chunk has fewer queries than values have features
+        out = (solved @ product).to(q.dtype)
+        return out + weights_inside(solved, x).tril().to(v.dtype) @ v if causal else out
     states = [torch.zeros_like(product[:, :, 0])]
     for each in zip(gram.unbind(2)[:-1], product.unbind(2)[:-1], strict=True):
         states.append(fold(memory, states[-1], states[-1], Terms(*each), chunks.chunk_size, ridge)[0])
