@@ -58,8 +58,11 @@ def fine_tuning(pretrained: Path, data: Path, **advanced: Any) -> FinetuneConfig
     ("name", "label", "advanced", "metric", "said"),
     [
         ("a.csv", lambda x, y: "yes" if x else "no", {}, "accuracy", "label"),
-        ("a.jsonl", lambda x, y: ["x"] * x + ["y"] * y, {}, "f1", "labels"),
-        ("a.parquet", lambda x, y: 100.0 + 10 * x + y, {"mixer": "flash-first-to-all"}, "spearman", "value"),
+        pytest.param("a.jsonl", lambda x, y: ["x"] * x + ["y"] * y, {}, "f1", "labels", marks=pytest.mark.nightly),
+        pytest.param(
+            *("a.parquet", lambda x, y: 100.0 + 10 * x + y, {"mixer": "flash-first-to-all"}, "spearman", "value"),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["single", "multiple", "numbers"],
 )

@@ -86,6 +86,7 @@ def test_commands_for_language_models_name_an_encoder_decoder(config: Callable[.
             read(given.out)
 
 
+@pytest.mark.nightly  # fine-tuning resumes by the same code every day
 def test_a_training_that_was_killed_resumes_to_the_same_losses(
     config: Callable[..., PairsConfig], monkeypatch: pytest.MonkeyPatch, quiet: Say
 ) -> None:

@@ -163,7 +163,7 @@ NIGHTLY = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
-    ("dynamic", "count"), [(True, 1), pytest.param(True, 7, marks=NIGHTLY), pytest.param(None, 7, marks=NIGHTLY)]
+    ("dynamic", "count"), [pytest.param(*case, marks=NIGHTLY) for case in ((True, 1), (True, 7), (None, 7))]
 )
 def test_compiled_code_makes_room_for_all_divisions(dynamic: bool | None, count: int) -> None:
     def run(v: Tensor, mask: Tensor | None, ends: Tensor | None) -> Tensor:
