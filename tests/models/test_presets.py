@@ -138,6 +138,4 @@ def test_only_our_own_sizes_and_systems_start_with_large_scores() -> None:
         "hybrid-gau-base",
         "hybrid-attention-tiny",
         "hybrid-attention-base",
-        "flash-memory-tiny",
-        "flash-memory-base",
     }

@@ -34,7 +34,8 @@ def why_not_learned(mixer: type[Mixer], task: Task) -> str | None:
 def read_pattern(pattern: object, known: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
     """The mixers of a pattern, a tuple or a text with commas; a name stands for the first `known` mixer of this kind."""
     if isinstance(pattern, str):
-        pattern = [name.strip() for name in pattern.split(",")] if pattern.strip() else []
+        names = pattern.strip().removesuffix(",")  # as a tuple may be written
+        pattern = [name.strip() for name in names.split(",")] if names else []
     if not isinstance(pattern, (list, tuple)):
         found = f"is {shown(pattern)}, but must be a tuple of mixers, or their names, as in flash,flash,gau."
         raise ArgumentError("pattern", found)
