@@ -13,8 +13,7 @@ with a = state_scale, c = score_scale, and R(g) the chunks of g's document: all 
 before g. M and N [B, G, s, e], P and, backward, dX [B, G, C, C] are in memory, which keeps it linear in the number of tokens;
 M is kept for the backward pass, which computes P and dX from the same scores.
 
-Kernels compute P and dX, and the sums over chunks; PyTorch multiplies matrices: on a GPU, its products of a chunk's weights
-and values are several times as fast as those of a kernel that skips the masked ones.
+Kernels compute P and dX, and the sums over chunks; PyTorch multiplies matrices, also the half of P that causality masks.
 
 Of a FLASH layer, one kernel makes V and the four maps of the projected tokens, and one multiplies the output by the gate U.
 Backward, one computes the gradient of the gate, and one those of V and the maps. The forward pass keeps the tokens, the
