@@ -39,24 +39,16 @@ class Cost(NamedTuple):
 
 def count_parameters(config: ModelConfig) -> int:
     """The number of parameters of a model."""
-
-    def of_the_rest(model: LanguageModel) -> int:
-        block = next(iter(model.backbone.blocks))
-        return model.n_parameters - sum(parameter.numel() for parameter in block.parameters())
-
-    return _over_blocks(config, lambda model: model.n_parameters, of_the_rest)
+    return _over_blocks(config, lambda model: model.n_parameters)
 
 
-def _over_blocks(
-    config: ModelConfig, measure: Callable[[LanguageModel], int], of_the_rest: Callable[[LanguageModel], int]
-) -> int:
-    """A measure of the whole model, from models of one block of each mixer, and the same measure of all but the block."""
+def _over_blocks(config: ModelConfig, measure: Callable[[LanguageModel], int]) -> int:
+    """A measure of the whole model, from models of one and two blocks of each mixer, whose blocks are identical."""
     rest, blocks = 0, 0
     for mixer, count in config.blocks_of.items():
         with shapes_only():
-            model = build_model(replace(config, mixer=mixer, pattern=(), n_blocks=1))
-            whole, rest = measure(model), of_the_rest(model)
-        blocks += count * (whole - rest)
+            one, two = (measure(build_model(replace(config, mixer=mixer, pattern=(), n_blocks=n))) for n in (1, 2))
+        rest, blocks = 2 * one - two, blocks + count * (two - one)
     return rest + blocks
 
 
@@ -73,8 +65,7 @@ def cost(config: ModelConfig, context_length: int) -> Cost:
     if longest is not None and context_length > longest:
         raise ArgumentError("context_length", f"is {context_length}, but the model reads at most {longest} tokens.")
     ids = torch.zeros(1, context_length, dtype=torch.long, device="meta")
-    hidden = torch.zeros(1, context_length, config.d_model, device="meta")
-    flops = _over_blocks(config, lambda model: _flops(model, ids), lambda model: _flops(model.logits, hidden))
+    flops = _over_blocks(config, lambda model: _forward_flops(model, ids))
     return Cost(count_parameters(config), flops / context_length, stream_bytes(config, context_length))
 
 
@@ -84,14 +75,13 @@ def stream_bytes(config: ModelConfig, context_length: int) -> int | None:
         model = build_model(config.first_round)
         if not isinstance(model, CausalLM):
             return None
-        length = 1 if model.constant_state else context_length
-        _, state = model.extend(torch.zeros(1, length, dtype=torch.long), model.init_state(1))
+        _, state = model.extend(torch.zeros(1, context_length, dtype=torch.long), model.init_state(1))
     own: dict[LayerConfig, int] = {mixer: block.nbytes for mixer, block in zip(config.mixers, state.blocks, strict=False)}
     return sum(own[mixer] * count for mixer, count in config.blocks_of.items())
 
 
-def _flops(function: Callable[[Tensor], Tensor], x: Tensor) -> int:
+def _forward_flops(model: LanguageModel, ids: Tensor) -> int:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        function(x)
+        model(ids)
     flops: int = counter.get_total_flops()
     return flops
