@@ -1,11 +1,10 @@
 """The variants of FLASH, each of which exchanges one part of it."""
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.pairs import every_pair
 from torch import Tensor
 
@@ -13,7 +12,6 @@ from lineartime.baselines.flash_cls import FLASHCLS, flash_cls_oracle
 from lineartime.baselines.flash_first_to_all import FLASHFirstToAll, flash_first_to_all_oracle
 from lineartime.baselines.flash_global import FLASHGlobal
 from lineartime.baselines.flash_local import FLASHLocal
-from lineartime.baselines.flash_memory import FLASHMemory, flash_memory_oracle
 from lineartime.baselines.flash_overlapping import FLASHOverlapping, flash_overlapping_oracle
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.baselines.flash_weighted import FLASHWeighted, flash_weighted_oracle, weighted_summaries
@@ -22,7 +20,6 @@ from lineartime.ops.batch import cut_chunks
 from lineartime.ops.mixed_chunk import mixed_chunk_attention_oracle
 from lineartime.ops.mixed_chunk.chunked import summary_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
-from lineartime.ops.mixed_chunk.memories import Memory, chunk_terms, fold, read, weighted_keys
 
 CHUNK = 4
 LENGTHS = [1, 4, 5, 17]
@@ -101,36 +98,6 @@ def test_weighted_summaries_are_the_definition(causal: bool, length: int, assert
         fast,
         lambda q, k, v: flash_weighted_oracle(q, k, v, chunk_size=CHUNK, causal=causal),
         *(2 * torch.randn(length, width) for width in (4, 4, 5)),
-    )
-
-
-@pytest.mark.parametrize("memory", get_args(Memory))
-@pytest.mark.parametrize("length", [*LENGTHS, 30])
-def test_memories_are_the_definition(memory: Memory, length: int, assert_same_function: Callable[..., None]) -> None:
-    ridge = torch.tensor(0.7, dtype=torch.float64)
-
-    def fast(q: Tensor, k: Tensor, b: Tensor, v: Tensor) -> Tensor:
-        chunks = cut_chunks(v[None], CHUNK)
-        x = weighted_keys(memory, F.normalize(k, dim=-1), b if memory == "decay" else b[:, :1])
-        q, x, v = (chunks.cut(each[None]) for each in (q, x, v))
-        return chunks.join(read(memory, q, x, v, chunks, causal=True, ridge=ridge))[0]
-
-    def oracle(q: Tensor, k: Tensor, b: Tensor, v: Tensor) -> Tensor:
-        strength = b.sigmoid() if memory == "decay" else b[:, :1].sigmoid()
-        return flash_memory_oracle(memory, q, k / k.norm(dim=-1, keepdim=True), v, strength, chunk_size=CHUNK, ridge=0.7)
-
-    assert_same_function(fast, oracle, *(torch.randn(length, width) for width in (6, 6, 6, 5)))
-
-
-def test_mesa_in_both_directions_is_the_ridge_regression_of_all_tokens() -> None:
-    layer = FLASHMemory(8, d_qk=4, chunk_size=CHUNK, relative_bias=False)
-    q, k, v = (torch.randn(17, width, dtype=torch.float64) for width in (4, 4, 5))
-    x = F.normalize(k, dim=-1) * torch.rand(17, 1, dtype=torch.float64).sqrt()
-    chunks = cut_chunks(v[None], CHUNK)
-    cut = [chunks.cut(each[None]) for each in (q, q, q, x, v)]
-    found = chunks.join(layer.double().attend_chunks(("global",), cut[:-1], cut[-1], chunks, None))[0]
-    torch.testing.assert_close(
-        found, q @ torch.linalg.solve(torch.eye(4) + x.mT @ x, x.mT @ (x.norm(dim=-1, keepdim=True) * v))
     )
 
 
@@ -215,38 +182,10 @@ def test_each_part_alone_is_the_definition_without_the_other(
     assert_same_function(alone(across), lambda q, k, v: oracle(0 * q, k, q, k, v), *inputs)
 
 
-@pytest.mark.parametrize("variant", [FLASHOverlapping, FLASHWeighted, FLASHFirstToAll, FLASHCLS, FLASHLocal, FLASHMemory])
+@pytest.mark.parametrize("variant", [FLASHOverlapping, FLASHWeighted, FLASHFirstToAll, FLASHCLS, FLASHLocal])
 def test_documents_of_a_pack_cannot_harm_each_other(variant: type[FLASHInParts]) -> None:
     layer, x = variant(8, d_qk=4, chunk_size=CHUNK), torch.randn(1, 20, 8)
     broken = x.clone()
     broken[:, 10:] = torch.inf
     ends = torch.tensor([0, 10, 20])
     torch.testing.assert_close(layer(broken, cu_seqlens=ends)[:, :10], layer(x, cu_seqlens=ends)[:, :10])
-
-
-@pytest.mark.parametrize("memory", get_args(Memory))
-def test_memories_are_stable_over_long_texts_in_bf16(memory: Memory) -> None:
-    """The transition of S has eigenvalues in [0, 1], and 65,536 tokens later, proximal recalls the last values."""
-    random = torch.Generator().manual_seed(0)
-    known = F.normalize(torch.randn(16, 32, generator=random), dim=-1)
-    size, s, p, ridge = 256, torch.zeros(32, 8), torch.zeros(32, 32), torch.tensor(1.0)
-    for _ in range(65_536 // size):
-        place = torch.randint(16, (size,), generator=random)
-        table = torch.randn(16, 8, generator=random)  # each chunk has other values for the same keys
-        strength = torch.randn(size, 32 if memory == "decay" else 1, generator=random) + 2
-        x, v = weighted_keys(memory, known[place], strength).bfloat16(), table[place].bfloat16()
-        terms = chunk_terms(memory, x, v)
-        unit = torch.eye(32)
-        transition = {
-            "decay": terms.gram.squeeze(-1).expand(32, 32) * unit,
-            "delta": unit - terms.gram / size,
-            "proximal": torch.linalg.inv(unit + terms.gram),
-            "mesa": torch.linalg.inv(ridge * unit + p + terms.gram) @ (ridge * unit + p),
-        }[memory]
-        eigenvalues = torch.linalg.eigvals(transition)
-        assert eigenvalues.real.min() > -1e-3
-        assert eigenvalues.abs().max() < 1 + 1e-3
-        s, p = fold(memory, s, p, terms, size, ridge)
-    assert s.isfinite().all()
-    error = (known @ s - table).square().mean() / table.square().mean()
-    assert (error < 0.05) == (memory == "proximal")  # which alone replaces what a key had before by the last chunk

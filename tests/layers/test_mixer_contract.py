@@ -39,6 +39,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"normalization": "paper_sum"},
         {"activation": "softmax"},
         {"chunk_size": 513},  # the rotary bias
+        {"memory": "mesa"},
+        {"memory": "decay"},
+        {"memory": "delta"},
+        {"memory": "proximal"},
     ],
     "gau": [
         {},
@@ -61,7 +65,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "flash-global": [{}, {"normalization": "paper_sum"}],
     "flash-overlapping": [{}, {"normalization": "paper_sum"}],
     "flash-weighted": [{}, {"normalization": "paper"}],
-    "flash-memory": [{}, {"memory": "decay"}, {"memory": "delta"}, {"memory": "proximal"}],
     "flash-first-to-all": [{}],
     "flash-cls": [{}],
     "gau-multi-head": [{}],
@@ -308,7 +311,7 @@ def test_a_pack_of_any_lengths_equals_its_documents_alone(name: str, causal: boo
         torch.testing.assert_close(one, other, atol=1e-8, rtol=1e-8)
 
 
-@pytest.mark.parametrize("name", [name for name in CAUSAL if CASES[name][0].reads_prefix])
+@pytest.mark.parametrize("name", [name for name in CAUSAL if fresh(name, True).reads_prefix])
 def test_a_pack_of_other_lengths_with_padding_and_prefixes_equals_its_documents_alone(name: str) -> None:
     mixer = build(name, causal=True).double()
     ends, prefixes = [0, 3, 3, 25, 27, 46, 47], [2, 0, 9, 0, 15, 1]

@@ -12,7 +12,7 @@ from lineartime.ops.mixed_chunk.inputs import Heads
 from lineartime.ops.mixed_chunk.reference import attend
 
 BOTH = {"flash", "flash-foreign", "flash-overlapping", "flash-weighted", "flash-first-to-all", "flash-cls", "mc-tfm"}
-BOTH |= {"mixed-chunk", "flash-memory"}
+BOTH |= {"mixed-chunk"}
 OPENED = [(name, causal) for name, causal in DIRECTIONS if CASES[name][0].why_not_opened is None]
 
 

@@ -64,6 +64,8 @@ def test_logits_equal_forward(dtype: torch.dtype) -> None:
         {"norm": "rmsnorm", "final_norm": "layernorm", "embedding_norm": True},
         {"final_norm": "none", "relative_bias": False},
         {"token_shift": True, "d_model": 26},
+        {"memory": "mesa"},
+        {"memory": "mesa", "token_shift": True},
         {"tie_word_embeddings": False, "token_types": 2},
         {"absolute_position": "none", "rope": False},
         {"absolute_position": "learned", "max_positions": 21},

@@ -22,7 +22,7 @@ from lineartime.ops.context import ContextGroup
 PATTERNS = {
     "flash and gau": ("flash", "flash", "flash", "gau"),
     "flash and attention": ("flash", "attention"),
-    "memory and gau": ("flash-memory", "gau"),  # a memory takes streams at one position, one group after another
+    "weighted and gau": ("flash-weighted", "gau"),  # which takes streams at one position, one group after another
 }
 SMALL = {"d_model": 16, "n_blocks": 5, "vocab_size": 40, "d_qk": 8, "chunk_size": 8}
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
@@ -104,8 +104,8 @@ def test_what_one_mixer_of_a_hybrid_cannot_do_is_said() -> None:
         to_flash_pytorch(model)
     with pytest.raises(ArgumentError, match=r"^preset is 'hybrid-gau-tiny', which sets pattern, but encoder-decoders do not"):
         encoder_decoder_config("hybrid-gau-tiny")
-    with pytest.raises(ArgumentError, match=r"^task is 'prefix-lm', but a model of flash-memory cannot read a prefix in both"):
-        resolve("flash-tiny", "prefix-lm", pattern=("flash", "flash-memory"))
+    with pytest.raises(ArgumentError, match=r"^task is 'prefix-lm', but a model of flash-local cannot read a prefix in both"):
+        resolve("flash-tiny", "prefix-lm", pattern=("flash", "flash-local"))
 
 
 def test_every_block_of_a_hybrid_learns_and_what_it_costs_is_counted() -> None:
@@ -160,7 +160,7 @@ def test_an_option_is_set_in_all_mixers_or_in_one() -> None:
 
 def test_every_hybrid_is_a_preset_with_overrides() -> None:
     """Runs are started and repeated with them."""
-    mixed = (LayerConfig("gau", d_qk=16), LayerConfig("gau", d_qk=8), LayerConfig("flash-memory", memory="delta"))
+    mixed = (LayerConfig("gau", d_qk=16), LayerConfig("gau", d_qk=8), LayerConfig("flash", memory="delta"))
     for preset in ("hybrid-gau-tiny", "flash-tiny", "transformer++-tiny"):
         for pattern in (mixed, ("flash",), ()):
             config = resolve(preset, pattern=pattern, vocab_size=100)

@@ -94,7 +94,7 @@ def test_systems_without_a_prefix_form_are_no_prefix_models() -> None:
     ids, lengths = torch.zeros(1, 3, dtype=torch.long), torch.tensor([1])
     performer = lineartime.build("performer-tiny", n_blocks=1)
     for call in (lambda: performer(ids, prefix_lengths=lengths), lambda: performer.read_prefix(ids)):
-        with pytest.raises(LineartimeError, match="Performer does not support prefixes: only GAU, FLASH and softmax"):
+        with pytest.raises(LineartimeError, match="Performer does not support prefixes: only GAU, FLASH with"):
             call()
     with pytest.raises(ArgumentError, match="causal is False"):
         lineartime.build("flash-tiny", "mlm", n_blocks=1)(ids, prefix_lengths=lengths)

@@ -134,6 +134,8 @@ def test_only_our_own_sizes_and_systems_start_with_large_scores() -> None:
         "gau-ungated-tiny",
         "flash-next-tiny",
         "flash-next-base",
+        "flash-memory-tiny",
+        "flash-memory-base",
         "hybrid-gau-tiny",
         "hybrid-gau-base",
         "hybrid-attention-tiny",

@@ -259,18 +259,20 @@ def test_pytorch_can_check_compile_and_export_it() -> None:
     rotations = torch.randn(2, 1, 3, CHUNK, D_QK // 2)
     document, n_documents = torch.tensor([0, 1, 1]), 2
     output, projection_bias = torch.randn(7, D_VALUE, requires_grad=True), torch.randn(chunks.shape[-1], requires_grad=True)
-    arguments = (chunks, None, gamma, beta, bias, rotations, scale, torch.ones(1, 3), document, None, n_documents, 0.5, True)
+    ones = torch.ones(1, 3)
+    arguments = (chunks, None, gamma, beta, bias, rotations, scale, ones, document, None, None, n_documents, 0.5, True)
     torch.library.opcheck(cpu._fused.operator, (*arguments, True))
-    mapped = (chunks, projection_bias, *arguments[2:9], output, *arguments[10:], True)
+    linear = torch.randn(2, *chunks.shape[:3], D_QK, requires_grad=True)
+    mapped = (chunks, projection_bias, *arguments[2:9], output, linear, *arguments[11:], True)
     torch.library.opcheck(cpu._fused.operator, mapped)
     without = (chunks.detach(), None, gamma.detach(), beta.detach(), None, None, *arguments[6:], False)
     torch.library.opcheck(cpu._fused.operator, without)
     kept = (torch.randn(2, 3, CHUNK, D_VALUE), torch.randn(2, 3, CHUNK, D_VALUE), torch.randn(2, 3, D_QK, D_VALUE))
     strided = chunks.detach().transpose(0, 1).contiguous().transpose(0, 1)
     fixed = (strided, None, gamma.detach(), beta.detach(), bias.detach(), *arguments[5:])
-    torch.library.opcheck(cpu._fused.backward, (*kept, *fixed, [True, False, True, True, True, False]))
-    both = (strided, projection_bias.detach(), *fixed[2:9], output.detach(), *fixed[10:])
-    torch.library.opcheck(cpu._fused.backward, (torch.randn(2, 3, CHUNK, 7), *kept[1:], *both, [True] * 6))
+    torch.library.opcheck(cpu._fused.backward, (*kept, *fixed, [True, False, True, True, True, False, False]))
+    both = (strided, projection_bias.detach(), *fixed[2:9], output.detach(), linear.detach(), *fixed[11:])
+    torch.library.opcheck(cpu._fused.backward, (torch.randn(2, 3, CHUNK, 7), *kept[1:], *both, [True] * 7))
 
     def run(*inputs: Tensor) -> Tensor:
         return gated_mixed_chunk_attention(

@@ -11,7 +11,6 @@ from lineartime.baselines.flash_cls import FLASHCLS
 from lineartime.baselines.flash_first_to_all import FLASHFirstToAll
 from lineartime.baselines.flash_global import FLASHGlobal
 from lineartime.baselines.flash_local import FLASHLocal
-from lineartime.baselines.flash_memory import FLASHMemory
 from lineartime.baselines.flash_overlapping import FLASHOverlapping
 from lineartime.baselines.flash_weighted import FLASHWeighted
 from lineartime.baselines.flowformer import Flowformer
@@ -52,7 +51,6 @@ __all__ = [
     "FLASHFirstToAll",
     "FLASHGlobal",
     "FLASHLocal",
-    "FLASHMemory",
     "FLASHOverlapping",
     "FLASHWeighted",
     "Flowformer",

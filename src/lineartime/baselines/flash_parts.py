@@ -9,8 +9,10 @@ from functools import reduce
 from operator import add
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lineartime.layers.flash import FLASH
+from lineartime.layers.gated import GatedOptions
 from lineartime.layers.mixer import Part
 from lineartime.ops.activations import attention_weights
 from lineartime.ops.batch import Batch
@@ -33,6 +35,12 @@ class FLASHInParts(FLASH):
     splits_context = False
     reads_prefix = False
     backend = None
+
+    def __init__(
+        self, d_model: int, *, chunk_size: int = 256, relative_bias: bool = True, **options: Unpack[GatedOptions]
+    ) -> None:
+        # Passed explicitly, so that a caller who passes it gets a TypeError.
+        super().__init__(d_model, chunk_size=chunk_size, relative_bias=relative_bias, memory="sum", **options)
 
     def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool, part: Part | None = None) -> Tensor:
         """Cut into chunks, attend and join, or compute one part: [B, T, s] and [B, T, w] -> [B, T, w]."""

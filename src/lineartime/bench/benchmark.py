@@ -115,7 +115,7 @@ def _subjects(
     modes = tuple(dict.fromkeys(options.modes))
     subjects = []
     for name, config in configs.items():
-        steps_in_place = measure == "decode" and all(mixer.layer.constant_state for mixer in config.mixers)
+        steps_in_place = measure == "decode" and config.constant_state
         for mode in modes if measure not in STREAMED or steps_in_place else ("eager",):
             subjects.append(Subject(name, mode, config))
     for peer in dict.fromkeys(options.peers) if measure not in STREAMED else ():

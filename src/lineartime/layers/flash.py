@@ -5,15 +5,16 @@ The definition of its attention is in `lineartime.ops.mixed_chunk.reference`.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.errors import ArgumentError
-from lineartime.layers.dense import factory, is_untouched
+from lineartime.errors import ArgumentError, check_choice
+from lineartime.layers.dense import Dense, factory, is_untouched
 from lineartime.layers.gated import GatedOptions, GatedUnit
 from lineartime.layers.mixer import Part
 from lineartime.layers.positions import RelativeBias, build_relative_bias
@@ -24,8 +25,10 @@ from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import check_positive
 from lineartime.ops.mixed_chunk import attend_heads, attend_part, attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
+from lineartime.ops.mixed_chunk.memories import FOLDED, Memory, unit_queries_and_keys, weighted_keys
 from lineartime.ops.mixed_chunk.stream import SlotBias, mixed_chunk_state
 from lineartime.ops.precision import acc_dtype
+from lineartime.ops.token_shift import shift_next, shift_tokens
 from lineartime.ops.tracing import is_exporting
 
 STEPS = ("split", "queries_and_keys", "apply_gate", "attend", "attend_next")
@@ -44,6 +47,9 @@ class FLASH(GatedUnit):
 
     Args:
         chunk_size: C; the length of the input need not be a multiple of it.
+        memory: what the linear part reads of the chunks before: their "sum", as published, or "mesa", "decay", "delta" or
+            "proximal", which `lineartime.ops.mixed_chunk.memories` defines. Of these, queries and keys have unit length and no
+            positions, and "mesa" alone can be bidirectional.
         relative_bias: whether to add a learned bias, which depends on the distance, to the scores of the quadratic part: a
             table for chunks of up to 512 tokens, and the rotary form for longer ones.
         **options: the options of `GatedUnit`; the activation applies to the quadratic part.
@@ -64,24 +70,47 @@ class FLASH(GatedUnit):
     """The number of consecutive chunks that the relative bias spans."""
 
     def __init__(
-        self, d_model: int, *, chunk_size: int = 256, relative_bias: bool = True, **options: Unpack[GatedOptions]
+        self,
+        d_model: int,
+        *,
+        chunk_size: int = 256,
+        relative_bias: bool = True,
+        memory: Memory = "sum",
+        **options: Unpack[GatedOptions],
     ) -> None:
+        check_choice("memory", memory, get_args(Memory))
+        if memory in FOLDED and not options.get("causal", False):
+            raise ArgumentError("memory", f"is {memory!r}, whose order of chunks matters: use causal=True, or 'mesa'.")
+        self.memory: Memory = memory
         super().__init__(d_model, **options)
         check_positive(chunk_size=chunk_size)
+        if memory != "sum":
+            self.splits_context = self.constant_state = False
+            self.reads_prefix = memory == "mesa"
+        width = self.d_qk if memory == "decay" else 1
+        self.to_strength = Dense(d_model, width, **factory(options)) if memory in FOLDED else None
         self.chunk_size = chunk_size
         self.relative_bias = relative_bias
         self.bias: RelativeBias | None = None
         if relative_bias:
             self.bias = build_relative_bias(self.bias_chunks * chunk_size, self.d_qk, **factory(options))
 
+    def init_own(self) -> None:
+        """Begin as published; of another memory than the sum, queries begin as Z, and keys as that of the token before."""
+        super().init_own()
+        if self.memory != "sum":
+            for parameter, start in ((self.gamma, (1.0, 0.0)), (self.beta, (0.0, 1.0))):
+                with torch.no_grad():
+                    parameter[2:].copy_(parameter.new_tensor(start)[:, None].expand(2, self.d_qk))
+
     @property
     def options(self) -> MixedChunkOptions:
         """The options of its attention."""
-        return MixedChunkOptions(self.chunk_size, self.causal, self.activation, self.normalization)
+        return MixedChunkOptions(self.chunk_size, self.causal, self.activation, self.normalization, self.memory)
 
     def needs(self) -> Needs:
         """Request rotations and chunks; not the chunks in an exported program, whose operator cuts rows of any length."""
-        cuts = not (is_exporting() and self._is_fused())
+        cuts = not (is_exporting() and self._is_fused() and self.memory == "sum")
         return Needs(self.chunk_size if cuts else None, self.d_qk if self.rope else None, dtype=acc_dtype(self.gamma))
 
     def chunk_bias(self, batch: Batch) -> Tensor | None:
@@ -103,7 +132,7 @@ class FLASH(GatedUnit):
         if not self._is_fused():
             return super().mix(normed, batch)
         projection, bias = self.to_gate_value_base, self.chunk_bias(batch)
-        if is_exporting() and batch.context is None:
+        if is_exporting() and batch.context is None and self.memory == "sum":
             out: Tensor = self.to_output(self._exported(projection(normed), bias, batch))
             return out
         # On a CPU, fusing the output projection, too, keeps less for the backward pass.
@@ -112,9 +141,23 @@ class FLASH(GatedUnit):
             tokens = Projected(F.linear(normed, projection.weight), self.gamma, self.beta, projection.bias)
         else:
             tokens = Projected(projection(normed), self.gamma, self.beta)
+        if self.memory != "sum":
+            tokens = tokens._replace(linear=self._linear_maps(tokens, normed, batch))
         output = self.to_output.weight if fused else None
         attended = attend_projected(tokens, bias, batch, self.options, self.backend or "auto", output=output)
         return attended + self.to_output.bias.to(attended.dtype) if fused else self.to_output(attended)
+
+    def _linear_maps(self, tokens: Projected, normed: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The queries and keys of another memory than the sum, [B, T, s], of whole sequences."""
+        z = tokens.base()
+        both = shift_tokens(torch.cat([z, z], -1), None if batch.document is None else batch.positions)
+        return self._of_bases(both, normed)
+
+    def _of_bases(self, both: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries and keys of tokens of which the Z of the token before and their own are known, [B, T, 2 s]."""
+        before, z = both.chunk(2, -1)
+        q, k = unit_queries_and_keys(z, before, self.gamma, self.beta)
+        return q, k if self.to_strength is None else weighted_keys(self.memory, k, self.to_strength(normed))
 
     def _exported(self, projected: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
         def attend(tokens: Tensor, options: MixedChunkOptions, batch: Batch) -> Tensor:
@@ -146,17 +189,38 @@ class FLASH(GatedUnit):
 
     def init_own_state(self, batch_size: int) -> Any:
         """The state before the first token of `batch_size` streams."""
-        return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like=self.any_parameter)
+        like = self.any_parameter
+        return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like, memory=self.memory)
+
+    def project(self, normed: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """The gate and the values, [B, T, e], and the queries and keys, [B, T, s] each, of whole sequences."""
+        if self.memory == "sum":
+            return super().project(normed, batch)
+        tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
+        gate, v, maps = self.split(tokens.tokens, batch.rotations)
+        return gate, v, (*maps[:2], *self._linear_maps(tokens, normed, batch))
 
     def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
-        if not self._is_fused():
+        fused = self._is_fused()
+        if self.memory == "sum" and not fused:
             return super().mix_next(normed, state, batch)
         tokens, backend = Projected(self.to_gate_value_base(normed), self.gamma, self.beta), self.backend or "auto"
-        gated, state = stream.extend_projected(tokens, self.slot_bias(batch), batch, self.options, state, backend)
-        return self.to_output(gated), state
+        last = None
+        if self.memory != "sum":
+            z = tokens.base()
+            both, last = shift_next(torch.cat([z, z], -1), state.last, batch.counts)
+            tokens = tokens._replace(linear=self._of_bases(both, normed))
+        if fused:
+            gated, state = stream.extend_projected(tokens, self.slot_bias(batch), batch, self.options, state, backend)
+        else:
+            gate, v, maps = self.split(tokens.tokens, batch.rotations)
+            attended, state = self.attend_next((*maps[:2], *(tokens.linear or ())), v, state, batch)
+            gated = self.apply_gate(gate, attended)
+        return self.to_output(gated), state if last is None else replace(state, last=last)
 
     def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Attend with a state of constant size; return the outputs and the new state."""
         q_quad, k_quad, q_lin, k_lin = maps
-        return stream.extend(q_quad, q_lin, [k_quad, k_lin], v, self.slot_bias(batch), self.options, state, batch)
+        keys = [k_quad, *k_lin.split(self.d_qk, -1)]
+        return stream.extend(q_quad, q_lin, keys, v, self.slot_bias(batch), self.options, state, batch)

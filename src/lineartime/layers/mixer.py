@@ -24,7 +24,7 @@ from lineartime.ops.token_shift import shift_next, shift_tokens, shifted_width
 
 Part = Literal["attention", "local", "global"]
 """A part of an attention: "local" for nearby tokens, "global" for a sum over all tokens, "attention" if there is one part."""
-READ_PREFIX = "GAU, FLASH and softmax attention"  # the mixers that can, for messages
+READ_PREFIX = "GAU, FLASH with the memory sum or mesa, and softmax attention"  # the mixers that can, for messages
 
 
 class MixerOptions(LayerOptions, total=False):
@@ -87,13 +87,13 @@ class Mixer(ResidualLayer, ABC):
     """Why `open` cannot take the attention apart, as the end of a sentence; None if it can."""
     parts: ClassVar[tuple[Part, ...]] = ("attention",)
     """The parts whose sum is its attention."""
-    splits_context: ClassVar[bool] = False
+    splits_context: bool = False
     """Whether it supports sequences that are split over several processes."""
-    reads_prefix: ClassVar[bool] = False
+    reads_prefix: bool = False
     """Whether a causal mixer can attend bidirectionally within the first tokens of a sequence."""
     any_positions: ClassVar[bool] = False
     """Whether `mix_next` takes streams at different positions and with padding; others get one such group after another."""
-    constant_state: ClassVar[bool] = False
+    constant_state: bool = False
     """Whether one token of each stream updates the state in place, so that a step can be recorded or exported."""
     backend: Backend | None = None
     """The implementation of its attention, if there are several: see `set_backend`."""

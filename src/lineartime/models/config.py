@@ -162,7 +162,15 @@ class ModelConfig(PartsConfig):
     @property
     def longest_sequence(self) -> int | None:
         """The maximum number of tokens that the model can read, or None if there is no limit."""
-        with shapes_only():
-            layers = [mixer.build(self.d_model, causal=self.task != "mlm") for mixer in set(self.mixers)]
-        limits = [self.max_positions, *(layer.longest_sequence for layer in layers)]
+        limits = [self.max_positions, *(layer.longest_sequence for layer in self._layers())]
         return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def constant_state(self) -> bool:
+        """Whether one token of each stream updates the state of all blocks in place, in constant memory."""
+        return all(layer.constant_state for layer in self._layers())
+
+    def _layers(self) -> list[Mixer]:
+        """The mixers, without memory."""
+        with shapes_only():
+            return [mixer.build(self.d_model, causal=self.task != "mlm") for mixer in set(self.mixers)]

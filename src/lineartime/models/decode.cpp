@@ -12,19 +12,20 @@ constexpr int64_t near = 64;  // angles are sums: of a position that is divisibl
 
 template <class T, class A = typename Type<T>::A>
 struct Layer {
-  const T *gamma, *beta;  // [4, s]
+  const T *gamma, *beta;  // [4, s]; of another memory than the sum, the last two rows of beta multiply the Z of the token before
   const A* bias;          // [C], the relative bias by the distance of a key from C - 1 down to 0; or null
   Norm<T> norm;
   const T *to_projected, *projected_bias, *to_output, *output_bias;
 };
 
-// The state of a layer: `ShiftedState` and `MixedChunkState` in Python.
+// The state of a layer: `ShiftedState`, and `MixedChunkState` or `MemoryState` in Python.
 template <class T, class A = typename Type<T>::A>
 struct State {
   T* last;  // [B, shifted], the first normed features of the previous token; or null
   A* summary;
   T *keys, *values;
   int64_t* position;
+  T* base;  // [B, s], the Z of the previous token; null if the memory is the sum
 };
 
 template <class T, class A = typename Type<T>::A>
@@ -32,6 +33,7 @@ struct Model {
   int64_t layers, d, e, s, c, vocabulary;
   int64_t shifted;                       // the number of features that are shifted, or 0
   int64_t published, divides_by_chunk;   // what sums are divided by: see `share` and `summary_share`
+  int64_t solved;                        // whether the memory is mesa, whose full chunks Python folds
   double score_scale;
   int64_t rotated, angles;               // of the angles of a position, the first are those of rotations
   const double *frequencies, *cosines;   // [angles], and [near, angles, 2], the cosines and sines of positions below `near`
@@ -97,7 +99,7 @@ struct Step {
   A share(int64_t slot) const { return m.published ? A(1) : A(1) / A(slot + 1); }
 
   // The factor of the sum over the `read` tokens of the previous chunks.
-  A summary_share(int64_t read) const { return read == 0 ? A(0) : A(1) / A(m.divides_by_chunk ? m.c : read); }
+  A summary_share(int64_t read) const { return read == 0 ? A(0) : A(1) / A(m.solved ? 1 : m.divides_by_chunk ? m.c : read); }
 
   // The rotations of a row, and what is added to its embedding.
   void place(int64_t row) const {
@@ -149,6 +151,10 @@ struct Step {
     const A* rotations = memory.rotations + row * s;
     for (int64_t map = 0; map < 4; ++map) {
       const int64_t of = map % 2 * 2 + map / 2;
+      if (m.solved && of >= 2) {
+        unit(activated + 2 * e, state.base + row * s, layer.gamma + of * s, layer.beta + of * s, maps + map * s);
+        continue;
+      }
       rotate(activated + 2 * e, layer.gamma + of * s, layer.beta + of * s, rotations, rotations + s / 2, A(1), maps + map * s,
              s / 2);
     }
@@ -180,7 +186,18 @@ struct Step {
     }
     T* gated = memory.gated + row * e + first;
     for (int64_t i = 0; i < width; ++i) store(gated[i], activated[first + i] * out[i]);
-    if (slot == c - 1) fold(keys + c * s, maps + 3 * s, values, summary, folded, width);
+    if (slot == c - 1 && !m.solved) fold(keys + c * s, maps + 3 * s, values, summary, folded, width);
+  }
+
+  // A query or key of unit length, of Z and that of the token before.
+  void unit(const A* z, const T* before, const T* now, const T* then, A* out) const {
+    A sum = 0;
+    for (int64_t i = 0; i < m.s; ++i) {
+      out[i] = z[i] * load(now[i]) + load(before[i]) * load(then[i]);
+      sum += out[i] * out[i];
+    }
+    const A by = A(1) / std::max(std::sqrt(sum), A(1e-6));
+    for (int64_t i = 0; i < m.s; ++i) out[i] *= by;
   }
 
   // Add the products of a full chunk's linear keys, the last of which is `last_key`, and values to the summary.
@@ -240,6 +257,10 @@ struct Step {
       attend(layer, state, task / parts, strips * part / parts * strip, std::min(e, strips * (part + 1) / parts * strip));
     }
     team.wait();
+    for (int64_t row = begin; m.solved && row < end; ++row) {
+      const A* z = memory.activated + row * (2 * e + s) + 2 * e;
+      for (int64_t i = 0; i < s; ++i) store(state.base[row * s + i], z[i]);
+    }
     dense_by(team, memory.gated, layer.to_output, layer.output_bias, rows, e, d, own(), memory.shared,
              [&](int64_t row, int64_t first, int64_t count, const T* values) {
                T* x = memory.x + row * d + first;

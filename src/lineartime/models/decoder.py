@@ -18,6 +18,8 @@ from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import norm_parts
 from lineartime.models.backbone import Backbone, Block, ModelState
 from lineartime.native import NATIVE_DTYPES, NativeFunctions, native_functions
+from lineartime.ops.mixed_chunk.memories import FOLDED
+from lineartime.ops.mixed_chunk.stream import fold_full_chunks
 from lineartime.ops.positions import FactoredBias, rotary_table
 from lineartime.ops.precision import acc_dtype
 from lineartime.ops.token_shift import shifted_width
@@ -45,7 +47,8 @@ class _Layer(ctypes.Structure):
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        *((name, _LONG) for name in ("layers", "d", "e", "s", "c", "vocabulary", "shifted", "published", "divides_by_chunk")),
+        *((name, _LONG) for name in ("layers", "d", "e", "s", "c", "vocabulary", "shifted")),
+        *((name, _LONG) for name in ("published", "divides_by_chunk", "solved")),
         ("score_scale", _NUMBER),
         *((name, _LONG) for name in ("rotated", "angles")),
         *((name, _ADDRESS) for name in ("frequencies", "cosines", "embedding", "token_type", "sine_scale", "places")),
@@ -77,7 +80,7 @@ class NativeDecoder:
         first, position = layers[0], backbone.position
         self._backbone, self._dtype = backbone, first.gamma.dtype
         self._kept: list[Any] = []
-        self._shifted = first.token_shift
+        self._shifted, self._options = first.token_shift, first.options
         self._like = self._tensors(first.init_state(0))
         length, self._vocabulary = first.options.published_length, backbone.embedding.weight.shape[0]
         rotated = first.d_qk // 2 if first.rope else 0
@@ -89,8 +92,8 @@ class NativeDecoder:
         self._native = _Model(
             len(layers), first.d_model, first.d_value, first.d_qk, first.chunk_size, self._vocabulary,
             shifted_width(first.d_model) if first.token_shift else 0,
-            length is not None, first.options.divides_by_chunk_size, first.d_qk**-0.5 if length is None else 1 / length,
-            rotated, rotated + sines,
+            length is not None, first.options.divides_by_chunk_size, first.memory == "mesa",
+            first.d_qk**-0.5 if length is None else 1 / length, rotated, rotated + sines,
             self._keep(torch.cat(frequencies) if counts else None), self._keep(torch.cat(tables, 1) if counts else None),
             self._keep(backbone.embedding.weight),
             self._keep(None if backbone.token_types is None else backbone.token_types.weight),
@@ -164,6 +167,10 @@ class NativeDecoder:
         wrong = self._decode(*bound.first, *pointers[:3], *sampling, pointers[3])
         if wrong:
             self._refuse(ids, wrong)
+        if self._options.memory == "mesa":
+            full = state.position % self._options.chunk_size == 0
+            for own in map(self._own, state.blocks) if full.any() else ():
+                fold_full_chunks([own.summary, own.gram], own.keys, own.values, full, self._options)
 
     def _bind(self, state: ModelState) -> _Bound:
         """The addresses of a state, which are found once for all tokens."""
@@ -172,8 +179,9 @@ class NativeDecoder:
         for tensors in every:
             for tensor, like in zip(tensors, self._like, strict=True):
                 self._check("state", tensor, like.dtype, streams, *like.shape[1:])
-        null = [] if self._shifted else [0]
-        addresses = torch.tensor([[*null, *(tensor.data_ptr() for tensor in tensors)] for tensors in every], device="cpu")
+        null, end = [] if self._shifted else [0], [] if self._options.memory == "mesa" else [0]
+        rows = [[*null, *(tensor.data_ptr() for tensor in tensors), *end] for tensors in every]
+        addresses = torch.tensor(rows, device="cpu")
         # PyTorch does not see what C++ writes: this lets it refuse the gradient of what read these tensors before.
         torch.autograd.graph.increment_version([tensor for tensor in state.tensors() if not tensor.is_inference()])
         model = ctypes.addressof(self._native)
@@ -183,8 +191,12 @@ class NativeDecoder:
 
     def _tensors(self, block: Any) -> list[Tensor]:
         """The tensors of the state of a block, in the order of `State` in decode.cpp."""
-        own = block.own if self._shifted else block
-        return [*([block.last] if self._shifted else []), own.summary, own.keys, own.values, own.position]
+        own = self._own(block)
+        last = [own.last] if self._options.memory == "mesa" else []
+        return [*([block.last] if self._shifted else []), own.summary, own.keys, own.values, own.position, *last]
+
+    def _own(self, block: Any) -> Any:
+        return block.own if self._shifted else block
 
     def _check(self, argument: str, x: Tensor, dtype: torch.dtype, *shape: int) -> None:
         if x.shape != shape or x.dtype != dtype or not has_plain_memory(x):
@@ -272,4 +284,4 @@ def _is_plain_block(block: Block) -> bool:
         return False
     dropped = layer.training and getattr(layer.dropout, "p", True)
     untouched = is_untouched(layer.to_gate_value_base) and is_untouched(layer.to_output) and norm_parts(layer.norm) is not None
-    return untouched and layer.activation == "relu2" and not dropped
+    return untouched and layer.activation == "relu2" and layer.memory not in FOLDED and not dropped

@@ -20,7 +20,6 @@ from lineartime.baselines.flash_cls import FLASHCLS
 from lineartime.baselines.flash_first_to_all import FLASHFirstToAll
 from lineartime.baselines.flash_global import FLASHGlobal
 from lineartime.baselines.flash_local import FLASHLocal
-from lineartime.baselines.flash_memory import FLASHMemory
 from lineartime.baselines.flash_overlapping import FLASHOverlapping
 from lineartime.baselines.flash_weighted import FLASHWeighted
 from lineartime.baselines.flowformer import Flowformer
@@ -170,6 +169,11 @@ SYSTEMS: dict[str, System] = {
         options=FLASH_NEXT,
         description="flash-next: FLASH with the published divisor, and scores that start near 1",
     ),
+    "flash-memory": System(
+        FLASH,
+        options={**FLASH_NEXT, "memory": "mesa"},
+        description="flash-memory: flash-next that recalls what followed a token",
+    ),
     "hybrid-gau": System(
         FLASH,
         options=FLASH_NEXT,
@@ -207,7 +211,6 @@ SYSTEMS: dict[str, System] = {
     "flash-global": System(FLASHGlobal, options={"chunk_size": 64}),
     "flash-overlapping": System(FLASHOverlapping),
     "flash-weighted": System(FLASHWeighted),
-    "flash-memory": System(FLASHMemory, options={"token_shift": True}),
     "flash-first-to-all": System(FLASHFirstToAll, scaled=FINE_TUNING),
     "flash-cls": System(FLASHCLS, scaled=FINE_TUNING),
     "gau-softmax": System(

@@ -57,5 +57,5 @@ def shift_next(x: Tensor, last: Tensor, counts: Tensor | None = None) -> tuple[T
     if x.shape[1] == 1 and in_place(x, last):
         last = writable(last).copy_(end)
     else:
-        last = end.to(last.dtype)
+        last = end.to(last.dtype).contiguous()
     return torch.cat([read[:, :-1], rest], -1), last

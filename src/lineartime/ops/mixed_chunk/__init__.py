@@ -27,7 +27,7 @@ from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import check_bias
 from lineartime.ops.make_batch import make_batch, rotated_by
-from lineartime.ops.mixed_chunk import chunked, context_parallel, cpu, reference, triton
+from lineartime.ops.mixed_chunk import chunked, context_parallel, cpu, memories, reference, triton
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads, check_positions, check_projected
 from lineartime.ops.positions import rotary_table
 from lineartime.ops.precision import acc_dtype, matmul_dtype
@@ -161,7 +161,8 @@ def attend_heads(
     form = choose_backend(backend, ("torch", "triton", "oracle"), heads.v, matmul_dtype(*heads), options.activation)
     if form == "oracle":
         return reference.attend(heads, bias, batch, options)
-    return _with_prefix(triton.attend if form == "triton" else chunked.attend, heads, bias, batch, options)
+    in_kernels = form == "triton" and options.memory not in memories.FOLDED
+    return _with_prefix(triton.attend if in_kernels else chunked.attend, heads, bias, batch, options)
 
 
 def attend_part(part: str, heads: Heads, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
@@ -178,11 +179,16 @@ def _with_prefix(
 ) -> Tensor:
     """Apply a form without prefixes to everything and, bidirectionally, to the prefixes of the batch."""
 
+    def solved(heads: Heads, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
+        if options.memory == "mesa":
+            heads = heads._replace(q_lin=memories.solved_queries(heads.q_lin, heads.k_lin, batch, causal=options.causal))
+        return attend(heads, bias, batch, options)
+
     def within(*parts: Any) -> Tensor:
         *tensors, inner = parts
-        return attend(Heads(*tensors), _of_chunks(bias, inner), inner, options.bidirectional)
+        return solved(Heads(*tensors), _of_chunks(bias, inner), inner, options.bidirectional)
 
-    return batch.with_prefix(attend(heads, bias, batch, options), within, *heads)
+    return batch.with_prefix(solved(heads, bias, batch, options), within, *heads)
 
 
 def attend_projected(
@@ -207,7 +213,12 @@ def attend_projected(
     """
     tokens, dtype = projected.tokens, torch.promote_types(projected.tokens.dtype, projected.gamma.dtype)
     form = choose_backend(backend, ("torch", "tiled", "triton", "oracle"), tokens, dtype, options.activation)
+    if form == "tiled" and options.memory != "sum" and (options.memory != "mesa" or batch.prefix is not None):
+        form = "torch"
     if form == "tiled" and batch.context is None and batch.prefix is None:
+        if projected.linear is not None:
+            q, k = projected.linear
+            projected = projected._replace(linear=(memories.solved_queries(q, k, batch, causal=options.causal), k))
         return cpu.attend(projected, bias, batch, options, output)
     projected = projected.with_bias()
     gated = _gated(form, projected, bias, batch, options)
@@ -218,7 +229,7 @@ def attend_projected(
 
 def _gated(form: Backend, projected: Projected, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
     """Gated attention by one form to the tokens of this process, bidirectionally in the prefixes of the batch."""
-    if form in ("torch", "oracle"):
+    if form in ("torch", "oracle") or projected.linear is not None:
         gate, heads = projected.heads(batch.rotations)
         return gate * attend_heads(heads, bias, batch, options, form)
 

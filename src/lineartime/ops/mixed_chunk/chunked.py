@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lineartime.ops.batch import Batch
 from lineartime.ops.chunks import Reach, sum_chunks
+from lineartime.ops.mixed_chunk import memories
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic.blocked import attend_visible
@@ -34,9 +35,7 @@ def attend(
         if "local" in parts:
             outputs.append(chunk_attention(q_quad, k_quad, v, batch, bias, options))
         if "global" in parts:
-            reach: Reach = "before" if options.causal else "all"
-            elsewhere = batch.elsewhere(options.causal)
-            outputs.append(summary_attention(q_lin, k_lin, v, batch, options, reach=reach, elsewhere=elsewhere))
+            outputs.append(_linear_part(q_lin, k_lin, v, batch, options))
         return batch.join(reduce(add, outputs).to(output_dtype(heads.v, compute)))
 
 
@@ -49,6 +48,13 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, bias: Tensor 
     return attend_visible(
         q, k, v, visible=visible, bias=bias, activation=options.activation, published_length=options.published_length
     )
+
+
+def _linear_part(q: Tensor, k: Tensor, v: Tensor, batch: Batch, options: MixedChunkOptions) -> Tensor:
+    if options.memory in memories.FOLDED:
+        return memories.read(options.memory, q, k, v, batch)
+    reach: Reach = "before" if options.causal else "all"
+    return summary_attention(q, k, v, batch, options, reach=reach, elsewhere=batch.elsewhere(options.causal))
 
 
 def summary_attention(

@@ -50,6 +50,7 @@ class Inputs(NamedTuple):
         state_scale: [B or 1, G], the factor of the queries q_lin.
         document: int64 [G], the document of each chunk, or None for a single one.
         output: [d, e], the weight of the output projection, or None.
+        linear: [2, B, G, C, s], queries and keys of the linear part in place of those of Z, or None.
         n_documents: D.
         score_scale: the factor of the products q_quad.k_quad.
         causal: whether chunks use the sums of the chunks before, and not of their whole document.
@@ -65,6 +66,7 @@ class Inputs(NamedTuple):
     state_scale: Tensor
     document: Tensor | None
     output: Tensor | None
+    linear: Tensor | None
     n_documents: int
     score_scale: float
     causal: bool
@@ -87,7 +89,7 @@ def can_extend(
 
     In plain PyTorch, tiles gain nothing for streams.
     """
-    tokens, gamma, beta, _ = projected
+    tokens, gamma, beta = projected[:3]
     if is_traced() or backend not in ("auto", "tiled"):  # the compiler cannot trace the search for a C++ compiler
         return False
     if why_not("tiled", tokens.device, tokens.dtype, options.activation) is not None or not _functions(projected.d_qk):
@@ -117,14 +119,16 @@ def _inputs(
     projected: Projected, bias: Tensor | None, batch: Batch, options: MixedChunkOptions, output: Tensor | None, before: int = 0
 ) -> Inputs:
     """The inputs in the dtype to compute in, which depends on the autocast of the caller."""
-    tokens, gamma, beta, projection_bias = projected
+    tokens, gamma, beta, projection_bias, maps = projected
+    compute = matmul_dtype(tokens, gamma)
+    linear = None if maps is None else torch.stack([batch.cut(x.to(compute)) for x in maps])
     scales = chunk_scales(batch, options, projected.d_qk, tokens, before)
     weight_scale = scales.row_scale[..., None]
     if options.causal:  # zero for keys that come later
         weight_scale = weight_scale * weight_scale.new_ones(batch.chunk_size, batch.chunk_size).tril()
     return Inputs(
-        batch.cut(tokens.to(matmul_dtype(tokens, gamma))), projection_bias, gamma, beta, bias, batch.chunk_rotations,
-        weight_scale, scales.state_scale, batch.chunk_document, output, len(batch.chunk_starts) - 1, scales.score_scale,
+        batch.cut(tokens.to(compute)), projection_bias, gamma, beta, bias, batch.chunk_rotations,
+        weight_scale, scales.state_scale, batch.chunk_document, output, linear, len(batch.chunk_starts) - 1, scales.score_scale,
         options.causal,
     )  # fmt: skip
 
@@ -199,7 +203,7 @@ class Work:
         self._changes = None if changes is None else F.pad(changes, (0, 1))  # bool [G + 1]
 
     def activate(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """U and V, [N, C, e], and the queries and keys [4, N, C, s], with q_lin scaled."""
+        """U and V, [N, C, e], and the queries and keys [4, N, C, s], with q_lin scaled unless it is given."""
         at, (s, e) = tile.at, self.sum_shape
         before, cosines = self.projected[at], self.cosines[at]
         n, c, _ = before.shape
@@ -209,6 +213,8 @@ class Work:
             before, self.projection_bias, self.gamma, self.beta, cosines, self.sines[at], *cosines.stride()[:2],
             self.state_scale[at], active, maps, n, c, e, s,
         )  # fmt: skip
+        if self.inputs.linear is not None:
+            maps[2:] = self.inputs.linear[:, at[0], at[1]]
         return active[0], active[1], maps
 
     def run_sums(self, total: Tensor, sums: Tensor, out: Tensor, tile: Tile, backwards: bool) -> None:
@@ -280,6 +286,7 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
     d_gated = d_out if output is None else d_out @ output.to(d_out.dtype)
     work, causal = Work(inputs), inputs.causal
     d_projected, d_bias = torch.empty_like(work.projected), None if work.bias is None else torch.zeros_like(work.bias)
+    d_linear = None if inputs.linear is None else torch.empty_like(inputs.linear)
     d_parameters = [torch.zeros_like(x) for x in (work.projection_bias, work.gamma, work.beta)]
     # The gradient of the sums k_lin^T v, from the chunks that use them.
     totals = work.gamma.new_zeros(len(read), *work.sum_shape) if causal else _totals(work, d_gated)
@@ -309,6 +316,9 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
         d_v[sources].baddbmm_(k_lin[sources], d_sums)
         d_q_lin[: readers.start].zero_()
         d_k_lin[sources.stop :].zero_()
+        if d_linear is not None:
+            d_linear[:, at[0], at[1]] = d_maps[2:]
+            d_maps[2:] = 0
 
         # The gate, SiLU and the maps. For an output projection, d_gated is overwritten with the gated output.
         cosines = work.cosines[at]
@@ -319,7 +329,7 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
             d_projected[at], *d_parameters, *d_v.shape, work.sum_shape[0],
         )  # fmt: skip
     d_output = None if output is None else d_out.flatten(0, -2).mT @ d_gated.flatten(0, -2)
-    return [d_projected, *d_parameters, d_bias, d_output]
+    return [d_projected, *d_parameters, d_bias, d_output, d_linear]
 
 
 def _fake(inputs: Inputs, keep: bool) -> tuple[Tensor, ...]:
@@ -342,6 +352,6 @@ def _flops(inputs: Inputs, times: int = 1) -> int:
 
 _fused = Fused(
     "tiled_mixed_chunk", Inputs, _forward, _fake, _backward, n_kept=2,
-    wrt=("projected", "projection_bias", "gamma", "beta", "bias", "output"), what="backend 'tiled'",
+    wrt=("projected", "projection_bias", "gamma", "beta", "bias", "output", "linear"), what="backend 'tiled'",
     flops=_flops, backward_flops=lambda inputs, wanted: _flops(inputs, times=2),
 )  # fmt: skip

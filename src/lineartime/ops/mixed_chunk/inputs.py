@@ -15,6 +15,7 @@ from lineartime.ops.activations import CHUNK_NORMALIZATIONS, Activation, Normali
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_positive, check_queries_keys_values, check_whole
 from lineartime.ops.chunks import count_before, sum_chunks
+from lineartime.ops.mixed_chunk.memories import Memory
 from lineartime.ops.positions import over_heads, rotate
 from lineartime.ops.precision import acc_dtype
 
@@ -31,12 +32,14 @@ class MixedChunkOptions:
             averages K^T V / C over the visible chunks. "paper_sum" has these scores and the linear part of published ports: a
             causal layer sums K^T V / C over the previous chunks without averaging, so outputs grow with the position; a
             bidirectional layer divides by the number of tokens, even if the last chunk is not full.
+        memory: what the linear part reads of the chunks: "sum", as published, or another one of `memories`, without a divisor.
     """
 
     chunk_size: int
     causal: bool = False
     activation: Activation = "relu2"
     normalization: Normalization = "count"
+    memory: Memory = "sum"
 
     def __post_init__(self) -> None:
         check_choice("activation", self.activation, known_activations())
@@ -56,10 +59,12 @@ class MixedChunkOptions:
     @property
     def divides_by_chunk_size(self) -> bool:
         """Whether the linear part divides by C, however many chunks it sums over."""
-        return self.normalization == "paper_sum" and self.causal
+        return self.memory == "sum" and self.normalization == "paper_sum" and self.causal
 
     def linear_divisor(self, n_tokens: Tensor) -> Tensor:
         """The divisor of the linear part for a sum of k v^T over `n_tokens` tokens, int or float."""
+        if self.memory != "sum":
+            return torch.ones_like(n_tokens)
         return torch.full_like(n_tokens, self.chunk_size) if self.divides_by_chunk_size else n_tokens.clamp(min=1)
 
 
@@ -83,12 +88,15 @@ class Projected(NamedTuple):
         tokens: [B, T, 2 e + s], the gate, the values and the base of queries and keys, all before SiLU.
         gamma, beta: [4, s].
         projection_bias: [2 e + s], a bias that must still be added to the tokens, or None.
+        linear: the queries and keys of the linear part, [B, T, s], for another memory than the sum, where they come from
+            `memories.unit_queries_and_keys`; keys of decay have 2 s features. None for the sum.
     """
 
     tokens: Tensor
     gamma: Tensor
     beta: Tensor
     projection_bias: Tensor | None = None
+    linear: tuple[Tensor, Tensor] | None = None
 
     @property
     def d_qk(self) -> int:
@@ -99,7 +107,7 @@ class Projected(NamedTuple):
         """The same, with the bias added."""
         if self.projection_bias is None:
             return self
-        return Projected(self.tokens + self.projection_bias.to(self.tokens.dtype), self.gamma, self.beta)
+        return self._replace(tokens=self.tokens + self.projection_bias.to(self.tokens.dtype), projection_bias=None)
 
     def activate(self) -> tuple[Tensor, Tensor, Tensor]:
         """U, V and Z."""
@@ -107,10 +115,19 @@ class Projected(NamedTuple):
         gate, v, z = F.silu(self.tokens).split([d_value, d_value, self.d_qk], -1)
         return gate, v, z
 
+    def base(self) -> Tensor:
+        """Z [B, T, s]."""
+        z, width = self.tokens[..., -self.d_qk :], self.d_qk
+        bias = self.projection_bias
+        return F.silu(z if bias is None else z + bias[-width:].to(z.dtype))
+
     def heads(self, rotations: Tensor | None) -> tuple[Tensor, Heads]:
         """The gate U, and the heads, rotated by `rotations` [2, T, s / 2] or [2, B, T, s / 2]."""
         gate, v, z = self.activate()
-        return gate, Heads(*(*queries_and_keys(z, self.gamma, self.beta, rotations).unbind(1), v))
+        if self.linear is None:
+            return gate, Heads(*(*queries_and_keys(z, self.gamma, self.beta, rotations).unbind(1), v))
+        q_quad, k_quad = queries_and_keys(z, self.gamma[:2], self.beta[:2], rotations).unbind(1)
+        return gate, Heads(q_quad, k_quad, *self.linear, v)
 
 
 def queries_and_keys(z: Tensor, gamma: Tensor, beta: Tensor, rotations: Tensor | None) -> Tensor:
@@ -178,7 +195,7 @@ def check_positions(positions: Tensor | None, batch: int, length: int, width: in
 
 def check_projected(projected: Projected) -> None:
     """Raise ArgumentError unless the shapes fit together."""
-    tokens, gamma, beta, _ = projected
+    tokens, gamma, beta = projected[:3]
     for name, tensor in (("gamma", gamma), ("beta", beta)):
         if tensor.dim() != 2 or tensor.shape[0] != 4:
             raise ArgumentError(name, f"has shape {list(tensor.shape)}, but must be [4, s].")

@@ -25,8 +25,9 @@ from lineartime.ops.batch import Batch, cut_rows
 from lineartime.ops.checks import check_bias, check_continues
 from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.make_batch import stream_batch
-from lineartime.ops.mixed_chunk import cpu, triton
+from lineartime.ops.mixed_chunk import cpu, memories, triton
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads
+from lineartime.ops.mixed_chunk.memories import Memory
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic.blocked import attend_visible
 from lineartime.ops.state import State, in_place, writable
@@ -53,20 +54,45 @@ class MixedChunkState(State):
     values: Tensor
 
 
+@dataclass(eq=False)
+class MemoryState(MixedChunkState):
+    """The state of another memory than the sum; `summary` is its S.
+
+    Attributes:
+        last: [B, s], the base Z of the last token, of which the next key tells.
+        gram: [B, s, s], P of mesa; [B, 0, 0] for others.
+    """
+
+    last: Tensor
+    gram: Tensor
+
+
 def mixed_chunk_state(
-    batch_size: int, chunk_size: int, d_qk: int, d_value: int, like: Tensor, *, maps: int = 2, linear: bool = True
+    batch_size: int,
+    chunk_size: int,
+    d_qk: int,
+    d_value: int,
+    like: Tensor,
+    *,
+    maps: int = 2,
+    linear: bool = True,
+    memory: Memory = "sum",
 ) -> MixedChunkState:
     """The state before the first token, with keys and values in the dtype of `like`, on its device."""
 
     def zeros(*shape: int, dtype: torch.dtype = like.dtype) -> Tensor:
         return torch.zeros(batch_size, *shape, dtype=dtype, device=like.device)
 
-    return MixedChunkState(
+    parts = (
         zeros(dtype=torch.long),
         zeros(d_qk if linear else 0, d_value, dtype=acc_dtype(like)),
-        zeros(maps, chunk_size, d_qk),
+        zeros(maps + (memory == "decay"), chunk_size, d_qk),
         zeros(chunk_size, d_value),
     )
+    if memory == "sum":
+        return MixedChunkState(*parts)
+    width = d_qk if memory == "mesa" else 0
+    return MemoryState(*parts, zeros(d_qk), zeros(width, width, dtype=acc_dtype(like)))
 
 
 def mixed_chunk_attention_extend(
@@ -170,21 +196,40 @@ def _read(
         activation=options.activation, published_length=options.published_length,
     )  # fmt: skip
 
-    after, summary = position + (n if counts is None else counts), state.summary
+    after, sums = position + (n if counts is None else counts), _sums(state)
     complete = (position - position % size)[:, None, None]
     if q_lin is not None:
-        read = _read_summary(q_lin, summary, complete, options)
+        read = _read_summary(q_lin, sums[0], complete, options)
         if slot is None or slot + n == size:
-            summary = summary + keys[:, -1, :size].to(summary.dtype).mT @ values[:, :size].to(summary.dtype)
+            sums = _fold(sums, keys[:, :, :size], values[:, :size], options)
         if slot is None:
-            read = torch.where(places[..., None] < size, read, _read_summary(q_lin, summary, complete + size, options))
+            read = torch.where(places[..., None] < size, read, _read_summary(q_lin, sums[0], complete + size, options))
         out = out + read
     if slot is None:
         full = after[:, None, None] >= complete + size
-        summary = torch.where(full, summary, state.summary)
+        sums = [torch.where(full, new, old) for new, old in zip(sums, _sums(state), strict=True)]
         keys = torch.where(full[..., None], keys[:, :, size:], keys[:, :, :size])
         values = torch.where(full, values[:, size:], values[:, :size])
-    return out, MixedChunkState(after, summary, keys, values)
+    return out, _with_sums(replace(state, position=after, keys=keys, values=values), sums)
+
+
+def _sums(state: MixedChunkState) -> list[Tensor]:
+    """What the complete chunks left: the summary and, of another memory than the sum, P."""
+    return [state.summary, state.gram] if isinstance(state, MemoryState) else [state.summary]
+
+
+def _with_sums(state: MixedChunkState, sums: list[Tensor]) -> MixedChunkState:
+    return replace(state, **dict(zip(("summary", "gram"), sums, strict=False)))
+
+
+def _fold(sums: list[Tensor], keys: Tensor, values: Tensor, options: MixedChunkOptions) -> list[Tensor]:
+    """The sums with a full chunk: keys [..., M, C, s], those of the quadratic part first, and values [..., C, e]."""
+    of_linear = keys[..., min(1, keys.shape[-3] - 1) :, :, :]
+    x, v = of_linear.transpose(-3, -2).flatten(-2).to(sums[0].dtype), values.to(sums[0].dtype)
+    if options.memory == "sum":
+        return [sums[0] + x.mT @ v]
+    summary, p = sums
+    return list(memories.fold(options.memory, summary, p, memories.chunk_terms(options.memory, x, v), options.chunk_size))
 
 
 def _read_summary(q_lin: Tensor, summary: Tensor, n_tokens: Tensor, options: MixedChunkOptions) -> Tensor:
@@ -212,7 +257,7 @@ def _step(
 
     A step can so be recorded as a CUDA graph, or be a part of an exported program.
     """
-    position, summary, keys, values = (writable(x) for x in (state.position, state.summary, state.keys, state.values))
+    position, keys, values, *sums = (writable(x) for x in (state.position, state.keys, state.values, *_sums(state)))
     size = options.chunk_size
     slot = position % size
     place = slot[:, None, None]
@@ -228,22 +273,24 @@ def _step(
     out = torch.bmm(weights.to(compute), values.to(compute))
     if q_lin is not None:
         complete = (position - slot)[:, None, None]
-        out = out + torch.bmm(q_lin.to(summary.dtype) / options.linear_divisor(complete), summary)
-        _fold_full_chunks(summary, keys, values, slot == size - 1)
+        out = out + torch.bmm(q_lin.to(sums[0].dtype) / options.linear_divisor(complete), sums[0])
+        fold_full_chunks(sums, keys, values, slot == size - 1, options)
     position += 1
-    return out, MixedChunkState(position, summary, keys, values)
+    return out, _with_sums(replace(state, position=position, keys=keys, values=values), sums)
 
 
-def _fold_full_chunks(summary: Tensor, keys: Tensor, values: Tensor, full: Tensor) -> None:
-    """Add the chunks of streams that are full, bool [B], to the summary, in place."""
+def fold_full_chunks(sums: list[Tensor], keys: Tensor, values: Tensor, full: Tensor, options: MixedChunkOptions) -> None:
+    """Fold the open chunks of streams that are full, bool [B], into the sums, in place: see `_fold`."""
     if full.device.type == "cpu" and not is_traced():
-        if not full.any():
-            return
-        for row in full.nonzero()[:, 0].tolist():
-            summary[row].addmm_(keys[row, -1].to(summary.dtype).mT, values[row].to(summary.dtype))
-    else:  # no copy to the host: the same operations at each token
-        added = keys[:, -1].to(summary.dtype).masked_fill(~full[:, None, None], 0.0)
-        summary.baddbmm_(added.mT, values.to(summary.dtype))
+        for row in full.nonzero()[:, 0].tolist() if full.any() else ():
+            for own, new in zip(sums, _fold([x[row] for x in sums], keys[row], values[row], options), strict=True):
+                own[row] = new
+    elif options.memory == "sum":  # no copy to the host: the same operations at each token
+        added = keys[:, -1].to(sums[0].dtype).masked_fill(~full[:, None, None], 0.0)
+        sums[0].baddbmm_(added.mT, values.to(sums[0].dtype))
+    else:
+        for own, new in zip(sums, _fold(sums, keys, values, options), strict=True):
+            own.copy_(torch.where(full[:, None, None], new, own))
 
 
 def extend_projected(
@@ -269,7 +316,8 @@ def extend_projected(
 
     def plainly(projected: Projected, batch: Batch, state: MixedChunkState) -> tuple[Tensor, MixedChunkState]:
         gate, (q_quad, k_quad, q_lin, k_lin, v) = projected.heads(batch.rotations)
-        attended, state = extend(q_quad, q_lin, [k_quad, k_lin], v, bias, options, state, batch)
+        keys = [k_quad, *k_lin.split(projected.d_qk, -1)]
+        attended, state = extend(q_quad, q_lin, keys, v, bias, options, state, batch)
         return gate * attended, state
 
     (streams, new, _), start, size = projected.tokens.shape, batch.start, options.chunk_size
@@ -279,19 +327,32 @@ def extend_projected(
     if first >= last:
         return plainly(projected, batch, state)
     table = None if bias is None else bias(torch.arange(size, device=projected.tokens.device))
-    form = next((x for x in (triton, cpu) if x.can_extend(projected, table, options, state.summary, backend)), None)
+    forms = {"sum": (triton, cpu), "mesa": (cpu,)}.get(options.memory, ())
+    form = next((x for x in forms if x.can_extend(projected, table, options, state.summary, backend)), None)
     if form is None:
         return plainly(projected, batch, state)
 
     def piece(first: int, last: int) -> tuple[Projected, Batch]:
         rotations = None if batch.rotations is None else batch.rotations[..., first:last, :]
         own = Batch((streams, last - first), batch.positions[..., first:last], rotations=rotations, start=start + first)
-        return projected._replace(tokens=projected.tokens[:, first:last]), own
+        part = projected._replace(tokens=projected.tokens[:, first:last])
+        if part.linear is not None:
+            q, k = part.linear
+            part = part._replace(linear=(q[:, first:last], k[:, first:last]))
+        return part, own
 
     before, state = plainly(*piece(0, first), state)
     here, own = piece(first, last)
     chunks = cut_rows(own, size, None)
-    whole, summary = form.extend_gated(here, table, chunks, options, state.summary, start + first)
+    summary = state.summary
+    if isinstance(state, MemoryState) and here.linear is not None:
+        (q, k), p = here.linear, state.gram
+        here = here._replace(linear=(memories.solved_queries(q, k, chunks, causal=True, before=p), k))
+        summary, wide = summary + p @ summary, k.to(p.dtype)
+        state = replace(state, gram=p + wide.mT @ wide)
+    whole, summary = form.extend_gated(here, table, chunks, options, summary, start + first)
+    if isinstance(state, MemoryState):
+        summary = memories.inverse(state.gram) @ summary
     state = replace(state, summary=summary, position=state.position + (last - first))
     after, state = plainly(*piece(last, new), state)
     return torch.cat([before, whole, after], 1), state

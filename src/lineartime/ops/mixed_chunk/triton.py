@@ -122,7 +122,7 @@ def can_extend(
     projected: Projected, bias: Tensor | None, options: MixedChunkOptions, summary: Tensor, backend: Backend
 ) -> bool:
     """Whether `extend_gated` takes streams: the backend chooses the kernels, they can run here, and no gradient is needed."""
-    tokens, gamma, beta, _ = projected
+    tokens, gamma, beta = projected[:3]
     if backend != "triton" and not (backend == "auto" and tokens.is_cuda):
         return False
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (tokens, gamma, beta, bias, summary)):
@@ -146,7 +146,7 @@ def extend_gated(
 
 def _inputs(projected: Projected, bias: Tensor | None, batch: Batch, options: MixedChunkOptions, before: int = 0) -> OfTokens:
     """The inputs in the dtype to compute in, which depends on the autocast of the caller."""
-    tokens, gamma, beta, _ = projected.with_bias()
+    tokens, gamma, beta = projected.with_bias()[:3]
     constants = _constants(batch, options, projected.d_qk, tokens, before)
     cut = batch.cut(tokens.to(common_dtype(tokens, gamma)))
     return OfTokens(cut, gamma, beta, bias, batch.chunk_rotations, batch.real, *constants)
