@@ -68,7 +68,7 @@ def test_mesa_recalls_what_followed_a_token_as_it_was() -> None:
     layer = FLASH(64, d_qk=64, chunk_size=16, causal=True, memory="mesa", relative_bias=False)
     _, v, (_, _, _, k) = layer.project(layer.before(x)[None], layer.describe((1, 16), device=x.device))
     _, _, (_, _, asked, _) = layer.project(layer.before(tokens)[None], layer.describe((1, 8), device=x.device))
-    summary, _ = fold("mesa", torch.zeros(64, 128), torch.zeros(64, 64), chunk_terms("mesa", k[0], v[0]), 16)
+    summary, _ = fold("mesa", torch.zeros(64, 128), torch.zeros(64, 64), torch.zeros(1, 1), chunk_terms("mesa", k[0], v[0]), 16)
     read = asked[0] @ summary
     nearest = torch.cdist(F.normalize(read, dim=-1), F.normalize(v[0, 1::2], dim=-1)).argmin(1)
     assert nearest.tolist() == list(range(8))
@@ -80,22 +80,23 @@ def test_memories_are_stable_over_long_texts_in_bf16(memory: Memory) -> None:
     random = torch.Generator().manual_seed(0)
     known = F.normalize(torch.randn(16, 32, generator=random), dim=-1)
     size, s, p, unit = 256, torch.zeros(32, 8), torch.zeros(32, 32), torch.eye(32)
-    for _ in range(65_536 // size):
+    for chunk in range(65_536 // size):
+        n = torch.full((1, 1), float(chunk * size))
         place = torch.randint(16, (size,), generator=random)
         table = torch.randn(16, 8, generator=random)  # each chunk has other values for the same keys
         strength = torch.randn(size, 32 if memory == "decay" else 1, generator=random) + 2
-        x = known[place] if memory == "mesa" else weighted_keys(memory, known[place], strength)
+        x = 32**0.5 * known[place] if memory == "mesa" else weighted_keys(memory, known[place], strength)
         terms = chunk_terms(memory, x.bfloat16(), table[place].bfloat16())
         transition = {
             "decay": terms.gram.squeeze(-1).expand(32, 32) * unit,
             "delta": unit - terms.gram / size,
             "proximal": torch.linalg.inv(unit + terms.gram),
-            "mesa": torch.linalg.inv(unit + p + terms.gram) @ (unit + p),
+            "mesa": torch.linalg.inv((n + size) * unit + p + terms.gram) @ (n * unit + p),
         }[memory]
         eigenvalues = torch.linalg.eigvals(transition)
         assert eigenvalues.real.min() > -1e-3
         assert eigenvalues.abs().max() < 1 + 1e-3
-        s, p = fold(memory, s, p, terms, size)
+        s, p = fold(memory, s, p, n, terms, size)
     assert s.isfinite().all()
     error = (known @ s - table).square().mean() / table.square().mean()
     assert (error < 0.05) == (memory == "proximal")  # which alone replaces what a key had before by the last chunk

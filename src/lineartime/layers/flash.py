@@ -25,8 +25,9 @@ from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import check_positive
 from lineartime.ops.mixed_chunk import attend_heads, attend_part, attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
-from lineartime.ops.mixed_chunk.memories import FOLDED, Memory, unit_queries_and_keys, weighted_keys
-from lineartime.ops.mixed_chunk.stream import SlotBias, mixed_chunk_state
+from lineartime.ops.mixed_chunk.memories import FOLDED, Memory, queries_and_keys, weighted_keys
+from lineartime.ops.mixed_chunk.states import mixed_chunk_state
+from lineartime.ops.mixed_chunk.stream import SlotBias
 from lineartime.ops.precision import acc_dtype
 from lineartime.ops.token_shift import shift_next, shift_tokens
 from lineartime.ops.tracing import is_exporting
@@ -48,8 +49,8 @@ class FLASH(GatedUnit):
     Args:
         chunk_size: C; the length of the input need not be a multiple of it.
         memory: what the linear part reads of the chunks before: their "sum", as published, or "mesa", "decay", "delta" or
-            "proximal", which `lineartime.ops.mixed_chunk.memories` defines. Of these, queries and keys have unit length and no
-            positions, and "mesa" alone can be bidirectional.
+            "proximal", which `lineartime.ops.mixed_chunk.memories` defines. Of these, queries and keys have no positions, keys
+            have one length, and "mesa" alone can be bidirectional.
         relative_bias: whether to add a learned bias, which depends on the distance, to the scores of the quadratic part: a
             table for chunks of up to 512 tokens, and the rotary form for longer ones.
         **options: the options of `GatedUnit`; the activation applies to the quadratic part.
@@ -156,7 +157,7 @@ class FLASH(GatedUnit):
     def _of_bases(self, both: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
         """The queries and keys of tokens of which the Z of the token before and their own are known, [B, T, 2 s]."""
         before, z = both.chunk(2, -1)
-        q, k = unit_queries_and_keys(z, before, self.gamma, self.beta)
+        q, k = queries_and_keys(self.memory, z, before, self.gamma, self.beta)
         return q, k if self.to_strength is None else weighted_keys(self.memory, k, self.to_strength(normed))
 
     def _exported(self, projected: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:

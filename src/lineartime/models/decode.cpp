@@ -152,7 +152,7 @@ struct Step {
     for (int64_t map = 0; map < 4; ++map) {
       const int64_t of = map % 2 * 2 + map / 2;
       if (m.solved && of >= 2) {
-        unit(activated + 2 * e, state.base + row * s, layer.gamma + of * s, layer.beta + of * s, maps + map * s);
+        of_memory(activated + 2 * e, state.base + row * s, layer.gamma + of * s, layer.beta + of * s, of == 3, maps + map * s);
         continue;
       }
       rotate(activated + 2 * e, layer.gamma + of * s, layer.beta + of * s, rotations, rotations + s / 2, A(1), maps + map * s,
@@ -189,14 +189,15 @@ struct Step {
     if (slot == c - 1 && !m.solved) fold(keys + c * s, maps + 3 * s, values, summary, folded, width);
   }
 
-  // A query or key of unit length, of Z and that of the token before.
-  void unit(const A* z, const T* before, const T* now, const T* then, A* out) const {
+  // The query or key of mesa, of Z and that of the token before.
+  void of_memory(const A* z, const T* before, const T* now, const T* then, bool key, A* out) const {
     A sum = 0;
     for (int64_t i = 0; i < m.s; ++i) {
       out[i] = z[i] * load(now[i]) + load(before[i]) * load(then[i]);
       sum += out[i] * out[i];
     }
-    const A by = A(1) / std::max(std::sqrt(sum), A(1e-6));
+    if (!key) return;
+    const A by = std::sqrt(A(m.s)) / std::max(std::sqrt(sum), A(1e-6));
     for (int64_t i = 0; i < m.s; ++i) out[i] *= by;
   }
 

@@ -168,9 +168,11 @@ class NativeDecoder:
         if wrong:
             self._refuse(ids, wrong)
         if self._options.memory == "mesa":
-            full = state.position % self._options.chunk_size == 0
+            size, position = self._options.chunk_size, state.position
+            full = position % size == 0
             for own in map(self._own, state.blocks) if full.any() else ():
-                fold_full_chunks([own.summary, own.gram], own.keys, own.values, full, self._options)
+                before = (position - size)[:, None, None]
+                fold_full_chunks([own.summary, own.gram], own.keys, own.values, before, full, self._options)
 
     def _bind(self, state: ModelState) -> _Bound:
         """The addresses of a state, which are found once for all tokens."""

@@ -8,10 +8,10 @@ tile: N chunks.
     weights = weight_scale * relu(score_scale * q_quad.k_quad + bias)^2
     gated = U * (weights V  +  state_scale * q_lin (sum of k_lin^T V))
 
-If each step covered whole sequences, the steps between two matrix products would go through main memory, which takes as long as
-the products. A tile stays in the cache. Only `projected`, the attention's output and the sums that the chunks use are kept for
-the backward pass, which recomputes queries, keys and scores. The output projection of a layer can be applied too. Its gradient
-needs `gated`, which is recomputed in the memory of its own gradient.
+Steps on whole sequences would go through main memory, which takes as long as the matrix products; a tile stays in the cache.
+Only `projected`, the attention's output and the sums that the chunks use are kept for the backward pass, which recomputes the
+rest. The output projection of a layer can be applied too. Its gradient needs `gated`, which is recomputed in the memory of its
+own gradient.
 """
 
 import math
@@ -76,9 +76,8 @@ def attend(
     projected: Projected, bias: Tensor | None, batch: Batch, options: MixedChunkOptions, output: Tensor | None = None
 ) -> Tensor:
     """Gated attention of the projected tokens of a layer, with activation "relu2": [B, T, e], or [B, T, d] with `output`."""
-    if batch.real is not None:
-        projected = projected.with_bias()  # slots without a token must stay zero
-    inputs = _inputs(projected, bias, batch, options, output)
+    # Slots without a token must stay zero.
+    inputs = _inputs(projected if batch.real is None else projected.with_bias(), bias, batch, options, output)
     return batch.join(_fused(inputs).to(output_dtype(projected.tokens, inputs.projected.dtype)))
 
 
@@ -92,10 +91,9 @@ def can_extend(
     tokens, gamma, beta = projected[:3]
     if is_traced() or backend not in ("auto", "tiled"):  # the compiler cannot trace the search for a C++ compiler
         return False
-    if why_not("tiled", tokens.device, tokens.dtype, options.activation) is not None or not _functions(projected.d_qk):
-        return False
+    can_run = why_not("tiled", tokens.device, tokens.dtype, options.activation) is None and _functions(projected.d_qk)
     with without_autocast(tokens):
-        return is_plain(tokens, gamma, beta, bias, summary)
+        return bool(can_run) and is_plain(tokens, gamma, beta, bias, summary)
 
 
 def extend_gated(
@@ -104,10 +102,9 @@ def extend_gated(
     """`triton.extend_gated` by tiles: whole chunks of new tokens of causal streams, [B, N, e], and the new summary."""
     total = summary.to(acc_dtype(projected.tokens), copy=True)
     inputs = _inputs(projected, bias, batch, options, None, position)
-    dtype = output_dtype(projected.tokens, inputs.projected.dtype)
     with without_autocast(projected.tokens):
-        gated = _forward(inputs, keep=False, summary=total)[0]
-    return batch.join(gated.to(dtype)), total.to(summary.dtype)
+        gated = _forward(inputs, keep=False, summary=total)[0].to(output_dtype(projected.tokens, inputs.projected.dtype))
+    return batch.join(gated), total.to(summary.dtype)
 
 
 def _functions(d_qk: int) -> NativeFunctions | None:
@@ -181,14 +178,12 @@ class Work:
         self.tiles = _tiles(inputs, in_stream)
         functions = _functions(d_qk)
         self.call = cpu_plain.call if functions is None else functions.call
-
         projection_bias = self.projected.new_zeros(width) if inputs.projection_bias is None else inputs.projection_bias
         self.projection_bias = projection_bias.to(exact).contiguous()
         self.gamma, self.beta = inputs.gamma.to(exact).contiguous(), inputs.beta.to(exact).contiguous()
         self.bias = None if inputs.bias is None else inputs.bias.to(exact).contiguous()
         # What chunks or slots share is not repeated: it has strides of zero.
-        scale = inputs.weight_scale.to(exact)
-        scale = scale.expand(*scale.shape[:3], chunk_size).contiguous()
+        scale = inputs.weight_scale.to(exact).expand(*inputs.weight_scale.shape[:3], chunk_size).contiguous()
         self.weight_scale = scale.expand(batch, n_chunks, chunk_size, chunk_size)
         self.state_scale = inputs.state_scale.to(exact).expand(batch, n_chunks).contiguous()
         rotations = inputs.rotations
@@ -196,7 +191,6 @@ class Work:
             rotations = no_rotation_table(d_qk, exact, self.projected.device)[:, None, None]
         rotations = rotations.to(exact).contiguous().expand(2, batch, n_chunks, chunk_size, d_qk // 2)
         self.cosines, self.sines = rotations.unbind()
-
         first = inputs.n_documents * torch.arange(batch, device=scale.device)[:, None].expand(batch, n_chunks)
         self.document = first if inputs.document is None else first + inputs.document
         changes = None if inputs.document is None else inputs.document.diff(prepend=inputs.document[:1]) != 0
@@ -308,8 +302,7 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
         torch.bmm(d_attended[readers], used.mT, out=d_q_lin[readers])
         if causal:
             d_sums = v.new_empty(sources.stop, *work.sum_shape)
-            d_used = torch.bmm(q_lin[readers].mT, d_attended[readers])
-            work.run_sums(totals[at[0]], d_used, d_sums, tile, backwards=True)
+            work.run_sums(totals[at[0]], q_lin[readers].mT @ d_attended[readers], d_sums, tile, backwards=True)
         else:
             d_sums = totals[work.document[at]]
         torch.bmm(v[sources], d_sums.mT, out=d_k_lin[sources])

@@ -89,7 +89,7 @@ class Projected(NamedTuple):
         gamma, beta: [4, s].
         projection_bias: [2 e + s], a bias that must still be added to the tokens, or None.
         linear: the queries and keys of the linear part, [B, T, s], for another memory than the sum, where they come from
-            `memories.unit_queries_and_keys`; keys of decay have 2 s features. None for the sum.
+            `memories.queries_and_keys`; keys of decay have 2 s features. None for the sum.
     """
 
     tokens: Tensor

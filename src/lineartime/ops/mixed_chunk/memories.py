@@ -1,24 +1,25 @@
 """Memories of mixed chunk attention: what the chunks before a token leave for its linear part, in place of their sum.
 
-Keys and queries have unit length; a key tells what the token before was, so that a query finds what followed it:
+A key tells what the token before was, so that a query finds what followed it. Keys have unit length, those of mesa |k|^2 = s:
 
-    q = Z[t] gamma_3 + Z[t - 1] beta_3        k = Z[t] gamma_4 + Z[t - 1] beta_4        each divided by its length
+    q = Z[t] gamma_3 + Z[t - 1] beta_3        k = (Z[t] gamma_4 + Z[t - 1] beta_4) / its length
 
 A chunk has keys K [C, s], values V [C, e], and, except of mesa, weights W = diag(w), one for each token, or factors a [s] of
-what was there before. With S [s, e] before the chunk and S' after it, and S = 0, P = 0 before the first:
+what was there before. With S [s, e] before the chunk and S' after it, and S = 0, P = 0 and n = 0 tokens before the first:
 
     decay       S' = diag(a) S + K^T V
     delta       S' = S + K^T W (V - K S) / C
     proximal    S' = (I + K^T W K)^-1 (S + K^T W V)
-    mesa        S' = (I + P')^-1 (sum of K^T V)              P' = P + K^T K
+    mesa        S' = (n' I + P')^-1 (sum of K^T V)           P' = P + K^T K        n' = n + C
 
     o_lin[t] = q[t] S                                        with the S of the chunks before t's
 
 Proximal is the smallest change of S that stores the chunk as far as W asks: it minimises |S' - S|^2 + |W^1/2 (V - K S')|^2.
-Mesa is the ridge regression over all chunks: it minimises |S|^2 + |V - K S|^2. The transition from S to S' has eigenvalues in
-[0, 1]: of delta, because w <= 1 and |k| = 1 bound those of K^T W K by C.
+Mesa is the ridge regression over all chunks: it minimises n |S|^2 + |V - K S|^2. Its ridge is the mean of the eigenvalues of P;
+without P, it is the published average. The transition from S to S' has eigenvalues in [0, 1]: of delta, because w <= 1 and
+|k| = 1 bound those of K^T W K by C.
 
-q (I + P)^-1 times the sum of K^T V is also the linear part of the published attention, without its divisor, of other queries:
+q (n I + P)^-1 times the sum of K^T V is also the linear part of the published attention, without its divisor, of other queries:
 any form of it computes mesa, once `solved_queries` has made them.
 
 Keys come with their weights, as x = w^1/2 k, of which |x| = w^1/2. Then K^T W K = x^T x has no negative eigenvalue, however x
@@ -53,10 +54,11 @@ class Terms(NamedTuple):
     product: Tensor
 
 
-def unit_queries_and_keys(z: Tensor, before: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys of unit length, of Z and that of the token before, [B, T, s]; gamma and beta are those of all maps."""
-    q, k = (F.normalize(z * now + before * then, dim=-1, eps=1e-6) for now, then in zip(gamma[2:], beta[2:], strict=True))
-    return q, k
+def queries_and_keys(memory: Memory, z: Tensor, before: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of Z and that of the token before, [B, T, s]; gamma and beta, [4, s], are those of all maps."""
+    q, k = (z * now + before * then for now, then in zip(gamma[2:], beta[2:], strict=True))
+    k = F.normalize(k, dim=-1, eps=1e-6)
+    return q, k * k.shape[-1] ** 0.5 if memory == "mesa" else k
 
 
 def weighted_keys(memory: Memory, k: Tensor, strength: Tensor) -> Tensor:
@@ -79,46 +81,49 @@ def chunk_terms(memory: Memory, x: Tensor, v: Tensor) -> Terms:
     return Terms(x.mT @ x, x.mT @ (v if memory == "mesa" else x.norm(dim=-1, keepdim=True) * v))
 
 
-def fold(memory: Memory, s: Tensor, p: Tensor, terms: Terms, size: int) -> tuple[Tensor, Tensor]:
-    """S' and P' after a chunk of `size` tokens, from S [..., s, e] and P [..., s, s], which mesa alone uses."""
+def fold(memory: Memory, s: Tensor, p: Tensor, n: Tensor, terms: Terms, size: int) -> tuple[Tensor, Tensor]:
+    """S' and P' after a chunk of `size` tokens, from S [..., s, e], P [..., s, s] and n [..., 1, 1]; P and n are of mesa."""
     gram, product = terms
     if memory == "decay":
         return gram * s + product, p
     if memory == "delta":
         return s + (product - gram @ s) / size, p
     if memory == "proximal":
-        return inverse(gram) @ (s + product), p
-    return inverse(p + gram) @ (s + p @ s + product), p + gram
+        return inverse(gram, torch.ones_like(n)) @ (s + product), p
+    return inverse(p + gram, n + size) @ (n * s + p @ s + product), p + gram
 
 
-def inverse(gram: Tensor) -> Tensor:
-    """(I + gram)^-1, [..., s, s]."""
+def inverse(gram: Tensor, n: Tensor) -> Tensor:
+    """(n I + gram)^-1, [..., s, s]; n is at least 1."""
     unit = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    inverted: Tensor = torch.linalg.inv_ex(gram + unit).inverse  # unchecked: a NaN in one document shall not stop the others
+    whole = gram + n.clamp(min=1) * unit
+    inverted: Tensor = torch.linalg.inv_ex(whole).inverse  # unchecked: a NaN in one document shall not stop the others
     return inverted
 
 
 def read(memory: Memory, q: Tensor, x: Tensor, v: Tensor, chunks: Batch) -> Tensor:
     """The causal linear part: queries [B, G, C, s], and keys and values as for `chunk_terms` -> [B, G, C, e]."""
     gram, product = (split_documents(each, chunks) for each in chunk_terms(memory, x, v))  # [B, D, L, ...]
-    states, p = [torch.zeros_like(product[:, :, 0])], gram.new_zeros(())
+    states, p = [torch.zeros_like(product[:, :, 0])], gram.new_zeros(1, 1)
     for each in zip(gram.unbind(2)[:-1], product.unbind(2)[:-1], strict=True):
-        state, p = fold(memory, states[-1], p, Terms(*each), chunks.chunk_size)
-        states.append(state)
+        states.append(fold(memory, states[-1], p, p, Terms(*each), chunks.chunk_size)[0])
     return q @ join_documents(torch.stack(states, 2), chunks).to(q.dtype)
 
 
-def solved_queries(q: Tensor, k: Tensor, batch: Batch, *, causal: bool, before: Tensor | None = None) -> Tensor:
-    """Solve queries: q (I + P)^-1, [B, T, s], with the P of the chunks before or, if not causal, of all chunks.
+def solved_queries(
+    q: Tensor, k: Tensor, batch: Batch, *, causal: bool, before: Tensor | None = None, n_before: int = 0
+) -> Tensor:
+    """Solve queries: q (n I + P)^-1, [B, T, s], with the P of the chunks before or, if not causal, of all chunks.
 
-    `before` is the P of streams before these chunks, [B, s, s].
+    `before` is the P of streams before these chunks, [B, s, s], and `n_before` the number of their tokens.
     """
     if causal and before is None and batch.n_chunks == 1:
-        return q  # P is zero
+        return q  # P is zero, and no chunk is read
     with without_autocast(q):
         wide = acc_dtype(q)
         keys, queries = batch.cut(k.to(wide)), batch.cut(q.to(wide))
-        p = sum_chunks(keys.mT @ keys, batch, "before" if causal else "all")
+        size = batch.sizes(keys.new_empty(0))[..., None, None]
+        p, n = (sum_chunks(x, batch, "before" if causal else "all") for x in (keys.mT @ keys, size))
         if before is not None:
             p = p + before[:, None].to(wide)
-        return batch.join(queries @ inverse(p)).to(q.dtype)
+        return batch.join(queries @ inverse(p, n + n_before)).to(q.dtype)

@@ -33,7 +33,7 @@ def summary(memory: Memory, x: Tensor, v: Tensor, chunk_size: int) -> Tensor:
     if memory == "sum":
         s = x.mT @ v
     elif memory == "mesa":
-        s = torch.linalg.inv(unit + x.mT @ x) @ x.mT @ v
+        s = torch.linalg.inv(max(1, len(v)) * unit + x.mT @ x) @ x.mT @ v
     for start in range(0, len(v), chunk_size) if memory in FOLDED else ():
         chunk = slice(start, start + chunk_size)
         keys, values, weights = k[chunk], v[chunk], torch.diag(w[chunk])

@@ -14,7 +14,7 @@ The definition is the causal one of reference.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,72 +27,14 @@ from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.make_batch import stream_batch
 from lineartime.ops.mixed_chunk import cpu, memories, triton
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads
-from lineartime.ops.mixed_chunk.memories import Memory
-from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.mixed_chunk.states import MemoryState, MixedChunkState
+from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic.blocked import attend_visible
-from lineartime.ops.state import State, in_place, writable
+from lineartime.ops.state import in_place, writable
 from lineartime.ops.tracing import is_traced
 
 SlotBias = Callable[[Tensor], Tensor]
 """The bias of queries in some slots of a chunk, int64 [...], for the keys of all its slots: [..., C]."""
-
-
-@dataclass(eq=False)
-class MixedChunkState(State):
-    """What causal streams remember; its size does not depend on the number of tokens read.
-
-    Attributes:
-        position: int64 [B], the number of tokens that each stream has read; position % C of them are in the open chunk.
-        summary: [B, s, e], the sum of k_lin v^T over all complete chunks, in float32 or better.
-        keys: [B, M, C, s], the keys of the open chunk: of the quadratic and of the linear part.
-        values: [B, C, e], its values. The slots after its tokens hold any numbers.
-    """
-
-    position: Tensor
-    summary: Tensor
-    keys: Tensor
-    values: Tensor
-
-
-@dataclass(eq=False)
-class MemoryState(MixedChunkState):
-    """The state of another memory than the sum; `summary` is its S.
-
-    Attributes:
-        last: [B, s], the base Z of the last token, of which the next key tells.
-        gram: [B, s, s], P of mesa; [B, 0, 0] for others.
-    """
-
-    last: Tensor
-    gram: Tensor
-
-
-def mixed_chunk_state(
-    batch_size: int,
-    chunk_size: int,
-    d_qk: int,
-    d_value: int,
-    like: Tensor,
-    *,
-    maps: int = 2,
-    linear: bool = True,
-    memory: Memory = "sum",
-) -> MixedChunkState:
-    """The state before the first token, with keys and values in the dtype of `like`, on its device."""
-
-    def zeros(*shape: int, dtype: torch.dtype = like.dtype) -> Tensor:
-        return torch.zeros(batch_size, *shape, dtype=dtype, device=like.device)
-
-    parts = (
-        zeros(dtype=torch.long),
-        zeros(d_qk if linear else 0, d_value, dtype=acc_dtype(like)),
-        zeros(maps + (memory == "decay"), chunk_size, d_qk),
-        zeros(chunk_size, d_value),
-    )
-    if memory == "sum":
-        return MixedChunkState(*parts)
-    width = d_qk if memory == "mesa" else 0
-    return MemoryState(*parts, zeros(d_qk), zeros(width, width, dtype=acc_dtype(like)))
 
 
 def mixed_chunk_attention_extend(
@@ -201,7 +143,7 @@ def _read(
     if q_lin is not None:
         read = _read_summary(q_lin, sums[0], complete, options)
         if slot is None or slot + n == size:
-            sums = _fold(sums, keys[:, :, :size], values[:, :size], options)
+            sums = _fold(sums, keys[:, :, :size], values[:, :size], complete, options)
         if slot is None:
             read = torch.where(places[..., None] < size, read, _read_summary(q_lin, sums[0], complete + size, options))
         out = out + read
@@ -222,14 +164,15 @@ def _with_sums(state: MixedChunkState, sums: list[Tensor]) -> MixedChunkState:
     return replace(state, **dict(zip(("summary", "gram"), sums, strict=False)))
 
 
-def _fold(sums: list[Tensor], keys: Tensor, values: Tensor, options: MixedChunkOptions) -> list[Tensor]:
-    """The sums with a full chunk: keys [..., M, C, s], those of the quadratic part first, and values [..., C, e]."""
+def _fold(sums: list[Tensor], keys: Tensor, values: Tensor, n: Tensor, options: MixedChunkOptions) -> list[Tensor]:
+    """The sums with a full chunk after n tokens: keys [..., M, C, s], the quadratic part's first, and values [..., C, e]."""
     of_linear = keys[..., min(1, keys.shape[-3] - 1) :, :, :]
     x, v = of_linear.transpose(-3, -2).flatten(-2).to(sums[0].dtype), values.to(sums[0].dtype)
     if options.memory == "sum":
         return [sums[0] + x.mT @ v]
+    terms = memories.chunk_terms(options.memory, x, v)
     summary, p = sums
-    return list(memories.fold(options.memory, summary, p, memories.chunk_terms(options.memory, x, v), options.chunk_size))
+    return list(memories.fold(options.memory, summary, p, n.to(v.dtype), terms, options.chunk_size))
 
 
 def _read_summary(q_lin: Tensor, summary: Tensor, n_tokens: Tensor, options: MixedChunkOptions) -> Tensor:
@@ -274,22 +217,24 @@ def _step(
     if q_lin is not None:
         complete = (position - slot)[:, None, None]
         out = out + torch.bmm(q_lin.to(sums[0].dtype) / options.linear_divisor(complete), sums[0])
-        fold_full_chunks(sums, keys, values, slot == size - 1, options)
+        fold_full_chunks(sums, keys, values, complete, slot == size - 1, options)
     position += 1
     return out, _with_sums(replace(state, position=position, keys=keys, values=values), sums)
 
 
-def fold_full_chunks(sums: list[Tensor], keys: Tensor, values: Tensor, full: Tensor, options: MixedChunkOptions) -> None:
-    """Fold the open chunks of streams that are full, bool [B], into the sums, in place: see `_fold`."""
+def fold_full_chunks(
+    sums: list[Tensor], keys: Tensor, values: Tensor, n: Tensor, full: Tensor, options: MixedChunkOptions
+) -> None:
+    """Fold the open chunks of streams that are full, bool [B], into the sums after n tokens, [B, 1, 1], in place."""
     if full.device.type == "cpu" and not is_traced():
         for row in full.nonzero()[:, 0].tolist() if full.any() else ():
-            for own, new in zip(sums, _fold([x[row] for x in sums], keys[row], values[row], options), strict=True):
+            for own, new in zip(sums, _fold([x[row] for x in sums], keys[row], values[row], n[row], options), strict=True):
                 own[row] = new
     elif options.memory == "sum":  # no copy to the host: the same operations at each token
         added = keys[:, -1].to(sums[0].dtype).masked_fill(~full[:, None, None], 0.0)
         sums[0].baddbmm_(added.mT, values.to(sums[0].dtype))
     else:
-        for own, new in zip(sums, _fold(sums, keys, values, options), strict=True):
+        for own, new in zip(sums, _fold(sums, keys, values, n, options), strict=True):
             own.copy_(torch.where(full[:, None, None], new, own))
 
 
@@ -347,12 +292,13 @@ def extend_projected(
     summary = state.summary
     if isinstance(state, MemoryState) and here.linear is not None:
         (q, k), p = here.linear, state.gram
-        here = here._replace(linear=(memories.solved_queries(q, k, chunks, causal=True, before=p), k))
-        summary, wide = summary + p @ summary, k.to(p.dtype)
+        solved = memories.solved_queries(q, k, chunks, causal=True, before=p, n_before=start + first)
+        here = here._replace(linear=(solved, k))
+        summary, wide = (start + first) * summary + p @ summary, k.to(p.dtype)
         state = replace(state, gram=p + wide.mT @ wide)
     whole, summary = form.extend_gated(here, table, chunks, options, summary, start + first)
     if isinstance(state, MemoryState):
-        summary = memories.inverse(state.gram) @ summary
+        summary = memories.inverse(state.gram, summary.new_tensor(float(start + last))) @ summary
     state = replace(state, summary=summary, position=state.position + (last - first))
     after, state = plainly(*piece(last, new), state)
     return torch.cat([before, whole, after], 1), state
