@@ -1,10 +1,22 @@
-"""Chunks of another size after training."""
+"""Models of equal size, and chunks of another size after training."""
 
 import torch
 
 import lineartime
-from lineartime.experiments.models import with_chunk_size
+from lineartime.experiments.catalogue import SCALES
+from lineartime.experiments.definitions import Arm, Setting
+from lineartime.experiments.models import model_at, parameters_of, with_chunk_size
 from lineartime.models import CausalLM
+from lineartime.models.systems import SYSTEMS
+
+
+def test_every_causal_system_has_a_width_near_the_parameters_of_a_narrow_model() -> None:
+    size, setting = SCALES["cpu"].sizes["memory"], Setting("books", 512)
+    target = parameters_of(model_at(Arm("flash", "flash"), size, "clm", setting, 513, None))
+    causal = [name for name, system in SYSTEMS.items() if all(mixer.why_not_causal is None for mixer in system.mixers)]
+    for name in causal:
+        model = model_at(Arm(name, name), size, "clm", setting, 513, target)
+        assert 0.8 < parameters_of(model) / target < 1.2, name
 
 
 def test_other_chunks_keep_what_was_learnt_of_their_distances() -> None:

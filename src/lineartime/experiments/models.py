@@ -1,5 +1,6 @@
 """The models of an experiment: their sizes, parameters within 3 % of each other, the paper's recipes, and other chunk sizes."""
 
+import math
 from functools import cache
 from typing import Any
 
@@ -35,7 +36,8 @@ def model_at(arm: Arm, size: Size, task: Task, setting: Setting, vocab_size: int
         config = config.override(max_positions=setting.context)
     if target is None or abs(parameters_of(config) - target) <= TOLERANCE * target:
         return config
-    unit = 2 * size.n_heads  # an even number of features for each head
+    parts = [mixer.options.get(name, 1) for mixer in config.mixers for name in ("n_heads", "n_nets")]
+    unit = 2 * math.lcm(size.n_heads, *parts)  # an even number of features for each head
     middle = size.d_model * (target / parameters_of(config)) ** 0.5 / unit
     models = [config.override(d_model=unit * max(1, int(middle) + nearby)) for nearby in (-1, 0, 1, 2)]
     return min(models, key=lambda model: abs(parameters_of(model) - target))
