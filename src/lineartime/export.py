@@ -25,7 +25,7 @@ MAX_STREAMS = 2**16
 """The maximum batch size of a program."""
 LONGEST = 2**20
 """The maximum length of a program's text, in tokens, unless the model reads less."""
-EXPORTABLE = "FLASH, GAU and softmax attention can be exported."
+EXPORTABLE = "FLASH with the memory sum, GAU and softmax attention can be exported."
 """The end of the exporters' error messages."""
 MAX_ONNX_BYTES = 3 * 2**29
 """The maximum size of weights in an ONNX file. PyTorch would write more of them into a second file, beside the first."""
@@ -48,10 +48,12 @@ class Step(nn.Module):
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
         model = check_model(model, CausalLM, "continue a text")
-        growing = [type(block.mixer).__name__ for block in model.backbone.blocks if not block.mixer.constant_state]
+        growing = [block.mixer.title for block in model.backbone.blocks if not block.mixer.constant_state]
         if growing:
             raise ArgumentError(
-                "model", f"is made of {growing[0]}, which has no step with a state of constant size: FLASH has one."
+                "model",
+                f"is made of {growing[0]}, which has no step with a state of constant size that can be exported: FLASH with "
+                "the memory sum has one.",
             )
         self.model = model
 
@@ -117,7 +119,7 @@ def _tracing(model: LanguageModel, sizes: str) -> Iterator[None]:
 
 
 def _mixers(model: LanguageModel) -> str:
-    return " and ".join(dict.fromkeys(type(block.mixer).__name__ for block in model.backbone.blocks))
+    return " and ".join(dict.fromkeys(block.mixer.title for block in model.backbone.blocks))
 
 
 def write_program(program: ExportedProgram, file: str | Path) -> Path:

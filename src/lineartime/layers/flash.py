@@ -105,6 +105,11 @@ class FLASH(GatedUnit):
                     parameter[2:].copy_(parameter.new_tensor(start)[:, None].expand(2, self.d_qk))
 
     @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return super().title if self.memory == "sum" else f"{super().title} with the memory {self.memory}"
+
+    @property
     def options(self) -> MixedChunkOptions:
         """The options of its attention."""
         return MixedChunkOptions(self.chunk_size, self.causal, self.activation, self.normalization, self.memory)

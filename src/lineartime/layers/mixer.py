@@ -117,6 +117,11 @@ class Mixer(ResidualLayer, ABC):
         return None
 
     @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return type(self).__name__
+
+    @property
     def any_parameter(self) -> Tensor:
         """One of the parameters, which tells the dtype and device of new states; any projection may be another module."""
         return next(self.parameters())
@@ -198,7 +203,7 @@ class Mixer(ResidualLayer, ABC):
         if context is not None and not self.splits_context:
             raise ArgumentError(
                 "context",
-                f"is given, but {type(self).__name__} needs its whole sequence in one process: only FLASH can split sequences "
+                f"is given, but {self.title} needs its whole sequence in one process: only FLASH can split sequences "
                 "over several.",
             )
         return make_batch(
@@ -331,7 +336,7 @@ class Mixer(ResidualLayer, ABC):
     def check_prefix(self) -> None:
         """Raise LineartimeError unless this mixer is causal and supports prefixes."""
         if not self.reads_prefix:
-            raise LineartimeError(f"{type(self).__name__} does not support prefixes: only {READ_PREFIX} do.")
+            raise LineartimeError(f"{self.title} does not support prefixes: only {READ_PREFIX} do.")
         if not self.causal:
             problem = f"is False, but prefixes need a causal {type(self).__name__}"
             raise ArgumentError("causal", f"{problem}: build it with causal=True.")

@@ -38,7 +38,7 @@ class Objective(nn.Module):
         self.model = model
         self._context = None if group is None else context_group(group)
         if group is not None and not model.splits_context:
-            mixer = next(type(block.mixer).__name__ for block in model.backbone.blocks if not block.mixer.splits_context)
+            mixer = next(block.mixer.title for block in model.backbone.blocks if not block.mixer.splits_context)
             raise ArgumentError("context_parallel", f"needs a model of FLASH, but {mixer} reads each sequence in one process.")
 
     def forward(
