@@ -97,7 +97,7 @@ class FLASH(GatedUnit):
             self.bias = build_relative_bias(self.bias_chunks * chunk_size, self.d_qk, **factory(options))
 
     def init_own(self) -> None:
-        """Begin as published; of another memory than the sum, queries begin as Z, and keys as that of the token before."""
+        """Begin as published; of another memory than the sum, queries begin as Y, and keys as that of the token before."""
         super().init_own()
         if self.memory != "sum":
             for parameter, start in ((self.gamma, (1.0, 0.0)), (self.beta, (0.0, 1.0))):
@@ -155,14 +155,14 @@ class FLASH(GatedUnit):
 
     def _linear_maps(self, tokens: Projected, normed: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The queries and keys of another memory than the sum, [B, T, s], of whole sequences."""
-        z = tokens.base()
-        both = shift_tokens(torch.cat([z, z], -1), None if batch.document is None else batch.positions)
+        y = tokens.base()
+        both = shift_tokens(torch.cat([y, y], -1), None if batch.document is None else batch.positions)
         return self._of_bases(both, normed)
 
     def _of_bases(self, both: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """The queries and keys of tokens of which the Z of the token before and their own are known, [B, T, 2 s]."""
-        before, z = both.chunk(2, -1)
-        q, k = queries_and_keys(self.memory, z, before, self.gamma, self.beta)
+        """The queries and keys of tokens of which the Y of the token before and their own are known, [B, T, 2 s]."""
+        before, y = both.chunk(2, -1)
+        q, k = queries_and_keys(self.memory, y, before, self.gamma, self.beta)
         return q, k if self.to_strength is None else weighted_keys(self.memory, k, self.to_strength(normed))
 
     def _exported(self, projected: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
@@ -214,8 +214,8 @@ class FLASH(GatedUnit):
         tokens, backend = Projected(self.to_gate_value_base(normed), self.gamma, self.beta), self.backend or "auto"
         last = None
         if self.memory != "sum":
-            z = tokens.base()
-            both, last = shift_next(torch.cat([z, z], -1), state.last, batch.counts)
+            y = tokens.base()
+            both, last = shift_next(torch.cat([y, y], -1), state.last, batch.counts)
             tokens = tokens._replace(linear=self._of_bases(both, normed))
         if fused:
             gated, state = stream.extend_projected(tokens, self.slot_bias(batch), batch, self.options, state, backend)

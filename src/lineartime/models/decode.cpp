@@ -12,7 +12,7 @@ constexpr int64_t near = 64;  // angles are sums: of a position that is divisibl
 
 template <class T, class A = typename Type<T>::A>
 struct Layer {
-  const T *gamma, *beta;  // [4, s]; of another memory than the sum, the last two rows of beta multiply the Z of the token before
+  const T *gamma, *beta;  // [4, s]; of another memory than the sum, the last two rows of beta multiply the Y of the token before
   const A* bias;          // [C], the relative bias by the distance of a key from C - 1 down to 0; or null
   Norm<T> norm;
   const T *to_projected, *projected_bias, *to_output, *output_bias;
@@ -25,7 +25,7 @@ struct State {
   A* summary;
   T *keys, *values;
   int64_t* position;
-  T* base;  // [B, s], the Z of the previous token; null if the memory is the sum
+  T* base;  // [B, s], the Y of the previous token, of which Z is silu; null if the memory is the sum
 };
 
 template <class T, class A = typename Type<T>::A>
@@ -54,6 +54,7 @@ struct Memory {
   double* turned;              // [B, angles, 2], the cosines and sines of positions that are divisible by `near`
   A *rotations, *activated;    // [B, 2, s / 2], [B, 2 e + s]
   T *x, *normed, *gated;       // [B, d], [B, d], [B, e]
+  T* base;                     // [B, s], Y
   T* logits;                   // [B, V]
   A *shared, *own;             // see `dense_by`
   int64_t size_of_own;
@@ -75,6 +76,7 @@ struct Memory {
     take(x, rows * m.d);
     take(normed, rows * m.d);
     take(gated, rows * m.e);
+    take(base, rows * m.s);
     take(logits, rows * m.vocabulary);
     take(shared, many * k);
     size_of_own = std::max(2 * k, 6 * m.s + m.c + m.e + m.c * (m.s + fold_columns)) + 64;
@@ -152,7 +154,7 @@ struct Step {
     for (int64_t map = 0; map < 4; ++map) {
       const int64_t of = map % 2 * 2 + map / 2;
       if (m.solved && of >= 2) {
-        of_memory(activated + 2 * e, state.base + row * s, layer.gamma + of * s, layer.beta + of * s, of == 3, maps + map * s);
+        of_memory(memory.base + row * s, state.base + row * s, layer.gamma + of * s, layer.beta + of * s, of == 3, maps + map * s);
         continue;
       }
       rotate(activated + 2 * e, layer.gamma + of * s, layer.beta + of * s, rotations, rotations + s / 2, A(1), maps + map * s,
@@ -189,11 +191,11 @@ struct Step {
     if (slot == c - 1 && !m.solved) fold(keys + c * s, maps + 3 * s, values, summary, folded, width);
   }
 
-  // The query or key of mesa, of Z and that of the token before.
-  void of_memory(const A* z, const T* before, const T* now, const T* then, bool key, A* out) const {
+  // The query or key of mesa, of Y and that of the token before.
+  void of_memory(const T* y, const T* before, const T* now, const T* then, bool key, A* out) const {
     A sum = 0;
     for (int64_t i = 0; i < m.s; ++i) {
-      out[i] = z[i] * load(now[i]) + load(before[i]) * load(then[i]);
+      out[i] = load(y[i]) * load(now[i]) + load(before[i]) * load(then[i]);
       sum += out[i] * out[i];
     }
     if (!key) return;
@@ -249,6 +251,9 @@ struct Step {
                const int64_t from = std::max(first, e), to = std::min(first + count, 2 * e);
                T* value = state.values + (row * m.c + memory.slot[row]) * e;
                for (int64_t i = from; i < to; ++i) store(value[i - e], activated[i - first]);
+               for (int64_t i = std::max(first, 2 * e); i < first + count; ++i) {
+                 memory.base[row * s + i - 2 * e] = values[i - first];
+               }
              });
     team.wait();
     const int64_t parts = std::max(int64_t(1), std::min(team.size / rows, e / strip));
@@ -259,8 +264,7 @@ struct Step {
     }
     team.wait();
     for (int64_t row = begin; m.solved && row < end; ++row) {
-      const A* z = memory.activated + row * (2 * e + s) + 2 * e;
-      for (int64_t i = 0; i < s; ++i) store(state.base[row * s + i], z[i]);
+      std::copy_n(memory.base + row * s, s, state.base + row * s);
     }
     dense_by(team, memory.gated, layer.to_output, layer.output_bias, rows, e, d, own(), memory.shared,
              [&](int64_t row, int64_t first, int64_t count, const T* values) {

@@ -116,10 +116,9 @@ class Projected(NamedTuple):
         return gate, v, z
 
     def base(self) -> Tensor:
-        """Z [B, T, s]."""
-        z, width = self.tokens[..., -self.d_qk :], self.d_qk
-        bias = self.projection_bias
-        return F.silu(z if bias is None else z + bias[-width:].to(z.dtype))
+        """Y, of which Z is silu, [B, T, s]."""
+        y, bias = self.tokens[..., -self.d_qk :], self.projection_bias
+        return y if bias is None else y + bias[-self.d_qk :].to(y.dtype)
 
     def heads(self, rotations: Tensor | None) -> tuple[Tensor, Heads]:
         """The gate U, and the heads, rotated by `rotations` [2, T, s / 2] or [2, B, T, s / 2]."""

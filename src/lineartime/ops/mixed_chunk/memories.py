@@ -2,7 +2,7 @@
 
 A key tells what the token before was, so that a query finds what followed it. Keys have unit length, those of mesa |k|^2 = s:
 
-    q = Z[t] gamma_3 + Z[t - 1] beta_3        k = (Z[t] gamma_4 + Z[t - 1] beta_4) / its length
+    q = Y[t] gamma_3 + Y[t - 1] beta_3        k = (Y[t] gamma_4 + Y[t - 1] beta_4) / its length        Z = silu(Y)
 
 A chunk has keys K [C, s], values V [C, e], and, except of mesa, weights W = diag(w), one for each token, or factors a [s] of
 what was there before. With S [s, e] before the chunk and S' after it, and S = 0, P = 0 and n = 0 tokens before the first:
@@ -54,9 +54,9 @@ class Terms(NamedTuple):
     product: Tensor
 
 
-def queries_and_keys(memory: Memory, z: Tensor, before: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys of Z and that of the token before, [B, T, s]; gamma and beta, [4, s], are those of all maps."""
-    q, k = (z * now + before * then for now, then in zip(gamma[2:], beta[2:], strict=True))
+def queries_and_keys(memory: Memory, y: Tensor, before: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of Y and that of the token before, [B, T, s]; gamma and beta, [4, s], are those of all maps."""
+    q, k = (y * now + before * then for now, then in zip(gamma[2:], beta[2:], strict=True))
     k = F.normalize(k, dim=-1, eps=1e-6)
     return q, k * k.shape[-1] ** 0.5 if memory == "mesa" else k
 

@@ -36,7 +36,7 @@ class MemoryState(MixedChunkState):
     """The state of another memory than the sum; `summary` is its S.
 
     Attributes:
-        last: [B, s], the base Z of the last token, of which the next key tells.
+        last: [B, s], the Y of the last token, of which the next key tells.
         gram: [B, s, s], P of mesa; [B, 0, 0] for others.
     """
 
