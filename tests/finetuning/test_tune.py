@@ -122,7 +122,7 @@ def test_tweaks_train_and_load(advanced: dict[str, Any], config: Configured, que
     assert predict(given.out, questions, given.out / "answers.jsonl") == 30
 
 
-@pytest.mark.parametrize("preset", ["flash-quad-tiny", "transformer+-tiny", "combiner-tiny"])
+@pytest.mark.parametrize("preset", ["flash-quad-tiny", "flash-memory-tiny", "transformer+-tiny", "combiner-tiny"])
 def test_the_other_systems_of_the_paper_are_tuned(
     preset: str, config: Configured, questions: Path, tmp_path: Path, quiet: Say
 ) -> None:
@@ -181,6 +181,8 @@ def test_mistakes_are_named_and_leave_nothing(config: Configured, tmp_path: Path
     for other, kind in (("flash-quad-tiny", "gau"), ("flash-weighted-tiny", "flash-weighted")):
         with pytest.raises(ArgumentError, match=rf"^mixer is flash-cls, but the model is one of {kind}: leave it out"):
             tuned_config(lineartime.presets("mlm")[other], Advanced(mixer="flash-cls"))
+    with pytest.raises(ArgumentError, match=r"^mixer is flash-cls, but the model has the memory mesa: leave it out"):
+        tuned_config(lineartime.presets("mlm")["flash-memory-tiny"], Advanced(mixer="flash-cls"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     with pytest.raises(ArgumentError, match=r"^out is .*full, which is not empty: give `resume=True`"):

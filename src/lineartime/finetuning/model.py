@@ -42,13 +42,21 @@ def tuned_config(pretrained: ModelConfig, advanced: Advanced) -> ModelConfig:
     chunk_size = advanced.chunk_size
     if set(kinds) & set(get_args(OfFLASH)):
         chunk_size = chunk_size or min(before, PAPER_CHUNK)
-        mixer = mixer or ("flash-cls" if "flash" in kinds else None)
+        others = {each.options.get("memory", "sum") for each in pretrained.mixers} - {"sum"}
+        if others and mixer not in (None, "flash"):
+            raise ArgumentError("mixer", f"is {mixer}, but the model has the memory {others.pop()}: leave it out.")
+        mixer = mixer or ("flash-cls" if "flash" in kinds and not others else None)
     elif mixer is not None:
         raise ArgumentError("mixer", f"is {mixer}, but the model is one of {kinds[0]}: leave it out.")
     if chunk_size is not None:
         changed = changed.override(chunk_size=chunk_size)
     of_flash = {name: each for name, each in changed.layers.items() if each.kind in get_args(OfFLASH)}
-    return changed.with_layers({name: LayerConfig(mixer or each.kind, **each.options) for name, each in of_flash.items()})
+    return changed.with_layers({name: _of_kind(mixer or each.kind, each.options) for name, each in of_flash.items()})
+
+
+def _of_kind(kind: str, options: dict[str, Any]) -> LayerConfig:
+    """A mixer of FLASH with the options of another one; only `flash` has the option `memory`."""
+    return LayerConfig(kind, **{name: value for name, value in options.items() if kind == "flash" or name != "memory"})
 
 
 def with_head(pretrained: LanguageModel, advanced: Advanced, make: Callable[[LineartimeConfig], Any], peft_task: str) -> Any:
