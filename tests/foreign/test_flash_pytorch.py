@@ -130,6 +130,7 @@ def test_a_model_that_flash_pytorch_cannot_hold_is_named() -> None:
     unfit: list[tuple[dict[str, Any], str]] = [
         ({"norm": "scalenorm"}, "norm_eps is 1e-05, but must be at most 1e-10 for the scalenorm of FLASH-pytorch"),
         ({"normalization": "count"}, "normalization is 'count', but FLASH-pytorch has only 'paper_sum'"),
+        ({"memory": "mesa"}, "memory is 'mesa', but FLASH-pytorch has only 'sum'"),
         ({"bias_form": "auto"}, "bias_form is 'auto', but FLASH-pytorch has only a relative bias by buckets"),
         ({"rotary_width": 8}, "rotary_width is 8, but FLASH-pytorch has only 32"),
         ({"final_norm": "same", "norm": "scalenorm"}, "norm is 'scalenorm', but FLASH-pytorch has only 'layernorm' before"),

@@ -126,6 +126,7 @@ def _flash(layer: FLASH) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if activation not in ("relu2", "laplace"):
         raise ArgumentError("activation", f"is {activation!r}, but {PACKAGE} has only 'relu2' and 'laplace'{ADVICE}.")
     _require("normalization", layer.normalization, "paper_sum")
+    _require("memory", layer.memory, "sum")
     if isinstance(layer.norm, RMSNorm):
         raise ArgumentError("norm", f"is 'rmsnorm', but {PACKAGE} has only 'layernorm' and 'scalenorm'{ADVICE}.")
     norm: Norm = "scalenorm" if isinstance(layer.norm, ScaleNorm) else "layernorm"
