@@ -171,6 +171,6 @@ class ModelConfig(PartsConfig):
         return all(layer.constant_state for layer in self._layers())
 
     def _layers(self) -> list[Mixer]:
-        """The mixers, without memory."""
+        """One of each mixer, as shapes alone."""
         with shapes_only():
             return [mixer.build(self.d_model, causal=self.task != "mlm") for mixer in set(self.mixers)]

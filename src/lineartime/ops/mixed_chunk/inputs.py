@@ -59,7 +59,7 @@ class MixedChunkOptions:
     @property
     def divides_by_chunk_size(self) -> bool:
         """Whether the linear part divides by C, however many chunks it sums over."""
-        return self.memory == "sum" and self.normalization == "paper_sum" and self.causal
+        return self.normalization == "paper_sum" and self.causal
 
     def linear_divisor(self, n_tokens: Tensor) -> Tensor:
         """The divisor of the linear part for a sum of k v^T over `n_tokens` tokens, int or float."""

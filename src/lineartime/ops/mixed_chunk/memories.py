@@ -81,32 +81,40 @@ def chunk_terms(memory: Memory, x: Tensor, v: Tensor) -> Terms:
     return Terms(x.mT @ x, x.mT @ (v if memory == "mesa" else x.norm(dim=-1, keepdim=True) * v))
 
 
-def fold(memory: Memory, s: Tensor, p: Tensor, n: Tensor, terms: Terms, size: int) -> tuple[Tensor, Tensor]:
-    """S' and P' after a chunk of `size` tokens, from S [..., s, e], P [..., s, s] and n [..., 1, 1]; P and n are of mesa."""
+def fold(memory: Memory, s: Tensor, terms: Terms, size: int) -> Tensor:
+    """S' after a chunk of `size` tokens, from S [..., s, e], of the memories in `FOLDED`."""
     gram, product = terms
     if memory == "decay":
-        return gram * s + product, p
+        return gram * s + product
     if memory == "delta":
-        return s + (product - gram @ s) / size, p
-    if memory == "proximal":
-        return inverse(gram, torch.ones_like(n)) @ (s + product), p
-    return inverse(p + gram, n + size) @ (n * s + p @ s + product), p + gram
+        return s + (product - gram @ s) / size
+    return inverse(gram, 1.0) @ (s + product)
 
 
-def inverse(gram: Tensor, n: Tensor) -> Tensor:
+def fold_mesa(s: Tensor, p: Tensor, n: Tensor | float, terms: Terms, size: int) -> tuple[Tensor, Tensor]:
+    """S' and P' of mesa after `size` tokens, from S [..., s, e], P [..., s, s] and n, a number or [..., 1, 1]."""
+    after = p + terms.gram
+    return inverse(after, n + size) @ (unsolved(s, p, n) + terms.product), after
+
+
+def unsolved(s: Tensor, p: Tensor, n: Tensor | float) -> Tensor:
+    """The sum of K^T V over the n tokens before, of which S is (n I + P)^-1 times."""
+    return n * s + p @ s
+
+
+def inverse(gram: Tensor, n: Tensor | float) -> Tensor:
     """(n I + gram)^-1, [..., s, s]; n is at least 1."""
     unit = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    whole = gram + n.clamp(min=1) * unit
-    inverted: Tensor = torch.linalg.inv_ex(whole).inverse  # unchecked: a NaN in one document shall not stop the others
+    inverted: Tensor = torch.linalg.inv_ex(gram + n * unit).inverse  # unchecked: NaN in a document shall not stop others
     return inverted
 
 
 def read(memory: Memory, q: Tensor, x: Tensor, v: Tensor, chunks: Batch) -> Tensor:
     """The causal linear part: queries [B, G, C, s], and keys and values as for `chunk_terms` -> [B, G, C, e]."""
     gram, product = (split_documents(each, chunks) for each in chunk_terms(memory, x, v))  # [B, D, L, ...]
-    states, p = [torch.zeros_like(product[:, :, 0])], gram.new_zeros(1, 1)
+    states = [torch.zeros_like(product[:, :, 0])]
     for each in zip(gram.unbind(2)[:-1], product.unbind(2)[:-1], strict=True):
-        states.append(fold(memory, states[-1], p, p, Terms(*each), chunks.chunk_size)[0])
+        states.append(fold(memory, states[-1], Terms(*each), chunks.chunk_size))
     return q @ join_documents(torch.stack(states, 2), chunks).to(q.dtype)
 
 
@@ -126,4 +134,4 @@ def solved_queries(
         p, n = (sum_chunks(x, batch, "before" if causal else "all") for x in (keys.mT @ keys, size))
         if before is not None:
             p = p + before[:, None].to(wide)
-        return batch.join(queries @ inverse(p, n + n_before)).to(q.dtype)
+        return batch.join(queries @ inverse(p, (n + n_before).clamp(min=1))).to(q.dtype)

@@ -170,9 +170,10 @@ def _fold(sums: list[Tensor], keys: Tensor, values: Tensor, n: Tensor, options: 
     x, v = of_linear.transpose(-3, -2).flatten(-2).to(sums[0].dtype), values.to(sums[0].dtype)
     if options.memory == "sum":
         return [sums[0] + x.mT @ v]
-    terms = memories.chunk_terms(options.memory, x, v)
-    summary, p = sums
-    return list(memories.fold(options.memory, summary, p, n.to(v.dtype), terms, options.chunk_size))
+    terms, (summary, p) = memories.chunk_terms(options.memory, x, v), sums
+    if options.memory == "mesa":
+        return list(memories.fold_mesa(summary, p, n.to(v.dtype), terms, options.chunk_size))
+    return [memories.fold(options.memory, summary, terms, options.chunk_size), p]
 
 
 def _read_summary(q_lin: Tensor, summary: Tensor, n_tokens: Tensor, options: MixedChunkOptions) -> Tensor:
@@ -289,16 +290,17 @@ def extend_projected(
     before, state = plainly(*piece(0, first), state)
     here, own = piece(first, last)
     chunks = cut_rows(own, size, None)
-    summary = state.summary
+    summary, n = state.summary, start + first
     if isinstance(state, MemoryState) and here.linear is not None:
         (q, k), p = here.linear, state.gram
-        solved = memories.solved_queries(q, k, chunks, causal=True, before=p, n_before=start + first)
-        here = here._replace(linear=(solved, k))
-        summary, wide = (start + first) * summary + p @ summary, k.to(p.dtype)
-        state = replace(state, gram=p + wide.mT @ wide)
-    whole, summary = form.extend_gated(here, table, chunks, options, summary, start + first)
+        here = here._replace(linear=(memories.solved_queries(q, k, chunks, causal=True, before=p, n_before=n), k))
+        with without_autocast(k):
+            summary, wide = memories.unsolved(summary, p, n), k.to(p.dtype)
+            state = replace(state, gram=p + wide.mT @ wide)
+    whole, summary = form.extend_gated(here, table, chunks, options, summary, n)
     if isinstance(state, MemoryState):
-        summary = memories.inverse(state.gram, summary.new_tensor(float(start + last))) @ summary
+        with without_autocast(summary):
+            summary = memories.inverse(state.gram, start + last) @ summary
     state = replace(state, summary=summary, position=state.position + (last - first))
     after, state = plainly(*piece(last, new), state)
     return torch.cat([before, whole, after], 1), state
