@@ -60,6 +60,25 @@ def test_documents_and_prefixes_are_the_definition(memory: Memory, backend: str,
     torch.testing.assert_close(found, exact, atol=1e-10, rtol=1e-10)
 
 
+class Replaced(FLASH):
+    """A step of FLASH is replaced by itself, so that all of them are called one by one."""
+
+    def apply_gate(self, gate: Tensor, attended: Tensor) -> Tensor:
+        return super().apply_gate(gate, attended)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_a_layer_that_replaces_a_step_computes_the_same_also_in_streams(memory: Memory) -> None:
+    layer, x = layer_of(memory, True), torch.randn(2, 21, 8, dtype=torch.float64)
+    replaced = Replaced(8, d_qk=4, chunk_size=CHUNK, memory=memory, causal=True).double()
+    replaced.load_state_dict(layer.state_dict())
+    whole = layer(x)
+    torch.testing.assert_close(replaced(x), whole, atol=1e-10, rtol=0)
+    first, state = replaced.extend(x[:, :10])
+    rest, _ = replaced.extend(x[:, 10:], state)
+    torch.testing.assert_close(torch.cat([first, rest], 1), whole, atol=1e-10, rtol=0)
+
+
 def test_mesa_recalls_what_followed_a_token_as_it_was() -> None:
     """A key begins as the token before, so that recall needs no training."""
     torch.manual_seed(0)

@@ -215,18 +215,16 @@ class FLASH(GatedUnit):
         if self.memory == "sum" and not fused:
             return super().mix_next(normed, state, batch)
         tokens, backend = Projected(self.to_gate_value_base(normed), self.gamma, self.beta), self.backend or "auto"
-        last = None
         if self.memory != "sum":
             y = tokens.base()
             both, last = shift_next(torch.cat([y, y], -1), state.last, batch.counts)
-            tokens = tokens._replace(linear=self._of_bases(both, normed))
+            state, tokens = replace(state, last=last), tokens._replace(linear=self._of_bases(both, normed))
         if fused:
             gated, state = stream.extend_projected(tokens, self.slot_bias(batch), batch, self.options, state, backend)
-        else:
-            gate, v, maps = self.split(tokens.tokens, batch.rotations)
-            attended, state = self.attend_next((*maps[:2], *(tokens.linear or ())), v, state, batch)
-            gated = self.apply_gate(gate, attended)
-        return self.to_output(gated), state if last is None else replace(state, last=last)
+            return self.to_output(gated), state
+        gate, v, maps = self.split(tokens.tokens, batch.rotations)
+        attended, state = self.attend_next((*maps[:2], *(tokens.linear or ())), v, state, batch)
+        return self.to_output(self.apply_gate(gate, attended)), state
 
     def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Attend with a state of constant size; return the outputs and the new state."""

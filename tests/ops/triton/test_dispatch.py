@@ -40,6 +40,22 @@ def test_mixed_chunks_under_masks(causal: bool, normalization: Any, device: str)
     assert_same(mixed_chunk_attention, inputs, chunk_size=16, causal=causal, bias=bias, mask=mask, normalization=normalization)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_mesa_is_the_linear_part_of_the_kernels(causal: bool, device: str) -> None:
+    layer = FLASH(24, d_qk=16, chunk_size=16, causal=causal, memory="mesa", device=device)
+    exact, mask = deepcopy(layer).double(), torch.rand(2, 37, device=device) > 0.3
+    x, results = torch.randn(2, 37, 24, device=device), []
+    for each, backend, dtype in ((layer, "triton", torch.float32), (exact, "torch", torch.float64)):
+        set_backend(each, backend)
+        given = x.to(dtype).requires_grad_()
+        out = each(given, mask=mask)
+        results.append(
+            [found.double() for found in (out, *torch.autograd.grad(out.square().sum(), [given, *each.parameters()]))]
+        )
+    for fast, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(fast, wanted, atol=1e-4 * max(1.0, float(wanted.detach().abs().max())), rtol=0)
+
+
 @pytest.mark.parametrize("compiling", [False, True])
 def test_a_gpu_without_the_units_of_the_kernels_takes_none_of_them_compiled_or_not(
     compiling: bool, monkeypatch: pytest.MonkeyPatch
@@ -123,7 +139,7 @@ def test_a_layer_set_to_the_kernels_has_the_values_and_gradients_of_the_definiti
     results = []
     for dtype, backend in ((torch.float64, "oracle"), (torch.float32, "triton")):
         own = deepcopy(layer).to(dtype)
-        set_backend(own, backend)  # type: ignore[arg-type]
+        set_backend(own, backend)
         out = own(x.to(dtype), mask)
         results.append((out, *torch.autograd.grad(out.square().sum(), list(own.parameters()))))
     for exact, fast in zip(*results, strict=True):
