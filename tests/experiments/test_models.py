@@ -1,11 +1,13 @@
 """Models of equal size, and chunks of another size after training."""
 
+from dataclasses import replace
+
 import torch
 
 import lineartime
 from lineartime.experiments.catalogue import SCALES
 from lineartime.experiments.definitions import Arm, Setting
-from lineartime.experiments.models import model_at, parameters_of, with_chunk_size
+from lineartime.experiments.models import model_at, parameters_of, wide_enough, with_chunk_size
 from lineartime.models import CausalLM
 from lineartime.models.systems import SYSTEMS
 
@@ -17,6 +19,14 @@ def test_every_causal_system_has_a_width_near_the_parameters_of_a_narrow_model()
     for name in causal:
         model = model_at(Arm(name, name), size, "clm", setting, 513, target)
         assert 0.8 < parameters_of(model) / target < 1.2, name
+
+
+def test_models_are_as_wide_as_the_pairs_they_recall() -> None:
+    size = SCALES["cpu"].sizes["main"]
+    narrow = replace(size, d_model=64, d_qk=64)
+    assert wide_enough(narrow, 64) == narrow
+    assert wide_enough(narrow, 65) == wide_enough(narrow, 128) == replace(narrow, d_model=128, d_qk=128)
+    assert wide_enough(size, 200) == replace(size, d_qk=256)
 
 
 def test_other_chunks_keep_what_was_learnt_of_their_distances() -> None:

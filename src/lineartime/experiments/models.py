@@ -1,6 +1,7 @@
 """The models of an experiment: their sizes, parameters within 3 % of each other, the paper's recipes, and other chunk sizes."""
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -41,6 +42,12 @@ def model_at(arm: Arm, size: Size, task: Task, setting: Setting, vocab_size: int
     middle = size.d_model * (target / parameters_of(config)) ** 0.5 / unit
     models = [config.override(d_model=unit * max(1, int(middle) + nearby)) for nearby in (-1, 0, 1, 2)]
     return min(models, key=lambda model: abs(parameters_of(model) - target))
+
+
+def wide_enough(size: Size, pairs: int) -> Size:
+    """A size at which pairs can be recalled: keys are linear maps of tokens, of which d_model are independent at most."""
+    width = 64 * -(-pairs // 64) if pairs > min(size.d_model, size.d_qk) else 0
+    return replace(size, d_model=max(size.d_model, width), d_qk=max(size.d_qk, width))
 
 
 def training_options(arm: Arm, config: ModelConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lineartime.experiments import catalogue
 from lineartime.experiments.config import ReproduceConfig, check_among
 from lineartime.experiments.definitions import Arm, Experiment, FinalTest, Job, Scale, Setting
 from lineartime.experiments.memory_tasks import TASKS
-from lineartime.experiments.models import model_at, paper_model, parameters_of, training_options
+from lineartime.experiments.models import model_at, paper_model, parameters_of, training_options, wide_enough
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import PRESETS, TINY, model_of
 from lineartime.models.systems import SYSTEMS
@@ -206,7 +206,9 @@ def make_plan(config: ReproduceConfig) -> Plan:
         )
     if experiment.kind == "memory":
         settings, width = _memory_settings(config, settings), scale.sizes.get("memory", scale.sizes["main"]).d_model
-        scale = replace(scale, description=f"models with two layers that move information, {width} wide")
+        scale = replace(
+            scale, description=f"models with two layers that move information, {width} wide, or more for more pairs"
+        )
     if config.add and experiment.kind == "latency":
         raise ArgumentError("add", "is given, but this experiment measures all its models together: use `bench()`.")
     arms = {arm.name: arm for arm in experiment.arms if config.scale in arm.scales}
@@ -294,7 +296,7 @@ def _contenders(
                 options, model = paper_model(experiment, arm, setting)
                 own: dict[str, Any] = {"data": data} if data else {}
             else:
-                size = scale.sizes.get(setting.size, scale.sizes["main"])
+                size = wide_enough(scale.sizes.get(setting.size, scale.sizes["main"]), setting.pairs)
                 vocab_size = TASKS[setting.task].vocab_size(setting.pairs) if setting.task else scale.vocab_size
                 usual = {name: value for name, value in experiment.override.items() if name not in SYSTEMS[arm.system].fields}
                 made = replace(arm, override=usual | dict(arm.override))
