@@ -50,7 +50,7 @@ def main() -> None:
     tables = [
         language_model_table("test bits per byte", reports, tested),
         language_model_table("speed-up", reports, speedups),
-        *[test_table(name, report) for name, report in reports.items() if name not in LANGUAGE_MODELS and begun(report)],
+        *[test_table(name, report) for name, report in reports.items() if name not in LANGUAGE_MODELS and in_bits(report)],
     ]
     (RESULTS / "quality.md").write_text(readme_table(reports))
     (RESULTS / "experiments.md").write_text("\n".join(tables))
@@ -72,6 +72,11 @@ def copy(folder: Path) -> None:
 def begun(report: dict[str, Any]) -> list[dict[str, Any]]:
     """The settings of a report in which a system has been trained and tested."""
     return [setting for setting in report["settings"] if any(tested(row) for row in setting["rows"] if "runs" in row)]
+
+
+def in_bits(report: dict[str, Any]) -> bool:
+    """Whether a report compares losses of text: not the times of `latency`, nor the answers of `memory`."""
+    return report["experiment"] != "memory" and bool(begun(report))
 
 
 def tested(row: dict[str, Any]) -> list[str]:
