@@ -118,6 +118,16 @@ def test_numbers_and_several_labels_at_once_can_be_learned() -> None:
     torch.testing.assert_close(output.loss, F.binary_cross_entropy_with_logits(output.logits, labels))
 
 
+@pytest.mark.parametrize("kind", [LineartimeForSequenceClassification, LineartimeForTokenClassification])
+def test_bf16_does_not_round_the_mean_of_numbers_away(kind: Any) -> None:
+    model, ids = awake(kind(tiny(task="mlm"))), ids_of(2, 14)
+    with torch.no_grad():
+        model.score.bias += 10_007.0
+    exact = model(ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(ids).logits, exact, rtol=0, atol=0.2)
+
+
 def test_labels_of_padding_do_not_count() -> None:
     model, (ids, mask) = awake(LineartimeForTokenClassification(tiny(task="mlm"))), batch()
     labels = (ids % 2).masked_fill(mask == 0, -100)

@@ -48,6 +48,18 @@ class TaskModel(LineartimePreTrainedModel):
         outputs: BaseModelOutputWithPast = self.model(input_ids, attention_mask=attention_mask, return_dict=True, **kwargs)
         return outputs
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The linear layer of vectors [..., d], in the precision of its weights also under autocast.
+
+        A layer that predicts numbers adds their mean, whose last digits bf16 would round away.
+        """
+        layer = getattr(self, self.head)
+        dtype = next(layer.parameters()).dtype
+        hidden = self.dropout(hidden)
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits: Tensor = layer(hidden.to(dtype) if dtype.is_floating_point else hidden)
+        return logits
+
     def pooled(self, hidden: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
         """One vector per sequence, [B, T, d] -> [B, d]: the mean over its real tokens, or, in a causal model, the last one.
 
@@ -89,7 +101,7 @@ class LineartimeForSequenceClassification(TaskModel):
     ) -> SequenceClassifierOutput:
         """Logits [B, K], and the loss if labels are given; other arguments as for the base model."""
         outputs = self.run_backbone(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        logits = self.score(self.dropout(self.pooled(outputs.last_hidden_state, attention_mask, **kwargs)))
+        logits = self.logits(self.pooled(outputs.last_hidden_state, attention_mask, **kwargs))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
@@ -113,7 +125,7 @@ class LineartimeForTokenClassification(TaskModel):
     ) -> TokenClassifierOutput:
         """Logits [B, T, K], and the loss if labels [B, T] are given (-100 is ignored); others as for the base model."""
         outputs = self.run_backbone(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        logits = self.score(self.dropout(outputs.last_hidden_state))
+        logits = self.logits(outputs.last_hidden_state)
         loss = None
         if labels is not None:
             check_labels(labels, logits)
@@ -156,7 +168,7 @@ class LineartimeForQuestionAnswering(TaskModel):
         The loss is the mean over all positions; those outside of the real tokens are ignored. Padding does not change it.
         """
         outputs = self.run_backbone(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        start, end = self.qa_outputs(self.dropout(outputs.last_hidden_state)).unbind(-1)
+        start, end = self.logits(outputs.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             real = _real(start, attention_mask)
@@ -203,6 +215,6 @@ class LineartimeForMultipleChoice(TaskModel):
                 kwargs[name] = kwargs[name].flatten(0, 1)
         outputs = self.run_backbone(ids, mask, inputs_embeds=embedded, **kwargs)
         pooled = self.pooled(outputs.last_hidden_state, mask, **kwargs)
-        logits = self.score(self.dropout(pooled)).view(-1, choices)
+        logits = self.logits(pooled).view(-1, choices)
         loss = None if labels is None else fixed_cross_entropy(logits, labels, kwargs.get("num_items_in_batch"))
         return MultipleChoiceModelOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
