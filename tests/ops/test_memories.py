@@ -42,6 +42,13 @@ def test_every_form_is_the_definition(memory: Memory, backend: str, length: int,
         torch.testing.assert_close(found, exact, atol=1e-10, rtol=1e-10)
 
 
+def test_mesa_has_a_first_and_a_second_derivative() -> None:
+    layer, x = layer_of("mesa", True), torch.randn(1, 7, 8, dtype=torch.float64, requires_grad=True)
+    set_backend(layer, "torch")
+    assert torch.autograd.gradcheck(layer, x)
+    assert torch.autograd.gradgradcheck(layer, x)
+
+
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
 @pytest.mark.parametrize("kind", ["mask", "pack", "prefix"])

@@ -29,7 +29,7 @@ from lineartime.ops.mixed_chunk.memories import FOLDED, Memory, queries_and_keys
 from lineartime.ops.mixed_chunk.states import mixed_chunk_state
 from lineartime.ops.mixed_chunk.stream import SlotBias
 from lineartime.ops.precision import acc_dtype
-from lineartime.ops.token_shift import shift_next, shift_tokens
+from lineartime.ops.token_shift import shift_next, tokens_before
 from lineartime.ops.tracing import is_exporting
 
 STEPS = ("split", "queries_and_keys", "apply_gate", "attend", "attend_next")
@@ -151,20 +151,18 @@ class FLASH(GatedUnit):
         else:
             tokens = Projected(projection(normed), self.gamma, self.beta)
         if self.memory != "sum":
-            tokens = tokens._replace(linear=self._linear_maps(tokens, normed, batch))
+            tokens, y = tokens.with_base()
+            tokens = tokens._replace(linear=self._linear_maps(y, normed, batch))
         output = self.to_output.weight if fused else None
         attended = attend_projected(tokens, bias, batch, self.options, self.backend or "auto", output=output)
         return attended + self.to_output.bias.to(attended.dtype) if fused else self.to_output(attended)
 
-    def _linear_maps(self, tokens: Projected, normed: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The queries and keys of another memory than the sum, [B, T, s], of whole sequences."""
-        y = tokens.base()
-        both = shift_tokens(torch.cat([y, y], -1), None if batch.document is None else batch.positions)
-        return self._of_bases(both, normed)
+    def _linear_maps(self, y: Tensor, normed: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The queries and keys of another memory than the sum, [B, T, s], of whole sequences with the base Y."""
+        return self._of_bases(tokens_before(y, None if batch.document is None else batch.positions), y, normed)
 
-    def _of_bases(self, both: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """The queries and keys of tokens of which the Y of the token before and their own are known, [B, T, 2 s]."""
-        before, y = both.chunk(2, -1)
+    def _of_bases(self, before: Tensor, y: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries and keys of tokens of which the Y of the token before and their own are known, [B, T, s] each."""
         q, k = queries_and_keys(self.memory, y, before, self.gamma, self.beta)
         return q, k if self.to_strength is None else weighted_keys(self.memory, k, self.to_strength(normed))
 
@@ -207,7 +205,7 @@ class FLASH(GatedUnit):
             return super().project(normed, batch)
         tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
         gate, v, maps = self.split(tokens.tokens, batch.rotations)
-        return gate, v, (*maps[:2], *self._linear_maps(tokens, normed, batch))
+        return gate, v, (*maps[:2], *self._linear_maps(tokens.base(), normed, batch))
 
     def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
@@ -218,7 +216,8 @@ class FLASH(GatedUnit):
         if self.memory != "sum":
             y = tokens.base()
             both, last = shift_next(torch.cat([y, y], -1), state.last, batch.counts)
-            state, tokens = replace(state, last=last), tokens._replace(linear=self._of_bases(both, normed))
+            before = both[..., : self.d_qk]
+            state, tokens = replace(state, last=last), tokens._replace(linear=self._of_bases(before, y, normed))
         if fused:
             gated, state = stream.extend_projected(tokens, self.slot_bias(batch), batch, self.options, state, backend)
             return self.to_output(gated), state

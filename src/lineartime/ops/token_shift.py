@@ -33,10 +33,13 @@ def shift_tokens(x: Tensor, positions: Tensor | None, context: ContextGroup | No
     if context is not None:  # this slice continues that of the previous process, like a stream
         last = first[:, -1:].sum(1)  # zeros for a slice without tokens, which the attention rejects with an error
         return shift_next(x, sum_elsewhere(last, context, "just before"))[0]
-    before = F.pad(first, (0, 0, 1, 0))[:, :-1]
-    if positions is not None:
-        before = before.masked_fill((positions == 0)[:, None], 0.0)
-    return torch.cat([before, rest], -1)
+    return torch.cat([tokens_before(first, positions), rest], -1)
+
+
+def tokens_before(x: Tensor, positions: Tensor | None) -> Tensor:
+    """What stands before each token of whole sequences, [B, T, d]: see `shift_tokens`."""
+    before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+    return before if positions is None else before.masked_fill((positions == 0)[:, None], 0.0)
 
 
 def shift_next(x: Tensor, last: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:

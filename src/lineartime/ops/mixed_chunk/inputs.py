@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, G chunks, C chunk size, e value width, s query/key wi
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from lineartime.ops.chunks import count_before, sum_chunks
 from lineartime.ops.mixed_chunk.memories import Memory
 from lineartime.ops.positions import over_heads, rotate
 from lineartime.ops.precision import acc_dtype
+from lineartime.ops.tracing import is_traced, under_transform
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,17 @@ class Projected(NamedTuple):
 
     def base(self) -> Tensor:
         """Y, of which Z is silu, [B, T, s]."""
-        y, bias = self.tokens[..., -self.d_qk :], self.projection_bias
+        return self._biased(self.tokens[..., -self.d_qk :])
+
+    def with_base(self) -> tuple["Projected", Tensor]:
+        """The same, for one form of attention alone to read, and Y, [B, T, s]."""
+        if not (torch.is_grad_enabled() and self.tokens.requires_grad) or is_traced() or under_transform():
+            return self, self.base()
+        tokens, y = _WithBase.apply(self.tokens, self.d_qk)  # type: ignore[no-untyped-call]
+        return self._replace(tokens=tokens), self._biased(y)
+
+    def _biased(self, y: Tensor) -> Tensor:
+        bias = self.projection_bias
         return y if bias is None else y + bias[-self.d_qk :].to(y.dtype)
 
     def heads(self, rotations: Tensor | None) -> tuple[Tensor, Heads]:
@@ -127,6 +138,26 @@ class Projected(NamedTuple):
             return gate, Heads(*(*queries_and_keys(z, self.gamma, self.beta, rotations).unbind(1), v))
         q_quad, k_quad = queries_and_keys(z, self.gamma[:2], self.beta[:2], rotations).unbind(1)
         return gate, Heads(q_quad, k_quad, *self.linear, v)
+
+
+class _WithBase(torch.autograd.Function):
+    """Tokens, and a copy of their last s features, whose gradient is added in the memory of the tokens' gradient.
+
+    The gradient of a slice is as large as the tokens: to fill and add it took a tenth of a training step. The gradient of the
+    tokens is new memory of the attention that reads them, and nothing else holds it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, d_qk: int) -> tuple[Tensor, Tensor]:
+        ctx.d_qk = d_qk
+        return tokens.view_as(tokens), tokens[..., -d_qk:].clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_tokens: Tensor, d_base: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():  # a second derivative needs the gradient as it was
+            d_tokens = d_tokens.clone()
+        d_tokens[..., -ctx.d_qk :] += d_base
+        return d_tokens, None
 
 
 def queries_and_keys(z: Tensor, gamma: Tensor, beta: Tensor, rotations: Tensor | None) -> Tensor:

@@ -31,7 +31,7 @@ Sources: proximal is Longhorn (arXiv 2407.14207) by chunks, delta is DeltaNet (2
 "Uncovering mesa-optimization algorithms in Transformers" (2309.05858) by chunks.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,8 @@ from torch import Tensor
 
 from lineartime.ops.batch import Batch
 from lineartime.ops.chunks import join_documents, split_documents, sum_chunks
-from lineartime.ops.precision import acc_dtype, without_autocast
+from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
+from lineartime.ops.tracing import is_traced, under_transform
 
 Memory = Literal["sum", "decay", "delta", "proximal", "mesa"]
 """sum: the published one. The others are defined above."""
@@ -103,10 +104,31 @@ def unsolved(s: Tensor, p: Tensor, n: Tensor | float) -> Tensor:
 
 
 def inverse(gram: Tensor, n: Tensor | float) -> Tensor:
-    """(n I + gram)^-1, [..., s, s]; n is at least 1."""
-    unit = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    inverted: Tensor = torch.linalg.inv_ex(gram + n * unit).inverse  # unchecked: NaN in a document shall not stop others
+    """(n I + gram)^-1, [..., s, s], of a symmetric gram without negative eigenvalues; n is at least 1."""
+    matrix = gram + n * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    if matrix.device.type == "cpu" and not is_traced() and not under_transform():
+        by_cholesky: Tensor = _Inverse.apply(matrix)  # type: ignore[no-untyped-call]
+        return by_cholesky
+    inverted: Tensor = torch.linalg.inv_ex(matrix).inverse  # unchecked: NaN in a document shall not stop others
     return inverted
+
+
+class _Inverse(torch.autograd.Function):
+    """The inverse of positive definite matrices, in a third of the time of `torch.linalg.inv` on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        # What is not a number, in one document, shall not stop the others.
+        inverted = torch.cholesky_inverse(factor).masked_fill((failed != 0)[..., None, None], torch.nan)
+        ctx.save_for_backward(inverted)
+        return inverted
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (inverted,) = ctx.saved_tensors
+        product: Tensor = inverted @ gradient @ inverted
+        return -product
 
 
 def read(memory: Memory, q: Tensor, x: Tensor, v: Tensor, chunks: Batch) -> Tensor:
@@ -127,11 +149,11 @@ def solved_queries(
     """
     if causal and before is None and batch.n_chunks == 1:
         return q  # P is zero, and no chunk is read
+    wide, compute = acc_dtype(q), matmul_dtype(q)
     with without_autocast(q):
-        wide = acc_dtype(q)
-        keys, queries = batch.cut(k.to(wide)), batch.cut(q.to(wide))
+        keys, queries = batch.cut(k.to(wide)), batch.cut(q.to(compute))
         size = batch.sizes(keys.new_empty(0))[..., None, None]
         p, n = (sum_chunks(x, batch, "before" if causal else "all") for x in (keys.mT @ keys, size))
         if before is not None:
             p = p + before[:, None].to(wide)
-        return batch.join(queries @ inverse(p, (n + n_before).clamp(min=1))).to(q.dtype)
+        return batch.join(queries @ inverse(p, (n + n_before).clamp(min=1)).to(compute))
