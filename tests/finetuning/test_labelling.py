@@ -49,7 +49,7 @@ def texts_of(count: int, label: Callable[[bool, bool], Any]) -> list[dict[str, A
 
 
 def fine_tuning(pretrained: Path, data: Path, **advanced: Any) -> FinetuneConfig:
-    options = replace(Advanced(stride=4, dropout=0.0), **advanced)
+    options = replace(Advanced(stride=4, dropout=0.0, precision="fp32"), **advanced)  # the same on every processor
     base = FinetuneConfig(pretrained, data, data.parent / "out", "classify", context_length=24)
     return replace(base, learning_rates=(2e-2,), epochs=8, batch_size=8, advanced=options)
 
@@ -75,15 +75,15 @@ def test_labels_are_learnt_and_predicted(
     result = finetune(given, lambda line: None)
     assert result.best_trial().metrics[metric] > 85
     out = data.with_suffix(".out.jsonl")
-    assert predict(given.out, data, out) == 160
+    assert predict(given.out, data, out, precision="fp32") == 160
     found = [json.loads(line) for line in out.read_text().splitlines()]
     held_out = json.loads((given.out / "predictions.json").read_text())
     assert list(held_out) == [str(place) for place in range(1, 161, 5)]
     for each in found[::5]:
         mine = held_out[each["id"]]
         assert each[said] == (pytest.approx(mine[said], rel=1e-3) if said == "value" else mine[said])
-    if said == "value":  # the head gives numbers as they are in the data: those of a constant would be 5 away
-        assert np.mean([abs(each["value"] - record["label"]) for each, record in zip(found, records, strict=True)]) < 6
+    if said == "value":  # the head gives numbers as they are in the data
+        assert np.mean([abs(each["value"] - record["label"]) for each, record in zip(found, records, strict=True)]) < 4
         return
     model, tokenizer = (
         kind.from_pretrained(given.out / "model") for kind in (AutoModelForSequenceClassification, AutoTokenizer)
