@@ -25,7 +25,7 @@ MAX_STREAMS = 2**16
 """The maximum batch size of a program."""
 LONGEST = 2**20
 """The maximum length of a program's text, in tokens, unless the model reads less."""
-EXPORTABLE = "FLASH with the memory sum and chunk_offset=0, GAU and softmax attention can be exported."
+EXPORTABLE = "FLASH with the memory sum, GAU and softmax attention can be exported."
 """The end of the exporters' error messages."""
 MAX_ONNX_BYTES = 3 * 2**29
 """The maximum size of weights in an ONNX file. PyTorch would write more of them into a second file, beside the first."""

@@ -60,7 +60,6 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "short_convolution": (False, {}),
     "d_state": (5, {}),
     "memory": ("delta", {"causal": True, "chunk_size": 2}),
-    "chunk_offset": (1, {"chunk_size": 2, "normalization": "paper"}),
 }
 LAYERS: list[type[nn.Module]] = [*KINDS["mixer"].values(), *KINDS["feed_forward"].values(), CrossGAU]
 D_MODEL, LENGTH = 24, 10

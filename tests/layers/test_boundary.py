@@ -126,7 +126,7 @@ WRONG: dict[Any, list[Any]] = {
     int | None: [1.5, "8", True, 0],
 }
 UNROTATED = (DeltaNet, GLA, Mamba2, RWKV7)
-ZERO_IS_ALLOWED = {"n_global", "n_random", "convolution", "chunk_offset"}
+ZERO_IS_ALLOWED = {"n_global", "n_random", "convolution"}
 
 
 @pytest.mark.parametrize("layer", LAYERS)

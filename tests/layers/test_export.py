@@ -20,9 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance)
 
 SIZES = [(1, 1), (2, 16), (5, 48), (2, 60), (4, 5)]
 DAILY = [("flash", True, True), ("flash, chunk_size=513", False, False), ("gau", True, False)]
-# Another memory than the sum, and an offset of chunks, cannot be exported.
+# Another memory than the sum cannot be exported.
 OF_UNITS = ("flash", "gau", "flash-foreign", "gau-foreign")
-UNITS = [name for name in CASES if name.split(",")[0] in OF_UNITS and "memory" not in name and "offset" not in name]
+UNITS = [name for name in CASES if name.split(",")[0] in OF_UNITS and "memory" not in name]
 NIGHTLY = [(name, causal, (index + causal) % 2 == 0) for index, name in enumerate(UNITS) for causal in (False, True)]
 
 

@@ -39,7 +39,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"normalization": "paper_sum"},
         {"activation": "softmax"},
         {"chunk_size": 513},  # the rotary bias
-        {"normalization": "paper", "chunk_offset": 3},
         {"memory": "mesa"},
         {"memory": "decay"},
         {"memory": "delta"},

@@ -40,7 +40,7 @@ class FLASHInParts(FLASH):
         self, d_model: int, *, chunk_size: int = 256, relative_bias: bool = True, **options: Unpack[GatedOptions]
     ) -> None:
         # Passed explicitly, so that a caller who passes it gets a TypeError.
-        super().__init__(d_model, chunk_size=chunk_size, relative_bias=relative_bias, memory="sum", chunk_offset=0, **options)
+        super().__init__(d_model, chunk_size=chunk_size, relative_bias=relative_bias, memory="sum", **options)
 
     def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool, part: Part | None = None) -> Tensor:
         """Cut into chunks, attend and join, or compute one part: [B, T, s] and [B, T, w] -> [B, T, w]."""

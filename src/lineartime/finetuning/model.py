@@ -20,8 +20,6 @@ from lineartime.models.layer_config import LayerConfig
 TABLE = "bias.table"
 """The relative biases within a chunk, which has 2 C - 1 of them."""
 _BLOCK = re.compile(r"\.blocks\.(\d+)\.")
-OF_FLASH_ALONE = {"memory": "sum", "chunk_offset": 0}
-"""The options that `flash` has, and other mixers of its family have not, with their defaults."""
 
 
 def paired_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
@@ -44,12 +42,9 @@ def tuned_config(pretrained: ModelConfig, advanced: Advanced) -> ModelConfig:
     chunk_size = advanced.chunk_size
     if set(kinds) & set(get_args(OfFLASH)):
         chunk_size = chunk_size or min(before, PAPER_CHUNK)
-        used = [
-            (name, each.options.get(name, usual), usual) for each in pretrained.mixers for name, usual in OF_FLASH_ALONE.items()
-        ]
-        others = [f"{name} {value}" for name, value, usual in used if value != usual]
+        others = {each.options.get("memory", "sum") for each in pretrained.mixers} - {"sum"}
         if others and mixer not in (None, "flash"):
-            raise ArgumentError("mixer", f"is {mixer}, but the model has the {others[0]}: leave it out.")
+            raise ArgumentError("mixer", f"is {mixer}, but the model has the memory {others.pop()}: leave it out.")
         mixer = mixer or ("flash-cls" if "flash" in kinds and not others else None)
     elif mixer is not None:
         raise ArgumentError("mixer", f"is {mixer}, but the model is one of {kinds[0]}: leave it out.")
@@ -60,8 +55,8 @@ def tuned_config(pretrained: ModelConfig, advanced: Advanced) -> ModelConfig:
 
 
 def _of_kind(kind: str, options: dict[str, Any]) -> LayerConfig:
-    """A mixer of FLASH with the options of another one."""
-    return LayerConfig(kind, **{name: options[name] for name in options if kind == "flash" or name not in OF_FLASH_ALONE})
+    """A mixer of FLASH with the options of another one; only `flash` has the option `memory`."""
+    return LayerConfig(kind, **{name: value for name, value in options.items() if kind == "flash" or name != "memory"})
 
 
 def with_head(pretrained: LanguageModel, advanced: Advanced, make: Callable[[LineartimeConfig], Any], peft_task: str) -> Any:

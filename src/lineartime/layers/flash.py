@@ -51,9 +51,6 @@ class FLASH(GatedUnit):
         memory: what the linear part reads of the chunks before: their "sum", as published, or "mesa", "decay", "delta" or
             "proximal", which `lineartime.ops.mixed_chunk.memories` defines. Of these, queries and keys have no positions, keys
             have one length, and "mesa" alone can be bidirectional.
-        chunk_offset: the number of slots of the first chunk that stay empty, below C. If every second layer has C / 2, tokens
-            on both sides of a border of chunks are in one chunk of the next layer. It needs the memory "sum", the activation
-            "relu2" and normalization="paper", to which empty slots add nothing.
         relative_bias: whether to add a learned bias, which depends on the distance, to the scores of the quadratic part: a
             table for chunks of up to 512 tokens, and the rotary form for longer ones.
         **options: the options of `GatedUnit`; the activation applies to the quadratic part.
@@ -78,7 +75,6 @@ class FLASH(GatedUnit):
         d_model: int,
         *,
         chunk_size: int = 256,
-        chunk_offset: int = 0,
         relative_bias: bool = True,
         memory: Memory = "sum",
         **options: Unpack[GatedOptions],
@@ -89,9 +85,6 @@ class FLASH(GatedUnit):
         self.memory: Memory = memory
         super().__init__(d_model, **options)
         check_positive(chunk_size=chunk_size)
-        self.chunk_offset = self._checked_offset(chunk_offset, chunk_size)
-        if chunk_offset:
-            self.splits_context = False
         if memory != "sum":
             self.splits_context = self.constant_state = False
             self.reads_prefix = memory == "mesa"
@@ -114,20 +107,6 @@ class FLASH(GatedUnit):
                 with torch.no_grad():
                     parameter[2:].copy_(parameter.new_tensor(start)[:, None].expand(2, self.d_qk))
 
-    def _checked_offset(self, offset: int, chunk_size: int) -> int:
-        """The chunk offset; ArgumentError if it is not in a chunk, or what the layer computes would count empty slots."""
-        if type(offset) is not int or not 0 <= offset < chunk_size:
-            raise ArgumentError(
-                "chunk_offset", f"is {offset!r}, but must be an integer from 0 to {chunk_size - 1}, below chunk_size."
-            )
-        needed = {"memory": "sum", "activation": "relu2", "normalization": "paper"}
-        for name, value in needed.items() if offset else ():
-            if getattr(self, name) != value:
-                raise ArgumentError(
-                    "chunk_offset", f"is {offset}, but {name} is {getattr(self, name)!r}: use 0, or {name}={value!r}."
-                )
-        return offset
-
     @property
     def title(self) -> str:
         """Its name in messages."""
@@ -136,18 +115,12 @@ class FLASH(GatedUnit):
     @property
     def options(self) -> MixedChunkOptions:
         """The options of its attention."""
-        own = self.activation, self.normalization, self.memory, self.chunk_offset
-        return MixedChunkOptions(self.chunk_size, self.causal, *own)
+        return MixedChunkOptions(self.chunk_size, self.causal, self.activation, self.normalization, self.memory)
 
     def needs(self) -> Needs:
         """Request rotations and chunks; not the chunks in an exported program, whose operator cuts rows of any length."""
-        cuts = not (is_exporting() and self._is_fused() and self._is_published())
-        size, offset = (self.chunk_size, self.chunk_offset) if cuts else (None, 0)
-        return Needs(size, offset, self.d_qk if self.rope else None, dtype=acc_dtype(self.gamma))
-
-    def _is_published(self) -> bool:
-        """Whether an operator of exported programs has it."""
-        return self.memory == "sum" and not self.chunk_offset
+        cuts = not (is_exporting() and self._is_fused() and self.memory == "sum")
+        return Needs(self.chunk_size if cuts else None, self.d_qk if self.rope else None, dtype=acc_dtype(self.gamma))
 
     def chunk_bias(self, batch: Batch) -> Tensor | None:
         """The relative bias of the quadratic part, [C, C], or None; C is the chunk size of the batch."""
@@ -168,7 +141,7 @@ class FLASH(GatedUnit):
         if not self._is_fused():
             return super().mix(normed, batch)
         projection, bias = self.to_gate_value_base, self.chunk_bias(batch)
-        if is_exporting() and batch.context is None and self._is_published():
+        if is_exporting() and batch.context is None and self.memory == "sum":
             out: Tensor = self.to_output(self._exported(projection(normed), bias, batch))
             return out
         # On a CPU, fusing the output projection, too, keeps less for the backward pass.

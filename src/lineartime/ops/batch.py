@@ -29,14 +29,12 @@ class Needs(NamedTuple):
 
     Attributes:
         chunk_size: C of a mixer with chunks; None for a mixer over whole rows.
-        chunk_offset: the number of slots of a document's first chunk that stay empty, below C.
         rotary_width: the width of the vectors that are rotated by their positions; None for no rotation.
         max_length: the maximum number of tokens of a row; None for no limit.
         dtype: the dtype of the rotations.
     """
 
     chunk_size: int | None = None
-    chunk_offset: int = 0
     rotary_width: int | None = None
     max_length: int | None = None
     dtype: torch.dtype = torch.float32
@@ -56,10 +54,9 @@ class Batch:
         document: int64 [N], the document of each token of a pack; None for equal rows.
         starts: int64 [D + 1], the boundaries of the documents of a pack; None for equal rows.
         chunk_size, n_chunks: C, and G of a row.
-        chunk_offset: the number of slots of a document's first chunk that stay empty.
         max_chunks: the number of chunks of the longest document, or an upper bound of it.
         slot: int64 [N], the slot of each token among G C; None if tokens are in order of their slots.
-        real: bool [B, G, C], whether a slot holds a token; None if all do. Other empty slots come after a document's tokens.
+        real: bool [B, G, C], whether a slot holds a token; None if all do. Empty slots come after a document's tokens.
         chunk_starts: int64 [D + 1], the boundaries of the documents, counted in chunks; empty without chunks.
         chunk_document: int64 [G], the document of each chunk; None if there is one for each row.
         in_prefix, prefix: bool [1, N] or [B, T], the tokens of prefixes, and the batch of them alone; None without prefixes.
@@ -78,7 +75,6 @@ class Batch:
     document: Tensor | None = None
     starts: Tensor | None = None
     chunk_size: int = 0
-    chunk_offset: int = 0
     n_chunks: int = 1
     max_chunks: int = 1
     slot: Tensor | None = None
@@ -152,22 +148,22 @@ class Batch:
             filled = x.new_zeros(size + 1, *x.shape[2:]).index_copy(0, self.slot, x[0])[:-1]
             return filled.view(1, self.n_chunks, self.chunk_size, *x.shape[2:])
         if self.real is not None:
-            x = F.pad(x, (0, 0, self.chunk_offset, size - self.chunk_offset - x.shape[1]))
+            x = F.pad(x, (0, 0, 0, size - x.shape[1]))
         return x.view(x.shape[0], self.n_chunks, self.chunk_size, *x.shape[2:])
 
     def join(self, y: Tensor) -> Tensor:
         """[B, G, C, f] -> [B, T, f]: the inverse of `cut`."""
-        length, first = self.positions.shape[-1], self.chunk_offset
+        length = self.positions.shape[-1]
         y = y.flatten(1, 2)
         if self.slot is not None:
             if self.is_real is not None:  # padding has the slot after the last
                 y = F.pad(y, (0, 0, 0, 1))
             return y.index_select(1, self.slot)
         if self.real is None or torch.is_grad_enabled() or not self._is_of_any_length():
-            return y[:, first : first + length]
+            return y[:, :length]
         # Operations on a slice would ask whether it is contiguous, and be compiled again for whole chunks. With gradients, they
         # are: that of a selection is a sum in no fixed order on a GPU.
-        return y.index_select(1, torch.arange(first, first + length, device=y.device))
+        return y.index_select(1, torch.arange(length, device=y.device))
 
     @property
     def first_position(self) -> int:
@@ -223,25 +219,19 @@ class Batch:
         return self.positions.shape[-1] * (self.context.rank if causal else self.context.size - 1)
 
 
-def cut_rows(batch: Batch, size: int, real: Tensor | None, offset: int = 0) -> Batch:
-    """Cut equal rows [B, T] into chunks; `real`, bool [B, T], is False for the padding at the end of shorter rows.
-
-    The first `offset` slots stay empty.
-    """
+def cut_rows(batch: Batch, size: int, real: Tensor | None) -> Batch:
+    """Cut equal rows [B, T] into chunks; `real`, bool [B, T], is False for the padding at the end of shorter rows."""
     rows, length = batch.shape
-    device, end = batch.positions.device, length + offset
-    n_chunks = (end + size - 1) // size if length else 1
-    if offset or not is_known(n_chunks * size == length):
+    device = batch.positions.device
+    n_chunks = (length + size - 1) // size if length else 1
+    if not is_known(n_chunks * size == length):
         if real is None:
-            slots = torch.arange(n_chunks * size, device=device)
-            real = ((slots >= offset) & (slots < end)).expand(rows, -1)
+            real = (torch.arange(n_chunks * size, device=device) < length).expand(rows, -1)
         else:
-            real = F.pad(real, (offset, n_chunks * size - end))
+            real = F.pad(real, (0, n_chunks * size - length))
     real = None if real is None else real.view(rows, n_chunks, size)
     starts = n_chunks * torch.arange(2, device=device)  # needs no copy to a GPU
-    return replace(
-        batch, chunk_size=size, chunk_offset=offset, n_chunks=n_chunks, max_chunks=n_chunks, real=real, chunk_starts=starts
-    )
+    return replace(batch, chunk_size=size, n_chunks=n_chunks, max_chunks=n_chunks, real=real, chunk_starts=starts)
 
 
 def cut_chunks(rows: Tensor, chunk_size: int, real: Tensor | None = None) -> Batch:

@@ -100,10 +100,8 @@ def _equal_rows(rows: int, length: int, device: torch.device, needs: Needs, cont
     batch = Batch((rows, length), positions, context=context)
     if needs.chunk_size is None:
         return batch
-    size, offset = needs.chunk_size, needs.chunk_offset
-    if context is None and not is_traced():
-        size, offset = _chunks_for(needs, length)
-    return cut_rows(batch, size, None, offset)
+    size = needs.chunk_size if context is not None or is_traced() else _size_for(needs.chunk_size, length)
+    return cut_rows(batch, size, None)
 
 
 def _rows_in_front(
@@ -113,7 +111,7 @@ def _rows_in_front(
     rows, length = shape
 
     def arranged(batch: Batch) -> Batch:
-        return batch if needs.chunk_size is None else cut_rows(batch, needs.chunk_size, batch.is_real, needs.chunk_offset)
+        return batch if needs.chunk_size is None else cut_rows(batch, needs.chunk_size, batch.is_real)
 
     batch = Batch(shape, torch.arange(length, device=device))
     if mask is not None:
@@ -140,12 +138,9 @@ def _in_front(batch: Batch, mask: Tensor) -> Batch:
     return replace(batch, order=order, is_real=torch.arange(length, device=device) < counts[:, None], counts=counts)
 
 
-def _chunks_for(needs: Needs, longest: int) -> tuple[int, int]:
-    """A chunk size no larger than the longest document needs, rounded up to a power of two, and the offset of chunks."""
-    assert needs.chunk_size is not None
-    if needs.chunk_offset and longest + needs.chunk_offset > needs.chunk_size:
-        return needs.chunk_size, needs.chunk_offset
-    return min(needs.chunk_size, max(MIN_CHUNK_SIZE, 1 << (max(1, longest) - 1).bit_length())), 0
+def _size_for(chunk_size: int, longest: int) -> int:
+    """A chunk size no larger than the longest document needs, rounded up to a power of two."""
+    return min(chunk_size, max(MIN_CHUNK_SIZE, 1 << (max(1, longest) - 1).bit_length()))
 
 
 def _packed(
@@ -226,36 +221,32 @@ def _arranged(batch: Batch, lengths: list[int] | None, most: int, needs: Needs, 
     assert batch.starts is not None
     device, total, documents = batch.positions.device, batch.positions.shape[-1], batch.starts.shape[0] - 1
     counts = batch.starts.diff()
-    offset = 0
     if needs.chunk_size is None:
         size = _longest_row(batch, lengths, most, needs.max_length)
         n_chunks, longest = documents, 1
         chunk_starts = torch.arange(documents + 1, device=device)
     else:
-        size, offset = needs.chunk_size, needs.chunk_offset
+        size = needs.chunk_size
         if lengths is None:  # at most, every document ends with a chunk that is not full
-            n_chunks = longest = (total + documents * offset) // size + documents
+            n_chunks = longest = total // size + documents
         else:
-            size, offset = (size, offset) if whole_chunks else _chunks_for(needs, max(lengths, default=0))
-            per_document = [-(-(tokens + offset) // size) if tokens else 0 for tokens in lengths]
+            size = size if whole_chunks else _size_for(size, max(lengths, default=0))
+            per_document = [-(-tokens // size) for tokens in lengths]
             n_chunks, longest = sum(per_document), max(per_document, default=0)
-        slots = (counts + offset).masked_fill(counts == 0, 0)
-        chunk_starts = F.pad(((slots + size - 1) // size).cumsum(0), (1, 0))
-    batch = replace(
-        batch, chunk_size=size, chunk_offset=offset, n_chunks=n_chunks, max_chunks=longest, chunk_starts=chunk_starts
-    )
+        chunk_starts = F.pad(((counts + size - 1) // size).cumsum(0), (1, 0))
+    batch = replace(batch, chunk_size=size, n_chunks=n_chunks, max_chunks=longest, chunk_starts=chunk_starts)
     if lengths is None or whole_chunks or documents != 1:
         ended = _count_ends(chunk_starts[1:], n_chunks)
         batch = replace(
             batch, chunk_document=ended.clamp(max=max(0, documents - 1))
         )  # unused chunks belong to the last document
-    n_slots = n_chunks * size
-    if lengths is not None and n_slots == total and not whole_chunks:
+    slots = n_chunks * size
+    if lengths is not None and slots == total and not whole_chunks:
         return batch
-    slot = batch.positions if documents == 0 else chunk_starts[batch.document] * size + offset + batch.positions
+    slot = batch.positions if documents == 0 else chunk_starts[batch.document] * size + batch.positions
     if batch.is_real is not None:
-        slot = slot.masked_fill(~batch.is_real[0], n_slots)
-    real = torch.zeros(n_slots + 1, dtype=torch.bool, device=device).index_fill(0, slot, True)
+        slot = slot.masked_fill(~batch.is_real[0], slots)
+    real = torch.zeros(slots + 1, dtype=torch.bool, device=device).index_fill(0, slot, True)
     return replace(batch, slot=slot, real=real[:-1].view(1, n_chunks, size))
 
 

@@ -34,8 +34,6 @@ class MixedChunkOptions:
             causal layer sums K^T V / C over the previous chunks without averaging, so outputs grow with the position; a
             bidirectional layer divides by the number of tokens, even if the last chunk is not full.
         memory: what the linear part reads of the chunks: "sum", as published, or another one of `memories`, without a divisor.
-        chunk_offset: the slots of a document's first chunk that stay empty. Their values are zero, so that with "relu2" and
-            "paper", which divides by no count, they add nothing.
     """
 
     chunk_size: int
@@ -43,7 +41,6 @@ class MixedChunkOptions:
     activation: Activation = "relu2"
     normalization: Normalization = "count"
     memory: Memory = "sum"
-    chunk_offset: int = 0
 
     def __post_init__(self) -> None:
         check_choice("activation", self.activation, known_activations())

@@ -4,7 +4,7 @@
     lin:   o_lin[t]  = q_lin[t] . (sum over j in R(t) of k_lin[j] v[j]^T)                              /  max(1, |R(t)|)
            o_lin[t]  = q_lin[t] . S, for another memory than the sum: see `memories`, of R(t) in place of all chunks before
 
-    L(t) = tokens of t's own chunk, which is the chunk (t + chunk_offset) // C; causal: those with j <= t
+    L(t) = tokens of t's own chunk; causal: those with j <= t
     R(t) = every token of the document; causal: every token of the chunks before t's
 
 With a prefix of P tokens, its tokens attend as in a document that ends there, and later tokens as in a causal layer:
@@ -48,27 +48,27 @@ def summary(memory: Memory, x: Tensor, v: Tensor, chunk_size: int) -> Tensor:
 
 def attend(heads: Heads, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
     """o_quad + o_lin, [B, T, e]."""
-    chunk_size, offset = options.chunk_size, options.chunk_offset
+    chunk_size = options.chunk_size
 
     def document(in_prefix: Tensor, q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor) -> Tensor:
         rows, prefix = [], int(in_prefix.sum())
         for t in range(len(v)):
-            chunk = (t + offset) // chunk_size
+            chunk = t // chunk_size
             causal = options.causal and t >= prefix
             end = prefix if t < prefix else len(v)
-            near = [j for j in range(end) if (j + offset) // chunk_size == chunk and (j <= t or not causal)]
-            far = [j for j in range(end) if (j + offset) // chunk_size < chunk or not causal]
+            near = [j for j in range(end) if j // chunk_size == chunk and (j <= t or not causal)]
+            far = [j for j in range(end) if j // chunk_size < chunk or not causal]
 
             weights = attention_weights_oracle(
                 k_quad[near] @ q_quad[t],
-                None if bias is None else bias[(t + offset) % chunk_size, [(j + offset) % chunk_size for j in near]],
+                None if bias is None else bias[t % chunk_size, [j % chunk_size for j in near]],
                 d_qk=len(q_quad[t]),
                 activation=options.activation,
                 published_length=options.published_length,
             )
             o_quad = weights @ v[near]
 
-            chunks = -(-(len(far) + offset) // chunk_size) if far else 0
+            chunks = -(-len(far) // chunk_size)
             count = chunks * chunk_size if options.normalization == "paper" else len(far)
             divisor = max(1, count + batch.elsewhere(causal))
             if options.normalization == "paper_sum" and causal:

@@ -95,7 +95,7 @@ def extend(
             return out.to(dtype), state
         new_keys, outputs = torch.stack(keys, 1), [v[:, :0].to(dtype)]
         start, counts = batch.start if batch.counts is None else None, batch.counts
-        for piece, first, last in open_chunk_pieces((start or 0) + options.chunk_offset, new, options.chunk_size):
+        for piece, first, last in open_chunk_pieces(start or 0, new, options.chunk_size):
             q, of_summary = q_quad[:, piece].to(compute), None if q_lin is None else q_lin[:, piece].to(compute)
             own = None if counts is None else (counts - piece.start).clamp(0, last - first)
             slot = None if start is None else first
@@ -120,8 +120,7 @@ def _read(
     If all streams stand at a known slot, the piece ends in the open chunk, which is the window. Otherwise, it may end in the
     next chunk, and the window has both.
     """
-    size, n, compute = options.chunk_size, new_values.shape[1], q_quad.dtype
-    position = state.position + options.chunk_offset  # counted in slots
+    size, n, position, compute = options.chunk_size, new_values.shape[1], state.position, q_quad.dtype
     places = torch.arange(n, device=position.device)  # in the window
     if slot is not None:
         places = slot + places
@@ -153,7 +152,7 @@ def _read(
         sums = [torch.where(full, new, old) for new, old in zip(sums, _sums(state), strict=True)]
         keys = torch.where(full[..., None], keys[:, :, size:], keys[:, :, :size])
         values = torch.where(full, values[:, size:], values[:, :size])
-    return out, _with_sums(replace(state, position=after - options.chunk_offset, keys=keys, values=values), sums)
+    return out, _with_sums(replace(state, position=after, keys=keys, values=values), sums)
 
 
 def _sums(state: MixedChunkState) -> list[Tensor]:
@@ -203,8 +202,8 @@ def _step(
     A step can so be recorded as a CUDA graph, or be a part of an exported program.
     """
     position, keys, values, *sums = (writable(x) for x in (state.position, state.keys, state.values, *_sums(state)))
-    size, slots = options.chunk_size, position + options.chunk_offset
-    slot = slots % size
+    size = options.chunk_size
+    slot = position % size
     place = slot[:, None, None]
     new = torch.stack(new_keys, 1).to(keys.dtype)
     keys.scatter_(2, place[:, None].expand_as(new), new)
@@ -217,7 +216,7 @@ def _step(
     )  # fmt: skip
     out = torch.bmm(weights.to(compute), values.to(compute))
     if q_lin is not None:
-        complete = (slots - slot)[:, None, None]
+        complete = (position - slot)[:, None, None]
         out = out + torch.bmm(q_lin.to(sums[0].dtype) / options.linear_divisor(complete), sums[0])
         fold_full_chunks(sums, keys, values, complete, slot == size - 1, options)
     position += 1
@@ -270,8 +269,7 @@ def extend_projected(
     (streams, new, _), start, size = projected.tokens.shape, batch.start, options.chunk_size
     if start is None or batch.counts is not None or not projected.tokens.numel():
         return plainly(projected, batch, state)
-    slot = start + options.chunk_offset
-    first, last = -slot % size, new - (slot + new) % size  # where whole chunks begin and end
+    first, last = -start % size, new - (start + new) % size  # where whole chunks begin and end
     if first >= last:
         return plainly(projected, batch, state)
     table = None if bias is None else bias(torch.arange(size, device=projected.tokens.device))
@@ -292,7 +290,7 @@ def extend_projected(
     before, state = plainly(*piece(0, first), state)
     here, own = piece(first, last)
     chunks = cut_rows(own, size, None)
-    summary, n = state.summary, slot + first
+    summary, n = state.summary, start + first
     if isinstance(state, MemoryState) and here.linear is not None:
         (q, k), p = here.linear, state.gram
         here = here._replace(linear=(memories.solved_queries(q, k, chunks, causal=True, before=p, n_before=n), k))
