@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lineartime
 from lineartime.data.tokenizers import ByteTokenizer
@@ -34,6 +35,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A masked model that was not trained."""
     folder = tmp_path_factory.mktemp("pretrained") / "model"
+    torch.manual_seed(0)  # the seed of each test comes after the fixtures of a session
     model = lineartime.build("flash-tiny", "mlm", vocab_size=258, d_model=16, n_blocks=2, d_qk=8, chunk_size=16)
     lineartime.save(model, ByteTokenizer(), folder)
     return folder
