@@ -66,6 +66,7 @@ def test_logits_equal_forward(dtype: torch.dtype) -> None:
         {"token_shift": True, "d_model": 26},
         {"memory": "mesa"},
         {"memory": "mesa", "token_shift": True},
+        {"pattern": ("flash", "flash"), "pattern.1.memory": "mesa"},
         {"tie_word_embeddings": False, "token_types": 2},
         {"absolute_position": "none", "rope": False},
         {"absolute_position": "learned", "max_positions": 21},

@@ -25,7 +25,7 @@ struct State {
   A* summary;
   T *keys, *values;
   int64_t* position;
-  T* base;  // [B, s], the Y of the previous token, of which Z is silu; null if the memory is the sum
+  T* base;  // [B, s], the Y of the previous token, of which Z is silu, of mesa, whose full chunks Python folds; null of the sum
 };
 
 template <class T, class A = typename Type<T>::A>
@@ -33,7 +33,6 @@ struct Model {
   int64_t layers, d, e, s, c, vocabulary;
   int64_t shifted;                       // the number of features that are shifted, or 0
   int64_t published, divides_by_chunk;   // what sums are divided by: see `share` and `summary_share`
-  int64_t solved;                        // whether the memory is mesa, whose full chunks Python folds
   double score_scale;
   int64_t rotated, angles;               // of the angles of a position, the first are those of rotations
   const double *frequencies, *cosines;   // [angles], and [near, angles, 2], the cosines and sines of positions below `near`
@@ -101,7 +100,7 @@ struct Step {
   A share(int64_t slot) const { return m.published ? A(1) : A(1) / A(slot + 1); }
 
   // The factor of the sum over the `read` tokens of the previous chunks.
-  A summary_share(int64_t read) const { return read == 0 ? A(0) : A(1) / A(m.solved ? 1 : m.divides_by_chunk ? m.c : read); }
+  A summary_share(int64_t read) const { return read == 0 ? A(0) : A(1) / A(m.divides_by_chunk ? m.c : read); }
 
   // The rotations of a row, and what is added to its embedding.
   void place(int64_t row) const {
@@ -153,7 +152,7 @@ struct Step {
     const A* rotations = memory.rotations + row * s;
     for (int64_t map = 0; map < 4; ++map) {
       const int64_t of = map % 2 * 2 + map / 2;
-      if (m.solved && of >= 2) {
+      if (state.base != nullptr && of >= 2) {
         of_memory(memory.base + row * s, state.base + row * s, layer.gamma + of * s, layer.beta + of * s, of == 3, maps + map * s);
         continue;
       }
@@ -182,13 +181,13 @@ struct Step {
     add_rows(out, weights, values, slot + 1, width, e);
     A* summary = state.summary + row * s * e + first;
     if (memory.read[row] != 0) {
-      const A before = summary_share(memory.read[row]);
+      const A before = state.base != nullptr ? A(1) : summary_share(memory.read[row]);
       for (int64_t i = 0; i < s; ++i) query[i] = maps[s + i] * before;
       add_rows(out, query, summary, s, width, e);
     }
     T* gated = memory.gated + row * e + first;
     for (int64_t i = 0; i < width; ++i) store(gated[i], activated[first + i] * out[i]);
-    if (slot == c - 1 && !m.solved) fold(keys + c * s, maps + 3 * s, values, summary, folded, width);
+    if (slot == c - 1 && state.base == nullptr) fold(keys + c * s, maps + 3 * s, values, summary, folded, width);
   }
 
   // The query or key of mesa, of Y and that of the token before.
@@ -263,7 +262,7 @@ struct Step {
       attend(layer, state, task / parts, strips * part / parts * strip, std::min(e, strips * (part + 1) / parts * strip));
     }
     team.wait();
-    for (int64_t row = begin; m.solved && row < end; ++row) {
+    for (int64_t row = begin; state.base != nullptr && row < end; ++row) {
       std::copy_n(memory.base + row * s, s, state.base + row * s);
     }
     dense_by(team, memory.gated, layer.to_output, layer.output_bias, rows, e, d, own(), memory.shared,

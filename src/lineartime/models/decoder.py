@@ -4,6 +4,7 @@ Shapes: B streams, d model width, C chunk size, e value width, s query/key width
 """
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from lineartime.layers.residual import norm_parts
 from lineartime.models.backbone import Backbone, Block, ModelState
 from lineartime.native import NATIVE_DTYPES, NativeFunctions, native_functions
 from lineartime.ops.mixed_chunk.memories import FOLDED
+from lineartime.ops.mixed_chunk.states import MemoryState
 from lineartime.ops.mixed_chunk.stream import fold_full_chunks
 from lineartime.ops.positions import FactoredBias, rotary_table
 from lineartime.ops.precision import acc_dtype
@@ -30,6 +32,8 @@ MAX_STREAMS = MAX_ROWS
 """The maximum number of streams that a decoder continues at once."""
 _NEAR = 64
 """Angles are sums, of the angle of a position that is divisible by this, and of one below: `near` in decode.cpp."""
+_STATE = ("last", "summary", "keys", "values", "position", "base")
+"""The tensors of `State` in decode.cpp."""
 _LONG, _ADDRESS, _NUMBER = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
@@ -48,7 +52,7 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_ = [
         *((name, _LONG) for name in ("layers", "d", "e", "s", "c", "vocabulary", "shifted")),
-        *((name, _LONG) for name in ("published", "divides_by_chunk", "solved")),
+        *((name, _LONG) for name in ("published", "divides_by_chunk")),
         ("score_scale", _NUMBER),
         *((name, _LONG) for name in ("rotated", "angles")),
         *((name, _ADDRESS) for name in ("frequencies", "cosines", "embedding", "token_type", "sine_scale", "places")),
@@ -80,8 +84,8 @@ class NativeDecoder:
         first, position = layers[0], backbone.position
         self._backbone, self._dtype = backbone, first.gamma.dtype
         self._kept: list[Any] = []
-        self._shifted, self._options = first.token_shift, first.options
-        self._like = self._tensors(first.init_state(0))
+        self._shifted, self._options = first.token_shift, [layer.options for layer in layers]
+        self._like = [self._tensors(layer.init_state(0)) for layer in layers]
         length, self._vocabulary = first.options.published_length, backbone.embedding.weight.shape[0]
         rotated = first.d_qk // 2 if first.rope else 0
         sines = first.d_model // 2 if isinstance(position, ScaledSin) else 0
@@ -92,7 +96,7 @@ class NativeDecoder:
         self._native = _Model(
             len(layers), first.d_model, first.d_value, first.d_qk, first.chunk_size, self._vocabulary,
             shifted_width(first.d_model) if first.token_shift else 0,
-            length is not None, first.options.divides_by_chunk_size, first.memory == "mesa",
+            length is not None, first.options.divides_by_chunk_size,
             first.d_qk**-0.5 if length is None else 1 / length, rotated, rotated + sines,
             self._keep(torch.cat(frequencies) if counts else None), self._keep(torch.cat(tables, 1) if counts else None),
             self._keep(backbone.embedding.weight),
@@ -167,22 +171,22 @@ class NativeDecoder:
         wrong = self._decode(*bound.first, *pointers[:3], *sampling, pointers[3])
         if wrong:
             self._refuse(ids, wrong)
-        if self._options.memory == "mesa":
-            size, position = self._options.chunk_size, state.position
-            full = position % size == 0
-            for own in map(self._own, state.blocks) if full.any() else ():
-                before = (position - size)[:, None, None]
-                fold_full_chunks([own.summary, own.gram], own.keys, own.values, before, full, self._options)
+        solved = [place for place, options in enumerate(self._options) if options.memory == "mesa"]
+        size, position = self._native.c, state.position
+        full = position % size == 0
+        for place in solved if solved and full.any() else ():
+            own, before = self._own(state.blocks[place]), (position - size)[:, None, None]
+            fold_full_chunks([own.summary, own.gram], own.keys, own.values, before, full, self._options[place])
 
     def _bind(self, state: ModelState) -> _Bound:
         """The addresses of a state, which are found once for all tokens."""
         self._backbone.check_state(state, state.position)
         every, streams, threads = [self._tensors(block) for block in state.blocks], len(state), torch.get_num_threads()
-        for tensors in every:
-            for tensor, like in zip(tensors, self._like, strict=True):
+        for tensors, likes in zip(every, self._like, strict=True):
+            for tensor, like in zip(tensors, likes, strict=True):
                 self._check("state", tensor, like.dtype, streams, *like.shape[1:])
-        null, end = [] if self._shifted else [0], [] if self._options.memory == "mesa" else [0]
-        rows = [[*null, *(tensor.data_ptr() for tensor in tensors), *end] for tensors in every]
+        null = [] if self._shifted else [0]
+        rows = [[*null, *(tensor.data_ptr() for tensor in tensors), 0][: len(_STATE)] for tensors in every]
         addresses = torch.tensor(rows, device="cpu")
         # PyTorch does not see what C++ writes: this lets it refuse the gradient of what read these tensors before.
         torch.autograd.graph.increment_version([tensor for tensor in state.tensors() if not tensor.is_inference()])
@@ -194,7 +198,7 @@ class NativeDecoder:
     def _tensors(self, block: Any) -> list[Tensor]:
         """The tensors of the state of a block, in the order of `State` in decode.cpp."""
         own = self._own(block)
-        last = [own.last] if self._options.memory == "mesa" else []
+        last = [own.last] if isinstance(own, MemoryState) else []
         return [*([block.last] if self._shifted else []), own.summary, own.keys, own.values, own.position, *last]
 
     def _own(self, block: Any) -> Any:
@@ -257,7 +261,9 @@ def native_decoder(backbone: Backbone, head: nn.Module | None) -> NativeDecoder 
     if not all(map(_is_plain_block, backbone.blocks)):
         return None
     layers: list[Any] = [block.mixer for block in backbone.blocks]
-    if len({(each.options, each.d_model, each.d_value, each.d_qk, each.rope, each.token_shift) for each in layers}) != 1:
+    options = [replace(each.options, memory="sum") for each in layers]
+    widths = [(each.d_model, each.d_value, each.d_qk, each.rope, each.token_shift) for each in layers]
+    if len({*zip(options, widths, strict=True)}) != 1:
         return None
     parameters = [*backbone.parameters(), *(() if head is None else head.parameters())]
     dtype = parameters[0].dtype
