@@ -154,6 +154,9 @@ def test_an_option_is_set_in_all_mixers_or_in_one() -> None:
     assert [mixer.options["d_qk"] for mixer in config.pattern] == [8, 8, 8, 16]
     assert [mixer.options.get("chunk_size") for mixer in config.pattern] == [32, 32, 32, None]
     assert config.mixer == config.pattern[0]
+    assert [mixer.options["memory"] for mixer in resolve("flash-memory-tiny").mixers] == ["sum", "sum", "mesa", "sum"]
+    assert {mixer.options["memory"] for mixer in resolve("flash-memory-tiny", memory="delta").mixers} == {"delta"}
+    assert {mixer.options["memory"] for mixer in resolve("flash-memory-tiny", pattern="flash,flash").mixers} == {"sum"}
     both = resolve("hybrid-gau-tiny", feed_forward="glu", **{"mixer.expansion": 3, "pattern.0.expansion": 1})
     assert [layer.options["expansion"] for layer in both.layers.values()] == [1, 3, 3, 3, 4]
 

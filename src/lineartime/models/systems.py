@@ -94,7 +94,8 @@ class System:
         options: options of the mixer that differ from its class's defaults and from the size.
         scaled: options of the mixer that are computed from the size, instead of copied from its field of the same name.
         fields: fields of the model that differ from the usual ones, such as the `pattern` of a hybrid. A name in it stands for
-            the mixer of this row or, of another kind, of the row that sets the fewest options.
+            the mixer of this row or, of another kind, of the row that sets the fewest options; "pattern.2.memory" is an option
+            at a place.
         clips_gradient: whether the paper's recipes clip its gradient.
         description: a one-line description; the default is the first line of the mixer's docstring.
     """
@@ -171,8 +172,9 @@ SYSTEMS: dict[str, System] = {
     ),
     "flash-memory": System(
         FLASH,
-        options={**FLASH_NEXT, "memory": "mesa"},
-        description="flash-memory: flash-next that recalls what followed a token",
+        options=FLASH_NEXT,
+        fields={"pattern": ("flash", "flash", "flash", "flash"), "pattern.2.memory": "mesa"},
+        description="flash-memory: flash-next with a memory that recalls, in every fourth unit",
     ),
     "hybrid-gau": System(
         FLASH,
