@@ -50,11 +50,12 @@ def main() -> None:
     parser.add_argument("--names", nargs="+", help="their names in the table; the default is those of their folders")
     parser.add_argument("--max-tokens", type=int, help="measure only so many tokens; the default is the whole test split")
     parser.add_argument("--precision", default="auto")
+    parser.add_argument("--out", default="context", help="the name of its files in benchmarks/results; the default is context")
     given = parser.parse_args()
     header = ["run", *(f"{length:,} tokens" for length in LENGTHS), *(f"{length:,} - 512" for length in LENGTHS[2:])]
     names = given.names or [run.name for run in given.runs]
     rows = [[name, *row(run, given.precision, given.max_tokens)] for name, run in zip(names, given.runs, strict=True)]
-    save("context", [dict(zip(header, each, strict=True)) for each in rows], markdown_table(header, rows))
+    save(given.out, [dict(zip(header, each, strict=True)) for each in rows], markdown_table(header, rows))
 
 
 if __name__ == "__main__":

@@ -118,14 +118,21 @@ def language_model_table(title: str, reports: dict[str, Any], cell: Any) -> str:
 
 
 def test_table(name: str, report: dict[str, Any]) -> str:
-    """The test bits per byte of an experiment, of all seeds: a row for each setting, a column for each model."""
+    """The test bits per byte of an experiment, of all seeds: a row for each setting, a column for each model.
+
+    Models with long names, which set options at places of a pattern, have the rows.
+    """
     settings = begun(report)
     models = [row["name"] for row in settings[0]["rows"] if tested(row)]
     lines = []
     for setting in settings:
         cells = {row["name"]: " / ".join(tested(row)) or "-" for row in setting["rows"]}
         lines.append([setting["name"], *(cells[model] for model in models)])
-    return markdown_table([f"`{name}`", *models], lines)
+    if not any("pattern" in model for model in models):
+        return markdown_table([f"`{name}`", *models], lines)
+    header, *columns = ([f"`{x}`" for x in (name, *models)], *lines)
+    rows = [list(row) for row in zip(header, *columns, strict=True)]
+    return markdown_table(rows[0], rows[1:])
 
 
 def draw(reports: dict[str, Any]) -> None:
