@@ -105,13 +105,12 @@ def test_a_registered_system_is_built_saved_and_loaded_like_any_other(tmp_path: 
 
 
 def test_a_hybrid_is_registered_with_a_pattern_and_learns_what_its_mixers_can() -> None:
-    fields = {"pattern": ("squared", LayerConfig("flash", d_qk=16), "linformer"), "pattern.1.chunk_size": 8}
+    fields = {"pattern": ("squared", LayerConfig("flash", d_qk=16), "linformer")}
     register_system("squared-hybrid", Squared, "mlp", options={"floor": 0.5}, fields=fields)
     assert "squared-hybrid-tiny" not in lineartime.presets()
     config = lineartime.presets("mlm")["squared-hybrid-tiny"]
     assert [mixer.kind for mixer in config.pattern] == ["squared", "flash", "linformer"]
-    options = config.pattern[1].options
-    assert (config.mixer.options["floor"], options["d_qk"], options["chunk_size"]) == (0.5, 16, 8)
+    assert (config.mixer.options["floor"], config.pattern[1].options["d_qk"]) == (0.5, 16)
     with pytest.raises(ArgumentError, match=r"^fields has the pattern 'squared,gau', but it must be a tuple of names"):
         register_system("other", Squared, fields={"pattern": "squared,gau"})
 

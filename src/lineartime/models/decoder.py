@@ -84,7 +84,8 @@ class NativeDecoder:
         first, position = layers[0], backbone.position
         self._backbone, self._dtype = backbone, first.gamma.dtype
         self._kept: list[Any] = []
-        self._shifted, self._options = first.token_shift, [layer.options for layer in layers]
+        self._shifted = first.token_shift
+        self._solved = {place: layer.options for place, layer in enumerate(layers) if layer.memory == "mesa"}
         self._like = [self._tensors(layer.init_state(0)) for layer in layers]
         length, self._vocabulary = first.options.published_length, backbone.embedding.weight.shape[0]
         rotated = first.d_qk // 2 if first.rope else 0
@@ -171,12 +172,11 @@ class NativeDecoder:
         wrong = self._decode(*bound.first, *pointers[:3], *sampling, pointers[3])
         if wrong:
             self._refuse(ids, wrong)
-        solved = [place for place, options in enumerate(self._options) if options.memory == "mesa"]
-        size, position = self._native.c, state.position
-        full = position % size == 0
-        for place in solved if solved and full.any() else ():
-            own, before = self._own(state.blocks[place]), (position - size)[:, None, None]
-            fold_full_chunks([own.summary, own.gram], own.keys, own.values, before, full, self._options[place])
+        if self._solved and (full := state.position % self._native.c == 0).any():
+            before = (state.position - self._native.c)[:, None, None]
+            for place, options in self._solved.items():
+                own = self._own(state.blocks[place])
+                fold_full_chunks([own.summary, own.gram], own.keys, own.values, before, full, options)
 
     def _bind(self, state: ModelState) -> _Bound:
         """The addresses of a state, which are found once for all tokens."""

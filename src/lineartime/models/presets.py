@@ -101,9 +101,7 @@ def model_of(system: System, size: Size, task: Task, **overrides: Any) -> ModelC
         usual |= {"n_blocks": size.attention_blocks, "feed_forward": LayerConfig(system.feed_forward.name)}
     # Set before the others, because other mixers may learn what the system's cannot.
     given: dict[str, Any] = {name: overrides.pop(name) for name in ("mixer", "pattern") if name in overrides}
-    fields = {name: value for name, value in system.fields.items() if "." not in name}
-    of_places = {} if given else {name: value for name, value in system.fields.items() if name not in fields}
-    values: dict[str, Any] = {"pattern": (), **usual, **fields, **given}
+    values: dict[str, Any] = {"pattern": (), **usual, **system.fields, **given}
     if given or values["pattern"]:
         rows = sorted(SYSTEMS.values(), key=lambda row: len(row.options))
         known = [mixer, *(LayerConfig(row.mixer.name, **row.mixer_options(size)) for row in rows)]
@@ -111,7 +109,7 @@ def model_of(system: System, size: Size, task: Task, **overrides: Any) -> ModelC
         if pattern and "mixer" not in given:
             values["mixer"] = pattern[0]
         values["mixer"] = next((each for each in known if each.kind == values["mixer"]), values["mixer"])
-    return ModelConfig(**values).override(**of_places).override(**overrides)
+    return ModelConfig(**values).override(**({} if given else system.places)).override(**overrides)
 
 
 def system_of(preset: str) -> System:
@@ -157,7 +155,7 @@ def encoder_decoder_config(preset: str, **overrides: Any) -> EncoderDecoderConfi
     # With scores that start near 1, small models learn to reverse strings or to map two words only much later, if at all.
     system, size = system_of(preset), replace(PRESETS[preset][1], initial_scores="small")
     if system.fields:
-        fields = ", ".join(name for name in system.fields if "." not in name)
+        fields = ", ".join(system.fields)
         raise ArgumentError("preset", f"is {preset!r}, which sets {fields}, but encoder-decoders do not: use another preset.")
     mixer, cross = LayerConfig(system.mixer.name, **system.mixer_options(size)), LayerConfig("cross-gau", d_qk=size.d_qk)
     feed_forward, blocks = None, size.gated_blocks

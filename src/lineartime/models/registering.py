@@ -50,7 +50,7 @@ def register_system(
         feed_forward: the layer after the mixer in a Transformer block, "mlp" or "glu"; None for a gated unit, which needs none.
         options: options of the mixer that differ from its class's defaults and from the size.
         scaled: options of the mixer that are computed from the `Size` of the model; `d_qk`, `n_heads` and `chunk_size` are.
-        fields: fields of `ModelConfig` that differ from the usual ones; "pattern.1.d_qk" is that of one mixer of a pattern.
+        fields: fields of `ModelConfig` that differ from the usual ones.
         description: in a line; the default is the first line of the mixer's docstring.
 
     Raises:
@@ -66,8 +66,7 @@ def register_system(
     layer = None if feed_forward is None else KINDS["feed_forward"][feed_forward]
     _check_option_names(mixer, layer)
     fixed = ("task", "vocab_size", "d_model", "n_blocks", "mixer", "feed_forward")  # by the size and the arguments
-    known = [field for field in ModelConfig.__dataclass_fields__ if field not in fixed]
-    check_names([field for field in fields or {} if not field.startswith("pattern.")], known, "fields")
+    check_names(fields or {}, [field for field in ModelConfig.__dataclass_fields__ if field not in fixed], "fields")
     pattern = (fields or {}).get("pattern", ())
     if not (isinstance(pattern, (list, tuple)) and all(isinstance(each, (str, LayerConfig)) for each in pattern)):
         raise ArgumentError("fields", f"has the pattern {pattern!r}, but it must be a tuple of names and LayerConfigs.")

@@ -94,8 +94,8 @@ class System:
         options: options of the mixer that differ from its class's defaults and from the size.
         scaled: options of the mixer that are computed from the size, instead of copied from its field of the same name.
         fields: fields of the model that differ from the usual ones, such as the `pattern` of a hybrid. A name in it stands for
-            the mixer of this row or, of another kind, of the row that sets the fewest options; "pattern.2.memory" is an option
-            at a place.
+            the mixer of this row or, of another kind, of the row that sets the fewest options.
+        places: options of single mixers of the pattern, such as "pattern.2.memory".
         clips_gradient: whether the paper's recipes clip its gradient.
         description: a one-line description; the default is the first line of the mixer's docstring.
     """
@@ -105,6 +105,7 @@ class System:
     options: Mapping[str, Any] = field(default_factory=dict)
     scaled: Mapping[str, Callable[[Size], int | str]] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
+    places: Mapping[str, Any] = field(default_factory=dict)
     clips_gradient: bool = True
     description: str = ""
 
@@ -173,7 +174,8 @@ SYSTEMS: dict[str, System] = {
     "flash-memory": System(
         FLASH,
         options=FLASH_NEXT,
-        fields={"pattern": ("flash", "flash", "flash", "flash"), "pattern.2.memory": "mesa"},
+        fields={"pattern": ("flash", "flash", "flash", "flash")},
+        places={"pattern.2.memory": "mesa"},
         description="flash-memory: flash-next with a memory that recalls, in every fourth unit",
     ),
     "hybrid-gau": System(
