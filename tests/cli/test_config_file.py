@@ -65,7 +65,7 @@ def test_the_command_line_wins_over_a_file_and_a_file_over_a_recipe(tmp_path: Pa
     file = tmp_path / "run.json"
     file.write_text('{"recipe": "quick", "steps": 7, "learning_rate": 0.1, "data": ["README.md"]}')
     found = printed(capsys, "--config", str(file), "--learning-rate", "0.2")
-    assert (found["preset"], found["optimizer"]) == ("flash-next-tiny", "muon")  # from the recipe
+    assert (found["preset"], found["optimizer"]) == ("flash-memory-tiny", "muon")  # from the recipe
     assert (found["steps"], found["learning_rate"]) == (7, 0.2)
     assert found["data"].endswith("README.md")
     assert printed(capsys, "--config", str(file), "--data", "docs")["data"].endswith("docs")

@@ -60,7 +60,7 @@ def test_a_recipe_is_that_of_the_paper(recipe: str, data: str, task: str, chunk_
 
 def test_the_quick_recipe_chooses_the_model_unless_one_is_given() -> None:
     config = completed(recipe="quick")
-    assert (config.preset, config.optimizer, config.tokenizer) == ("flash-next-tiny", "muon", "bpe-4096")
+    assert (config.preset, config.optimizer, config.tokenizer) == ("flash-memory-tiny", "muon", "bpe-4096")
     other = completed(recipe="quick", preset="transformer-tiny", steps=7)
     assert (other.preset, other.optimizer, other.steps, other.override) == ("transformer-tiny", "muon", 7, ())
     assert other.clip_norm == TrainConfig.clip_norm  # the paper's exception is of the paper's recipes

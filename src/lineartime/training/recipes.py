@@ -27,7 +27,7 @@ _PAPER: dict[str, Any] = {
 
 _RECIPES: dict[RecipeName, dict[str, Any]] = {
     "quick": {
-        "preset": "flash-next-tiny",
+        "preset": "flash-memory-tiny",
         "tokenizer": "bpe-4096",
         "optimizer": "muon",
         "learning_rate": 5e-3,
