@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # flash-linear-attention (fla-core) 0.6.0: references of sibling operators, and of one operator and its kernel, read another axis as time.
-# Expected: the plain functions beside the kernels take what the kernels take: [B, T, H, D], as documented since 2025.
+# Expected: the plain functions beside the kernels take what the kernels take: [B, T, H, D], as the kernels' docstrings say.
 # Seen: those of GLA, gated DeltaNet, KDA and linear attention do. Those of DeltaNet, RWKV-6, IPLR and retention take [B, H, T, D],
 # and nothing is refused: with [B, T, H, D], they mix the heads of each token in place of tokens, and return the expected shape.
 # DeltaNet's and retention's have no argument for the scale, which is always D^-1/2.
