@@ -167,6 +167,30 @@ def tiny_run(folder: Path) -> dict[str, Any]:
     return {**TINY_RUN, "data": str(text), "cache": folder / "cache", "out": folder / "run"}
 
 
+SMALL = {"d_qk": 8, "chunk_size": 8, "n_heads": 2}
+
+
+@pytest.fixture
+def tiny() -> "Callable[..., Any]":
+    """`tiny("flash", "mlm", noise=0.3, vocab_size=40)`: a model of a system, 16 wide, with two blocks, in training mode.
+
+    With `noise`, its weights are far from their small initial values, so that all of them matter.
+    """
+    import lineartime
+    from lineartime.models.presets import resolve
+
+    def build(system: str = "flash", task: Any = "clm", noise: float = 0.0, **overrides: Any) -> Any:
+        options = resolve(f"{system}-tiny", task).mixer.options
+        small = {name: value for name, value in SMALL.items() if name in options}
+        model = lineartime.build(f"{system}-tiny", task, **{"d_model": 16, "n_blocks": 2, **small, **overrides})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(noise * torch.randn_like(parameter))
+        return model
+
+    return build
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """A small text with something to learn in it."""
