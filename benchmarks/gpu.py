@@ -6,10 +6,10 @@
                  compiled step; a prompt beside a forward pass
     kernels      each kernel alone: TFLOP/s, GB/s, registers and spills
     lengths      the models at 1K and 64K, flash-quad, and flash-base without compilation
-    ops          mixed chunk attention, also with all that a layer has around it, beside the compiled PyTorch form
+    ops          quadratic attention by kernels, beside the compiled PyTorch form; mixed chunk attention, compiled and not
     peers        training steps of FLASH-pytorch
     exactness    smoke at more shapes
-    tuning       the kernels of flash-base tuned, and what that gains
+    tuning       the kernels of flash-quad-base tuned, and what that gains
 
 Runs from a clone and needs PyTorch with Triton, and numpy. Kernels take their preferred configurations except in the last part.
 The most important parts come first; after --budget seconds, the rest is left out. Ends with status 1 if a part fails, or if a
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import interpreter  # noqa: F401  # repaired before kernels are defined
 import torch
 import triton
-from gpu_exactness import Computation, compared, op_and_gradients, prompt_and_state
+from gpu_exactness import Computation, compared, op_and_gradients
 from gpu_report import Goal, Report
 from torch import Tensor
 from torch.autograd import DeviceType
@@ -49,11 +49,10 @@ from lineartime.errors import LineartimeError
 from lineartime.generation.decoding import continuing, drawing
 from lineartime.generation.prompts import prefill_batch
 from lineartime.generation.sampling import Sampling
-from lineartime.layers import FLASH
 from lineartime.models import CausalLM
 from lineartime.models.presets import resolve
 from lineartime.ops import gated_mixed_chunk_attention, mixed_chunk_attention, quadratic_attention
-from lineartime.ops.triton import chunk_kernels, common, gated_kernels, score_kernels
+from lineartime.ops.triton import common, score_kernels
 
 LENGTHS = {1024: "1K", 8192: "8K", 65536: "64K"}
 TOKENS = 65536
@@ -79,7 +78,6 @@ def goals(rehearsal: bool) -> dict[str, Goal]:
         **shares,
         **ratios,
         "flash-pytorch": Goal("FLASH-pytorch / flash, compiled, T = 8K", 3),
-        "op": Goal("mixed chunk attention, compiled PyTorch / kernels", 2),
         "token": Goal("ms of a token at batch 1, drawn in a CUDA graph of the compiled step", 0.6, at_most=True),
         "prompt": Goal("forward pass / a prompt that leaves a state, T = 64K", 0.5),
     }
@@ -120,8 +118,6 @@ class Run:
         if len(self.dtypes) > 1:
             self._compile_side_by_side()
         self._check_all([(65, 16, 24)] if self.small else [(1000, 128, 1536)], causal=(True,))
-        for name in self.dtypes:
-            self._check_prompt(DTYPES[name])
 
     def exactness(self) -> None:
         self._check_all(
@@ -150,32 +146,13 @@ class Run:
                 self.report.failed.append("smoke: the processes that should compile kernels wrote nothing")
 
     def _check_all(self, sizes: list[tuple[int, int, int]], causal: tuple[bool, ...]) -> None:
-        chunk = 16 if self.small else 256
         for dtype in (DTYPES[name] for name in self.dtypes):
             for length, d_qk, d_value in sizes:
-                maps = [torch.randn(2, length, width, device=self.device) for width in (d_qk, d_qk, d_qk, d_qk, d_value)]
-                biases = {n: torch.randn(n, n, device=self.device) for n in (chunk, length)}
+                inputs = [torch.randn(2, length, width, device=self.device) for width in (d_qk, d_qk, d_value)]
+                bias = torch.randn(length, length, device=self.device)
                 for each in causal:
-                    mixed = partial(mixed_chunk_attention, chunk_size=chunk, causal=each)
-                    self._check(f"mixed chunk, causal={each}", dtype, maps, biases[chunk], mixed)
-                    tokens = torch.randn(2, length, 2 * d_value + d_qk, device=self.device)
-                    tables = [torch.randn(4, d_qk, device=self.device) for _ in range(2)]
-                    positions = torch.arange(length, device=self.device)
-                    gated = partial(gated_mixed_chunk_attention, chunk_size=chunk, causal=each, positions=positions)
-                    self._check(f"gated mixed chunk, causal={each}", dtype, [tokens, *tables], biases[chunk], gated)
-                    plain = partial(quadratic_attention, causal=each)
-                    self._check(f"quadratic, causal={each}", dtype, [*maps[:2], maps[4]], biases[length], plain)
-
-    def _check(self, what: str, dtype: torch.dtype, maps: list[Tensor], bias: Tensor, op: Callable[..., Tensor]) -> None:
-        self._add_errors(what, dtype, [*maps[0].shape, maps[-1].shape[-1]], op_and_gradients(dtype, maps, bias, op))
-
-    def _check_prompt(self, dtype: torch.dtype) -> None:
-        """A prompt in pieces, whose open chunks come first, last, or not at all."""
-        d_model, d_qk, chunk = (24, 16, 16) if self.small else (384, 128, 256)
-        sizes = [chunk // 2, 2 * chunk + chunk // 2, 3 * chunk, chunk + 7]
-        layer = FLASH(d_model, d_qk=d_qk, chunk_size=chunk, causal=True, initial_scores="unit", device=self.device)
-        x = torch.randn(2, sum(sizes), d_model, device=self.device)
-        self._add_errors("prompt in pieces", dtype, list(x.shape), prompt_and_state(dtype, layer, x, sizes))
+                    run = op_and_gradients(dtype, inputs, bias, partial(quadratic_attention, causal=each))
+                    self._add_errors(f"quadratic, causal={each}", dtype, [*inputs[0].shape, d_value], run)
 
     def _add_errors(self, what: str, dtype: torch.dtype, shape: list[int], run: Computation) -> None:
         found = compared(dtype, run)
@@ -327,44 +304,30 @@ class Run:
     # Kernels ----------------------------------------------------------------------------------------------------------
 
     def kernels(self) -> None:
-        """Each kernel of flash-base alone, and what the compiler made of it."""
-        d_qk, d_value, chunk, count = (16, 24, 16, 2) if self.small else (128, 1536, 256, TOKENS // 256)
+        """Each kernel of flash-quad-base alone, of one sequence, and what the compiler made of it."""
+        d_qk, d_value, length, count = (16, 24, 16, 2) if self.small else (128, 1536, 2048, TOKENS // 2048)
         dtype = torch.float32 if self.small else torch.bfloat16
-        q, k = (torch.randn(count, chunk, d_qk, device=self.device, dtype=dtype) for _ in range(2))
-        v, d_out = (torch.randn(count, chunk, d_value, device=self.device, dtype=dtype) for _ in range(2))
-        bias, rows = torch.randn(chunk, chunk, device=self.device), torch.rand(count, chunk, device=self.device)
-        starts = torch.tensor([0, count], dtype=torch.int32, device=self.device)
-        scales = torch.rand(1, count, device=self.device)
+        q, k = (torch.randn(count, length, d_qk, device=self.device, dtype=dtype) for _ in range(2))
+        v, d_out = (torch.randn(count, length, d_value, device=self.device, dtype=dtype) for _ in range(2))
+        bias, rows = torch.randn(length, length, device=self.device), torch.rand(count, length, device=self.device)
         options: dict[str, Any] = {"causal": True, "activation": "relu2"}
-        states = chunk_kernels.chunk_states(k[None], v[None], scales, starts, causal=True, transposed=False)[0]
-        of_chunks = partial(score_kernels.attention_weights, q, k, bias, rows, 0.1, dtype=dtype, **options)
-        weights = of_chunks()
-        inputs = (q, k, v, bias, rows, d_out, 0.1)
-        gradient = partial(score_kernels.score_gradient, *inputs, dtype=dtype, **options)
-        inside, across = count * chunk**2, 2 * count * chunk * d_qk * d_value  # causal: half of all pairs, twice
+        of_pairs = partial(score_kernels.attention_weights, q, k, bias, rows, 0.1, dtype=dtype, **options)
+        weights = of_pairs()
+        gradient = partial(score_kernels.score_gradient, q, k, v, bias, rows, d_out, 0.1, dtype=dtype, **options)
+        inside = count * length**2  # causal: half of all pairs, twice
         cases: dict[str, tuple[Callable[[], Tensor], float, float]] = {
-            "attention_weights": (of_chunks, inside * d_qk, 2 * q.numel() + weights.numel()),
+            "attention_weights": (of_pairs, inside * d_qk, 2 * q.numel() + weights.numel()),
             "score_gradient": (
                 lambda: gradient()[0],
                 inside * (d_qk + d_value),
                 2 * v.numel() + 2 * q.numel() + 2 * weights.numel(),
             ),
-            "chunk_states": (
-                partial(chunk_kernels.chunk_states, k[None], v[None], scales, starts, causal=True, transposed=False),
-                across,
-                v.numel() + q.numel() + 3 * states.numel(),
+            "products of weights and values": (
+                partial(torch.matmul, weights, v),
+                inside * d_value,
+                2 * v.numel() + weights.numel(),
             ),
         }
-        tokens, gamma = torch.randn(1, count, chunk, 2 * d_value + d_qk, device=self.device, dtype=dtype), torch.rand(4, d_qk)
-        table = gamma.to(self.device)
-        opened = partial(gated_kernels.open_tokens, tokens, table, table, None, None)
-        cases["gate"] = (partial(gated_kernels.gate, v[None], tokens, d_qk), 0.0, 3 * v.numel())
-        cases["products of weights and values"] = (
-            partial(torch.matmul, weights, v),
-            inside * d_value,
-            2 * v.numel() + weights.numel(),
-        )
-        cases["open"] = (lambda: opened()[0], 0.0, 2 * v.numel() + 5 * q.numel())
         for name, (launch, flops, numbers) in cases.items():
             seconds = self.seconds_of_kernel(launch)
             if seconds is None:
@@ -411,25 +374,20 @@ class Run:
                     continue
                 torch_form = partial(attend, backend="torch")
                 compiled = torch.compile(torch_form, dynamic=False, backend="aot_eager" if self.small else "inductor")
-                forms: dict[str, Callable[..., Tensor]] = {
-                    "kernels": partial(attend, backend="triton"),
-                    "compiled": compiled,
-                    "plain": torch_form,
-                }
+                forms: dict[str, Callable[..., Tensor]] = {"compiled": compiled, "plain": torch_form}
+                if name == "quadratic":
+                    forms["kernels"] = partial(attend, backend="triton")
                 seconds = {form: self.seconds(partial(forward_and_backward, op, inputs)) for form, op in forms.items()}
-                fast, slow = seconds["kernels"], seconds["compiled"]
-                if not self.small and name == "mixed chunk" and fast and slow:
-                    self.report.reach("op", slow / fast)
                 ms = {f"{form}_ms": None if s is None else round(1e3 * s, 3) for form, s in seconds.items()}
                 self.report.add("ops", op=name, length=length, batch=batch, **ms)
 
     # Tuning -----------------------------------------------------------------------------------------------------------
 
     def tuning(self) -> None:
-        """Let the kernels of flash-base be tuned at 8K, say what was chosen, and time the model again."""
+        """Let the kernels of flash-quad-base be tuned at 8K, say what was chosen, and time the model again."""
         common.pin_configurations(False)
         try:
-            self._time_model(self._subject("flash", "eager" if self.small else "compiled"), 64 if self.small else 8192)
+            self._time_model(self._subject("flash-quad", "eager" if self.small else "compiled"), 64 if self.small else 8192)
             for tuner in common.tuners():
                 for key, config in tuner.cache.items():
                     self.report.add("tuned", kernel=tuner.fn.__name__, key=str(key)[:200], chosen=str(config))

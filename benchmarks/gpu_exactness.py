@@ -2,13 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lineartime.layers import FLASH, set_backend
 from lineartime.ops.backends import Backend
 
 Computation = Callable[[Backend, torch.dtype], list[Tensor]]
@@ -77,22 +75,5 @@ def op_and_gradients(dtype: torch.dtype, inputs: Sequence[Tensor], bias: Tensor,
         out = op(*own, bias=own_bias, backend=backend)
         upstream = (torch.arange(out.numel(), device=out.device) * 7 % 17 - 8).view_as(out)  # exact in every dtype
         return [out, *torch.autograd.grad(out, [*own, own_bias], upstream.to(out.dtype))]
-
-    return run
-
-
-def prompt_and_state(dtype: torch.dtype, layer: FLASH, x: Tensor, sizes: Sequence[int]) -> Computation:
-    """A causal layer that reads x [B, T, d] in pieces, and its state after them; rounded to a dtype as above."""
-
-    @torch.no_grad()
-    def run(backend: Backend, number: torch.dtype) -> list[Tensor]:
-        own = deepcopy(layer).to(dtype).to(number)
-        set_backend(own, backend)
-        state, outputs = own.init_state(len(x)), []
-        for piece in x.to(dtype).to(number).split(list(sizes), 1):
-            out, state = own.extend(piece, state)
-            outputs.append(out)
-        read = x.shape[1] % own.chunk_size  # what is in other places of the open chunk is not defined
-        return [torch.cat(outputs, 1), state.summary, state.keys[:, :, :read], state.values[:, :read]]
 
     return run

@@ -39,8 +39,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 
-from lineartime.foreign import ForeignFLASH
-from lineartime.layers import FLASH, GAU, set_backend
+from lineartime.layers import GAU, set_backend
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.triton.common import pin_configurations
 
@@ -90,39 +89,16 @@ class Launch:
         return " ".join(name.removeprefix("HAS_").lower() for name, value in self.constants.items() if value is True) or "plain"
 
 
-def run_layer(layer: FLASH | GAU, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Run forward and backward, under autocast unless `dtype` is float32."""
-    set_backend(layer, "triton")
-    x = torch.randn(*shape, 16)
-    with torch.autocast("cpu", dtype=torch.bfloat16 if dtype == torch.float32 else dtype, enabled=dtype != torch.float32):
-        out = layer(x)
-    out.float().sum().backward()
-
-
-def flash(
-    shape: tuple[int, int],
-    dtype: torch.dtype = torch.bfloat16,
-    causal: bool = True,
-    kind: type[FLASH] = FLASH,
-    **options: Any,
-) -> None:
-    """The kernels see widths s = 128 and e = 1536; with 16 features, the dense maps cost almost nothing."""
-    options = {"d_qk": 128, **options}
-    run_layer(kind(16, expansion=96, causal=causal, **options), shape, dtype)
-
-
-@torch.no_grad()
-def prompt(shape: tuple[int, int]) -> None:
-    """A piece of a prompt, under autocast to bf16."""
-    layer = FLASH(16, expansion=96, d_qk=128, causal=True)
-    set_backend(layer, "triton")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        layer.extend(torch.randn(*shape, 16), None)
-
-
 def gau(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
-    options = {"d_qk": 128, **options}
-    run_layer(GAU(16, expansion=96, causal=True, **options), shape, dtype)
+    """Run forward and backward, under autocast unless `dtype` is float32.
+
+    The kernels see widths s = 128 and e = 1536; with 16 features, the dense maps cost almost nothing.
+    """
+    layer = GAU(16, expansion=96, causal=True, **{"d_qk": 128, **options})
+    set_backend(layer, "triton")
+    with torch.autocast("cpu", dtype=torch.bfloat16 if dtype == torch.float32 else dtype, enabled=dtype != torch.float32):
+        out = layer(torch.randn(*shape, 16))
+    out.float().sum().backward()
 
 
 def loss() -> None:
@@ -133,20 +109,12 @@ def loss() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "flash bf16": partial(flash, (2, 2048)),
-    "flash bf16, a prompt": partial(prompt, (1, 2048)),
     "loss bf16": loss,
     "flash-quad bf16, rotary bias": partial(gau, (2, 2048)),
     "flash-quad bf16, table of biases": partial(gau, (2, 512), max_length=512),
-    "flash fp32": partial(flash, (2, 2048), torch.float32),
     "flash-quad fp32, rotary bias": partial(gau, (2, 2048), torch.float32),
-    "flash fp16": partial(flash, (2, 2048), torch.float16),
     "flash-quad fp16, rotary bias": partial(gau, (2, 2048), torch.float16),
-    "flash bf16, both ways, laplace": partial(flash, (2, 2048), causal=False, kind=ForeignFLASH, activation="laplace"),
     "flash-quad bf16, s = 512": partial(gau, (2, 2048), d_qk=512, relative_bias=False),
-    "flash bf16, s = 256": partial(flash, (2, 2048), d_qk=256),
-    "flash bf16, s = 512": partial(flash, (2, 2048), d_qk=512),
-    "flash bf16, one token": partial(flash, (1, 1)),
 }
 """The cases to record, by name, the most important first."""
 
@@ -161,8 +129,7 @@ def recorded(case: str, capability: int) -> list[Launch]:
         launches.append(Launch(case, tuner, arguments, constants, tuner.prune_configs(constants)))
 
     # A layer checks whether its kernels can run, which they cannot on a CPU.
-    choices = [patch(f"lineartime.ops.{name}.why_not", return_value=None) for name in ("backends", "mixed_chunk.triton")]
-    with patch.object(Autotuner, "run", record), choices[0], choices[1]:
+    with patch.object(Autotuner, "run", record), patch("lineartime.ops.backends.why_not", return_value=None):
         CASES[case]()
     return launches
 

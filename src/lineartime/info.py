@@ -98,4 +98,4 @@ def _backends(device: torch.device) -> Iterator[Fact]:
         chosen = choose_backend("auto", ("torch", "tiled", "triton"), like, dtype, "relu2")
         others: dict[Backend, str | None] = {name: why_not(name, device, dtype, "relu2") for name in ("triton", "tiled")}
         why = "; ".join(f"not {name}: {reason}" for name, reason in others.items() if reason and name != chosen)
-        yield Fact(f"attention, {label}", chosen, why)
+        yield Fact(f"attention, {label}", chosen, "of GAU; FLASH takes torch" if chosen == "triton" else why)

@@ -109,8 +109,8 @@ def test_left_padded_prefixes_of_different_lengths_begin_streams_as_each_would_a
         close(torch.cat([out[row, 9 - length :], rest[row]]), alone)
 
 
-@pytest.mark.parametrize("layer", [FLASH(D_MODEL, d_qk=4, chunk_size=CHUNK, causal=True), GAU(D_MODEL, d_qk=4, causal=True)])
-def test_the_backend_of_a_layer_reads_its_prefixes_too(layer: Mixer) -> None:
+def test_the_backend_of_a_layer_reads_its_prefixes_too() -> None:
+    layer = GAU(D_MODEL, d_qk=4, causal=True)
     set_backend(layer, "triton")
     with pytest.raises(ArgumentError, match="backend is 'triton', which cannot run here"):
         layer.read_prefix(torch.zeros(1, 3, D_MODEL))

@@ -67,6 +67,7 @@ class FLASH(GatedUnit):
     any_positions = True
     constant_state = True
     backend: Backend | None = "auto"
+    backends = ("auto", "torch", "tiled", "oracle")
     bias_chunks: ClassVar[int] = 1
     """The number of consecutive chunks that the relative bias spans."""
 

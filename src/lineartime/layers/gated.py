@@ -168,20 +168,24 @@ class GatedUnit(Mixer):
 def set_backend(module: nn.Module, backend: Backend) -> None:
     """Set the backend that computes the attention of all GAU, FLASH and mhsa-relu2 layers of a model, or of a single layer.
 
-    Other layers stay as they are; the variants of FLASH in `lineartime.baselines` have only one implementation. In streams of
-    FLASH, "triton", "tiled" and "auto" apply to whole chunks, if they can run there and no gradient is needed; otherwise,
-    PyTorch's operations read them, without an error. Single tokens of streams, and streams of GAU, do not follow the backend.
+    Other layers stay as they are, and so does FLASH beside GAU for "triton", which FLASH does not have. The variants of FLASH
+    in `lineartime.baselines` have only one implementation. In streams of FLASH, "tiled" and "auto" apply to whole chunks, if
+    they can run there and no gradient is needed; otherwise, PyTorch's operations read them, without an error. Single tokens of
+    streams, and streams of GAU, do not follow the backend.
 
     Args:
         module: a layer, or a module that contains layers.
-        backend: "torch", "tiled" (for CPUs), "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto", the
-            fastest that can run.
+        backend: "torch", "tiled" (for CPUs), "triton" (kernels for GPUs, of GAU), "oracle" (the definition, slow), or "auto",
+            the fastest that can run.
 
     Raises:
-        ArgumentError: if the backend is unknown. A known backend that cannot run raises an error when the layer reads
-            whole sequences.
+        ArgumentError: if the backend is unknown, or none of these layers has it. A backend that cannot run here raises an error
+            when the layer reads whole sequences.
     """
     check_choice("backend", backend, BACKENDS)
-    for layer in module.modules():
-        if isinstance(layer, Mixer) and layer.backend is not None:
-            layer.backend = backend
+    layers = [layer for layer in module.modules() if isinstance(layer, Mixer) and layer.backend is not None]
+    having = [layer for layer in layers if backend in layer.backends]
+    if layers and not having:
+        check_choice("backend", backend, layers[0].backends)
+    for layer in having:
+        layer.backend = backend

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.residual import LayerOptions, ResidualLayer
 from lineartime.layers.states import ShiftedState, by_position, check_state
-from lineartime.ops.backends import Backend, define_operators
+from lineartime.ops.backends import BACKENDS, Backend, define_operators
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import as_mask
 from lineartime.ops.context import ContextGroup
@@ -97,6 +97,8 @@ class Mixer(ResidualLayer, ABC):
     """Whether one token of each stream updates the state in place, so that a step can be recorded or exported."""
     backend: Backend | None = None
     """The implementation of its attention, if there are several: see `set_backend`."""
+    backends: ClassVar[tuple[str, ...]] = BACKENDS
+    """Those that `backend` may be, where it is not None."""
 
     def __init__(
         self, d_model: int, *, causal: bool = False, token_shift: bool = False, **options: Unpack[LayerOptions]

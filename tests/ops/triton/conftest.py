@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KERNELS = tuple(
-    f"lineartime.ops.triton.{name}" for name in ("score_kernels", "chunk_kernels", "gated_kernels", "cross_entropy")
-)
-FORMS = ("lineartime.ops.mixed_chunk.triton", "lineartime.ops.quadratic.triton")
+KERNELS = ("lineartime.ops.triton.score_kernels", "lineartime.ops.triton.cross_entropy")
+FORMS = ("lineartime.ops.quadratic.triton",)
 
 
 def interpret_kernels() -> None:

@@ -25,16 +25,15 @@ def compiled(out: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 WITH_PRODUCTS = {"attention_weights", "score_gradient"}
-OTHERS = {"add_up", "open", "gate", "open_gradient", "cross_entropy"}
 SPILLED = {"bf16": 160, "fp32": 400}
 """Bytes of registers that may go to memory: few beside a tile."""
 
 
 @pytest.mark.nightly
 def test_every_kernel_fits_a_gpu_in_its_preferred_configuration_and_keeps_its_numbers_in_registers(tmp_path: Path) -> None:
-    cases = ("flash bf16", "flash bf16, a prompt", "loss bf16", "flash-quad bf16, rotary bias", "flash fp32")
+    cases = ("flash-quad bf16, rotary bias", "flash-quad fp32, rotary bias", "loss bf16")
     rows = compiled(tmp_path, *cases, "--gpus", "90")
-    assert {row["kernel"] for row in rows} == WITH_PRODUCTS | OTHERS
+    assert {row["kernel"] for row in rows} == {*WITH_PRODUCTS, "cross_entropy"}
     assert {row["case"] for row in rows} == set(cases)
     launches = [(row["case"], row["kernel"], row["variant"]) for row in rows]
     assert len(set(launches)) == len(launches), "a pinned kernel is tuned"
@@ -48,8 +47,8 @@ def test_every_kernel_fits_a_gpu_in_its_preferred_configuration_and_keeps_its_nu
 
 @pytest.mark.nightly
 def test_an_older_gpu_has_room_and_registers_for_the_preferred_configurations(tmp_path: Path) -> None:
-    rows = compiled(tmp_path, "flash bf16", "--gpus", "80")
-    assert len(rows) >= 5
+    rows = compiled(tmp_path, "flash-quad bf16, rotary bias", "loss bf16", "--gpus", "80")
+    assert len(rows) >= 3
     for row in rows:
         assert not row["error"], row
         assert row["shared"] <= 163 * 1024, row

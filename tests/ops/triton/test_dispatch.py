@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lineartime.foreign import ForeignFLASH
+from lineartime.errors import ArgumentError
 from lineartime.layers import FLASH, GAU, set_backend
 from lineartime.ops import FactoredBias, backends, mixed_chunk_attention, quadratic_attention
 
@@ -32,32 +32,8 @@ def assert_same(op: Any, inputs: list[Tensor], atol: float = 1e-5, **options: An
         torch.testing.assert_close(fast, exact, atol=atol * max(1.0, float(exact.detach().abs().max())), rtol=0)
 
 
-@pytest.mark.parametrize(("causal", "normalization"), [(True, "count"), (False, "paper"), (True, "paper_sum")])
-def test_mixed_chunks_under_masks(causal: bool, normalization: Any, device: str) -> None:
-    mask = torch.rand(2, 37, device=device) > 0.3
-    bias = torch.randn(16, 16, device=device)
-    inputs = make_inputs(4, 2, 37, device)
-    assert_same(mixed_chunk_attention, inputs, chunk_size=16, causal=causal, bias=bias, mask=mask, normalization=normalization)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_mesa_is_the_linear_part_of_the_kernels(causal: bool, device: str) -> None:
-    layer = FLASH(24, d_qk=16, chunk_size=16, causal=causal, memory="mesa", device=device)
-    exact, mask = deepcopy(layer).double(), torch.rand(2, 37, device=device) > 0.3
-    x, results = torch.randn(2, 37, 24, device=device), []
-    for each, backend, dtype in ((layer, "triton", torch.float32), (exact, "torch", torch.float64)):
-        set_backend(each, backend)
-        given = x.to(dtype).requires_grad_()
-        out = each(given, mask=mask)
-        results.append(
-            [found.double() for found in (out, *torch.autograd.grad(out.square().sum(), [given, *each.parameters()]))]
-        )
-    for fast, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(fast, wanted, atol=1e-4 * max(1.0, float(wanted.detach().abs().max())), rtol=0)
-
-
 @pytest.mark.parametrize("compiling", [False, True])
-def test_a_gpu_without_the_units_of_the_kernels_takes_none_of_them_compiled_or_not(
+def test_gpu_without_the_units_of_the_kernels_takes_none_of_them_compiled_or_not(
     compiling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -74,13 +50,6 @@ def test_a_gpu_without_the_units_of_the_kernels_takes_none_of_them_compiled_or_n
     assert reasons == [None, "it needs a GPU of compute capability 8.0 or more"]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_mixed_chunks_of_packed_documents(causal: bool, device: str) -> None:
-    inputs = make_inputs(4, 1, 50, device)
-    ends = torch.tensor([0, 5, 5, 38, 50], device=device)
-    assert_same(mixed_chunk_attention, inputs, chunk_size=16, causal=causal, cu_seqlens=ends)
-
-
 @pytest.mark.parametrize(("causal", "normalization"), [(True, "count"), (False, "paper"), (True, 9)])
 def test_quadratic_attention_under_masks(causal: bool, normalization: Any, device: str) -> None:
     mask = torch.rand(2, 37, device=device) > 0.3
@@ -92,11 +61,10 @@ def test_quadratic_attention_under_masks(causal: bool, normalization: Any, devic
 def test_prefixes(device: str) -> None:
     mask = torch.arange(37, device=device) >= torch.tensor([[0], [5]], device=device)
     options: dict[str, Any] = {"causal": True, "mask": mask, "prefix_lengths": torch.tensor([0, 21], device=device)}
-    assert_same(mixed_chunk_attention, make_inputs(4, 2, 37, device), chunk_size=16, **options)
     assert_same(quadratic_attention, make_inputs(2, 2, 37, device), **options)
 
 
-def test_a_factored_bias_is_its_product(device: str) -> None:
+def test_factored_bias_is_its_product(device: str) -> None:
     factors = FactoredBias(*torch.randn(2, 20, 8, device=device).unbind(0))
     inputs = make_inputs(2, 1, 20, device)
     out = quadratic_attention(inputs[0], inputs[1], inputs[2], bias=factors, causal=True, backend="triton")
@@ -106,32 +74,22 @@ def test_a_factored_bias_is_its_product(device: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
 def test_half_precision_keeps_its_dtype_and_its_accuracy(dtype: torch.dtype, atol: float, device: str) -> None:
-    inputs = make_inputs(4, 1, 33, device, dtype)
-    assert mixed_chunk_attention(*inputs, chunk_size=16, causal=True, backend="triton").dtype == dtype
-    assert_same(mixed_chunk_attention, inputs, atol, chunk_size=16, causal=True)
+    inputs = make_inputs(2, 1, 33, device, dtype)
+    assert quadratic_attention(*inputs, causal=True, backend="triton").dtype == dtype
+    assert_same(quadratic_attention, inputs, atol, causal=True)
 
 
 def test_autocast_reaches_the_kernels(device: str) -> None:
-    layer = FLASH(16, d_qk=16, chunk_size=16, causal=True).to(device)
-    set_backend(layer, "triton")
-    x = torch.randn(1, 40, 16, device=device)
+    inputs = make_inputs(2, 1, 40, device)
     with torch.autocast(device, dtype=torch.bfloat16):
-        out = layer(x)
-    exact = layer(x)
+        out = quadratic_attention(*inputs, causal=True, backend="triton")
+    exact = quadratic_attention(*inputs, causal=True, backend="triton")
     torch.testing.assert_close(out.float(), exact, atol=3e-2, rtol=0)
     assert not torch.equal(out.float(), exact)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        GAU(16, d_qk=16, causal=True),
-        GAU(16, d_qk=16, causal=True, max_length=64),
-        FLASH(16, d_qk=16, chunk_size=16, causal=True),
-        ForeignFLASH(16, d_qk=16, chunk_size=16, bias_form="buckets"),
-    ],
-)
-def test_a_layer_set_to_the_kernels_has_the_values_and_gradients_of_the_definition(layer: GAU | FLASH, device: str) -> None:
+@pytest.mark.parametrize("layer", [GAU(16, d_qk=16, causal=True), GAU(16, d_qk=16, causal=True, max_length=64)])
+def test_layer_set_to_the_kernels_has_the_values_and_gradients_of_the_definition(layer: GAU, device: str) -> None:
     layer.to(device)
     torch.nn.init.normal_(layer.gamma)
     x = torch.randn(2, 37, 16, device=device)
@@ -144,3 +102,17 @@ def test_a_layer_set_to_the_kernels_has_the_values_and_gradients_of_the_definiti
         results.append((out, *torch.autograd.grad(out.square().sum(), list(own.parameters()))))
     for exact, fast in zip(*results, strict=True):
         assert (fast - exact).abs().max() <= 1e-5 * max(1.0, float(exact.detach().abs().max()))
+
+
+def test_flash_has_no_kernels_and_stays_as_it_is_beside_gau(device: str) -> None:
+    options: dict[str, Any] = {"d_qk": 16, "causal": True, "device": device}
+    gau, flash = GAU(16, **options), FLASH(16, chunk_size=16, **options)
+    set_backend(nn.Sequential(gau, flash), "triton")
+    assert (gau.backend, flash.backend) == ("triton", "auto")
+    assert flash(torch.randn(1, 20, 16, device=device)).isfinite().all()
+    refused = "backend is 'triton', but must be one of 'auto', 'torch', "
+    with pytest.raises(ArgumentError, match=refused):
+        set_backend(flash, "triton")
+    inputs = make_inputs(4, 1, 20, device)
+    with pytest.raises(ArgumentError, match=refused):
+        mixed_chunk_attention(*inputs, chunk_size=16, backend="triton")

@@ -3,7 +3,6 @@
     reference.py         the definition, one query at a time
     chunked.py           plain PyTorch, on any device
     cpu.py               a few chunks at a time, for CPUs; takes the projected tokens of a layer
-    triton.py            kernels for GPUs; those of a layer take the projected tokens too
     stream.py            more tokens of streams, at any positions, with a state of constant size
     context_parallel.py  over sequences that are split over several processes
 
@@ -27,7 +26,7 @@ from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import check_bias
 from lineartime.ops.make_batch import make_batch, rotated_by
-from lineartime.ops.mixed_chunk import chunked, context_parallel, cpu, memories, reference, triton
+from lineartime.ops.mixed_chunk import chunked, context_parallel, cpu, memories, reference
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads, check_positions, check_projected
 from lineartime.ops.positions import rotary_table
 from lineartime.ops.precision import acc_dtype, matmul_dtype
@@ -67,7 +66,7 @@ def mixed_chunk_attention(
             row, or document, that attend as in a bidirectional attention over these tokens alone. Later tokens attend causally.
         activation: the activation of the quadratic part: "relu2" or "softmax".
         normalization: "count", "paper" or "paper_sum": see `MixedChunkOptions`.
-        backend: "torch", "triton" (kernels for GPUs), "oracle" (the definition, slow), or "auto", the fastest that can run.
+        backend: "torch", "oracle" (the definition, slow), or "auto", which is "torch".
 
     Returns:
         [B, T, e], with zeros where no key is visible. float16 is computed in float32. The sums over chunks are always in
@@ -158,11 +157,10 @@ def attend_heads(
     heads: Heads, bias: Tensor | None, batch: Batch, options: MixedChunkOptions, backend: Backend = "auto"
 ) -> Tensor:
     """`mixed_chunk_attention` inside a model; ArgumentError for a backend that is unknown or cannot run here."""
-    form = choose_backend(backend, ("torch", "triton", "oracle"), heads.v, matmul_dtype(*heads), options.activation)
+    form = choose_backend(backend, ("torch", "oracle"), heads.v, matmul_dtype(*heads), options.activation)
     if form == "oracle":
         return reference.attend(heads, bias, batch, options)
-    in_kernels = form == "triton" and options.memory not in memories.FOLDED
-    return _with_prefix(triton.attend if in_kernels else chunked.attend, heads, bias, batch, options)
+    return _with_prefix(chunked.attend, heads, bias, batch, options)
 
 
 def attend_part(part: str, heads: Heads, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
@@ -212,7 +210,7 @@ def attend_projected(
             batch.
     """
     tokens, dtype = projected.tokens, torch.promote_types(projected.tokens.dtype, projected.gamma.dtype)
-    form = choose_backend(backend, ("torch", "tiled", "triton", "oracle"), tokens, dtype, options.activation)
+    form = choose_backend(backend, ("torch", "tiled", "oracle"), tokens, dtype, options.activation)
     if form == "tiled" and options.memory != "sum" and (options.memory != "mesa" or batch.prefix is not None):
         form = "torch"
     if form == "tiled" and batch.context is None and batch.prefix is None:
@@ -236,8 +234,7 @@ def _gated(form: Backend, projected: Projected, bias: Tensor | None, batch: Batc
     def within(tokens: Tensor, inner: Batch) -> Tensor:
         return _gated(form, projected._replace(tokens=tokens), _of_chunks(bias, inner), inner, options.bidirectional)
 
-    attend = cpu.attend if form == "tiled" else triton.attend_gated
-    return batch.with_prefix(attend(projected, bias, batch, options), within, projected.tokens)
+    return batch.with_prefix(cpu.attend(projected, bias, batch, options), within, projected.tokens)
 
 
 mixed_chunk_attention_oracle = partial(mixed_chunk_attention, backend="oracle")

@@ -99,7 +99,10 @@ def can_extend(
 def extend_gated(
     projected: Projected, bias: Tensor | None, batch: Batch, options: MixedChunkOptions, summary: Tensor, position: int
 ) -> tuple[Tensor, Tensor]:
-    """`triton.extend_gated` by tiles: whole chunks of new tokens of causal streams, [B, N, e], and the new summary."""
+    """Gated attention of whole chunks of new tokens of causal streams, after others: [B, N, e], and the new summary.
+
+    `summary`, [B, s, e], is the sum of k_lin v^T over the `position` tokens before, which are whole chunks. It is not changed.
+    """
     total = summary.to(acc_dtype(projected.tokens), copy=True)
     inputs = _inputs(projected, bias, batch, options, None, position)
     with without_autocast(projected.tokens):

@@ -25,7 +25,7 @@ from lineartime.ops.batch import Batch, cut_rows
 from lineartime.ops.checks import check_bias, check_continues
 from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.make_batch import stream_batch
-from lineartime.ops.mixed_chunk import cpu, memories, triton
+from lineartime.ops.mixed_chunk import cpu, memories
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads
 from lineartime.ops.mixed_chunk.states import MemoryState, MixedChunkState
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
@@ -253,8 +253,8 @@ def extend_projected(
         projected: the new tokens, [B, N, 2 e + s], with gamma and beta.
         bias, options, state: as for `extend`.
         batch: the new tokens, with their rotations.
-        backend: the form that reads whole chunks of streams at one position, if it can run and no gradient is needed: "triton",
-            "tiled", or "auto", which takes the one for the device. Plain PyTorch reads everything else.
+        backend: the form that reads whole chunks of streams at one position: "tiled" and "auto" take tiles, if they can run
+            and no gradient is needed. Plain PyTorch reads everything else.
 
     Returns:
         The new tokens' outputs [B, N, e] and the new state.
@@ -273,9 +273,7 @@ def extend_projected(
     if first >= last:
         return plainly(projected, batch, state)
     table = None if bias is None else bias(torch.arange(size, device=projected.tokens.device))
-    forms = {"sum": (triton, cpu), "mesa": (cpu,)}.get(options.memory, ())
-    form = next((x for x in forms if x.can_extend(projected, table, options, state.summary, backend)), None)
-    if form is None:
+    if options.memory in memories.FOLDED or not cpu.can_extend(projected, table, options, state.summary, backend):
         return plainly(projected, batch, state)
 
     def piece(first: int, last: int) -> tuple[Projected, Batch]:
@@ -297,7 +295,7 @@ def extend_projected(
         with without_autocast(k):
             summary, wide = memories.unsolved(summary, p, n), k.to(p.dtype)
             state = replace(state, gram=p + wide.mT @ wide)
-    whole, summary = form.extend_gated(here, table, chunks, options, summary, n)
+    whole, summary = cpu.extend_gated(here, table, chunks, options, summary, n)
     if isinstance(state, MemoryState):
         with without_autocast(summary):
             summary = memories.inverse(state.gram, start + last) @ summary

@@ -206,19 +206,6 @@ def add_product(total, a, b, PRECISION: tl.constexpr):
 
 
 @jit
-def silu(x):
-    """SiLU, x sigmoid(x)."""
-    return x * tl.sigmoid(x)
-
-
-@jit
-def silu_slope(x):
-    """The derivative of SiLU."""
-    share = tl.sigmoid(x)
-    return share * (1.0 + x * (1.0 - share))
-
-
-@jit
 def relu(x):
     """max(x, 0); NaN stays NaN."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)

@@ -6,7 +6,7 @@ Shapes: N sequences, T tokens, s query/key width, e value width. Of a sequence, 
 
 with r = row_scale, c = score_scale, f the activation, and P = dX = 0 at j > t where attention is causal. Both go to memory: the
 products that they enter, with the wide values above all, would otherwise compute them again for each block of columns.
-Chunks are sequences of their own for mixed chunk attention. Quadratic attention takes a part of the pairs at a time.
+Attention takes a part of the pairs at a time.
 """
 
 # Triton may be absent, has no types, and writes the constants of a kernel in capitals.
