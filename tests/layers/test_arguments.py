@@ -59,7 +59,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "n_nets": (2, {"chunk_size": 2}),
     "short_convolution": (False, {}),
     "d_state": (5, {}),
-    "memory": ("delta", {"causal": True, "chunk_size": 2}),
+    "memory": ("mesa", {"chunk_size": 2}),
 }
 LAYERS: list[type[nn.Module]] = [*KINDS["mixer"].values(), *KINDS["feed_forward"].values(), CrossGAU]
 D_MODEL, LENGTH = 24, 10

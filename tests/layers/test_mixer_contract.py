@@ -40,9 +40,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"activation": "softmax"},
         {"chunk_size": 513},  # the rotary bias
         {"memory": "mesa"},
-        {"memory": "decay"},
-        {"memory": "delta"},
-        {"memory": "proximal"},
     ],
     "gau": [
         {},

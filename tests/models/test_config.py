@@ -77,7 +77,6 @@ def test_missing_and_unknown_fields_in_a_dictionary_are_named() -> None:
 
 
 def test_the_longest_sequence_is_asked_of_mixers_as_the_model_has_them() -> None:
-    assert resolve("flash-tiny", memory="delta").longest_sequence is None  # which cannot be bidirectional
     assert resolve("flash-tiny", pattern="flash,gau", max_length=300).longest_sequence == 300
     assert resolve("linformer-tiny", "mlm", max_length=70).longest_sequence == 70
 

@@ -155,7 +155,7 @@ def test_an_option_is_set_in_all_mixers_or_in_one() -> None:
     assert [mixer.options.get("chunk_size") for mixer in config.pattern] == [32, 32, 32, None]
     assert config.mixer == config.pattern[0]
     assert [mixer.options["memory"] for mixer in resolve("flash-memory-tiny").mixers] == ["sum", "sum", "mesa", "sum"]
-    assert {mixer.options["memory"] for mixer in resolve("flash-memory-tiny", memory="delta").mixers} == {"delta"}
+    assert {mixer.options["memory"] for mixer in resolve("flash-memory-tiny", memory="mesa").mixers} == {"mesa"}
     assert {mixer.options["memory"] for mixer in resolve("flash-memory-tiny", pattern="flash,flash").mixers} == {"sum"}
     both = resolve("hybrid-gau-tiny", feed_forward="glu", **{"mixer.expansion": 3, "pattern.0.expansion": 1})
     assert [layer.options["expansion"] for layer in both.layers.values()] == [1, 3, 3, 3, 4]
@@ -163,7 +163,7 @@ def test_an_option_is_set_in_all_mixers_or_in_one() -> None:
 
 def test_every_hybrid_is_a_preset_with_overrides() -> None:
     """Runs are started and repeated with them."""
-    mixed = (LayerConfig("gau", d_qk=16), LayerConfig("gau", d_qk=8), LayerConfig("flash", memory="delta"))
+    mixed = (LayerConfig("gau", d_qk=16), LayerConfig("gau", d_qk=8), LayerConfig("flash", memory="mesa"))
     for preset in ("hybrid-gau-tiny", "flash-tiny", "transformer++-tiny"):
         for pattern in (mixed, ("flash",), ()):
             config = resolve(preset, pattern=pattern, vocab_size=100)

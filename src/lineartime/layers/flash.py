@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError, check_choice
-from lineartime.layers.dense import Dense, factory, is_untouched
+from lineartime.layers.dense import factory, is_untouched
 from lineartime.layers.gated import GatedOptions, GatedUnit
 from lineartime.layers.mixer import Part
 from lineartime.layers.positions import RelativeBias, build_relative_bias
@@ -25,7 +25,7 @@ from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import check_positive
 from lineartime.ops.mixed_chunk import attend_heads, attend_part, attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
-from lineartime.ops.mixed_chunk.memories import FOLDED, Memory, queries_and_keys, weighted_keys
+from lineartime.ops.mixed_chunk.memories import Memory, queries_and_keys
 from lineartime.ops.mixed_chunk.states import mixed_chunk_state
 from lineartime.ops.mixed_chunk.stream import SlotBias
 from lineartime.ops.precision import acc_dtype
@@ -48,9 +48,8 @@ class FLASH(GatedUnit):
 
     Args:
         chunk_size: C; the length of the input need not be a multiple of it.
-        memory: what the linear part reads of the chunks before: their "sum", as published, or "mesa", "decay", "delta" or
-            "proximal", which `lineartime.ops.mixed_chunk.memories` defines. Of these, queries and keys have no positions, keys
-            have one length, and "mesa" alone can be bidirectional.
+        memory: what the linear part reads of the chunks before: their "sum", as published, or "mesa", which
+            `lineartime.ops.mixed_chunk.memories` defines: its queries and keys have no positions, and its keys one length.
         relative_bias: whether to add a learned bias, which depends on the distance, to the scores of the quadratic part: a
             table for chunks of up to 512 tokens, and the rotary form for longer ones.
         **options: the options of `GatedUnit`; the activation applies to the quadratic part.
@@ -81,16 +80,11 @@ class FLASH(GatedUnit):
         **options: Unpack[GatedOptions],
     ) -> None:
         check_choice("memory", memory, get_args(Memory))
-        if memory in FOLDED and not options.get("causal", False):
-            raise ArgumentError("memory", f"is {memory!r}, whose order of chunks matters: use causal=True, or 'mesa'.")
         self.memory: Memory = memory
         super().__init__(d_model, **options)
         check_positive(chunk_size=chunk_size)
         if memory != "sum":
             self.splits_context = self.constant_state = False
-            self.reads_prefix = memory == "mesa"
-        width = self.d_qk if memory == "decay" else 1
-        self.to_strength = Dense(d_model, width, **factory(options)) if memory in FOLDED else None
         self.chunk_size = chunk_size
         self.relative_bias = relative_bias
         self.bias: RelativeBias | None = None
@@ -98,7 +92,7 @@ class FLASH(GatedUnit):
             self.bias = build_relative_bias(self.bias_chunks * chunk_size, self.d_qk, **factory(options))
 
     def init_own(self) -> None:
-        """Begin as published; of another memory than the sum, queries begin as 4 Y, and keys as Y of the token before.
+        """Begin as published; of mesa, queries begin as 4 Y, and keys as Y of the token before.
 
         Recall takes off with what the memory returns: queries that begin as Y learn it twice as late.
         """
@@ -153,19 +147,15 @@ class FLASH(GatedUnit):
             tokens = Projected(projection(normed), self.gamma, self.beta)
         if self.memory != "sum":
             tokens, y = tokens.with_base()
-            tokens = tokens._replace(linear=self._linear_maps(y, normed, batch))
+            tokens = tokens._replace(linear=self._linear_maps(y, batch))
         output = self.to_output.weight if fused else None
         attended = attend_projected(tokens, bias, batch, self.options, self.backend or "auto", output=output)
         return attended + self.to_output.bias.to(attended.dtype) if fused else self.to_output(attended)
 
-    def _linear_maps(self, y: Tensor, normed: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The queries and keys of another memory than the sum, [B, T, s], of whole sequences with the base Y."""
-        return self._of_bases(tokens_before(y, None if batch.document is None else batch.positions), y, normed)
-
-    def _of_bases(self, before: Tensor, y: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """The queries and keys of tokens of which the Y of the token before and their own are known, [B, T, s] each."""
-        q, k = queries_and_keys(self.memory, y, before, self.gamma, self.beta)
-        return q, k if self.to_strength is None else weighted_keys(self.memory, k, self.to_strength(normed))
+    def _linear_maps(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The queries and keys of mesa, [B, T, s], of whole sequences with the base Y."""
+        before = tokens_before(y, None if batch.document is None else batch.positions)
+        return queries_and_keys(y, before, self.gamma, self.beta)
 
     def _exported(self, projected: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
         def attend(tokens: Tensor, options: MixedChunkOptions, batch: Batch) -> Tensor:
@@ -206,7 +196,7 @@ class FLASH(GatedUnit):
             return super().project(normed, batch)
         tokens = Projected(self.to_gate_value_base(normed), self.gamma, self.beta)
         gate, v, maps = self.split(tokens.tokens, batch.rotations)
-        return gate, v, (*maps[:2], *self._linear_maps(tokens.base(), normed, batch))
+        return gate, v, (*maps[:2], *self._linear_maps(tokens.base(), batch))
 
     def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
@@ -217,8 +207,8 @@ class FLASH(GatedUnit):
         if self.memory != "sum":
             y = tokens.base()
             both, last = shift_next(torch.cat([y, y], -1), state.last, batch.counts)
-            before = both[..., : self.d_qk]
-            state, tokens = replace(state, last=last), tokens._replace(linear=self._of_bases(before, y, normed))
+            linear = queries_and_keys(y, both[..., : self.d_qk], self.gamma, self.beta)
+            state, tokens = replace(state, last=last), tokens._replace(linear=linear)
         if fused:
             gated, state = stream.extend_projected(tokens, self.slot_bias(batch), batch, self.options, state, backend)
             return self.to_output(gated), state

@@ -19,7 +19,6 @@ from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import norm_parts
 from lineartime.models.backbone import Backbone, Block, ModelState
 from lineartime.native import NATIVE_DTYPES, NativeFunctions, native_functions
-from lineartime.ops.mixed_chunk.memories import FOLDED
 from lineartime.ops.mixed_chunk.states import MemoryState
 from lineartime.ops.mixed_chunk.stream import fold_full_chunks
 from lineartime.ops.positions import FactoredBias, rotary_table
@@ -292,4 +291,4 @@ def _is_plain_block(block: Block) -> bool:
         return False
     dropped = layer.training and getattr(layer.dropout, "p", True)
     untouched = is_untouched(layer.to_gate_value_base) and is_untouched(layer.to_output) and norm_parts(layer.norm) is not None
-    return untouched and layer.activation == "relu2" and layer.memory not in FOLDED and not dropped
+    return untouched and layer.activation == "relu2" and not dropped

@@ -211,7 +211,7 @@ def attend_projected(
     """
     tokens, dtype = projected.tokens, torch.promote_types(projected.tokens.dtype, projected.gamma.dtype)
     form = choose_backend(backend, ("torch", "tiled", "oracle"), tokens, dtype, options.activation)
-    if form == "tiled" and options.memory != "sum" and (options.memory != "mesa" or batch.prefix is not None):
+    if form == "tiled" and options.memory == "mesa" and batch.prefix is not None:
         form = "torch"
     if form == "tiled" and batch.context is None and batch.prefix is None:
         if projected.linear is not None:

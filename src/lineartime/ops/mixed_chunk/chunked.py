@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lineartime.ops.batch import Batch
 from lineartime.ops.chunks import Reach, sum_chunks
-from lineartime.ops.mixed_chunk import memories
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic.blocked import attend_visible
@@ -51,8 +50,6 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, bias: Tensor 
 
 
 def _linear_part(q: Tensor, k: Tensor, v: Tensor, batch: Batch, options: MixedChunkOptions) -> Tensor:
-    if options.memory in memories.FOLDED:
-        return memories.read(options.memory, q, k, v, batch)
     reach: Reach = "before" if options.causal else "all"
     return summary_attention(q, k, v, batch, options, reach=reach, elsewhere=batch.elsewhere(options.causal))
 

@@ -33,7 +33,7 @@ class MixedChunkOptions:
             averages K^T V / C over the visible chunks. "paper_sum" has these scores and the linear part of published ports: a
             causal layer sums K^T V / C over the previous chunks without averaging, so outputs grow with the position; a
             bidirectional layer divides by the number of tokens, even if the last chunk is not full.
-        memory: what the linear part reads of the chunks: "sum", as published, or another one of `memories`, without a divisor.
+        memory: what the linear part reads of the chunks: "sum", as published, or "mesa", without a divisor: see `memories`.
     """
 
     chunk_size: int
@@ -89,8 +89,7 @@ class Projected(NamedTuple):
         tokens: [B, T, 2 e + s], the gate, the values and the base of queries and keys, all before SiLU.
         gamma, beta: [4, s].
         projection_bias: [2 e + s], a bias that must still be added to the tokens, or None.
-        linear: the queries and keys of the linear part, [B, T, s], for another memory than the sum, where they come from
-            `memories.queries_and_keys`; keys of decay have 2 s features. None for the sum.
+        linear: the queries and keys of the linear part, [B, T, s], of mesa, from `memories.queries_and_keys`; None for the sum.
     """
 
     tokens: Tensor

@@ -1,7 +1,7 @@
 """What mixed chunk attention remembers of streams, of constant size.
 
 Shapes: B streams, C chunk size, s query/key width, e value width, M maps of keys (1 if both parts share one, or there is one
-part; 3 for decay).
+part).
 """
 
 from dataclasses import dataclass
@@ -33,11 +33,11 @@ class MixedChunkState(State):
 
 @dataclass(eq=False)
 class MemoryState(MixedChunkState):
-    """The state of another memory than the sum; `summary` is its S.
+    """The state of the memory mesa; `summary` is its S.
 
     Attributes:
         last: [B, s], the Y of the last token, of which the next key tells.
-        gram: [B, s, s], P of mesa; [B, 0, 0] for others.
+        gram: [B, s, s], its P.
     """
 
     last: Tensor
@@ -63,10 +63,9 @@ def mixed_chunk_state(
     parts = (
         zeros(dtype=torch.long),
         zeros(d_qk if linear else 0, d_value, dtype=acc_dtype(like)),
-        zeros(maps + (memory == "decay"), chunk_size, d_qk),
+        zeros(maps, chunk_size, d_qk),
         zeros(chunk_size, d_value),
     )
     if memory == "sum":
         return MixedChunkState(*parts)
-    width = d_qk if memory == "mesa" else 0
-    return MemoryState(*parts, zeros(d_qk), zeros(width, width, dtype=acc_dtype(like)))
+    return MemoryState(*parts, zeros(d_qk), zeros(d_qk, d_qk, dtype=acc_dtype(like)))

@@ -156,7 +156,7 @@ def _read(
 
 
 def _sums(state: MixedChunkState) -> list[Tensor]:
-    """What the complete chunks left: the summary and, of another memory than the sum, P."""
+    """What the complete chunks left: the summary and, of mesa, P."""
     return [state.summary, state.gram] if isinstance(state, MemoryState) else [state.summary]
 
 
@@ -167,13 +167,10 @@ def _with_sums(state: MixedChunkState, sums: list[Tensor]) -> MixedChunkState:
 def _fold(sums: list[Tensor], keys: Tensor, values: Tensor, n: Tensor, options: MixedChunkOptions) -> list[Tensor]:
     """The sums with a full chunk after n tokens: keys [..., M, C, s], the quadratic part's first, and values [..., C, e]."""
     of_linear = keys[..., min(1, keys.shape[-3] - 1) :, :, :]
-    x, v = of_linear.transpose(-3, -2).flatten(-2).to(sums[0].dtype), values.to(sums[0].dtype)
+    k, v = of_linear.transpose(-3, -2).flatten(-2).to(sums[0].dtype), values.to(sums[0].dtype)
     if options.memory == "sum":
-        return [sums[0] + x.mT @ v]
-    terms, (summary, p) = memories.chunk_terms(options.memory, x, v), sums
-    if options.memory == "mesa":
-        return list(memories.fold_mesa(summary, p, n.to(v.dtype), terms, options.chunk_size))
-    return [memories.fold(options.memory, summary, terms, options.chunk_size), p]
+        return [sums[0] + k.mT @ v]
+    return list(memories.fold(*sums, n.to(v.dtype), k, v))
 
 
 def _read_summary(q_lin: Tensor, summary: Tensor, n_tokens: Tensor, options: MixedChunkOptions) -> Tensor:
@@ -273,7 +270,7 @@ def extend_projected(
     if first >= last:
         return plainly(projected, batch, state)
     table = None if bias is None else bias(torch.arange(size, device=projected.tokens.device))
-    if options.memory in memories.FOLDED or not cpu.can_extend(projected, table, options, state.summary, backend):
+    if not cpu.can_extend(projected, table, options, state.summary, backend):
         return plainly(projected, batch, state)
 
     def piece(first: int, last: int) -> tuple[Projected, Batch]:
