@@ -182,7 +182,7 @@ def trial(work: Work, kind: str, duration: float, draw: random.Random, folder: P
             if status not in (0, 1, -signal.SIGKILL) or (status == 1 and not disturbed):
                 return count, f"ended with {status}: {(shown.strip().splitlines() or ['nothing'])[-1]}"
             for last in checkpoints.list_checkpoints(folder / "run")[-1:]:
-                checkpoints.verify(last)
+                checkpoints.load(last)
             if status != 0:
                 continue
         return count, ""

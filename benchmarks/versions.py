@@ -78,7 +78,6 @@ CHECKS = (
     Check("local-attention", "others", ("tests/peers/test_local_attention.py",)),
     Check("FLASH-pytorch", "peers", ("tests/foreign/test_flash_pytorch.py",)),
     Check("wandb", "wandb", tracker="wandb"),
-    Check("trackio", "trackio", tracker="trackio"),
     Check("numpy", "", ("tests/data", "tests/evaluation")),
     Check("safetensors", "", ("tests/test_checkpoint.py", "tests/test_save.py", "tests/foreign")),
     Check("tyro", "", ("tests/cli",)),

@@ -67,6 +67,12 @@ def synchronise(path: Path) -> None:
         os.close(descriptor)
 
 
+def synchronise_folder(folder: Path) -> None:
+    """Wait until a folder and all that it holds are on the disk. Raises OSError on failure."""
+    for path in (*folder.rglob("*"), folder):
+        synchronise(path)
+
+
 @contextmanager
 def new_folder(argument: str, folder: Path) -> Iterator[Path]:
     """Write a folder under a temporary name, which the `with` block gets, and rename it when all of it is on the disk.
@@ -82,10 +88,10 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
             partial.mkdir(parents=True)
             remove_abandoned(folder.parent, rf"\.{re.escape(folder.name)}\.[0-9a-f]{{32}}\.partial")
             yield partial
-            for path in (*partial.rglob("*"), partial):
+            for path in partial.rglob("*"):
                 if path.is_file():
                     path.chmod(partial.stat().st_mode & 0o666)  # safetensors lets only their owner read files
-                synchronise(path)
+            synchronise_folder(partial)
             partial.rename(folder)
             synchronise(folder.parent)
         finally:

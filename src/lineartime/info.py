@@ -27,7 +27,6 @@ EXTRAS = {
     "onnxscript": "onnx",
     "flash_pytorch": "peers",
     "wandb": "wandb",
-    "trackio": "trackio",
 }
 """Optional packages, and the extra that installs each."""
 

@@ -55,7 +55,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 def test_the_printed_options_are_all_options_and_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    names = {field.name for field in dataclasses.fields(TrainConfig)} - {"like", "recipe"}
+    names = {field.name for field in dataclasses.fields(TrainConfig)} - {"recipe"}
     assert set(printed(capsys, "--recipe", "quick")) == names
     assert main(["train", "--steps", "0", "--print-config"]) == 1
     assert "--steps is 0" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -58,9 +57,7 @@ def test_training_says_what_the_splits_are_and_refuses_text_for_testing(
     )
 
 
-def test_texts_that_are_given_replace_those_of_a_recipe_or_a_run(
-    folder: Path, tmp_path: Path, options: list[str], fails: Fails
-) -> None:
+def test_texts_that_are_given_replace_those_of_a_recipe(folder: Path, tmp_path: Path, options: list[str], fails: Fails) -> None:
     (tmp_path / "a.txt").write_text((folder / "text.txt").read_text())
     data = ["--data", "a.txt", "--data", str(folder / "text.txt")]
     small = [*options[: options.index("--data")], "--cache", str(folder / "cache"), "--eval-windows", "2", "--steps", "1"]
@@ -68,11 +65,6 @@ def test_texts_that_are_given_replace_those_of_a_recipe_or_a_run(
     assert main(["train", *small, *data, *recipe, "--out", "run"]) == 0
     both = [str(tmp_path / "a.txt"), str(folder / "text.txt")]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["options"]["data"] == both
-    assert main(["train", "--like", "run", "--out", "again"]) == 0
-    assert json.loads((tmp_path / "again" / "run.json").read_text())["options"]["data"] == both
-    assert main(["train", "--like", "run", "--out", "one", "--data", "a.txt"]) == 0
-    assert json.loads((tmp_path / "one" / "run.json").read_text())["options"]["data"] == str(tmp_path / "a.txt")
-    assert main(["train", "--like", "run", "--out", "tokens", "--tokenizer", "run"]) == 0  # that of another run
     fails(["train", "--resume", "--out", "run", "--data", "a.txt"], "The text of the run in run has changed")
 
 
@@ -90,23 +82,6 @@ def test_a_resumed_run_takes_options_of_the_machine_even_if_they_are_the_default
     }
 
 
-@pytest.mark.parametrize("name", ["training.json", "model.safetensors"])
-def test_resuming_goes_back_behind_a_damaged_checkpoint_whatever_is_damaged(
-    name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Fails
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(folder / "run", run)
-    file = last_checkpoint(run) / name
-    file.write_bytes(file.read_bytes()[:1000] if name == "model.safetensors" else b'{"step": 1}')
-    if name == "model.safetensors":
-        for command in ("eval", "generate"):
-            fails([command, str(run)], r"The checkpoint .* is damaged \(model.safetensors is not what was written\)")
-    assert main(["train", "--out", str(run), "--resume"]) == 0
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"is damaged ({name} is not what was written): resuming from step-00000002." in said
-    assert main(["eval", str(run), "--cache", str(folder / "cache")]) == 0
-
-
 def test_an_error_on_record_names_options_as_the_command_line_does(
     tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str], fails: Fails
 ) -> None:
@@ -115,22 +90,6 @@ def test_an_error_on_record_names_options_as_the_command_line_does(
     fails(arguments, "with --learning-rate below 1e[+]30 or more --warmup-steps")
     assert main(["runs", run]) == 0
     assert "with --learning-rate below 1e+30 or more --warmup-steps" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_run_can_be_repeated_with_one_thing_changed(folder: Path, tmp_path: Path) -> None:
-    first, again, other = folder / "run", tmp_path / "again", tmp_path / "other"
-    assert main(["train", "--like", str(first), "--out", str(again)]) == 0
-    assert main(["train", "--like", str(first), "--out", str(other), "--seed", "5", "--override", "d_qk=4"]) == 0
-
-    def losses(run: Path) -> list[str]:
-        return re.findall(r'"loss": ([^,]*)', (run / "metrics.jsonl").read_text())
-
-    assert len(losses(first)) == 4
-    assert losses(again) == losses(first)
-    assert losses(other) != losses(first)
-    options_of_other = json.loads((other / "run.json").read_text())["options"]
-    assert options_of_other["seed"] == 5
-    assert options_of_other["override"] == ["d_model=16", "n_blocks=1", "d_qk=4", "chunk_size=8"]
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def test_training_learns_and_its_folder_writes_targets_alone(
     result = seq2seq(given)
     assert result.metrics["exact_match"] == result.metrics["chrf"] == 100
     assert capsys.readouterr().out.startswith("80 pairs to train with, 20 held out; ")
-    names = ["manifest.json", "model.json", "model.safetensors", "predictions.jsonl", "seq2seq.json", "tokenizer.json"]
+    names = ["model.json", "model.safetensors", "predictions.jsonl", "seq2seq.json", "tokenizer.json"]
     assert sorted(path.name for path in given.out.iterdir()) == names
     assert seq2seq(replace(given, resume=True)) == result
 

@@ -94,7 +94,7 @@ def test_of_two_trainings_in_one_folder_one_trains_and_the_other_says_why_not(co
     assert len(sentences) == 2
     for sentence in sentences:
         assert "which another run is using: wait for its end" in sentence or "already holds a run" in sentence
-    checkpoints.verify(checkpoints.last_checkpoint(finished.run))
+    lineartime.load(checkpoints.last_checkpoint(finished.run))
 
 
 def test_threads_that_encode_the_same_text_do_not_disturb_each_other(text: Path, tmp_path: Path) -> None:
@@ -107,15 +107,15 @@ def test_threads_that_encode_the_same_text_do_not_disturb_each_other(text: Path,
 
 
 def removed_while_read(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes a checkpoint after it was chosen, as a run in training does, the first time one is verified."""
-    verify = checkpoints.format.verify_model
+    """Removes a checkpoint after it was chosen, as a run in training does, the first time one is read."""
+    check = checkpoints.format.check_weights
 
-    def remove_and_verify(checkpoint: Path) -> None:
-        if checkpoint.name == name and checkpoint.exists():
-            shutil.rmtree(checkpoint)
-        verify(checkpoint)
+    def remove_and_check(file: Path, config: Any) -> None:
+        if file.parent.name == name and file.exists():
+            shutil.rmtree(file.parent)
+        check(file, config)
 
-    monkeypatch.setattr(checkpoints.format, "verify_model", remove_and_verify)
+    monkeypatch.setattr(checkpoints.format, "check_weights", remove_and_check)
 
 
 @pytest.mark.parametrize("given", ["a run", "its checkpoint"])

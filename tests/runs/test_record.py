@@ -1,4 +1,3 @@
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,15 +102,10 @@ def test_neither_git_nor_a_repository_is_needed(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("content", ["{", '{"options": {}}'])
-def test_a_damaged_record_is_named_and_renamed_when_its_run_is_resumed(tmp_path: Path, content: str) -> None:
+def test_damaged_record_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(LineartimeError, match=r"run.json is damaged \(.*\): restore it from a copy, or delete it"):
         read_record(tmp_path)
-    begin_checkpoint(tmp_path)
-    note = RunRecord(tmp_path).begin(OPTIONS, [*COMMAND, "--resume"])
-    assert re.fullmatch(r".*run.json is damaged \(.*\): it is now called damaged-1-run.json, and a new record begins.", note)
-    assert [process.command[-1] for process in read_record(tmp_path).processes] == ["--resume"]
-    assert (tmp_path / "damaged-1-run.json").read_text() == content
 
 
 def test_a_record_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -22,9 +22,7 @@ from lineartime.checkpoint import (
     list_checkpoints,
     read_training_state,
     read_validation_loss,
-    verify,
 )
-from lineartime.checkpoint.contents import HELD_OUT
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.models import CausalLM, MaskedLM
@@ -114,7 +112,6 @@ def test_a_stream_of_several_texts_holds_out_some_of_each(config: MakeConfig, tm
 def test_an_interrupted_run_is_evaluated_so_that_its_last_step_can_be_the_best(stopped: Path) -> None:
     step, loss = validations(stopped)[-1]
     assert (step, read_validation_loss(last_checkpoint(stopped))) == (3, loss)
-    verify(last_checkpoint(stopped))
 
 
 def test_an_interrupted_step_is_saved_before_it_is_evaluated(
@@ -291,18 +288,20 @@ def test_an_infinite_step_changes_nothing_and_is_counted(
     assert [line["skipped"] for line in metrics(trainer.config.run_directory) if "skipped" in line][-1] == 2
 
 
-def test_a_damaged_last_checkpoint_costs_only_the_steps_since_the_one_before(
-    stopped: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["model.safetensors", "training.json"])
+def test_damaged_last_checkpoint_is_named_and_without_it_the_run_goes_on_from_the_one_before(
+    stopped: Path, whole: Path, name: str
 ) -> None:
     with (stopped / "metrics.jsonl").open("a") as log:
         log.write('{"step": 4, "loss": 99.0}\n{"step": 5, "lo')  # as a killed process leaves it
-    file = last_checkpoint(stopped) / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    last = last_checkpoint(stopped)
+    (last / name).write_bytes((last / name).read_bytes()[:-9])
+    with pytest.raises(
+        LineartimeError, match=f"step-00000003 is damaged .{name}: .*: use step-00000002, or delete the damaged"
+    ):
+        resumed(stopped)
+    shutil.rmtree(last)
     resumed(stopped)
-    said = "step-00000003 is damaged (model.safetensors is not what was written): resuming from step-00000002"
-    assert said in " ".join(capsys.readouterr().err.split())
     assert losses(stopped) == losses(whole)
 
 
@@ -363,12 +362,7 @@ def test_a_run_keeps_its_model_when_its_preset_means_another_one_today(
         then.setattr(TrainConfig, "model_config", lambda self, size: today(self, size).override(token_shift=True))
         run = trained(config())
     trained(config(resume=True))
-    again = train(like=run, steps=1, out=run.with_name("again"))
-    assert (
-        again.model.config
-        == lineartime.load(run, checkpoint="last").config
-        == config().model_config(258).override(token_shift=True)
-    )
+    assert lineartime.load(run, checkpoint="last").config == config().model_config(258).override(token_shift=True)
 
 
 def test_a_resumed_run_refuses_options_that_must_stay(finished: Path) -> None:
@@ -390,13 +384,10 @@ def test_a_resumed_run_refuses_options_that_must_stay(finished: Path) -> None:
         resumed(finished / "nothing")
 
 
-def test_a_run_of_muon_records_both_learning_rates_and_is_repeated_with_adamw(config: MakeConfig) -> None:
+def test_run_of_muon_records_both_learning_rates(config: MakeConfig) -> None:
     run = trained(config(optimizer="muon", adamw_ratio=0.5, learning_rate=0.01, warmup_steps=2, steps=4))
     rates = [(line["learning_rate"], line["adamw_learning_rate"]) for line in metrics(run) if "loss" in line]
     assert rates == [pytest.approx(pair) for pair in [(0.005, 0.0025), (0.01, 0.005), (0.01, 0.005), (0.005, 0.0025)]]
-    again = train(like=run, optimizer="adamw", out=run.with_name("adamw"))  # whatever the options of Muon were
-    assert again.finished
-    assert "adamw_learning_rate" not in metrics(again.run)[0]
 
 
 def test_a_run_keeps_its_precision_on_another_machine_and_says_so(
@@ -417,17 +408,6 @@ def test_a_run_keeps_its_precision_on_another_machine_and_says_so(
     assert "Computing in fp32, and no longer in bf16." in capsys.readouterr().err
     assert saved_config(last_checkpoint(run)).precision == "fp32"
     assert f"Computing in bf16; {why}." in prepare(config(precision="bf16", out=run.with_name("new"))).notes
-
-
-def test_a_run_whose_record_leaves_the_precision_open_resumes(
-    config: MakeConfig, monkeypatch: pytest.MonkeyPatch, interrupt_after: InterruptAfter
-) -> None:
-    """As of a version that recorded the option and not what it resolved to."""
-    with monkeypatch.context() as older, interrupt_after(2):
-        older.setattr(TrainConfig, "to_dict", lambda self, of=TrainConfig.to_dict: {**of(self), "precision": "auto"})
-        run = trained(config())
-    assert saved_config(last_checkpoint(run)).precision == "auto"
-    assert saved_config(last_checkpoint(resumed(run))).precision in ("fp32", "bf16")
 
 
 def test_a_tracker_that_cannot_start_leaves_no_folder_of_a_run(
@@ -465,16 +445,12 @@ def test_a_run_is_not_resumed_on_other_text(config: MakeConfig, tmp_path: Path) 
     for split in ("train", "valid"):
         (texts / f"{split}.txt").write_text(f"text to {split} on\n" * 200)
     run = trained(config(data=texts, steps=1))
-    state = read_training_state(last_checkpoint(run))
     for split in ("train", "valid"):
         usual = (texts / f"{split}.txt").read_text()
         (texts / f"{split}.txt").write_text("another text\n" * 200)
         with pytest.raises(LineartimeError, match=r"The text of the run in .* has changed: it was .*; restore the old text"):
             resumed(run)
         (texts / f"{split}.txt").write_text(usual)
-    text = prepare(config(data=texts, out=tmp_path / "again")).text
-    assert text.is_text_of(state.text)
-    assert text.is_text_of(state.text.removesuffix(f"{HELD_OUT}{state.held_out}"))  # which earlier versions wrote
     resumed(run)
 
 
@@ -510,7 +486,6 @@ def test_other_files_in_the_folder_of_a_run_do_no_harm(config: MakeConfig) -> No
     run = config().run_directory
     (run / "step-notes").mkdir(parents=True)
     (run / "step-00000001-backup").mkdir()
-    (run / "manifest.json").write_text("{}")
     trained(config(steps=2, context_length=700))  # more than the 5% of the text, 690 bytes, that are held out
     assert last_checkpoint(run).name == "step-00000002"
     assert validations(run)[0][1] > 0
@@ -560,7 +535,6 @@ def test_options_that_contradict_each_other_are_named(config: MakeConfig) -> Non
     for options, message in contradictions:
         with pytest.raises(ArgumentError, match=message):
             config(**options).check()
-    config(lanes=3, shuffle_documents=5, like="another").check()  # taken from a run that streams its text
 
 
 def test_a_run_in_a_thread_cannot_handle_signals_and_trains_all_the_same(config: MakeConfig) -> None:

@@ -1,19 +1,16 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lineartime
-from lineartime.checkpoint import last_checkpoint
 from lineartime.cli import main
 from lineartime.errors import LineartimeError
 from lineartime.models.presets import presets
 from lineartime.training.config import TrainConfig
-from lineartime.training.loop import train
 from lineartime.training.recipes import recipe_config
-from lineartime.training.resuming import complete, saved_config
+from lineartime.training.resuming import complete
 
 # The table of the paper's recipes, written out a second time.
 SHARED = {
@@ -82,43 +79,6 @@ def test_options_beside_a_recipe_have_the_last_word() -> None:
     assert (config.steps, config.warmup_steps, config.clip) == (7, 2, "global")
     assert config.override == ("chunk_size=512", "dropout=0.1")
     assert config.learning_rate == 7e-4
-
-
-def test_an_override_beside_a_run_to_repeat_changes_one_field_and_keeps_the_others(whole: Path) -> None:
-    own = saved_config(last_checkpoint(whole)).override
-    repeated = completed(like=whole, override={"n_blocks": 1, "dropout": 0.1})
-    assert repeated.override == ("d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "dropout=0.1")
-    assert completed(like=whole).override == own
-    other = completed(like=whole, preset="transformer++-tiny", override={"n_heads": 2})  # takes the fields that it has
-    assert other.override == ("d_model=16", "n_blocks=2", "n_heads=2")
-    with pytest.raises(LineartimeError, match="d_qk is not an option of this model"):  # what is asked for now is not left out
-        completed(like=whole, preset="transformer++-tiny", override=("d_qk=8",)).model_config(258)
-
-
-def test_what_a_run_was_not_told_is_chosen_again_where_it_is_repeated(config: Callable[..., TrainConfig]) -> None:
-    first = train(config(steps=2, batch_size=4, precision="auto", compile="auto", max_time=1e-6)).run  # stops after a step
-    saved, repeated = saved_config(last_checkpoint(first)), completed(like=first, batch_size=6)
-    assert (saved.tokens_per_batch, saved.compile) == (4 * saved.context_length, "off")
-    assert (repeated.tokens_per_batch, repeated.precision, repeated.compile) == (None, "auto", "auto")
-    assert train(resume=True, out=first, max_time=9.0).finished  # computes as before
-    again = saved_config(last_checkpoint(first))
-    assert (again.tokens_per_batch, again.precision, again.compile) == (saved.tokens_per_batch, saved.precision, "off")
-    same, longer = completed(like=first), completed(like=first, context_length=48)
-    assert (same.precision, same.tokens_per_batch) == ("auto", saved.tokens_per_batch)
-    assert (longer.context_length, longer.tokens_per_batch) == (48, None)
-    told = train(
-        config(steps=1, batch_size=4, tokens_per_batch=8 * saved.context_length, precision="fp32", out=first.with_name("told"))
-    ).run
-    assert (completed(like=told).tokens_per_batch, completed(like=told).precision) == (8 * saved.context_length, "fp32")
-
-
-def test_a_run_to_repeat_that_began_from_another_keeps_its_own_model(finished: Path, text: Path) -> None:
-    options: dict[str, Any] = {"task": "prefix-lm", "override": {"dropout": 0.1}, "steps": 1, "data": text}
-    second = train(init_from=finished, **options, out=finished.with_name("second")).run
-    again = completed(like=second)
-    own = saved_config(last_checkpoint(second))
-    assert (again.task, again.init_from, again.override) == ("prefix-lm", own.init_from, own.override)
-    assert "dropout=0.1" in again.override
 
 
 def test_a_recipe_runs_from_a_local_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

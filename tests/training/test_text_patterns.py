@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import lineartime
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.errors import LineartimeError
 from lineartime.runs.record import read_record
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
@@ -32,15 +32,6 @@ def test_resuming_and_evaluating_read_the_files_of_training(
     assert "text.md" not in shown.err + shown.out
     assert shown.err.count("90% of text.py") == 2
     assert read_record(run).options["include"] == ["*.py"]
-
-
-def test_a_run_like_another_on_other_text_does_not_take_its_patterns(folders: Path, config: MakeConfig) -> None:
-    run = train(config(data=folders / "one", include=["*.py"], steps=1)).run
-    again = train(like=run, out=folders / "again")
-    other = train(like=run, data=folders / "two", out=folders / "other")
-    assert [read_record(result.run).options["include"] for result in (again, other)] == [["*.py"], []]
-    with pytest.raises(ArgumentError, match=r"holds no text with these patterns"):
-        train(like=run, data=folders / "two", include=["*.rs"], out=folders / "none")
 
 
 def test_a_test_split_that_cannot_be_read_is_told_before_training(tmp_path: Path, config: MakeConfig) -> None:

@@ -6,7 +6,6 @@ not stored anywhere, but determined from the folder.
 
     model.safetensors  model.json  tokenizer.json       what `load` needs
     optimizer/*.safetensors  training.json              what resuming the run also needs
-    manifest.json                                       the SHA-256 of each of these files, which `load` and resuming check
     validation.json                                     the validation loss, if it was measured after the rest was written
 """
 
@@ -16,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
-from lineartime.checkpoint.contents import TextPosition, TrainingState
 from lineartime.checkpoint.format import (
-    DamagedCheckpointError,
+    TextPosition,
+    TrainingState,
+    UnfitWeightsError,
     add_validation_loss,
-    check_fit,
     checkpoint_path,
     checkpoint_step,
     has_training_state,
@@ -33,11 +32,9 @@ from lineartime.checkpoint.format import (
     read_model_config,
     read_training_state,
     read_validation_loss,
-    verify,
 )
 from lineartime.checkpoint.saving import save
-from lineartime.checkpoint.weights import UnfitWeightsError
-from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import check_type, shown
 from lineartime.files import TOKENIZER_FILE, is_folder, is_there, remove, remove_abandoned
 
@@ -57,13 +54,11 @@ __all__ = [
     "UnfitWeightsError",
     "add_validation_loss",
     "best_checkpoint",
-    "check_fit",
     "checkpoint_path",
     "find_checkpoint",
     "has_training_state",
     "is_checkpoint",
     "last_checkpoint",
-    "last_whole_checkpoint",
     "list_checkpoints",
     "load",
     "load_into",
@@ -76,8 +71,6 @@ __all__ = [
     "read_validation_loss",
     "remove_partial",
     "save",
-    "set_aside",
-    "verify",
 ]
 
 
@@ -225,30 +218,6 @@ def find_checkpoint(path: str | Path, which: CheckpointChoice | None = None) -> 
         needed = f"must be best, last, or the step of a checkpoint in {path}, which has {', '.join(map(str, found))}"
         raise ArgumentError("checkpoint", f"is {shown(which)}, but {needed}.")
     return found[which]
-
-
-def last_whole_checkpoint(run: Path) -> tuple[Path, dict[Path, str]]:
-    """The latest undamaged checkpoint, and what is wrong with later ones. Raises LineartimeError if there is none."""
-    wrong: dict[Path, str] = {}
-    checkpoints = list_checkpoints(run) or [last_checkpoint(run)]
-    for checkpoint in reversed(checkpoints):
-        try:
-            verify(checkpoint)
-        except DamagedCheckpointError as error:
-            if len(checkpoints) == 1:
-                raise
-            wrong[checkpoint] = error.what
-        else:
-            return checkpoint, wrong
-    raise LineartimeError(f"All checkpoints in {run} are damaged: restore one of them from a copy, or train again.")
-
-
-def set_aside(checkpoint: Path) -> None:
-    """Rename a damaged checkpoint, so that nothing reads it again."""
-    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-    with reporting_file_errors("rename", checkpoint):
-        shutil.rmtree(aside, ignore_errors=True)
-        checkpoint.rename(aside)
 
 
 def prune(run: Path, keep_every: int | None = None) -> None:

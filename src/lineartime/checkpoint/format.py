@@ -1,25 +1,22 @@
-"""The format of one checkpoint: its files, their version and their checksums."""
+"""The files of one checkpoint: what they hold, how they are written, and how they are checked when they are read.
 
+The contents of JSON files are frozen dataclasses with types and ranges. The weights are compared with the model's config before
+memory is allocated.
+"""
+
+import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from lineartime.checkpoint.contents import Manifest, TrainingState, ValidationLoss
+from lineartime.choices import Task
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
-from lineartime.fields import shown
-from lineartime.files import (
-    CHECKPOINT,
-    TOKENIZER_FILE,
-    is_folder,
-    is_there,
-    sha256,
-    synchronise,
-    write_atomically,
-    write_synchronised,
-)
+from lineartime.fields import Between, Count, decode, shown
+from lineartime.files import CHECKPOINT, TOKENIZER_FILE, is_folder, is_there, utf8_path, write_atomically
 from lineartime.json_files import DamagedFileError, decoded, read_plain
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
@@ -31,30 +28,96 @@ if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM
 
 FORMAT = 1
-"""The version of the format, which every JSON file of a checkpoint states. Files without a version have version 0."""
+"""The version of the format, which every JSON file of a checkpoint states."""
 OPTIMIZER_FOLDER = "optimizer"
-_MODEL, WEIGHTS, _TRAINING, _MANIFEST = "model.json", "model.safetensors", "training.json", "manifest.json"
-_VALIDATION = "validation.json"
-Content = TypeVar("Content")
-_MODEL_FILES = (WEIGHTS, _MODEL, TOKENIZER_FILE)
+WEIGHTS = "model.safetensors"
+_MODEL, _TRAINING, _VALIDATION = "model.json", "training.json", "validation.json"
 
-# Since version 1, mixers are named after their systems: hyphens replace underscores, and these names changed.
-_RENAMED_MIXERS = {
-    "attention-relu2": "mhsa-relu2",
-    "attention-gated": "mhsa-gated",
-    "performer-matmul": "performer",
-    "mixed-chunk-heads": "mc-tfm",
+Step = Annotated[int, Between(0, 10**9)]
+
+_GONE = ("like",)
+"""Options that the first runs recorded, and that training no longer has."""
+# The options of a run that are read without the training package, which knows and checks all options.
+_OPTIONS: dict[str, Any] = {
+    "preset": str,
+    "task": Task,
+    "data": str | tuple[str, ...] | None,
+    "text_column": str,
+    "max_expansion": Annotated[int, Between(1, 10**9)],
+    "include": tuple[str, ...],
+    "exclude": tuple[str, ...],
+    "tokenizer": str | None,
+    "context_length": Annotated[int, Between(1, 10**9)],
+    "tokens_per_batch": Annotated[int, Between(1, 10**12)] | None,
+    "steps": Annotated[int, Between(1, 10**9)],
 }
-_NEW_OPTIONS = {"performer-matmul": {"causal_sums": "matmul"}}
 
 
-class DamagedCheckpointError(LineartimeError):
-    """A file of a checkpoint is missing or differs from what was written. `what` is the message without advice."""
+def checked_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a run, without those that are gone. Raises ArgumentError for a wrong type or range of those known here."""
+    for option, value in options.items():
+        decode(_OPTIONS.get(option, Any), value, f"{name}.{option}")
+    kept = {option: value for option, value in options.items() if option not in _GONE}
+    if isinstance(kept.get("track"), (list, tuple)):  # of which one is gone
+        kept["track"] = [name for name in kept["track"] if name != "trackio"]
+    return kept
 
-    def __init__(self, what: str, advice: str) -> None:
-        super().__init__(f"{what}: {advice}.")
-        self.args = (what, advice)  # used to copy the error to another process
-        self.what = what
+
+@dataclass(frozen=True)
+class LanePosition:
+    """The position in a lane of a streamed text."""
+
+    epoch: Step  # how often the lane has ended
+    source: dict[str, Any] | None  # the state of its source, as the datasets library describes it; None at the beginning
+    used: Count  # the number of tokens to skip from there
+
+
+@dataclass(frozen=True)
+class TextPosition:
+    """The position in the text, from the loaders of all processes."""
+
+    rows: Count  # the number of sequences that were read
+    of: Annotated[int, Between(1, 10**6)] | None = None  # the number of lanes of a streamed text
+    lanes: dict[str, LanePosition] | None = None  # the position in each lane, by its number
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the position as loaders describe it."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+HELD_OUT = ", held out "
+"""What stands before the digest of the held-out text in the identity of a text."""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What resuming a run needs besides tensors: training.json."""
+
+    step: Step  # steps taken
+    text: str  # the identity of the text, which shows whether it has changed
+    data: TextPosition
+    config: dict[str, Any]  # the run's options
+    skipped: Step = 0  # steps that were skipped because the loss or the gradient was not finite
+    validation_loss: float | None = None  # in nats per token, at this step; None if it was not measured by then
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", checked_options("config", self.config))
+
+    @property
+    def held_out(self) -> str:
+        """The digest of the held-out text."""
+        return self.text.partition(HELD_OUT)[2]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a plain dictionary for JSON."""
+        return {**vars(self), "data": self.data.to_dict()}
+
+
+@dataclass(frozen=True)
+class ValidationLoss:
+    """A loss that was measured after its checkpoint was written: validation.json."""
+
+    validation_loss: float
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -96,12 +159,10 @@ def read_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
 
 def read_any_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM | EncoderDecoder, Tokenizer]":
     """Build the model of a checkpoint with its weights, on the CPU, and its tokenizer. Raises as `load` does."""
-    from lineartime.checkpoint.weights import UnfitWeightsError, check_weights, load_weights
     from lineartime.data import read_tokenizer
     from lineartime.models.encoder_decoder import build_described
     from lineartime.models.memory import check_memory
 
-    verify_model(checkpoint)
     config = _read_config(checkpoint)
     try:
         check_weights(checkpoint / WEIGHTS, config)
@@ -123,30 +184,12 @@ def read_any_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM | EncoderDeco
 
 
 def load_into(model: "LanguageModel", checkpoint: Path) -> None:
-    """Copy the weights of a checkpoint into a model. Raises DamagedCheckpointError if they are damaged, or do not fit."""
-    from lineartime.checkpoint.weights import UnfitWeightsError, load_weights
-
+    """Copy the weights of a checkpoint into a model. Raises LineartimeError if they are damaged, or do not fit."""
     try:
-        check_fit(checkpoint, model.config)
-        load_weights(checkpoint / WEIGHTS, model)
+        check_weights(checkpoint / WEIGHTS, model.config)
     except UnfitWeightsError as error:
         raise damaged(checkpoint, str(error)) from None
-
-
-def check_fit(checkpoint: Path, config: "ModelConfig") -> None:
-    """Raise UnfitWeightsError unless the weights of a checkpoint fit a model, and DamagedCheckpointError if it is damaged."""
-    from lineartime.checkpoint.weights import check_weights
-
-    verify_model(checkpoint)
-    check_weights(checkpoint / WEIGHTS, config)
-
-
-def verify_model(checkpoint: Path) -> None:
-    """Raise DamagedCheckpointError unless the files of the model match their checksums, which a shared model may lack."""
-    if not (checkpoint / WEIGHTS).is_file():
-        raise damaged(checkpoint, f"{WEIGHTS} is missing")
-    if (checkpoint / _MANIFEST).exists() or has_training_state(checkpoint):
-        verify(checkpoint, _MODEL_FILES)
+    load_weights(checkpoint / WEIGHTS, model)
 
 
 def read_model_config(checkpoint: Path) -> "ModelConfig":
@@ -163,11 +206,11 @@ def _read_config(checkpoint: Path) -> "ModelConfig | EncoderDecoderConfig":
     from lineartime.models.config import ModelConfig
     from lineartime.models.encoder_decoder import EncoderDecoderConfig
 
-    version, description = _read(checkpoint / _MODEL)
+    description = _read(checkpoint / _MODEL)
     try:
         if "n_decoder_blocks" in description:
             return EncoderDecoderConfig.from_dict(description)
-        return ModelConfig.from_dict(upgraded_model(description) if version == 0 else description)
+        return ModelConfig.from_dict(description)
     except ValueError as error:
         raise _unknown_model(checkpoint, error) from None
 
@@ -176,26 +219,16 @@ def _unknown_model(checkpoint: Path, error: ValueError) -> LineartimeError:
     return LineartimeError(f"{checkpoint / _MODEL} describes no model that this version of lineartime can build: {error}")
 
 
-def upgraded_model(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the config of a model from version 0 of the format to version 1."""
-    mixer = description.get("mixer")
-    if not isinstance(mixer, Mapping):
-        return dict(description)
-    kind = str(mixer.get("kind")).replace("_", "-")
-    return {**description, "mixer": {**mixer, "kind": _RENAMED_MIXERS.get(kind, kind), **_NEW_OPTIONS.get(kind, {})}}
-
-
 def read_training_state(checkpoint: Path) -> TrainingState:
     """Read what resuming needs besides tensors; missing fields take defaults. Raises LineartimeError if unreadable."""
-    file = checkpoint / _TRAINING
-    _, values = _read(file)
+    values = _read(checkpoint / _TRAINING)
+    values.pop("automatic", None)  # which the first runs recorded, and nothing needs
     try:
         state = decoded(TrainingState, values)
         if re.fullmatch(CHECKPOINT, checkpoint.name) and state.step != checkpoint_step(checkpoint):
             raise ValueError(f"step is {state.step}, but must be that of the folder")
     except ValueError as error:
-        advice = "use the version of lineartime that wrote it, restore it from a copy, or train again"
-        raise LineartimeError(f"{file} cannot be read ({error}): {advice}.") from None
+        raise damaged(checkpoint, f"{_TRAINING}: {error}") from None
     return state
 
 
@@ -207,7 +240,10 @@ def has_training_state(checkpoint: Path) -> bool:
 def read_validation_loss(checkpoint: Path) -> float | None:
     """The validation loss of a checkpoint in nats per token; None if not measured. Raises LineartimeError if damaged."""
     if (checkpoint / _VALIDATION).exists():
-        return _read_as(ValidationLoss, checkpoint / _VALIDATION).validation_loss
+        try:
+            return decoded(ValidationLoss, _read(checkpoint / _VALIDATION)).validation_loss
+        except ValueError as error:
+            raise damaged(checkpoint, f"{_VALIDATION}: {error}") from None
     return read_training_state(checkpoint).validation_loss if has_training_state(checkpoint) else None
 
 
@@ -220,54 +256,28 @@ def add_validation_loss(checkpoint: Path, loss: float) -> None:
         write_atomically(checkpoint / _VALIDATION, _json({"validation_loss": loss}))
 
 
-def verify(checkpoint: Path, names: Iterable[str] | None = None) -> None:
-    """Raise DamagedCheckpointError unless the given files, or by default all files, match their checksums."""
-    if not (checkpoint / _MANIFEST).is_file():
-        raise damaged(checkpoint, f"{_MANIFEST} is missing")
-    manifest = _read_as(Manifest, checkpoint / _MANIFEST)
-    for name in {*_MODEL_FILES, _TRAINING, *manifest} if names is None else names:
-        file = checkpoint / name
-        if not file.is_file():
-            raise damaged(checkpoint, f"{name} is missing")
-        with reporting_file_errors("read", file):
-            found = sha256(file)
-        if found != manifest.get(name):
-            raise damaged(checkpoint, f"{name} is not what was written")
-    if names is None and (checkpoint / _VALIDATION).exists():  # added later, so it is not in the manifest
-        _read_as(ValidationLoss, checkpoint / _VALIDATION)
-
-
-def _read_as(content: type[Content], file: Path) -> Content:
-    """Read a JSON file as a dataclass or a dictionary."""
-    _, values = _read(file)
-    try:
-        return decoded(content, values)
-    except ValueError as error:
-        raise damaged(file.parent, f"{file.name}: {error}") from None
-
-
-def _read(file: Path) -> tuple[int, dict[str, Any]]:
-    """The version and content of a JSON file. Raises LineartimeError for a version that only a later lineartime reads."""
+def _read(file: Path) -> dict[str, Any]:
+    """The content of a JSON file. Raises LineartimeError for a version that only a later lineartime reads."""
     try:
         data = read_plain(file)
-        version = data.pop("format", 0)
-        if type(version) is not int or version < 0:
-            raise DamagedFileError(file, f"format is {shown(version)}, but must be an integer, at least 0")
+        version = data.pop("format", FORMAT)
+        if type(version) is not int or version < 1:
+            raise DamagedFileError(file, f"format is {shown(version)}, but must be an integer, at least 1")
     except DamagedFileError as error:
         raise damaged(file.parent, f"{file.name}: {error.what}") from None
     if version > FORMAT:
         raise LineartimeError(
             f"{file} has format {version}, but this version of lineartime reads formats up to {FORMAT}: upgrade lineartime."
         )
-    return version, data
+    return data
 
 
-def damaged(checkpoint: Path, reason: str) -> DamagedCheckpointError:
+def damaged(checkpoint: Path, reason: str) -> LineartimeError:
     """The error for a checkpoint that cannot be used. It names another one to use instead, if there is one."""
     siblings = list_checkpoints(checkpoint.parent)
     others = [other.name for other in siblings if other != checkpoint] if checkpoint in siblings else []
-    advice = f"use {others[-1]}" if others else "restore it from a copy, or train again"
-    return DamagedCheckpointError(f"The checkpoint {checkpoint} is damaged ({reason})", advice)
+    advice = f"use {others[-1]}, or delete the damaged one" if others else "restore it from a copy, or train again"
+    return LineartimeError(f"The checkpoint {checkpoint} is damaged ({reason}): {advice}.")
 
 
 def write_files(
@@ -277,26 +287,83 @@ def write_files(
     tokenizer: "Tokenizer",
     state: TrainingState | None = None,
 ) -> None:
-    """Add everything but the optimiser's moments to the folder of a checkpoint, and wait until all of it is on the disk.
+    """Add everything but the optimiser's moments to the folder of a checkpoint.
 
     Without `state`, only the model and its tokenizer are written. Raises OSError or SafetensorError if writing fails.
     """
     from safetensors.torch import save_file
 
     save_file({name: weight.contiguous() for name, weight in weights.items()}, checkpoint / WEIGHTS)
-    synchronise(checkpoint / WEIGHTS)
-    write_synchronised(checkpoint / _MODEL, _json(config.to_dict()))
+    (checkpoint / _MODEL).write_text(_json(config.to_dict()), encoding="utf-8")
     shutil.copymode(checkpoint / _MODEL, checkpoint / WEIGHTS)  # safetensors lets only their owner read them
-    write_synchronised(checkpoint / TOKENIZER_FILE, tokenizer.to_json())
+    (checkpoint / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
     if state is not None:
-        write_synchronised(checkpoint / _TRAINING, _json(state.to_dict()))
-    files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
-    checksums = {file.relative_to(checkpoint).as_posix(): sha256(file) for file in files}
-    write_synchronised(checkpoint / _MANIFEST, _json(checksums))
-    for folder in (checkpoint / OPTIMIZER_FOLDER, checkpoint):
-        if folder.is_dir():
-            synchronise(folder)
+        (checkpoint / _TRAINING).write_text(_json(state.to_dict()), encoding="utf-8")
 
 
 def _json(data: Mapping[str, Any]) -> str:
     return json.dumps({"format": FORMAT, **data}, indent=2) + "\n"
+
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The types of floating-point weights, as the header of a file names them."""
+
+
+def all_finite(tensor: "Tensor") -> bool:
+    """Whether all numbers are finite in float32, in which models are loaded."""
+    return bool(tensor.float().isfinite().all())
+
+
+class UnfitWeightsError(ValueError):
+    """Weights that do not fit the model. The message is a clause."""
+
+
+def check_weights(file: Path, config: "ModelConfig | EncoderDecoderConfig") -> None:
+    """Compare the names, shapes and types in the header of a file with what a model needs; nothing else is read.
+
+    Raises UnfitWeightsError, naming the tensor that differs, ArgumentError for a model that is too large for PyTorch, and
+    LineartimeError for a file that is missing or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    from lineartime.models.memory import model_tensors
+
+    size = model_tensors(config)
+    try:
+        with utf8_path(file) as path, safe_open(path, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is not a dict
+            header = {name: (list(found.get_shape()), found.get_dtype()) for name, found in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise damaged(file.parent, f"{file.name}: {error}") from None
+    if len(header) != size.n_tensors:
+        what = f"{len(header):,} tensors, but a model of n_blocks = {size.n_blocks:,} has {size.n_tensors:,}"
+        raise UnfitWeightsError(f"{file.name} has {what}")
+    tensors = dict(size.items())
+    for name, (shape, dtype) in sorted(header.items()):
+        wanted = tensors.get(name)
+        if wanted is None:
+            raise UnfitWeightsError(f"{file.name} has the tensor {shown(name)}, which the model does not have")
+        if shape != list(wanted.shape):
+            raise UnfitWeightsError(f"{name} has the shape {shape}, but the model needs {list(wanted.shape)}")
+        if wanted.is_floating_point() and dtype not in FLOATS:
+            raise UnfitWeightsError(f"{name} is of type {dtype}, but must be one of {', '.join(FLOATS)}")
+        if not wanted.is_floating_point() and not dtype.startswith(("I", "U")):
+            raise UnfitWeightsError(f"{name} is of type {dtype}, but must be integers")
+
+
+def load_weights(file: Path, model: "LanguageModel | EncoderDecoder") -> None:
+    """Copy the weights of a file, which `check_weights` has compared, into a model, one tensor at a time.
+
+    Raises LineartimeError for a damaged file, or if a number is not finite.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with torch.no_grad(), utf8_path(file) as path, safe_open(path, framework="pt") as opened:
+            for name, own in model.state_dict().items():
+                own.copy_(opened.get_tensor(name))
+                if not torch.isfinite(own).all():  # float64 may hold numbers that are infinite in the dtype of the model
+                    raise damaged(file.parent, f"{name} holds numbers that are not finite")
+    except (SafetensorError, OSError) as error:
+        raise damaged(file.parent, f"{file.name}: {error}") from None

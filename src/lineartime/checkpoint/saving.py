@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lineartime.checkpoint.format import WEIGHTS, write_files
-from lineartime.checkpoint.weights import UnfitWeightsError, all_finite, check_weights
+from lineartime.checkpoint.format import WEIGHTS, UnfitWeightsError, all_finite, check_weights, write_files
 from lineartime.errors import ArgumentError
 from lineartime.files import new_folder, os_error_behind
 

@@ -55,8 +55,7 @@ def run(options: TrainOptions, arguments: Sequence[str]) -> None:
     if options.print_config:
         config.check()
         expanded = {**config.to_dict(), "resume": options.resume}
-        for name in ("like", "recipe"):  # they would replace options that are None
-            del expanded[name]
+        del expanded["recipe"]  # it would replace options that are None
         print(to_toml(expanded), end="")
     elif options.dry_run:
         from lineartime.bench.dry_run import dry_run

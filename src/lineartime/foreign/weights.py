@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lineartime.checkpoint.weights import all_finite
+from lineartime.checkpoint.format import all_finite
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors, typed_first_line
 from lineartime.fields import shown
 from lineartime.files import utf8_path

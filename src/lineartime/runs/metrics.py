@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
-from lineartime.checkpoint.contents import Step
+from lineartime.checkpoint.format import Step
 from lineartime.errors import reporting_file_errors
 from lineartime.fields import Between, decode, shown
 from lineartime.files import write_atomically

@@ -12,19 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from lineartime.checkpoint import list_checkpoints
-from lineartime.checkpoint.contents import check_options
+from lineartime.checkpoint.format import checked_options
 from lineartime.choices import DEFAULT_TEXT
-from lineartime.errors import LineartimeError, reporting_file_errors, typed_first_line
-from lineartime.files import RECORD_FILE, is_there, write_file
+from lineartime.errors import LineartimeError, typed_first_line
+from lineartime.files import RECORD_FILE, write_file
 from lineartime.host import installed_version, processor_name
-from lineartime.json_files import DamagedFileError, read_file
+from lineartime.json_files import read_file
 
-WITHOUT_EFFECT = ("out", "resume", "auto_resume", "like", "cache", "track", "timeout", "max_time", "keep_every")
+WITHOUT_EFFECT = ("out", "resume", "auto_resume", "cache", "track", "timeout", "max_time", "keep_every")
 """Options that change neither what a run learns nor how fast."""
 _PACKAGES = ("lineartime", "torch", "triton", "numpy", "safetensors", "tokenizers", "datasets", "pyarrow")
 
@@ -73,7 +72,7 @@ class Record:
     seed: int | None = None  # the option `seed`
 
     def __post_init__(self) -> None:
-        check_options("options", self.options)
+        object.__setattr__(self, "options", checked_options("options", self.options))
 
     @property
     def schedule(self) -> dict[str, Any]:
@@ -89,24 +88,16 @@ class RunRecord:
         self._run = run
         self._record: Record | None = None
 
-    def begin(self, config: dict[str, Any], command: Sequence[str]) -> str:
+    def begin(self, config: dict[str, Any], command: Sequence[str]) -> None:
         """Write the record when a process starts to train a run, before the first checkpoint of a new run.
 
         A run with checkpoints is being resumed. Its record keeps the options with which it was started, and gets this process
-        with the options that differ. A damaged record is renamed, a new one begins, and a note on it is returned, otherwise "".
-        Raises LineartimeError if the file cannot be written.
+        with the options that differ. Raises LineartimeError if the file is damaged, or cannot be written.
         """
         options = json.loads(json.dumps(config))  # as `read_record` returns them
-        record, note = Record(options, (), options.get("seed")), ""
+        record = Record(options, (), options.get("seed"))
         if list_checkpoints(self._run) and (self._run / RECORD_FILE).exists():
-            try:
-                record = read_record(self._run)
-            except DamagedFileError as error:
-                names = (f"damaged-{number}-{RECORD_FILE}" for number in count(1))
-                aside = next(path for name in names if not is_there(path := self._run / name))
-                with reporting_file_errors("rename", error.file):
-                    error.file.replace(aside)
-                note = f"{error.file} is damaged ({error.what}): it is now called {aside.name}, and a new record begins."
+            record = read_record(self._run)
         process = Process(
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             command=tuple(command),
@@ -117,7 +108,6 @@ class RunRecord:
         )
         self._record = dataclasses.replace(record, processes=(*record.processes, process))
         self._write(self._record)
-        return note
 
     @contextmanager
     def errors(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Trackers of a run's numbers: TensorBoard, Weights & Biases, trackio.
+"""Trackers of a run's numbers: TensorBoard, Weights & Biases.
 
 A tracker is a convenience: if it fails during a run (no network, a full disk), training reports that once and continues
 without it. metrics.jsonl holds the same numbers.
@@ -18,7 +18,7 @@ from lineartime.files import write_atomically
 
 IDENTITY_FILE = "tracker-id"
 PROJECT = "lineartime"
-PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """The package that each tracker needs."""
 
 
@@ -58,16 +58,13 @@ class Trackers:
         check_trackers(names)
         self._say = say
         self._trackers: dict[str, Tracker] = {}
-        keep_identity = resumed
         for name in dict.fromkeys(names):
             try:
                 with redirect_stdout(sys.stderr):  # standard output is for results
                     if name == "tensorboard":
                         self._trackers[name] = _tensorboard(run / "tensorboard", first_step)
                     else:
-                        start = _wandb if name == "wandb" else _trackio
-                        self._trackers[name] = start(run, _identity(run, keep_identity), options)
-                        keep_identity = True  # all of them share that of the first
+                        self._trackers[name] = _wandb(run, _identity(run, resumed), options)
             except Exception as error:  # a foreign package may raise anything
                 if not resumed:
                     self.close()
@@ -97,7 +94,7 @@ class Trackers:
 
 
 def _identity(run: Path, keep: bool) -> str:
-    """The run's identity in all trackers: stored in its folder, new for a new run."""
+    """The run's identity in Weights & Biases: stored in its folder, new for a new run."""
     file = run / IDENTITY_FILE
     if keep and file.is_file():
         return file.read_text(encoding="utf-8", errors="replace").strip()
@@ -144,14 +141,3 @@ def _wandb(run: Path, identity: str, options: Mapping[str, Any]) -> Tracker:
     tracked.define_metric("step", hidden=True)
     tracked.define_metric("*", step_metric="step")
     return Tracker(lambda step, numbers: tracked.log({**numbers, "step": step}), tracked.finish)
-
-
-def _trackio(run: Path, identity: str, options: Mapping[str, Any]) -> Tracker:
-    """A run of trackio, on this machine unless trackio's environment variables say otherwise."""
-    import trackio
-
-    # trackio identifies runs by name alone, and the folders of several runs may have the same name.
-    name = f"{run.absolute().name}-{identity}"
-    tracked: Any = trackio.init(project=PROJECT, name=name, config=dict(options), resume="allow", embed=False)
-    # The package's own `finish`: otherwise it would finish the run again at exit.
-    return Tracker(lambda step, numbers: tracked.log(dict(numbers), step=step), trackio.finish)

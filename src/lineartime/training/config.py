@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # these need PyTorch, without which the command line shows it
 
 RecipeName = Literal["quick", "lm-wiki40b", "lm-pg19", "mlm-c4", "mlm-wikipedia-4096"]
 OptimizerName = Literal["adamw", "muon"]
-Tracker = Literal["tensorboard", "wandb", "trackio"]
+Tracker = Literal["tensorboard", "wandb"]
 
 Steps = Annotated[int, Between(1, 10**9)]
 Size = Annotated[int, Between(1, 2**30)]
@@ -41,8 +41,6 @@ class TrainConfig:
     """Preset of the model to train."""
     recipe: RecipeName | None = None
     """Take the defaults of all options from a recipe: quick, for a small model in minutes on a CPU, or one of the paper's."""
-    like: Path | None = None
-    """Take the defaults of all options from the run in this folder."""
     init_from: Path | None = None
     """Start from the weights, model and tokenizer of a run, checkpoint or saved model; everything else starts anew."""
     override: tuple[str, ...] = ()
@@ -134,7 +132,7 @@ class TrainConfig:
     timeout: Annotated[float, Between(above=0, most=10**7)] = 600.0
     """Seconds that a process waits for the others before it reports them lost."""
     track: tuple[Tracker, ...] = ("tensorboard",)
-    """Trackers to write to besides metrics.jsonl: tensorboard, wandb, trackio; none if empty."""
+    """Trackers to write to besides metrics.jsonl: tensorboard, wandb; none if empty."""
     cache: Path | None = None
     """Folder for encoded text; the default is lineartime in the user's cache folder."""
     out: Path | None = None
@@ -151,7 +149,7 @@ class TrainConfig:
         if isinstance(self.override, Mapping):
             given["override"] = written(self.override)
         if not isinstance(self.preset, str):
-            model = options_of(self.preset, self.task, all_values=self.recipe is not None or self.like is not None)
+            model = options_of(self.preset, self.task, all_values=self.recipe is not None)
             override = given["override"]
             if isinstance(override, (list, tuple)):  # anything else is refused below
                 override = [*written(model["override"]), *override]
@@ -198,8 +196,7 @@ class TrainConfig:
             raise ArgumentError("packed", "cannot be combined with `context_parallel`: use one or the other.")
         if self.task == "prefix-lm" and self.context_parallel > 1:
             self._refuse("task", "whose prefixes cannot be split over processes: leave out ", "`context_parallel`", ".")
-        inherits = self.resume or self.like is not None or self.recipe is not None
-        if not inherits:  # otherwise, what was not given may be unused here
+        if not self.resume and self.recipe is None:  # otherwise, what was not given may be unused here
             self._check_used()
 
     def _check_used(self) -> None:
@@ -270,7 +267,7 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dictionary for JSON, from which `from_dict` restores an equal config."""
         values = {name: str(value) if isinstance(value, Path) else value for name, value in dataclasses.asdict(self).items()}
-        # A single text is written as a string, as in earlier versions and as readers of the file expect.
+        # A single text is written as a string, as readers of the file expect.
         return {**values, "data": list(self.data) if len(self.data) > 1 else next(iter(self.data), None)}
 
     @classmethod

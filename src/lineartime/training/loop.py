@@ -57,9 +57,9 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
 
     Args:
         config: options; the default is `TrainConfig()`.
-        **options: fields of `TrainConfig`; they replace those of the config. `preset` may be a `ModelConfig`. `recipe`, `like`
-            and `resume` set the defaults of all options that are not given, as on the command line. In a config, the options
-            that differ from `TrainConfig()` count as given.
+        **options: fields of `TrainConfig`; they replace those of the config. `preset` may be a `ModelConfig`. `recipe` and
+            `resume` set the defaults of all options that are not given, as on the command line. In a config, the options that
+            differ from `TrainConfig()` count as given.
 
     Raises:
         LineartimeError: for errors that the user can fix. Existing checkpoints are kept.
@@ -74,7 +74,7 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
         usual = TrainConfig()
         given = {name: value for name, value in vars(config).items() if value != getattr(usual, name)}
         if config.resume or options.get("resume"):  # a config also records where its defaults came from
-            given = {name: value for name, value in given.items() if name not in ("recipe", "like", "init_from")}
+            given = {name: value for name, value in given.items() if name not in ("recipe", "init_from")}
         options = {**given, **options}
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     for name in options:
@@ -102,16 +102,15 @@ def train_completed(config: TrainConfig, given: Collection[str]) -> TrainingResu
         if environment.torchelastic_restart_count > 0:  # torchrun has replaced a lost process: resume if there is a checkpoint
             exists = bool(checkpoints.list_checkpoints(config.run_directory))
             config = dataclasses.replace(config, resume=config.resume or exists)
-        start, notes = world.share(lambda: starting_point(config))
+        start = world.share(lambda: starting_point(config))
         check_shared(config.run_directory, world)
-        return prepare(config, world, start, notes, given, record).run()
+        return prepare(config, world, start, given, record).run()
 
 
 def prepare(
     config: TrainConfig,
     world: World | None = None,
     start: Path | None = None,
-    notes: Sequence[str] = (),
     given: Collection[str] = (),
     record: RunRecord | None = None,
 ) -> "Trainer":
@@ -128,7 +127,7 @@ def prepare(
             config.check()
             before = started.precision
     setup = set_up(config, world, start)
-    notes = [*notes, *precision_notes(setup.config.precision, before, setup.device)]
+    notes = precision_notes(setup.config.precision, before, setup.device)
     return Trainer(setup, world, record or RunRecord(config.run_directory), start, notes)
 
 
@@ -189,7 +188,7 @@ class Trainer:
     def _restore(self, start: Path) -> None:
         """Restore the position of a checkpoint. Raises LineartimeError if the text has changed."""
         state = checkpoints.read_training_state(start)
-        if not self.text.is_text_of(state.text):
+        if state.text != self.text.identity:
             raise LineartimeError(
                 f"The text of the run in {self.config.run_directory} has changed: it was {state.text}, and now it is "
                 f"{self.text.identity}; restore the old text, or start another run in another folder."
@@ -238,8 +237,7 @@ class Trainer:
             return NullReporter()
         config, run = self.config, self.config.run_directory
         with nullcontext() if self.resumed else removed_on_failure(run):  # without a reporter, a new run leaves no files
-            if note := self.record.begin(config.to_dict(), sys.argv):
-                self.notes.insert(0, note)
+            self.record.begin(config.to_dict(), sys.argv)
             return Reporter(run, self.step, config.steps, config.track, record=config.to_dict(), resumed=self.resumed)
 
     def take_step(self, report: NullReporter, stop: "Stop") -> bool:
@@ -373,7 +371,6 @@ class Trainer:
                 config=self.config.to_dict(),
                 skipped=self.skipped,
                 validation_loss=self._validation_loss,
-                automatic=self.setup.automatic,
             )
         )
 

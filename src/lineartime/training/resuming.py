@@ -1,17 +1,16 @@
-"""Where a run starts: the options and the checkpoint of a run to resume, of one to repeat, or of a recipe; and its folder."""
+"""Where a run starts: the options and the checkpoint of a run to resume, or of a recipe; and its folder."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 from lineartime import checkpoint as checkpoints
-from lineartime.checkpoint import CheckpointChoice, NoCheckpointError
+from lineartime.checkpoint import NoCheckpointError
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.files import is_folder, is_there
-from lineartime.models.config import ModelConfig
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.runs.lock import LOCK_FILE, lock_run
 from lineartime.runs.record import last_error, read_record
@@ -46,10 +45,6 @@ _MAY_CHANGE = (
 
 _LENGTHS = ("steps", "decay_steps")
 """Options that may differ as long as the steps taken would have had the same learning rates."""
-
-_NOT_REPEATED: dict[str, Any] = {"out": None, "resume": False, "auto_resume": False, "recipe": None}
-
-Content = TypeVar("Content")
 
 
 def saved_config(checkpoint: Path) -> TrainConfig:
@@ -89,7 +84,7 @@ def resumed_config(asked: TrainConfig, started: TrainConfig, given: Collection[s
 
 
 def complete(given: Mapping[str, Any]) -> TrainConfig:
-    """The options that are given, by their names, and for the others the defaults that `resume`, `like` or `recipe` select.
+    """The options that are given, by their names, and for the others the defaults that `resume` or `recipe` select.
 
     Raises LineartimeError if they contradict each other, or the run they name cannot be read.
     """
@@ -102,21 +97,20 @@ def complete(given: Mapping[str, Any]) -> TrainConfig:
     if config.resume and config.init_from is not None:
         combined = ("starts a new run, and cannot be combined with ", "`resume`", ": use one of them.")
         raise ArgumentError("init_from", *combined)
-    chosen = [name for name in ("resume", "like", "recipe") if getattr(config, name)]
-    if len(chosen) > 1:
-        other = f"`{chosen[1]}`"
-        raise ArgumentError(chosen[0], "cannot be combined with ", other, ": each sets all other options; use one of them.")
+    if config.resume and config.recipe is not None:
+        raise ArgumentError("resume", "cannot be combined with `recipe`: each sets all other options; use one of them.")
     if config.resume and not checkpoints.is_checkpoint(config.run_directory):
         # The folder may depend on other options, which need not be given again.
         return dataclasses.replace(_applied(_resumed(config.run_directory), given), out=config.run_directory)
     defaults = TrainConfig()
-    if config.like is not None:
-        config, defaults = _repeated(config.like, given)
-    elif config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
+    if config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
         defaults = recipe_config(config.recipe, config.preset if "preset" in given else None)
         config = _applied(defaults, given)
-    if config.init_from is not None and config.init_from != defaults.init_from:  # given, not inherited from another run
-        defaults = _read("init_from", config.init_from, lambda checkpoint: _with_model_of(checkpoint, defaults))
+    if config.init_from is not None:
+        try:
+            defaults = checkpoints.read_from(config.init_from, lambda checkpoint: _with_model_of(checkpoint, defaults))
+        except NoCheckpointError as error:
+            raise ArgumentError("init_from", f"is {config.init_from}, which {error.problem}: {error.advice}.") from None
         config = dataclasses.replace(_applied(defaults, given), init_from=defaults.init_from)
     return config
 
@@ -135,14 +129,13 @@ def _applied(defaults: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
 
 
 def _resumed(run: Path) -> TrainConfig:
-    last, _ = checkpoints.last_whole_checkpoint(run)
-    return dataclasses.replace(saved_config(last), out=run, resume=True)
+    return dataclasses.replace(saved_config(checkpoints.last_checkpoint(run)), out=run, resume=True)
 
 
 def _resumed_again(run: Path, config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     """`complete` for a run that has begun, and whose command is given again, with what the run began with."""
     defaults = _resumed(run)
-    began_with = {name: getattr(defaults, name) for name in ("like", "recipe", "init_from")}
+    began_with = {name: getattr(defaults, name) for name in ("recipe", "init_from")}
     for name, before in began_with.items():
         value = getattr(config, name)
         # The weights of a run are recorded with the checkpoint that they were taken from.
@@ -152,53 +145,11 @@ def _resumed_again(run: Path, config: TrainConfig, given: Mapping[str, Any]) -> 
     return dataclasses.replace(_applied(defaults, given), **began_with)
 
 
-def _repeated(like: Path, given: Mapping[str, Any]) -> tuple[TrainConfig, TrainConfig]:
-    """The options of a run like another, and the defaults that they take from it."""
-    started, chose_step = _read("like", like, _repeated_config, None if checkpoints.is_checkpoint(like) else "last")
-    defaults = dataclasses.replace(started, **_NOT_REPEATED, like=like)
-    config = _applied(defaults, given)
-    if config.data != defaults.data:  # the patterns belong to the text of that run
-        config = dataclasses.replace(config, **{name: given.get(name, ()) for name in ("include", "exclude")})
-    sizes = ("batch_size", "context_length", "tokens_per_batch")
-    changed = [name for name in sizes if getattr(config, name) != getattr(defaults, name)]
-    if chose_step and changed and "tokens_per_batch" not in changed:
-        config = dataclasses.replace(config, tokens_per_batch=None)
-    return config, defaults
-
-
-def _repeated_config(checkpoint: Path) -> tuple[TrainConfig, bool]:
-    """The options of a checkpoint's run as they were given, and whether its tokens per batch followed from other options.
-
-    They state the model where the preset means another one today. The tokens per batch are those of the run, which may have
-    had another number of processes.
-    """
-    automatic = dict(checkpoints.read_training_state(checkpoint).automatic)
-    chose_step = automatic.pop("tokens_per_batch", 0) is None
-    config, model = dataclasses.replace(saved_config(checkpoint), **automatic), checkpoints.read_model_config(checkpoint)
-    if config.model_config(model.vocab_size) != model:
-        config = dataclasses.replace(config, **_options_of_model(model))
-    return config, chose_step
-
-
 def _with_model_of(checkpoint: Path, defaults: TrainConfig) -> TrainConfig:
     """These defaults, with a checkpoint's model and tokenizer. Raises LineartimeError if no run can have such a model."""
-    options, place = _options_of_model(checkpoints.read_model_config(checkpoint)), checkpoint.absolute()
+    options, place = options_of(checkpoints.read_model_config(checkpoint), "clm", all_values=False), checkpoint.absolute()
+    del options["override"]["vocab_size"]  # follows from the tokenizer
     return dataclasses.replace(defaults, **options, tokenizer=str(place), init_from=place)
-
-
-def _options_of_model(model: ModelConfig) -> dict[str, Any]:
-    """The options of training that describe a model; its vocabulary follows from the tokenizer."""
-    options = options_of(model, "clm", all_values=False)
-    del options["override"]["vocab_size"]
-    return options
-
-
-def _read(option: str, path: Path, read: Callable[[Path], Content], which: CheckpointChoice | None = None) -> Content:
-    """Read from the checkpoint at a path, which an option gives."""
-    try:
-        return checkpoints.read_from(path, read, which)
-    except NoCheckpointError as error:
-        raise ArgumentError(option, f"is {path}, which {error.problem}: {error.advice}.") from None
 
 
 def _shown(value: object) -> str:
@@ -236,15 +187,12 @@ def locked_run(config: TrainConfig, world: World) -> Iterator[None]:
                         run.rmdir()
 
 
-def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:
-    """The checkpoint to start from, if any, and notes for the user. Removes what killed processes left behind."""
+def starting_point(config: TrainConfig) -> Path | None:
+    """The checkpoint to start from, if any. Removes what killed processes left behind."""
     run = config.run_directory
     if config.resume:
-        last, wrong = checkpoints.last_whole_checkpoint(run)
-        for damaged in wrong:
-            checkpoints.set_aside(damaged)
         checkpoints.remove_partial(run)
-        return last, [f"{what}: resuming from {last.name}." for what in wrong.values()]
+        return checkpoints.last_checkpoint(run)
     if checkpoints.list_checkpoints(run):
         failed = None
         with suppress(LineartimeError):  # a record that is missing or damaged
@@ -255,7 +203,7 @@ def starting_point(config: TrainConfig) -> tuple[Path | None, list[str]]:
         what = f"{run} already holds a run, which failed ({failed.rstrip('.')}): give another "
         raise LineartimeError(what, out, ", or resume it with ", resume, " if the cause is gone.")
     checkpoints.remove_partial(run)
-    return None, []
+    return None
 
 
 def check_shared(run: Path, world: World) -> None:

@@ -21,7 +21,7 @@ from lineartime.checkpoint import TrainingState, checkpoint_path, list_checkpoin
 from lineartime.checkpoint.format import OPTIMIZER_FOLDER, partial_path, write_files
 from lineartime.data import Tokenizer
 from lineartime.errors import LineartimeError, first_line, reporting_file_errors
-from lineartime.files import os_error_behind, synchronise, utf8_path
+from lineartime.files import os_error_behind, synchronise, synchronise_folder, utf8_path
 from lineartime.models.language_model import LanguageModel
 from lineartime.training.distributed import World
 from lineartime.training.optimizers import ModelOptimizer
@@ -114,6 +114,7 @@ class CheckpointWriter:
             if not self._world.is_main:
                 return
             write_files(partial, weights, self._model.config, self._tokenizer, state)
+            synchronise_folder(partial)
             partial.rename(self._target)
             synchronise(self._run)
         except BaseException as error:  # `finish` raises it in the main thread

@@ -4,11 +4,11 @@ import dataclasses
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lineartime import checkpoint as checkpoints
+from lineartime.checkpoint.format import WEIGHTS, check_weights
 from lineartime.choices import Precision
 from lineartime.data import (
     Corpus,
@@ -51,7 +51,6 @@ class Setup:
     objective: Objective  # the model and its loss
     slice_unit: int  # with context parallelism, the length of a sequence must be a multiple of this
     tokens_per_step: int  # over all processes
-    automatic: dict[str, Any]  # the options that "auto" and None left to be resolved, as they were given
     why_not_compiled: str = ""  # why the model is not compiled, although it was asked for or would save time
 
     @property
@@ -117,8 +116,7 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     resolved = dataclasses.replace(
         config, precision=precision, compile="on" if compiled else "off", tokens_per_batch=tokens_per_step
     )
-    automatic = _automatic(config, resolved, start)
-    return Setup(resolved, device, tokenizer, text, objective, slice_unit, tokens_per_step, automatic, why_not_compiled)
+    return Setup(resolved, device, tokenizer, text, objective, slice_unit, tokens_per_step, why_not_compiled)
 
 
 def _corpus(config: TrainConfig, start: Path | None) -> Corpus:
@@ -202,16 +200,6 @@ def _check_same_run(config: TrainConfig, text: Text, world: World) -> None:
                 raise world.reported_by_main(error)
 
 
-def _automatic(given: TrainConfig, resolved: TrainConfig, start: Path | None) -> dict[str, Any]:
-    """The options that were left to the library, as they were given: now, or before, if the run is resumed with the same."""
-    found = {name: value for name, value in given.to_dict().items() if value != resolved.to_dict()[name]}
-    if start is None:
-        return found
-    before = checkpoints.read_training_state(start)
-    kept = {name: value for name, value in before.automatic.items() if given.to_dict()[name] == before.config.get(name)}
-    return {**found, **kept}
-
-
 def check_start(config: TrainConfig, start: Path) -> None:
     """Raise ArgumentError, naming the option, unless the weights of a checkpoint fit the model that the options describe."""
     theirs = checkpoints.read_model_config(start)
@@ -221,7 +209,7 @@ def check_start(config: TrainConfig, start: Path) -> None:
     ours = config.model_config(size)
     with errors_in_override("preset", "init_from"):
         try:
-            checkpoints.check_fit(start, ours)
+            check_weights(start / WEIGHTS, ours)
         except checkpoints.UnfitWeightsError as error:
             if config.preset != nearest:
                 raise _unfit("preset", f"is {config.preset}", f"is {nearest}") from None
@@ -260,7 +248,7 @@ def start_notes(config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig) -
 def precision_notes(precision: Precision, before: Precision | None, device: torch.device) -> list[str]:
     """A sentence about the precision of a run, if it may surprise; `before` is that of the run that is resumed."""
     faster, reason = faster_precision(device)
-    if before not in (None, "auto", precision):
+    if before not in (None, precision):
         return [f"Computing in {precision}, and no longer in {before}."]
     if precision != faster and (precision == "bf16" or before is not None):
         return [f"Computing in {precision}; {faster} would be faster here, because {reason}."]

@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from lineartime.checkpoint.contents import HELD_OUT
+from lineartime.checkpoint.format import HELD_OUT
 from lineartime.choices import Split
 from lineartime.data import (
     BatchMaker,
@@ -34,7 +34,6 @@ class Text:
     Attributes:
         is_lossy: whether decoding fails to restore the beginning of the held-out text, so that losses per byte leave some out.
         identity: a description that changes with the text, training or held out, and not with its path.
-        earlier_identities: what earlier versions wrote into checkpoints for the same text.
         splits: a line that describes each split of the text.
 
     Raises LineartimeError for text that cannot be read or is too short.
@@ -58,7 +57,6 @@ class Text:
             self.splits = describe_splits(corpus, {"validation": self.validation})
             files = portable_identity(corpus, "train")
             training = f"a stream in {config.lanes} lanes, shuffled by {shuffle}, of text {_short_hash(files)}"
-            self.earlier_identities = (f"{self.name}, state {_short_hash(corpus.identity('train'))}",)
         else:
             stream = token_stream(corpus, "train", tokenizer, cache)
             loader = CachedLoader(stream, make, length, rows)
@@ -72,14 +70,9 @@ class Text:
                 streams["test"] = joined(corpus, "test", encoded)
             self.splits = describe_splits(corpus, streams)
             training = f"{len(stream):,} tokens, digest {stream.digest}"
-            self.earlier_identities = (training,)
         self.identity = f"{training}{HELD_OUT}{self.validation.digest}"
         self.loader: Loader = PrefetchedLoader(loader)
         self._causal = config.task != "mlm"
-
-    def is_text_of(self, identity: str) -> bool:
-        """Whether a checkpoint with this identity was trained on this text."""
-        return identity in (self.identity, *self.earlier_identities)
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A validation loss in nats per token, as bits per byte of the held-out text; None for masked tokens."""
