@@ -60,6 +60,19 @@ def why_not_native() -> str | None:
     return None if cpp_compiler() else "there is no GNU C++ compiler here"
 
 
+_AT_IMPORT = why_not_native()
+"""What compiled code takes for the reason, for PyTorch cannot trace the search for a compiler."""
+
+
+def why_not_built(source: Path) -> str | None:
+    """Why the functions of a source file cannot be called, as the end of a sentence; None if they can. It builds them."""
+    if torch.compiler.is_compiling():
+        return _AT_IMPORT
+    if native_functions(source) is not None:
+        return None
+    return why_not_native() or f"its functions in C++ cannot be built from {source.name}"
+
+
 class NativeFunctions:
     """The functions of a library, each of which exists for every dtype: `name_float32`, `name_bfloat16`, ..."""
 

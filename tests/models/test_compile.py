@@ -15,6 +15,7 @@ import lineartime
 from lineartime.layers import FLASH, GAU, set_backend
 from lineartime.models import CausalLM
 from lineartime.models.language_model import read_token
+from lineartime.native import why_not_native
 from lineartime.ops.state import State
 
 # PyTorch's own, within torch.compile, where a user does not see them.
@@ -144,6 +145,7 @@ LONG = [[0, 40, 90], [0, 70, 150, 240], [0, 300, 590], [0, 900, 1800], [0, 2000,
         pytest.param("transformer++-tiny", PACKS[:2], {}, id="transformer++", marks=nightly),
     ],
 )
+@pytest.mark.skipif(why_not_native() is not None, reason="tiles need functions in C++")
 def test_a_compiled_block_reads_other_packs_without_a_graph_break_or_compiling_again(
     preset: str, packs: list[list[int]], options: dict[str, int]
 ) -> None:

@@ -12,6 +12,7 @@ import lineartime
 from lineartime.layers import FLASH, GAU, Attention, set_backend
 from lineartime.models import CausalLM, MaskedLM
 from lineartime.models.systems import SYSTEMS
+from lineartime.native import why_not_native
 
 # PyTorch's forward-mode derivatives of its own functions are written in TorchScript.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning")
@@ -168,6 +169,7 @@ def test_a_compiled_transform_is_the_transform(layer: FLASH | GAU) -> None:
     torch.testing.assert_close(torch.compile(gradient)(x), gradient(x))
 
 
+@pytest.mark.skipif(why_not_native() is not None, reason="tiles need functions in C++")
 def test_the_tiled_form_refuses_what_it_would_drop_from_a_derivative(layer: FLASH | GAU) -> None:
     set_backend(layer, "tiled")
     x = tokens(1, 5, 16)

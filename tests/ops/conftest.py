@@ -3,15 +3,26 @@
 import pytest
 
 from lineartime.native import why_not_native
-from lineartime.ops import mixed_chunk, quadratic
+from lineartime.ops import quadratic
 
 
 @pytest.fixture(params=["native", "plain"])
 def work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test twice: with what lies between matrix products in C++, and in plain PyTorch."""
-    reason = why_not_native()
+    """Run a test of quadratic attention twice: with what lies between matrix products in C++, and in plain PyTorch."""
     if request.param == "plain":
-        for module in (mixed_chunk.cpu, quadratic.cpu):
-            monkeypatch.setattr(module, "native_functions", lambda source: None)
-    elif reason:
-        pytest.skip(f"functions in C++ cannot be built here: {reason}")
+        monkeypatch.setattr(quadratic.cpu, "native_functions", lambda source: None)
+    else:
+        request.getfixturevalue("compiler")
+
+
+@pytest.fixture(autouse=True)
+def tiles(request: pytest.FixtureRequest) -> None:
+    if hasattr(request.node, "callspec") and "tiled" in request.node.callspec.params.values():
+        request.getfixturevalue("compiler")
+
+
+@pytest.fixture
+def compiler() -> None:
+    """Skip a test where functions in C++ cannot be built."""
+    if why_not_native():
+        pytest.skip(f"functions in C++ cannot be built here: {why_not_native()}")

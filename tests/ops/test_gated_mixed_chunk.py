@@ -1,6 +1,5 @@
 """FLASH between its dense maps: the tiled form against the definition and against plain PyTorch.
 
-Every test runs twice: with what lies between matrix products in C++, and in plain PyTorch.
 C = 4 and tiles of 8 tokens in most tests, so that sequences have several tiles, and tiles several rows.
 """
 
@@ -22,7 +21,7 @@ from lineartime.ops.make_batch import make_batch
 from lineartime.ops.mixed_chunk import attend_projected, chunked, cpu
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 
-pytestmark = pytest.mark.usefixtures("work")
+pytestmark = pytest.mark.usefixtures("compiler")
 
 CHUNK, D_QK, D_VALUE = 4, 6, 5
 
@@ -111,8 +110,8 @@ def test_tiled_form_is_the_definition_for_packs(ends: list[int], causal: bool) -
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("d_qk", [D_QK, 5])  # without rotation, widths may be odd
-def test_bias_and_rotation_may_be_left_out(d_qk: int) -> None:
+@pytest.mark.parametrize(("backend", "d_qk"), [("tiled", D_QK), ("auto", 5)])  # plain PyTorch alone has odd widths
+def test_bias_and_rotation_may_be_left_out(backend: str, d_qk: int) -> None:
     projected, gamma, beta, _ = make_inputs(2, 11, d_qk=d_qk)
 
     def run(backend: Any) -> list[Tensor]:
@@ -121,7 +120,7 @@ def test_bias_and_rotation_may_be_left_out(d_qk: int) -> None:
         )
         return [out, *torch.autograd.grad(out.square().sum(), (projected, gamma, beta))]
 
-    assert_same(run("tiled"), run("oracle"))
+    assert_same(run(backend), run("oracle"))
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -251,7 +250,6 @@ def test_neither_rotated_maps_nor_scores_are_kept() -> None:
     assert kept_bytes(lambda: run("torch")) > 2 * kept_bytes(lambda: run("tiled"))
 
 
-@pytest.mark.parametrize("work", ["native"], indirect=True)
 def test_pytorch_can_check_compile_and_export_it() -> None:
     projected, gamma, beta, bias = make_inputs(2, 12, dtype=torch.float32)
     chunks = projected.detach().unflatten(1, (3, CHUNK)).requires_grad_()
@@ -305,7 +303,6 @@ def test_the_tiles_compute_in_the_dtype_of_autocast(enabled: bool, monkeypatch: 
     assert seen == [torch.bfloat16 if enabled else torch.float32]
 
 
-@pytest.mark.parametrize("work", ["native"], indirect=True)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -210,14 +210,15 @@ def test_streams_that_need_gradients_are_read_in_plain_pytorch(monkeypatch: pyte
     assert projected.tokens.grad is not None
 
 
-def test_tiles_that_cannot_run_leave_streams_to_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_functions_in_cpp_plain_pytorch_runs_and_tiles_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.SWITCH, "0")
     native.native_functions.cache_clear()
-    layer = FLASH(8, d_qk=4, chunk_size=CHUNK, causal=True)
-    x = torch.randn(1, 3 * CHUNK, 8)
+    layer, x = FLASH(8, d_qk=4, chunk_size=CHUNK, causal=True), torch.randn(1, 3 * CHUNK, 8)
     with torch.no_grad():
         expected = layer(x)
         set_backend(layer, "tiled")
         found, _ = layer.extend(x, layer.init_state(1))
+        with pytest.raises(ArgumentError, match="cannot run here: LINEARTIME_NATIVE is 0; use 'auto' or 'torch'"):
+            layer(x)
     native.native_functions.cache_clear()
     torch.testing.assert_close(found, expected)

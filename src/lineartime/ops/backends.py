@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from functools import cache
+from pathlib import Path
 from threading import RLock
 from typing import Literal, get_args
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError, check_choice
+from lineartime.native import why_not_built
 from lineartime.ops.activations import Activation
 from lineartime.ops.tracing import under_transform
 
@@ -25,7 +27,12 @@ _OLD_GPUS: set[int] = set()
 
 
 def choose_backend(
-    backend: Backend, available: tuple[Backend, ...], like: Tensor, dtype: torch.dtype, activation: Activation
+    backend: Backend,
+    available: tuple[Backend, ...],
+    like: Tensor,
+    dtype: torch.dtype,
+    activation: Activation,
+    source: Path | None = None,
 ) -> Backend:
     """Choose the implementation to run, which is never "auto".
 
@@ -35,23 +42,26 @@ def choose_backend(
         like: a tensor on the device where the op runs.
         dtype: the dtype of the inputs; only float64 makes a difference.
         activation: the activation of the quadratic attention.
+        source: the C++ functions that the tiled form needs, which are built; None if it needs none.
 
     Raises:
         ArgumentError: if the op does not have the backend, or it cannot run here; the message gives the reason.
     """
     if backend == "auto":
         fastest: Backend = "triton" if like.device.type == "cuda" else "tiled"
-        can_run = fastest in available and why_not(fastest, like.device, dtype, activation) is None
+        can_run = fastest in available and why_not(fastest, like.device, dtype, activation, source) is None
         return fastest if can_run else "torch"
     check_choice("backend", backend, ("auto", *available))
-    reason = why_not(backend, like.device, dtype, activation)
+    reason = why_not(backend, like.device, dtype, activation, source)
     if reason is not None:
         raise ArgumentError("backend", f"is {backend!r}, which cannot run here: {reason}; use 'auto' or 'torch'.")
     return backend
 
 
-def why_not(backend: Backend, device: torch.device, dtype: torch.dtype, activation: Activation) -> str | None:
-    """Why a backend cannot run, as the end of a sentence; None if it can."""
+def why_not(
+    backend: Backend, device: torch.device, dtype: torch.dtype, activation: Activation, source: Path | None = None
+) -> str | None:
+    """Why a backend cannot run, as the end of a sentence; None if it can; arguments as for `choose_backend`."""
     if backend not in ("tiled", "triton"):
         return None
     if under_transform():
@@ -59,7 +69,9 @@ def why_not(backend: Backend, device: torch.device, dtype: torch.dtype, activati
     if backend == "tiled":
         if device.type != "cpu":
             return f"it is made for CPUs, and the tensors are on {device.type}"
-        return None if activation == "relu2" else f"it has no activation {activation!r}, only 'relu2'"
+        if activation != "relu2":
+            return f"it has no activation {activation!r}, only 'relu2'"
+        return None if source is None else why_not_built(source)
     if not _has_triton():
         return "the package triton is not installed"
     if device.type != "cuda" and not _is_interpreted():

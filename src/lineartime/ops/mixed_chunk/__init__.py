@@ -2,7 +2,7 @@
 
     reference.py         the definition, one query at a time
     chunked.py           plain PyTorch, on any device
-    cpu.py               a few chunks at a time, for CPUs; takes the projected tokens of a layer
+    cpu.py               a few chunks at a time, for CPUs, with cpu.cpp; takes the projected tokens of a layer
     stream.py            more tokens of streams, at any positions, with a state of constant size
     context_parallel.py  over sequences that are split over several processes
 
@@ -118,7 +118,8 @@ def gated_mixed_chunk_attention(
         positions: int [T] or [B, T], the positions by which queries and keys are rotated; or the `rotary_table` of positions,
             [2, T, s / 2] or [2, B, T, s / 2]; None for no rotation.
         chunk_size, causal, bias, mask, cu_seqlens, prefix_lengths, activation, normalization: as for `mixed_chunk_attention`.
-        backend: "tiled" (for CPUs), a backend of `mixed_chunk_attention`, or "auto", the fastest that can run.
+        backend: "tiled" (for CPUs, with functions in C++, and an even s), a backend of `mixed_chunk_attention`, or "auto", the
+            fastest that can run.
 
     Returns:
         [B, T, e].
@@ -210,7 +211,8 @@ def attend_projected(
             batch.
     """
     tokens, dtype = projected.tokens, torch.promote_types(projected.tokens.dtype, projected.gamma.dtype)
-    form = choose_backend(backend, ("torch", "tiled", "oracle"), tokens, dtype, options.activation)
+    available: tuple[Backend, ...] = ("torch", "oracle") if projected.d_qk % 2 else ("torch", "tiled", "oracle")
+    form = choose_backend(backend, available, tokens, dtype, options.activation, cpu.SOURCE)
     if form == "tiled" and options.memory == "mesa" and batch.prefix is not None:
         form = "torch"
     if form == "tiled" and batch.context is None and batch.prefix is None:

@@ -22,11 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.native import NativeFunctions, native_functions
+from lineartime.native import native_functions
 from lineartime.ops.backends import Backend, why_not
 from lineartime.ops.batch import Batch
 from lineartime.ops.flops import chunk_products
-from lineartime.ops.mixed_chunk import cpu_plain
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected, chunk_scales
 from lineartime.ops.operator import Fused
 from lineartime.ops.positions import no_rotation_table
@@ -34,6 +33,7 @@ from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, with
 from lineartime.ops.tracing import is_plain, is_traced
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
+"""What lies between the matrix products, for an even s."""
 TILE_TOKENS = 1024
 """The number of tokens in a tile: small enough for the cache, and large enough that call overhead is negligible."""
 
@@ -84,16 +84,13 @@ def attend(
 def can_extend(
     projected: Projected, bias: Tensor | None, options: MixedChunkOptions, summary: Tensor, backend: Backend
 ) -> bool:
-    """Whether `extend_gated` takes streams: the backend chooses tiles, nothing needs a gradient, and C++ functions are here.
-
-    In plain PyTorch, tiles gain nothing for streams.
-    """
+    """Whether `extend_gated` takes streams: the backend chooses tiles, which can run here, and nothing needs a gradient."""
     tokens, gamma, beta = projected[:3]
-    if is_traced() or backend not in ("auto", "tiled"):  # the compiler cannot trace the search for a C++ compiler
+    if is_traced() or backend not in ("auto", "tiled") or projected.d_qk % 2:
         return False
-    can_run = why_not("tiled", tokens.device, tokens.dtype, options.activation) is None and _functions(projected.d_qk)
     with without_autocast(tokens):
-        return bool(can_run) and is_plain(tokens, gamma, beta, bias, summary)
+        plain = is_plain(tokens, gamma, beta, bias, summary)
+    return plain and why_not("tiled", tokens.device, tokens.dtype, options.activation, SOURCE) is None
 
 
 def extend_gated(
@@ -108,11 +105,6 @@ def extend_gated(
     with without_autocast(projected.tokens):
         gated = _forward(inputs, keep=False, summary=total)[0].to(output_dtype(projected.tokens, inputs.projected.dtype))
     return batch.join(gated), total.to(summary.dtype)
-
-
-def _functions(d_qk: int) -> NativeFunctions | None:
-    """The C++ functions for a query/key width; None if it is odd, or they cannot be built."""
-    return native_functions(SOURCE) if d_qk % 2 == 0 else None
 
 
 def _inputs(
@@ -166,7 +158,7 @@ def _tiles(inputs: Inputs, in_stream: bool) -> list[Tile]:
 
 
 class Work:
-    """The inputs of a call, and what is computed in a tile between its matrix products: by cpu.cpp, or cpu_plain.py.
+    """The inputs of a call, and what is computed in a tile between its matrix products: by cpu.cpp.
 
     `gamma`, `beta` and the biases are in the dtype of scores and sums. `document` is int64 [B, G], the document of each chunk
     among those of all rows.
@@ -179,8 +171,9 @@ class Work:
         self.sum_shape = d_qk, (width - d_qk) // 2
         self.compute, exact = self.projected.dtype, acc_dtype(self.projected)
         self.tiles = _tiles(inputs, in_stream)
-        functions = _functions(d_qk)
-        self.call = cpu_plain.call if functions is None else functions.call
+        functions = native_functions(SOURCE)
+        assert functions is not None, "the backend is chosen where they are built"
+        self.call = functions.call
         projection_bias = self.projected.new_zeros(width) if inputs.projection_bias is None else inputs.projection_bias
         self.projection_bias = projection_bias.to(exact).contiguous()
         self.gamma, self.beta = inputs.gamma.to(exact).contiguous(), inputs.beta.to(exact).contiguous()
