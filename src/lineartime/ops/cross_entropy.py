@@ -140,6 +140,4 @@ def _differentiate(ctx: Any, d_loss: Tensor, *_not_differentiable: None) -> tupl
 _operator = register_operator(
     _linear_cross_entropy, _fake, n_results=3, keep_for_backward=_keep_for_backward, differentiate=_differentiate,
     once=("model.loss", "take the cross-entropy of model(ids)"),
-    # Kept gradients are computed with the loss.
-    flops=lambda hidden, weight, keep, **_: 2 * hidden.shape[0] * weight.numel() * (3 if keep else 1),
 )  # fmt: skip

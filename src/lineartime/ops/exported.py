@@ -16,7 +16,6 @@ from torch import Tensor
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend
 from lineartime.ops.batch import Batch
-from lineartime.ops.flops import chunk_products, pair_products
 from lineartime.ops.mixed_chunk import gated_mixed_chunk_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 from lineartime.ops.operator import register_operator
@@ -30,7 +29,7 @@ PLAIN: dict[Any, Callable[..., Tensor]] = {}
 compute the number of chunks from the length. The example of the program must be longer than a chunk."""
 
 
-def _exported(name: str, function: Callable[..., Tensor], fake: Callable[..., Tensor], flops: Callable[..., int]) -> Any:
+def _exported(name: str, function: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
     """An attention as an operator with the arguments of the function, of which the last is the backend."""
     types = {key: hint for key, hint in get_type_hints(function).items() if key != "return"}
 
@@ -55,7 +54,7 @@ def _exported(name: str, function: Callable[..., Tensor], fake: Callable[..., Te
         return tuple(next(gradients) if x is not None and x.requires_grad else None for x in saved)
 
     operator = register_operator(
-        computed, fake, name=name, types=types, keep_for_backward=keep, differentiate=differentiate, flops=flops,
+        computed, fake, name=name, types=types, keep_for_backward=keep, differentiate=differentiate,
         once=("An exported program", "use the layer or model itself"),
     )  # fmt: skip
     PLAIN[operator] = lambda *inputs: computed(*inputs[:-1], "torch")
@@ -76,17 +75,10 @@ def mixed_chunk(
     return out
 
 
-def _mixed_chunk_flops(projected: Tensor, gamma: Tensor, chunk_size: int, **_: Any) -> int:
-    (batch, length, width), d_qk = projected.shape, gamma.shape[1]
-    n_chunks, d_value = -(-length // chunk_size), (width - d_qk) // 2
-    return chunk_products(batch, n_chunks, chunk_size, d_qk + d_value, 2 * n_chunks, d_qk * d_value)
-
-
 _mixed_chunk_operator = _exported(
     "exported_mixed_chunk",
     gated_mixed_chunk_attention,
     lambda projected, gamma, *_: projected.new_empty(*projected.shape[:2], (projected.shape[2] - gamma.shape[1]) // 2),
-    _mixed_chunk_flops,
 )
 
 
@@ -122,5 +114,4 @@ _quadratic_operator = _exported(
     "exported_quadratic",
     _quadratic,
     lambda q, k, v, *_: v.new_empty(v.shape),
-    lambda q, v, causal, **_: pair_products(q, v, causal, 1, 1),
 )

@@ -10,7 +10,6 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_origin, get_t
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lineartime.ops.precision import without_autocast
 
@@ -33,7 +32,6 @@ def register_operator(
     keep_for_backward: Callable[..., None] | None = None,
     differentiate: Callable[..., Any] | None = None,
     once: tuple[str, str] | None = None,
-    flops: Callable[..., int] | None = None,
 ) -> Callable[..., Any]:
     """Register a function of tensors as the operator `lineartime::name`.
 
@@ -48,8 +46,6 @@ def register_operator(
         keep_for_backward: (ctx, inputs, output), saves what the gradient needs; None for a function without gradient.
         differentiate: (ctx, *gradients of the results) -> gradients of the arguments.
         once: what can be differentiated only once, and what else to use; None if the gradient has a gradient.
-        flops: what FlopCounterMode counts, from the arguments: 2 for a multiplication and an addition, also of products that a
-            backward pass recomputes.
 
     Returns:
         The operator; call it like the function.
@@ -63,11 +59,8 @@ def register_operator(
     if differentiate is not None:
         gradients = _checked(differentiate, len(types), once)
         torch.library.register_autograd(f"lineartime::{name}", gradients, setup_context=keep_for_backward, lib=_LIBRARY)
-    operator: Any = getattr(torch.ops.lineartime, name).default
-    if flops is not None:
-        operator.decompose = _counted(operator, list(types), flops)
-    called: Callable[..., Any] = operator
-    return called
+    operator: Callable[..., Any] = getattr(torch.ops.lineartime, name).default
+    return operator
 
 
 def _checked(differentiate: Callable[..., Any], n_arguments: int, once: tuple[str, str] | None) -> Callable[..., Any]:
@@ -105,24 +98,6 @@ def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _counted(operator: Any, names: list[str], flops: Callable[..., int]) -> Callable[..., Any]:
-    """FlopCounterMode asks every operator that it does not know how it decomposes: ours hands it a formula instead.
-
-    Its registry would take the formula as well, but importing it takes half a second.
-    """
-
-    def formula(*arguments: Any, out_val: Any = None, **keywords: Any) -> int:
-        return flops(**dict(zip(names, arguments, strict=False)), **keywords)
-
-    def decompose(*_arguments: Any, **_keywords: Any) -> Any:
-        for mode in _get_current_dispatch_mode_stack():
-            if hasattr(mode, "counter"):
-                mode.counter.flop_registry[operator.overloadpacket] = formula
-        return NotImplemented
-
-    return decompose
-
-
 class Fused(Generic[Inputs]):
     """A form that computes its own gradients, as the operators `name` and `name_backward`. Call it with its inputs.
 
@@ -136,7 +111,6 @@ class Fused(Generic[Inputs]):
         wrt: the inputs that have gradients.
         n_kept: the number of tensors that are kept.
         what: the name of the form, in the error of a second derivative.
-        flops, backward_flops: (inputs), and (inputs, wanted) -> see `register_operator`.
     """
 
     def __init__(
@@ -150,8 +124,6 @@ class Fused(Generic[Inputs]):
         wrt: tuple[str, ...],
         n_kept: int = 0,
         what: str,
-        flops: Callable[[Inputs], int],
-        backward_flops: Callable[[Inputs, list[bool]], int],
     ) -> None:
         types, make = get_type_hints(inputs), inputs._make
         self._make, self._n_kept = make, n_kept
@@ -161,14 +133,12 @@ class Fused(Generic[Inputs]):
             self._forward(forward), self._forward(fake), name=name, types={**types, "keep": bool},
             n_results=1 + n_kept, keep_for_backward=self._keep, differentiate=self._differentiate,
             once=(what, "use backend='torch', or set_backend(model, 'torch')"),
-            flops=lambda keep, **fields: flops(make(fields[key] for key in types)),
         )  # fmt: skip
         kept = {f"kept_{i}": Tensor for i in range(n_kept)}
         self.backward = register_operator(
             self._backward(backward),
             self._backward(lambda inputs, *_: [None if x is None else x.new_empty(x.shape) for x in self._given(inputs)]),
             name=f"{name}_backward", types={"d_out": Tensor, **kept, **types, "wanted": list[bool]}, n_results=len(wrt),
-            flops=lambda wanted, **fields: backward_flops(make(fields[key] for key in types), wanted),
         )  # fmt: skip
 
     def __call__(self, inputs: Inputs) -> Tensor:

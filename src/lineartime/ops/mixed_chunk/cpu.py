@@ -14,7 +14,6 @@ rest. The output projection of a layer can be applied too. Its gradient needs `g
 own gradient.
 """
 
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +24,6 @@ from torch import Tensor
 from lineartime.native import native_functions
 from lineartime.ops.backends import Backend, why_not
 from lineartime.ops.batch import Batch
-from lineartime.ops.flops import chunk_products
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected, chunk_scales
 from lineartime.ops.operator import Fused
 from lineartime.ops.positions import no_rotation_table
@@ -330,17 +328,7 @@ def _fake(inputs: Inputs, keep: bool) -> tuple[Tensor, ...]:
     return out, attended, projected.new_empty(batch, n_chunks if inputs.causal else inputs.n_documents, d_qk, d_value)
 
 
-def _flops(inputs: Inputs, times: int = 1) -> int:
-    (batch, n_chunks, chunk_size, width), d_qk = inputs.projected.shape, inputs.gamma.shape[1]
-    d_value = (width - d_qk) // 2
-    n_summed = max(0, n_chunks - 1) if inputs.causal else n_chunks  # the first chunk reads nothing, the last is not read
-    of_pairs = d_qk + d_value if times == 1 else 3 * d_qk + 2 * d_value
-    of_output = 0 if inputs.output is None else 2 * times * batch * n_chunks * chunk_size * math.prod(inputs.output.shape)
-    return of_output + chunk_products(batch, n_chunks, chunk_size, of_pairs, 2 * times * n_summed, d_qk * d_value)
-
-
 _fused = Fused(
     "tiled_mixed_chunk", Inputs, _forward, _fake, _backward, n_kept=2,
     wrt=("projected", "projection_bias", "gamma", "beta", "bias", "output", "linear"), what="backend 'tiled'",
-    flops=_flops, backward_flops=lambda inputs, wanted: _flops(inputs, times=2),
 )  # fmt: skip

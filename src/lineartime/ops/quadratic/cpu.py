@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lineartime.native import native_functions
-from lineartime.ops.flops import pair_products
 from lineartime.ops.operator import Fused
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
@@ -92,8 +91,6 @@ def _prepared(inputs: Inputs) -> Inputs:
 _fused = Fused(
     "tiled_quadratic", Inputs, _forward, lambda inputs, keep: (inputs.v.new_empty(inputs.v.shape),), _backward,
     wrt=("q", "k", "v", "bias"), what="backend 'tiled'",
-    flops=lambda inputs: pair_products(inputs.q, inputs.v, inputs.causal, 1, 1),
-    backward_flops=lambda inputs, wanted: pair_products(inputs.q, inputs.v, inputs.causal, 3, 2),
 )  # fmt: skip
 
 

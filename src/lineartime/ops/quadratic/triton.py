@@ -16,7 +16,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lineartime.ops.flops import pair_products
 from lineartime.ops.operator import Fused
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import acc_dtype, common_dtype, matmul_dtype, output_dtype, without_autocast
@@ -102,12 +101,7 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
     return [d_q, d_k, d_v, d_bias]
 
 
-def _flops(inputs: Inputs, of_keys: int, of_values: int) -> int:
-    return pair_products(inputs.q, inputs.v, inputs.causal, of_keys, of_values)
-
-
 of_rows = Fused(
     "triton_quadratic", Inputs, _forward, lambda inputs, keep: (inputs.v.new_empty(inputs.v.shape),), _backward,
-    wrt=("q", "k", "v", "bias"), what="backend 'triton'", flops=lambda inputs: _flops(inputs, 1, 1),
-    backward_flops=lambda inputs, wanted: _flops(inputs, 5 + wanted[3], 3 + wanted[3]),
+    wrt=("q", "k", "v", "bias"), what="backend 'triton'",
 )  # fmt: skip
