@@ -20,7 +20,7 @@ from lineartime.machine import (
     why_not_compile,
 )
 from lineartime.ops.backends import choose_backend
-from lineartime.training.distributed import join_world
+from lineartime.training.parallel import join_world
 
 CPU, MPS = torch.device("cpu"), torch.device("mps")
 

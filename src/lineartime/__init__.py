@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from lineartime.models import CausalLM, LayerConfig, MaskedLM, ModelConfig, build, presets, register_system
     from lineartime.text_generation import generate_samples, generate_text
     from lineartime.training.config import TrainConfig
-    from lineartime.training.loop import train
-    from lineartime.training.result import TrainingResult
+    from lineartime.training.loop import TrainingResult, train
 
     __version__: str
 
@@ -73,8 +72,7 @@ _MODULE_OF = {
         "models": ("CausalLM", "LayerConfig", "MaskedLM", "ModelConfig", "build", "presets", "register_system"),
         "text_generation": ("generate_samples", "generate_text"),
         "training.config": ("TrainConfig",),
-        "training.loop": ("train",),
-        "training.result": ("TrainingResult",),
+        "training.loop": ("TrainingResult", "train"),
     }.items()
     for name in names
 }

@@ -17,8 +17,8 @@ from lineartime.checkpoint import last_checkpoint, list_checkpoints, read_valida
 from lineartime.errors import LineartimeError
 from lineartime.runs.record import last_error, read_record
 from lineartime.training.config import TrainConfig
-from lineartime.training.distributed import Environment, read_environment
 from lineartime.training.loop import train
+from lineartime.training.parallel import Environment, read_environment
 
 MakeConfig = Callable[..., TrainConfig]
 Launch = Callable[..., Any]
@@ -194,7 +194,7 @@ import torch.distributed as dist
 import lineartime
 from lineartime.machine import autocast
 from lineartime.models import presets
-from lineartime.training.distributed import World
+from lineartime.training.parallel import World
 from lineartime.training.parallel import Objective, Sharded
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

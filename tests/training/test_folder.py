@@ -9,8 +9,8 @@ from lineartime.errors import LineartimeError
 from lineartime.runs.lock import is_locked, lock_run
 from lineartime.runs.summary import summarize
 from lineartime.training.config import TrainConfig
-from lineartime.training.distributed import World
 from lineartime.training.loop import train
+from lineartime.training.parallel import World
 from lineartime.training.resuming import locked_run
 
 MakeConfig = Callable[..., TrainConfig]

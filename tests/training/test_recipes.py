@@ -8,8 +8,7 @@ import lineartime
 from lineartime.cli import main
 from lineartime.errors import LineartimeError
 from lineartime.models.presets import presets
-from lineartime.training.config import TrainConfig
-from lineartime.training.recipes import recipe_config
+from lineartime.training.config import TrainConfig, recipe_config
 from lineartime.training.resuming import complete
 
 # The table of the paper's recipes, written out a second time.

@@ -15,8 +15,8 @@ from lineartime.errors import LineartimeError
 from lineartime.models import CausalLM
 from lineartime.training import saving
 from lineartime.training.config import TrainConfig
-from lineartime.training.distributed import World
 from lineartime.training.optimizers import ModelOptimizer, build_optimizer
+from lineartime.training.parallel import World
 from lineartime.training.saving import CheckpointWriter, restore_moments
 
 

@@ -14,9 +14,8 @@ import lineartime
 from lineartime.errors import ArgumentError
 from lineartime.runs.metrics import read_metrics
 from lineartime.runs.summary import summarize
-from lineartime.training.config import TrainConfig
+from lineartime.training.config import TrainConfig, learning_rate, with_other_steps
 from lineartime.training.loop import train
-from lineartime.training.schedule import learning_rate, with_other_steps
 
 MakeConfig = Callable[..., TrainConfig]
 

@@ -12,9 +12,8 @@ import lineartime
 from lineartime.data import Batch
 from lineartime.runs.reporter import NullReporter
 from lineartime.training.config import TrainConfig
-from lineartime.training.distributed import World
 from lineartime.training.loop import Stop, prepare
-from lineartime.training.parallel import part_of
+from lineartime.training.parallel import World, part_of
 
 READERS = (Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__bool__, Tensor.__int__, Tensor.cpu, Tensor.numpy)
 

@@ -13,8 +13,8 @@ from lineartime.host import peak_memory
 from lineartime.machine import using_threads
 from lineartime.runs.reporter import NullReporter
 from lineartime.training.config import TrainConfig
-from lineartime.training.distributed import read_environment
 from lineartime.training.loop import Stop, memory_of_steps, prepare
+from lineartime.training.parallel import read_environment
 from lineartime.training.resuming import check_folder
 from lineartime.units import duration, size
 

@@ -43,7 +43,7 @@ def run(options: TrainOptions, arguments: Sequence[str]) -> None:
         if options.dry_run and getattr(options, name):
             raise ArgumentError("dry_run", f"tries a new run, and cannot be combined with `{name}=True`.")
 
-    from lineartime.training.overrides import merged_override
+    from lineartime.training.config import merged_override
     from lineartime.training.resuming import complete
 
     given = {} if options.config is None else read_options(options.config)
@@ -66,8 +66,8 @@ def run(options: TrainOptions, arguments: Sequence[str]) -> None:
 
 
 def _train(config: TrainConfig, given: Collection[str]) -> None:
-    from lineartime.training.distributed import read_environment
     from lineartime.training.loop import train_completed
+    from lineartime.training.parallel import read_environment
 
     result = train_completed(config, given)
     if read_environment().rank == 0:
@@ -85,7 +85,7 @@ def _named(arguments: Sequence[str]) -> list[str]:
 
 def _resume_command(run: Path) -> str:
     from lineartime.models.registering import imported_names
-    from lineartime.training.distributed import read_environment
+    from lineartime.training.parallel import read_environment
 
     imports = "".join(f" --import {shlex.quote(name)}" for name in imported_names())
     start, environment = "lineartime", read_environment()

@@ -33,10 +33,9 @@ from lineartime.models.presets import SIZES
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.runs.metrics import MetricsLog
 from lineartime.runs.record import RunRecord
-from lineartime.training.config import TrainConfig
+from lineartime.training.config import TrainConfig, learning_rate
 from lineartime.training.loop import interrupts, memory_of_steps
 from lineartime.training.optimizers import build_optimizer, matrices_of
-from lineartime.training.schedule import learning_rate
 
 DECODED = 32
 """The tokens whose decoding is timed, at most half of the text."""

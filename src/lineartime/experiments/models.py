@@ -14,9 +14,7 @@ from lineartime.models.cost import count_parameters
 from lineartime.models.language_model import LanguageModel, build_model
 from lineartime.models.presets import model_of, resolve, values_of
 from lineartime.models.systems import SYSTEMS, Size
-from lineartime.training.config import TrainConfig
-from lineartime.training.overrides import merged_override, written
-from lineartime.training.recipes import recipe_config
+from lineartime.training.config import TrainConfig, merged_override, recipe_config, written
 
 TOLERANCE = 0.03
 """The largest allowed relative difference of a model's number of parameters from the first one's."""

@@ -17,7 +17,7 @@ from lineartime.experiments.models import model_at, paper_model, parameters_of, 
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import PRESETS, TINY, model_of
 from lineartime.models.systems import SYSTEMS
-from lineartime.training.overrides import read_override
+from lineartime.training.config import read_override
 
 TRIAL_CONTEXT, TRIAL_PAIRS = 64, 4
 MEMORY_TRAINING = {"beta2": 0.98, "weight_decay": 0.1}

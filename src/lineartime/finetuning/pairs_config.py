@@ -8,7 +8,7 @@ from lineartime.choices import Device, Precision
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, Positive, check_fields
 from lineartime.finetuning.config import NotNegative, Share, Size
-from lineartime.training.overrides import errors_in_override, read_override
+from lineartime.training.config import errors_in_override, read_override
 
 if TYPE_CHECKING:  # it needs PyTorch, without which the command line shows its help
     from lineartime.models.encoder_decoder import EncoderDecoderConfig

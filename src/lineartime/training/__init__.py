@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lineartime.training.config import TrainConfig
-    from lineartime.training.loop import train
-    from lineartime.training.result import TrainingResult
+    from lineartime.training.loop import TrainingResult, train
 
 __all__ = ["TrainConfig", "TrainingResult", "train"]
 
-_MODULE_OF = {"TrainConfig": "config", "TrainingResult": "result", "train": "loop"}
+_MODULE_OF = {"TrainConfig": "config", "TrainingResult": "loop", "train": "loop"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,17 +1,32 @@
-"""The options of a training run; their docstrings are the help of the command line."""
+"""The options of a training run, whose docstrings are the help of the command line; the learning rates that they give; recipes.
+
+With a peak P, S steps, W of them warm-up, D of them decay, and x = (step - W) / (S - W), from 0 after the warm-up to 1 just
+after the last step, the rate of a step, counted from 0, is P (step + 1) / W during the warm-up, and then
+
+    linear:   P (1 - x)
+    cosine:   F + (P - F) (1 + cos(pi x)) / 2, where the floor F is P / 10
+    constant: P
+    wsd:      P, and in the last D steps P (S - step) / D
+
+Sources: MiniCPM (arXiv 2404.06395, section 4) for wsd (warm-up, stable, decay); "Transformer Quality in Linear Time"
+(arXiv 2202.10447, section 4 and appendix B) for the paper's recipes.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Device, Precision, Task
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, check_choice
 from lineartime.fields import Between, Positive, check_fields, decode
 from lineartime.files import absolute_path
 from lineartime.host import Threads
-from lineartime.training.overrides import errors_in_override, options_of, read_override, written
+from lineartime.units import number_or_text
 
 if TYPE_CHECKING:  # these need PyTorch, without which the command line shows its help
     from lineartime.data import Rows
@@ -31,6 +46,12 @@ Ratio = Annotated[float, Between(above=0, most=1e5)]
 """A factor of a learning rate: metrics.jsonl holds the product, and no number above 1e40."""
 NotNegative = Annotated[float, Between(0)]
 Decay = Annotated[float, Between(0, below=1)]
+COSINE_FLOOR = 0.1
+"""The final learning rate of a cosine schedule, as a share of the peak."""
+LONGEST_WARMUP = 1000
+"""The maximum default of the warm-up at a constant rate, which may end sooner or later than the run was started for."""
+_COMPARED = 1000
+"""At how many of the steps taken the rates of two schedules are compared."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +199,6 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise LineartimeError, naming the argument, for values that do not fit together."""
-        from lineartime.training.schedule import warmup_steps
-
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             self._refuse("warmup_steps", "but must be below ", f"`steps={self.steps!r}`", ".")
         if self.schedule == "wsd" and self.decay_steps is not None and warmup_steps(self) + self.decay_steps > self.steps:
@@ -276,3 +295,192 @@ class TrainConfig:
         given = data.get("data") or []
         config: TrainConfig = decode(cls, {**data, "data": [given] if isinstance(given, (str, Path)) else given})
         return config
+
+
+def warmup_steps(config: TrainConfig) -> int:
+    """The number of steps over which the learning rate rises; by default, a tenth of all."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    tenth = config.steps // 10
+    return tenth if config.schedule in ("linear", "cosine") else min(tenth, LONGEST_WARMUP)
+
+
+def decay_steps(config: TrainConfig) -> int:
+    """The number of last steps over which the learning rate of "wsd" falls: by default, a fifth of all after the warm-up."""
+    if config.decay_steps is not None:
+        return config.decay_steps
+    return max(1, min(config.steps // 5, config.steps - warmup_steps(config)))
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The learning rate of a step, counted from 0."""
+    warmup, peak = warmup_steps(config), config.learning_rate
+    left, falling = config.steps - step, max(1, config.steps - warmup)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    match config.schedule:
+        case "linear":
+            return peak * left / falling
+        case "cosine":
+            floor = COSINE_FLOOR * peak
+            return floor + (peak - floor) * (1 + math.cos(math.pi * (step - warmup) / falling)) / 2
+        case "constant":
+            return peak
+        case "wsd":
+            return peak * min(1.0, left / decay_steps(config))
+
+
+def describe_schedule(config: TrainConfig) -> str:
+    """The schedule in a few words."""
+    ends = {
+        "linear": "linear schedule to zero",
+        "cosine": "cosine schedule to a tenth of the peak",
+        "constant": "constant after the warm-up",
+        "wsd": f"constant, then linear to zero over the last {decay_steps(config):,}",
+    }
+    return f"{ends[config.schedule]}, warm-up steps: {warmup_steps(config):,}"
+
+
+def with_other_steps(started: TrainConfig, asked: TrainConfig, taken: int) -> TrainConfig:
+    """The options of a run, with its own warm-up, that goes on to the steps and the steps of decay of `asked`.
+
+    Raises ArgumentError if the `taken` steps would have had other learning rates, or more were taken than are asked for.
+    """
+    if asked.steps <= warmup_steps(started):
+        found = f"is {asked.steps}, but the run was started with a warm-up of {warmup_steps(started)} steps"
+        raise ArgumentError("steps", f"{found}: ask for more.")
+    if asked.decay_steps is not None and started.schedule != "wsd":
+        found = f"is {asked.decay_steps}, but the {started.schedule} schedule of this run has no decay"
+        raise ArgumentError("decay_steps", f"{found}: leave it out.")
+    if asked.steps < taken:
+        raise ArgumentError("steps", f"is {asked.steps}, but the run has taken {taken} steps: ask for at least as many.")
+    changed = dataclasses.replace(started, steps=asked.steps, decay_steps=asked.decay_steps, warmup_steps=warmup_steps(started))
+    compared = {round(number * max(0, taken - 1) / _COMPARED) for number in range(_COMPARED + 1)} if taken else set()
+    if any(learning_rate(step, changed) != learning_rate(step, started) for step in compared):
+        name = "steps" if asked.steps != started.steps else "decay_steps"
+        raise ArgumentError(
+            name,
+            f"is {getattr(asked, name)}, but the run was started with {getattr(started, name)}, and some of the {taken} steps "
+            f"taken would have had other learning rates ({started.schedule} schedule): leave it out, or start a new run from "
+            "its weights with `init_from`; a run with `schedule='constant'`, or wsd before its decay, can go on.",
+        )
+    return changed
+
+
+@contextmanager
+def errors_in_override(*own: str) -> Iterator[None]:
+    """Turn a ValueError about a field of the model into one about the argument `override`, except for `own` options."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, ArgumentError) and error.argument in own:
+            raise
+        raise ArgumentError("override", f"does not fit the model: {error}") from None
+
+
+def read_override(item: str) -> tuple[str, Any]:
+    """The name and the value in NAME=VALUE: a number, true, false, none, or a text."""
+    name, equals, text = item.partition("=")
+    if not equals:
+        raise ArgumentError("override", f"contains {item!r}, which is not of the form NAME=VALUE, for instance chunk_size=64.")
+    if text == "none" and name in ("absolute_position", "final_norm"):  # "none" is one of their values
+        return name, text
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return name, words[text.lower()]
+    return name, number_or_text(text)
+
+
+def written(values: Mapping[str, Any]) -> list[str]:
+    """Fields of a model as the command line writes them: NAME=VALUE."""
+    return [f"{name}={_value(value)}" for name, value in values.items()]
+
+
+def _value(value: object) -> str:
+    """A value as `read_override` reads it back."""
+    if isinstance(value, tuple):  # an option of this type reads the text
+        return ",".join(map(_value, value)) or ","
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def merged_override(*overrides: Sequence[str]) -> tuple[str, ...]:
+    """Merge overrides field by field; later ones win."""
+    return tuple({item.partition("=")[0]: item for item in chain(*overrides)}.values())
+
+
+def options_of(model: object, task: Task, *, all_values: bool) -> dict[str, Any]:
+    """The options preset, task and override (by name) that describe a `ModelConfig`, including its vocabulary size.
+
+    With `all_values`, values are overridden that are the preset's, too, because other options may set them. Raises
+    ArgumentError for anything but a `ModelConfig`, a contradicting task, or a model that no preset resembles.
+    """
+    from lineartime.models.config import ModelConfig
+    from lineartime.models.presets import nearest_preset, resolve, values_of
+
+    if not isinstance(model, ModelConfig):
+        raise ArgumentError("preset", f"is of type {type(model).__name__}, but must be the name of a preset, or a ModelConfig.")
+    if task not in ("clm", model.task):
+        raise ArgumentError("task", f"is {task!r}, but that of the ModelConfig is {model.task!r}: leave one of them out.")
+    preset = nearest_preset(model)
+    usual = {} if all_values else values_of(resolve(preset, model.task))
+    values = {name: value for name, value in values_of(model).items() if name not in usual or usual[name] != value}
+    return {"preset": preset, "task": model.task, "override": {**values, "vocab_size": model.vocab_size}}
+
+
+_PAPER: dict[str, Any] = {
+    "tokenizer": "unigram-32000",
+    "tokens_per_batch": 2**18,
+    "steps": 125_000,
+    "warmup_steps": 10_000,
+    "optimizer": "adamw",
+    "learning_rate": 7e-4,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "epsilon": 1e-6,
+    "weight_decay": 0.01,
+    "clip_norm": 0.1,
+    "clip": "local",
+    "eval_every": 1_000,
+}
+
+_RECIPES: dict[RecipeName, dict[str, Any]] = {
+    "quick": {
+        "preset": "flash-memory-tiny",
+        "tokenizer": "bpe-4096",
+        "optimizer": "muon",
+        "learning_rate": 5e-3,
+        "adamw_ratio": 2.0,
+        "steps": 420,
+    },
+    "lm-wiki40b": {**_PAPER, "data": "wiki40b", "task": "clm", "context_length": 1024},
+    "lm-pg19": {**_PAPER, "data": "pg19", "task": "clm", "context_length": 1024},
+    "mlm-c4": {**_PAPER, "data": "c4", "task": "mlm", "context_length": 512, "streaming": True},
+    "mlm-wikipedia-4096": {
+        **_PAPER,
+        "data": "hub:wikimedia/wikipedia/20231101.en",
+        "task": "mlm",
+        "context_length": 4096,
+        "streaming": True,
+    },
+}
+
+_CHUNK_SIZES: dict[RecipeName, int] = {"lm-wiki40b": 256, "lm-pg19": 512, "mlm-c4": 256}
+
+
+def recipe_config(recipe: RecipeName, preset: str | None = None) -> TrainConfig:
+    """The options of a recipe for a preset, by default its own; any of them can be overridden.
+
+    In the paper's recipes, the model gets the recipe's chunk size unless its system fixes one, and the gradients of the vanilla
+    Transformer are not clipped. Raises ArgumentError for an unknown recipe or preset.
+    """
+    from lineartime.models.presets import system_of
+
+    check_choice("recipe", recipe, tuple(_RECIPES))
+    values = {"preset": TrainConfig.preset, **_RECIPES[recipe], "recipe": recipe}
+    preset = values["preset"] = preset or values["preset"]
+    system = system_of(preset)
+    if system.takes_chunk_size and recipe in _CHUNK_SIZES:
+        values["override"] = (f"chunk_size={_CHUNK_SIZES[recipe]}",)
+    if not system.clips_gradient and recipe != "quick":
+        values["clip_norm"] = 0.0
+    return TrainConfig(**values)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,18 @@ from lineartime.fields import decode
 from lineartime.files import removed_on_failure
 from lineartime.host import freed_memory_kept, stop_signals
 from lineartime.machine import autocast, choose_device, using_threads
+from lineartime.models.language_model import CausalLM, MaskedLM
 from lineartime.ops.cross_entropy import IGNORED
+from lineartime.runs.curve import draw_curve
+from lineartime.runs.metrics import losses, read_metrics
 from lineartime.runs.record import RunRecord
 from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
 from lineartime.runs.trackers import check_trackers
-from lineartime.training.config import TrainConfig
-from lineartime.training.distributed import World, join_world, read_environment
+from lineartime.training.config import TrainConfig, learning_rate
 from lineartime.training.optimizers import build_optimizer
-from lineartime.training.parallel import parallelize, part_of
-from lineartime.training.result import TrainingResult
+from lineartime.training.parallel import World, join_world, parallelize, part_of, read_environment
 from lineartime.training.resuming import check_shared, complete, locked_run, resumed_config, saved_config, starting_point
 from lineartime.training.saving import CheckpointWriter, restore_moments
-from lineartime.training.schedule import learning_rate
 from lineartime.training.setup import Setup, precision_notes, set_up, start_notes
 
 _OTHER_NAMES = {
@@ -46,6 +47,42 @@ _OTHER_NAMES = {
     "output_dir": "out",
 }
 """What options are called on the command line and elsewhere, and their names here."""
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """A run that has ended, read from its folder `run`. `step` counts the steps taken so far.
+
+    After an interrupt, it is not `finished`: it is saved, and `resume=True` continues it.
+    """
+
+    run: Path
+    step: int
+    finished: bool
+
+    @property
+    def training_losses(self) -> dict[int, float]:
+        """The loss of each step, in nats per token. Raises LineartimeError if the metrics cannot be read."""
+        return losses(read_metrics(self.run), "loss")
+
+    @property
+    def validation_losses(self) -> dict[int, float]:
+        """The loss of each evaluation on held-out text by step, in nats per token. Raises LineartimeError."""
+        return losses(read_metrics(self.run), "validation_loss")
+
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint with the lowest validation loss."""
+        return checkpoints.best_checkpoint(self.run)
+
+    @cached_property
+    def model(self) -> CausalLM | MaskedLM:
+        """The model of that checkpoint, on the CPU in evaluation mode; loaded at first use."""
+        return checkpoints.load_with_tokenizer(self.checkpoint).model
+
+    def draw_curve(self) -> Path:
+        """Plot the losses into the run's folder and return the path of the image. Raises LineartimeError without matplotlib."""
+        return draw_curve(self.run)
 
 
 def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResult:

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lineartime.layers.dense import Dense
 from lineartime.layers.residual import ResidualLayer
-from lineartime.training.config import TrainConfig
-from lineartime.training.schedule import describe_schedule
+from lineartime.training.config import TrainConfig, describe_schedule
 
 RMS = 0.2
 """The approximate root mean square of an update at a learning rate of 1."""

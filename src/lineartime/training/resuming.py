@@ -14,11 +14,8 @@ from lineartime.files import is_folder, is_there
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.runs.lock import LOCK_FILE, lock_run
 from lineartime.runs.record import last_error, read_record
-from lineartime.training.config import TrainConfig
-from lineartime.training.distributed import World
-from lineartime.training.overrides import merged_override, options_of
-from lineartime.training.recipes import recipe_config
-from lineartime.training.schedule import with_other_steps
+from lineartime.training.config import TrainConfig, merged_override, options_of, recipe_config, with_other_steps
+from lineartime.training.parallel import World
 
 _MAY_CHANGE = (
     "data",  # another path to the same encoded text, which is checked

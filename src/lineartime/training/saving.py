@@ -23,8 +23,8 @@ from lineartime.data import Tokenizer
 from lineartime.errors import LineartimeError, first_line, reporting_file_errors
 from lineartime.files import os_error_behind, synchronise, synchronise_folder, utf8_path
 from lineartime.models.language_model import LanguageModel
-from lineartime.training.distributed import World
 from lineartime.training.optimizers import ModelOptimizer
+from lineartime.training.parallel import World
 
 
 class CheckpointWriter:
