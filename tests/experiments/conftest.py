@@ -43,7 +43,7 @@ def tiny() -> Iterator[None]:
         patch.setattr(catalogue, "OPTIMIZERS", {"adamw": Optimizer({"trial": (1e-3, 1e-2)})})
         for name in ("lm", "mlm", "latency"):
             patch.setitem(catalogue.EXPERIMENTS, name, replace(catalogue.EXPERIMENTS[name], arms=ARMS))
-        patch.setattr("lineartime.runs.reporter.draw_curve", lambda run: run)
+        patch.setattr("lineartime.runs.curve.draw_curve", lambda run: run)
         patch.setattr("lineartime.bench.command.peak_flops", lambda device, dtype: 1e9)
         patch.setattr(estimate, "peak_flops", lambda device, dtype, seconds: 1e9)
         yield

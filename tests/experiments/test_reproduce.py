@@ -33,8 +33,8 @@ from lineartime.experiments.report_data import Report
 from lineartime.experiments.results import read_run
 from lineartime.experiments.runner import RunsResult, all_jobs, in_own_process, run_all
 from lineartime.models.registering import register_system
-from lineartime.runs.lock import lock_run
 from lineartime.runs.metrics import read_metrics
+from lineartime.runs.record import lock_run
 from lineartime.training.loop import Trainer
 
 from .conftest import make_options, perform

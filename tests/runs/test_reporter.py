@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lineartime.errors import LineartimeError
-from lineartime.runs.metrics import METRICS_FILE, read_metrics
-from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
+from lineartime.runs.metrics import METRICS_FILE, NullReporter, Reporter, StepMetrics, read_metrics
 from lineartime.screen import progress_bar
 
 

@@ -11,9 +11,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 
 from lineartime.errors import LineartimeError
-from lineartime.runs.metrics import read_metrics
-from lineartime.runs.reporter import Reporter, StepMetrics
-from lineartime.runs.trackers import check_trackers
+from lineartime.runs.metrics import Reporter, StepMetrics, check_trackers, read_metrics
 
 
 class FakeRun:
@@ -146,7 +144,7 @@ def test_tracker_that_cannot_start_is_an_error_at_first_and_left_out_later(
 
 
 def test_tracker_that_is_unknown_or_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lineartime.runs.trackers.is_installed", lambda package: False)
+    monkeypatch.setattr("lineartime.runs.metrics.is_installed", lambda package: False)
     check_trackers(["tensorboard"])
     with pytest.raises(LineartimeError, match="track contains 'mlflow', but must be any of tensorboard, wandb"):
         check_trackers(["mlflow"])

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lineartime.errors import LineartimeError
-from lineartime.runs.lock import is_locked, lock_run
-from lineartime.runs.summary import summarize
+from lineartime.runs.record import is_locked, lock_run
+from lineartime.runs.table import summarize
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 from lineartime.training.parallel import World

@@ -26,7 +26,7 @@ from lineartime.checkpoint import (
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.models import CausalLM, MaskedLM
-from lineartime.runs import trackers
+from lineartime.runs import metrics as run_metrics
 from lineartime.runs.record import read_record
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Stop, Trainer, Validation, prepare, train
@@ -417,9 +417,9 @@ def test_a_tracker_that_cannot_start_leaves_no_folder_of_a_run(
         (tmp_path / "run" / "wandb").mkdir()
         raise RuntimeError("no key")
 
-    monkeypatch.setattr(trackers, "check_trackers", lambda names: None)
+    monkeypatch.setattr(run_metrics, "check_trackers", lambda names: None)
     monkeypatch.setattr("lineartime.training.loop.check_trackers", lambda names: None)
-    monkeypatch.setattr(trackers, "_wandb", refuses)
+    monkeypatch.setattr(run_metrics, "_wandb", refuses)
     with pytest.raises(LineartimeError, match="The tracker wandb cannot start: no key; fix that, or leave it out of `track`"):
         trained(config(track=("tensorboard", "wandb")))
     assert not (tmp_path / "run").exists()

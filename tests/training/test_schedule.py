@@ -13,7 +13,7 @@ import torch
 import lineartime
 from lineartime.errors import ArgumentError
 from lineartime.runs.metrics import read_metrics
-from lineartime.runs.summary import summarize
+from lineartime.runs.table import summarize
 from lineartime.training.config import TrainConfig, learning_rate, with_other_steps
 from lineartime.training.loop import train
 

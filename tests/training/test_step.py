@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 import lineartime
 from lineartime.data import Batch
-from lineartime.runs.reporter import NullReporter
+from lineartime.runs.metrics import NullReporter
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Stop, prepare
 from lineartime.training.parallel import World, part_of

@@ -11,7 +11,7 @@ from lineartime.bench.measure import timed
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.host import peak_memory
 from lineartime.machine import using_threads
-from lineartime.runs.reporter import NullReporter
+from lineartime.runs.metrics import NullReporter
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Stop, memory_of_steps, prepare
 from lineartime.training.parallel import read_environment

@@ -9,7 +9,7 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import Between, decode
 from lineartime.json_files import DamagedFileError, read_plain
 from lineartime.models.config import LAYERS, ModelConfig
-from lineartime.runs.summary import summarize
+from lineartime.runs.table import summarize
 
 
 def read_quality(sources: Sequence[Path], models: Mapping[str, ModelConfig]) -> dict[str, float]:

@@ -12,9 +12,7 @@ from lineartime.cli import as_options
 from lineartime.errors import LineartimeError
 from lineartime.plots import check_picture
 from lineartime.runs.curve import draw_comparison
-from lineartime.runs.seeds import merge_seeds
-from lineartime.runs.summary import RunSummary, name_runs, summarize
-from lineartime.runs.table import UNLIMITED, Group, group_runs, make_tables
+from lineartime.runs.table import UNLIMITED, Group, RunSummary, group_runs, make_tables, merge_seeds, name_runs, summarize
 from lineartime.screen import SCREEN, output_console, tracked
 
 _PICTURE = "runs.png"

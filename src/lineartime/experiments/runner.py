@@ -19,7 +19,7 @@ from lineartime.experiments.plan import Contender, Plan
 from lineartime.experiments.results import best_tuning, read_run, read_speed, read_tuning
 from lineartime.host import stop_signals
 from lineartime.machine import choose_device, compiler_missing
-from lineartime.runs.lock import lock_run
+from lineartime.runs.record import lock_run
 
 LOG_FILE = "log.txt"
 

@@ -1,17 +1,33 @@
-"""metrics.jsonl: the numbers of a run, one JSON object per line for each step and each evaluation."""
+"""The numbers of a run while it trains: metrics.jsonl, trackers (TensorBoard, Weights & Biases), and the display of progress.
+
+metrics.jsonl has one JSON object per line for each step and each evaluation. A tracker is a convenience: if it fails during a
+run (no network, a full disk), training reports that once and continues without it.
+"""
 
 import json
 import math
+import os
+import statistics
+import sys
 import time
-from collections.abc import Iterable, Mapping
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from types import TracebackType
+from typing import Annotated, Any, NamedTuple
+
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from lineartime.checkpoint.format import Step
-from lineartime.errors import reporting_file_errors
+from lineartime.errors import ArgumentError, LineartimeError, first_line, is_installed, missing_extra, reporting_file_errors
 from lineartime.fields import Between, decode, shown
 from lineartime.files import write_atomically
 from lineartime.json_files import open_regular, parse
+from lineartime.screen import progress_bar
 
 METRICS_FILE = "metrics.jsonl"
 AVERAGED = 20
@@ -26,6 +42,10 @@ _NUMBER = Annotated[float, Between(-1e40, 1e40)]
 _COUNT = Annotated[float, Between(0, 1e18)]
 _NUMBERS = {"step": Step, "tokens": _COUNT, "skipped": _COUNT, "seconds": _COUNT, "tokens_per_second": _COUNT}
 """The numbers in a line that cannot be negative."""
+IDENTITY_FILE = "tracker-id"
+PROJECT = "lineartime"
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+"""The package that each tracker needs."""
 
 
 class MetricsLog:
@@ -105,3 +125,259 @@ def _parse(content: bytes) -> dict[str, float]:
         if not (usual and 0 <= value < 1e9):  # few are not: this saves time in long files
             decode(_NUMBERS.get(name, _NUMBER), value, name)
     return line
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise LineartimeError for a tracker that does not exist, or whose package is not installed."""
+    for name in names:
+        if name not in PACKAGES:
+            raise ArgumentError("track", f"contains {name!r}, but must be any of {', '.join(PACKAGES)}.")
+        if name != "tensorboard" and not is_installed(PACKAGES[name]):  # which is a dependency of lineartime, not an extra
+            raise missing_extra(PACKAGES[name], name, f"The tracker {name}")
+
+
+class Tracker(NamedTuple):
+    """What a tracker does with the numbers of a step, by their names, and at the end. Steps arrive in order and may repeat."""
+
+    write: Callable[[int, Mapping[str, float]], object]
+    close: Callable[[], object]
+
+
+class Trackers:
+    """Combines several trackers. A tracker that fails is dropped, and `say` reports this to the user.
+
+    The trackers of a resumed run resume their runs too. Raises LineartimeError as `check_trackers`, and for a tracker that
+    cannot start a new run.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        run: Path,
+        first_step: int,
+        options: Mapping[str, Any],
+        say: Callable[[str], None],
+        *,
+        resumed: bool,
+    ) -> None:
+        check_trackers(names)
+        self._say = say
+        self._trackers: dict[str, Tracker] = {}
+        for name in dict.fromkeys(names):
+            try:
+                with redirect_stdout(sys.stderr):  # standard output is for results
+                    if name == "tensorboard":
+                        self._trackers[name] = _tensorboard(run / "tensorboard", first_step)
+                    else:
+                        self._trackers[name] = _wandb(run, _identity(run, resumed), options)
+            except Exception as error:  # a foreign package may raise anything
+                if not resumed:
+                    self.close()
+                    found = f"The tracker {name} cannot start: {first_line(error).rstrip('.')}; fix that, or leave it out of "
+                    raise LineartimeError(found, "`track`.") from None
+                self._say_failed(name, error)
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Send numbers to every tracker."""
+        self._each(lambda tracker: tracker.write(step, numbers))
+
+    def close(self) -> None:
+        """Finish every tracker."""
+        with redirect_stdout(sys.stderr):
+            self._each(lambda tracker: tracker.close())
+
+    def _each(self, action: Callable[[Tracker], object]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                action(tracker)
+            except Exception as error:  # a foreign package may raise anything
+                del self._trackers[name]
+                self._say_failed(name, error)
+
+    def _say_failed(self, name: str, error: Exception) -> None:
+        self._say(f"The tracker {name} failed, and training continues without it: {first_line(error).rstrip('.')}.")
+
+
+def _identity(run: Path, keep: bool) -> str:
+    """The run's identity in Weights & Biases: stored in its folder, new for a new run."""
+    file = run / IDENTITY_FILE
+    if keep and file.is_file():
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    identity = uuid.uuid4().hex[:12]
+    write_atomically(file, identity + "\n")
+    return identity
+
+
+def _tensorboard(folder: Path, first_step: int) -> Tracker:
+    """Scalars in TensorBoard's format, written in the calling thread, so that errors such as a full disk can be reported."""
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto import event_pb2
+    from tensorboardX.summary import scalar
+
+    event: Any = event_pb2.Event
+    folder.mkdir(parents=True, exist_ok=True)
+    writer: Any = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.{first_step}")
+    # Tells TensorBoard to drop later steps that a killed process wrote.
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    writer.write_event(event(wall_time=time.time(), step=first_step + 1, session_log=start))
+
+    def write(step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            writer.write_event(event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+        writer.flush()
+
+    return Tracker(write, writer.close)
+
+
+def _wandb(run: Path, identity: str, options: Mapping[str, Any]) -> Tracker:
+    """A run of Weights & Biases, configured by its environment variables: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY."""
+    import wandb
+
+    tracked: Any = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        id=identity,
+        name=run.absolute().name,
+        dir=str(run.absolute()),
+        config=dict(options),
+        resume="allow",
+        settings=wandb.Settings(console="off"),  # otherwise it captures the progress bar
+    )
+    # W&B's own step never decreases; this axis may, when a killed run resumes from an earlier checkpoint.
+    tracked.define_metric("step", hidden=True)
+    tracked.define_metric("*", step_metric="step")
+    return Tracker(lambda step, numbers: tracked.log({**numbers, "step": step}), tracked.finish)
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """The numbers of one optimiser step."""
+
+    loss: float  # the loss in nats per token, NaN for a step without targets; the loss and the norm may be infinite or NaN
+    learning_rates: Mapping[str, float]  # the learning rates of this step, by their names in metrics.jsonl
+    gradient_norm: float  # the norm of the gradient before clipping
+    tokens: int  # the number of tokens in this step, over all processes
+    seconds: float  # how long the step took
+    waiting: float  # seconds of the step spent waiting for data
+    skipped: int  # the number of steps so far that were skipped because a number was not finite
+
+
+class NullReporter:
+    """Reports nothing: for the processes of a run that are not the main one."""
+
+    def __enter__(self) -> "NullReporter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Leave the `with` block."""
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+
+    def step(self, step: int, metrics: StepMetrics) -> None:
+        """Record step number `step` (from 1), which has just ended."""
+
+    def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+        """Record and print an evaluation on held-out text after a step."""
+
+
+class Reporter(NullReporter):
+    """A context manager that shows and records the numbers of a run. Only the main process has one.
+
+    A terminal, or a notebook with ipywidgets, shows a progress bar and a line per evaluation. Any other output gets only the
+    lines. At the end, even if the run failed, the losses are plotted into the run's folder.
+
+    `record` holds the run's options, for trackers that show them. Raises LineartimeError if metrics.jsonl cannot be written, or
+    a tracker cannot start.
+    """
+
+    def __init__(
+        self, run: Path, first_step: int, steps: int, trackers: Sequence[str], *, record: Mapping[str, Any], resumed: bool
+    ) -> None:
+        self._run = run
+        self._steps = steps
+        self._recorded = False
+        self._progress = progress_bar(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s{task.fields[skipped]}  ETA"),
+            TimeRemainingColumn(compact=True),
+        )
+        self._task = self._progress.add_task("train", total=steps, completed=first_step, loss="-", speed="-", skipped="")
+        self._log = MetricsLog(run, first_step)
+        try:
+            self._trackers = Trackers(trackers, run, first_step, record, self.say, resumed=resumed)
+        except LineartimeError:
+            self._log.close()
+            raise
+        self._step_tokens = 0
+        self._latest: dict[str, deque[float]] = {name: deque(maxlen=AVERAGED) for name in ("loss", "speed")}
+
+    def __enter__(self) -> "Reporter":
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+        self._trackers.close()
+        try:
+            self._log.close()
+        except LineartimeError:
+            if error is None:
+                raise
+        if self._recorded:
+            from lineartime.runs.curve import draw_curve  # which reads what is written here
+
+            try:
+                self.say(f"loss curve: {draw_curve(self._run)}")
+            except LineartimeError as problem:
+                self.say(f"no loss curve: {problem}")
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self._progress.console.print(text)
+
+    def step(self, step: int, metrics: StepMetrics) -> None:
+        """Record step number `step` (from 1), which has just ended."""
+        duration = max(metrics.seconds, 1e-9)
+        self._step_tokens = metrics.tokens
+        self._log.tokens = step * metrics.tokens  # not a running sum: a power cut may have taken lines of the file
+        self._latest["speed"].append(metrics.tokens / duration)
+        if math.isfinite(metrics.loss):
+            self._latest["loss"].append(metrics.loss)
+        self._progress.update(
+            self._task,
+            completed=step,
+            loss=f"{self._average('loss'):.3f}",
+            speed=f"{self._average('speed'):,.0f}",
+            skipped=f"  {metrics.skipped} skipped" if metrics.skipped else "",
+        )
+        self._record(
+            step,
+            loss=metrics.loss,
+            **metrics.learning_rates,
+            gradient_norm=metrics.gradient_norm,
+            tokens_per_second=metrics.tokens / duration,
+            waiting=min(metrics.waiting / duration, 1.0),
+            **({"skipped": metrics.skipped} if metrics.skipped else {}),
+        )
+
+    def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+        """Record and print an evaluation on held-out text after a step."""
+        parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
+        if self._latest["loss"]:  # none just after resuming
+            parts.append(f"training loss {self._average('loss'):.3f}")
+        bits = {} if bits_per_byte is None else {"validation_bits_per_byte": bits_per_byte}
+        parts.append(f"validation loss {loss:.3f}" + (f" ({bits_per_byte:.3f} bits per byte)" if bits else ""))
+        if (speed := self._average("speed")) > 0:
+            remaining = timedelta(seconds=round((self._steps - step) * self._step_tokens / speed))
+            parts += [f"{speed:,.0f} tokens/s", f"ETA {remaining}"]
+        self.say("  ".join(parts))
+        self._record(step, validation_loss=loss, **bits)
+
+    def _average(self, name: str) -> float:
+        """The mean over the latest steps; NaN before the first."""
+        return statistics.fmean(self._latest[name] or [math.nan])
+
+    def _record(self, step: int, **numbers: float) -> None:
+        self._recorded = True
+        self._trackers.write(step, self._log.write(step, numbers))

@@ -1,6 +1,7 @@
 """run.json: the options of a run, and for each process that trained it the command, versions, machine, git state and error.
 
-It holds no environment variables and no URLs of repositories, because both can contain secrets.
+It holds no environment variables and no URLs of repositories, because both can contain secrets. Beside it in the
+run's folder, a lock admits one training run at a time.
 """
 
 import dataclasses
@@ -8,17 +9,18 @@ import json
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lineartime.checkpoint import list_checkpoints
 from lineartime.checkpoint.format import checked_options
 from lineartime.choices import DEFAULT_TEXT
-from lineartime.errors import LineartimeError, typed_first_line
+from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors, typed_first_line
 from lineartime.files import RECORD_FILE, write_file
 from lineartime.host import installed_version, processor_name
 from lineartime.json_files import read_file
@@ -26,6 +28,9 @@ from lineartime.json_files import read_file
 WITHOUT_EFFECT = ("out", "resume", "auto_resume", "cache", "track", "timeout", "max_time", "keep_every")
 """Options that change neither what a run learns nor how fast."""
 _PACKAGES = ("lineartime", "torch", "triton", "numpy", "safetensors", "tokenizers", "datasets", "pyarrow")
+LOCK_FILE = ".lock"
+_PAUSES = (0.05, 0.1, 0.2, 0.0)
+"""Seconds after each attempt to lock: `is_locked` may hold the lock for a moment."""
 
 
 @dataclass(frozen=True)
@@ -185,3 +190,49 @@ def _git() -> Git | None:
         branch=None if branch == "(detached)" else branch,
         changed=any(not line.startswith("# ") for line in lines),
     )
+
+
+def is_locked(run: Path) -> bool | None:
+    """Whether a process is training in a folder now; None if it may be on another machine."""
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system: no lock
+        return None
+    try:
+        with (run / LOCK_FILE).open(encoding="utf-8", errors="replace") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
+            machine = file.read(1000)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock, one that may not be read, or a file system without locks
+        return None
+    return False if machine == platform.node() != "" else None
+
+
+def lock_run(run: Path) -> IO[str]:
+    """Lock a run's folder, created if missing, until the returned file is closed. The lock names the machine.
+
+    Raises LineartimeError if another run is using the folder, or if the folder cannot be written.
+    """
+    for seconds in _PAUSES:
+        with reporting_file_errors("write", run):
+            run.mkdir(parents=True, exist_ok=True)
+            file = (run / LOCK_FILE).open("a", encoding="utf-8")
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system releases it however the process ends
+        except BlockingIOError:
+            file.close()
+            time.sleep(seconds)
+            continue
+        except (ImportError, OSError):  # not a POSIX system, or a file system without locks
+            return file
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(file.fileno()), (run / LOCK_FILE).stat()):
+                with suppress(OSError):  # a full disk is reported by what has to be saved
+                    file.truncate(0)
+                    os.write(file.fileno(), os.fsencode(platform.node()))
+                return file
+        file.close()  # a run that failed has deleted it since it was opened
+    raise ArgumentError("out", f"is {run}, which another run is using: wait for its end, or use another folder.")

@@ -1,8 +1,13 @@
-"""A table of runs: groups with comparable losses, the cells that describe each run, and the columns that fit on a screen."""
+"""The comparison of runs: find them, summarise each from its files, merge seeds, group those that compare, make tables."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,13 +15,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lineartime.checkpoint import checkpoint_path, list_checkpoints
 from lineartime.choices import TEXT_COLUMN
+from lineartime.errors import LineartimeError, reporting_file_errors
+from lineartime.files import RECORD_FILE, TOKENIZER_FILE, is_there
 from lineartime.markdown import NOT_THERE, cell, without_empty
-from lineartime.runs.record import WITHOUT_EFFECT, texts_of
-from lineartime.runs.summary import RunSummary
+from lineartime.runs.curve import DEVIATION, thinned
+from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_damaged_metrics
+from lineartime.runs.record import WITHOUT_EFFECT, Record, is_locked, last_error, read_record, texts_of
 from lineartime.screen import new_table
 from lineartime.units import counted, duration
 
+DEPTH = 3
+"""Levels of folders to search for runs."""
+_OF_A_RUN = ("seed", *WITHOUT_EFFECT)
+"""Options that may differ between the seeds of one setting."""
+_MEANS = ("training_loss", "validation_loss", "bits_per_byte", "tokens_per_second", "seconds", "waiting")
+"""What a merged run has as the mean of its runs."""
 _MAX_OPTIONS = 4
 """The maximum number of columns for options that differ, on a screen."""
 UNLIMITED = 100_000
@@ -25,6 +40,223 @@ _NOT_COMPARED = ("preset", "data", "text_column", "max_expansion", "include", "e
 """Options with a column of their own, and options that change neither what a run learns nor how fast."""
 _GROUPED_BY = ("data", "tokenizer", "task")
 """The options that must be equal for losses to be comparable."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The summary of a run; values that its files do not hold are None."""
+
+    name: str  # the name for display
+    path: Path
+    options: dict[str, Any]  # the options with which it was started; empty if unknown
+    tokenizer: str  # a digest of its tokenizer; empty if unknown
+    step: int  # the last recorded step
+    tokens: int | None  # the number of tokens trained on
+    training_loss: float | None  # the mean of the last 20 steps, in nats per token
+    validation_loss: float | None  # the lowest validation loss, in nats per token
+    bits_per_byte: float | None  # the bits per byte of the same evaluation
+    tokens_per_second: float | None  # the median of all steps
+    seconds: float | None  # the time spent training, including evaluations and checkpoints
+    waiting: float | None  # the share of the steps' time spent waiting for data
+    skipped: int
+    state: str  # damaged, failed, finished, running, stopped (its last step is saved) or silent: see `_state`
+    error: str | None  # the message of the error that ended a failed run
+    silent_seconds: float  # the time since its last write
+    lines: list[Line] = field(repr=False)  # its losses, thinned for the plot
+    seeds: tuple[int, ...] = ()  # of several runs that `merge_seeds` has merged, their seeds; empty for one run
+    validation_deviation: float | None = None  # the standard deviation of their losses
+    bits_deviation: float | None = None  # the same in bits per byte
+    paths: tuple[Path, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a plain dictionary for JSON, without the losses of each step."""
+        values = {name: value for name, value in vars(self).items() if name != "lines"}
+        return {**values, "path": str(self.path), "paths": [str(path) for path in self.paths]}
+
+
+def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
+    """Find the runs in and below folders, each once, with their names to show; and a sentence for each folder without runs."""
+    found: list[tuple[Path, str]] = []
+    missing: list[str] = []
+    for folder in folders:
+        if not is_there(folder):
+            missing.append(f"{folder} does not exist: give the folder of a run, or one with runs in it.")
+            continue
+        unreadable: list[str] = []
+        runs = list(find_runs(folder, unreadable))
+        missing += unreadable
+        if not runs and not unreadable:
+            missing.append(f"There is no run in {folder}: give the folder of a run, or one with runs in it.")
+        for run in runs:
+            shown = run.relative_to(folder) if len(folders) == 1 and run != folder else run
+            found.append((run, str(shown)))
+    found.sort(key=lambda each: sum(path.is_symlink() for path in (each[0], *each[0].parents)))  # its own name before links
+    unique: dict[Path, tuple[Path, str]] = {}
+    for run, name in found:
+        unique.setdefault(run.resolve(), (run, name))
+    return dict(unique.values()), missing
+
+
+def find_runs(folder: Path, unreadable: list[str], depth: int = DEPTH) -> Iterator[Path]:
+    """Yield the runs in a folder and its subfolders; add a sentence to `unreadable` for each of them that cannot be read."""
+    try:
+        with reporting_file_errors("read", folder):
+            is_run = any((folder / name).is_file() for name in (METRICS_FILE, RECORD_FILE)) or bool(list_checkpoints(folder))
+            within = [] if is_run else [path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
+            within.sort()
+    except LineartimeError as error:
+        unreadable.append(str(error))
+        return
+    if is_run:
+        yield folder
+    for path in within if depth else ():
+        yield from find_runs(path, unreadable, depth - 1)
+
+
+def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
+    """Summarise a run; also return a sentence for each of its damaged files."""
+    problems: list[str] = []
+    record, tokenizer = Record({}, ()), ""
+    if is_there(path / RECORD_FILE):
+        try:
+            record = read_record(path)
+        except LineartimeError as error:
+            problems.append(str(error))
+    for checkpoint in list_checkpoints(path)[-1:]:
+        with suppress(OSError):
+            tokenizer = sha256((checkpoint / TOKENIZER_FILE).read_bytes()).hexdigest()[:16]
+    options, failure = record.options | record.schedule, last_error(record)
+    lines: list[dict[str, float]] = []
+    damaged: list[str] = []
+    metrics = path / METRICS_FILE
+    if is_there(metrics):  # otherwise it has not taken a step yet
+        try:
+            lines, damaged = read_damaged_metrics(path)
+        except LineartimeError as error:
+            problems.append(str(error))
+    whole = not problems
+    if damaged:
+        what = "1 damaged line" if len(damaged) == 1 else f"{len(damaged):,} damaged lines"
+        problems.append(f"{metrics} has {what}, skipped here ({damaged[0]}): restore it from a copy if you have one.")
+    evaluated = [line for line in lines if "validation_loss" in line]
+    best = min(evaluated, key=lambda line: line["validation_loss"], default={})
+    losses = [line["loss"] for line in lines if "loss" in line]
+    timed = [line for line in lines if line.get("tokens_per_second", 0) > 0]
+    totals: dict[str, float] = {"step": 0}
+    for line in lines:
+        totals |= {
+            name: max(totals.get(name, 0), line[name]) for name in ("step", "tokens", "seconds", "skipped") if name in line
+        }
+    changed: list[float] = []
+    for place in (metrics, path):
+        with suppress(OSError):  # a run that fails removes its folder
+            changed.append(place.stat().st_mtime)
+    silent = max(0.0, time.time() - max(changed, default=time.time()))
+    summary = RunSummary(
+        name=name,
+        path=path,
+        options=options,
+        tokenizer=tokenizer,
+        step=int(totals["step"]),
+        tokens=int(totals["tokens"]) if "tokens" in totals else None,
+        training_loss=statistics.fmean(losses[-AVERAGED:]) if losses else None,
+        validation_loss=best.get("validation_loss"),
+        bits_per_byte=best.get("validation_bits_per_byte"),
+        tokens_per_second=statistics.median(line["tokens_per_second"] for line in timed) if timed else None,
+        seconds=totals.get("seconds"),
+        waiting=_waiting([line for line in timed if "waiting" in line]),
+        skipped=int(totals.get("skipped", 0)),
+        state=_state(path, options.get("steps"), failure, totals, silent) if whole else "damaged",
+        error=failure,
+        silent_seconds=round(silent, 1),
+        lines=thinned(lines),
+    )
+    return summary, problems
+
+
+def _waiting(steps: Sequence[Line]) -> float | None:
+    """The share of waiting in the time of all steps. They have equally many tokens: their times are inverse to their speeds."""
+    seconds = [1 / line["tokens_per_second"] for line in steps]
+    return sum(line["waiting"] * second for line, second in zip(steps, seconds, strict=True)) / sum(seconds) if steps else None
+
+
+def _state(path: Path, steps: object, error: str | None, totals: dict[str, float], silent: float) -> str:
+    """Determine the state of a run from its error, recorded steps, lock, last checkpoint and last write, in this order."""
+    locked, step, saved = is_locked(path), int(totals["step"]), list_checkpoints(path)[-1:]
+    if error is not None:
+        return "running" if locked else "failed"  # it is being resumed, or not
+    if isinstance(steps, int) and step >= steps and saved in ([], [checkpoint_path(path, steps)]):
+        return "finished"  # perhaps copied without checkpoints; one killed in its last evaluation has only earlier ones
+    if locked:
+        return "running"
+    if saved == [checkpoint_path(path, step)]:
+        return "stopped"
+    if locked is False:  # its process was killed
+        return "silent"
+    # The run may be on another machine: allow a minute, or ten of its steps if they are long.
+    ten_steps = 10 * totals.get("seconds", 0) / step if step else 0.0
+    return "running" if silent < max(60.0, ten_steps) else "silent"
+
+
+def merge_seeds(runs: Sequence[RunSummary]) -> list[RunSummary]:
+    """Merge runs that differ only in the seed and have taken as many steps; the others stay as they are.
+
+    Only runs with an evaluation are merged, and only one of each seed. A merged run has the means of its runs, the standard
+    deviation of their losses, and the name of the first.
+    """
+    settings: dict[str, list[RunSummary]] = {}
+    seen: set[str] = set()
+    for place, run in enumerate(runs):
+        options = {name: value for name, value in run.options.items() if name not in _OF_A_RUN}
+        options["override"] = sorted(map(str, options.get("override") or ()))
+        key = json.dumps([sorted(options.items()), run.tokenizer, run.step])
+        with_seed = f"{key} {run.options.get('seed')}"
+        if not run.options or run.validation_loss is None or run.options.get("seed") is None or with_seed in seen:
+            key = str(place)
+        seen.add(with_seed)
+        settings.setdefault(key, []).append(run)
+    return [_merged(of_setting) if len(of_setting) > 1 else of_setting[0] for of_setting in settings.values()]
+
+
+def _merged(runs: Sequence[RunSummary]) -> RunSummary:
+    runs = sorted(runs, key=lambda run: (run.options["seed"], run.name))
+    first, states = runs[0], Counter(run.state for run in runs)
+    state = first.state if len(states) == 1 else ", ".join(f"{count} {state}" for state, count in states.items())
+    means: dict[str, Any] = {name: _over(statistics.fmean, runs, name) for name in _MEANS}
+    return replace(
+        first,
+        options={name: value for name, value in first.options.items() if name not in _OF_A_RUN},
+        **means,
+        skipped=sum(run.skipped for run in runs),
+        state=state,
+        error=next((run.error for run in runs if run.error), None),
+        silent_seconds=min(run.silent_seconds for run in runs),
+        lines=_mean_lines([run.lines for run in runs]),
+        seeds=tuple(run.options["seed"] for run in runs),
+        validation_deviation=_over(statistics.stdev, runs, "validation_loss"),
+        bits_deviation=_over(statistics.stdev, runs, "bits_per_byte"),
+        paths=tuple(run.path for run in runs),
+    )
+
+
+def _over(statistic: Callable[[list[float]], float], runs: Sequence[RunSummary], name: str) -> float | None:
+    """A statistic of a number of runs; None if one of them lacks the number."""
+    values = [getattr(run, name) for run in runs]
+    return None if None in values else statistic(values)
+
+
+def _mean_lines(of_runs: Sequence[Sequence[Line]]) -> list[Line]:
+    """The mean of each number at the steps and evaluations that all runs have."""
+    by_step = [{("validation_loss" in line, line["step"]): line for line in lines} for lines in of_runs]
+    common = [key for key in by_step[0] if all(key in lines for lines in by_step)]
+    merged: list[Line] = []
+    for key in common:
+        lines = [lines[key] for lines in by_step]
+        names = [name for name in lines[0] if all(name in line for line in lines)]
+        means = {name: statistics.fmean(line[name] for line in lines) for name in names}
+        losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
+        merged.append({**means, DEVIATION: statistics.stdev(losses)} if losses else means)
+    return merged
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,8 @@ from lineartime.machine import autocast, choose_device, using_threads
 from lineartime.models.language_model import CausalLM, MaskedLM
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.runs.curve import draw_curve
-from lineartime.runs.metrics import losses, read_metrics
+from lineartime.runs.metrics import NullReporter, Reporter, StepMetrics, check_trackers, losses, read_metrics
 from lineartime.runs.record import RunRecord
-from lineartime.runs.reporter import NullReporter, Reporter, StepMetrics
-from lineartime.runs.trackers import check_trackers
 from lineartime.training.config import TrainConfig, learning_rate
 from lineartime.training.optimizers import build_optimizer
 from lineartime.training.parallel import World, join_world, parallelize, part_of, read_environment

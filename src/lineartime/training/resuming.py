@@ -12,8 +12,7 @@ from lineartime.checkpoint import NoCheckpointError
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.files import is_folder, is_there
 from lineartime.models.presets import PRESETS, resolve
-from lineartime.runs.lock import LOCK_FILE, lock_run
-from lineartime.runs.record import last_error, read_record
+from lineartime.runs.record import LOCK_FILE, last_error, lock_run, read_record
 from lineartime.training.config import TrainConfig, merged_override, options_of, recipe_config, with_other_steps
 from lineartime.training.parallel import World
 
