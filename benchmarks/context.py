@@ -13,7 +13,7 @@ from measure import save
 from torch import Tensor
 
 from lineartime.evaluation import evaluate
-from lineartime.evaluation.positions import mean_over_rows
+from lineartime.evaluation.perplexity import mean_over_rows
 from lineartime.markdown import markdown_table
 
 LENGTHS = [128, 512, 1024, 2048, 4096]

@@ -19,7 +19,7 @@ FLOORS: list[set[str]] = [
     {"fields"},
     {"host"},
     {"files", "machine", "native"},
-    {"json_files", "plots"},
+    {"plots"},
     {"ops"},
     {"layers"},
     {"baselines", "foreign layers"},

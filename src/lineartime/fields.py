@@ -7,7 +7,7 @@ allowed: msgspec names no value, ignores unknown fields of dataclasses and takes
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,14 +35,7 @@ _WORDS: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class Between:
-    """The range of a number, in an annotation: `Annotated[int, Between(1, 100)]`. A float must also be finite.
-
-    Attributes:
-        least: the smallest allowed number.
-        most: the largest allowed number.
-        above: a limit that the number must exceed.
-        below: a limit that the number must stay below.
-    """
+    """The range of a number, in an annotation: `Annotated[int, Between(1, 100)]`. A float must also be finite."""
 
     least: float | None = None
     most: float | None = None
@@ -89,13 +82,9 @@ Digest = Annotated[str, Matching("[0-9a-f]{64}", "a SHA-256 in 64 hexadecimal di
 def decode(hint: Any, value: Any, name: str = "") -> Any:
     """Convert plain data to a type: a dictionary to a dataclass, a list to a tuple, a text to a Path.
 
-    Args:
-        hint: a dataclass, a tuple, a dictionary, a union, a Literal, a plain type or Any, optionally with a range.
-        value: the plain data, or a value of the type.
-        name: the name of the value in errors. If it is empty, the fields of a dataclass are named by their own names alone.
-
-    Raises:
-        ArgumentError: naming the field ("processes[2].time"), for anything unknown, missing, of the wrong type or out of range.
+    `hint` is a dataclass, a tuple, a dictionary, a union, a Literal, a plain type or Any, optionally with a range. Raises
+    ArgumentError, naming the field ("processes[2].time") below `name`, for anything unknown, missing, of the wrong type or out
+    of range.
     """
     kind, parts = get_origin(hint), get_args(hint)
     if kind is Annotated:
@@ -163,12 +152,9 @@ def _check_contents(value: Any, name: str) -> None:
 
 
 def from_fields(cls: type[Config], values: dict[str, Any], name: str = "") -> Config:
-    """Make a dataclass from values for its fields. Raises ArgumentError for a field that is unknown or missing.
+    """Make a dataclass, which checks them, from values for its fields; an error names the field below `name`.
 
-    Args:
-        cls: the dataclass, which checks the values.
-        values: its fields by name.
-        name: the name of the whole, in which an error names the field.
+    Raises ArgumentError for a field that is unknown or missing.
     """
     known = _hints(cls)
     for field in values:
@@ -187,8 +173,7 @@ def from_fields(cls: type[Config], values: dict[str, Any], name: str = "") -> Co
 def check_fields(config: Any) -> None:
     """Check all values of a dataclass by the types and ranges of its fields, and replace lists by tuples and texts by paths.
 
-    Raises:
-        ArgumentError: naming the field.
+    Raises ArgumentError, naming the field.
     """
     for name, hint in _hints(type(config)).items():
         object.__setattr__(config, name, decode(hint, getattr(config, name), name))
@@ -242,13 +227,11 @@ def describe(hint: Any) -> str:
     return _WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def _read_hints(cls: Any) -> dict[str, Any]:
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
     """The types of the fields of a dataclass, with their ranges."""
     hints = get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-_hints: Callable[[Any], dict[str, Any]] = cache(_read_hints)  # to type checkers, a class is not hashable
 
 
 def _inside(name: str, field: str) -> str:

@@ -1,18 +1,24 @@
-"""Atomic writes, synchronised writes, removal after a failure, and checksums."""
+"""Files that are whole or not there, and JSON files, whose size is limited and whose values are checked before use."""
 
+import errno
 import hashlib
+import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
-from lineartime.errors import ArgumentError, file_error, reporting_file_errors
+from lineartime.errors import ArgumentError, LineartimeError, file_error, reporting_file_errors
+from lineartime.fields import decode, shown
+
+Content = TypeVar("Content")
 
 TOKENIZER_FILE = "tokenizer.json"
 """The file name of a tokenizer, as in the tokenizers library."""
@@ -22,6 +28,9 @@ CHECKPOINT = r"step-\d{8,18}"
 """The name of a checkpoint in a run's folder."""
 _ABANDONED_SECONDS = 3600
 """The age of half written data that no living process can be writing."""
+LARGEST = 1 << 26
+"""The maximum size of a JSON file, in bytes."""
+_TOO_DEEP = "it has lists and objects nested too deeply"
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
@@ -34,28 +43,19 @@ def write_atomically(file: Path, content: str | bytes) -> None:
         return
     partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}.partial")  # another name than any other process has
     try:
-        write_synchronised(partial, content)
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        synchronise(partial)
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def write_file(file: Path, text: str) -> Path:
-    """Write or replace a file as `write_atomically` does, in a folder that is created if missing.
-
-    Raises:
-        LineartimeError: naming the file, if it cannot be written.
-    """
+    """Write or replace a file as `write_atomically` does, in a folder that is created if missing. Raises LineartimeError."""
     with reporting_file_errors("write", file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)
     return file
-
-
-def write_synchronised(file: Path, content: str | bytes) -> None:
-    """Write a file, text as UTF-8, and wait until it is on the disk. Raises OSError on failure."""
-    file.write_bytes(content.encode() if isinstance(content, str) else content)
-    synchronise(file)
 
 
 def synchronise(path: Path) -> None:
@@ -77,9 +77,7 @@ def synchronise_folder(folder: Path) -> None:
 def new_folder(argument: str, folder: Path) -> Iterator[Path]:
     """Write a folder under a temporary name, which the `with` block gets, and rename it when all of it is on the disk.
 
-    Raises:
-        ArgumentError: as `check_new_folder`.
-        LineartimeError: if the folder cannot be written.
+    Raises ArgumentError as `check_new_folder`, and LineartimeError if the folder cannot be written.
     """
     check_new_folder(argument, folder)
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
@@ -119,10 +117,8 @@ def new_file(argument: str, file: Path) -> Iterator[Path]:
     """Write a file under a temporary name, which the `with` block gets, and rename it when it is on the disk; the suffix stays.
 
     The temporary file is created, empty, before the block, so that a folder in which nothing can be written is found at once.
-
-    Raises:
-        ArgumentError: naming the argument, for a file that exists, now or at the end.
-        LineartimeError: if the file cannot be written.
+    Raises ArgumentError, naming the argument, for a file that exists, now or at the end, and LineartimeError if it cannot be
+    written.
     """
     check_new(argument, file)
     partial = file.with_name(f".{file.stem}.{uuid.uuid4().hex}.partial{file.suffix}")
@@ -237,3 +233,73 @@ def absolute_path(value: Any, is_name: Callable[[str], bool]) -> Any:
     if isinstance(value, Path) or (isinstance(value, str) and not is_name(value) and is_there(value)):
         return str(Path(value).absolute())
     return value
+
+
+class DamagedFileError(LineartimeError):
+    """A file does not hold what the library writes into it; `what` is a clause: "step is -1, but must be at least 0"."""
+
+    def __init__(self, file: Path, what: str, advice: str = "restore it from a copy") -> None:
+        super().__init__(f"{file} is damaged ({what}): {advice}.")
+        self.args = (file, what, advice)
+        self.what = what
+
+
+def read_file(file: Path, content: type[Content], advice: str = "restore it from a copy") -> Content:
+    """Read a JSON file as a dataclass; `advice` says what to do if it is damaged.
+
+    Raises DamagedFileError, naming the field, its value and what is allowed, and LineartimeError if it cannot be read.
+    """
+    found = read_plain(file, advice)
+    try:
+        return decoded(content, found)
+    except ValueError as error:
+        raise DamagedFileError(file, str(error), advice) from None
+
+
+def read_plain(file: Path, advice: str = "restore it from a copy") -> dict[str, Any]:
+    """Read the object in a JSON file without checking its fields. Raises as `read_file`."""
+    with reporting_file_errors("read", file), open_regular(file) as opened:
+        content = opened.read(LARGEST + 1)
+    try:
+        if len(content) > LARGEST:
+            raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
+        found = parse(content)
+        if not isinstance(found, dict):
+            raise ValueError(f"it is {shown(found)}, but must be an object")
+    except ValueError as error:
+        raise DamagedFileError(file, str(error), advice) from None
+    return found
+
+
+def open_regular(file: Path) -> IO[bytes]:
+    """Open a file for reading. Raises OSError for a pipe or a device, which could block or never end."""
+    kind = file.stat().st_mode
+    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # `open` reports a folder
+        raise OSError(errno.EINVAL, "It is a pipe or a device, and no file", str(file))
+    return file.open("rb")
+
+
+def parse(content: bytes) -> Any:
+    """Parse a JSON text. Raises ValueError, with a clause that says what is wrong, for anything else.
+
+    Infinities and NaN are accepted here, so that `decoded` can name their fields.
+    """
+    try:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 at byte {error.start:,}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error.msg} at line {error.lineno:,}, column {error.colno:,}") from None
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def decoded(content: type[Content], plain: Any) -> Content:
+    """Convert plain data to a dataclass. Raises ValueError, with a clause that names field, value and what is allowed."""
+    try:
+        found: Content = decode(content, plain)
+    except ArgumentError as error:
+        raise ValueError(str(error).rstrip(".")) from None
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    return found

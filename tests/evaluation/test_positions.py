@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lineartime.evaluation.positions import PositionSums
+from lineartime.evaluation.perplexity import PositionSums
 
 
 def add(sums: PositionSums, losses: torch.Tensor, counted: torch.Tensor | None = None, first: int = 1) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import lineartime
 from lineartime import checkpoint as checkpoints
-from lineartime import json_files
+from lineartime import files
 from lineartime.checkpoint.format import TrainingState, ValidationLoss, write_files
 from lineartime.cli import main
 from lineartime.data import ByteTokenizer, load_corpus, token_stream
@@ -125,7 +125,7 @@ FILES = {
             "entries": [{**TIME, "problem": None, "dtype": "fp32", "mode": "eager"}],
         },
         "outcome.json",
-        lambda f: json_files.read_file(f / "outcome.json", Outcome),
+        lambda f: files.read_file(f / "outcome.json", Outcome),
     ),
     "plan.json": File(
         ReproduceConfig,
@@ -344,7 +344,7 @@ def test_a_file_of_something_else_is_named(file: str, spoiled: Callable[[str, by
 
 
 def test_a_file_that_is_too_large_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_files, "LARGEST", 1 << 20)
+    monkeypatch.setattr(files, "LARGEST", 1 << 20)
     (tmp_path / "run.json").write_bytes(b'{"options": {"a": "' + b"x" * (1 << 20) + b'"}, "processes": []}')
     with pytest.raises(LineartimeError, match=r"run.json is damaged \(it is larger than 1 MiB\)"):
         read_record(tmp_path)

@@ -22,7 +22,7 @@ from tests.hardening.test_files import FILES
 import lineartime
 from lineartime.cli import main, options_of
 from lineartime.errors import LineartimeError
-from lineartime.json_files import read_file
+from lineartime.files import read_file
 from lineartime.models.config import ModelConfig
 from lineartime.models.memory import check_memory
 from lineartime.models.presets import resolve

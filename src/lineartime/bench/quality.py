@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from lineartime.checkpoint import read_from, read_model_config
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import Between, decode
-from lineartime.json_files import DamagedFileError, read_plain
+from lineartime.files import DamagedFileError, read_plain
 from lineartime.models.config import LAYERS, ModelConfig
 from lineartime.runs.table import summarize
 

@@ -16,8 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from lineartime.choices import Task
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import Between, Count, decode, shown
-from lineartime.files import CHECKPOINT, TOKENIZER_FILE, is_folder, is_there, utf8_path, write_atomically
-from lineartime.json_files import DamagedFileError, decoded, read_plain
+from lineartime.files import (
+    CHECKPOINT,
+    TOKENIZER_FILE,
+    DamagedFileError,
+    decoded,
+    is_folder,
+    is_there,
+    read_plain,
+    utf8_path,
+    write_atomically,
+)
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     from torch import Tensor

@@ -15,7 +15,7 @@ from typing import Any
 
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, missing_extra, reporting_file_errors
 from lineartime.fields import shown
-from lineartime.json_files import parse
+from lineartime.files import parse
 from lineartime.training.config import TrainConfig
 
 _ALIASES = {"model": "preset", "context": "context_length"}

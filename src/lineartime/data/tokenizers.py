@@ -24,8 +24,7 @@ from lineartime.errors import (
     require_packages,
     typed_first_line,
 )
-from lineartime.files import TOKENIZER_FILE
-from lineartime.json_files import open_regular
+from lineartime.files import TOKENIZER_FILE, open_regular
 
 _HUB = "hub:"
 MASK_TEXT, END_TEXT = "[MASK]", "[END]"

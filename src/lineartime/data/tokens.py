@@ -28,8 +28,7 @@ from lineartime.data.progress import Progress
 from lineartime.data.readers import SPLITS
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import LineartimeError, file_error
-from lineartime.files import remove_abandoned, sha256
-from lineartime.json_files import read_file
+from lineartime.files import read_file, remove_abandoned, sha256
 
 _FORMAT = 4  # part of every folder's name: increase it when the same input would give other tokens
 _PARTIAL = r"[0-9a-f]{20}\.[0-9a-f]{32}\.partial"

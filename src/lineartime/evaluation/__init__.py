@@ -2,7 +2,6 @@
 
 from lineartime.evaluation.corpus import evaluate
 from lineartime.evaluation.difference import Difference, difference
-from lineartime.evaluation.perplexity import Evaluation, evaluate_carried, evaluate_windowed
-from lineartime.evaluation.positions import PositionLoss
+from lineartime.evaluation.perplexity import Evaluation, PositionLoss, evaluate_carried, evaluate_windowed
 
 __all__ = ["Difference", "Evaluation", "PositionLoss", "difference", "evaluate", "evaluate_carried", "evaluate_windowed"]

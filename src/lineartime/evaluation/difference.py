@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from lineartime.errors import ArgumentError
-from lineartime.evaluation.perplexity import Evaluation
-from lineartime.evaluation.positions import mean_over_rows
+from lineartime.evaluation.perplexity import Evaluation, mean_over_rows
 
 
 @dataclass(frozen=True)

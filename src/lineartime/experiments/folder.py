@@ -9,8 +9,7 @@ from lineartime.choices import Device
 from lineartime.errors import ArgumentError
 from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig
 from lineartime.experiments.plan import Plan, folder_of
-from lineartime.files import write_file
-from lineartime.json_files import read_file
+from lineartime.files import read_file, write_file
 from lineartime.machine import choose_device, choose_precision
 
 PLAN_FILE = "plan.json"

@@ -12,8 +12,7 @@ from lineartime.errors import LineartimeError
 from lineartime.experiments.definitions import Job
 from lineartime.experiments.plan import Contender, Plan
 from lineartime.fields import Count
-from lineartime.files import RECORD_FILE
-from lineartime.json_files import read_file
+from lineartime.files import RECORD_FILE, read_file
 from lineartime.runs.metrics import METRICS_FILE, Line, read_metrics
 from lineartime.runs.record import Record, read_record
 

@@ -23,9 +23,8 @@ from lineartime.experiments.definitions import INTERRUPTED, Job
 from lineartime.experiments.memory import learn
 from lineartime.experiments.models import with_chunk_size
 from lineartime.experiments.results import OUTCOME_FILE, PROGRESS_FILE, FinalResult, Outcome
-from lineartime.files import write_file
+from lineartime.files import decoded, write_file
 from lineartime.host import cache_folder
-from lineartime.json_files import decoded
 from lineartime.machine import choose_device, using_threads
 from lineartime.screen import SCREEN
 from lineartime.training.config import TrainConfig

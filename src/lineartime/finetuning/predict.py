@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from lineartime.choices import Device, Precision
 from lineartime.errors import ArgumentError, reporting_file_errors
-from lineartime.files import write_file
+from lineartime.files import read_file, write_file
 from lineartime.finetuning.answering import best_answers
 from lineartime.finetuning.labelling import LabelledFile, Labels, label_windows, mean_logits
 from lineartime.finetuning.questions import read_questions
@@ -20,7 +20,6 @@ from lineartime.finetuning.tune import MODEL, RESULT, FinetuneResult
 from lineartime.finetuning.windows import WindowEncoder
 from lineartime.hf.convert import quietly
 from lineartime.hf.tasks import LineartimeForQuestionAnswering, LineartimeForSequenceClassification
-from lineartime.json_files import read_file
 from lineartime.machine import choose_device, choose_precision
 
 BLOCK = 64

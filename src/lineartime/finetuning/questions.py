@@ -10,9 +10,9 @@ from lineartime.choices import Domain, Split
 from lineartime.data.splits import named_split
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import shown
+from lineartime.files import open_regular
 from lineartime.finetuning.answer_metrics import Metric
 from lineartime.finetuning.records import parse_text, read_lines
-from lineartime.json_files import open_regular
 
 HELD_OUT_EVERY = 5
 """Of a single file, every fifth article is held out."""

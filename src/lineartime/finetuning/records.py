@@ -8,7 +8,7 @@ from typing import Any
 
 from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
 from lineartime.fields import shown
-from lineartime.json_files import open_regular, parse
+from lineartime.files import open_regular, parse
 
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 

@@ -22,13 +22,12 @@ from lineartime.checkpoint import load, load_tokenizer, save
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.train_tokenizer import tokenizer_for
 from lineartime.errors import ArgumentError, LineartimeError, require_packages
-from lineartime.files import remove, removed_on_failure, write_file
+from lineartime.files import read_file, remove, removed_on_failure, write_file
 from lineartime.finetuning.pairs import Pair, corpus_of, find_pairs, read_pairs
 from lineartime.finetuning.pairs_config import PairsConfig
 from lineartime.finetuning.predict import PAIRS_RESULT, blocks
 from lineartime.finetuning.trainer import Task, begun, plain_options, train, write_result
 from lineartime.finetuning.windows import by_length
-from lineartime.json_files import read_file
 from lineartime.machine import autocast
 from lineartime.models.encoder_decoder import EncoderDecoder, beam_search, greedy
 

@@ -17,9 +17,8 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 from lineartime.choices import Device, Precision
 from lineartime.errors import ArgumentError, reporting_file_errors
 from lineartime.fields import shown
-from lineartime.files import write_file
+from lineartime.files import read_file, write_file
 from lineartime.hf.convert import quietly
-from lineartime.json_files import read_file
 from lineartime.machine import choose_device, choose_precision
 
 PREDICTIONS = "predictions.json"

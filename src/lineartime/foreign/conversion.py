@@ -12,11 +12,10 @@ from lineartime.checkpoint.saving import write_model
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import check_names
-from lineartime.files import new_folder
+from lineartime.files import new_folder, read_plain
 from lineartime.foreign.flash_pytorch import from_flash_pytorch, is_model
 from lineartime.foreign.gau_alpha import MODEL_TYPE, VOCABULARY, from_gau_alpha, read_vocabulary
 from lineartime.foreign.weights import SUFFIXES, read_weights
-from lineartime.json_files import read_plain
 from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM
 
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"

@@ -26,13 +26,12 @@ from lineartime.checkpoint.saving import write_model
 from lineartime.data.tokenizers import Tokenizer, read_definition
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
-from lineartime.files import TOKENIZER_FILE, new_folder, os_error_behind, utf8_path
+from lineartime.files import TOKENIZER_FILE, new_folder, os_error_behind, read_plain, utf8_path
 from lineartime.foreign.weights import read_weights
 from lineartime.hf.card import model_card, training_facts
 from lineartime.hf.config import FIELDS, LineartimeConfig
 from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
-from lineartime.json_files import read_plain
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import LanguageModel, build_model
 from lineartime.models.memory import model_tensors

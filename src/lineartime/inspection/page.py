@@ -9,7 +9,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from lineartime.files import new_folder, write_synchronised
+from lineartime.files import new_folder
 from lineartime.inspection.look import Inspection, Piece
 from lineartime.inspection.pictures import draw, picture_of_layer
 from lineartime.plots import save_figure
@@ -53,7 +53,7 @@ def write_inspection(inspection: Inspection, title: str, out: str | Path) -> Pat
     out = Path(out)
     with new_folder("out", out) as folder:
         pictures = {name: save_figure(figure, folder / name).read_bytes() for name, figure in draw(inspection)}
-        write_synchronised(folder / PAGE, page(inspection, title, pictures))
+        (folder / PAGE).write_text(page(inspection, title, pictures), encoding="utf-8")
     return out / PAGE
 
 

@@ -25,8 +25,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from lineartime.checkpoint.format import Step
 from lineartime.errors import ArgumentError, LineartimeError, first_line, is_installed, missing_extra, reporting_file_errors
 from lineartime.fields import Between, decode, shown
-from lineartime.files import write_atomically
-from lineartime.json_files import open_regular, parse
+from lineartime.files import open_regular, parse, write_atomically
 from lineartime.screen import progress_bar
 
 METRICS_FILE = "metrics.jsonl"

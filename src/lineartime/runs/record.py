@@ -21,9 +21,8 @@ from lineartime.checkpoint import list_checkpoints
 from lineartime.checkpoint.format import checked_options
 from lineartime.choices import DEFAULT_TEXT
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors, typed_first_line
-from lineartime.files import RECORD_FILE, write_file
+from lineartime.files import RECORD_FILE, read_file, write_file
 from lineartime.host import installed_version, processor_name
-from lineartime.json_files import read_file
 
 WITHOUT_EFFECT = ("out", "resume", "auto_resume", "cache", "track", "timeout", "max_time", "keep_every")
 """Options that change neither what a run learns nor how fast."""
