@@ -7,7 +7,7 @@ allowed: msgspec names no value, ignores unknown fields of dataclasses and takes
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -227,11 +227,13 @@ def describe(hint: Any) -> str:
     return _WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
+def _read_hints(cls: Any) -> dict[str, Any]:
     """The types of the fields of a dataclass, with their ranges."""
     hints = get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+_hints: Callable[[Any], dict[str, Any]] = cache(_read_hints)  # to type checkers, a class is not hashable
 
 
 def _inside(name: str, field: str) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lineartime import checkpoint as checkpoints
 from lineartime.choices import Precision
 from lineartime.data import Batch, evaluation_batch, merge_states, read_window, spread_windows, text_length
-from lineartime.errors import ArgumentError, DivergedError, LineartimeError, did_you_mean
+from lineartime.errors import DivergedError, LineartimeError, did_you_mean
 from lineartime.fields import decode
 from lineartime.files import removed_on_failure
 from lineartime.host import freed_memory_kept, stop_signals
@@ -101,11 +101,6 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
         TypeError: for an option that does not exist.
     """
     if config is not None:
-        if not isinstance(config, TrainConfig):
-            kind = type(config).__name__
-            raise ArgumentError(
-                "config", f"is of type {kind}, but must be a TrainConfig: give options by name, train(steps=100)."
-            )
         usual = TrainConfig()
         given = {name: value for name, value in vars(config).items() if value != getattr(usual, name)}
         if config.resume or options.get("resume"):  # a config also records where its defaults came from
@@ -464,21 +459,19 @@ class Validation:
 
     def _batches(self) -> list[Batch]:
         """This process's batches. All processes have equally many, since FSDP needs every process in each forward pass."""
-        world = self._world
+        world, text = self._world, self._setup.text.validation
         together = self._setup.config.batch_size * world.data_ranks
         batches = []
         for first in range(0, len(self._starts), together):
             indices = list(range(first, min(first + together, len(self._starts))))
             own = indices[world.data_rank :: world.data_ranks]
-            batch = self._batch(own or indices[:1])
+            windows = [read_window(text, self._starts[index], self._length + 1) for index in own or indices[:1]]
+            config = self._setup.config
+            batch = evaluation_batch(
+                config.task, torch.stack(windows), self._setup.tokenizer, own or indices[:1], packed=config.packed
+            )
             batches.append(batch if own else batch._replace(targets=torch.full_like(batch.targets, IGNORED)))
         return batches
-
-    def _batch(self, indices: list[int]) -> Batch:
-        """The batch of some windows, which does not depend on the other windows."""
-        setup, text = self._setup, self._setup.text.validation
-        windows = torch.stack([read_window(text, self._starts[index], self._length + 1) for index in indices])
-        return evaluation_batch(setup.config.task, windows, setup.tokenizer, indices, packed=setup.config.packed)
 
 
 @dataclass

@@ -157,12 +157,11 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     Raises LineartimeError for options that are incompatible with each other, the text or this machine.
     """
     weights = start or config.init_from
-    is_new = start is None
     with world.raise_on_all_ranks():
         device = choose_device(config.device, world.local_rank)
         rows = config.rows(world.data_rank, world.data_ranks)
         cache = config.cache or cache_folder()
-        if is_new and weights is not None:
+        if start is None and weights is not None:
             check_start(config, weights)
     corpus: Corpus = world.local_main_first("the corpus", lambda: _corpus(config, start))
     tokenizer: Tokenizer = world.local_main_first("the tokenizer", lambda: _tokenizer(config.tokenizer, start, corpus, cache))
@@ -171,13 +170,23 @@ def set_up(config: TrainConfig, world: World, start: Path | None) -> Setup:
     if definition != tokenizer.to_json():
         tokenizer = tokenizer_from_json(definition, "the tokenizer of the main process")
     with world.raise_on_all_ranks():
-        if is_new and weights is not None:
-            check_tokenizer(config, tokenizer, weights)
+        if start is None and weights is not None and fingerprint(tokenizer) != fingerprint(read_tokenizer(weights)):
+            raise _unfit("tokenizer", f"is {config.tokenizer or 'bytes'}", "has learnt the tokens of another one")
         # A run keeps its model, whatever its preset means today.
         model_config = config.model_config(tokenizer.vocab_size) if start is None else checkpoints.read_model_config(start)
-        slice_unit = _slice_unit(model_config, config)
+        ranks, chunk_size = config.context_parallel, lcm(*_chunk_sizes(model_config))
+        slice_unit = ranks * chunk_size
+        if ranks > 1 and config.context_length % slice_unit:
+            processes = f"{ranks} processes (`context_parallel`) x chunk_size {chunk_size}"
+            problem = f"is {config.context_length}, but must be a multiple of {slice_unit}: {processes}."
+            raise ArgumentError("context_length", problem)
         _check_memory(model_config, config, rows, device, world)
-        objective = Objective(_model(model_config, config, device, start), world.context_group)
+        torch.manual_seed(config.seed)
+        with errors_in_override():
+            model = build_model(model_config).to(device)
+        if weights is not None:
+            checkpoints.load_into(model, weights)
+        objective = Objective(model, world.context_group)
     text: Text = world.local_main_first("the text", lambda: Text(corpus, tokenizer, config, rows, cache))
     _check_same_run(config, text, world)
     tokens_per_step = rows.per_step * config.context_length
@@ -210,29 +219,6 @@ def _tokenizer(choice: str | None, start: Path | None, corpus: Corpus, cache: Pa
     if choice is not None and names_folder(choice):
         return checkpoints.load_tokenizer(choice)
     return tokenizer_for(choice, corpus, cache)
-
-
-def _model(model_config: ModelConfig, config: TrainConfig, device: torch.device, start: Path | None) -> LanguageModel:
-    """The model on its device, with the weights of a checkpoint if there is one."""
-    torch.manual_seed(config.seed)
-    with errors_in_override():
-        model = build_model(model_config).to(device)
-    weights = start or config.init_from
-    if weights is not None:
-        checkpoints.load_into(model, weights)
-    return model
-
-
-def _slice_unit(model_config: ModelConfig, config: TrainConfig) -> int:
-    """The unit of the length of sequences that processes share: one whole chunk per process."""
-    ranks, chunk_size = config.context_parallel, lcm(*_chunk_sizes(model_config))
-    if ranks > 1 and config.context_length % (ranks * chunk_size):
-        raise ArgumentError(
-            "context_length",
-            f"is {config.context_length}, but must be a multiple of {ranks * chunk_size}: {ranks} processes ("
-            f"`context_parallel`) x chunk_size {chunk_size}.",
-        )
-    return ranks * chunk_size
 
 
 def _chunk_sizes(model: ModelConfig) -> list[int]:
@@ -296,12 +282,6 @@ def check_start(config: TrainConfig, start: Path) -> None:
     named, found = (resolve(name, config.task) for name in (config.preset, nearest))
     if (named.d_model, named.n_blocks) != (found.d_model, found.n_blocks):
         raise _unfit("preset", f"is {config.preset}", f"is {nearest}")
-
-
-def check_tokenizer(config: TrainConfig, tokenizer: Tokenizer, start: Path) -> None:
-    """Raise ArgumentError unless the tokenizer is the one whose tokens the model of a checkpoint knows."""
-    if fingerprint(tokenizer) != fingerprint(read_tokenizer(start)):
-        raise _unfit("tokenizer", f"is {config.tokenizer or 'bytes'}", "has learnt the tokens of another one")
 
 
 def start_notes(config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig) -> list[str]:
