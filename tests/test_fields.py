@@ -58,19 +58,19 @@ def test_plain_data_becomes_dataclasses_tuples_and_paths() -> None:
         ({"parts": [], "anything": {"b": [2**70]}}, "^anything.b\\[0\\] is 1180591620717411303424, but must be at least"),
     ],
 )
-def test_the_field_the_value_and_what_is_allowed_are_named(plain: Any, message: str) -> None:
+def test_field_the_value_and_what_is_allowed_are_named(plain: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         decode(Whole, plain)
 
 
-def test_a_dataclass_that_checks_itself_takes_lists_and_texts() -> None:
+def test_dataclass_that_checks_itself_takes_lists_and_texts() -> None:
     places: Any = ["a", Path("b")]
     assert Checked(places) == Checked((Path("a"), Path("b")))
     with pytest.raises(ArgumentError, match=r"^size is 0, but must be at least 1"):
         Checked(size=0)
 
 
-def test_a_range_holds_for_a_union_and_any_value_can_be_shown() -> None:
+def test_range_holds_for_a_union_and_any_value_can_be_shown() -> None:
     for hint, value, message in (
         (Annotated[int | None, Between(1, 5)], 99, "n is 99, but must be at least 1 and at most 5"),
         (int, 10**5000, "n is a int that is too long to be shown, but must be"),

@@ -11,7 +11,7 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import check_new_folder, new_file, new_folder, removed_on_failure, write_atomically
 
 
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file.json"
     write_atomically(file, "old")
 
@@ -25,13 +25,13 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_device_stays_one(tmp_path: Path) -> None:
+def test_device_stays_one(tmp_path: Path) -> None:
     (tmp_path / "picture.png").symlink_to("/dev/null")
     write_atomically((tmp_path / "picture.png").resolve(), b"picture")
     assert Path("/dev/null").is_char_device()
 
 
-def test_what_a_failure_has_added_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_failure_removes_what_it_added_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("text")
 
     def fail() -> None:
@@ -46,7 +46,7 @@ def test_what_a_failure_has_added_is_removed_and_nothing_else(tmp_path: Path) ->
         raise KeyError
 
 
-def test_a_new_file_or_folder_appears_whole_with_the_folders_above_it(tmp_path: Path) -> None:
+def test_new_file_or_folder_appears_whole_with_the_folders_above_it(tmp_path: Path) -> None:
     with new_file("file", tmp_path / "a" / "b.pt2") as partial:
         partial.write_text("text")
         assert partial.suffix == ".pt2"  # which writers of other libraries look at
@@ -56,7 +56,7 @@ def test_a_new_file_or_folder_appears_whole_with_the_folders_above_it(tmp_path: 
     assert [file.name for file in sorted(tmp_path.rglob("*")) if file.is_file()] == ["b.pt2", "file"]
 
 
-def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     def write() -> None:
         with new_file("out", tmp_path / "file") as partial:
             partial.write_text("late")
@@ -67,7 +67,7 @@ def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "early")]
 
 
-def test_what_is_there_is_not_replaced_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
+def test_existing_file_is_not_replaced_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
     with pytest.raises(ArgumentError, match=r"file is .*file, which exists already"), new_file("file", tmp_path / "file"):
         raise AssertionError
@@ -81,7 +81,7 @@ def test_what_is_there_is_not_replaced_and_a_failure_leaves_nothing(tmp_path: Pa
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_file_that_fails_elsewhere_is_the_one_that_is_named(tmp_path: Path) -> None:
+def test_file_that_fails_elsewhere_is_the_one_that_is_named(tmp_path: Path) -> None:
     with pytest.raises(LineartimeError, match=r"Cannot use .*source: No such file"), new_folder("out", tmp_path / "out"):
         (tmp_path / "source").read_text()
     (tmp_path / "file").touch()
@@ -89,7 +89,7 @@ def test_a_file_that_fails_elsewhere_is_the_one_that_is_named(tmp_path: Path) ->
         raise AssertionError
 
 
-def test_what_killed_processes_left_of_a_file_is_removed_once_it_is_old(tmp_path: Path) -> None:
+def test_partial_file_of_a_killed_process_is_removed_once_it_is_old(tmp_path: Path) -> None:
     left = [tmp_path / f".{stem}.{'b2' * 16}.partial{suffix}" for stem, suffix in (("a", ".pt2"), ("b", ".pt2"), ("c", ""))]
     for path in left:
         path.touch()

@@ -41,7 +41,7 @@ def test_every_format_gives_the_same_options(tmp_path: Path) -> None:
         ("a.txt", "steps = 3", "a.txt has the suffix '.txt': options are read from .toml, .yaml or .json"),
     ],
 )
-def test_a_file_that_holds_no_options_is_named(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+def test_file_that_holds_no_options_is_named(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(LineartimeError, match=message):
         read_options(tmp_path / name)
@@ -54,14 +54,14 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return {name.removeprefix("# "): json.loads(value) if value else None for name, _, value in lines}
 
 
-def test_the_printed_options_are_all_options_and_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_options_are_all_options_and_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     names = {field.name for field in dataclasses.fields(TrainConfig)} - {"recipe"}
     assert set(printed(capsys, "--recipe", "quick")) == names
     assert main(["train", "--steps", "0", "--print-config"]) == 1
     assert "--steps is 0" in capsys.readouterr().err
 
 
-def test_the_command_line_wins_over_a_file_and_a_file_over_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_wins_over_a_file_and_a_file_over_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.json"
     file.write_text('{"recipe": "quick", "steps": 7, "learning_rate": 0.1, "data": ["README.md"]}')
     found = printed(capsys, "--config", str(file), "--learning-rate", "0.2")
@@ -71,7 +71,7 @@ def test_the_command_line_wins_over_a_file_and_a_file_over_a_recipe(tmp_path: Pa
     assert printed(capsys, "--config", str(file), "--data", "docs")["data"].endswith("docs")
 
 
-def test_an_override_on_the_command_line_changes_one_field_of_the_model_in_a_file(
+def test_override_on_the_command_line_changes_one_field_of_the_model_in_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.json"
@@ -91,7 +91,7 @@ def test_printed_options_are_read_back(tmp_path: Path, capsys: pytest.CaptureFix
     assert TrainConfig(**read_options(tmp_path / "run.toml")).to_dict() == options
 
 
-def test_a_wrong_value_is_named_with_its_file(tmp_path: Path, fails: Fails) -> None:
+def test_wrong_value_is_named_with_its_file(tmp_path: Path, fails: Fails) -> None:
     file = tmp_path / "run.json"
     for content, message in (
         ('{"steps": "many"}', "run.json: steps is 'many', but must be an integer"),
@@ -102,7 +102,7 @@ def test_a_wrong_value_is_named_with_its_file(tmp_path: Path, fails: Fails) -> N
         fails(["train", "--config", str(file)], message)
 
 
-def test_a_dry_run_tells_what_a_run_takes_and_writes_nothing(
+def test_dry_run_tells_what_a_run_takes_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = [tmp_path / "run" / name for name in ("step-00000001", ".step-00000002.partial")]  # of a run that is going on

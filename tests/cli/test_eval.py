@@ -56,7 +56,7 @@ def test_another_checkpoint_than_the_best_can_be_chosen(folder: Path, capsys: py
         fails([command, f"{run}/step-00000004", "--checkpoint", "last"], "--checkpoint is last, but .* is a checkpoint itself")
 
 
-def test_a_model_that_was_passed_on_alone_is_evaluated_and_generates(
+def test_model_that_was_passed_on_alone_is_evaluated_and_generates(
     folder: Path, tmp_path: Path, fails: Fails, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "model"
@@ -75,7 +75,7 @@ def test_a_model_that_was_passed_on_alone_is_evaluated_and_generates(
     assert main(["generate", str(model), "--prompt", "the square", "--max-tokens", "3"]) == 0
 
 
-def test_a_context_longer_than_the_model_reads_ends_in_a_sentence(
+def test_context_longer_than_the_model_reads_ends_in_a_sentence(
     folder: Path, tmp_path: Path, options: list[str], fails: Fails
 ) -> None:
     arguments = [argument for argument in options if not argument.startswith(("d_qk", "chunk_size"))]
@@ -93,14 +93,14 @@ def test_a_context_longer_than_the_model_reads_ends_in_a_sentence(
     fails(["generate", run, "--prompt-file", str(tmp_path / "long.txt"), "--max-tokens", "1"], "--prompt-file has 31 tokens")
 
 
-def test_a_masked_model_cannot_generate_or_carry(masked: str, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
+def test_masked_model_cannot_generate_or_carry(masked: str, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
     assert main(["eval", masked]) == 0
     assert " per masked token" in capsys.readouterr().out
     fails(["generate", masked], "model is a masked language model, which cannot generate: train one with --task clm")
     fails(["eval", masked, "--context", "carried"], "--context is carried, which needs a causal model")
 
 
-def test_the_perplexity_of_a_word_is_shown_for_prose_or_if_asked_for(
+def test_perplexity_of_a_word_is_shown_for_prose_or_if_asked_for(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["eval", str(folder / "run"), "--max-tokens", "200", "--split", "all", "--cache", str(tmp_path / "cache")]
@@ -114,7 +114,7 @@ def test_the_perplexity_of_a_word_is_shown_for_prose_or_if_asked_for(
     assert (result["prose"], result["word_perplexity"] > 1) == (False, True)
 
 
-def test_the_picture_shows_the_curve_beside_the_loss_by_position(
+def test_picture_shows_the_curve_beside_the_loss_by_position(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from matplotlib.axes import Axes
@@ -152,9 +152,7 @@ def test_several_runs_are_compared_window_by_window(folder: Path, capsys: pytest
     assert "--plot shows one run: give one, or draw the curves of several by `lineartime runs`" in capsys.readouterr().err
 
 
-def test_what_was_measured_is_shown_if_a_later_run_fails(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measured_runs_are_shown_if_a_later_one_fails(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(folder / "run" / "step-00000002", tmp_path / "damaged")
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"\0" * 64)
     assert main(["eval", str(folder / "run"), str(tmp_path / "damaged"), "--cache", str(folder / "cache")]) == 1

@@ -68,7 +68,7 @@ def test_texts_that_are_given_replace_those_of_a_recipe(folder: Path, tmp_path: 
     fails(["train", "--resume", "--out", "run", "--data", "a.txt"], "The text of the run in run has changed")
 
 
-def test_a_resumed_run_takes_options_of_the_machine_even_if_they_are_the_defaults(tmp_path: Path, options: list[str]) -> None:
+def test_resumed_run_takes_options_of_the_machine_even_if_they_are_the_defaults(tmp_path: Path, options: list[str]) -> None:
     run = str(tmp_path / "run")
     given = ["--recompute", "--max-skipped", "3", "--parallel", "fsdp"]
     assert main(["train", *options, "--out", run, "--steps", "1", *given]) == 0
@@ -82,7 +82,7 @@ def test_a_resumed_run_takes_options_of_the_machine_even_if_they_are_the_default
     }
 
 
-def test_an_error_on_record_names_options_as_the_command_line_does(
+def test_error_on_record_names_options_as_the_command_line_does(
     tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str], fails: Fails
 ) -> None:
     run = str(tmp_path / "run")
@@ -123,7 +123,7 @@ def test_killed_at_any_moment_a_run_can_be_loaded_and_resumed(tmp_path: Path, op
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_ends_in_a_sentence_and_leaves_the_last_good_checkpoint(
+def test_disk_that_is_full_ends_in_a_sentence_and_leaves_the_last_good_checkpoint(
     tmp_path: Path, options: list[str], fork: Fork
 ) -> None:
     run = tmp_path / "run"

@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_run_is_measured_on_its_own_text_as_by_hand(run: Path) -> None:
+def test_run_is_measured_on_its_own_text_as_by_hand(run: Path) -> None:
     model = lineartime.load(run)
     assert isinstance(model, CausalLM)
     cache = run.parent / "cache"
@@ -47,7 +47,7 @@ def test_a_run_is_measured_on_its_own_text_as_by_hand(run: Path) -> None:
     assert each.context == "documents, each from its first token to the last, 24 tokens read at a time"
 
 
-def test_a_text_that_has_changed_since_training_is_told(run: Path, tmp_path: Path) -> None:
+def test_text_that_has_changed_since_training_is_told(run: Path, tmp_path: Path) -> None:
     def told() -> list[str]:
         said: list[str] = []
         evaluate(run, say=said.append, cache=tmp_path / "cache")
@@ -62,7 +62,7 @@ def test_a_text_that_has_changed_since_training_is_told(run: Path, tmp_path: Pat
     assert told() == []
 
 
-def test_a_part_of_a_split_is_measured_without_encoding_another(
+def test_part_of_a_split_is_measured_without_encoding_another(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded = []
@@ -88,7 +88,7 @@ def test_logits_that_are_not_finite_are_no_loss(run: Path) -> None:
         inspect(model, TOKENIZER, "the square")
 
 
-def test_a_model_that_was_changed_and_saved_is_measured_as_it_was_in_memory(run: Path, tmp_path: Path) -> None:
+def test_model_that_was_changed_and_saved_is_measured_as_it_was_in_memory(run: Path, tmp_path: Path) -> None:
     model = lineartime.load(run)
     with torch.no_grad():
         model.backbone.embedding.weight.mul_(0.5)
@@ -102,7 +102,7 @@ def test_a_model_that_was_changed_and_saved_is_measured_as_it_was_in_memory(run:
         evaluate(saved, run.parent / "text.txt")
 
 
-def test_what_cannot_be_measured_is_named(run: Path) -> None:
+def test_model_or_option_that_cannot_be_measured_is_named(run: Path) -> None:
     model, text = lineartime.load(run), run.parent / "text.txt"
     size = {"d_model": 16, "n_blocks": 1, "d_qk": 8}
     masked = lineartime.build("flash-tiny", "mlm", **size)

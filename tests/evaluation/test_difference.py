@@ -18,7 +18,7 @@ def evaluation(losses: list[float]) -> Evaluation:
     return Evaluation("the text", "windows", loss, 27, False, bits, None, True, [], samples=torch.stack([sums, TOKENS], 1))
 
 
-def test_the_error_is_that_of_the_differences_window_by_window() -> None:
+def test_error_is_that_of_the_differences_window_by_window() -> None:
     first, second = evaluation([1.0, 5.0, 3.0, 9.0]), evaluation([1.2, 5.1, 3.3, 9.2])
     found = difference(first, second)
     mean = (8 * 0.2 + 8 * 0.1 + 8 * 0.3 + 3 * 0.2) / 27

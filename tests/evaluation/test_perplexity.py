@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 import lineartime
 from lineartime.data import ByteTokenizer, JsonTokenizer, TokenStream
+from lineartime.data import tokenizers as own_tokenizers
 from lineartime.errors import LineartimeError
 from lineartime.evaluation import Evaluation, evaluate_carried, evaluate_windowed, perplexity
 from lineartime.models import CausalLM
@@ -96,7 +98,7 @@ def test_windows_predict_every_token_once(model: CausalLM, length: int, stride: 
         assert position.loss == pytest.approx(sum(inside) / len(inside), rel=1e-5)
 
 
-def test_the_logits_of_all_tokens_are_never_held_at_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_all_tokens_are_never_held_at_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def results() -> list[Evaluation]:
         return [measure(model, stream(50), 8, 8), evaluate_carried(model, stream(50), TOKENIZER, segment=20, bf16=False)]
 
@@ -116,7 +118,7 @@ def test_max_tokens_is_the_beginning_of_the_split(model: CausalLM) -> None:
     assert measure(model, stream(50), 20, 20, max_tokens=20).loss == pytest.approx(result.loss, rel=1e-5)
 
 
-def test_a_model_that_knows_nothing_has_a_perplexity_per_word_and_eight_bits_per_byte(model: CausalLM) -> None:
+def test_model_that_knows_nothing_has_a_perplexity_per_word_and_eight_bits_per_byte(model: CausalLM) -> None:
     with torch.no_grad():
         model.backbone.embedding.weight.zero_()  # every token costs log(258)
     words = TokenStream("the test split of noise", stream(60).tokens, 59, n_words=20)
@@ -131,7 +133,7 @@ def test_a_model_that_knows_nothing_has_a_perplexity_per_word_and_eight_bits_per
         assert measure(model, source, 16, 16).word_perplexity is None
 
 
-def test_a_masked_model_is_measured_on_masked_tokens_alone() -> None:
+def test_masked_model_is_measured_on_masked_tokens_alone() -> None:
     model = lineartime.build("flash-tiny", task="mlm", d_model=16, n_blocks=1, d_qk=8, chunk_size=8).eval()
     source = TokenStream("the test split of noise", stream(2000).tokens, 1999, n_words=100)
     results = [
@@ -167,7 +169,7 @@ def test_every_token_of_a_framed_text_may_be_masked(stride: int, monkeypatch: py
     assert found.tokens == 2000
 
 
-def test_a_prefix_model_is_measured_on_what_follows_the_first_half_of_each_window(model: CausalLM) -> None:
+def test_prefix_model_is_measured_on_what_follows_the_first_half_of_each_window(model: CausalLM) -> None:
     prefix = lineartime.build(model.config, "prefix-lm").eval()
     prefix.load_state_dict(model.state_dict())
     assert isinstance(prefix, CausalLM)
@@ -198,3 +200,17 @@ def test_wrong_arguments_are_named(model: CausalLM) -> None:
     with pytest.raises(LineartimeError, match=r"^context_length is 11, but this model reads at most 10 tokens"):
         measure(limited, stream(20), 11, 11)
     assert evaluate_carried(limited, stream(20), TOKENIZER, segment=8, bf16=False, max_tokens=10).tokens == 10
+
+
+BOOK = """"Well," said the Doctor's boy--who never was late--"it's half-past four; I _must_ go (he went)." In 1862, Mr. Müller
+answered: Ja, das weiß ich! """
+TOKENIZED = "The film , which was released on 4 July , was a success ; critics ( most of them ) praised its cast and music ."
+DATA = '{"step": 1, "loss": 2.0, "seconds": 12.5}\n' * 20
+
+
+def test_books_are_prose_and_code_and_data_are_not() -> None:
+    assert perplexity.is_prose(BOOK)
+    assert perplexity.is_prose(TOKENIZED)
+    assert not perplexity.is_prose(inspect.getsource(own_tokenizers))
+    assert not perplexity.is_prose(inspect.getsource(perplexity))  # with its docstring
+    assert not any(map(perplexity.is_prose, (DATA, "", "  \n ", "-- ... --", "1 2 3")))

@@ -40,7 +40,7 @@ def test_means_and_errors_are_those_of_the_counted_tokens() -> None:
     assert found[2, 3].error == pytest.approx(error_by_hand(middle), rel=1e-6)
 
 
-def test_the_error_is_that_of_rows_whose_tokens_share_a_topic() -> None:
+def test_error_is_that_of_rows_whose_tokens_share_a_topic() -> None:
     random = np.random.default_rng(0)
 
     def measured() -> tuple[float, float]:
@@ -58,7 +58,7 @@ def test_the_error_is_that_of_rows_whose_tokens_share_a_topic() -> None:
     assert actual > 3 * math.sqrt(2 / (40 * 30))  # what tokens as independent samples would claim
 
 
-def test_a_longest_row_of_a_power_of_two_joins_its_last_place_whatever_the_window() -> None:
+def test_longest_row_of_a_power_of_two_joins_its_last_place_whatever_the_window() -> None:
     losses = torch.rand(3, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sums = PositionSums()
     add(sums, losses)

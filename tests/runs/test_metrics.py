@@ -34,7 +34,7 @@ def test_losses_are_listed_by_step(tmp_path: Path) -> None:
     assert losses(lines, "validation_loss") == {1: 2.5}
 
 
-def test_a_curve_is_entitled_with_its_model_and_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curve_is_entitled_with_its_model_and_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = captured(monkeypatch)
     (tmp_path / "metrics.jsonl").touch()
     draw_curve(tmp_path)
@@ -61,7 +61,7 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 19, 45])
-def test_the_mean_of_the_last_steps_begins_where_there_are_as_many(
+def test_mean_of_the_last_steps_begins_where_there_are_as_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     text = "".join(f'{{"step": {step}, "loss": {float(step)}}}\n' for step in range(1, steps + 1))

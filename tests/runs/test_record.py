@@ -34,7 +34,7 @@ def begin_checkpoint(run: Path) -> None:
     (run / "step-00000001").mkdir()
 
 
-def test_it_tells_options_command_versions_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_tells_options_command_versions_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     RunRecord(tmp_path / "run").begin(OPTIONS, COMMAND)
     record = read_record(tmp_path / "run")
@@ -54,7 +54,7 @@ def test_it_tells_options_command_versions_and_machine(tmp_path: Path, monkeypat
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["run.json"]
 
 
-def test_a_process_that_goes_on_is_added_with_what_it_changes(tmp_path: Path) -> None:
+def test_process_that_goes_on_is_added_with_what_it_changes(tmp_path: Path) -> None:
     RunRecord(tmp_path).begin(OPTIONS, COMMAND)
     begin_checkpoint(tmp_path)
     RunRecord(tmp_path).begin({**OPTIONS, "precision": "bf16", "resume": True}, [*COMMAND, "--resume"])
@@ -64,7 +64,7 @@ def test_a_process_that_goes_on_is_added_with_what_it_changes(tmp_path: Path) ->
     assert record.processes[1].command[-1] == "--resume"
 
 
-def test_a_run_that_begins_again_forgets_the_one_that_left_no_checkpoint(tmp_path: Path) -> None:
+def test_run_that_begins_again_forgets_the_one_that_left_no_checkpoint(tmp_path: Path) -> None:
     RunRecord(tmp_path).begin(OPTIONS, COMMAND)
     RunRecord(tmp_path).begin({**OPTIONS, "seed": 8}, COMMAND)
     record = read_record(tmp_path)
@@ -72,7 +72,7 @@ def test_a_run_that_begins_again_forgets_the_one_that_left_no_checkpoint(tmp_pat
     assert len(record.processes) == 1
 
 
-def test_it_tells_the_state_of_git_and_never_where_it_comes_from(repository: Path, tmp_path: Path) -> None:
+def test_record_tells_the_state_of_git_and_never_where_it_comes_from(repository: Path, tmp_path: Path) -> None:
     def git() -> Git | None:
         RunRecord(tmp_path / "run").begin(OPTIONS, COMMAND)
         return read_record(tmp_path / "run").processes[-1].git
@@ -108,7 +108,7 @@ def test_damaged_record_is_named(tmp_path: Path, content: str) -> None:
         read_record(tmp_path)
 
 
-def test_a_record_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_record_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(LineartimeError, match=r"Cannot read .*run.json: No such file"):
         read_record(tmp_path)
     (tmp_path / "run.json").mkdir()
@@ -116,7 +116,7 @@ def test_a_record_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path
         RunRecord(tmp_path).begin(OPTIONS, COMMAND)
 
 
-def test_the_schedule_of_a_record_is_that_of_its_last_process(tmp_path: Path) -> None:
+def test_schedule_of_a_record_is_that_of_its_last_process(tmp_path: Path) -> None:
     RunRecord(tmp_path).begin(OPTIONS, COMMAND)
     (tmp_path / "step-00000002").mkdir()
     assert read_record(tmp_path).schedule == {}
@@ -133,7 +133,7 @@ def test_the_schedule_of_a_record_is_that_of_its_last_process(tmp_path: Path) ->
         (LineartimeError("The text is damaged: restore it."), "The text is damaged: restore it."),
     ],
 )
-def test_whatever_ends_a_process_is_on_record_until_the_next_one(tmp_path: Path, error: Exception, sentence: str) -> None:
+def test_error_that_ends_a_process_is_on_record_until_the_next_one(tmp_path: Path, error: Exception, sentence: str) -> None:
     begin_checkpoint(tmp_path)
     record = RunRecord(tmp_path)
     record.begin(OPTIONS, COMMAND)

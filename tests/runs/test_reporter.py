@@ -66,7 +66,7 @@ def test_losses_are_drawn_when_a_run_ends_even_by_an_error(tmp_path: Path, capsy
 
 
 @pytest.mark.pictures
-def test_a_run_without_matplotlib_says_why_there_is_no_picture(
+def test_run_without_matplotlib_says_why_there_is_no_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -78,7 +78,7 @@ def test_a_run_without_matplotlib_says_why_there_is_no_picture(
     )
 
 
-def test_a_resumed_run_counts_tokens_and_time_on_but_not_the_time_between(
+def test_resumed_run_counts_tokens_and_time_on_but_not_the_time_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -110,7 +110,7 @@ def test_a_resumed_run_counts_tokens_and_time_on_but_not_the_time_between(
     assert [(line["step"], line["tokens"]) for line in read_metrics(tmp_path)] == [(1, 100), (5, 500)]
 
 
-def test_a_skipped_step_leaves_one_line_of_valid_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_step_leaves_one_line_of_valid_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reporter(tmp_path, steps=3) as report:
         take(report, 1, loss=2.0)
         take(report, 2, loss=math.nan, gradient_norm=math.inf, skipped=1)
@@ -127,7 +127,7 @@ def test_a_skipped_step_leaves_one_line_of_valid_json(tmp_path: Path, capsys: py
     assert "training loss 2.000" in shown  # the mean of losses that are numbers
 
 
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     with reporter(tmp_path) as report:
         log = report._log
         log.close()
@@ -138,7 +138,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("with_widgets", [True, False])
-def test_a_notebook_has_a_bar_only_with_its_widgets(monkeypatch: pytest.MonkeyPatch, with_widgets: bool) -> None:
+def test_notebook_has_a_bar_only_with_its_widgets(monkeypatch: pytest.MonkeyPatch, with_widgets: bool) -> None:
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setattr("lineartime.screen.find_spec", lambda name: name if with_widgets else None)
     assert progress_bar().disable != with_widgets

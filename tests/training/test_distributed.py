@@ -116,9 +116,7 @@ def test_gradients_of_so_many_tokens_are_clipped_alike_by_any_number_of_processe
     assert metrics(tmp_path / "global", "loss") != pytest.approx(metrics(tmp_path / "one", "loss"), rel=1e-6)
 
 
-def test_a_run_saved_by_four_processes_goes_on_with_two_and_with_one(
-    config: MakeConfig, launch: Launch, tmp_path: Path
-) -> None:
+def test_run_saved_by_four_processes_goes_on_with_two_and_with_one(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
     common = {
         "optimizer": "muon",
         "tokens_per_batch": 4 * 24,
@@ -160,7 +158,7 @@ def test_two_processes_with_muon_resume_to_the_bit(config: MakeConfig, launch: L
 
 
 @pytest.mark.nightly
-def test_a_context_longer_than_the_held_out_text_is_measured_in_shorter_windows(
+def test_context_longer_than_the_held_out_text_is_measured_in_shorter_windows(
     config: MakeConfig, launch: Launch, tmp_path: Path
 ) -> None:
     long = config(context_length=1024, context_parallel=2, batch_size=1, steps=1)  # 5% of the text are 690 tokens
@@ -169,7 +167,7 @@ def test_a_context_longer_than_the_held_out_text_is_measured_in_shorter_windows(
     assert metrics(tmp_path / "run", "validation_loss")[1] > 0
 
 
-def test_a_streamed_run_of_two_processes_goes_on_in_one(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
+def test_streamed_run_of_two_processes_goes_on_in_one(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": f"{i} times {i} is {i * i}. " * (1 + i % 3)}) + "\n" for i in range(600)))
     common = {"data": str(file), "streaming": True, "lanes": 2, "shuffle_documents": 7, "tokens_per_batch": 4 * 24}
@@ -223,7 +221,7 @@ def test_two_processes_train_one_run_after_another(config: MakeConfig, launch: L
     assert_same_run(tmp_path / "run", tmp_path / "run-first")
 
 
-def test_a_process_that_never_starts_ends_the_others_in_time(config: MakeConfig, launch: Launch) -> None:
+def test_process_that_never_starts_ends_the_others_in_time(config: MakeConfig, launch: Launch) -> None:
     for only, size in (((0, 2), 3), ((1,), 2)):  # with the process that serves the store, and without it
         processes = launch(config(timeout=2.0), size, only=only)
         assert processes.wait(30) == [1] * len(only)
@@ -232,7 +230,7 @@ def test_a_process_that_never_starts_ends_the_others_in_time(config: MakeConfig,
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_process_that_is_lost_while_training_ends_the_others_in_time(
+def test_process_that_is_lost_while_training_ends_the_others_in_time(
     config: MakeConfig, launch: Launch, tmp_path: Path, how: signal.Signals
 ) -> None:
     processes = launch(config(steps=100_000, eval_every=50_000, timeout=3.0), 2)
@@ -245,7 +243,7 @@ def test_a_process_that_is_lost_while_training_ends_the_others_in_time(
     assert "resume the run from its last checkpoint" in processes.errors()[0]
 
 
-def test_an_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch) -> None:
+def test_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch) -> None:
     processes = launch(config(data="/does/not/exist"), 2)
     assert processes.wait(60) == [1, 1]
     first, second = processes.errors()
@@ -262,7 +260,7 @@ def test_an_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch
     ],
     ids=["folder", "options", "value"],
 )
-def test_a_process_that_differs_ends_all_at_once_and_one_says_why(
+def test_process_that_differs_ends_all_at_once_and_one_says_why(
     config: MakeConfig, launch: Launch, changed: str, speaker: int, message: str
 ) -> None:
     other = f"""
@@ -295,7 +293,7 @@ def test_text_that_one_process_cannot_read_ends_all_and_is_on_record(
     assert "line 302" in error
 
 
-def test_the_tokenizer_that_the_main_process_trained_is_that_of_all(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
+def test_tokenizer_that_the_main_process_trained_is_that_of_all(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     # As if a machine of its own had trained another tokenizer: unigram tokenizers differ from one training to the next.
     other = f"""
@@ -374,7 +372,7 @@ def test_steps_that_cannot_be_divided_are_named(config: MakeConfig) -> None:
             replace(config(), **options).rows(0, 3)
 
 
-def test_an_error_between_two_exchanges_of_the_set_up_is_told_at_once(config: MakeConfig, launch: Launch) -> None:
+def test_error_between_two_exchanges_of_the_set_up_is_told_at_once(config: MakeConfig, launch: Launch) -> None:
     """The other process must neither wait in the store for text that nobody prepares, nor hide the error by a time-out."""
     before = """
 import os
@@ -391,7 +389,7 @@ if os.environ["RANK"] == "0":
     assert any("the first process has no memory left" in error for error in processes.errors())
 
 
-def test_the_environment_of_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")  # of another program: one process alone is the first
     monkeypatch.setenv("LOCAL_RANK", "-1")
     assert read_environment() == Environment()

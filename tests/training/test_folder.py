@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import lineartime
 from lineartime.errors import LineartimeError
-from lineartime.runs.record import is_locked, lock_run
+from lineartime.runs.record import is_locked, lock_run, read_record
 from lineartime.runs.table import summarize
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
@@ -21,7 +22,7 @@ def trained(config: TrainConfig) -> Path:
     return train(config).run
 
 
-def test_a_folder_is_for_one_run_at_a_time(config: MakeConfig) -> None:
+def test_folder_is_for_one_run_at_a_time(config: MakeConfig) -> None:
     run = config().run_directory
     with locked_run(config(), World()):
         assert is_locked(run)
@@ -46,7 +47,7 @@ def test_looking_at_a_run_neither_changes_it_nor_keeps_it_from_going_on(finished
         lock_run(run).close()  # waits for the moment that looking takes
 
 
-def test_a_lock_that_was_deleted_while_it_was_opened_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_that_was_deleted_while_it_was_opened_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, flock = tmp_path / ".lock", fcntl.flock
 
     def deleted_first(file: object, operation: int) -> None:
@@ -61,13 +62,13 @@ def test_a_lock_that_was_deleted_while_it_was_opened_locks_nothing(tmp_path: Pat
             lock_run(tmp_path)
 
 
-def test_a_run_that_is_going_on_is_told_from_one_that_was_stopped(stopped: Path) -> None:
+def test_run_that_is_going_on_is_told_from_one_that_was_stopped(stopped: Path) -> None:
     assert summarize(stopped, "")[0].state == "stopped"
     with locked_run(TrainConfig(out=stopped), World()):
         assert summarize(stopped, "")[0].state == "running"
 
 
-def test_a_mistake_leaves_no_folder(config: MakeConfig) -> None:
+def test_mistake_leaves_no_folder(config: MakeConfig, text: Path) -> None:
     with pytest.raises(LineartimeError, match="batch_size is 0"):
         trained(config(batch_size=0))
     assert not config().run_directory.exists()
@@ -75,24 +76,11 @@ def test_a_mistake_leaves_no_folder(config: MakeConfig) -> None:
     with pytest.raises(LineartimeError, match="data is nothing"):
         trained(config(data="nothing"))
     assert config().run_directory.exists(), "a folder of the user is deleted"
-
-
-def test_text_that_cannot_be_streamed_leaves_no_folder(config: MakeConfig, text: Path) -> None:
-    with pytest.raises(LineartimeError, match="is one long text and cannot be streamed"):
-        trained(config(streaming=True))
-    assert not config().run_directory.exists()
     with pytest.raises(LineartimeError, match=f"Cannot write {text}/run: Not a directory"):
         trained(config(out=text / "run"))
 
 
-def test_a_single_document_is_not_blamed_on_the_context(config: MakeConfig, tmp_path: Path) -> None:
-    file = tmp_path / "one.jsonl"
-    file.write_text('{"text": "' + "word " * 1000 + '"}')
-    with pytest.raises(LineartimeError, match=r"There is no text in the validation split of .*one.jsonl: give more text"):
-        trained(config(data=str(file)))
-
-
-def test_a_tokenizer_that_loses_text_is_pointed_out(
+def test_tokenizer_that_loses_text_is_pointed_out(
     config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import tokenizers
@@ -104,3 +92,26 @@ def test_a_tokenizer_that_loses_text_is_pointed_out(
     assert "The tokenizer does not restore the text exactly" in capsys.readouterr().err
     trained(config(tokenizer="bpe-300", steps=1, out=tmp_path / "other"))
     assert "does not restore" not in capsys.readouterr().err
+
+
+def test_resuming_and_evaluating_read_the_files_of_training(
+    tmp_path: Path, config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one").mkdir()
+    for suffix in ("py", "md"):
+        (tmp_path / "one" / f"text.{suffix}").write_text(f"a text in {suffix}, to learn\n" * 200)
+    run = train(config(data=tmp_path / "one", include=["*.py"], max_time=1e-6)).run
+    train(out=run, resume=True, max_time=9)
+    lineartime.evaluate(run, split="all", cache=tmp_path / "cache", say=print)
+    shown = capsys.readouterr()
+    assert "text.md" not in shown.err + shown.out
+    assert shown.err.count("90% of text.py") == 2
+    assert read_record(run).options["include"] == ["*.py"]
+
+
+def test_test_split_that_cannot_be_read_is_told_before_training(tmp_path: Path, config: MakeConfig) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"a line of text\n" * 400 + b"caf\xe9 au lait\n")
+    with pytest.raises(LineartimeError, match=r"text.txt is not UTF-8 text \(byte 0xe9 at offset 6003\)"):
+        trained(config(data=text))
+    assert not list((tmp_path / "run").glob("step-*"))

@@ -9,7 +9,7 @@ import pytest
 from lineartime.training.loop import interrupts
 
 
-def test_a_second_interrupt_of_a_process_that_is_alone_acts_as_usual() -> None:
+def test_second_interrupt_of_a_process_that_is_alone_acts_as_usual() -> None:
     with interrupts(alone=True) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.requested
@@ -17,7 +17,7 @@ def test_a_second_interrupt_of_a_process_that_is_alone_acts_as_usual() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_end_of_the_terminal_asks_a_run_to_stop_unless_it_was_started_to_outlive_it() -> None:
+def test_end_of_the_terminal_asks_a_run_to_stop_unless_it_was_started_to_outlive_it() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         with interrupts(alone=True) as stop:
@@ -39,7 +39,7 @@ def test_one_of_several_processes_may_get_any_number_of_interrupts_before_it_has
         assert stop.requested
 
 
-def test_the_end_of_its_time_asks_a_run_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_its_time_asks_a_run_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with interrupts(alone=True, seconds=60) as stop:

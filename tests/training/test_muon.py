@@ -28,7 +28,7 @@ def test_newton_schulz_applies_its_polynomial_to_the_singular_values(shape: tupl
     assert 0.6 < s.max() < 1.3
 
 
-def test_a_step_is_momentum_nesterov_orthogonalisation_and_decay() -> None:
+def test_step_is_momentum_nesterov_orthogonalisation_and_decay() -> None:
     w, first, second = torch.randn(3, 6, 4, dtype=torch.float64)
     mean = 0.1 * first
     expected = w * (1 - 0.1 * 0.1) - 0.1 * 0.2 * 6**0.5 * orthogonal(0.9 * mean + 0.1 * first)
@@ -61,7 +61,7 @@ def test_each_map_of_a_matrix_is_updated_as_if_it_were_alone() -> None:
     assert not torch.allclose(updated(w, gradients, [sum(rows)]), alone, atol=1e-2)
 
 
-def test_a_gradient_of_zero_decays_and_none_changes_nothing() -> None:
+def test_gradient_of_zero_decays_and_none_changes_nothing() -> None:
     w = torch.randn(4, 6)
     torch.testing.assert_close(updated(w, [torch.zeros(4, 6)], [4]), w * 0.99)
     parameter = nn.Parameter(w.clone())
@@ -72,7 +72,7 @@ def test_a_gradient_of_zero_decays_and_none_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("bf16", [True])
-def test_a_step_copies_nothing_to_the_host(bf16: bool) -> None:
+def test_step_copies_nothing_to_the_host(bf16: bool) -> None:
     with torch.device("meta"):  # where there are no values to copy
         model = lineartime.build("flash-tiny", n_blocks=2, d_model=16, d_qk=8, vocab_size=30)
     muon = Muon(hidden_maps(model), lr=1e-3, momentum=0.95, weight_decay=0.01, bf16=bf16)

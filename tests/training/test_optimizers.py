@@ -86,7 +86,7 @@ def test_updates_are_made_orthogonal_in_the_precision_of_the_run() -> None:
     assert not torch.equal(weights("fp32"), weights("bf16"))
 
 
-def test_a_map_of_three_dimensions_is_for_adamw() -> None:
+def test_map_of_three_dimensions_is_for_adamw() -> None:
     class PerHead(GLU):
         maps = ("heads",)
 
@@ -107,7 +107,7 @@ def test_adamw_follows_the_schedule_at_its_ratio_of_the_learning_rate() -> None:
     assert build_optimizer(layer, TrainConfig()).set_learning_rate(0.5) == {"learning_rate": 0.5}
 
 
-def test_the_summary_names_the_peak_of_each_part_and_the_schedule() -> None:
+def test_summary_names_the_peak_of_each_part_and_the_schedule() -> None:
     config = TrainConfig(optimizer="muon", adamw_ratio=0.1, learning_rate=0.02, schedule="cosine", warmup_steps=7)
     assert build_optimizer(GLU(4), config).summary(config) == (
         "Muon: 132 parameters, peak learning rate 0.02; AdamW: 34 parameters, peak learning rate 0.002; "

@@ -39,7 +39,7 @@ def completed(**options: Any) -> TrainConfig:
         ("mlm-wikipedia-4096", "hub:wikimedia/wikipedia/20231101.en", "mlm", 256),
     ],
 )
-def test_a_recipe_is_that_of_the_paper(recipe: str, data: str, task: str, chunk_size: int) -> None:
+def test_recipe_is_that_of_the_paper(recipe: str, data: str, task: str, chunk_size: int) -> None:
     config = completed(recipe=recipe, preset="flash-base", context_length=4096)
     assert {name: getattr(config, name) for name in SHARED} == SHARED
     assert config.schedule == "linear"
@@ -54,7 +54,7 @@ def test_a_recipe_is_that_of_the_paper(recipe: str, data: str, task: str, chunk_
     assert "dropout" not in " ".join(config.override)
 
 
-def test_the_quick_recipe_chooses_the_model_unless_one_is_given() -> None:
+def test_quick_recipe_chooses_the_model_unless_one_is_given() -> None:
     config = completed(recipe="quick")
     assert (config.preset, config.optimizer, config.tokenizer) == ("flash-memory-tiny", "muon", "bpe-4096")
     other = completed(recipe="quick", preset="transformer-tiny", steps=7)
@@ -80,7 +80,7 @@ def test_options_beside_a_recipe_have_the_last_word() -> None:
     assert config.learning_rate == 7e-4
 
 
-def test_a_recipe_runs_from_a_local_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_runs_from_a_local_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pyarrow
     import pyarrow.parquet
 

@@ -33,7 +33,7 @@ def options(config: MakeConfig) -> dict[str, Any]:
 
 
 @pytest.mark.pictures
-def test_the_result_has_the_folder_the_losses_and_the_model(options: dict[str, Any], tmp_path: Path) -> None:
+def test_result_has_the_folder_the_losses_and_the_model(options: dict[str, Any], tmp_path: Path) -> None:
     result = train(**options)
     assert (result.run, result.step, result.finished) == (tmp_path / "run", 6, True)
     assert list(result.training_losses) == [1, 2, 3, 4, 5, 6]
@@ -48,7 +48,7 @@ def test_the_result_has_the_folder_the_losses_and_the_model(options: dict[str, A
     assert result.draw_curve() == result.run / "loss.png"
 
 
-def test_a_second_run_in_the_same_process_is_a_run_of_its_own(
+def test_second_run_in_the_same_process_is_a_run_of_its_own(
     options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     handler = signal.getsignal(signal.SIGINT)
@@ -72,7 +72,7 @@ def test_options_may_stand_beside_a_config(options: dict[str, Any]) -> None:
         train(out=str(first.run), resume=True, recipe="lm-pg19")
 
 
-def test_a_misspelt_option_is_named_with_the_nearest_one() -> None:
+def test_misspelt_option_is_named_with_the_nearest_one() -> None:
     with pytest.raises(TypeError, match=r"train has no option 'stepz' \(did you mean steps"):
         train(stepz=3)
     with pytest.raises(TypeError, match=r"train has no option 'model': use preset\.$"):
@@ -97,7 +97,7 @@ def test_every_model_config_becomes_options_that_build_it_again(task: Task) -> N
     assert TrainConfig(preset=presets("clm")["flash-base"]).override == ("vocab_size=32000",)  # type: ignore[arg-type]
 
 
-def test_a_run_may_be_given_a_model_as_plain_data(options: dict[str, Any], tmp_path: Path) -> None:
+def test_run_may_be_given_a_model_as_plain_data(options: dict[str, Any], tmp_path: Path) -> None:
     model = presets()["flash-tiny"].override(**options.pop("override"), activation="softmax")
     result = train(**options, preset=model)
     assert result.model.config == model
@@ -107,7 +107,7 @@ def test_a_run_may_be_given_a_model_as_plain_data(options: dict[str, Any], tmp_p
         train(**options | {"preset": model.override(vocab_size=300), "out": str(tmp_path / "other")})
 
 
-def test_what_is_no_model_is_named() -> None:
+def test_preset_that_is_no_model_is_named() -> None:
     mixed = presets()["flash-tiny"].override(feed_forward=LayerConfig("mlp"))
     wrong: list[tuple[Any, Any, str]] = [
         (mixed, "clm", "preset is a ModelConfig with the mixer 'flash' and the feed-forward layer 'mlp', which no preset has"),
@@ -119,7 +119,7 @@ def test_what_is_no_model_is_named() -> None:
             train(preset=preset, task=task)
 
 
-def test_a_config_takes_what_python_users_write_and_survives_json(tmp_path: Path) -> None:
+def test_config_takes_what_python_users_write_and_survives_json(tmp_path: Path) -> None:
     override = {"d_model": 16, "dropout": 0.1, "max_positions": None, "share": True, "absolute_position": "none"}
     config = TrainConfig(override=override, out="runs/x", cache="c", track=["wandb"], data=tmp_path)  # type: ignore[arg-type]
     assert config.override == ("d_model=16", "dropout=0.1", "max_positions=none", "share=true", "absolute_position=none")
@@ -152,7 +152,7 @@ def test_texts_are_recorded_as_readers_of_the_file_expect(tmp_path: Path, monkey
         TrainConfig(data=[3])  # type: ignore[arg-type]
 
 
-def test_a_run_on_several_texts_is_resumed(options: dict[str, Any], tmp_path: Path) -> None:
+def test_run_on_several_texts_is_resumed(options: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"body": f"the cube of {i} is {i**3}."}) + "\n" for i in range(300)))
     options |= {"data": [options["data"], str(tmp_path / "b.jsonl")], "text_column": "body"}
     whole = train(**options | {"out": str(tmp_path / "whole")})

@@ -40,7 +40,7 @@ def save(run: Path, step: int, loss: float | None = 1.0, model: CausalLM | None 
     return checkpoints.checkpoint_path(run, step)
 
 
-def test_a_failed_write_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = save(tmp_path, 1)
 
     def full(path: Path) -> None:
@@ -95,7 +95,7 @@ def test_being_killed_while_writing_leaves_a_whole_checkpoint(fork: Callable[[st
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_disk_that_is_full_is_known_by_what_safetensors_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_is_full_is_known_by_what_safetensors_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import safetensors.torch
 
     def full(*_: object) -> None:

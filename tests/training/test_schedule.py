@@ -20,7 +20,7 @@ from lineartime.training.loop import train
 MakeConfig = Callable[..., TrainConfig]
 
 
-def test_the_learning_rate_rises_then_falls_to_zero() -> None:
+def test_learning_rate_rises_then_falls_to_zero() -> None:
     config = TrainConfig(steps=10, warmup_steps=4, learning_rate=1.0)
     rates = [learning_rate(step, config) for step in range(10)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
@@ -29,7 +29,7 @@ def test_the_learning_rate_rises_then_falls_to_zero() -> None:
     assert learning_rate(0, TrainConfig(steps=1, warmup_steps=0, learning_rate=2.0)) == 2.0
 
 
-def test_a_cosine_falls_from_the_peak_to_a_tenth_of_it_along_its_formula() -> None:
+def test_cosine_falls_from_the_peak_to_a_tenth_of_it_along_its_formula() -> None:
     config = TrainConfig(steps=12, warmup_steps=4, learning_rate=2.0, schedule="cosine")
     rates = [learning_rate(step, config) for step in range(13)]
     assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
@@ -39,7 +39,7 @@ def test_a_cosine_falls_from_the_peak_to_a_tenth_of_it_along_its_formula() -> No
     assert learning_rate(0, TrainConfig(steps=1, warmup_steps=0, learning_rate=2.0, schedule="cosine")) == 2.0
 
 
-def test_a_constant_rate_stays_at_the_peak_after_the_warm_up() -> None:
+def test_constant_rate_stays_at_the_peak_after_the_warm_up() -> None:
     config = TrainConfig(steps=10, warmup_steps=2, learning_rate=2.0, schedule="constant")
     assert [learning_rate(step, config) for step in range(10)] == [1.0, *[2.0] * 9]
 
@@ -65,7 +65,7 @@ def test_wsd_is_constant_then_falls_linearly_to_zero_over_its_last_steps() -> No
         ({"schedule": "cosine"}, 50, 200, False),
     ],
 )
-def test_a_run_goes_on_to_other_steps_if_those_taken_had_the_same_rates(
+def test_run_goes_on_to_other_steps_if_those_taken_had_the_same_rates(
     options: dict[str, Any], taken: int, steps: int, allowed: bool
 ) -> None:
     started = TrainConfig(steps=100, **options)
@@ -79,7 +79,7 @@ def test_a_run_goes_on_to_other_steps_if_those_taken_had_the_same_rates(
     assert [learning_rate(step, changed) for step in range(taken)] == [learning_rate(step, started) for step in range(taken)]
 
 
-def test_a_run_that_goes_on_is_the_one_that_was_started_for_all_steps(config: MakeConfig) -> None:
+def test_run_that_goes_on_is_the_one_that_was_started_for_all_steps(config: MakeConfig) -> None:
     options: dict[str, Any] = {"schedule": "wsd", "warmup_steps": 2, "eval_every": 4}
     run = config().run_directory
     whole = train(config(**options, steps=24, decay_steps=8, out=run.with_name("whole")))
@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_is_the_one_that_was_started_for_all_steps(config: Ma
     assert summarize(run, "")[0].state != "finished"
 
 
-def test_a_finished_run_with_a_falling_rate_says_how_to_go_on(finished: Path) -> None:
+def test_finished_run_with_a_falling_rate_says_how_to_go_on(finished: Path) -> None:
     message = r"^steps is 8, but the run was started with 6, .* with `init_from`; a run with `schedule='constant'`, or wsd"
     with pytest.raises(ArgumentError, match=message):
         train(out=finished, resume=True, steps=8)
@@ -104,7 +104,7 @@ def test_a_finished_run_with_a_falling_rate_says_how_to_go_on(finished: Path) ->
         train(out=finished, resume=True, decay_steps=2)
 
 
-def test_a_new_run_says_what_its_user_may_not_expect(config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_run_says_what_its_user_may_not_expect(config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(config(steps=2, tokenizer="bpe-8000")).run
     assert re.search(
         r"The tokenizer has [\d,]+ tokens instead of 8,000, because the text is too short", capsys.readouterr().err
@@ -116,7 +116,7 @@ def test_a_new_run_says_what_its_user_may_not_expect(config: MakeConfig, capsys:
     assert "The weights were trained on 24 tokens at a time; now, context_length is 32." in capsys.readouterr().err
 
 
-def test_the_rate_of_wsd_never_jumps_whatever_is_left_to_its_defaults() -> None:
+def test_rate_of_wsd_never_jumps_whatever_is_left_to_its_defaults() -> None:
     for options in ({"warmup_steps": 9}, {"warmup_steps": 6, "decay_steps": 4}, {}):
         config = TrainConfig(steps=10, learning_rate=1.0, schedule="wsd", **options)
         config.check()
@@ -124,11 +124,3 @@ def test_the_rate_of_wsd_never_jumps_whatever_is_left_to_its_defaults() -> None:
         rising, falling = rates[: rates.index(1.0) + 1], rates[rates.index(1.0) :]
         assert (rising, falling) == (sorted(rising), sorted(falling, reverse=True))
         assert rates[-1] == 1 / (options.get("decay_steps") or (1 if options else 2))
-
-
-def test_a_long_run_at_a_constant_rate_can_end_early_without_a_word_about_its_warm_up() -> None:
-    """As docs/training.md shows it: started for 100,000 steps, stopped at 8,000, ended at 10,000."""
-    started = TrainConfig(steps=100_000, schedule="wsd")
-    ended = with_other_steps(started, TrainConfig(steps=10_000, decay_steps=2000, schedule="wsd"), 8000)
-    ended.check()
-    assert (ended.warmup_steps, learning_rate(8000, ended)) == (1000, 3e-3)

@@ -28,7 +28,7 @@ class HostCopies(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_step_waits_for_the_device_once_however_many_micro_batches_it_has(config: Callable[..., TrainConfig]) -> None:
+def test_step_waits_for_the_device_once_however_many_micro_batches_it_has(config: Callable[..., TrainConfig]) -> None:
     trainer = prepare(config(tokens_per_batch=4 * 48))
     with HostCopies() as copies:
         trainer.take_step(NullReporter(), Stop())
@@ -37,7 +37,7 @@ def test_a_step_waits_for_the_device_once_however_many_micro_batches_it_has(conf
 
 
 @pytest.mark.parametrize("system", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"])
-def test_a_packed_batch_is_arranged_without_reading_anything_from_the_device(system: str) -> None:
+def test_packed_batch_is_arranged_without_reading_anything_from_the_device(system: str) -> None:
     meta, ids = torch.device("meta"), torch.randint(0, 30, (1, 50))  # the meta device has no values to read
     model = lineartime.build(system, d_model=16, n_blocks=1, vocab_size=30).to(meta)
     batch = part_of(Batch(ids, ids, torch.tensor([0, 3, 40, 50])), World(), meta)

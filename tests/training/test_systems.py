@@ -19,7 +19,7 @@ USUAL = ("flash", "flash-next", "gau-softmax", "transformer++", "reformer", "big
 @pytest.mark.parametrize(
     "system", [name if name in USUAL else pytest.param(name, marks=pytest.mark.nightly) for name in SYSTEMS]
 )
-def test_a_trained_system_is_read_back_as_it_was(system: str, config: Callable[..., TrainConfig]) -> None:
+def test_trained_system_is_read_back_as_it_was(system: str, config: Callable[..., TrainConfig]) -> None:
     name = f"{system}-tiny"
     task = "clm" if name in presets("clm") else "mlm"
     trainer = prepare(config(preset=name, task=task, override=("d_model=16", "n_blocks=1"), steps=1, track=()))

@@ -13,7 +13,7 @@ from lineartime.training.config import TrainConfig
 from lineartime.training.loop import prepare
 
 
-def test_the_quick_look_is_the_mean_over_its_windows_and_changes_no_mode_and_no_random_number(
+def test_quick_look_is_the_mean_over_its_windows_and_changes_no_mode_and_no_random_number(
     config: Callable[..., TrainConfig],
 ) -> None:
     trainer = prepare(config(eval_windows=3, batch_size=2))
@@ -33,7 +33,7 @@ def test_the_quick_look_is_the_mean_over_its_windows_and_changes_no_mode_and_no_
     assert loss == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
 
 
-def test_a_packed_run_is_measured_with_its_documents_apart(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_packed_run_is_measured_with_its_documents_apart(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
     for split in ("train", "validation", "test"):  # a line is a document
         lines = (json.dumps({"text": f"line {number}"}) for number in range(40))
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
@@ -69,7 +69,7 @@ def test_masked_tokens_are_the_same_ones_every_time(config: Callable[..., TrainC
     assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
 
 
-def test_a_prefix_model_is_measured_on_what_follows_half_of_each_window(config: Callable[..., TrainConfig]) -> None:
+def test_prefix_model_is_measured_on_what_follows_half_of_each_window(config: Callable[..., TrainConfig]) -> None:
     trainer = prepare(config(task="prefix-lm", eval_windows=1))
     window = read_window(trainer.text.validation, 0, 25)
     logits = trainer.model(window[None, :-1], prefix_lengths=torch.tensor([12]))[0]
