@@ -11,7 +11,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 
 from lineartime.errors import LineartimeError
-from lineartime.runs.metrics import Reporter, StepMetrics, check_trackers, read_metrics
+from lineartime.runs.metrics import Reporter, StepMetrics, read_metrics
 
 
 class FakeRun:
@@ -141,12 +141,3 @@ def test_tracker_that_cannot_start_is_an_error_at_first_and_left_out_later(
     run_with(tmp_path, "wandb", resumed=True)
     assert "The tracker wandb failed, and training continues without it: no key" in capsys.readouterr().err
     assert read_metrics(tmp_path)
-
-
-def test_tracker_that_is_unknown_or_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lineartime.runs.metrics.is_installed", lambda package: False)
-    check_trackers(["tensorboard"])
-    with pytest.raises(LineartimeError, match="track contains 'mlflow', but must be any of tensorboard, wandb"):
-        check_trackers(["mlflow"])
-    with pytest.raises(LineartimeError, match=r"The tracker wandb needs wandb, .* pip install 'lineartime\[wandb\]'"):
-        check_trackers(["wandb"])

@@ -410,8 +410,9 @@ def test_tracker_that_cannot_start_leaves_no_folder_of_a_run(
         (tmp_path / "run" / "wandb").mkdir()
         raise RuntimeError("no key")
 
-    monkeypatch.setattr(run_metrics, "check_trackers", lambda names: None)
-    monkeypatch.setattr("lineartime.training.loop.check_trackers", lambda names: None)
+    with pytest.raises(LineartimeError, match=r"The tracker wandb needs wandb, .* pip install 'lineartime\[wandb\]'"):
+        trained(config(track="wandb"))
+    monkeypatch.setattr("lineartime.training.loop.require_packages", lambda *_, **__: None)
     monkeypatch.setattr(run_metrics, "_wandb", refuses)
     with pytest.raises(LineartimeError, match="The tracker wandb cannot start: no key; fix that, or leave it out of `track`"):
         trained(config(track=("tensorboard", "wandb")))

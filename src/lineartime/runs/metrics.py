@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from lineartime.checkpoint.format import Step
-from lineartime.errors import ArgumentError, LineartimeError, first_line, is_installed, missing_extra, reporting_file_errors
+from lineartime.errors import LineartimeError, first_line, reporting_file_errors
 from lineartime.fields import Between, decode, shown
 from lineartime.files import open_regular, parse, write_atomically
 from lineartime.screen import progress_bar
@@ -43,8 +43,6 @@ _NUMBERS = {"step": Step, "tokens": _COUNT, "skipped": _COUNT, "seconds": _COUNT
 """The numbers in a line that cannot be negative."""
 IDENTITY_FILE = "tracker-id"
 PROJECT = "lineartime"
-PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-"""The package that each tracker needs."""
 
 
 class MetricsLog:
@@ -126,15 +124,6 @@ def _parse(content: bytes) -> dict[str, float]:
     return line
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise LineartimeError for a tracker that does not exist, or whose package is not installed."""
-    for name in names:
-        if name not in PACKAGES:
-            raise ArgumentError("track", f"contains {name!r}, but must be any of {', '.join(PACKAGES)}.")
-        if name != "tensorboard" and not is_installed(PACKAGES[name]):  # which is a dependency of lineartime, not an extra
-            raise missing_extra(PACKAGES[name], name, f"The tracker {name}")
-
-
 class Tracker(NamedTuple):
     """What a tracker does with the numbers of a step, by their names, and at the end. Steps arrive in order and may repeat."""
 
@@ -145,8 +134,7 @@ class Tracker(NamedTuple):
 class Trackers:
     """Combines several trackers. A tracker that fails is dropped, and `say` reports this to the user.
 
-    The trackers of a resumed run resume their runs too. Raises LineartimeError as `check_trackers`, and for a tracker that
-    cannot start a new run.
+    The trackers of a resumed run resume their runs too. Raises LineartimeError for a tracker that cannot start a new run.
     """
 
     def __init__(
@@ -159,7 +147,6 @@ class Trackers:
         *,
         resumed: bool,
     ) -> None:
-        check_trackers(names)
         self._say = say
         self._trackers: dict[str, Tracker] = {}
         for name in dict.fromkeys(names):
@@ -168,7 +155,7 @@ class Trackers:
                     if name == "tensorboard":
                         self._trackers[name] = _tensorboard(run / "tensorboard", first_step)
                     else:
-                        self._trackers[name] = _wandb(run, _identity(run, resumed), options)
+                        self._trackers[name] = _wandb(run, options, resumed)
             except Exception as error:  # a foreign package may raise anything
                 if not resumed:
                     self.close()
@@ -197,16 +184,6 @@ class Trackers:
         self._say(f"The tracker {name} failed, and training continues without it: {first_line(error).rstrip('.')}.")
 
 
-def _identity(run: Path, keep: bool) -> str:
-    """The run's identity in Weights & Biases: stored in its folder, new for a new run."""
-    file = run / IDENTITY_FILE
-    if keep and file.is_file():
-        return file.read_text(encoding="utf-8", errors="replace").strip()
-    identity = uuid.uuid4().hex[:12]
-    write_atomically(file, identity + "\n")
-    return identity
-
-
 def _tensorboard(folder: Path, first_step: int) -> Tracker:
     """Scalars in TensorBoard's format, written in the calling thread, so that errors such as a full disk can be reported."""
     from tensorboardX.event_file_writer import EventsWriter
@@ -228,13 +205,16 @@ def _tensorboard(folder: Path, first_step: int) -> Tracker:
     return Tracker(write, writer.close)
 
 
-def _wandb(run: Path, identity: str, options: Mapping[str, Any]) -> Tracker:
+def _wandb(run: Path, options: Mapping[str, Any], resumed: bool) -> Tracker:
     """A run of Weights & Biases, configured by its environment variables: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY."""
     import wandb
 
+    file = run / IDENTITY_FILE
+    if not (resumed and file.is_file()):
+        write_atomically(file, uuid.uuid4().hex[:12] + "\n")
     tracked: Any = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
-        id=identity,
+        id=file.read_text(encoding="utf-8", errors="replace").strip(),
         name=run.absolute().name,
         dir=str(run.absolute()),
         config=dict(options),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lineartime import checkpoint as checkpoints
 from lineartime.choices import Precision
 from lineartime.data import Batch, evaluation_batch, merge_states, read_window, spread_windows, text_length
-from lineartime.errors import DivergedError, LineartimeError, did_you_mean
+from lineartime.errors import DivergedError, LineartimeError, did_you_mean, require_packages
 from lineartime.fields import decode
 from lineartime.files import removed_on_failure
 from lineartime.host import freed_memory_kept, stop_signals
@@ -28,7 +28,7 @@ from lineartime.machine import autocast, choose_device, using_threads
 from lineartime.models.language_model import CausalLM, MaskedLM
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.runs.curve import draw_curve
-from lineartime.runs.metrics import NullReporter, Reporter, StepMetrics, check_trackers, losses, read_metrics
+from lineartime.runs.metrics import NullReporter, Reporter, StepMetrics, losses, read_metrics
 from lineartime.runs.record import RunRecord
 from lineartime.training.config import TrainConfig, learning_rate
 from lineartime.training.optimizers import build_optimizer
@@ -149,7 +149,8 @@ def prepare(
     before: Precision | None = None  # the precision of the run that is resumed
     with world.raise_on_all_ranks():
         config.check()
-        check_trackers(config.track)
+        if "wandb" in config.track:
+            require_packages("wandb", extra="wandb", purpose="The tracker wandb")
         if start is not None:
             started = saved_config(start)
             taken = checkpoints.read_training_state(start).step
