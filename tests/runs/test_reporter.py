@@ -1,7 +1,6 @@
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 
 from lineartime.errors import LineartimeError
 from lineartime.runs.metrics import METRICS_FILE, NullReporter, Reporter, StepMetrics, read_metrics
-from lineartime.screen import progress_bar
 
 
 def reporter(run: Path, first_step: int = 0, steps: int = 2) -> Reporter:
@@ -63,19 +61,6 @@ def test_losses_are_drawn_when_a_run_ends_even_by_an_error(tmp_path: Path, capsy
     with reporter(tmp_path / "nothing"):
         pass
     assert not (tmp_path / "nothing" / "loss.png").exists()
-
-
-@pytest.mark.pictures
-def test_run_without_matplotlib_says_why_there_is_no_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with reporter(tmp_path) as report:
-        take(report, 1)
-    assert (
-        "no loss curve: A plot needs matplotlib, which is not installed: pip install 'lineartime[plot]'"
-        in capsys.readouterr().err
-    )
 
 
 def test_resumed_run_counts_tokens_and_time_on_but_not_the_time_between(
@@ -135,10 +120,3 @@ def test_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
         with pytest.raises(LineartimeError, match=r"Cannot write .*metrics.jsonl: No space left on device; free some space"):
             take(report, 1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), log._opened.fileno())  # or what it could not write would fail again
-
-
-@pytest.mark.parametrize("with_widgets", [True, False])
-def test_notebook_has_a_bar_only_with_its_widgets(monkeypatch: pytest.MonkeyPatch, with_widgets: bool) -> None:
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setattr("lineartime.screen.find_spec", lambda name: name if with_widgets else None)
-    assert progress_bar().disable != with_widgets
