@@ -19,7 +19,6 @@ from lineartime.errors import ArgumentError, LineartimeError, require_packages, 
 from lineartime.files import check_new, new_file
 from lineartime.machine import compiler_missing, is_out_of_memory
 from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM, check_model
-from lineartime.ops.exported import PLAIN
 
 MAX_STREAMS = 2**16
 """The maximum batch size of a program."""
@@ -72,14 +71,13 @@ def export_text(model: LanguageModel) -> ExportedProgram:
     """Export a program from ids, int64 [B, T] of any batch size and length, to logits [B, T, V].
 
     The program of a masked language model also takes a mask, bool [B, T], True for real tokens. A causal model needs no mask
-    for padding after a text. The program calls operators of lineartime: import `lineartime.ops` where the program runs.
+    for padding after a text. The program is plain PyTorch, whatever the backend, and needs nothing else.
 
     Raises:
         LineartimeError: for a mixer whose code torch.export cannot trace for every length.
     """
     model = check_model(model, LanguageModel, "be exported")
     longest = min(LONGEST, model.config.longest_sequence or LONGEST)
-    # With an example of a single chunk, the ONNX program would only accept a single chunk.
     chunk_size = max(block.mixer.needs().chunk_size or 0 for block in model.backbone.blocks)
     ids = torch.zeros(2, min(longest, 2 * chunk_size + 37), dtype=torch.long, device=next(model.parameters()).device)
     inputs = (ids, torch.ones_like(ids, dtype=torch.bool)) if isinstance(model, MaskedLM) else (ids,)
@@ -155,7 +153,7 @@ def write_package(program: ExportedProgram, file: str | Path) -> Path:
 
 
 def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
-    """Write a program as ONNX, which needs no operator of lineartime.
+    """Write a program as ONNX.
 
     A program for texts has the inputs ids and, for a masked language model, mask; its output is logits. A program for steps has
     the inputs ids, state_0, state_1, ... and the outputs logits, next_state_0, ...
@@ -184,7 +182,7 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
     with _writing(file) as partial:
         try:
             torch.onnx.export(
-                program.run_decompositions(PLAIN),
+                program.run_decompositions(),
                 f=partial,
                 input_names=inputs,
                 output_names=outputs,

@@ -20,7 +20,7 @@ def test_a_run_becomes_a_file(
     assert "step.pt2: a step of streams" in capsys.readouterr().out
     assert [file.name for file in tmp_path.iterdir()] == ["step.pt2"]
     assert main(["export", run, "text.pt2", "--part", "text"]) == 0
-    assert "after `import lineartime.ops`" in capsys.readouterr().out
+    assert "for torch.export.load" in capsys.readouterr().out
     assert main(["export", run, "text.onnx", "--part", "text", "--format", "onnx"]) == 0
     assert "text.onnx: ids [B, T] to logits [B, T, V], in ONNX" in capsys.readouterr().out
     fails(["export", run, "step.pt2"], "file is step.pt2, which exists already")

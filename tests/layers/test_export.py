@@ -8,7 +8,6 @@ import torch
 from tests.layers.test_mixer_contract import CASES, D_MODEL
 from tests.layers.test_mixer_contract import build as mixer_of
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.export import Dim, export
 from torch.func import jvp
 
@@ -42,7 +41,7 @@ def exported(layer: Any, *example: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("name", "causal", "masked"), [*DAILY, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)]
 )
-def test_an_exported_layer_is_the_definition_at_other_batch_sizes_and_lengths(name: str, causal: bool, masked: bool) -> None:
+def test_exported_layer_is_the_definition_at_other_batch_sizes_and_lengths(name: str, causal: bool, masked: bool) -> None:
     layer = build(name, causal)
     example = (tokens(3, 37), torch.rand(3, 37) > 0.3) if masked else (tokens(3, 37),)
     program = exported(layer, *example).module()
@@ -58,7 +57,7 @@ def test_an_exported_layer_is_the_definition_at_other_batch_sizes_and_lengths(na
 
 
 @pytest.mark.parametrize("name", ["flash", pytest.param("gau", marks=pytest.mark.nightly)])
-def test_an_exported_layer_reads_packs_and_refuses_what_the_layer_refuses(name: str) -> None:
+def test_exported_layer_reads_packs_and_refuses_what_the_layer_refuses(name: str) -> None:
     layer = build(name, causal=True)
     length, count = Dim("length", min=1, max=4096), Dim("count", min=3, max=64)  # two documents or more
     example = (tokens(1, 40), None, torch.tensor([0, 5, 40]))
@@ -73,7 +72,7 @@ def test_an_exported_layer_reads_packs_and_refuses_what_the_layer_refuses(name: 
         program(tokens(1, 9), None, torch.tensor([0, 5, 4, 9]))
 
 
-def test_the_parameters_of_an_exported_layer_get_the_layers_gradients_and_its_mask_holds_zeros_and_ones() -> None:
+def test_parameters_of_an_exported_layer_get_the_layers_gradients_and_its_mask_holds_zeros_and_ones() -> None:
     layer = build("flash", causal=True)
     program = exported(layer, tokens(3, 37), torch.ones(3, 37, dtype=torch.long)).module()
     x, mask = tokens(2, 20), (torch.rand(2, 20) > 0.5).long()
@@ -106,7 +105,7 @@ class Extended(nn.Module):
         pytest.param(FLASH(D_MODEL, d_qk=4, chunk_size=16, causal=True), True, True, marks=pytest.mark.nightly),
     ],
 )
-def test_a_layer_streams_before_and_after_a_stream_is_exported(layer: Mixer, used: bool, strict: bool) -> None:
+def test_layer_streams_before_and_after_a_stream_is_exported(layer: Mixer, used: bool, strict: bool) -> None:
     layer, x = layer.double(), tokens(1, 5)
     if used:
         layer.extend(x, None)
@@ -119,12 +118,17 @@ def test_a_layer_streams_before_and_after_a_stream_is_exported(layer: Mixer, use
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning")  # of PyTorch's jvp
 @pytest.mark.parametrize("name", ["flash", pytest.param("gau", marks=pytest.mark.nightly)])
-def test_a_program_refuses_derivatives_that_it_would_get_wrong(name: str) -> None:
-    program, x = exported(build(name, causal=True), tokens(2, 9)).module(), tokens(2, 9)
-    with pytest.raises(RuntimeError, match="An exported program can be differentiated only once: for second derivatives, use"):
-        torch.autograd.grad(program(x).sum(), x, create_graph=True)
-    message = "An exported program has no forward-mode derivatives .*: use the layer or model itself"
-    with pytest.raises(RuntimeError, match=message):
-        jvp(program, (x.detach(),), (torch.ones_like(x),))
-    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(RuntimeError, match=message):
-        program(forward_ad.make_dual(x, torch.ones_like(x)))
+def test_program_has_prefixes_and_every_derivative(name: str) -> None:
+    layer = build(name, causal=True)
+    batch, length = Dim("batch", min=1, max=64), Dim("length", min=1, max=60)
+    example, sizes = (tokens(3, 37), None, None, torch.tensor([0, 5, 20])), ({0: batch, 1: length}, None, None, {0: batch})
+    program = export(layer, example, dynamic_shapes=sizes).module()
+    set_backend(layer, "torch")
+    x, rest = tokens(2, 19), (None, None, torch.tensor([7, 19]))
+    twice = []
+    for run in (program, layer):
+        (gradient,) = torch.autograd.grad(run(x, *rest).square().sum(), x, create_graph=True)
+        twice.append(torch.autograd.grad(gradient.square().sum(), x)[0])
+    torch.testing.assert_close(*twice, atol=1e-9, rtol=1e-9)
+    forward = [jvp(lambda x, run=run: run(x, *rest), (x.detach(),), (torch.ones_like(x),))[1] for run in (program, layer)]
+    torch.testing.assert_close(*forward, atol=1e-9, rtol=1e-9)

@@ -55,7 +55,7 @@ def _export(options: ExportOptions) -> str:
         if options.format == "onnx":
             return f"{write_onnx(program, options.file)}: {inputs} to logits [B, T, V], in ONNX"
         file = write_program(program, options.file)
-        return f"{file}: {inputs} to logits [B, T, V], for torch.export.load after `import lineartime.ops`"
+        return f"{file}: {inputs} to logits [B, T, V], for torch.export.load"
     if isinstance(model, MaskedLM):
         raise ArgumentError("part", "is step, but a masked language model reads whole texts: use `part='text'`.")
     program = export_step(model)

@@ -18,7 +18,6 @@ from lineartime.layers.dense import factory, is_untouched
 from lineartime.layers.gated import GatedOptions, GatedUnit
 from lineartime.layers.mixer import Part
 from lineartime.layers.positions import RelativeBias, build_relative_bias
-from lineartime.ops import exported
 from lineartime.ops.activations import CHUNK_NORMALIZATIONS
 from lineartime.ops.backends import Backend
 from lineartime.ops.batch import Batch, Needs
@@ -30,7 +29,6 @@ from lineartime.ops.mixed_chunk.states import mixed_chunk_state
 from lineartime.ops.mixed_chunk.stream import SlotBias
 from lineartime.ops.precision import acc_dtype
 from lineartime.ops.token_shift import shift_next, tokens_before
-from lineartime.ops.tracing import is_exporting
 
 STEPS = ("split", "queries_and_keys", "apply_gate", "attend", "attend_next")
 """The methods that the fused operations of FLASH compute without calling them."""
@@ -113,14 +111,12 @@ class FLASH(GatedUnit):
         return MixedChunkOptions(self.chunk_size, self.causal, self.activation, self.normalization, self.memory)
 
     def needs(self) -> Needs:
-        """Request rotations and chunks; not the chunks in an exported program, whose operator cuts rows of any length."""
-        cuts = not (is_exporting() and self._is_fused() and self.memory == "sum")
-        return Needs(self.chunk_size if cuts else None, self.d_qk if self.rope else None, dtype=acc_dtype(self.gamma))
+        """Request rotations and chunks."""
+        return Needs(self.chunk_size, self.d_qk if self.rope else None, dtype=acc_dtype(self.gamma))
 
     def chunk_bias(self, batch: Batch) -> Tensor | None:
         """The relative bias of the quadratic part, [C, C], or None; C is the chunk size of the batch."""
-        # An exported program's operator cuts chunks itself; what its batch calls a chunk is a whole document.
-        size = self.chunk_size if is_exporting() else batch.chunk_size or self.chunk_size
+        size = batch.chunk_size or self.chunk_size
         return None if self.bias is None else self.bias.consecutive(size, size, batch=batch)
 
     def slot_bias(self, batch: Batch) -> SlotBias | None:
@@ -136,9 +132,6 @@ class FLASH(GatedUnit):
         if not self._is_fused():
             return super().mix(normed, batch)
         projection, bias = self.to_gate_value_base, self.chunk_bias(batch)
-        if is_exporting() and batch.context is None and self.memory == "sum":
-            out: Tensor = self.to_output(self._exported(projection(normed), bias, batch))
-            return out
         # On a CPU, fusing the output projection, too, keeps less for the backward pass.
         fused = torch.is_grad_enabled() and normed.device.type == "cpu" and is_untouched(self.to_output)
         if fused and batch.real is None and is_untouched(projection):
@@ -156,14 +149,6 @@ class FLASH(GatedUnit):
         """The queries and keys of mesa, [B, T, s], of whole sequences with the base Y."""
         before = tokens_before(y, None if batch.document is None else batch.positions)
         return queries_and_keys(y, before, self.gamma, self.beta)
-
-    def _exported(self, projected: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
-        def attend(tokens: Tensor, options: MixedChunkOptions, batch: Batch) -> Tensor:
-            projected = Projected(tokens, self.gamma, self.beta)
-            return exported.mixed_chunk(projected, bias, batch, options, self.backend or "auto")
-
-        attended = attend(projected, self.options, batch)
-        return batch.with_prefix(attended, lambda tokens, inner: attend(tokens, self.options.bidirectional, inner), projected)
 
     def _is_fused(self) -> bool:
         """Whether every step between the projections is FLASH's own, so that one operation may compute all of them."""

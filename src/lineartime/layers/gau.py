@@ -18,7 +18,6 @@ from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit
 from lineartime.layers.mixer import Part
 from lineartime.layers.positions import RelativeBias, RotaryBias, TableBias, build_relative_bias
-from lineartime.ops import exported
 from lineartime.ops.activations import Normalization
 from lineartime.ops.backends import Backend
 from lineartime.ops.batch import Batch, Needs
@@ -29,7 +28,6 @@ from lineartime.ops.precision import acc_dtype
 from lineartime.ops.quadratic import attend_rows
 from lineartime.ops.quadratic.inputs import QuadraticOptions
 from lineartime.ops.quadratic.stream import quadratic_attention_extend
-from lineartime.ops.tracing import is_exporting
 
 PUBLISHED_LENGTH = 512
 """The constant n of a causal layer with normalization="paper" and no max_length: the paper's shortest context."""
@@ -90,8 +88,7 @@ class GAU(GatedUnit):
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, causal: bool, batch: Batch) -> Tensor:
         """Attend within each row: [R, L, s], [R, L, s], [R, L, e] -> [R, L, e]; `real`, bool [R, L], is False for padding."""
         options = QuadraticOptions(causal, self.activation, self.divisor())
-        attend = exported.quadratic if is_exporting() else attend_rows
-        return attend(q, k, v, self.bias_of_rows(q.shape[1], real, batch), real, options, self.backend or "auto")
+        return attend_rows(q, k, v, self.bias_of_rows(q.shape[1], real, batch), real, options, self.backend or "auto")
 
     def bias_of_rows(self, length: int, real: Tensor | None, batch: Batch) -> Tensor | FactoredBias | None:
         """The relative bias within rows of `length` slots, of which those are tokens that `real` marks: [L, L] or [R, L, L]."""

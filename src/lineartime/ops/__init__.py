@@ -1,6 +1,5 @@
 """Attention as pure functions of tensors: each with its definition, its parallel forms and its streaming form."""
 
-from lineartime.ops import exported as _operators  # noqa: F401  # defines those that exported programs call
 from lineartime.ops.cache import KVCache
 from lineartime.ops.cross import cross_attention, cross_attention_oracle
 from lineartime.ops.linear import LinearState, linear_attention, linear_attention_extend, linear_attention_oracle

@@ -13,7 +13,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError, check_choice
 from lineartime.native import why_not_built
 from lineartime.ops.activations import Activation
-from lineartime.ops.tracing import under_transform
+from lineartime.ops.tracing import is_exporting, under_transform
 
 Backend = Literal["auto", "torch", "tiled", "triton", "oracle"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -47,6 +47,8 @@ def choose_backend(
     Raises:
         ArgumentError: if the op does not have the backend, or it cannot run here; the message gives the reason.
     """
+    if is_exporting():  # a program needs nothing but PyTorch
+        return "torch"
     if backend == "auto":
         fastest: Backend = "triton" if like.device.type == "cuda" else "tiled"
         can_run = fastest in available and why_not(fastest, like.device, dtype, activation, source) is None

@@ -140,6 +140,8 @@ class Batch:
 
     def cut(self, x: Tensor) -> Tensor:
         """[B, T, f] -> [B, G, C, f], with zeros in the slots that hold no token."""
+        if is_exporting() and self.slot is None and self.real is not None:
+            return self._cut(x).masked_fill(~self.real[..., None], 0)
         return self._cut(self._real_only(x))
 
     def _cut(self, x: Tensor) -> Tensor:
@@ -147,6 +149,8 @@ class Batch:
         if self.slot is not None:
             filled = x.new_zeros(size + 1, *x.shape[2:]).index_copy(0, self.slot, x[0])[:-1]
             return filled.view(1, self.n_chunks, self.chunk_size, *x.shape[2:])
+        if is_exporting():
+            return x[:, _places(self.n_chunks, self.chunk_size, x.device).clamp(max=x.shape[1] - 1)]
         if self.real is not None:
             x = F.pad(x, (0, 0, 0, size - x.shape[1]))
         return x.view(x.shape[0], self.n_chunks, self.chunk_size, *x.shape[2:])
@@ -159,7 +163,7 @@ class Batch:
             if self.is_real is not None:  # padding has the slot after the last
                 y = F.pad(y, (0, 0, 0, 1))
             return y.index_select(1, self.slot)
-        if self.real is None or torch.is_grad_enabled() or not self._is_of_any_length():
+        if self.real is None or (not is_exporting() and (torch.is_grad_enabled() or not self._is_of_any_length())):
             return y[:, :length]
         # Operations on a slice would ask whether it is contiguous, and be compiled again for whole chunks. With gradients, they
         # are: that of a selection is a sum in no fixed order on a GPU.
@@ -224,14 +228,26 @@ def cut_rows(batch: Batch, size: int, real: Tensor | None) -> Batch:
     rows, length = batch.shape
     device = batch.positions.device
     n_chunks = (length + size - 1) // size if length else 1
+    starts = torch.arange(2, device=device)  # needs no copy to a GPU
+    if is_exporting():
+        n_chunks = n_chunks + 1  # a program is made for one chunk, or for any number from two
+        places = _places(n_chunks, size, device)  # by index, not by views of sizes that divide others
+        marks = (places < length)[None].expand(rows, -1, -1)
+        marks = marks if real is None else marks & real[:, places.clamp(max=length - 1)]
+        chunks = {"chunk_size": size, "n_chunks": n_chunks, "max_chunks": n_chunks, "chunk_starts": n_chunks * starts}
+        return replace(batch, real=marks, **chunks)
     if not is_known(n_chunks * size == length):
         if real is None:
             real = (torch.arange(n_chunks * size, device=device) < length).expand(rows, -1)
         else:
             real = F.pad(real, (0, n_chunks * size - length))
     real = None if real is None else real.view(rows, n_chunks, size)
-    starts = n_chunks * torch.arange(2, device=device)  # needs no copy to a GPU
-    return replace(batch, chunk_size=size, n_chunks=n_chunks, max_chunks=n_chunks, real=real, chunk_starts=starts)
+    return replace(batch, chunk_size=size, n_chunks=n_chunks, max_chunks=n_chunks, real=real, chunk_starts=n_chunks * starts)
+
+
+def _places(n_chunks: int, size: int, device: torch.device) -> Tensor:
+    """The places of the slots of chunks in their row, int64 [G, C]."""
+    return size * torch.arange(n_chunks, device=device)[:, None] + torch.arange(size, device=device)
 
 
 def cut_chunks(rows: Tensor, chunk_size: int, real: Tensor | None = None) -> Batch:

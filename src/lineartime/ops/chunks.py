@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.batch import Batch
+from lineartime.ops.tracing import is_exporting
 
 Reach = Literal["before", "others", "all"]
 """The chunks of its document that a chunk attends to: those strictly before it, all but itself, or all of them."""
@@ -47,6 +48,9 @@ def _sum_before(x: Tensor, chunks: Batch) -> Tensor:
     This is a scan in log2 steps (Hillis and Steele). A difference of prefix sums over all documents would lose digits, and an
     infinity in one document would spread to all later ones.
     """
+    if is_exporting():  # a program cannot count steps; an infinity reaches other documents there
+        before = (chunks.chunk_document[:, None] == chunks.chunk_document).tril(-1).to(x.dtype)
+        return (before @ x.flatten(2)).view_as(x)
     total, reach = shift_chunks(x, chunks, 1), 1
     while reach < chunks.max_chunks:
         total = total + shift_chunks(total, chunks, reach)

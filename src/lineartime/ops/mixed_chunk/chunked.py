@@ -17,6 +17,7 @@ from lineartime.ops.chunks import Reach, sum_chunks
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic.blocked import attend_visible
+from lineartime.ops.tracing import is_exporting
 
 
 def attend(
@@ -64,7 +65,7 @@ def summary_attention(
     size = batch.sizes(v.new_empty(0, dtype=acc_dtype(v)))[..., None, None]
     if options.normalization == "paper":
         size = (size > 0) * float(options.chunk_size)  # a chunk counts as full, an empty chunk as zero
-    alone = reach == "before" and batch.chunk_document is None
+    alone = reach == "before" and batch.chunk_document is None and not is_exporting()
     if alone:  # the first chunk reads nothing, and the last is not read
         q, k, v, size = q[:, 1:], k[:, :-1], v[:, :-1], size[:, :-1]
     summaries = (k.mT @ v).to(acc_dtype(v))  # [B, G, s, e]
