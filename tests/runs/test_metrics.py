@@ -5,8 +5,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lineartime.runs.curve import draw_comparison, draw_curve, thinned
-from lineartime.runs.metrics import MetricsLog, losses, read_damaged_metrics, read_metrics
-from lineartime.runs.record import RunRecord
+from lineartime.runs.metrics import read_damaged_metrics, read_metrics
 
 
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
@@ -20,31 +19,6 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
     monkeypatch.setattr(Figure, "savefig", capture)
     return figures
-
-
-def test_losses_are_listed_by_step(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, 0)
-    log.write(1, {"loss": 2.0})
-    log.write(1, {"validation_loss": 2.5})
-    log.write(2, {"loss": float("inf")})
-    log.write(3, {"loss": 1.0})
-    log.close()
-    lines = read_metrics(tmp_path)
-    assert losses(lines, "loss") == {1: 2.0, 3: 1.0}
-    assert losses(lines, "validation_loss") == {1: 2.5}
-
-
-def test_curve_is_entitled_with_its_model_and_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = captured(monkeypatch)
-    (tmp_path / "metrics.jsonl").touch()
-    draw_curve(tmp_path)
-    for data in ("somewhere/books.txt", None):
-        RunRecord(tmp_path).begin({"preset": "flash-tiny", "data": data}, [])
-        draw_curve(tmp_path)
-    titles = [figure.axes[0].get_title() for figure in figures]
-    assert titles[:2] == [tmp_path.name, "flash-tiny on books.txt"]
-    assert titles[2].startswith("flash-tiny on ")
-    assert "None" not in titles[2]
 
 
 def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path) -> None:

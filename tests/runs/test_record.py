@@ -12,24 +12,6 @@ COMMAND = ["lineartime", "train", "--seed", "7"]
 OPTIONS = {"seed": 7, "override": ("d_model=16",), "precision": "fp32", "resume": False}
 
 
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a commit, in a remote place whose address holds a password."""
-    folder = tmp_path / "repository"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
-    (folder / "file").write_text("one")
-    for arguments in (
-        ["init", "--initial-branch", "main"],
-        ["remote", "add", "origin", "https://me:password@example.org/x.git"],
-        ["add", "file"],
-        ["-c", "user.name=me", "-c", "user.email=me@example.org", "commit", "-m", "one"],
-    ):
-        subprocess.run(["git", *arguments], check=True, capture_output=True)
-    return folder
-
-
 def begin_checkpoint(run: Path) -> None:
     (run / "step-00000001").mkdir()
 
@@ -63,35 +45,42 @@ def test_process_that_goes_on_is_added_with_what_it_changes(tmp_path: Path) -> N
     assert record.options["precision"] == "fp32"
     assert [process.changed_options for process in record.processes] == [{}, {"precision": "bf16", "resume": True}]
     assert record.processes[1].command[-1] == "--resume"
+    assert record.schedule == {}
+    for steps in (90, 120):
+        RunRecord(tmp_path).begin({**OPTIONS, "steps": steps, "precision": "bf16"}, COMMAND)
+        assert read_record(tmp_path).schedule == {"steps": steps}  # of the last process
 
 
-def test_record_tells_the_state_of_git_and_never_where_it_comes_from(repository: Path, tmp_path: Path) -> None:
-    def git() -> Git | None:
+def test_record_tells_the_state_of_git_if_there_is_one_and_never_where_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recorded() -> Git | None:
         RunRecord(tmp_path / "run").begin(OPTIONS, COMMAND)
         return read_record(tmp_path / "run").processes[-1].git
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    (repository / "run-folder").mkdir()  # an untracked file changes nothing that was run
-    (repository / "run-folder" / "metrics").write_text("")
-    assert git() == Git(commit, "main", changed=False)
-    (repository / "file").write_text("two")
-    assert git() == Git(commit, "main", changed=True)
-    subprocess.run(["git", "checkout", "--detach"], check=True, capture_output=True)
-    assert git() == Git(commit, None, changed=True)
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+    (tmp_path / "repository").mkdir()
+    monkeypatch.chdir(tmp_path / "repository")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    assert recorded() is None
+    git("init", "--initial-branch", "main")
+    assert recorded() == Git(None, "main", changed=False)
+    git("remote", "add", "origin", "https://me:password@example.org/x.git")
+    Path("file").write_text("one")
+    git("add", "file")
+    git("-c", "user.name=me", "-c", "user.email=me@example.org", "commit", "-m", "one")
+    Path("untracked").touch()  # which changes nothing that was run
+    commit = git("rev-parse", "HEAD")
+    assert recorded() == Git(commit, "main", changed=False)
+    Path("file").write_text("two")
+    git("checkout", "--detach")
+    assert recorded() == Git(commit, None, changed=True)
     assert "password" not in (tmp_path / "run" / "run.json").read_text()
-
-
-def test_neither_git_nor_a_repository_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    RunRecord(tmp_path).begin(OPTIONS, COMMAND)
-    assert read_record(tmp_path).processes[0].git is None
-    subprocess.run(["git", "init", "--initial-branch", "main"], check=True, capture_output=True)
-    RunRecord(tmp_path).begin(OPTIONS, COMMAND)
-    assert read_record(tmp_path).processes[0].git == Git(None, "main", changed=False)
     monkeypatch.setenv("PATH", "")
-    RunRecord(tmp_path).begin(OPTIONS, COMMAND)
-    assert read_record(tmp_path).processes[0].git is None
+    assert recorded() is None
 
 
 @pytest.mark.parametrize("content", ["{", '{"options": {}}'])
@@ -107,16 +96,6 @@ def test_record_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) 
     (tmp_path / "run.json").mkdir()
     with pytest.raises(LineartimeError, match=r"Cannot write .*run.json: Is a directory"):
         RunRecord(tmp_path).begin(OPTIONS, COMMAND)
-
-
-def test_schedule_of_a_record_is_that_of_its_last_process(tmp_path: Path) -> None:
-    RunRecord(tmp_path).begin(OPTIONS, COMMAND)
-    (tmp_path / "step-00000002").mkdir()
-    assert read_record(tmp_path).schedule == {}
-    RunRecord(tmp_path).begin({**OPTIONS, "steps": 90, "precision": "bf16"}, COMMAND)
-    assert read_record(tmp_path).schedule == {"steps": 90}
-    RunRecord(tmp_path).begin({**OPTIONS, "steps": 120}, COMMAND)
-    assert read_record(tmp_path).schedule == {"steps": 120}
 
 
 @pytest.mark.parametrize(
