@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ _WORD = re.compile(r"""["'(\[\u201c\u2018_*]*[^\W\d_]+(?:[-'\u2019][^\W\d_]+)*["
 _SIGNS = re.compile(r"""[-.,;:!?"'()\u2013\u2014]+""")
 _SHARE = 0.8
 """The threshold, between source code (0.5 to 0.75) and Wikipedia with its markup (0.85); books have 0.99."""
+
+_NO_SAMPLES = partial(torch.zeros, 0, 2, dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,6 @@ class PositionSums:
                 yield PositionLoss(1 << part, end, mean.loss, mean.tokens, mean.error)
 
 
-def _no_samples() -> Tensor:
-    return torch.zeros(0, 2, dtype=torch.float64, device="cpu")
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """The result of evaluating a model on a stream of tokens.
@@ -159,7 +158,7 @@ class Evaluation:
     prose: bool
     by_position: list[PositionLoss]
     loss_error: float | None = None
-    samples: Tensor = field(default_factory=_no_samples, repr=False, compare=False)
+    samples: Tensor = field(default_factory=_NO_SAMPLES, repr=False, compare=False)
     digest: str = field(default="", repr=False, compare=False)
     checkpoint: Path | None = field(default=None, compare=False)
 
@@ -173,9 +172,52 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values, without `samples`."""
-        plain = asdict(replace(self, samples=_no_samples()))
+        plain = asdict(replace(self, samples=_NO_SAMPLES()))
         del plain["samples"]
         return {**plain, "checkpoint": None if self.checkpoint is None else str(self.checkpoint)}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the loss of a second model is above that of a first one, on the same tokens.
+
+    Attributes:
+        loss: the second loss minus the first, in nats per token.
+        loss_error: its standard error, with windows as samples; None for a single window. What makes a window hard for both
+            models does not count.
+        bits_per_byte: the difference in bits per byte; None for masked tokens.
+        bits_per_byte_error: its standard error.
+    """
+
+    loss: float
+    loss_error: float | None
+    bits_per_byte: float | None
+    bits_per_byte_error: float | None
+
+
+def difference(first: Evaluation, second: Evaluation) -> Difference:
+    """Compare two evaluations window by window, or piece by piece of the carried context.
+
+    Of streams of tokens in memory, only the names are compared: that their tokens are the same is for the caller to know.
+
+    Raises:
+        ArgumentError: if they are not of the same tokens in the same windows, because the text, the tokenizer, the context or
+            the task differs.
+    """
+    compared = {"text or tokenizer": "digest", "task": "masked", "context": "context"}
+    if not (first.digest and second.digest):
+        compared = {"text": "text", **compared}
+    for what, attribute in compared.items():
+        if getattr(first, attribute) != getattr(second, attribute):
+            raise ArgumentError("second", f"is an evaluation with another {what}: the two must read the same tokens.")
+    if not torch.equal(first.samples[:, 1], second.samples[:, 1]):
+        raise ArgumentError("second", "predicts other tokens than the first: the two must read the same tokens.")
+    mean = mean_over_rows(second.samples[:, 0] - first.samples[:, 0], first.samples[:, 1])
+    assert mean is not None  # an evaluation has predicted tokens
+    if first.bits_per_byte is None or not first.loss:
+        return Difference(mean.loss, mean.error, None, None)
+    bits = first.bits_per_byte / first.loss
+    return Difference(mean.loss, mean.error, bits * mean.loss, None if mean.error is None else bits * mean.error)
 
 
 def token_losses(model: LanguageModel, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -339,13 +381,6 @@ def is_prose(text: str) -> bool:
     return sum(_WORD.fullmatch(piece) is not None for piece in pieces) > _SHARE * len(pieces)
 
 
-def _is_prose(stream: TokenStream, tokenizer: Tokenizer) -> bool:
-    """Whether the stream is prose, judged from samples spread over it."""
-    length = min(len(stream), _SAMPLE)
-    starts = range(0, len(stream) - length + 1, max(1, len(stream) // _SAMPLES))
-    return is_prose(" ".join(tokenizer.decode(read_window(stream, start, length).tolist()) for start in starts))
-
-
 def _windows(
     stream: TokenStream, tokenizer: Tokenizer, tokens: int, context_length: int, stride: int, batch_size: int
 ) -> Iterator[tuple[Tensor, int, list[int]]]:
@@ -374,6 +409,9 @@ def _evaluation(
     check_finite_logits(math.isfinite(loss))
     # The measured part of the stream is assumed to have a proportional share of its bytes and words.
     n_bytes, n_words = (round(number * count / len(stream)) for number in (stream.n_bytes, stream.n_words))
+    length = min(len(stream), _SAMPLE)
+    starts = range(0, len(stream) - length + 1, max(1, len(stream) // _SAMPLES))
+    samples = (tokenizer.decode(read_window(stream, start, length).tolist()) for start in starts)
     return Evaluation(
         stream.name,
         context,
@@ -382,7 +420,7 @@ def _evaluation(
         masked,
         bits_per_byte=None if masked else bits_per_byte(loss, count, n_bytes),
         word_perplexity=None if masked else word_perplexity(loss, count, n_words),
-        prose=_is_prose(stream, tokenizer),
+        prose=is_prose(" ".join(samples)),
         by_position=list(sums.by_position()),
         loss_error=error,
         samples=sums.samples(),
