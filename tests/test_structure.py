@@ -170,7 +170,6 @@ def test_no_file_grows_into_several() -> None:
 READS_VALUES = {
     "ops/make_batch.py": "the boundary of a batch, once for all layers",
     "ops/checks.py": "the boundaries of packed documents, once for all layers",
-    "ops/prefix.py": "shows lengths that do not fit, on a CPU alone",
     "ops/context.py": "compares the shapes of slices, once a forward pass",
     "layers/contract.py": "compares results on the CPU, in a check of random tokens",
     "layers/states.py": "groups streams that stand at different positions, of mixers that do not take them together",

@@ -23,7 +23,7 @@ from lineartime.layers.contract import NO_FUTURE, check_mixer
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.options import constructor_options
 from lineartime.models.layer_config import KINDS
-from lineartime.ops import cache, packs
+from lineartime.ops import cache
 from lineartime.ops import make_batch as maker
 from lineartime.ops.batch import Batch
 from lineartime.ops.state import State
@@ -271,7 +271,7 @@ def test_a_mask_of_zeros_and_ones_is_that_of_true_and_false(name: str) -> None:
 @contextmanager
 def small_parts() -> Iterator[None]:
     """Packs of a few tokens are cut as those of thousands are: documents of other lengths apart, in chunks of few slots."""
-    with patch.object(packs, "GROUP_COST", 0), patch.object(packs, "WASTE", 100), patch.object(maker, "MIN_CHUNK_SIZE", 1):
+    with patch.multiple(maker, GROUP_COST=0, WASTE=100, MIN_CHUNK_SIZE=1):
         yield
 
 

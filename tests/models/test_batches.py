@@ -21,7 +21,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def counting(name: str, original: Any) -> Any:
         return lambda *args, **options: names.append(name) or original(*args, **options)
 
-    for module in (mixer, backbone, quadratic, quadratic.stream, stream):  # an operation that a layer calls must not make one
+    for module in (mixer, backbone, quadratic, stream):  # an operation that a layer calls must not make one
         for name in {"make_batch", "stream_batch"} & set(vars(module)):
             monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
     return names

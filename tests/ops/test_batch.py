@@ -14,11 +14,10 @@ from torch import Tensor
 from lineartime import FLASH
 from lineartime.errors import LineartimeError
 from lineartime.ops import make_batch as batches
-from lineartime.ops import mixed_chunk_attention, packs
+from lineartime.ops import mixed_chunk_attention
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.chunks import Reach, places, shift_chunks, sum_chunks
-from lineartime.ops.make_batch import make_batch
-from lineartime.ops.packs import GROUP_COST, MAX_GROUPS, similar_documents
+from lineartime.ops.make_batch import GROUP_COST, MAX_GROUPS, make_batch, similar_documents
 
 CPU = torch.device("cpu")
 ENDS = [0, 3, 3, 25, 27, 46, 47, 80]
@@ -187,7 +186,7 @@ def test_compiled_code_makes_room_for_all_divisions(dynamic: bool | None, count:
 
 
 def cost(documents: int, longest: int) -> int:
-    return documents * longest * (longest + packs.SLOT_COST)
+    return documents * longest * (longest + batches.SLOT_COST)
 
 
 @given(st.lists(st.integers(0, 20) | st.integers(0, 3000), max_size=300))
@@ -233,7 +232,7 @@ def test_a_long_document_is_not_what_short_ones_are_padded_to(lengths: list[int]
 
 
 def test_the_parts_of_a_pack_hold_its_tokens_in_order() -> None:
-    with patch.object(packs, "GROUP_COST", 0), patch.object(packs, "WASTE", 100), patch.object(batches, "MIN_CHUNK_SIZE", 1):
+    with patch.multiple(batches, GROUP_COST=0, WASTE=100, MIN_CHUNK_SIZE=1):
         pack = pack_of(ENDS, 64)
     orders = [part.order for part in pack.parts if part.order is not None]
     assert sorted(torch.cat(orders).tolist()) == list(range(LENGTH))

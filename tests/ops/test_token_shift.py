@@ -4,8 +4,8 @@ import torch
 from tests.pairs import every_pair
 from torch import Tensor
 
+from lineartime.ops.activations import by_document
 from lineartime.ops.batch import Batch
-from lineartime.ops.documents import by_document
 from lineartime.ops.make_batch import make_batch, stream_batch
 from lineartime.ops.token_shift import shift_next, shift_tokens
 

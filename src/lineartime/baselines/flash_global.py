@@ -17,7 +17,7 @@ from lineartime.layers.mixer import MixerOptions
 from lineartime.ops.activations import Normalization
 from lineartime.ops.batch import Batch
 from lineartime.ops.mixed_chunk import stream
-from lineartime.ops.mixed_chunk.states import MixedChunkState, mixed_chunk_state
+from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
 
 
 class FLASHGlobalOptions(MixerOptions, total=False):

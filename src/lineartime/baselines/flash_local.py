@@ -13,7 +13,7 @@ from torch import Tensor
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.ops.batch import Batch
 from lineartime.ops.mixed_chunk import stream
-from lineartime.ops.mixed_chunk.states import MixedChunkState, mixed_chunk_state
+from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
 
 
 class FLASHLocal(FLASHInParts):

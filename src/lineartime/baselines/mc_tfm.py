@@ -24,8 +24,7 @@ from lineartime.ops.batch import Batch, cut_chunks
 from lineartime.ops.chunks import Reach
 from lineartime.ops.mixed_chunk.chunked import chunk_attention, summary_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
-from lineartime.ops.mixed_chunk.states import MixedChunkState, mixed_chunk_state
-from lineartime.ops.mixed_chunk.stream import extend
+from lineartime.ops.mixed_chunk.stream import MixedChunkState, extend, mixed_chunk_state
 from lineartime.ops.precision import acc_dtype
 
 # 1. The definition ----------------------------------------------------------------------------------------------------

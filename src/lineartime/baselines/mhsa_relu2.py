@@ -12,9 +12,8 @@ from lineartime.layers.multi_head import MultiHeadMixer, fold_heads
 from lineartime.ops.batch import Batch
 from lineartime.ops.cache import KVCache
 from lineartime.ops.precision import acc_dtype
-from lineartime.ops.quadratic import attend_rows
+from lineartime.ops.quadratic import attend_rows, quadratic_attention_extend
 from lineartime.ops.quadratic.inputs import QuadraticOptions
-from lineartime.ops.quadratic.stream import quadratic_attention_extend
 
 
 class MHSARelu2(MultiHeadMixer):

@@ -25,8 +25,7 @@ from lineartime.ops.checks import check_positive
 from lineartime.ops.mixed_chunk import attend_heads, attend_part, attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
 from lineartime.ops.mixed_chunk.memories import Memory, queries_and_keys
-from lineartime.ops.mixed_chunk.states import mixed_chunk_state
-from lineartime.ops.mixed_chunk.stream import SlotBias
+from lineartime.ops.mixed_chunk.stream import SlotBias, mixed_chunk_state
 from lineartime.ops.precision import acc_dtype
 from lineartime.ops.token_shift import shift_next, tokens_before
 

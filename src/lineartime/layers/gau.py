@@ -25,9 +25,8 @@ from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_positive
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.precision import acc_dtype
-from lineartime.ops.quadratic import attend_rows
+from lineartime.ops.quadratic import attend_rows, quadratic_attention_extend
 from lineartime.ops.quadratic.inputs import QuadraticOptions
-from lineartime.ops.quadratic.stream import quadratic_attention_extend
 
 PUBLISHED_LENGTH = 512
 """The constant n of a causal layer with normalization="paper" and no max_length: the paper's shortest context."""

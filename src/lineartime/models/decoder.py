@@ -19,8 +19,7 @@ from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import norm_parts
 from lineartime.models.backbone import Backbone, Block, ModelState
 from lineartime.native import NATIVE_DTYPES, NativeFunctions, native_functions
-from lineartime.ops.mixed_chunk.states import MemoryState
-from lineartime.ops.mixed_chunk.stream import fold_full_chunks
+from lineartime.ops.mixed_chunk.stream import MemoryState, fold_full_chunks
 from lineartime.ops.positions import FactoredBias, rotary_table
 from lineartime.ops.precision import acc_dtype
 from lineartime.ops.token_shift import shifted_width

@@ -4,6 +4,7 @@ Shapes: B batch or streams, T tokens of a row, N tokens of a pack or new ones of
 """
 
 from dataclasses import replace
+from itertools import groupby, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -11,15 +12,21 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.ops.batch import Batch, Needs, cut_rows
-from lineartime.ops.checks import as_mask, check_documents, require
+from lineartime.ops.checks import as_mask, check_documents, check_whole, is_readable, require, shortened
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.packs import similar_documents
 from lineartime.ops.positions import rotary_table
-from lineartime.ops.prefix import prefix_tokens
 from lineartime.ops.tracing import is_traced, under_transform
 
 MIN_CHUNK_SIZE = 16
 """The minimum size of the chunks of short documents. Sizes are powers of two: few sizes need few kernels."""
+MAX_GROUPS = 4
+"""The maximum number of groups in a pack. Code is compiled for each number of groups."""
+WASTE = 4
+"""Two groups are merged if the padding adds at most 1 / WASTE to the cost of the pack."""
+GROUP_COST = 2**18
+"""The cost of the operations of one more group, in scores: about a millisecond on a CPU."""
+SLOT_COST = 128
+"""The cost of the other computations for each slot of a row, padding included, in scores."""
 
 
 def make_batch(
@@ -317,3 +324,66 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and x.device.type == "cpu":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
+
+
+def similar_documents(lengths: list[int]) -> list[list[int]]:
+    """Group the documents of a pack, of these lengths, to compute together, shortest first; leave out those without tokens.
+
+    A mixer computes documents as rows that are as long as the longest, or as chunks. One long document among thousands of short
+    ones would make thousands of long rows, nearly all padding.
+    """
+    by_length = sorted((document for document, tokens in enumerate(lengths) if tokens), key=lengths.__getitem__)
+    groups = [list(group) for _, group in groupby(by_length, lambda document: (lengths[document] - 1).bit_length())]
+
+    def cost(group: list[int]) -> int:
+        """In scores of an attention in which every slot of a row attends to every slot; rows are as long as the last."""
+        longest = lengths[group[-1]]
+        return len(group) * longest * (longest + SLOT_COST)
+
+    least = sum(map(cost, groups))
+    while len(groups) > 1:
+        padding = [cost(one + other) - cost(one) - cost(other) for one, other in pairwise(groups)]
+        added = min(padding)
+        if len(groups) <= MAX_GROUPS and added > max(GROUP_COST, least // WASTE):
+            break
+        at = padding.index(added)
+        groups[at : at + 2] = [groups[at] + groups[at + 1]]
+    return [sorted(group) for group in groups]
+
+
+# Prefixes: the first tokens of a document, within which a causal attention is bidirectional ---------------------------
+
+
+def check_prefix(prefix_lengths: Tensor | None, causal: bool) -> None:
+    """Raise ArgumentError if prefixes are given for an attention that is not causal."""
+    if prefix_lengths is not None and not causal:
+        raise ArgumentError("prefix_lengths", "is given, but only causal attention has prefixes: use causal=True.")
+
+
+def prefix_tokens(
+    prefix_lengths: Tensor, positions: Tensor, document: Tensor, starts: Tensor, is_real: Tensor | None, of_rows: bool
+) -> Tensor:
+    """Which tokens of a pack are in a prefix, bool [1, N].
+
+    Args:
+        prefix_lengths: int [D].
+        positions, document: int64 [N], the position of each token in its document, and the document.
+        starts: int64 [D + 1], the boundaries of the documents.
+        is_real: bool [1, N], or None if all tokens are real.
+        of_rows: whether a document is a row of a batch, for messages.
+
+    Raises:
+        ArgumentError: if the lengths do not match the documents.
+    """
+    n_documents, size, where = starts.shape[0] - 1, "[B]" if of_rows else "[D]", "row" if of_rows else "document"
+    check_whole("prefix_lengths", prefix_lengths)
+    if prefix_lengths.shape != (n_documents,):
+        raise ArgumentError("prefix_lengths", f"has shape {list(prefix_lengths.shape)}, but must be {size} = [{n_documents}].")
+    if prefix_lengths.is_meta and not positions.is_meta:
+        raise ArgumentError("prefix_lengths", f"is on the meta device, but must be on {positions.device}, like the tokens.")
+    lengths = prefix_lengths.to(positions.device, torch.long)
+    given = f"is {shortened(lengths.tolist())}, but " if is_readable(lengths) else ""
+    predicate = f"{given}must be from 0 to the number of real tokens of each {where}."
+    require((lengths >= 0) & (lengths <= starts.diff()), "prefix_lengths", predicate)
+    marked = (positions < lengths[document])[None]
+    return marked if is_real is None else marked & is_real

@@ -4,7 +4,6 @@
     chunked.py           plain PyTorch, on any device
     cpu.py               a few chunks at a time, for CPUs, with cpu.cpp; takes the projected tokens of a layer
     stream.py            more tokens of streams, at any positions, with a state of constant size
-    context_parallel.py  over sequences that are split over several processes
 
 All of them compute the same function of (heads, bias, batch, options) or, with the gate of a FLASH layer around it, of
 (projected, bias, batch, options). This file checks the arguments and chooses the form.
@@ -21,16 +20,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineartime.errors import ArgumentError
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import check_bias
-from lineartime.ops.make_batch import make_batch, rotated_by
-from lineartime.ops.mixed_chunk import chunked, context_parallel, cpu, memories, reference
-from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads, check_positions, check_projected
+from lineartime.ops.context import ContextGroup, sum_elsewhere
+from lineartime.ops.make_batch import check_prefix, make_batch, rotated_by
+from lineartime.ops.mixed_chunk import chunked, cpu, memories, reference
+from lineartime.ops.mixed_chunk.inputs import (
+    Heads,
+    MixedChunkOptions,
+    Projected,
+    check_heads,
+    check_positions,
+    check_projected,
+    queries_and_keys,
+)
 from lineartime.ops.positions import rotary_table
-from lineartime.ops.precision import acc_dtype, matmul_dtype
-from lineartime.ops.prefix import check_prefix
+from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
 
 
 def mixed_chunk_attention(
@@ -223,7 +231,7 @@ def attend_projected(
     projected = projected.with_bias()
     gated = _gated(form, projected, bias, batch, options)
     if batch.context is not None:
-        gated = gated + context_parallel.attend_elsewhere(batch.context, projected, batch, options).to(gated.dtype)
+        gated = gated + attend_elsewhere(batch.context, projected, batch, options).to(gated.dtype)
     return gated if output is None else F.linear(gated, output)
 
 
@@ -237,6 +245,46 @@ def _gated(form: Backend, projected: Projected, bias: Tensor | None, batch: Batc
         return _gated(form, projected._replace(tokens=tokens), _of_chunks(bias, inner), inner, options.bidirectional)
 
     return batch.with_prefix(cpu.attend(projected, bias, batch, options), within, projected.tokens)
+
+
+def attend_elsewhere(group: ContextGroup, projected: Projected, batch: Batch, options: MixedChunkOptions) -> Tensor:
+    """What the tokens of this process read in the other processes of the group, [B, T, e], where a sequence is split over them.
+
+    Slices begin at chunk boundaries, so the quadratic part needs no communication. The linear part is a sum over chunks, so it
+    needs a single s x e matrix from each other process:
+
+        own[r]       = sum over the tokens j of slice r of k_lin[j] v[j]^T                                  [B, s, e]
+        elsewhere[r] = causal: own[0] + ... + own[r - 1]; otherwise the sum of own over all other processes
+        the result   = U[t] * q_lin[t] . elsewhere[r] / |R(t)|
+
+    R(t), as in reference.py, are the tokens of the whole sequence that the linear part of t reads, here and elsewhere.
+    Each pass exchanges matrices of s x e numbers once: `own` forward, and the gradient of `elsewhere` backward.
+
+    Every process of the group must call this with its slice. Gradients flow across processes. Each process gets the gradient of
+    its own tokens and a share of the parameters' gradient, which is the sum of the shares of all processes.
+
+    Raises:
+        ArgumentError: if a slice does not consist of whole chunks.
+    """
+    length, size = projected.tokens.shape[1], options.chunk_size
+    if length == 0 or length % size:
+        raise ArgumentError(
+            "x",
+            f"has {length} tokens of a sequence in this process, but must have whole chunks, chunk_size = {size}: split "
+            f"N times a multiple of {size} tokens over N processes.",
+        )
+    compute, causal = matmul_dtype(projected.tokens, projected.gamma), options.causal
+    with without_autocast(projected.tokens):
+        gate, v, z = projected.activate()
+        q_lin, k_lin = queries_and_keys(z, projected.gamma[2:], projected.beta[2:], batch.rotations).unbind(1)
+        k_chunks, v_chunks = (x.to(compute).unflatten(1, (-1, size)) for x in (k_lin, v))
+        own = (k_chunks.mT @ v_chunks).to(acc_dtype(v_chunks)).sum(1)
+        read = sum_elsewhere(own, group, "before" if causal else "others")
+        # All chunks are full, so every normalisation counts their tokens.
+        place = torch.arange(length, device=v.device)
+        in_slice = place - place % size if causal else torch.full_like(place, length)
+        scale = 1 / options.linear_divisor(batch.elsewhere(causal) + in_slice).to(own.dtype)
+        return gate * ((q_lin * scale[:, None]).to(compute) @ read.to(compute))
 
 
 mixed_chunk_attention_oracle = partial(mixed_chunk_attention, backend="oracle")

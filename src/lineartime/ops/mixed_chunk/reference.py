@@ -17,9 +17,8 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3, with
 import torch
 from torch import Tensor
 
-from lineartime.ops.activations import attention_weights_oracle
+from lineartime.ops.activations import attention_weights_oracle, by_document
 from lineartime.ops.batch import Batch
-from lineartime.ops.documents import by_document
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
 
 

@@ -14,7 +14,7 @@ The definition is the causal one of reference.py.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,11 +27,68 @@ from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.make_batch import stream_batch
 from lineartime.ops.mixed_chunk import cpu, memories
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads
-from lineartime.ops.mixed_chunk.states import MemoryState, MixedChunkState
-from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic.blocked import attend_visible
-from lineartime.ops.state import in_place, writable
+from lineartime.ops.state import State, in_place, writable
 from lineartime.ops.tracing import is_traced
+
+
+@dataclass(eq=False)
+class MixedChunkState(State):
+    """What causal streams remember; its size does not depend on the number of tokens read.
+
+    Attributes:
+        position: int64 [B], the number of tokens that each stream has read; position % C of them are in the open chunk.
+        summary: [B, s, e], the sum of k_lin v^T over all complete chunks, in float32 or better.
+        keys: [B, M, C, s], the keys of the open chunk: of the quadratic and of the linear part.
+        values: [B, C, e], its values. The slots after its tokens hold any numbers.
+    """
+
+    position: Tensor
+    summary: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(eq=False)
+class MemoryState(MixedChunkState):
+    """The state of the memory mesa; `summary` is its S.
+
+    Attributes:
+        last: [B, s], the Y of the last token, of which the next key tells.
+        gram: [B, s, s], its P.
+    """
+
+    last: Tensor
+    gram: Tensor
+
+
+def mixed_chunk_state(
+    batch_size: int,
+    chunk_size: int,
+    d_qk: int,
+    d_value: int,
+    like: Tensor,
+    *,
+    maps: int = 2,
+    linear: bool = True,
+    memory: memories.Memory = "sum",
+) -> MixedChunkState:
+    """The state before the first token, with keys and values in the dtype of `like`, on its device."""
+
+    def zeros(*shape: int, dtype: torch.dtype = like.dtype) -> Tensor:
+        return torch.zeros(batch_size, *shape, dtype=dtype, device=like.device)
+
+    parts = (
+        zeros(dtype=torch.long),
+        zeros(d_qk if linear else 0, d_value, dtype=acc_dtype(like)),
+        zeros(maps, chunk_size, d_qk),
+        zeros(chunk_size, d_value),
+    )
+    if memory == "sum":
+        return MixedChunkState(*parts)
+    return MemoryState(*parts, zeros(d_qk), zeros(d_qk, d_qk, dtype=acc_dtype(like)))
+
 
 SlotBias = Callable[[Tensor], Tensor]
 """The bias of queries in some slots of a chunk, int64 [...], for the keys of all its slots: [..., C]."""

@@ -4,7 +4,6 @@
     blocked.py     plain PyTorch, on any device
     cpu.py         some queries at a time, for CPUs; with cpu.cpp
     triton.py      kernels for GPUs
-    stream.py      token by token, with a cache of keys and values
 
 All of them compute the same function of (q, k, v, bias, real, options), in which every document is a row. This file checks the
 arguments and chooses the form.
@@ -25,12 +24,14 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend, choose_backend
+from lineartime.ops.batch import Batch
+from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import as_mask, check_queries_keys_values
-from lineartime.ops.make_batch import make_batch
+from lineartime.ops.make_batch import check_prefix, make_batch, stream_batch
 from lineartime.ops.positions import FactoredBias
-from lineartime.ops.precision import matmul_dtype
-from lineartime.ops.prefix import check_prefix
+from lineartime.ops.precision import matmul_dtype, output_dtype
 from lineartime.ops.quadratic import blocked, cpu, reference, triton
+from lineartime.ops.quadratic.blocked import attend_visible
 from lineartime.ops.quadratic.inputs import QuadraticOptions, check_quadratic_bias
 
 _FORMS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | FactoredBias | None, Tensor | None, QuadraticOptions], Tensor]] = {
@@ -150,6 +151,47 @@ def attend_rows(
         return _FORMS[form](q, k, v, bias, real, options)
     q, k, v = (x.masked_fill(~real[..., None], 0.0) for x in (q, k, v))  # 0 * inf, at padding, would be NaN
     return _FORMS[form](q, k, v, bias, real, options).masked_fill(~real[..., None], 0.0)
+
+
+def quadratic_attention_extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: KVCache,
+    *,
+    batch: Batch | None = None,
+    bias: Callable[[int], Tensor | None] | Tensor | None = None,
+    activation: Activation = "relu2",
+    normalization: Normalization | int = "count",
+) -> tuple[Tensor, KVCache]:
+    """Continue causal sequences by N tokens; the outputs equal those of one causal `quadratic_attention` over everything.
+
+    Args:
+        q, k, v: [B, N, s], [B, N, s], [B, N, e] of the new tokens; further dimensions after the first may be heads.
+        state: what came before; it is consumed.
+        batch: the new tokens; None if all of them are real.
+        bias: the rows of the new tokens, [N, K] or [B, N, K], or a function of K that computes them.
+        activation, normalization: as for `quadratic_attention`.
+
+    Returns:
+        The new tokens' outputs [B, N, e] and the new state.
+
+    Raises:
+        ArgumentError: if shapes do not match, the activation is unknown, or the normalization is neither "count" nor a number.
+    """
+    options = QuadraticOptions(causal=True, activation=activation, normalization=normalization)
+    if isinstance(normalization, str) and normalization != "count":
+        raise ArgumentError("normalization", f"is {normalization!r}, but a stream needs 'count', or a fixed n.")
+    batch = batch or stream_batch(state.position, (len(q), q.shape[-2]))
+    state, keys, values, visible = state.append(k, v, batch)
+    rows = bias(keys.shape[-2]) if callable(bias) else bias
+    if visible.dim() == 3:  # the same for all heads
+        heads = [1] * (q.dim() - 3)
+        visible = visible.view(len(visible), *heads, *visible.shape[1:])
+        rows = rows if rows is None or rows.dim() == 2 else rows.view(len(rows), *heads, *rows.shape[1:])
+    n = options.published_length(0, None)
+    out = attend_visible(q, keys, values, visible=visible, bias=rows, activation=activation, published_length=n)
+    return out.to(output_dtype(v, out.dtype)), state
 
 
 quadratic_attention_oracle = partial(quadratic_attention, backend="oracle")

@@ -10,8 +10,7 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 2.2.
 import torch
 from torch import Tensor
 
-from lineartime.ops.activations import attention_weights_oracle
-from lineartime.ops.documents import by_document
+from lineartime.ops.activations import attention_weights_oracle, by_document
 from lineartime.ops.positions import FactoredBias
 from lineartime.ops.quadratic.inputs import QuadraticOptions
 
