@@ -128,7 +128,7 @@ def test_runs_are_found_three_levels_down_and_each_once_by_its_own_name(tmp_path
     make_run(tmp_path / "1" / "2" / "3" / "inside")
     make_run(tmp_path / "one" / "two" / "three" / "four")
     make_run(tmp_path / ".hidden")
-    assert list(find_runs(tmp_path, [])) == [tmp_path / "1" / "2" / "3"]
+    assert list(find_runs(tmp_path)) == [tmp_path / "1" / "2" / "3"]
     (tmp_path / "0").symlink_to(tmp_path / "1" / "2" / "3")  # which is found first
     (tmp_path / "loop").symlink_to(tmp_path)
     assert list(name_runs([tmp_path])[0].values()) == ["1/2/3"]
@@ -178,7 +178,7 @@ def test_run_that_began_from_another_is_in_its_group(tmp_path: Path) -> None:
         (run / "step-00000040" / "tokenizer.json").write_text(definition)
         summaries.append(summarize(run, name)[0])
     found = [(group.title, len(group.runs)) for group in group_runs(summaries)]
-    assert found == [("tokenizer bpe-300", 2), ("tokenizer bytes", 1)]
+    assert found == [("text books, tokenizer bpe-300, task clm", 2), ("text books, tokenizer bytes, task clm", 1)]
 
 
 def test_seeds_of_one_setting_are_one_row_with_mean_and_deviation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

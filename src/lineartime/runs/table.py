@@ -17,7 +17,7 @@ from rich.table import Table
 
 from lineartime.checkpoint import checkpoint_path, list_checkpoints
 from lineartime.choices import TEXT_COLUMN
-from lineartime.errors import LineartimeError, reporting_file_errors
+from lineartime.errors import LineartimeError
 from lineartime.files import RECORD_FILE, TOKENIZER_FILE, is_there
 from lineartime.markdown import NOT_THERE, cell, without_empty
 from lineartime.runs.curve import DEVIATION, thinned
@@ -79,17 +79,11 @@ def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
     found: list[tuple[Path, str]] = []
     missing: list[str] = []
     for folder in folders:
-        if not is_there(folder):
-            missing.append(f"{folder} does not exist: give the folder of a run, or one with runs in it.")
-            continue
-        unreadable: list[str] = []
-        runs = list(find_runs(folder, unreadable))
-        missing += unreadable
-        if not runs and not unreadable:
+        runs = list(find_runs(folder))
+        if not runs:
             missing.append(f"There is no run in {folder}: give the folder of a run, or one with runs in it.")
         for run in runs:
-            shown = run.relative_to(folder) if len(folders) == 1 and run != folder else run
-            found.append((run, str(shown)))
+            found.append((run, str(run.relative_to(folder) if len(folders) == 1 and run != folder else run)))
     found.sort(key=lambda each: sum(path.is_symlink() for path in (each[0], *each[0].parents)))  # its own name before links
     unique: dict[Path, tuple[Path, str]] = {}
     for run, name in found:
@@ -97,20 +91,18 @@ def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
     return dict(unique.values()), missing
 
 
-def find_runs(folder: Path, unreadable: list[str], depth: int = DEPTH) -> Iterator[Path]:
-    """Yield the runs in a folder and its subfolders; add a sentence to `unreadable` for each of them that cannot be read."""
+def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Yield the runs in a folder and its subfolders, except for what may not be read."""
     try:
-        with reporting_file_errors("read", folder):
-            is_run = any((folder / name).is_file() for name in (METRICS_FILE, RECORD_FILE)) or bool(list_checkpoints(folder))
-            within = [] if is_run else [path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
-            within.sort()
-    except LineartimeError as error:
-        unreadable.append(str(error))
+        is_run = any((folder / name).is_file() for name in (METRICS_FILE, RECORD_FILE)) or bool(list_checkpoints(folder))
+        within = sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+    except (OSError, LineartimeError):
         return
     if is_run:
         yield folder
-    for path in within if depth else ():
-        yield from find_runs(path, unreadable, depth - 1)
+    elif depth:
+        for path in within:
+            yield from find_runs(path, depth - 1)
 
 
 def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
@@ -261,47 +253,32 @@ def _mean_lines(of_runs: Sequence[Sequence[Line]]) -> list[Line]:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs with comparable losses, the best first. `title` names their text, tokenizer and task, as far as groups differ."""
+    """Runs with comparable losses, the best first. `title` names their text, tokenizer and task, if there are other groups."""
 
     title: str
     runs: list[RunSummary]
 
 
 def group_runs(runs: Sequence[RunSummary]) -> list[Group]:
-    """Group runs by text, tokenizer and task. Runs with unknown options form the last group."""
+    """Group runs by text, tokenizer and task, which are their title. Runs with unknown options form the last group."""
     named = [(run.tokenizer, str(run.options.get("tokenizer") or "bytes")) for run in runs if run.tokenizer]
     # The shortest name that a run has for a tokenizer, which is seldom a path.
     names = dict(sorted(named, key=lambda pair: (len(pair[1]), pair[1]), reverse=True))
-    groups: dict[tuple[tuple[str, ...], ...], list[RunSummary]] = {}
+    groups: dict[tuple[Any, ...], list[RunSummary]] = {}
     for run in runs:
-        groups.setdefault(_compared_by(run, names), []).append(run)
-    known = sorted(key for key in groups if key)
-    parts = [
-        [f"{word} {name}" for name in _short_names(values)]
-        for word, values in zip(("text", "tokenizer", "task"), zip(*known, strict=True), strict=False)
-        if len(set(values)) > 1 or (word == "text" and () in groups)
-    ]
-    titles = [", ".join(part[place] for part in parts) for place in range(len(known))]
-    found = [Group(title, _ranked(groups[key])) for key, title in zip(known, titles, strict=True)]
+        given = run.options.get
+        column = given("text_column")
+        in_column = [] if column in (None, TEXT_COLUMN) else [f"(column {column})"]
+        tokenizer = names.get(run.tokenizer, str(given("tokenizer") or "bytes"))
+        key = (tuple(texts_of(run.options) + in_column), tokenizer, str(given("task") or "clm")) if run.options else ()
+        groups.setdefault(key, []).append(run)
+    texts = {key[0]: " ".join(Path(part).name for part in key[0]) for key in groups if key}
+    if len(set(texts.values())) < len(texts):  # different ones would look alike
+        texts = {text: " ".join(text) for text in texts}
+    titles = {key: f"text {texts[key[0]]}, tokenizer {key[1]}, task {key[2]}" for key in sorted(groups) if key}
+    known = [Group(title if len(groups) > 1 else "", _ranked(groups[key])) for key, title in titles.items()]
     unknown = [Group("unknown text" if known else "", _ranked(groups[()]))] if () in groups else []
-    return [*found, *unknown]
-
-
-def _compared_by(run: RunSummary, tokenizers: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """The texts, the tokenizer and the task of a run; empty if unknown."""
-    if not run.options:
-        return ()
-    given = run.options.get
-    column = given("text_column")
-    in_column = () if column in (None, TEXT_COLUMN) else (f"(column {column})",)
-    tokenizer = tokenizers.get(run.tokenizer, str(given("tokenizer") or "bytes"))
-    return (*texts_of(run.options), *in_column), (tokenizer,), (str(given("task") or "clm"),)
-
-
-def _short_names(values: Sequence[Sequence[str]]) -> list[str]:
-    """The last parts of paths, unless different ones would look alike."""
-    short = [" ".join(Path(part).name for part in value) for value in values]
-    return short if len(set(short)) == len(set(values)) else [" ".join(value) for value in values]
+    return [*known, *unknown]
 
 
 def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
