@@ -289,7 +289,7 @@ def test_mixer_is_blamed_for_all_errors_of_tracing_but_a_lack_of_memory(
         export_step(flash())
 
 
-def test_what_onnx_cannot_hold_is_refused(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_that_onnx_cannot_hold_are_refused(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = torch.export.export(nn.Linear(1, 1, dtype=torch.bfloat16), (torch.zeros(1, dtype=torch.bfloat16),))
     with pytest.raises(LineartimeError, match="bfloat16 has operations that onnxruntime lacks: export it in float32"):
         write_onnx(narrow, tmp_path / "text.onnx")
@@ -308,7 +308,7 @@ def test_mixers_that_cannot_be_traced_or_translated_are_named(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_exported_says_why(small: Any, tmp_path: Path) -> None:
+def test_models_and_files_that_cannot_be_exported_are_refused(small: Any, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="model is made of GAU, which has no step with a state of constant size"):
         export_step(build("flash-quad-tiny", d_qk=8))
     with pytest.raises(ArgumentError, match="masked language model, which cannot continue a text"):

@@ -45,7 +45,7 @@ def add(functions: NativeFunctions | None) -> float:
     return result.item()
 
 
-def test_a_library_is_built_once_and_again_when_its_source_changes(source: Path) -> None:
+def test_library_is_built_once_and_again_when_its_source_changes(source: Path) -> None:
     assert add(native_functions(source)) == 5
     (file,) = built()
     before = file.stat().st_mtime_ns
@@ -58,21 +58,21 @@ def test_a_library_is_built_once_and_again_when_its_source_changes(source: Path)
     assert len(built()) == 2
 
 
-def test_a_build_that_fails_is_told_in_a_line_and_leaves_nothing(source: Path) -> None:
+def test_build_that_fails_is_told_in_a_line_and_leaves_nothing(source: Path) -> None:
     source.write_text("this is no C++")
     with pytest.warns(RuntimeWarning, match=r"add.cpp cannot be used, .*LINEARTIME_NATIVE=0"):
         assert native_functions(source) is None
     assert built() == []
 
 
-def test_a_library_that_cannot_be_opened_is_told_and_not_kept(source: Path) -> None:
+def test_library_that_cannot_be_opened_is_told_and_not_kept(source: Path) -> None:
     source.write_text(ADD + 'extern "C" void elsewhere();\nextern "C" void call_elsewhere() { elsewhere(); }')
     with pytest.warns(RuntimeWarning, match="undefined symbol: elsewhere"):
         assert native_functions(source) is None
     assert built() == []
 
 
-def test_a_library_that_others_could_have_put_there_is_not_loaded(source: Path) -> None:
+def test_library_that_others_could_have_put_there_is_not_loaded(source: Path) -> None:
     native_functions(source)
     native_functions.cache_clear()
     (cache_folder() / "native").chmod(0o777)
@@ -80,7 +80,7 @@ def test_a_library_that_others_could_have_put_there_is_not_loaded(source: Path) 
         assert native_functions(source) is None
 
 
-def test_a_damaged_library_is_built_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_library_is_built_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     native_functions(source)
     (file,) = built()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))  # the system would not read a file again
@@ -92,7 +92,9 @@ def test_a_damaged_library_is_built_again(source: Path, tmp_path: Path, monkeypa
     assert damaged.read_bytes() == file.read_bytes()
 
 
-def test_what_is_missing_or_turned_off_has_a_reason_and_no_warning(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_that_are_missing_or_turned_off_have_a_reason_and_no_warning(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(native, "cpp_compiler", lambda: None)
         assert why_not_native() == "there is no GNU C++ compiler here"

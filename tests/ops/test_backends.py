@@ -9,7 +9,7 @@ from lineartime.ops.backends import choose_backend
 ALL = ("torch", "tiled", "triton", "oracle")
 
 
-def test_a_processor_takes_the_tiled_form_where_there_is_one() -> None:
+def test_processor_takes_the_tiled_form_where_there_is_one() -> None:
     like = torch.empty(1)
     assert choose_backend("auto", ALL, like, torch.float32, "relu2") == "tiled"
     assert choose_backend("auto", ALL, like, torch.float32, "softmax") == "torch"
@@ -20,7 +20,7 @@ def test_other_devices_take_plain_pytorch() -> None:
     assert choose_backend("auto", ALL, torch.empty(1, device="meta"), torch.float32, "relu2") == "torch"
 
 
-def test_a_gpu_takes_the_kernels_that_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_takes_the_kernels_that_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGPU:
         device = torch.device("cuda")
 
@@ -36,13 +36,13 @@ def test_a_gpu_takes_the_kernels_that_it_can_run(monkeypatch: pytest.MonkeyPatch
     ("installed", "reason"),
     [(True, "it needs a GPU, and the tensors are on cpu"), (False, "the package triton is not installed")],
 )
-def test_forcing_the_kernels_says_why_they_cannot_run(installed: bool, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_cannot_run_say_why(installed: bool, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_has_triton", lambda: installed)
     monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
     with pytest.raises(ValueError, match=f"backend is 'triton', which cannot run here: {reason}; use 'auto' or 'torch'"):
         choose_backend("triton", ALL, torch.empty(1), torch.float32, "relu2")
 
 
-def test_a_backend_that_the_op_lacks_is_refused() -> None:
+def test_backend_that_the_op_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="backend is 'tiled', but must be one of 'auto', 'torch'"):
         choose_backend("tiled", ("torch",), torch.empty(1), torch.float32, "relu2")

@@ -55,7 +55,7 @@ def test_equal_rows_keep_their_path_without_a_gather(chunk_size: int | None) -> 
 
 
 @pytest.mark.parametrize("mask", [torch.arange(30).view(3, 10) % 7 % 3 > 0, torch.arange(10) >= torch.tensor([[0], [4], [10]])])
-def test_a_pack_holds_the_real_tokens_of_rows_in_order_and_unpacks_zeros_at_padding(mask: Tensor) -> None:
+def test_pack_holds_the_real_tokens_of_rows_in_order_and_unpacks_zeros_at_padding(mask: Tensor) -> None:
     x, batch = random(3, 10, 2), make_batch((3, 10), mask, device=CPU)
     packed = batch.pack(x.masked_fill(~mask[..., None], torch.nan))
     assert torch.equal(packed, x[mask][None])
@@ -65,7 +65,7 @@ def test_a_pack_holds_the_real_tokens_of_rows_in_order_and_unpacks_zeros_at_padd
     assert torch.equal(batch.document, mask.nonzero()[:, 0])
 
 
-def test_a_pack_with_padding_and_prefixes_counts_real_tokens_of_each_document() -> None:
+def test_pack_with_padding_and_prefixes_counts_real_tokens_of_each_document() -> None:
     prefixes = torch.tensor([2, 0, 9, 0, 10, 0, 4])
     batch = make_batch((1, LENGTH), MASK, torch.tensor(ENDS), prefixes, device=CPU, needs=Needs(8))
     x = random(1, LENGTH, 2)
@@ -101,7 +101,7 @@ def test_documents_without_tokens_read_nothing(case: str, chunk_size: int | None
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
-def test_a_layer_that_is_recorded_for_one_length_says_what_to_use() -> None:
+def test_layer_that_is_recorded_for_one_length_says_what_to_use() -> None:
     with pytest.raises(LineartimeError, match=r"^A layer cannot be recorded by torch.jit.trace, .*: use torch.export"):
         torch.jit.trace(FLASH(16, d_qk=8), (torch.randn(1, 5, 16),))
 
@@ -224,14 +224,14 @@ def test_documents_of_similar_length_and_small_packs_stay_one_group(lengths: lis
 
 
 @pytest.mark.parametrize("lengths", [[1] * 2999 + [3001], [1] * 2000 + [30] * 300 + [4000]])
-def test_a_long_document_is_not_what_short_ones_are_padded_to(lengths: list[int]) -> None:
+def test_long_document_is_not_what_short_ones_are_padded_to(lengths: list[int]) -> None:
     ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     parts = pack_of(ends, None).parts
     assert 2 <= len(parts) <= MAX_GROUPS
     assert sum(part.n_chunks * part.chunk_size for part in parts) <= 2 * sum(lengths)  # a row has one chunk
 
 
-def test_the_parts_of_a_pack_hold_its_tokens_in_order() -> None:
+def test_parts_of_a_pack_hold_its_tokens_in_order() -> None:
     with patch.multiple(batches, GROUP_COST=0, WASTE=100, MIN_CHUNK_SIZE=1):
         pack = pack_of(ENDS, 64)
     orders = [part.order for part in pack.parts if part.order is not None]

@@ -66,7 +66,7 @@ def test_tokens_follow_those_of_their_stream_at_any_positions(gradients: bool, h
 
 
 @torch.no_grad()
-def test_a_clone_and_taken_and_concatenated_streams_have_memory_of_their_own() -> None:
+def test_clone_and_taken_and_concatenated_streams_have_memory_of_their_own() -> None:
     first = grown(empty(), *tokens(4))
     branches = [first.clone(), first.take(torch.tensor([0, 1])), State.concatenate([first]), first]
     continued = [grown(branch, *tokens(2, seed)) for seed, branch in enumerate(branches)]
@@ -85,7 +85,7 @@ def test_streams_of_different_rooms_are_concatenated() -> None:
         assert visible[rows].sum(-1).tolist() == [[count + 1]] * 2
 
 
-def test_a_cache_made_in_inference_mode_can_be_continued_outside() -> None:
+def test_cache_made_in_inference_mode_can_be_continued_outside() -> None:
     with torch.inference_mode():
         first = grown(empty(), *tokens(2))
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_gradients_flow_through_a_cache() -> None:
     assert torch.autograd.gradcheck(weighted, (k, v))
 
 
-def test_a_cache_without_gradients_keeps_what_the_gradients_of_queries_need() -> None:
+def test_cache_without_gradients_keeps_what_the_gradients_of_queries_need() -> None:
     q = torch.randn(2, 4, 3, requires_grad=True)
     k, v = tokens(4)
     before, state = quadratic_attention_extend(q[:, :2], k[:, :2], v[:, :2], empty())

@@ -41,14 +41,14 @@ def test_values_and_gradients_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_sequence_that_reads_itself_is_bidirectional_gau(activation: Any) -> None:
+def test_sequence_that_reads_itself_is_bidirectional_gau(activation: Any) -> None:
     q, k, v = (make_inputs(6, 6)[0] for _ in range(3))
     expected = quadratic_attention(q, k, v, activation=activation)
     torch.testing.assert_close(cross_attention(q, k, v, activation=activation), expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_row_without_a_source_token_is_zero_forward_and_backward(activation: Any) -> None:
+def test_row_without_a_source_token_is_zero_forward_and_backward(activation: Any) -> None:
     inputs = make_inputs(4, 5, grad=True)
     out = cross_attention(*inputs, source_mask=make_mask(5), activation=activation)
     assert not out[0].any()

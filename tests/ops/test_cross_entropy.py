@@ -92,14 +92,14 @@ def test_half_precision_does_not_overflow() -> None:
     torch.testing.assert_close(weight.grad[0].float(), torch.full((4,), 4 * (1 / 258 - 1)), atol=1e-2, rtol=0)
 
 
-def test_a_target_outside_the_vocabulary_is_no_target() -> None:
+def test_target_outside_the_vocabulary_is_no_target() -> None:
     hidden, weight, targets = make_inputs(4)
     targets[0, 1] = -1
     with pytest.raises(ValueError, match=r"targets holds -1, but must be from 0 to vocab_size - 1 = .*, or -100 for none"):
         linear_cross_entropy(hidden, weight, targets)
 
 
-def test_a_second_derivative_is_refused_and_not_wrong() -> None:
+def test_second_derivative_is_refused_and_not_wrong() -> None:
     hidden, weight, targets = make_inputs(4)
     with pytest.raises(RuntimeError, match=r"model\.loss can be differentiated only once: .* cross-entropy of model"):
         torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), weight, create_graph=True)

@@ -149,13 +149,13 @@ def test_errors_are_within_tolerance_and_at_most_twice_those_of_plain_pytorch(dt
         assert error < 2 * plain_error + TOLERANCES[dtype] / 20
 
 
-def test_the_same_bits_come_twice() -> None:
+def test_same_bits_come_twice() -> None:
     inputs = make_inputs(2, 300, chunk=64, d_qk=16, d_value=24, dtype=torch.float32)
     once, again = (values_and_gradients(inputs, "tiled", chunk_size=64) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
-def test_the_number_of_threads_changes_nothing_but_rounding() -> None:
+def test_number_of_threads_changes_nothing_but_rounding() -> None:
     inputs = make_inputs(2, 300, chunk=64, d_qk=16, d_value=24)
     alone = values_and_gradients(inputs, "tiled", chunk_size=64)
     with using_threads(7):
@@ -166,7 +166,7 @@ def test_the_number_of_threads_changes_nothing_but_rounding() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_no_number_stays_so_and_large_inputs_do_not_overflow(dtype: torch.dtype) -> None:
+def test_nan_stays_nan_and_large_inputs_do_not_overflow(dtype: torch.dtype) -> None:
     projected, gamma, beta, bias = (x.detach().to(dtype) for x in make_inputs(1, 8))
     projected[0, 0, 0], projected[0, 0, 1], projected[0, 1, 0], projected[0, 7, -1] = -1e4, 1e4, math.nan, math.nan
     out = gated_mixed_chunk_attention(
@@ -201,7 +201,7 @@ def with_dense_maps(
 
 @pytest.mark.usefixtures("small_tiles", "poisoned_memory")
 @pytest.mark.parametrize(("name", "causal"), [(name, causal) for name in BATCHES for causal in {True, name == "a prefix"}])
-def test_what_is_done_of_the_dense_maps_is_the_definition_between_them(name: str, causal: bool) -> None:
+def test_dense_maps_with_tiles_are_the_definition_between_them(name: str, causal: bool) -> None:
     length, parts = BATCHES[name]
     inputs, output = make_inputs(1 if "cu_seqlens" in parts else 2, length), torch.randn(3, D_VALUE, dtype=torch.float64)
     needs = Needs(CHUNK, rotary_width=D_QK, dtype=torch.float64)
@@ -211,7 +211,7 @@ def test_what_is_done_of_the_dense_maps_is_the_definition_between_them(name: str
     assert_same(*results)
 
 
-def test_the_gated_output_is_not_kept_for_an_output_map() -> None:
+def test_gated_output_is_not_kept_for_an_output_map() -> None:
     inputs, output = make_inputs(2, 64), torch.randn(3, D_VALUE, dtype=torch.float64, requires_grad=True)
     needs = Needs(CHUNK, rotary_width=D_QK, dtype=torch.float64)
     batch = make_batch(inputs[0].shape, device=inputs[0].device, needs=needs)
@@ -283,7 +283,7 @@ def test_pytorch_can_check_compile_and_export_it() -> None:
     assert_same(list(pairs[0]), list(pairs[1]), 1e-6)
 
 
-def test_a_second_derivative_is_refused_with_what_to_do() -> None:
+def test_second_derivative_is_refused_with_what_to_do() -> None:
     projected, gamma, beta, _ = make_inputs(1, 8)
     out = gated_mixed_chunk_attention(projected, gamma, beta, chunk_size=CHUNK, positions=None)
     with pytest.raises(
@@ -293,7 +293,7 @@ def test_a_second_derivative_is_refused_with_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_the_tiles_compute_in_the_dtype_of_autocast(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_compute_in_the_dtype_of_autocast(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dtype is chosen before autocast is turned off: otherwise, a bf16 layer would compute in fp32."""
     seen, fused = [], cpu._fused
     monkeypatch.setattr(cpu, "_fused", lambda inputs: (seen.append(inputs.projected.dtype), fused(inputs))[1])

@@ -47,7 +47,7 @@ def test_sums_beyond_half_precision_are_those_of_float32(causal: bool) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_the_bidirectional_form_is_the_definition(length: int, assert_same_function: Callable[..., None]) -> None:
+def test_bidirectional_form_is_the_definition(length: int, assert_same_function: Callable[..., None]) -> None:
     assert_same_function(linear_attention, linear_attention_oracle, *(features(length, width) for width in (4, 4, 5)))
 
 
@@ -97,7 +97,7 @@ def test_states_accumulate_in_float32() -> None:
         assert linear_attention(ones, ones, ones, causal=True, causal_sums=sums)[0, 0, -1].item() == pytest.approx(1, abs=0.01)
 
 
-def test_the_chunked_form_stores_no_state_for_every_token() -> None:
+def test_chunked_form_stores_no_state_for_every_token() -> None:
     # With 64 x 65 numbers for each of 4,096 tokens a gradient would need to keep 68 MB for each head; chunks keep 1/128 of it.
     saved = 0
 

@@ -89,7 +89,7 @@ def test_streams_in_any_pieces_with_and_without_padding_are_the_definition(
         torch.testing.assert_close(found, exact, atol=1e-10, rtol=0)
 
 
-def test_a_token_is_written_into_the_memory_of_the_state_unless_a_gradient_needs_the_old_one() -> None:
+def test_token_is_written_into_the_memory_of_the_state_unless_a_gradient_needs_the_old_one() -> None:
     state = empty_state(2)
     memory = [x.data_ptr() for x in state.tensors()]
     for _ in range(2 * CHUNK + 1):
@@ -101,7 +101,7 @@ def test_a_token_is_written_into_the_memory_of_the_state_unless_a_gradient_needs
     assert all(torch.equal(one, other) for one, other in zip(before.tensors(), state.tensors(), strict=True))
 
 
-def test_a_step_can_be_recorded() -> None:
+def test_step_can_be_recorded() -> None:
     """A CUDA graph repeats the same operations on the same memory: no shape may depend on a position."""
     state, bias = empty_state(2), make_bias()
     memory = [x.data_ptr() for x in state.tensors()]

@@ -70,7 +70,7 @@ def test_inference_mode_and_tracing_leave_nothing_behind() -> None:
     assert type(rope(x.detach(), positions)) is Tensor
 
 
-def test_a_table_of_biases_is_never_read_beyond_its_ends() -> None:
+def test_table_of_biases_is_never_read_beyond_its_ends() -> None:
     """Indices below zero would wrap around to the values of the other direction."""
     table = torch.arange(5.0)
     assert table_bias(table, torch.tensor([2]), torch.tensor([0])).item() == 0

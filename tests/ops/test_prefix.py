@@ -65,7 +65,7 @@ def test_quadratic_attention_is_its_definition(
         assert_same_function(*forms(quadratic_attention, backend, **options), *inputs_of(2), torch.randn(LENGTH, LENGTH))
 
 
-def test_the_definition_of_quadratic_attention_is_the_mask_of_a_prefix_model() -> None:
+def test_definition_of_quadratic_attention_is_the_mask_of_a_prefix_model() -> None:
     q, k, v = inputs_of(2)
     lengths = lengths_of(None)
     out = quadratic_attention(q, k, v, causal=True, prefix_lengths=lengths, activation="softmax", backend="oracle")
@@ -112,7 +112,7 @@ def test_gated_forms_are_their_definition(backend: str, normalization: str, rope
     assert_same_function(lambda *x: run(backend, *x), lambda *x: run("oracle", *x), *inputs)
 
 
-def test_a_prefix_of_nothing_is_causal_attention_to_the_bit_and_one_of_everything_reads_both_ways() -> None:
+def test_prefix_of_nothing_is_causal_attention_to_the_bit_and_one_of_everything_reads_both_ways() -> None:
     heads, qkv = inputs_of(4), inputs_of(2)
     factors = FactoredBias(*rotary_table(torch.arange(LENGTH), 4, torch.float64))
     for op, inputs, options in (

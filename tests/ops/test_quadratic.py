@@ -148,7 +148,7 @@ def test_streams_in_any_pieces_with_and_without_padding_are_the_definition(
             torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
 
 
-def test_the_published_length_is_a_divisor_inside_the_square() -> None:
+def test_published_length_is_a_divisor_inside_the_square() -> None:
     q = torch.full((1, 2, 1), 3.0)
     v = torch.ones(1, 2, 1)
     published = quadratic_attention(q, q, v, normalization="paper")
@@ -189,7 +189,7 @@ def test_tiled_form_is_the_plain_one_at_ragged_lengths(length: int, causal: bool
 
 
 @every_pair(backend=["tiled", "torch", "oracle"], normalization=["count", "paper", 7])
-def test_a_factored_bias_is_its_product(backend: Any, normalization: Any) -> None:
+def test_factored_bias_is_its_product(backend: Any, normalization: Any) -> None:
     inputs = make_inputs(2, 9, grad=True)
     factors = FactoredBias(*torch.randn(2, 9, 4, dtype=torch.float64).requires_grad_().unbind(0))
     options: dict[str, Any] = {"mask": torch.rand(2, 9) > 0.3, "normalization": normalization}
@@ -221,7 +221,7 @@ def test_tiled_errors_are_at_most_twice_those_of_plain_pytorch(dtype: torch.dtyp
 
 
 @pytest.mark.usefixtures("small_tiles", "work")
-def test_the_number_of_threads_changes_nothing() -> None:
+def test_number_of_threads_changes_nothing() -> None:
     inputs = (*make_inputs(3, 50, grad=True), torch.randn(50, 50, dtype=torch.float64, requires_grad=True))
     alone = values_and_gradients(inputs, causal=True, backend="tiled")
     with using_threads(7):
@@ -232,7 +232,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
 
 @pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_no_number_stays_so_in_the_tiled_form(dtype: torch.dtype) -> None:
+def test_nan_stays_nan_in_the_tiled_form(dtype: torch.dtype) -> None:
     q, k, v = (x.detach().to(dtype) for x in make_inputs(1, 6))
     k[0, 3] = torch.nan
     out = quadratic_attention(q, k, v, causal=True, backend="tiled")
@@ -268,7 +268,7 @@ def test_pytorch_can_check_and_compile_the_tiled_form() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "oracle"])
-def test_a_bias_of_each_row_is_read_by_its_row(backend: Any) -> None:
+def test_bias_of_each_row_is_read_by_its_row(backend: Any) -> None:
     q, k, v = make_inputs(2, 9)
     bias, real = torch.randn(2, 9, 9, dtype=torch.float64), torch.arange(9) < torch.tensor([[9], [5]])
     out = attend_rows(q, k, v, bias, real, QuadraticOptions(causal=True), backend)
@@ -278,7 +278,7 @@ def test_a_bias_of_each_row_is_read_by_its_row(backend: Any) -> None:
         torch.testing.assert_close(out[row : row + 1, :length], expected, atol=1e-12, rtol=0)
 
 
-def test_a_form_that_cannot_read_a_bias_of_each_row_is_refused() -> None:
+def test_form_that_cannot_read_a_bias_of_each_row_is_refused() -> None:
     bias = torch.zeros(1, 3, 3, dtype=torch.float64)
     with pytest.raises(ValueError, match="backend is 'tiled', but must be one of 'auto', 'torch', 'oracle'"):
         attend_rows(*make_inputs(1, 3), bias, None, QuadraticOptions(), "tiled")
@@ -305,7 +305,7 @@ def test_tokens_of_other_streams_than_those_of_the_state_are_refused(shape: tupl
         ({"backend": "tiled", "activation": "softmax"}, "backend is 'tiled', which cannot run here: it has no activation"),
     ],
 )
-def test_what_no_attention_can_read_is_named(change: dict[str, Any], message: str) -> None:
+def test_inputs_that_no_attention_can_read_are_named(change: dict[str, Any], message: str) -> None:
     inputs = {name: torch.randn(1, 5, 2) for name in "qkv"}
     with pytest.raises(ArgumentError, match=message):
         quadratic_attention(**{**inputs, **change})

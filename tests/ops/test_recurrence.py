@@ -40,7 +40,7 @@ def test_every_form_is_the_definition(per_feature: bool, delta: bool) -> None:
         torch.testing.assert_close(start, state, atol=1e-12, rtol=1e-10)
 
 
-def test_the_fastest_decay_that_a_chunk_allows_is_finite_in_float32() -> None:
+def test_fastest_decay_that_a_chunk_allows_is_finite_in_float32() -> None:
     x = drawn(40, per_feature=True, delta=True)
     x = x._replace(g=torch.full_like(x.g, -LONGEST_DECAY / 16).detach().requires_grad_())
     single = x.map(lambda each: each.detach().float().requires_grad_())
@@ -51,7 +51,7 @@ def test_the_fastest_decay_that_a_chunk_allows_is_finite_in_float32() -> None:
 
 
 @pytest.mark.parametrize("per_feature", [False, True])
-def test_a_delta_rule_stays_bounded_over_65536_tokens(per_feature: bool) -> None:
+def test_delta_rule_stays_bounded_over_65536_tokens(per_feature: bool) -> None:
     """diag(decay) (I - beta k k^T) has no singular value above 1, so the state does not grow, also with keys in bfloat16."""
     torch.manual_seed(0)
     length = 65_536

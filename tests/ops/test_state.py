@@ -37,7 +37,7 @@ def cache_of(state: Model) -> Cache:
     return cache
 
 
-def test_a_clone_has_memory_of_its_own() -> None:
+def test_clone_has_memory_of_its_own() -> None:
     state = model_state(2, 3)
     copy = state.clone()
     for one, other in zip(state.tensors(), copy.tensors(), strict=True):

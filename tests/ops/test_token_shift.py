@@ -49,7 +49,7 @@ def test_whole_sequences_are_the_definition_with_its_gradients(d: int, side: str
 
 
 @every_pair(cuts=[[9], [1] * 9, [0, 4, 0, 5, 0]], side=[None, *MASKS])
-def test_a_stream_is_the_definition_however_it_is_cut(cuts: list[int], side: str | None) -> None:
+def test_stream_is_the_definition_however_it_is_cut(cuts: list[int], side: str | None) -> None:
     x, last, position, pieces = tokens(3, 5), torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.long), []
     mask = torch.ones(3, LENGTH, dtype=torch.bool) if side is None else MASKS[side]
     for piece, real in zip(x.split(cuts, 1), mask.split(cuts, 1), strict=True):

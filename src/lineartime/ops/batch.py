@@ -228,21 +228,20 @@ def cut_rows(batch: Batch, size: int, real: Tensor | None) -> Batch:
     rows, length = batch.shape
     device = batch.positions.device
     n_chunks = (length + size - 1) // size if length else 1
-    starts = torch.arange(2, device=device)  # needs no copy to a GPU
     if is_exporting():
         n_chunks = n_chunks + 1  # a program is made for one chunk, or for any number from two
         places = _places(n_chunks, size, device)  # by index, not by views of sizes that divide others
         marks = (places < length)[None].expand(rows, -1, -1)
-        marks = marks if real is None else marks & real[:, places.clamp(max=length - 1)]
-        chunks = {"chunk_size": size, "n_chunks": n_chunks, "max_chunks": n_chunks, "chunk_starts": n_chunks * starts}
-        return replace(batch, real=marks, **chunks)
-    if not is_known(n_chunks * size == length):
+        real = marks if real is None else marks & real[:, places.clamp(max=length - 1)]
+    elif not is_known(n_chunks * size == length):
         if real is None:
             real = (torch.arange(n_chunks * size, device=device) < length).expand(rows, -1)
         else:
             real = F.pad(real, (0, n_chunks * size - length))
-    real = None if real is None else real.view(rows, n_chunks, size)
-    return replace(batch, chunk_size=size, n_chunks=n_chunks, max_chunks=n_chunks, real=real, chunk_starts=n_chunks * starts)
+    if real is not None and not is_exporting():
+        real = real.view(rows, n_chunks, size)
+    starts = n_chunks * torch.arange(2, device=device)  # needs no copy to a GPU
+    return replace(batch, chunk_size=size, n_chunks=n_chunks, max_chunks=n_chunks, real=real, chunk_starts=starts)
 
 
 def _places(n_chunks: int, size: int, device: torch.device) -> Tensor:

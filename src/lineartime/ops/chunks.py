@@ -49,7 +49,8 @@ def _sum_before(x: Tensor, chunks: Batch) -> Tensor:
     infinity in one document would spread to all later ones.
     """
     if is_exporting():  # a program cannot count steps; an infinity reaches other documents there
-        before = (chunks.chunk_document[:, None] == chunks.chunk_document).tril(-1).to(x.dtype)
+        assert chunks.chunk_document is not None
+        before: Tensor = chunks.chunk_document[:, None].eq(chunks.chunk_document).tril(-1).to(x.dtype)
         return (before @ x.flatten(2)).view_as(x)
     total, reach = shift_chunks(x, chunks, 1), 1
     while reach < chunks.max_chunks:

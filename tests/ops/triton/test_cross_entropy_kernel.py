@@ -47,14 +47,14 @@ def test_large_logits_do_not_overflow(device: str) -> None:
 
 
 @pytest.mark.parametrize("target", [40, -1])
-def test_a_target_outside_the_vocabulary_is_not_read_from_other_memory(target: int, device: str) -> None:
+def test_target_outside_the_vocabulary_is_not_read_from_other_memory(target: int, device: str) -> None:
     logits, _ = make_inputs(2, 40, device)
     losses = kernels.cross_entropy_(logits, torch.tensor([3, target], device=device), IGNORED, True)
     assert losses.isnan().tolist() == [False, True]
 
 
 @pytest.mark.parametrize("pieces_of", [1, 8, 1000])
-def test_the_op_with_the_kernel_is_the_op_without(pieces_of: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_op_with_the_kernel_is_the_op_without(pieces_of: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "LOGITS", dict.fromkeys(("cpu", "cuda"), 11 * pieces_of))
     targets = torch.randint(0, 11, (2, 9), device=device)
     targets[:, ::3] = IGNORED

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 interpreter = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "interpreter.py")))
 
 
-def test_the_products_of_exact_float32_keep_22_bits_of_each_factor() -> None:
+def test_products_of_exact_float32_keep_22_bits_of_each_factor() -> None:
     numbers = torch.randn(4096).numpy()
     first, rest = interpreter._split(interpreter.interpreter.TensorHandle(numbers, interpreter.tl.float32))
     for part in (first, rest):

@@ -102,7 +102,7 @@ def test_several_sequences_and_wide_heads_are_the_definition(batch: int, width: 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes minutes in the interpreter, whose own blocks are small enough")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_thousand_tokens_and_wide_heads_are_the_definition(causal: bool, dtype: torch.dtype, device: str) -> None:
+def test_thousand_tokens_and_wide_heads_are_the_definition(causal: bool, dtype: torch.dtype, device: str) -> None:
     inputs, options = make_inputs(1000, dtype, device, batch=1, width=160, columns=300)
     options |= {"causal": causal, "activation": "relu2", "score_scale": 0.0625}
     exact = run(definition, [x.double() for x in inputs], **options)
@@ -126,7 +126,7 @@ def test_errors_are_at_most_twice_those_of_plain_pytorch(
         assert (x - z).abs().max() <= 2 * (y - z).abs().max() + 8 * tiny
 
 
-def test_a_bias_may_be_more_exact_than_the_rest(device: str) -> None:
+def test_bias_may_be_more_exact_than_the_rest(device: str) -> None:
     (*inputs, bias), options = make_inputs(33, torch.bfloat16, device, batch=16)
     options |= {"causal": True, "activation": "relu2"}
     *_, d_bias = run(attend, [*inputs, bias.float()], **options)
@@ -146,7 +146,7 @@ def test_large_float16_scores_do_not_overflow(device: str) -> None:
     assert_close(outputs[:1], run(definition, [x.double() for x in inputs], **options)[:1], 2e-3)
 
 
-def test_the_same_inputs_give_the_same_bits(device: str) -> None:
+def test_same_inputs_give_the_same_bits(device: str) -> None:
     inputs, options = make_inputs(65, torch.bfloat16, device, batch=1)
     options |= {"causal": True, "activation": "relu2"}
     first, second = (run(attend, inputs, **options) for _ in range(2))
@@ -179,7 +179,7 @@ def test_nothing_to_attend_to_gives_empty_outputs_and_zero_gradients(
     assert not any(x.any() for x in gradients)
 
 
-def test_a_bias_that_is_a_constant_gets_no_gradient_and_no_memory(allocations: list[tuple[int, ...]], device: str) -> None:
+def test_bias_that_is_a_constant_gets_no_gradient_and_no_memory(allocations: list[tuple[int, ...]], device: str) -> None:
     (q, k, v, bias), options = make_inputs(33, torch.float32, device)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     attend(*inputs, bias=bias, causal=True, activation="relu2", **options).sum().backward()
@@ -220,18 +220,18 @@ def test_memory_is_linear_in_the_length(allocations: list[tuple[int, ...]], devi
     ("batch", "length", "causal", "size"),
     [(64, 1024, True, 256), (64, 1024, False, 1024), (8, 8192, True, 1024), (1, 65536, True, 1024), (256, 65536, True, 256)],
 )
-def test_the_parts_have_as_many_tokens_as_memory_and_causality_allow(batch: int, length: int, causal: bool, size: int) -> None:
+def test_parts_have_as_many_tokens_as_memory_and_causality_allow(batch: int, length: int, causal: bool, size: int) -> None:
     parts = list(triton._parts(batch, length, causal))
     assert parts == [(first, min(first + size, length)) for first in range(0, length, size)]
 
 
-def test_the_op_keeps_the_promises_of_a_custom_op(device: str) -> None:
+def test_op_keeps_the_promises_of_a_custom_op(device: str) -> None:
     inputs, options = make_inputs(17, torch.float32, device)
     arguments = (*(x.requires_grad_() for x in inputs), options["row_scale"], SCALE, True, "relu2", True)
     torch.library.opcheck(torch.ops.lineartime.triton_quadratic.default, arguments)
 
 
-def test_a_compiled_graph_holds_it_whole(device: str) -> None:
+def test_compiled_graph_holds_it_whole(device: str) -> None:
     inputs, options = make_inputs(17, torch.float32, device)
     options |= {"causal": True, "activation": "relu2"}
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")

@@ -36,7 +36,7 @@ def test_lengths_within_a_bucket_are_tuned_once() -> None:
     assert all(bucket % 16 == 0 for bucket in buckets)
 
 
-def test_a_pinned_configuration_is_not_timed_by_older_versions_of_triton_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_configuration_is_not_timed_by_older_versions_of_triton_either(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch() -> None:
         raise AssertionError("a pinned kernel was launched to time it")
 

@@ -227,7 +227,8 @@ def _fold(sums: list[Tensor], keys: Tensor, values: Tensor, n: Tensor, options: 
     k, v = of_linear.transpose(-3, -2).flatten(-2).to(sums[0].dtype), values.to(sums[0].dtype)
     if options.memory == "sum":
         return [sums[0] + k.mT @ v]
-    return list(memories.fold(*sums, n.to(v.dtype), k, v))
+    summary, p = sums
+    return list(memories.fold(summary, p, n.to(v.dtype), k, v))
 
 
 def _read_summary(q_lin: Tensor, summary: Tensor, n_tokens: Tensor, options: MixedChunkOptions) -> Tensor:
