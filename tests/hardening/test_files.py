@@ -36,7 +36,7 @@ from lineartime.models.layer_config import LayerConfig, own_options
 from lineartime.runs.metrics import read_damaged_metrics
 from lineartime.runs.record import Record, read_record
 from lineartime.training.config import TrainConfig
-from lineartime.training.resuming import saved_config
+from lineartime.training.saving import saved_config
 
 NAN, HUGE = math.nan, 10**30
 MODEL = lineartime.build("flash-tiny", d_model=16, n_blocks=1, d_qk=8, chunk_size=8)

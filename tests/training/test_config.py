@@ -19,7 +19,7 @@ from lineartime.runs.metrics import read_metrics
 from lineartime.runs.table import summarize
 from lineartime.training.config import TrainConfig, learning_rate, recipe_config, with_other_steps
 from lineartime.training.loop import train
-from lineartime.training.resuming import complete
+from lineartime.training.saving import complete
 
 # The table of the paper's recipes, written out a second time.
 SHARED = {

@@ -12,7 +12,7 @@ from lineartime.runs.table import summarize
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 from lineartime.training.parallel import World
-from lineartime.training.resuming import locked_run
+from lineartime.training.saving import locked_run
 
 MakeConfig = Callable[..., TrainConfig]
 

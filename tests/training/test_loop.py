@@ -32,7 +32,7 @@ from lineartime.runs import metrics as run_metrics
 from lineartime.runs.record import read_record
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Stop, Trainer, Validation, interrupts, prepare, train
-from lineartime.training.resuming import saved_config
+from lineartime.training.saving import saved_config
 
 MakeConfig = Callable[..., TrainConfig]
 InterruptAfter = Callable[[int], AbstractContextManager[None]]

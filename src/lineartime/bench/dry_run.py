@@ -15,7 +15,7 @@ from lineartime.runs.metrics import NullReporter
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Stop, memory_of_steps, prepare
 from lineartime.training.parallel import read_environment
-from lineartime.training.resuming import check_folder
+from lineartime.training.saving import check_folder
 from lineartime.units import duration, size
 
 STEPS = 3

@@ -44,7 +44,7 @@ def run(options: TrainOptions, arguments: Sequence[str]) -> None:
             raise ArgumentError("dry_run", f"tries a new run, and cannot be combined with `{name}=True`.")
 
     from lineartime.training.config import merged_override
-    from lineartime.training.resuming import complete
+    from lineartime.training.saving import complete
 
     given = {} if options.config is None else read_options(options.config)
     override = merged_override(given.get("override", ()), options.override)

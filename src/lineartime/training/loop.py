@@ -33,8 +33,16 @@ from lineartime.runs.record import RunRecord
 from lineartime.training.config import TrainConfig, learning_rate
 from lineartime.training.optimizers import build_optimizer
 from lineartime.training.parallel import World, join_world, parallelize, part_of, read_environment
-from lineartime.training.resuming import check_shared, complete, locked_run, resumed_config, saved_config, starting_point
-from lineartime.training.saving import CheckpointWriter, restore_moments
+from lineartime.training.saving import (
+    CheckpointWriter,
+    check_shared,
+    complete,
+    locked_run,
+    restore_moments,
+    resumed_config,
+    saved_config,
+    starting_point,
+)
 from lineartime.training.setup import Setup, precision_notes, set_up, start_notes
 
 _OTHER_NAMES = {

@@ -1,30 +1,237 @@
-"""Write checkpoints in the background of training, and restore the optimiser's moments.
+"""Save and resume: the options and the checkpoint that a run starts from, its folder, and the checkpoints that it writes.
 
 The weights go into one safetensors file, which any program can read. Each process writes its part of the optimiser's moments
 with torch.distributed.checkpoint, in its safetensors format, from which any number of processes can read them back.
 """
 
+import dataclasses
 import shutil
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lineartime.checkpoint import TrainingState, checkpoint_path, list_checkpoints, prune
+from lineartime import checkpoint as checkpoints
+from lineartime.checkpoint import NoCheckpointError, TrainingState, checkpoint_path, list_checkpoints, prune
 from lineartime.checkpoint.format import OPTIMIZER_FOLDER, partial_path, write_files
 from lineartime.data import Tokenizer
-from lineartime.errors import LineartimeError, first_line, reporting_file_errors
-from lineartime.files import os_error_behind, synchronise, synchronise_folder, utf8_path
+from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
+from lineartime.files import is_folder, is_there, os_error_behind, synchronise, synchronise_folder, utf8_path
 from lineartime.models.language_model import LanguageModel
+from lineartime.models.presets import PRESETS, resolve
+from lineartime.runs.record import LOCK_FILE, last_error, lock_run, read_record
+from lineartime.training.config import TrainConfig, merged_override, options_of, recipe_config, with_other_steps
 from lineartime.training.optimizers import ModelOptimizer
 from lineartime.training.parallel import World
+
+_MAY_CHANGE = (
+    "data",  # another path to the same encoded text, which is checked
+    "text_column",
+    "max_expansion",
+    "include",
+    "exclude",
+    "device",
+    "precision",
+    "threads",
+    "compile",
+    "recompute",
+    "batch_size",
+    "parallel",
+    "context_parallel",
+    "timeout",
+    "track",
+    "cache",
+    "max_skipped",
+    "keep_every",
+    "max_time",
+)
+"""Options that may differ when a run is resumed: it may have moved to other or more machines."""
+
+_LENGTHS = ("steps", "decay_steps")
+"""Options that may differ as long as the steps taken would have had the same learning rates."""
+
+
+def saved_config(checkpoint: Path) -> TrainConfig:
+    """The options with which a checkpoint's run was started. Raises LineartimeError if they cannot be read."""
+    state = checkpoints.read_training_state(checkpoint)
+    try:
+        return TrainConfig.from_dict(state.config)
+    except ValueError as error:
+        raise LineartimeError(
+            f"The options in {checkpoint} come from another version of lineartime, or are damaged: {error}"
+        ) from None
+
+
+def resumed_config(asked: TrainConfig, started: TrainConfig, given: Collection[str], taken: int) -> TrainConfig:
+    """The options of a resumed run after `taken` steps: those it was `started` with, and those `given` now that may differ.
+
+    `asked` holds the values of the options that are given, by their names. Raises ArgumentError if one differs and must not.
+    """
+    lengths = {name: getattr(asked, name) for name in _LENGTHS if name in given}
+    if any(value != getattr(started, name) for name, value in lengths.items()):
+        started = with_other_steps(started, dataclasses.replace(started, **lengths), taken)
+    kept = {name: getattr(asked, name) for name in ("out", "resume", "auto_resume")}
+    for name in given:
+        value, before = getattr(asked, name), getattr(started, name)
+        if name in _MAY_CHANGE:
+            kept[name] = value
+        elif name not in kept and name not in lengths:
+            if name == "tokenizer":  # None means this
+                before = before or "bytes"
+            if value != before:
+                raise ArgumentError(
+                    name,
+                    f"is {_shown(value)}, but the run in {asked.run_directory} was started with {_shown(before)}: leave the "
+                    "option out to resume it, or start another run in another folder.",
+                )
+    return dataclasses.replace(started, **kept)
+
+
+def complete(given: Mapping[str, Any]) -> TrainConfig:
+    """The options that are given, by their names, and for the others the defaults that `resume` or `recipe` select.
+
+    Raises LineartimeError if they contradict each other, or the run they name cannot be read.
+    """
+    config = TrainConfig(**given)
+    if config.auto_resume and not config.resume:
+        if config.out is None:
+            raise ArgumentError("auto_resume", "needs the folder of the run: give `out`.")
+        if checkpoints.list_checkpoints(config.out):
+            return _resumed_again(config.out, config, given)
+    if config.resume and config.init_from is not None:
+        combined = ("starts a new run, and cannot be combined with ", "`resume`", ": use one of them.")
+        raise ArgumentError("init_from", *combined)
+    if config.resume and config.recipe is not None:
+        raise ArgumentError("resume", "cannot be combined with `recipe`: each sets all other options; use one of them.")
+    if config.resume and not checkpoints.is_checkpoint(config.run_directory):
+        # The folder may depend on other options, which need not be given again.
+        return dataclasses.replace(_applied(_resumed(config.run_directory), given), out=config.run_directory)
+    defaults = TrainConfig()
+    if config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
+        defaults = recipe_config(config.recipe, config.preset if "preset" in given else None)
+        config = _applied(defaults, given)
+    if config.init_from is not None:
+        try:
+            defaults = checkpoints.read_from(config.init_from, lambda checkpoint: _with_model_of(checkpoint, defaults))
+        except NoCheckpointError as error:
+            raise ArgumentError("init_from", f"is {config.init_from}, which {error.problem}: {error.advice}.") from None
+        config = dataclasses.replace(_applied(defaults, given), init_from=defaults.init_from)
+    return config
+
+
+def _applied(defaults: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+    """Apply the given options to defaults, and merge `override` field by field.
+
+    If another preset is given, default overrides of fields that its model does not have are dropped.
+    """
+    asked = dataclasses.replace(defaults, **{"override": (), **given})
+    inherited = defaults.override
+    if asked.preset != defaults.preset and asked.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
+        fields = resolve(asked.preset, asked.task).override_names
+        inherited = tuple(item for item in inherited if item.partition("=")[0].rpartition(".")[2] in fields)
+    return dataclasses.replace(asked, override=merged_override(inherited, asked.override))
+
+
+def _resumed(run: Path) -> TrainConfig:
+    return dataclasses.replace(saved_config(checkpoints.last_checkpoint(run)), out=run, resume=True)
+
+
+def _resumed_again(run: Path, config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+    """`complete` for a run that has begun, and whose command is given again, with what the run began with."""
+    defaults = _resumed(run)
+    began_with = {name: getattr(defaults, name) for name in ("recipe", "init_from")}
+    for name, before in began_with.items():
+        value = getattr(config, name)
+        # The weights of a run are recorded with the checkpoint that they were taken from.
+        if value is not None and (before is None or not Path(before).absolute().is_relative_to(Path(value).absolute())):
+            what = f"is {value}, but the run in {run} began with {_shown(before)}: use that, or give another "
+            raise ArgumentError(name, what, "`out`.")
+    return dataclasses.replace(_applied(defaults, given), **began_with)
+
+
+def _with_model_of(checkpoint: Path, defaults: TrainConfig) -> TrainConfig:
+    """These defaults, with a checkpoint's model and tokenizer. Raises LineartimeError if no run can have such a model."""
+    options, place = options_of(checkpoints.read_model_config(checkpoint), "clm", all_values=False), checkpoint.absolute()
+    del options["override"]["vocab_size"]  # follows from the tokenizer
+    return dataclasses.replace(defaults, **options, tokenizer=str(place), init_from=place)
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value in (None, ()) else " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def check_folder(config: TrainConfig) -> None:
+    """Raise ArgumentError for a path that cannot be the folder of a run."""
+    run = config.run_directory
+    if checkpoints.is_checkpoint(run):
+        raise ArgumentError("out", f"is {run}, which is a checkpoint: give the folder of its run, or a new one.")
+    if is_there(run) and not is_folder(run):
+        raise ArgumentError("out", f"is {run}, which is a file: give a folder.")
+
+
+@contextmanager
+def locked_run(config: TrainConfig, world: World) -> Iterator[None]:
+    """Lock a run's folder against other processes of this machine. Raises LineartimeError if it cannot be used."""
+    run = config.run_directory
+    lock = None
+    with world.raise_on_all_ranks():
+        check_folder(config)
+        existed = is_there(run)
+        if world.is_main:
+            lock = lock_run(run)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            # A process that opens the file before it is deleted cannot lock it yet. Windows deletes no open file.
+            with lock, suppress(OSError):
+                if [path.name for path in run.iterdir()] == [LOCK_FILE]:  # the run failed before it wrote anything
+                    (run / LOCK_FILE).unlink()
+                    if not existed:
+                        run.rmdir()
+
+
+def starting_point(config: TrainConfig) -> Path | None:
+    """The checkpoint to start from, if any. Removes what killed processes left behind."""
+    run = config.run_directory
+    if config.resume:
+        checkpoints.remove_partial(run)
+        return checkpoints.last_checkpoint(run)
+    if checkpoints.list_checkpoints(run):
+        failed = None
+        with suppress(LineartimeError):  # a record that is missing or damaged
+            failed = last_error(read_record(run))
+        resume, out = "`resume=True`", "`out`"
+        if failed is None:
+            raise LineartimeError(f"{run} already holds a run: resume it with ", resume, ", or give another ", out, ".")
+        what = f"{run} already holds a run, which failed ({failed.rstrip('.')}): give another "
+        raise LineartimeError(what, out, ", or resume it with ", resume, " if the cause is gone.")
+    checkpoints.remove_partial(run)
+    return None
+
+
+def check_shared(run: Path, world: World) -> None:
+    """Raise LineartimeError unless all processes see the same folder, where each writes its part of a checkpoint."""
+    if world.size == 1:
+        return
+    sign = run / world.share(lambda: f".seen-by-all-{uuid4().hex}")  # a copy of the folder holds all other files
+    with world.raise_on_all_ranks(), reporting_file_errors("write", run):
+        if world.is_main:
+            sign.touch()
+    [missing] = world.sum(not sign.exists())
+    if world.is_main:
+        sign.unlink(missing_ok=True)
+    if missing:
+        found = f"is {run}, which is not the same folder for {missing:.0f} of the {world.size} processes"
+        raise world.reported_by_main(ArgumentError("out", f"{found}: give a folder on a disk that all machines share."))
 
 
 class CheckpointWriter:
