@@ -12,16 +12,12 @@ from lineartime.cli import main
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers import FLASH
-from lineartime.models import CausalLM
 
 TOKENIZER = ByteTokenizer()
+Tiny = Callable[..., Any]
 
 
-def tiny(**options: Any) -> CausalLM:
-    return lineartime.build("flash-tiny", d_model=16, n_blocks=1, d_qk=8, chunk_size=8, **options)
-
-
-def test_saved_model_is_the_same_when_loaded(tmp_path: Path) -> None:
+def test_saved_model_is_the_same_when_loaded(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny(dropout=0.1)  # in training mode
     folder = lineartime.save(model, TOKENIZER, str(tmp_path / "new" / "model"))
     assert folder == tmp_path / "new" / "model"
@@ -34,7 +30,7 @@ def test_saved_model_is_the_same_when_loaded(tmp_path: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["model"]  # nothing half written
 
 
-def test_commands_read_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_read_a_saved_model(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(lineartime.save(tiny(), TOKENIZER, tmp_path / "model"))
     assert main(["generate", folder, "--prompt", "a", "--max-tokens", "3"]) == 0
     (tmp_path / "text.txt").write_text("what a saved model is measured on\n" * 20)
@@ -45,7 +41,7 @@ def test_commands_read_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["fill", str(lineartime.save(masked, TOKENIZER, tmp_path / "masked")), "--text", "[MASK]"]) == 0
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_nothing_is_overwritten(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     lineartime.save(tiny(), TOKENIZER, tmp_path / "empty")
     with pytest.raises(ArgumentError, match=r"folder is .*empty, which exists already: delete it, or choose another folder"):
@@ -54,7 +50,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         lineartime.save(tiny(), TOKENIZER, tmp_path / "run" / "step-00000100")
 
 
-def test_model_that_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
+def test_model_that_could_not_be_read_back_is_not_saved(tiny: Tiny, tmp_path: Path) -> None:
     infinite, beyond, extended = tiny(), tiny().double(), tiny()
     with torch.no_grad():
         infinite.backbone.embedding.weight[0, 0] = torch.nan
@@ -104,7 +100,7 @@ class Ungated(FLASH):
     ],
 )
 def test_model_that_would_be_loaded_as_another_function_is_not_saved(
-    change: Callable[[Any], None], message: str, tmp_path: Path
+    tiny: Tiny, change: Callable[[Any], None], message: str, tmp_path: Path
 ) -> None:
     model = tiny()
     change(model.backbone.blocks[0])
@@ -113,7 +109,7 @@ def test_model_that_would_be_loaded_as_another_function_is_not_saved(
     assert not list(tmp_path.iterdir())
 
 
-def test_model_is_loaded_in_float32_whatever_the_default_dtype_is(tmp_path: Path) -> None:
+def test_model_is_loaded_in_float32_whatever_the_default_dtype_is(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny()
     lineartime.save(model, TOKENIZER, tmp_path / "model")
     torch.set_default_dtype(torch.bfloat16)
@@ -133,7 +129,7 @@ def test_model_whose_blocks_share_weights_is_saved_with_a_copy_for_each(tmp_path
     assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())
 
 
-def test_save_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_that_fails_leaves_nothing_behind(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

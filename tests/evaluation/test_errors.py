@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -43,24 +42,6 @@ def test_means_and_errors_are_those_of_the_counted_tokens() -> None:
     assert found[2, 3].count == 6
     assert found[2, 3].loss == pytest.approx(sum(map(sum, middle)) / 6, rel=1e-6)
     assert found[2, 3].error == pytest.approx(error_by_hand(middle), rel=1e-6)
-
-
-def test_error_is_that_of_rows_whose_tokens_share_a_topic() -> None:
-    random = np.random.default_rng(0)
-
-    def measured() -> tuple[float, float]:
-        topic = random.normal(size=(40, 1))  # a deviation that all tokens of a row share
-        sums = PositionSums()
-        add(sums, torch.from_numpy(3 + topic + random.normal(size=(40, 30))))
-        mean = sums.mean()
-        assert mean is not None
-        assert mean.error is not None
-        return mean.loss, mean.error
-
-    means, errors = zip(*(measured() for _ in range(400)), strict=True)
-    actual = float(np.std(means))
-    assert np.mean(errors) == pytest.approx(actual, rel=0.1)
-    assert actual > 3 * math.sqrt(2 / (40 * 30))  # what tokens as independent samples would claim
 
 
 def test_longest_row_of_a_power_of_two_joins_its_last_place_whatever_the_window() -> None:

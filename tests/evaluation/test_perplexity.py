@@ -1,6 +1,7 @@
 import dataclasses
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from lineartime.models import CausalLM
 from lineartime.ops.cross_entropy import IGNORED
 
 TOKENIZER = ByteTokenizer()
+Tiny = Callable[..., Any]
 
 
 def stream(length: int) -> TokenStream:
@@ -26,12 +28,9 @@ def stream(length: int) -> TokenStream:
 
 
 @pytest.fixture
-def model() -> CausalLM:
-    model = lineartime.build("flash-tiny", d_model=16, n_blocks=2, d_qk=8, chunk_size=8).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+def model(tiny: Tiny) -> CausalLM:
+    found: CausalLM = tiny(noise=0.1).eval()
+    return found
 
 
 def losses_by_hand(model: CausalLM, tokens: list[int]) -> list[float]:
@@ -133,8 +132,8 @@ def test_model_that_knows_nothing_has_a_perplexity_per_word_and_eight_bits_per_b
         assert measure(model, source, 16, 16).word_perplexity is None
 
 
-def test_masked_model_is_measured_on_masked_tokens_alone() -> None:
-    model = lineartime.build("flash-tiny", task="mlm", d_model=16, n_blocks=1, d_qk=8, chunk_size=8).eval()
+def test_masked_model_is_measured_on_masked_tokens_alone(tiny: Tiny) -> None:
+    model = tiny("flash", "mlm").eval()
     source = TokenStream("the test split of noise", stream(2000).tokens, 1999, n_words=100)
     results = [
         evaluate_windowed(model, source, TOKENIZER, context_length=50, stride=50, batch_size=batch_size, bf16=False)
@@ -151,11 +150,11 @@ def test_masked_model_is_measured_on_masked_tokens_alone() -> None:
 
 
 @pytest.mark.parametrize("stride", [20, 48, 50])
-def test_every_token_of_a_framed_text_may_be_masked(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_token_of_a_framed_text_may_be_masked(tiny: Tiny, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 50 tokens hold 48 of the text. With all of them masked, each counts once."""
     words = {**{f"w{place}": place for place in range(256)}, "[MASK]": 256, "</s>": 257, "[CLS]": 258, "[SEP]": 259}
     framed = JsonTokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).to_str(), "words")
-    model = lineartime.build("flash-tiny", "mlm", d_model=16, n_blocks=1, d_qk=8, chunk_size=8, vocab_size=260).eval()
+    model = tiny("flash", "mlm", vocab_size=260).eval()
     whole = perplexity.evaluation_batch
 
     def all_masked(task: Any, windows: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -189,12 +188,12 @@ def test_prefix_model_is_measured_on_what_follows_the_first_half_of_each_window(
     assert measure(prefix, source, 16, 4).tokens == 50 - 7  # every token behind the first half window
 
 
-def test_wrong_arguments_are_named(model: CausalLM) -> None:
+def test_wrong_arguments_are_named(tiny: Tiny, model: CausalLM) -> None:
     with pytest.raises(LineartimeError, match=r"^stride is 9, but must be from 1 to `context_length=8`"):
         measure(model, stream(20), 8, 9)
     with pytest.raises(LineartimeError, match="There is no text in the test split of noise"):
         measure(model, TokenStream("the test split of noise", np.zeros(0, np.uint16), 0), 8, 8)
-    limited = lineartime.build("flash-quad-tiny", d_model=16, n_blocks=1, d_qk=8, max_length=10).eval()
+    limited = tiny("flash-quad", max_length=10).eval()
     with pytest.raises(LineartimeError, match=r"There are 20 tokens in .*, but this model reads at most 10 in one sequence"):
         evaluate_carried(limited, stream(20), TOKENIZER, segment=8, bf16=False)
     with pytest.raises(LineartimeError, match=r"^context_length is 11, but this model reads at most 10 tokens"):
