@@ -201,8 +201,7 @@ class Batch:
     def _is_of_any_length(self) -> bool:
         """Whether code is being compiled for whole chunks and for others."""
         slots, length = self.n_chunks * self.chunk_size, self.positions.shape[-1]
-        known = is_known(slots == length) or is_known(slots != length)
-        return not known and not is_exporting()
+        return not (is_known(slots == length) or is_known(slots != length))
 
     def holds_token(self, device: torch.device) -> Tensor:
         """Which slots hold a token, bool [B or 1, G, C]: `real`, or all True."""

@@ -6,7 +6,7 @@ from two functions of a NamedTuple of inputs it makes two operators, and tells P
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_origin, get_type_hints
+from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from lineartime.ops.precision import without_autocast
 
 _LIBRARY = torch.library.Library("lineartime", "FRAGMENT")
 _TYPES: dict[Any, str] = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", int | None: "SymInt?", float: "float", bool: "bool", str: "str",
+    Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "float", bool: "bool", str: "str",
     torch.dtype: "ScalarType", list[bool]: "bool[]",
 }  # fmt: skip
 Inputs = TypeVar("Inputs", bound=NamedTuple)
@@ -52,7 +52,7 @@ def register_operator(
     """
     name = name or function.__name__.removeprefix("_")
     types = types or {key: hint for key, hint in get_type_hints(function).items() if key != "return"}
-    arguments = ", ".join(f"{'str' if get_origin(hint) is Literal else _TYPES[hint]} {key}" for key, hint in types.items())
+    arguments = ", ".join(f"{_TYPES[hint]} {key}" for key, hint in types.items())
     _LIBRARY.define(f"{name}({arguments}) -> ({', '.join(['Tensor'] * n_results)})")
     _LIBRARY.impl(name, _on_one_device(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"lineartime::{name}", _on_one_device(fake), lib=_LIBRARY)
