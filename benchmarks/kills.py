@@ -201,7 +201,7 @@ def in_namespace() -> bool:
 
 def import_all() -> None:
     """Import what the commands need, so that forks of this process need not do it again."""
-    for name in ("training.loop", "evaluation", "hf.convert", "cli.train", "cli.tokenize", "cli.convert", "data.hub_dataset"):
+    for name in ("training.loop", "evaluation", "hf.convert", "cli.train", "cli.tokenize", "cli.convert", "data"):
         import_module(f"lineartime.{name}")
     for name in ("matplotlib.figure", "matplotlib.backends.backend_agg", "tensorboardX", "torch.distributed.checkpoint"):
         import_module(name)
