@@ -1,24 +1,133 @@
+"""The numbers of a run while it trains: metrics.jsonl, what is printed, TensorBoard's files, and the calls of wandb."""
+
+import importlib.machinery
+import json
+import math
+import os
+import sys
+import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event
 
-from lineartime.runs.curve import draw_comparison, draw_curve, thinned
-from lineartime.runs.metrics import read_damaged_metrics, read_metrics
+from lineartime.errors import LineartimeError
+from lineartime.runs.curve import draw_curve
+from lineartime.runs.metrics import METRICS_FILE, NullReporter, Reporter, StepMetrics, read_damaged_metrics, read_metrics
 
 
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved from now on."""
-    figures: list[Figure] = []
-    save = Figure.savefig
+def reporter(run: Path, first_step: int = 0, steps: int = 2) -> Reporter:
+    return Reporter(run, first_step, steps, (), record={}, resumed=False)
 
-    def capture(self: Figure, *arguments: Any, **options: Any) -> None:
-        figures.append(self)
-        save(self, *arguments, **options)
 
-    monkeypatch.setattr(Figure, "savefig", capture)
-    return figures
+def take(report: NullReporter, step: int, loss: float = 5.5, **numbers: Any) -> None:
+    defaults = {"learning_rates": {"learning_rate": 0.25}, "gradient_norm": 3.0, "tokens": 100, "seconds": 0.5, "waiting": 0.0}
+    report.step(step, StepMetrics(loss=loss, **{**defaults, "skipped": 0, **numbers}))
+
+
+def test_metrics_hold_all_numbers_and_what_is_printed_names_loss_speed_and_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with reporter(tmp_path, steps=10) as report:
+        report.say("data/x[/y]z [b]a.txt")  # as it is, without markup
+        time.sleep(0.05)  # an evaluation or a checkpoint belongs to no step
+        take(report, 1, seconds=2.0, waiting=0.5)
+        report.validation(1, 5.25, 7.5)
+        take(report, 2, seconds=2.0, waiting=99.0)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert 0.05 <= lines[0].pop("seconds") <= lines[1].pop("seconds") <= lines[2].pop("seconds") < 60
+    step = {"loss": 5.5, "learning_rate": 0.25, "gradient_norm": 3.0, "tokens_per_second": 50.0}
+    assert lines == [
+        {"step": 1, **step, "waiting": 0.25, "tokens": 100},
+        {"step": 1, "validation_loss": 5.25, "validation_bits_per_byte": 7.5, "tokens": 100},
+        {"step": 2, **step, "waiting": 1.0, "tokens": 200},
+    ]
+    note, line, _ = capsys.readouterr().err.splitlines()
+    assert note == "data/x[/y]z [b]a.txt"
+    losses = "step  1/10  training loss 5.500  validation loss 5.250 (7.500 bits per byte)"
+    assert line == f"{losses}  50 tokens/s  ETA 0:00:18"
+
+
+@pytest.mark.pictures
+def test_losses_are_drawn_when_a_run_ends_even_by_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with reporter(tmp_path / "finished") as report:
+        take(report, 1)
+    assert (tmp_path / "finished" / "loss.png").is_file()
+    assert f"loss curve: {tmp_path / 'finished' / 'loss.png'}" in capsys.readouterr().err
+
+    def fail() -> None:
+        with reporter(tmp_path / "failed") as report:
+            take(report, 1)
+            raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        fail()
+    assert (tmp_path / "failed" / "loss.png").is_file()
+    with reporter(tmp_path / "nothing"):
+        pass
+    assert not (tmp_path / "nothing" / "loss.png").exists()
+
+
+def test_resumed_run_counts_tokens_and_time_on_but_not_the_time_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    with reporter(tmp_path, steps=4) as report:
+        now += 5
+        take(report, 1)
+        now += 5
+        take(report, 2, skipped=1)
+        now += 5
+        take(report, 3, skipped=1)  # after the last checkpoint: lost
+    now += 1000
+    with reporter(tmp_path, first_step=2, steps=4) as report:
+        now += 7
+        take(report, 3, skipped=1)
+        take(report, 4, skipped=2)
+    lines = read_metrics(tmp_path)
+    assert [(line["step"], line["tokens"], line["seconds"]) for line in lines] == [
+        (1, 100, 5.0),
+        (2, 200, 10.0),
+        (3, 300, 17.0),
+        (4, 400, 17.0),
+    ]
+    assert lines[-1]["skipped"] == 2
+
+    (tmp_path / METRICS_FILE).write_text('{"step": 1, "tokens": 100}\n')  # a power cut took the lines after it
+    with reporter(tmp_path, first_step=4, steps=5) as report:
+        take(report, 5)
+    assert [(line["step"], line["tokens"]) for line in read_metrics(tmp_path)] == [(1, 100), (5, 500)]
+
+
+def test_skipped_step_leaves_one_line_of_valid_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with reporter(tmp_path, steps=3) as report:
+        take(report, 1, loss=2.0)
+        take(report, 2, loss=math.nan, gradient_norm=math.inf, skipped=1)
+        report.validation(2, 2.5, None)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    text = (tmp_path / "metrics.jsonl").read_text()
+    lines = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    assert [line.get("skipped") for line in lines] == [None, 1, None]
+    assert not {"loss", "gradient_norm"} & lines[1].keys()
+    shown = capsys.readouterr().err
+    assert "training loss 2.000" in shown  # the mean of losses that are numbers
+
+
+def test_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    with reporter(tmp_path) as report:
+        log = report._log
+        log.close()
+        log._opened = Path("/dev/full").open("a")  # noqa: SIM115
+        with pytest.raises(LineartimeError, match=r"Cannot write .*metrics.jsonl: No space left on device; free some space"):
+            take(report, 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), log._opened.fileno())  # or what it could not write would fail again
 
 
 def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
@@ -34,36 +143,130 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
     assert draw_curve(tmp_path).exists()
 
 
-@pytest.mark.parametrize("steps", [1, 19, 45])
-def test_mean_of_the_last_steps_begins_where_there_are_as_many(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+class FakeRun:
+    """A run of wandb, which notes each call."""
+
+    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+        self.calls = calls
+
+    def log(self, numbers: dict[str, float]) -> None:
+        self.calls.append(("log", numbers))
+
+    def define_metric(self, name: str, step_metric: str | None = None, hidden: bool | None = None) -> None:
+        self.calls.append(("define_metric", name, step_metric))
+
+    def finish(self) -> None:
+        self.calls.append(("finish",))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The calls of wandb."""
+    found: list[tuple[Any, ...]] = []
+
+    def init(*, settings: object, resume: str, **options: Any) -> FakeRun:
+        print("a greeting")
+        found.append(("init", options, resume))
+        return FakeRun(found)
+
+    module = types.ModuleType("wandb")
+    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="a test")
+    vars(module).update({"init": init, "Settings": lambda *, console: None})
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return found
+
+
+def run_with(run: Path, *trackers: str, first_step: int = 0, resumed: bool = False) -> None:
+    with Reporter(run, first_step, 5, trackers, record={"seed": 3}, resumed=resumed) as report:
+        for step in (first_step + 1, first_step + 2):
+            take(report, step)
+        report.validation(first_step + 2, 5.25, 7.5)
+
+
+def scalars(run: Path) -> dict[tuple[str, int], float]:
+    """All scalars in a run's event files; a record is a length (8 bytes), its checksum (4), the event, its checksum (4)."""
+    found = {}
+    for file in (run / "tensorboard").iterdir():
+        content = file.read_bytes()
+        while content:
+            length = int.from_bytes(content[:8], "little")
+            event = Event.FromString(content[12 : 12 + length])
+            found.update({(value.tag, event.step): value.simple_value for value in event.summary.value})
+            content = content[16 + length :]
+    return found
+
+
+def test_scalars_hold_the_numbers_of_the_metrics(tmp_path: Path) -> None:
+    run_with(tmp_path, "tensorboard")
+    found = scalars(tmp_path)
+    for line in read_metrics(tmp_path):
+        step = int(line.pop("step"))
+        for name in line.keys() - {"tokens", "seconds"}:  # which an evaluation tells once more
+            assert found[name, step] == pytest.approx(line[name])
+    assert found["validation_bits_per_byte", 2] == 7.5
+
+
+def test_wandb_gets_options_and_numbers_and_the_same_run_again(
+    tmp_path: Path, calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "".join(f'{{"step": {step}, "loss": {float(step)}}}\n' for step in range(1, steps + 1))
-    (tmp_path / "metrics.jsonl").write_text(text)
-    figures = captured(monkeypatch)
-    draw_curve(tmp_path)
-    each, *means = figures[0].axes[0].lines
-    assert len(each.get_xdata()) == steps
-    assert each.get_marker() == ("o" if steps == 1 else "None")  # else a single step cannot be seen
-    found = [list(zip(*line.get_data(), strict=True)) for line in means]
-    assert found == ([[(step, step - 9.5) for step in range(20, steps + 1)]] if steps >= 20 else [])
-    lines = [{"step": step, "loss": float(step)} for step in range(1, steps + 1)]
-    assert [(line["step"], line["loss"]) for line in thinned(lines)] == [(step, step - 9.5) for step in range(20, steps + 1)]
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    run = tmp_path / "my-run"
+    run_with(run, "wandb")
+    _, given, again = calls[0]
+    identity = given.pop("id")
+    assert again == "allow"
+    assert given == {"project": "mine", "name": "my-run", "dir": str(run), "config": {"seed": 3}}
+    assert [call[1:] for call in calls if call[0] == "define_metric"] == [("step", None), ("*", "step")]
+    assert [call[1] for call in calls if call[0] == "log"] == read_metrics(run)
+    assert calls[-1] == ("finish",)
+    for first_step in (2, 0):  # also before its first checkpoint of a step
+        calls.clear()
+        run_with(run, "wandb", first_step=first_step, resumed=True)
+        assert calls[0][1]["id"] == identity
+    calls.clear()
+    run_with(run, "wandb", first_step=0)  # nothing was left of the old one
+    assert calls[0][1]["id"] != identity
+    assert "a greeting" not in capsys.readouterr().out
 
 
-def test_runs_whose_losses_do_not_compare_have_axes_of_their_own_and_equal_losses_are_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing", ["wandb", "tensorboard"])
+def test_tracker_that_fails_is_named_once_and_the_other_goes_on(
+    tmp_path: Path,
+    calls: list[tuple[Any, ...]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    failing: str,
 ) -> None:
-    def run(*losses: float) -> list[dict[str, float]]:
-        totals = [{"step": step, "tokens": 10 * step, "seconds": float(step)} for step in range(1, len(losses) + 1)]
-        return [{**line, "validation_loss": loss} for line, loss in zip(totals, losses, strict=True)]
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device.\nmore")
 
-    figures = captured(monkeypatch)
-    groups = {"text one": {"a": run(2.5, 2.5), "b": run(2.5)}, "text two": {"c": run(6.0, 5.0, 4.0)}}
-    draw_comparison(groups, tmp_path / "x.png")
-    limits = [each.get_ylim() for each in figures[0].axes]
-    assert len(limits) == 6
-    assert limits[0] == limits[1] == limits[2]
-    assert limits[3] == limits[4] == limits[5]
-    assert limits[0][1] < 3 < limits[3][0]
-    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["a", "b", "c"]
+    with Reporter(tmp_path, 0, 2, ("wandb", "tensorboard"), record={}, resumed=False) as report:
+        tracker = report._trackers._trackers["tensorboard"]
+        monkeypatch.setattr(*((FakeRun, "log", fail) if failing == "wandb" else (EventsWriter, "write_event", fail)))
+        for step in (1, 2):
+            take(report, step)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("The tracker")]
+    assert said == [f"The tracker {failing} failed, and training continues without it: [Errno 28] No space left on device."]
+    assert len(read_metrics(tmp_path)) == 2
+    if failing == "wandb":
+        assert ("finish",) not in calls  # which might never end
+        assert scalars(tmp_path)["loss", 2] == 5.5
+    else:
+        tracker.close()
+        assert len([call for call in calls if call[0] == "log"]) == 2
+
+
+def test_tracker_that_cannot_start_is_an_error_at_first_and_left_out_later(
+    tmp_path: Path, calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> None:
+        raise RuntimeError("no key is configured")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", fail)
+    with pytest.raises(
+        LineartimeError, match="The tracker wandb cannot start: no key is configured; fix that, or leave it out"
+    ):
+        run_with(tmp_path, "wandb")
+    run_with(tmp_path, "wandb", resumed=True)
+    assert "The tracker wandb failed, and training continues without it: no key" in capsys.readouterr().err
+    assert read_metrics(tmp_path)
