@@ -500,23 +500,14 @@ def test_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_pa
         ),
         ({"context_length": 50_000}, r"There are \d+ tokens in the train split of .*text.txt, fewer than a context"),
         ({"context_parallel": 2}, "context_parallel is 2, but this is one process: start 2 with torchrun"),
+        ({"shuffle_documents": 5}, "shuffle_documents is 5, but needs `streaming`: text that is encoded beforehand"),
+        ({"parallel": "fsdp", "clip": "local"}, "use `clip='global'` or `parallel='ddp'`"),
+        ({"keep_every": 3}, "keep_every is 3, but must be a multiple of `eval_every=2`: checkpoints follow evaluations"),
     ],
 )
 def test_options_outside_what_they_allow_are_named(config: MakeConfig, options: dict[str, Any], message: str) -> None:
     with pytest.raises(LineartimeError, match=message):
         trained(config(**options))
-
-
-def test_options_that_contradict_each_other_are_named(config: MakeConfig) -> None:
-    contradictions: list[tuple[dict[str, Any], str]] = [
-        ({"shuffle_documents": 5}, r"^shuffle_documents is 5, but needs `streaming`: text that is encoded beforehand"),
-        ({"task": "prefix-lm", "context_parallel": 2}, "task is prefix-lm, whose prefixes cannot be split over processes"),
-        ({"parallel": "fsdp", "clip": "local"}, "use `clip='global'` or `parallel='ddp'`"),
-        ({"keep_every": 3}, "keep_every is 3, but must be a multiple of `eval_every=2`: checkpoints follow evaluations"),
-    ]
-    for options, message in contradictions:
-        with pytest.raises(ArgumentError, match=message):
-            config(**options).check()
 
 
 def test_run_in_a_thread_cannot_handle_signals_and_trains_all_the_same(config: MakeConfig) -> None:

@@ -12,9 +12,11 @@ from lineartime import checkpoint as checkpoints
 from lineartime.checkpoint import TextPosition, TrainingState
 from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
-from lineartime.models import CausalLM
+from lineartime.models import CausalLM, presets
+from lineartime.models.systems import SYSTEMS
 from lineartime.training import saving
 from lineartime.training.config import TrainConfig
+from lineartime.training.loop import prepare
 from lineartime.training.optimizers import ModelOptimizer, build_optimizer
 from lineartime.training.parallel import World
 from lineartime.training.saving import CheckpointWriter, restore_moments
@@ -120,3 +122,23 @@ def test_moments_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
     restore_moments(checkpoints.checkpoint_path(tmp_path, 1), again, 1, World())
     assert again.moments().keys() == kept.keys()
     assert all(torch.equal(again.moments()[name], value) for name, value in kept.items())
+
+
+# Those with a state of their own beside parameters, or with other ways through training, on every run.
+USUAL = ("flash", "flash-next", "gau-softmax", "transformer++", "reformer", "bigbird")
+
+
+@pytest.mark.parametrize(
+    "system", [name if name in USUAL else pytest.param(name, marks=pytest.mark.nightly) for name in SYSTEMS]
+)
+def test_trained_system_is_read_back_as_it_was(system: str, config: Callable[..., TrainConfig]) -> None:
+    name = f"{system}-tiny"
+    task = "clm" if name in presets("clm") else "mlm"
+    trainer = prepare(config(preset=name, task=task, override=("d_model=16", "n_blocks=1"), steps=1, track=()))
+    run = trainer.run().run
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        logits = trainer.model.eval()(ids)
+        assert logits.isfinite().all()
+        # A hash that is drawn at random, and is no parameter, has to come back as well.
+        torch.testing.assert_close(lineartime.load(checkpoints.last_checkpoint(run))(ids), logits)
