@@ -1,6 +1,5 @@
 """Several threads and processes at once on one model, one run or one cache: the same results, or a sentence."""
 
-import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ import torch
 import lineartime
 from lineartime import Sampling
 from lineartime import checkpoint as checkpoints
-from lineartime.cli import main
 from lineartime.data import ByteTokenizer, load_corpus, token_stream
 from lineartime.errors import LineartimeError
 from lineartime.models.language_model import CausalLM
@@ -56,31 +54,7 @@ def test_threads_that_generate_from_one_model_get_what_each_would_get_alone(pres
     assert at_once([lambda seed=seed: text(seed) for seed in range(4)]) == alone
 
 
-def test_a_thread_may_train_on_while_others_read_a_model(config: Config, tmp_path: Path) -> None:
-    model = lineartime.train(config(steps=1)).model
-    ids = torch.randint(0, 256, (1, 20))
-    with torch.no_grad():
-        expected = model(ids)
-    ended = threading.Event()
-
-    def train() -> Any:
-        try:
-            return lineartime.train(config(steps=3, out=tmp_path / "other"))
-        finally:
-            ended.set()
-
-    def read() -> list[torch.Tensor]:
-        results = [model(ids).detach()]
-        while not ended.is_set():
-            results.append(model(ids).detach())
-        return results
-
-    trained, *results = at_once([train, *[read] * 3])
-    assert trained.finished
-    assert all(torch.equal(result, expected) for of_thread in results for result in of_thread)
-
-
-def test_of_two_trainings_in_one_folder_one_trains_and_the_other_says_why_not(config: Config) -> None:
+def test_trainings_in_one_folder_exclude_each_other(config: Config) -> None:
     def train() -> Any:
         try:
             return lineartime.train(config(steps=3))
@@ -106,35 +80,6 @@ def test_threads_that_encode_the_same_text_do_not_disturb_each_other(text: Path,
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def removed_while_read(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes a checkpoint after it was chosen, as a run in training does, the first time one is read."""
-    check = checkpoints.format.check_weights
-
-    def remove_and_check(file: Path, config: Any) -> None:
-        if file.parent.name == name and file.exists():
-            shutil.rmtree(file.parent)
-        check(file, config)
-
-    monkeypatch.setattr(checkpoints.format, "check_weights", remove_and_check)
-
-
-@pytest.mark.parametrize("given", ["a run", "its checkpoint"])
-def test_a_command_whose_checkpoint_is_removed_goes_on_with_another_or_says_so(
-    given: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    best = checkpoints.best_checkpoint(finished)
-    removed_while_read(finished, best.name, monkeypatch)
-    status = main(["convert", str(finished if given == "a run" else best), str(tmp_path / "converted")])
-    screen = capsys.readouterr().err
-    assert not best.exists()
-    if given == "a run":
-        assert status == 0, screen
-    else:
-        [line] = [line for line in screen.splitlines() if line.startswith("error: ")]
-        assert line == f"error: The checkpoint {best} was removed while it was read: give another one."
-        assert status == 1
-
-
 def removed_at_touch(number: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     """Removes a checkpoint before a file in it is touched for that time, as a run in training does."""
     touches = 0
@@ -156,7 +101,7 @@ def removed_at_touch(number: int, checkpoint: Path, monkeypatch: pytest.MonkeyPa
     return lambda: touches >= number
 
 
-def test_a_checkpoint_may_be_removed_at_any_moment_of_its_reading(finished: Path) -> None:
+def test_checkpoint_may_be_removed_at_any_moment_of_its_reading(finished: Path) -> None:
     chosen = checkpoints.best_checkpoint(finished)
     outcomes = []
     removed = True
@@ -169,40 +114,3 @@ def test_a_checkpoint_may_be_removed_at_any_moment_of_its_reading(finished: Path
             checkpoints.format.partial_path(chosen).rename(chosen)
     assert len(outcomes) > 10
     assert outcomes[-1] == chosen.name not in outcomes[:-1]
-
-
-def test_a_run_whose_checkpoints_all_vanish_is_no_endless_search(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(checkpoint: Path) -> None:
-        raise LineartimeError("gone")
-
-    monkeypatch.setattr(checkpoints, "is_there", lambda path: False)
-    with pytest.raises(LineartimeError, match="are removed before they are read: give the folder of one, or copy one"):
-        checkpoints.read_from(finished, gone)
-
-
-@pytest.mark.nightly
-def test_a_run_is_measured_again_and_again_while_it_trains(config: Config) -> None:
-    trained = config(steps=12, eval_every=1)
-    run = trained.run_directory
-    ended = threading.Event()
-    failures: list[Exception] = []
-    measured: list[float] = []
-
-    def measure() -> None:
-        while not ended.is_set():
-            if checkpoints.list_checkpoints(run):
-                try:
-                    measured.append(lineartime.evaluate(run, max_tokens=20).loss)
-                except Exception as error:
-                    failures.append(error)
-
-    thread = threading.Thread(target=measure)
-    thread.start()
-    try:
-        alone = lineartime.train(config(steps=12, eval_every=1, out=run.with_name("alone")))
-        assert lineartime.train(trained).validation_losses == alone.validation_losses
-    finally:
-        ended.set()
-        thread.join()
-    assert not failures, failures[:3]
-    assert measured

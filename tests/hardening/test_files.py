@@ -6,8 +6,6 @@ The cases are made from the fields of the dataclasses that describe the files, s
 import dataclasses
 import json
 import math
-import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import UnionType
@@ -21,7 +19,6 @@ import lineartime
 from lineartime import checkpoint as checkpoints
 from lineartime import files
 from lineartime.checkpoint.format import TrainingState, ValidationLoss, write_files
-from lineartime.cli import main
 from lineartime.data import ByteTokenizer, load_corpus, token_stream
 from lineartime.data.encode import EncodedTextInfo
 from lineartime.errors import LineartimeError
@@ -343,26 +340,6 @@ def test_a_file_of_something_else_is_named(file: str, spoiled: Callable[[str, by
         check_sentence(str(caught.value), FILES[file].place.rpartition("/")[2], what)
 
 
-def test_a_file_that_is_too_large_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LARGEST", 1 << 20)
-    (tmp_path / "run.json").write_bytes(b'{"options": {"a": "' + b"x" * (1 << 20) + b'"}, "processes": []}')
-    with pytest.raises(LineartimeError, match=r"run.json is damaged \(it is larger than 1 MiB\)"):
-        read_record(tmp_path)
-
-
-def test_a_pipe_in_place_of_a_file_does_not_wait(tmp_path: Path) -> None:
-    for name, read in (("run.json", read_record), ("metrics.jsonl", read_damaged_metrics)):
-        pipe = tmp_path / name
-        os.mkfifo(pipe)
-        end = threading.Timer(20, lambda pipe=pipe: os.close(os.open(pipe, os.O_RDWR)))  # whoever waits for it reads nothing
-        end.start()
-        try:
-            with pytest.raises((LineartimeError, OSError), match="pipe or a device"):
-                read(tmp_path)
-        finally:
-            end.cancel()
-
-
 LINES: dict[str, str] = {
     '{"loss": 1.0}': "step is missing",
     '{"step": -1}': "step is -1",
@@ -384,18 +361,3 @@ def test_a_damaged_line_of_metrics_is_named_and_the_others_are_read(tmp_path: Pa
     assert [line["step"] for line in lines] == list(range(len(LINES)))
     for number, (problem, what) in enumerate(zip(problems, LINES.values(), strict=True)):
         check_sentence(problem, f"line {2 * number + 1}: ", what)
-
-
-@pytest.mark.parametrize("record", ["{", '{"options": {"data": 5}, "processes": []}'])
-def test_a_damaged_run_is_shown_as_damaged_and_the_others_as_they_are(
-    tmp_path: Path, record: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, text in (("good", '{"options": {"steps": 1}, "processes": []}'), ("bad", record)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text(text)
-        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    assert main(["runs", str(tmp_path), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert {run["name"]: run["state"] for run in shown["runs"]} == {"good": "finished", "bad": "damaged"}
-    [problem] = shown["problems"]
-    check_sentence(problem, f"{tmp_path}/bad/run.json is damaged (")
