@@ -166,6 +166,55 @@ def test_no_file_grows_into_several() -> None:
         assert lines <= 600, f"{file.relative_to(SOURCE)} has {lines} lines: is it one thing or several?"
 
 
+# Files at the top of the package that are the ground; all others there count as "top".
+GROUND = {"errors", "fields", "files", "host", "machine", "screen", "plots", "info", "choices", "shapes", "markdown", "units"}
+COUNTED = {".py", ".cpp", ".h", ".json"}
+
+# Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
+BUDGETS: dict[str, int] = {
+    "all source": 39290,
+    "all tests": 27640,
+    "baselines": 4090,
+    "bench": 1440,
+    "checkpoint": 730,
+    "cli": 1580,
+    "data": 3480,
+    "evaluation": 620,
+    "experiments": 3560,
+    "finetuning": 2250,
+    "foreign": 1170,
+    "generation": 940,
+    "ground": 1570,
+    "hf": 1740,
+    "inspection": 430,
+    "layers": 2460,
+    "models": 3110,
+    "ops": 5700,
+    "runs": 1160,
+    "top": 950,
+    "training": 2390,
+}
+
+
+def lines_of_rooms() -> dict[str, int]:
+    """Lines of each package of the source, of its files outside of packages, and of all source and tests."""
+    found: dict[str, int] = {}
+    for file in sorted(SOURCE.rglob("*")):
+        if file.suffix in COUNTED:
+            parts = file.relative_to(SOURCE).parts
+            name = parts[0] if parts[1:] else "ground" if file.stem in GROUND else "top"
+            for key in (name, "all source"):
+                found[key] = found.get(key, 0) + len(file.read_text().splitlines())
+    found["all tests"] = sum(len(file.read_text().splitlines()) for file in TESTS.rglob("*.py"))
+    return dict(sorted(found.items()))
+
+
+def test_rooms_keep_within_their_budgets() -> None:
+    lines = lines_of_rooms()
+    over = {name: (number, BUDGETS.get(name)) for name, number in lines.items() if number > BUDGETS.get(name, 0)}
+    assert not over, f"lines, and the budget: {over}"
+
+
 # Where values of tensors may be looked at, with the reason.
 READS_VALUES = {
     "ops/make_batch.py": "the boundary of a batch, once for all layers",
@@ -192,3 +241,10 @@ def test_each_mutation_breaks_a_line_that_stands_once_and_names_tests_that_exist
         assert mutations["find"](mutation, SOURCE.parent) is None, mutation.name
         for test in mutation.tests.split():
             assert not test.endswith(".py") or (TESTS.parent / test).exists(), (mutation.name, test)
+
+
+if __name__ == "__main__":
+    print("BUDGETS: dict[str, int] = {")
+    for room_name, number in lines_of_rooms().items():
+        print(f'    "{room_name}": {-(-number // 10) * 10},')
+    print("}")
