@@ -63,7 +63,7 @@ def test_freed_memory_is_kept_for_the_next_step_and_returned_at_the_end() -> Non
     assert held < 12 * 16 * 2**20
 
 
-def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -89,7 +89,7 @@ def test_threads_sleep_soon_unless_the_user_says_otherwise(monkeypatch: pytest.M
             assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 
-def test_the_command_line_says_how_threads_wait_before_pytorch_is_loaded() -> None:
+def test_command_line_says_how_threads_wait_before_pytorch_is_loaded() -> None:
     script = """
 import os, sys
 from lineartime import __main__ as program

@@ -25,7 +25,7 @@ def test_it_tells_the_backend_that_runs_and_why_others_do_not(monkeypatch: pytes
     assert facts["device"].value == "cpu"
 
 
-def test_a_package_that_is_missing_is_named_with_its_extra(
+def test_package_that_is_missing_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(info, "is_installed", lambda package: False)

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 from lineartime.host import cache_folder
 
 
-def test_the_cache_of_the_user_is_left_as_it_is() -> None:
+def test_cache_of_the_user_is_left_as_it_is() -> None:
     home = Path.home() / ".cache"
     assert not cache_folder().is_relative_to(home)
     shown = subprocess.run(
@@ -19,7 +19,7 @@ def test_the_cache_of_the_user_is_left_as_it_is() -> None:
     assert shown.stdout.strip() == str(cache_folder())
 
 
-def test_the_hugging_face_hub_is_not_asked() -> None:
+def test_hugging_face_hub_is_not_asked() -> None:
     assert constants.HF_HUB_OFFLINE  # as it was when the library was imported
 
 

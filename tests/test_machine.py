@@ -88,7 +88,7 @@ def test_threads_are_set_for_a_block_alone() -> None:
         pass
 
 
-def test_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(LineartimeError, match=r"^device is mps, but PyTorch sees no GPU of Apple here: use cpu"):
         choose_device("mps")
@@ -143,7 +143,7 @@ def test_without_a_working_compiler_nothing_is_compiled_and_the_reason_is_said(m
     why_not_compile.cache_clear()
 
 
-def test_a_device_is_found_by_our_names_and_by_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_is_found_by_our_names_and_by_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("meta") == torch.device("meta")
     assert choose_device(torch.device("cpu", 0)) == torch.device("cpu", 0)

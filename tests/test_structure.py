@@ -103,7 +103,7 @@ except AttributeError as error:
     assert error == "module 'lineartime' has no attribute 'nothing'"
 
 
-def test_the_public_names_are_all_there() -> None:
+def test_public_names_are_all_there() -> None:
     models = ["CausalLM", "FLASH", "GAU", "LayerConfig", "MaskedLM", "ModelConfig", "build", "presets", "register_system"]
     use = ["evaluate", "fill_mask", "load", "load_tokenizer", "save", "train"]
     use += ["generate", "generate_batch", "generate_samples", "generate_text", "load_state", "read_prompt", "save_state"]

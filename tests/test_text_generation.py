@@ -55,7 +55,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
 
 
 @pytest.mark.parametrize("stop", ["fé o", "本 is", TEXT[:1], TEXT + "!"])
-def test_a_stop_text_cuts_the_text_exactly_wherever_tokens_end(tokenizer: Tokenizer, writes: Writes, stop: str) -> None:
+def test_stop_text_cuts_the_text_exactly_wherever_tokens_end(tokenizer: Tokenizer, writes: Writes, stop: str) -> None:
     ids = tokenizer.encode(TEXT).tolist()
     writes(ids)
     model = build("flash-tiny", tokenizer)
@@ -82,7 +82,7 @@ def test_no_piece_shows_what_may_become_a_stop_text(writes: Writes) -> None:
     assert pieces == ["o", "n", "e", "\n\nt", "w", "o", "\n"]
 
 
-def test_the_prompt_is_not_searched_for_stop_texts(writes: Writes) -> None:
+def test_prompt_is_not_searched_for_stop_texts(writes: Writes) -> None:
     tokenizer = ByteTokenizer()
     writes(list(b"\nand on"))
     pieces = generate_text(build("flash-tiny", tokenizer), tokenizer, "a line\n", 1000, stop="\n\n")
@@ -113,7 +113,7 @@ def test_samples_drawn_together_stop_each_by_itself(tokenizer: Tokenizer) -> Non
     assert cut[0].tokens < whole[0].tokens
 
 
-def test_an_empty_prompt_begins_a_document(tokenizer: Tokenizer) -> None:
+def test_empty_prompt_begins_a_document(tokenizer: Tokenizer) -> None:
     model = build("flash-tiny", tokenizer)
     expected = lineartime.generate(model, [tokenizer.end_of_document], 9, SEED, tokenizer.end_of_document)
     assert "".join(generate_text(model, tokenizer, "", 9, SEED)) == tokenizer.decode(list(expected))

@@ -40,7 +40,7 @@ def test_texts_that_come_and_go_are_continued_as_each_alone(system: str, awake: 
     assert texts == [list(generate(model, prompt, count, GREEDY)) for prompt, count in zip(prompts, wanted, strict=True)]
 
 
-def test_a_text_may_begin_with_a_state(model: CausalLM) -> None:
+def test_text_may_begin_with_a_state(model: CausalLM) -> None:
     state, batch = read_prompt(model, [1, 2, 3]), TextBatch(model, GREEDY)
     numbers = [batch.add([4], state), batch.add([], state), batch.add([1, 2, 3, 4])]
     steps = [batch.step() for _ in range(8)]
@@ -49,7 +49,7 @@ def test_a_text_may_begin_with_a_state(model: CausalLM) -> None:
     assert texts[1] == list(generate(model, [1, 2, 3], 8, GREEDY))
 
 
-def test_an_unchanged_batch_copies_no_state(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_batch_copies_no_state(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     joined, join, batch = [], State.concatenate, TextBatch(model)
     monkeypatch.setattr(State, "concatenate", lambda states: joined.append(len(states)) or join(states))
     first = batch.add([1])
@@ -64,7 +64,7 @@ def test_an_unchanged_batch_copies_no_state(model: CausalLM, monkeypatch: pytest
     assert joined == [2, 1, 2]  # the new text joins when its first token is to be read
 
 
-def test_a_text_with_a_sampling_of_its_own_is_that_of_generate_whatever_else_is_drawn(model: CausalLM) -> None:
+def test_text_with_a_sampling_of_its_own_is_that_of_generate_whatever_else_is_drawn(model: CausalLM) -> None:
     own = [Sampling(1.0, seed=5), Sampling(1.3, top_k=7, seed=6, repetition_penalty=1.4), GREEDY, Sampling(1.0, seed=8)]
     batch = TextBatch(model, Sampling(0.9, seed=1))
     shared = batch.add([9, 9])
@@ -88,7 +88,7 @@ def test_texts_of_the_batch_draw_alike_whether_others_have_a_sampling_of_their_o
     assert found[0] == found[1]
 
 
-def test_an_interrupted_draw_is_repeated_for_all_texts(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_draw_is_repeated_for_all_texts(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = TextBatch(model)
     for sampling in (GREEDY, Sampling(temperature=0, top_k=3)):
         batch.add([1, 2, 3], sampling=sampling)
@@ -129,7 +129,7 @@ def test_mistakes_are_named(awake: Build) -> None:
 
 
 @pytest.mark.parametrize("system", ["flash-tiny", "transformer++-tiny"])
-def test_a_text_that_fails_does_not_change_the_others(system: str, awake: Build) -> None:
+def test_text_that_fails_does_not_change_the_others(system: str, awake: Build) -> None:
     model = awake(system)
     batch, texts = TextBatch(model, GREEDY), list[int]()
     good = batch.add([1, 2, 3])

@@ -67,7 +67,7 @@ def test_prompts_of_any_lengths_continue_together_as_they_would_alone(model: Cau
     assert generate_batch(model, [], 12, GREEDY) == []
 
 
-def test_a_text_that_stops_does_not_stop_the_others(model: CausalLM) -> None:
+def test_text_that_stops_does_not_stop_the_others(model: CausalLM) -> None:
     prompts = [[1, 2, 3], [4], [5, 6]]
     alone = [list(generate(model, prompt, 15, GREEDY)) for prompt in prompts]
     stop = alone[0][2]
@@ -158,7 +158,7 @@ def penalized_text(model: CausalLM, prompt: list[int], count: int, penalty: floa
 
 
 @pytest.mark.parametrize("logits", [[3.0, 2.0], [-1.0, -1.5]])
-def test_a_penalty_makes_seen_tokens_less_likely_whatever_the_sign_of_their_logits(logits: list[float]) -> None:
+def test_penalty_makes_seen_tokens_less_likely_whatever_the_sign_of_their_logits(logits: list[float]) -> None:
     seen, sampling = torch.tensor([[True, False]]), Sampling(0.0, repetition_penalty=2.0)
     assert pick(torch.tensor([logits]), GREEDY, torch.zeros(1)).tolist() == [0]
     assert pick(torch.tensor([logits]), sampling, torch.zeros(1), seen).tolist() == [1]
@@ -186,7 +186,7 @@ def test_tokens_of_the_prompt_and_of_the_text_are_penalised(model: CausalLM, pen
     [Sampling(1.0, 7, 0.9, min_p=0.01, repetition_penalty=2.0), pytest.param(Sampling(1.0), marks=pytest.mark.nightly)],
 )
 @torch.no_grad()
-def test_a_step_compiled_with_the_drawing_inside_is_one_graph_and_draws_the_same_tokens(
+def test_step_compiled_with_the_drawing_inside_is_one_graph_and_draws_the_same_tokens(
     model: CausalLM, sampling: Sampling
 ) -> None:
     begun = State.concatenate([prompts.read(model, prompt).state for prompt in ([1, 2, 3], [5])])
@@ -204,7 +204,7 @@ def test_a_step_compiled_with_the_drawing_inside_is_one_graph_and_draws_the_same
 
 
 @pytest.mark.parametrize(("model", "is_compiled"), [("flash-tiny", True), ("flash-tiny shifted", False)], indirect=["model"])
-def test_a_recorded_step_continues_texts_as_the_plain_one(
+def test_recorded_step_continues_texts_as_the_plain_one(
     model: CausalLM, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -240,7 +240,7 @@ def test_a_recorded_step_continues_texts_as_the_plain_one(
     assert bool(calls) == is_compiled, "a graph records the step that the model was told to use"
 
 
-def test_a_recorded_step_keeps_the_memory_of_its_graph(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_step_keeps_the_memory_of_its_graph(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph writes to addresses: if the streams were freed, it would read and write what others put there."""
     cuda = {name: MagicMock() for name in ("device", "Stream", "stream", "current_stream", "graph", "CUDAGraph")}
     for name, stub in cuda.items():
@@ -262,7 +262,7 @@ def test_a_recorded_step_keeps_the_memory_of_its_graph(model: CausalLM, monkeypa
         assert all(reference() is None for reference in memory), "a step that is gone must free its memory"
 
 
-def test_a_prompt_may_be_what_an_encoder_returns(model: CausalLM) -> None:
+def test_prompt_may_be_what_an_encoder_returns(model: CausalLM) -> None:
     prompt, count = [3, 1, 4], np.int64(8)
     expected = list(generate(model, prompt, int(count), GREEDY))
     arrays = [np.array(prompt), np.array(prompt, dtype=np.uint16), torch.tensor(prompt), tuple(prompt), list(np.array(prompt))]
@@ -287,7 +287,7 @@ def test_equal_prompts_are_read_once(model: CausalLM, monkeypatch: pytest.Monkey
 
 
 @systems(["flash-tiny prefix-lm", "transformer++-tiny prefix-lm"])
-def test_a_prefix_model_reads_its_prompt_in_both_directions(model: CausalLM) -> None:
+def test_prefix_model_reads_its_prompt_in_both_directions(model: CausalLM) -> None:
     prompts = [torch.randint(0, 40, (length,)).tolist() for length in (1, 11, 40)]  # 40: more than a chunk
     written = [list(generate(model, prompt, 8, GREEDY)) for prompt in prompts]
     for prompt, text in zip(prompts, written, strict=True):

@@ -27,7 +27,7 @@ SYSTEMS = [
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_text_read_in_parts_is_continued_like_the_whole(system: str, awake: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_read_in_parts_is_continued_like_the_whole(system: str, awake: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(prompts.PREFILL, "cpu", 12)
     model, ids = awake(system), torch.randint(0, 40, (50,)).tolist()
     if "prefix-lm" in system:  # the first part is the prefix
@@ -44,7 +44,7 @@ def test_a_text_read_in_parts_is_continued_like_the_whole(system: str, awake: Bu
 
 
 @pytest.mark.parametrize("system", ["flash-tiny", "transformer++-tiny"])
-def test_a_state_is_as_it_was_after_it_was_continued(system: str, awake: Build) -> None:
+def test_state_is_as_it_was_after_it_was_continued(system: str, awake: Build) -> None:
     model = awake(system)
     state = read_prompt(model, [1, 2, 3])
     before = [tensor.clone() for tensor in (*state.state.tensors(), state.logits)]
@@ -57,7 +57,7 @@ def test_a_state_is_as_it_was_after_it_was_continued(system: str, awake: Build) 
 
 
 @pytest.mark.parametrize("system", ["flash-tiny", "reformer-tiny"])
-def test_a_batch_continues_one_state_or_one_for_each_prompt(system: str, awake: Build) -> None:
+def test_batch_continues_one_state_or_one_for_each_prompt(system: str, awake: Build) -> None:
     model = awake(system)
     states = [read_prompt(model, [1, 2, 3]), None, read_prompt(model, [5] * 40)]
     ends = [[4], [6, 7], []]
@@ -67,14 +67,14 @@ def test_a_batch_continues_one_state_or_one_for_each_prompt(system: str, awake: 
     assert generate_batch(model, ends, 8, GREEDY, state=states[0]) == shared
 
 
-def test_a_state_says_how_many_and_which_tokens_were_last(model: CausalLM) -> None:
+def test_state_says_how_many_and_which_tokens_were_last(model: CausalLM) -> None:
     ids = list(range(30))
     state = read_prompt(model, ids[25:], read_prompt(model, ids[:25]))
     assert (state.position, state.last, tuple(state.logits.shape)) == (30, tuple(ids[-16:]), (40,))
     assert read_prompt(model, ids[:3]).last == (0, 1, 2)
 
 
-def test_a_conversation_reads_every_token_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversation_reads_every_token_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     extend = model.backbone.extend
     monkeypatch.setattr(model.backbone, "extend", lambda ids, *state: read.append(ids.shape[1]) or extend(ids, *state))
@@ -105,7 +105,7 @@ def test_what_cannot_be_continued_is_named(model: CausalLM, awake: Build) -> Non
         read_prompt(model, [], read_prompt(model, [1]))
 
 
-def test_the_tokens_of_a_state_count_for_the_longest_text() -> None:
+def test_tokens_of_a_state_count_for_the_longest_text() -> None:
     model = lineartime.build("transformer-tiny", d_model=16, n_blocks=1, n_heads=2, vocab_size=40, max_positions=10).eval()
     state = read_prompt(model, [1] * 6)
     assert len(list(generate(model, [2], 4, state=state))) == 4

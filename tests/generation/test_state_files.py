@@ -21,7 +21,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_text_is_continued_from_a_file_as_from_memory(system: str, awake: Build, tmp_path: Path) -> None:
+def test_text_is_continued_from_a_file_as_from_memory(system: str, awake: Build, tmp_path: Path) -> None:
     model, file = awake(system), tmp_path / "text.state"
     state = read_prompt(model, torch.randint(0, 40, (40,)).tolist())
     save_state(model, state, file)
@@ -32,7 +32,7 @@ def test_a_text_is_continued_from_a_file_as_from_memory(system: str, awake: Buil
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_a_file_of_flash_does_not_grow_with_the_text(model: CausalLM, tmp_path: Path) -> None:
+def test_file_of_flash_does_not_grow_with_the_text(model: CausalLM, tmp_path: Path) -> None:
     model, sizes = model.bfloat16(), []
     for length in (100, 900):
         save_state(model, read_prompt(model, [1] * length), tmp_path / str(length))
@@ -40,7 +40,7 @@ def test_a_file_of_flash_does_not_grow_with_the_text(model: CausalLM, tmp_path: 
     assert abs(sizes[0] - sizes[1]) < 100  # the numbers of tokens have more digits
 
 
-def test_a_full_disk_is_named_and_leaves_no_file(model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_named_and_leaves_no_file(model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
@@ -61,7 +61,7 @@ def test_another_model_cannot_load_a_state(awake: Build, tmp_path: Path) -> None
         load_state(model.float(), file)
 
 
-def test_a_file_is_not_overwritten(model: CausalLM, tmp_path: Path) -> None:
+def test_file_is_not_overwritten(model: CausalLM, tmp_path: Path) -> None:
     file = tmp_path / "text.state"
     file.write_text("mine")
     with pytest.raises(ArgumentError, match=r"^path is .*text.state, which exists already"):
@@ -87,7 +87,7 @@ def changed(file: Path, what: str) -> None:
     save_file(tensors, file, {**metadata, "facts": json.dumps(facts)})
 
 
-def test_a_damaged_file_is_an_error(awake: Build, tmp_path: Path) -> None:
+def test_damaged_file_is_an_error(awake: Build, tmp_path: Path) -> None:
     model, file = awake("flash-quad-tiny"), tmp_path / "text.state"
     for what, message in {
         "tensor": r"text.state is damaged \(its contents differ from what was written\): read the prompt again",
@@ -109,7 +109,7 @@ def test_a_damaged_file_is_an_error(awake: Build, tmp_path: Path) -> None:
         load_state(model, tmp_path / "missing.state")
 
 
-def test_a_state_of_as_many_tokens_as_the_model_reads_is_loaded(tmp_path: Path) -> None:
+def test_state_of_as_many_tokens_as_the_model_reads_is_loaded(tmp_path: Path) -> None:
     model = lineartime.build("transformer-tiny", d_model=16, n_blocks=1, n_heads=2, vocab_size=40, max_positions=4).eval()
     save_state(model, read_prompt(model, [1, 2, 3, 4]), tmp_path / "text.state")
     state = load_state(model, tmp_path / "text.state")

@@ -292,7 +292,7 @@ def test_all_files_of_the_catalogue_are_read_as_they_are(whole: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_wrong_value_is_named_with_its_file_and_field(file: str, spoiled: Callable[[str, bytes], Callable[[], Any]]) -> None:
+def test_wrong_value_is_named_with_its_file_and_field(file: str, spoiled: Callable[[str, bytes], Callable[[], Any]]) -> None:
     example = FILES[file].example
     failures = []
     for case in (case for case in CASES if case.file == file):
@@ -333,7 +333,7 @@ WHOLE_FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_of_something_else_is_named(file: str, spoiled: Callable[[str, bytes], Callable[[], Any]]) -> None:
+def test_file_of_something_else_is_named(file: str, spoiled: Callable[[str, bytes], Callable[[], Any]]) -> None:
     for content, what in WHOLE_FILES.values():
         with pytest.raises(LineartimeError) as caught:
             spoiled(file, content)()
@@ -354,7 +354,7 @@ LINES: dict[str, str] = {
 }
 
 
-def test_a_damaged_line_of_metrics_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+def test_damaged_line_of_metrics_is_named_and_the_others_are_read(tmp_path: Path) -> None:
     text = "".join(f'{line}\n{{"step": {number}}}\n' for number, line in enumerate(LINES))
     (tmp_path / "metrics.jsonl").write_text(text)
     lines, problems = read_damaged_metrics(tmp_path)
