@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lineartime.errors import typed_first_line
-from lineartime.experiments import catalogue, estimate, worker
+from lineartime.experiments import catalogue, worker
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import INTERRUPTED, Arm, Job, Optimizer, Scale
 from lineartime.experiments.results import FinalResult, Outcome
@@ -45,7 +45,6 @@ def tiny() -> Iterator[None]:
             patch.setitem(catalogue.EXPERIMENTS, name, replace(catalogue.EXPERIMENTS[name], arms=ARMS))
         patch.setattr("lineartime.runs.curve.draw_curve", lambda run: run)
         patch.setattr("lineartime.bench.command.peak_flops", lambda device, dtype: 1e9)
-        patch.setattr(estimate, "peak_flops", lambda device, dtype, seconds: 1e9)
         yield
 
 

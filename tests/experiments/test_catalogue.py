@@ -5,17 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lineartime.choices import ScaleName
-from lineartime.experiments import catalogue, estimate
+from lineartime.experiments import catalogue, command
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.definitions import Setting
 from lineartime.experiments.folder import with_saved_options, write_plan
 from lineartime.experiments.models import TOLERANCE
 from lineartime.experiments.paper import paper_cost, paper_numbers, paper_tables
 from lineartime.experiments.plan import Plan, make_plan
-from lineartime.experiments.runner import all_jobs
 from lineartime.models.presets import PAPER_MILLIONS
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
@@ -43,15 +41,11 @@ def test_models_of_a_setting_differ_and_have_as_many_parameters() -> None:
                 assert abs(each.parameters / contenders[0].parameters - 1) <= TOLERANCE, f"{plan.config}, {each.arm.name}"
 
 
-def test_gpu_runs_have_40_million_parameters_and_take_8_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "_peak", lambda *_: 600e12)  # of an H200 in bf16
-    monkeypatch.setattr(estimate, "choose_device", lambda _: torch.device("cuda"))
+def test_gpu_models_have_40_million_parameters() -> None:
     for plan in (each for each in all_plans("gpu") if each.experiment.kind != "memory"):  # whose models are small
         for each in plan.contenders:
             if each.setting.size == "main":
                 assert 36e6 <= each.parameters <= 44e6, f"{each.folder}: {each.parameters:,}"
-        for contender, job in all_jobs(plan):
-            assert estimate.estimated_seconds(plan, contender, job) <= 480, job.folder
 
 
 def test_every_run_has_options_of_training_that_make_its_model() -> None:
@@ -145,14 +139,15 @@ def test_the_paper_has_what_its_tables_say() -> None:
     assert paper_cost("TFM++ -> MC-TFM++", Setting("wikipedia", 300), "mlm") is None
 
 
-def test_the_list_shows_what_is_asked_for_and_each_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "peak_flops", lambda device, dtype, seconds: 1e9)
-
+def test_list_shows_what_is_asked_for_and_each_text_once() -> None:
     def listed(**values: Any) -> str:
-        return "\n".join(estimate.describe(make_plan(ReproduceConfig("lm", **values))))
+        return "\n".join(command.describe(make_plan(ReproduceConfig("lm", **values))))
 
     shown = listed(systems=("combiner",), contexts=(512,))
     assert [part in shown for part in ("  combiner ", "512 tokens", "  flash", "4,096 tokens")] == [True, True, False, False]
+    total = "1 run of 600 s, 8 trials of 60 s, 6 measurements of speed: 18 min 0 s of training"
+    assert shown.endswith(f"{total}\n0 of 15 have ended; left: {total}")
+    assert listed(scale="paper", systems=("flash",)).endswith("left: 5 runs of 125,000 steps of 262,144 tokens")
 
     library = "text: the Python standard library; the option {} gives another"
     for values, texts in (
@@ -161,4 +156,4 @@ def test_the_list_shows_what_is_asked_for_and_each_text_once(monkeypatch: pytest
         ({"scale": "paper"}, ["text: wiki40b; the option wikipedia gives another"]),
     ):
         assert re.findall(r"text: [^)]*", listed(systems=("flash",), **values)) == texts  # type: ignore[arg-type]
-    assert estimate.text_notes(make_plan(ReproduceConfig("latency"))) == {}  # which reads no text
+    assert command.text_notes(make_plan(ReproduceConfig("latency"))) == {}  # which reads no text

@@ -1,6 +1,5 @@
 """Tasks for a long memory from the command to the report: runs, interruptions, other lengths later, wrong input."""
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -174,9 +173,9 @@ def test_wrong_input_is_answered_with_one_sentence(
     assert "recall" in capsys.readouterr().err
 
 
-def test_the_list_says_how_long_it_takes(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_has_the_steps_of_a_run(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
     reproduce(options("memory", list=True, systems=("flash",)))
     shown = capsys.readouterr().out
-    assert "4 runs, of which 0 have ended" in shown
     assert "selective-copying, 64 tokens, 4 to remember\n  flash" in shown
-    assert json.dumps(shown).count("1 run, about") == 4
+    assert shown.count("1 run of 20 steps of 128 tokens") == 4
+    assert "0 of 4 have ended" in shown

@@ -414,11 +414,7 @@ def test_latency_is_measured_for_all_systems_together(options: Options, here: Do
     assert collect(plan)["settings"][0]["rows"] == rows
 
 
-def test_the_list_tells_the_runs_and_an_estimate(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
-    command.reproduce(options(list=True))
-    shown = capsys.readouterr().out
-    assert "3 runs, 4 trials, 4 measurements of speed, of which 0 have ended" in shown
-    assert "an estimate" in shown
+def test_list_of_all_experiments_has_a_line_for_each(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
     command.reproduce(options("", list=True))
     shown = capsys.readouterr().out
     assert all(re.search(rf"^{re.escape(name)} ", shown, re.MULTILINE) for name in catalogue.EXPERIMENTS)

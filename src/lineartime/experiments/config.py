@@ -28,7 +28,7 @@ class ReproduceConfig:
     out: Path = Path("runs/reproduce")
     """Parent folder of the results; an existing experiment is resumed."""
     list: bool = False
-    """Only show the experiments, or the runs of one, with an estimate of the time."""
+    """Only show the experiments, or the runs of one, with their steps or seconds of training."""
     report: bool = False
     """Only rebuild the report from existing results."""
     data: tuple[str, ...] = ()
