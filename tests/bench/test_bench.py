@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lineartime
 from lineartime import machine
-from lineartime.bench import command, memory
+from lineartime.bench import command
 from lineartime.bench.benchmark import Benchmark, make_benchmark
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig, Measure
@@ -31,7 +31,6 @@ from lineartime.checkpoint import checkpoint_path
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import RECORD_FILE
 from lineartime.generation.prompts import prefill_batch
-from lineartime.machine import is_out_of_memory
 from lineartime.models.cost import cost
 from lineartime.models.language_model import CausalLM
 from lineartime.models.presets import presets, resolve
@@ -101,7 +100,7 @@ def measured(name: str, *seconds: float, measure: Measure = "train", **values: A
 def results_of(folder: Path, *entries: Entry, peaks: dict[str, list[float]] | None = None) -> Results:
     """The results of these entries, saved."""
     subjects = tuple(subject(name) for name in dict.fromkeys(each.subject for each in entries))
-    results = Results(folder, {"tokens_per_batch": 32}, Benchmark(CPU, ((entries[0].case, subjects),)))
+    results = Results(folder, {"tokens_per_batch": 32, "memory": True}, Benchmark(CPU, ((entries[0].case, subjects),)))
     results.entries, results.peaks = list(entries), peaks or {}
     results.save()
     return results
@@ -271,7 +270,7 @@ def test_a_subject_that_fails_has_the_reason_and_the_others_are_measured(
 def test_what_does_not_fit_beside_the_others_is_measured_alone(
     options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    errors: Iterator[BaseException | None] = iter([None, MemoryError(), None])
+    errors: Iterator[BaseException | None] = iter([None, torch.OutOfMemoryError("CUDA out of memory"), None])
     monkeypatch.setattr(command, "prepare", failing(lambda *_: next(errors)))
     config = options(measure=("forward",), context_lengths=(8,))
     run_benchmark(config)
@@ -434,27 +433,6 @@ def test_without_matplotlib_only_the_plots_are_missing(
     assert len(saved(config.out)["entries"]) == 2
 
 
-def test_a_process_that_is_killed_had_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory.sys, "executable", "/bin/sh")
-    monkeypatch.setattr(memory, "_COMMAND", ["-c", "kill -9 $$"])
-    with pytest.raises(memory.OutOfMemoryError):
-        memory.in_process(subject(), Case("train", 8, "fp32", 1))
-    monkeypatch.setattr(memory, "_COMMAND", ["-c", "echo first >&2; echo last >&2; exit 3"])
-    with pytest.raises(RuntimeError, match=r"^last$"):
-        memory.in_process(subject(), Case("train", 8, "fp32", 1))
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not is_out_of_memory(RuntimeError("shapes"))
-
-
-@pytest.mark.nightly
-def test_memory_grows_with_the_batch_and_holds_the_gradients() -> None:
-    few, weights, gradients = memory.in_process(subject(), Case("train", 64, "fp32", 64))
-    many, *_ = memory.in_process(subject(), Case("train", 64, "fp32", 512))
-    parameters = sum(p.numel() for p in subject().build().parameters())
-    assert weights == gradients == 4 * parameters
-    assert many > 4 * few > 4 * gradients
-
-
 @pytest.mark.nightly
 def test_compiled_subjects_have_the_time_of_compiling(
     options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch
@@ -488,5 +466,6 @@ def test_tables_leave_out_empty_columns(tmp_path: Path) -> None:
     assert "| 8 | 4 | transformer++-tiny | out of memory | - | - | - | - |\n" in text
     assert "| position | batch | model | ms | tokens/s | x first | state |\n" in text
     assert "flash-quad-tiny" not in text
+    assert "The memory of steps is measured on a GPU alone." in text
     pictures = draw_plots(results, {"flash-tiny": 1.0})
     assert [file.name for file in pictures] == ["latency.png", "memory.png", "decode.png", "pareto.png"]

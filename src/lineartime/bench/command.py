@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lineartime.bench import memory
 from lineartime.bench.benchmark import Benchmark, make_benchmark
 from lineartime.bench.config import RESULTS_FILE, BenchConfig
 from lineartime.bench.measure import (
@@ -20,6 +19,7 @@ from lineartime.bench.measure import (
     release,
     repetitions,
     separate_compilations,
+    step_memory,
     synchronized,
     timed,
 )
@@ -130,12 +130,8 @@ class _Measuring:
             for each in subjects
         ]
         self._results.entries += entries  # added now, so that an interrupt keeps the finished rounds
-        if self._config.memory and case.measure != "decode" and self._device.type == "cpu":
-            for found in entries:
-                self._memory_in_process(found)
-        left = [found for found in entries if found.problem is None]
-        self._together(left)
-        for found in left if len(left) > 1 else []:  # retry alone what did not fit beside the others
+        self._together(entries)
+        for found in entries if len(entries) > 1 else []:  # retry alone what did not fit beside the others
             if found.problem == OUT_OF_MEMORY:
                 found.problem, found.alone = None, True
                 self._together([found])
@@ -161,8 +157,10 @@ class _Measuring:
             for _ in range(self._config.warmup):
                 seconds = timed(ready.step, 1, self._clock)
             found.calls = repetitions(seconds, self._config.min_seconds)
-            if self._config.memory and found.measure != "decode" and self._device.type == "cuda":
-                found.peak_bytes, found.weights_bytes, found.gradients_bytes = memory.of_ready(ready, self._device)
+            if self._config.memory and found.measure != "decode":
+                found.weights_bytes = sum(weight.nbytes for weight in ready.model.parameters())
+                if self._device.type == "cuda":
+                    found.peak_bytes, found.gradients_bytes = step_memory(ready.model, ready.step, self._device)
         except Exception as error:
             self._failed(found, error)
             return None
@@ -173,13 +171,3 @@ class _Measuring:
         found.seconds = ()
         found.problem = OUT_OF_MEMORY if is_out_of_memory(error) else f"failed: {typed_first_line(error)}"
         release(self._device)
-
-    def _memory_in_process(self, found: Entry) -> None:
-        self._progress.update(self._task, description=f"{found.case}: memory of {found.label}")
-        try:
-            of_step = memory.in_process(self._subjects[found.label], found.case)
-            found.peak_bytes, found.weights_bytes, found.gradients_bytes = of_step
-        except memory.OutOfMemoryError:
-            found.problem = OUT_OF_MEMORY
-        except RuntimeError as error:
-            self._progress.console.print(f"{found.case}: cannot measure the memory of {found.label}: {error}")

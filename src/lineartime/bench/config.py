@@ -58,7 +58,7 @@ class BenchConfig:
     warmup: Annotated[int, Between(0)] = 1
     """Warm-up steps, which are not counted, after the very first step, which may compile."""
     memory: bool = True
-    """Whether to measure memory; on a CPU, each model is measured in a separate process, which takes some seconds."""
+    """Whether to measure memory, by the counters of a GPU; on a CPU, it is not measured."""
     metrics: tuple[Path, ...] = ()
     """For a plot of quality against cost: JSON files of {preset: bits per byte}, or folders of runs."""
     device: Device = "auto"

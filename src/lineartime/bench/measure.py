@@ -1,4 +1,4 @@
-"""Timing: steps take turns and are repeated; the reference is the fastest matrix product measured in the same run."""
+"""Time and memory: steps take turns and are repeated; the reference is the fastest matrix product measured in the same run."""
 
 import gc
 import math
@@ -11,6 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from lineartime.machine import is_out_of_memory
 
@@ -143,6 +144,18 @@ def peak_flops(device: torch.device, dtype: str, seconds: float = 0.3) -> float:
         calls = repetitions(timed(product, 1, clock), seconds / 3)
         best = max(best, *(2 * m * n * k / timed(product, calls, clock) for _ in range(3)))
     return best
+
+
+def step_memory(model: nn.Module, step: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """The bytes that a step holds at most above the weights, and those of the gradients that it leaves, on a GPU."""
+    model.zero_grad()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    gradients = sum(weight.grad.nbytes for weight in model.parameters() if weight.grad is not None)
+    return torch.cuda.max_memory_allocated(device) - before, gradients
 
 
 @contextmanager

@@ -19,7 +19,7 @@ LEGEND = {
     "spread": "distance between the quartiles of the rounds",
     "x first": "time over that of the first row of the same length: the median over the rounds",
     "MFU": "model FLOP/s as a share of the peak of matrix products",
-    "peak": "memory of a step above the weights (on a CPU, accurate to some MB)",
+    "peak": "memory of a step above the weights",
     "state": "memory of a stream",
     "compile": "time of the first step above the median",
 }
@@ -90,6 +90,8 @@ def _notes(results: Results, columns: set[str]) -> list[str]:
     notes = [f"{name}: {meaning}." for name, meaning in LEGEND.items() if name in columns]
     if any(found.alone for found in results.finished):
         notes.append("\\*: measured after the others, because all together did not fit into memory.")
+    if results.options.get("memory") and results.benchmark.device.type != "cuda":
+        notes.append("The memory of steps is measured on a GPU alone.")
     wanted = results.options["tokens_per_batch"]
     batched = [found.length for found in results.finished if found.measure in ("train", "forward")]
     if longer := sorted({length for length in batched if length > wanted}):

@@ -63,13 +63,8 @@ class Subject:
         return build_peer(self.name, self.config) if self.is_peer else build_model(self.config)
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON; `from_dict` is the inverse."""
+        """A plain dictionary for JSON."""
         return {**asdict(self), "config": self.config.to_dict()}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Subject":
-        """The subject that `to_dict` described."""
-        return cls(**{**data, "config": ModelConfig.from_dict(data["config"])})
 
 
 @dataclass
