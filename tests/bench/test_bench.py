@@ -22,19 +22,15 @@ from lineartime.bench.benchmark import Benchmark, make_benchmark
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig, Measure
 from lineartime.bench.measure import RewindingStep, interleaved, median_and_spread, repetitions, timed
-from lineartime.bench.plots import draw_plots, pareto_front
-from lineartime.bench.quality import read_quality
+from lineartime.bench.plots import draw_plots
 from lineartime.bench.report import report
 from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Ready, Subject, flops_per_token, prepare, state_after
-from lineartime.checkpoint import checkpoint_path
-from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.files import RECORD_FILE
+from lineartime.errors import LineartimeError
 from lineartime.generation.prompts import prefill_batch
 from lineartime.models.cost import cost
 from lineartime.models.language_model import CausalLM
 from lineartime.models.presets import presets, resolve
-from lineartime.runs.metrics import METRICS_FILE
 from lineartime.shapes import shapes_only
 
 CPU = torch.device("cpu")
@@ -71,12 +67,11 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Be
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a finished benchmark of all measures, with three streams, and what it printed."""
     folder, printed = tmp_path_factory.mktemp("bench"), StringIO()
-    (folder / "quality.json").write_text('{"flash-tiny": 1.5, "other": 2}')
     measures = ("train", "forward", "prefill", "decode")
     lengths: dict[str, Any] = {"context_lengths": (8, 64), "positions": (20,), "decode_batch": 3}
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr(command, "peak_flops", lambda *_: 1e9)
-        run_benchmark(small(folder / "bench", measure=measures, metrics=(folder / "quality.json",), **lengths))
+        run_benchmark(small(folder / "bench", measure=measures, **lengths))
     return folder / "bench", printed.getvalue()
 
 
@@ -134,7 +129,7 @@ def test_results_hold_the_options_the_machine_and_no_paths(finished: tuple[Path,
     assert "with context 64, a batch is one sequence, which has more" in text
     assert "## Train: one step, forward and backward, fp32" in text
     assert printed == f"{text}results: {folder}\n"
-    pictures = {"latency.png", "decode.png", "pareto.png"}
+    pictures = {"latency.png", "decode.png"}
     assert {path.name for path in folder.iterdir()} == {"results.json", "results.md", *pictures}
 
 
@@ -380,37 +375,6 @@ def test_an_override_can_be_for_one_preset_alone(options: Callable[..., BenchCon
     assert [mixer.options["d_qk"] for mixer in config.mixers] == [4, 8, 8, 16]
 
 
-def test_metrics_files_that_do_not_fit_are_named(options: Callable[..., BenchConfig], tmp_path: Path) -> None:
-    file = tmp_path / "quality.json"
-    for text, message in (
-        ('{"flash-tiny": true}', "is not JSON of the form"),
-        ('{"gau-tiny": 2}', "has results for gau-tiny, but none of these models is measured"),
-    ):
-        file.write_text(text)
-        with pytest.raises(LineartimeError, match=message):
-            run_benchmark(options(metrics=(file,)))
-    with pytest.raises(LineartimeError, match="which holds no bits per byte: give the folder of a causal run"):
-        run_benchmark(options(metrics=(tmp_path,)))
-
-
-def test_the_quality_of_a_run_is_that_of_its_best_evaluation_and_of_its_own_model(tmp_path: Path) -> None:
-    trained, other = resolve("flash-tiny", dropout=0.1), resolve("flash-tiny")
-    checkpoint = checkpoint_path(tmp_path, 2)
-    checkpoint.mkdir()
-    (checkpoint / "model.json").write_text(json.dumps({"format": 1, **trained.to_dict()}))
-    (tmp_path / RECORD_FILE).write_text(json.dumps({"options": {"preset": "flash-tiny"}, "seed": 0, "processes": []}))
-    lines = [
-        {"step": step, "validation_loss": loss, "validation_bits_per_byte": 2 * loss} for step, loss in ((1, 3.0), (2, 1.5))
-    ]
-    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_quality([tmp_path], {"flash-tiny": trained, "gau-tiny": other}) == {"flash-tiny": 3.0}
-    with pytest.raises(ArgumentError, match=r"not the one measured here: dropout is 0.1 there and 0.0 here; measure the model"):
-        read_quality([tmp_path], {"flash-tiny": other})
-    smaller = resolve("flash-tiny", d_qk=8, vocab_size=999, dropout=0.1)
-    with pytest.raises(ArgumentError, match=r"vocab_size is 258 there and 999 here, mixer.d_qk is 64 there and 8 here; "):
-        read_quality([tmp_path], {"flash-tiny": smaller})
-
-
 def test_a_peer_runs_beside_ours_at_the_same_sizes(options: Callable[..., BenchConfig]) -> None:
     pytest.importorskip("flash_pytorch")
     config = options(measure=("train", "decode"), peers=("flash-pytorch",), context_lengths=(16,), positions=(8,))
@@ -448,10 +412,6 @@ def test_compiled_subjects_have_the_time_of_compiling(
     assert compiled["compile_seconds"] > 10 * compiled["median_seconds"]
 
 
-def test_the_pareto_front_holds_the_points_that_no_other_beats() -> None:
-    assert pareto_front({"a": (1, 3), "b": (2, 2), "c": (3, 2.5), "d": (4, 1), "e": (4, 1.5)}) == ["a", "b", "d"]
-
-
 def test_tables_leave_out_empty_columns(tmp_path: Path) -> None:
     results = results_of(
         tmp_path,
@@ -467,5 +427,5 @@ def test_tables_leave_out_empty_columns(tmp_path: Path) -> None:
     assert "| position | batch | model | ms | tokens/s | x first | state |\n" in text
     assert "flash-quad-tiny" not in text
     assert "The memory of steps is measured on a GPU alone." in text
-    pictures = draw_plots(results, {"flash-tiny": 1.0})
-    assert [file.name for file in pictures] == ["latency.png", "memory.png", "decode.png", "pareto.png"]
+    pictures = draw_plots(results)
+    assert [file.name for file in pictures] == ["latency.png", "memory.png", "decode.png"]

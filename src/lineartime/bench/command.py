@@ -24,7 +24,6 @@ from lineartime.bench.measure import (
     timed,
 )
 from lineartime.bench.plots import draw_plots
-from lineartime.bench.quality import read_quality
 from lineartime.bench.report import REPORT_FILE, report
 from lineartime.bench.results import Entry, Results
 from lineartime.bench.subjects import Case, Subject, flops_per_token, prepare
@@ -50,7 +49,6 @@ def run_benchmark(config: BenchConfig) -> Results:
 
 
 def _run(config: BenchConfig, benchmark: Benchmark) -> Results:
-    quality = read_quality(config.metrics, {subject.name: subject.config for subject in benchmark.subjects})
     folder = config.folder()
     results = Results(folder, config.to_dict(), benchmark)
     results.save()
@@ -69,7 +67,7 @@ def _run(config: BenchConfig, benchmark: Benchmark) -> Results:
         finally:
             _save(results)
             try:
-                draw_plots(results, quality)
+                draw_plots(results)
             except LineartimeError as error:
                 progress.console.print(f"no plots: {error}")
     print_markdown(report(results))

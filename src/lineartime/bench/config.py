@@ -59,8 +59,6 @@ class BenchConfig:
     """Warm-up steps, which are not counted, after the very first step, which may compile."""
     memory: bool = True
     """Whether to measure memory, by the counters of a GPU; on a CPU, it is not measured."""
-    metrics: tuple[Path, ...] = ()
-    """For a plot of quality against cost: JSON files of {preset: bits per byte}, or folders of runs."""
     device: Device = "auto"
     """Device to compute on; auto takes a GPU if there is one."""
     threads: Threads | None = None
@@ -74,7 +72,7 @@ class BenchConfig:
     def to_dict(self) -> dict[str, Any]:
         """The options for JSON. Paths are reduced to their names: full paths mean nothing on other machines."""
         values = dataclasses.asdict(self)
-        return {**values, "metrics": [path.name for path in self.metrics], "out": None if self.out is None else self.out.name}
+        return {**values, "out": None if self.out is None else self.out.name}
 
     def folder(self) -> Path:
         """The folder for the results; raises LineartimeError if `out` already holds results."""

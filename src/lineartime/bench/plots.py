@@ -1,4 +1,4 @@
-"""The plots of a benchmark: time, memory and decode latency by length, and quality by cost."""
+"""The plots of a benchmark: time, memory and decode latency by length."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,21 +6,20 @@ from typing import Any
 
 from lineartime.bench.config import Dtype, Measure
 from lineartime.bench.results import Entry, Results
-from lineartime.plots import Panel, draw_panels, label_axes, new_panels, save_figure
+from lineartime.plots import Panel, draw_panels, save_figure
 
 AT_ONCE: tuple[Measure, ...] = ("train", "forward", "prefill")
 
 
-def draw_plots(results: Results, quality: dict[str, float]) -> list[Path]:
-    """Draw latency.png, memory.png, decode.png and pareto.png, except those without data, and return the files.
+def draw_plots(results: Results) -> list[Path]:
+    """Draw latency.png, memory.png and decode.png, except those without data, and return the files.
 
-    The quality is in bits per byte, by preset. Raises LineartimeError if matplotlib is missing, or a file cannot be written.
+    Raises LineartimeError if matplotlib is missing, or a file cannot be written.
     """
     figures = {
         "latency": _by_length(results, "tokens of context", "µs per token", _microseconds),
         "memory": _by_length(results, "tokens of context", "MB of a step, above the weights", _megabytes),
         "decode": _by_length(results, "tokens read before", "ms per token", _milliseconds),
-        "pareto": _pareto(results, quality),
     }
     return [save_figure(figure, results.folder / f"{name}.png", 130) for name, figure in figures.items() if figure is not None]
 
@@ -57,42 +56,3 @@ def _by_length(results: Results, x: str, y: str, value: Callable[[Entry], float 
     dtypes = dict.fromkeys(dtype for _, dtype in panels)
     shown = [panels[measure, dtype] for dtype in dtypes for measure in measures if (measure, dtype) in panels]
     return draw_panels(shown, x, looks, columns=len(measures) if len(measures) > 1 else None, log=True, share_y=True)
-
-
-def _pareto(results: Results, quality: dict[str, float]) -> Any:
-    """Draw quality by cost in the longest context, in the fastest mode: a panel for each precision. None without quality."""
-    known = [
-        (found, cost) for found in results.finished if found.subject in quality and (cost := _microseconds(found)) is not None
-    ]
-    measure = min((found.measure for found, _ in known), key=AT_ONCE.index, default="train")
-    longest = max((found.length for found, _ in known if found.measure == measure), default=0)
-    costs: dict[str, dict[str, float]] = {}
-    for found, cost in known:
-        if (found.measure, found.length) == (measure, longest):
-            panel = costs.setdefault(f"{measure}, {found.dtype}, {longest:,} tokens of context", {})
-            panel[found.subject] = min(cost, panel.get(found.subject, cost))
-    if not costs:
-        return None
-    colours = _colours(results)
-    figure, panels = new_panels(len(costs), 0)
-    for (title, points), axes in zip(costs.items(), panels, strict=True):
-        best = pareto_front({name: (cost, quality[name]) for name, cost in points.items()})
-        axes.plot([points[name] for name in best], [quality[name] for name in best], "-", color="0.75", zorder=0)
-        middle = (min(points.values()) + max(points.values())) / 2
-        for name, cost in points.items():
-            axes.plot(cost, quality[name], "o", color=colours[name])
-            offset, side = (5, "left") if cost <= middle else (-5, "right")  # keep names inside the axes
-            axes.annotate(name, (cost, quality[name]), xytext=(offset, 6), textcoords="offset points", fontsize=8, ha=side)
-        axes.set(title=title, xlabel="µs per token", ylabel="bits per byte (lower is better)")
-        axes.margins(x=0.3, y=0.15)
-        label_axes(axes)
-    return figure
-
-
-def pareto_front(points: dict[str, tuple[float, float]]) -> list[str]:
-    """The names of the Pareto-optimal points (cost, loss), cheapest first."""
-    front: list[str] = []
-    for name in sorted(points, key=lambda name: points[name]):
-        if not front or points[name][1] < points[front[-1]][1]:
-            front.append(name)
-    return front
