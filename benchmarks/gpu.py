@@ -43,8 +43,7 @@ from torch.autograd import DeviceType
 import lineartime
 from lineartime.bench.config import Mode
 from lineartime.bench.measure import median_seconds, peak_flops, release, separate_compilations, synchronized
-from lineartime.bench.peers import check_peer
-from lineartime.bench.subjects import Case, Subject, forward_flops_per_token, prepare, state_after
+from lineartime.bench.subjects import Case, Subject, check_peer, forward_flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
 from lineartime.generation.decoding import continuing, drawing
 from lineartime.generation.prompts import prefill_batch

@@ -18,14 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import lineartime
 from lineartime import machine
 from lineartime.bench import command
-from lineartime.bench.benchmark import Benchmark, make_benchmark
-from lineartime.bench.command import run_benchmark
+from lineartime.bench.command import make_benchmark, run_benchmark
 from lineartime.bench.config import BenchConfig, Measure
 from lineartime.bench.measure import RewindingStep, interleaved, median_and_spread, repetitions, timed
-from lineartime.bench.plots import draw_plots
-from lineartime.bench.report import report
-from lineartime.bench.results import Entry, Results
-from lineartime.bench.subjects import Case, Ready, Subject, flops_per_token, prepare, state_after
+from lineartime.bench.results import Entry, Results, draw_plots, report
+from lineartime.bench.subjects import Benchmark, Case, Ready, Subject, flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
 from lineartime.generation.prompts import prefill_batch
 from lineartime.models.cost import cost
@@ -353,8 +350,8 @@ def test_wrong_options_are_named(options: Callable[..., BenchConfig]) -> None:
 
 
 def test_what_this_machine_lacks_is_named(options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lineartime.bench.benchmark.supports_bf16", lambda device: False)
-    monkeypatch.setattr("lineartime.bench.peers.is_installed", lambda _: False)
+    monkeypatch.setattr("lineartime.bench.command.supports_bf16", lambda device: False)
+    monkeypatch.setattr("lineartime.bench.subjects.is_installed", lambda _: False)
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert make_benchmark(options()).cases  # which needs none of them
     for values, message in (

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from lineartime import cli
-from lineartime.bench.benchmark import make_benchmark
+from lineartime.bench.command import make_benchmark
 from lineartime.bench.config import BenchConfig
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import ArgumentError, LineartimeError

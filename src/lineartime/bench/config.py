@@ -1,7 +1,6 @@
 """The options of a benchmark."""
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -70,9 +69,8 @@ class BenchConfig:
         check_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The options for JSON. Paths are reduced to their names: full paths mean nothing on other machines."""
-        values = dataclasses.asdict(self)
-        return {**values, "out": None if self.out is None else self.out.name}
+        """The options for JSON. The folder is reduced to its name: a full path means nothing on other machines."""
+        return {**asdict(self), "out": None if self.out is None else self.out.name}
 
     def folder(self) -> Path:
         """The folder for the results; raises LineartimeError if `out` already holds results."""
