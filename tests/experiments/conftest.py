@@ -10,9 +10,9 @@ import pytest
 
 from lineartime.errors import typed_first_line
 from lineartime.experiments import catalogue, worker
+from lineartime.experiments.catalogue import INTERRUPTED, Arm, Job, Optimizer, Scale
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.definitions import INTERRUPTED, Arm, Job, Optimizer, Scale
-from lineartime.experiments.results import FinalResult, Outcome
+from lineartime.experiments.runner import FinalResult, Outcome
 from lineartime.models.systems import Size
 from lineartime.training.config import TrainConfig
 

@@ -44,8 +44,8 @@ class Relu(KernelAttention):
 
 def test_an_added_system_may_have_other_options(options: Options) -> None:
     plan = make_plan(options(add=("flash:chunk_size=8:token_shift=true", "flash", "flash:chunk_size=8:token_shift=true")))
-    assert [each.arm.name for each in plan.contenders] == ["flash", "transformer++", "flash:chunk_size=8:token_shift=true"]
-    added = plan.contenders[-1]
+    assert [each.arm.name for each in plan.candidates] == ["flash", "transformer++", "flash:chunk_size=8:token_shift=true"]
+    added = plan.candidates[-1]
     assert (added.model.mixer.options["chunk_size"], added.model.mixer.options["token_shift"]) == (8, True)
     assert added.folder.name == "flash-chunk_size=8-token_shift=true"
     assert added.arm.seeds == 2

@@ -8,12 +8,10 @@ import pytest
 
 from lineartime.choices import ScaleName
 from lineartime.experiments import catalogue, command
+from lineartime.experiments.catalogue import Setting
+from lineartime.experiments.collect import paper_cost, paper_numbers, paper_tables
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.definitions import Setting
-from lineartime.experiments.folder import with_saved_options, write_plan
-from lineartime.experiments.models import TOLERANCE
-from lineartime.experiments.paper import paper_cost, paper_numbers, paper_tables
-from lineartime.experiments.plan import Plan, make_plan
+from lineartime.experiments.plan import TOLERANCE, Plan, make_plan, with_saved_options, write_plan
 from lineartime.models.presets import PAPER_MILLIONS
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
@@ -34,23 +32,23 @@ def all_plans(*scales: ScaleName) -> list[Plan]:
 def test_models_of_a_setting_differ_and_have_as_many_parameters() -> None:
     for plan in all_plans(*SCALES):
         for setting in plan.settings:
-            contenders = plan.contenders_of(setting)
-            models = [each.model for each in contenders]
+            candidates = plan.candidates_of(setting)
+            models = [each.model for each in candidates]
             assert all(model not in models[:index] for index, model in enumerate(models)), f"{plan.config}, {setting}"
-            for each in contenders if plan.tunes else ():
-                assert abs(each.parameters / contenders[0].parameters - 1) <= TOLERANCE, f"{plan.config}, {each.arm.name}"
+            for each in candidates if plan.tunes else ():
+                assert abs(each.parameters / candidates[0].parameters - 1) <= TOLERANCE, f"{plan.config}, {each.arm.name}"
 
 
 def test_gpu_models_have_40_million_parameters() -> None:
     for plan in (each for each in all_plans("gpu") if each.experiment.kind != "memory"):  # whose models are small
-        for each in plan.contenders:
+        for each in plan.candidates:
             if each.setting.size == "main":
                 assert 36e6 <= each.parameters <= 44e6, f"{each.folder}: {each.parameters:,}"
 
 
 def test_every_run_has_options_of_training_that_make_its_model() -> None:
     for plan in (plan_of(name, scale) for name in QUALITY for scale in SCALES[:2]):
-        for each in plan.contenders:
+        for each in plan.candidates:
             for job in (plan.speed_job(each, "adamw"), plan.final_job(each, "adamw", 1, 1e-3, 50)):
                 config = TrainConfig.from_dict(job.options)
                 config.check()
@@ -60,7 +58,7 @@ def test_every_run_has_options_of_training_that_make_its_model() -> None:
 
 def test_the_scale_of_the_paper_is_its_configuration() -> None:
     for plan in all_plans("paper"):
-        for each in plan.contenders if plan.experiment.kind == "quality" else ():
+        for each in plan.candidates if plan.experiment.kind == "quality" else ():
             options = plan.final_job(each, "adamw", 0).options
             assert (options["steps"], options["tokens_per_batch"], options["learning_rate"]) == (125_000, 2**18, 7e-4)
             assert (options["context_length"], options["compile"]) == (each.setting.context, "auto")
@@ -68,8 +66,8 @@ def test_the_scale_of_the_paper_is_its_configuration() -> None:
             stated = PAPER_MILLIONS.get(options["preset"])
             if stated is not None and options["preset"] != "transformer-base":  # whose learned positions follow the context
                 assert round(each.parameters / 1e6) == stated, options["preset"]
-    assert "chunk_size=512" in plan_of("pg19", "paper").contenders[0].options["override"]
-    chunks = [each.options["override"] for each in plan_of("chunk-size", "paper").contenders[:2]]
+    assert "chunk_size=512" in plan_of("pg19", "paper").candidates[0].options["override"]
+    chunks = [each.options["override"] for each in plan_of("chunk-size", "paper").candidates[:2]]
     assert chunks == [["chunk_size=64", "normalization=paper"], ["chunk_size=128", "normalization=paper"]]
 
 
@@ -78,21 +76,21 @@ def test_a_job_of_the_paper_trains_with_exactly_its_options(monkeypatch: pytest.
     monkeypatch.setattr("lineartime.training.loop.train_completed", lambda config, left_out: trained.append(config))
     for name in ("lm", "layer-ablation", "mlm"):
         plan = plan_of(name, "paper")
-        for each in plan.contenders_of(plan.settings[0]):
+        for each in plan.candidates_of(plan.settings[0]):
             asked = TrainConfig.from_dict(plan.final_job(each, "adamw", 0).options)
             train(asked)
             assert trained.pop() == asked, each.folder
 
 
 def test_the_scale_of_the_paper_divides_and_clips_as_published() -> None:
-    for each in plan_of("lm", "paper").contenders:
+    for each in plan_of("lm", "paper").candidates:
         scores = each.model.mixer.options
         assert scores.get("normalization", "paper") == "paper"
         if "max_length" in scores:  # without it, a causal GAU divides by 512, and has no table of biases
             assert scores["max_length"] == each.setting.context
         clipped_together = None if each.arm.name == "transformer" else max(2**18 // 64, each.setting.context)
         assert each.options.get("clip_tokens") == clipped_together, each.arm.name
-    asked = {each.arm.name: each.model.mixer.options for each in plan_of("normalization", "paper").contenders}
+    asked = {each.arm.name: each.model.mixer.options for each in plan_of("normalization", "paper").candidates}
     assert asked["flash count"]["normalization"] == "count"
 
 
@@ -100,7 +98,7 @@ def test_a_second_call_compiles_the_runs_of_the_paper_as_the_first_does(tmp_path
     config = ReproduceConfig("lm", "paper", tmp_path)
     first = make_plan(config)
     write_plan(first)
-    assert make_plan(with_saved_options(config)).contenders == first.contenders
+    assert make_plan(with_saved_options(config)).candidates == first.candidates
 
 
 def test_arms_name_systems_presets_and_rows_that_exist() -> None:
@@ -118,7 +116,7 @@ def test_arms_name_systems_presets_and_rows_that_exist() -> None:
 def test_masked_models_of_minutes_read_bytes() -> None:
     plan = make_plan(ReproduceConfig("mlm", "cpu"))
     assert plan.config.tuning == 240
-    assert {(each.options["tokenizer"], each.model.vocab_size) for each in plan.contenders} == {("bytes", 258)}
+    assert {(each.options["tokenizer"], each.model.vocab_size) for each in plan.candidates} == {("bytes", 258)}
 
 
 def test_the_paper_has_what_its_tables_say() -> None:

@@ -11,16 +11,14 @@ import pytest
 
 from lineartime import cli
 from lineartime.errors import ArgumentError
-from lineartime.experiments import memory
+from lineartime.experiments import worker
+from lineartime.experiments.catalogue import Job
 from lineartime.experiments.command import reproduce
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.definitions import Job
-from lineartime.experiments.folder import with_saved_options
-from lineartime.experiments.memory import Lesson
-from lineartime.experiments.plan import make_plan
+from lineartime.experiments.plan import make_plan, with_saved_options
 from lineartime.experiments.report import write_report
-from lineartime.experiments.results import read_run
-from lineartime.experiments.runner import RunsResult, run_all
+from lineartime.experiments.runner import RunsResult, read_run, run_all
+from lineartime.experiments.worker import TaskTrainer
 from lineartime.runs.metrics import read_metrics
 
 Options = Callable[..., ReproduceConfig]
@@ -71,7 +69,7 @@ def test_the_best_rate_of_a_system_is_shown_with_all_its_seeds(options: Options,
         f"{rate:g}": sum(
             point.accuracy or 0
             for seed in (0, 1)
-            for point in read_run(plan.memory_job(plan.contenders[0], rate, seed)).points[-1:]
+            for point in read_run(plan.memory_job(plan.candidates[0], rate, seed)).points[-1:]
         )
         / 2
         for rate in plan.config.rates
@@ -86,9 +84,9 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
 ) -> None:
     values: dict[str, Any] = {"tasks": ("recall",), "systems": ("flash",), "steps": 8}
     plan = make_plan(options("memory", **values))
-    take = Lesson.take_step
+    take = TaskTrainer.take_step
 
-    def take_and_stop(self: Lesson, step: int) -> dict[str, float]:
+    def take_and_stop(self: TaskTrainer, step: int) -> dict[str, float]:
         if step == 4 and kill:
             raise OSError("killed")
         if step == 4:
@@ -96,14 +94,14 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
         return take(self, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Lesson, "take_step", take_and_stop)
+        patch.setattr(TaskTrainer, "take_step", take_and_stop)
         assert run_all(plan, ignore, here).interrupted is not kill
-    job = plan.memory_job(plan.contenders[0], 3e-3, 0)
+    job = plan.memory_job(plan.candidates[0], 3e-3, 0)
     assert read_run(job).state == "interrupted"
     assert run_all(plan, ignore, here) == RunsResult()
     whole = make_plan(replace(options("memory", **values), out=tmp_path / "whole"))
     assert run_all(whole, ignore, here) == RunsResult()
-    other = whole.memory_job(whole.contenders[0], 3e-3, 0)
+    other = whole.memory_job(whole.candidates[0], 3e-3, 0)
     assert losses(job.folder) == losses(other.folder)
     assert read_run(job).outcome.tests == read_run(other).outcome.tests
 
@@ -130,16 +128,16 @@ def test_a_system_and_its_options_join_by_name(options: Options, here: Do) -> No
         )
     )
     assert run_all(plan, ignore, here) == RunsResult()
-    assert plan.contenders[-1].model.mixer.options["chunk_size"] == 8
+    assert plan.candidates[-1].model.mixer.options["chunk_size"] == 8
     states = [row["runs"][0]["state"] for row in write_report(plan)[1]["settings"][0]["rows"]]
     assert (states[-1], set(states[:-1])) == ("finished", {"missing"})
 
 
 def test_seconds_of_training_decide_the_steps(options: Options, here: Do, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "step_seconds", lambda *_: 0.01)
+    monkeypatch.setattr(worker, "step_seconds", lambda *_: 0.01)
     plan = make_plan(options("memory", tasks=("induction",), systems=("flash",), budget=0.07))
     assert run_all(plan, ignore, here) == RunsResult()
-    assert read_run(plan.memory_job(plan.contenders[0], 3e-3, 0)).options["steps"] == 7
+    assert read_run(plan.memory_job(plan.candidates[0], 3e-3, 0)).options["steps"] == 7
 
 
 def test_a_run_that_diverges_is_told(options: Options, here: Do) -> None:

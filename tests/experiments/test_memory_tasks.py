@@ -10,7 +10,7 @@ import torch
 
 from lineartime.choices import MemoryTask
 from lineartime.data import Batch, TokenStream
-from lineartime.experiments.memory_tasks import DIGITS, TASKS, needle, recall, recall_lessons
+from lineartime.experiments.memory_tasks import DIGITS, TASKS, needle, recall, recall_training
 
 ROWS, LENGTH, PAIRS = 200, 96, 8
 TEXT = TokenStream("a text", np.frombuffer(bytes(97 + i * i % 23 for i in range(5000)), dtype=np.uint8), 5000)
@@ -98,7 +98,7 @@ def test_keys_return_once_at_even_places_mostly_soon() -> None:
 def test_recall_is_practised_with_fewer_pairs_and_more_questions() -> None:
     seen = set()
     for seed in range(40):
-        batch = recall_lessons(2, LENGTH, PAIRS, torch.Generator().manual_seed(seed))
+        batch = recall_training(2, LENGTH, PAIRS, torch.Generator().manual_seed(seed))
         ids, targets = batch.inputs[0].tolist(), batch.targets[0].tolist()
         pairs = sum(64 <= each < 128 for each in ids)  # the values
         values = dict(zip(ids[0 : 2 * pairs : 2], ids[1 : 2 * pairs : 2], strict=True))

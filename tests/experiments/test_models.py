@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 
 import lineartime
-from lineartime.experiments.catalogue import SCALES
-from lineartime.experiments.definitions import Arm, Setting
-from lineartime.experiments.models import model_at, parameters_of, wide_enough, with_chunk_size
+from lineartime.experiments.catalogue import SCALES, Arm, Setting
+from lineartime.experiments.plan import model_at, parameters_of, wide_enough
+from lineartime.experiments.worker import with_chunk_size
 from lineartime.models import CausalLM
 from lineartime.models.systems import SYSTEMS
 

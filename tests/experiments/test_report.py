@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.experiments.catalogue import EXPERIMENTS
-from lineartime.experiments.collect import add_relative_losses, collect
+from lineartime.experiments.collect import add_relative_losses, baseline_row, collect
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.pictures import _looks
 from lineartime.experiments.plan import Plan, make_plan
-from lineartime.experiments.report import render
-from lineartime.experiments.report_data import baseline_row
-from lineartime.experiments.tables import _speedups
-from lineartime.experiments.treatment import equal_treatment
+from lineartime.experiments.report import _speedups, render, setup
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "reproduce"
 
@@ -47,7 +44,7 @@ def test_the_cost_of_an_approximation_stands_beside_the_papers(tmp_path: Path) -
     assert "| wikipedia, 512 tokens | TFM++ -> MC-TFM++ | +0.1000 | +5.00 % | +0.54 |" in text
     # The paper's +0.30 at 4,096 tokens is of Wiki-40B.
     assert "| books, 4,096 tokens | FLASH-Quad -> FLASH | -0.1000 / +0.1000 | -5.00 % / +4.00 % | - |" in text
-    counts = [each.parameters for each in plan.contenders_of(plan.settings[0]) if each.arm.name in ran]
+    counts = [each.parameters for each in plan.candidates_of(plan.settings[0]) if each.arm.name in ran]
     assert f"Any two of a setting differ by at most {max(counts) / min(counts) - 1:.1%}." in text  # of those that have run
 
     masked = make_plan(ReproduceConfig("mlm", "cpu", tmp_path))
@@ -125,8 +122,8 @@ def test_a_report_says_the_command_that_makes_its_runs(tmp_path: Path) -> None:
     assert f"- command: `{command}`" in rendered(plan, report)
 
 
-def test_equal_treatment_is_described_for_every_experiment() -> None:
+def test_setup_is_described_for_every_experiment() -> None:
     for name, experiment in EXPERIMENTS.items():
         if experiment.kind == "quality":
-            told = " ".join(equal_treatment(make_plan(ReproduceConfig(name, "cpu")), {"settings": [], "scale": "cpu"}))
+            told = " ".join(setup(make_plan(ReproduceConfig(name, "cpu")), {"settings": [], "scale": "cpu"}))
             assert "*normalization* and *initial_scores* of the gated systems: " in told, name

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from lineartime.experiments.definitions import Job
-from lineartime.experiments.report_data import settings_with_results
-from lineartime.experiments.results import Point, Run, Tuning, best_tuning, seconds_to, training_seconds
+from lineartime.experiments.catalogue import Job
+from lineartime.experiments.collect import settings_with_results
+from lineartime.experiments.runner import Point, Run, Tuning, best_tuning, seconds_to, training_seconds
 
 
 def points(*pairs: tuple[float, float]) -> list[Point]:

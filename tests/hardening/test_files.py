@@ -23,9 +23,8 @@ from lineartime.data import ByteTokenizer, load_corpus, token_stream
 from lineartime.data.encode import EncodedTextInfo
 from lineartime.errors import LineartimeError
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.folder import with_saved_options
-from lineartime.experiments.plan import folder_of
-from lineartime.experiments.results import Outcome
+from lineartime.experiments.plan import folder_of, with_saved_options
+from lineartime.experiments.runner import Outcome
 from lineartime.fields import Between
 from lineartime.models.config import ModelConfig
 from lineartime.models.layer_config import KINDS as KINDS_OF_LAYERS

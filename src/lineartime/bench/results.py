@@ -43,7 +43,7 @@ LEGEND = {
 class Entry:
     """What was measured of one subject in one case: an entry of results.json. `Results.save` adds what follows from others."""
 
-    measure: Measure = "train"
+    measure: Measure
     length: Count  # tokens of the context, or the position for decode
     dtype: Dtype
     batch: Count  # sequences, or streams

@@ -1,24 +1,225 @@
-"""Collect the results of an experiment from the folders of its runs as plain data: the content of report.json."""
+"""The content of report.json: the results of all runs as plain data, with the paper's numbers from paper_tables.json."""
 
+import json
+import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
+from importlib.resources import files
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from typing_extensions import TypedDict
+
+from lineartime.choices import ScaleName, Task
 from lineartime.experiments import catalogue
+from lineartime.experiments.catalogue import Job, Setting
 from lineartime.experiments.config import TEXT_OPTIONS
-from lineartime.experiments.definitions import Job, Setting
-from lineartime.experiments.folder import plan_options
-from lineartime.experiments.paper import SOURCE, paper_loss, paper_numbers
-from lineartime.experiments.plan import Contender, Plan
-from lineartime.experiments.report_data import Report, RunData, SettingRows, SystemRow, baseline_row
-from lineartime.experiments.results import Run, Tuning, best_tuning, read_run, read_speed, read_tuning, seconds_to
+from lineartime.experiments.plan import TOLERANCE, Candidate, Plan, plan_options
+from lineartime.experiments.runner import Run, State, Tuning, best_tuning, read_run, read_speed, read_tuning, seconds_to
 from lineartime.host import threads_in_words
 from lineartime.runs.record import texts_of
 from lineartime.training.config import TrainConfig
+
+TEXTS = {"lm_wiki40b": "wikipedia", "lm_pg19": "books"}
+"""The kind of text of a table. Tables that are not listed, of ablations and of C4, are shown for any text."""
+DESCRIPTIONS = {
+    "lm_wiki40b": "Wiki-40B, models of 110 M parameters, perplexity per token, 125,000 steps of 2^18 tokens",
+    "lm_pg19": "PG-19, models of 490 M parameters, perplexity per word, 125,000 steps of 2^18 tokens",
+    "mlm_c4": "C4, models of 110 M parameters, perplexity per masked token, 125,000 steps of 2^18 tokens",
+    "ablation_gau": "ablations of a gated attention unit, models of 105 M parameters, perplexity",
+    "ablation_mhsa": "ablations of multi-head attention, models of 110 M parameters, perplexity",
+}
+SOURCE = "Transformer Quality in Linear Time (Hua, Dai, Liu and Le), arXiv 2202.10447"
+
+TestMetric = Literal["loss", "bits_per_byte", "word_perplexity", "accuracy"]
+
+
+class RunData(TypedDict):
+    """The run of a system with one seed; None for what it does not have yet."""
+
+    seed: int
+    folder: str  # its name
+    state: State
+    steps: int | None
+    tokens: int | None  # of the whole run
+    planned_seconds: float | None  # the budget
+    seconds: float | None  # of training, at the speed that was measured alone
+    taken_seconds: float | None  # those that it took, beside what else the machine did
+    loss: float | None  # nats per token on held-out text, at the end
+    bits_per_byte: float | None  # the same in bits per byte; None for masked tokens
+    curve: list[Any]  # the evaluations, each a `Point`; in a report that was read, lists of the same numbers
+    tests: list[dict[str, Any]]  # each `FinalResult`, without its text
+
+
+Metric = Callable[[RunData], float | None]
+"""A number of a run, if it has it."""
+
+
+class SystemRow(TypedDict, total=False):
+    """An arm in a setting: its runs, or the time of its steps. Older reports lack the newest keys."""
+
+    name: str  # the arm and, if each optimiser has a row, the optimiser
+    arm: str
+    parameters: int
+    parameters_over_first: float  # the relative difference from those of the first arm
+    paper: dict[str, float]  # the paper's numbers: "pplx", "latency_ms" and "speedup", as far as it has them
+    # Of runs:
+    system: str
+    override: list[str]
+    optimizer: str | None  # of its runs, chosen by the trials, as is the rate; None before
+    rate: float | None
+    rate_at_edge: bool  # whether the rate is at an end of the grid
+    grid: dict[str, dict[str, float | str]]  # by optimiser and rate: the trial's loss in nats per token, or its state
+    trial_steps: dict[str, int | None]  # by optimiser
+    tokens_per_second: float | None  # the speed that was measured alone
+    runs: list[RunData]  # one for each seed
+    chunk_size: int | None  # of the model, if it has chunks
+    paper_loss: float | None  # in nats
+    relative_loss: float | None  # the relative difference from the baseline's
+    paper_relative_loss: float | None
+    speedups: list[float | None]  # by seed: the baseline's time to its final quality over the time of this system to it
+    # Of runs on tasks, whose trials of a rate are runs with accuracies; means over the seeds:
+    state_bytes: int | None  # of a stream after a text
+    step_seconds: float | None  # of training
+    decode_seconds: float | None  # of a further token
+    # Of steps, forward and backward:
+    problem: str | None  # why their time could not be measured
+    microseconds_per_token: float | None  # the median
+    milliseconds: float | None
+    precision: str | None  # of matrix products
+    relative: float | None  # the time over the baseline's
+    paper_relative: float | None
+
+
+class SettingRows(TypedDict):
+    """The systems in a setting."""
+
+    label: str  # the name of its folder
+    name: str  # in words
+    text: str
+    context: int
+    rows: list[SystemRow]
+
+
+class Report(TypedDict, total=False):
+    """The content of report.json. Older ones lack the newest keys."""
+
+    experiment: str
+    title: str
+    question: str
+    scale: ScaleName
+    options: dict[str, Any]  # what its runs depend on, by the names of `reproduce`; texts are names of files
+    complete: bool
+    missing: list[str]  # runs
+    problems: list[str]  # a sentence for each run that failed or is damaged
+    paper: str  # the source of the paper's numbers
+    baseline: str  # the arm that others are compared with
+    machines: list[str]
+    precisions: list[str]  # of matrix products
+    started: list[str]  # when the first and the last run began
+    texts: dict[str, str]  # the files of each setting
+    tests: list[str]  # the names of the measurements of each trained model
+    settings: list[SettingRows]
+
+
+def baseline_row(rows: Iterable[SystemRow], baseline: str) -> SystemRow | None:
+    """The row of the baseline, and of several, with an optimiser each, that with the lowest loss; None if there is none."""
+
+    def mean_loss(row: SystemRow) -> float:
+        losses = values_of_row(row, itemgetter("loss"))
+        return statistics.fmean(losses) if losses else float("inf")
+
+    return min((row for row in rows if row["arm"] == baseline), key=mean_loss, default=None)
+
+
+def values_of_row(row: SystemRow, metric: Metric) -> list[float]:
+    """The values of a metric over the seeds of a row that have one."""
+    return [value for run in row["runs"] if (value := metric(run)) is not None]
+
+
+def metric_of_test(name: str, metric: TestMetric) -> Metric:
+    """A metric of a run: a number of one of its tests."""
+    return lambda run: next((test[metric] for test in run["tests"] if test["name"] == name), None)
+
+
+def metric_of_report(plan: Plan) -> tuple[TestMetric, str]:
+    """The metric by which systems are compared on the test split, and its unit."""
+    return ("loss", "nats per masked token") if plan.experiment.task == "mlm" else ("bits_per_byte", "bits per byte")
+
+
+def steps_to(run: RunData, accuracy: float) -> float | None:
+    """The steps after which the held-out texts of a task first had this accuracy; None if they never had."""
+    return next((point[0] for point in run["curve"] if point[4] is not None and point[4] >= accuracy), None)
+
+
+def settings_with_results(report: Report) -> list[SettingRows]:
+    """The settings of which anything has run, each with the systems that have. Rows of latency have, as they run together."""
+    found = [SettingRows({**setting, "rows": list(filter(_has_begun, setting["rows"]))}) for setting in report["settings"]]
+    return [setting for setting in found if setting["rows"]]
+
+
+def _has_begun(row: SystemRow) -> bool:
+    if "runs" not in row:
+        return True
+    tried = [cell for grid in row["grid"].values() for cell in grid.values()]
+    return any(state != "missing" for state in [*tried, *(run["state"] for run in row["runs"])])
+
+
+def within_tolerance(row: SystemRow) -> bool:
+    """Whether the parameters of a row are within 3 % of the first one's."""
+    return abs(row["parameters_over_first"]) <= TOLERANCE
+
+
+@cache
+def paper_tables() -> dict[str, Any]:
+    """All tables by name."""
+    tables: dict[str, Any] = json.loads((files(__package__) / "paper_tables.json").read_text(encoding="utf-8"))
+    return tables
+
+
+def paper_numbers(tables: Sequence[str], row: str, setting: Setting, task: Task = "clm") -> dict[str, float]:
+    """What the paper reports of a row in a setting: "pplx", "latency_ms", "speedup", as far as it does.
+
+    The tables are searched in order; those of another text are passed over. Those of ablations have a single context, and a
+    column for each task.
+    """
+    for name in tables:
+        table = paper_tables()[name]
+        values = table["rows"].get(row)
+        if values is None or TEXTS.get(name, setting.text) != setting.text:
+            continue
+        if "columns" in table:
+            return {"pplx": values[table["columns"].index("pplx_lm" if task == "clm" else "pplx_mlm")]}
+        if setting.context not in table["context"]:
+            return {}
+        place = table["context"].index(setting.context)
+        found = {key: column[place] for key, column in values.items() if column[place] is not None}
+        if (name, row) == ("lm_wiki40b", "FLASH"):
+            found["speedup"] = paper_tables()["speedup_headline"]["flash_over_transformer++"][place]
+        return found
+    return {}
+
+
+def paper_cost(pair: str, setting: Setting, task: Task = "clm") -> float | None:
+    """By how much the perplexity of an approximation exceeds that of the exact model in the paper; None if it has no number.
+
+    The pair is called as in the paper, "FLASH-Quad -> FLASH". Masked models of C4 stand beside any text.
+    """
+    name = "mlm_c4" if task == "mlm" else "lm_wiki40b"
+    costs = paper_tables()["approximation_cost_pplx"]
+    if TEXTS.get(name, setting.text) != setting.text or setting.context not in costs["context"]:
+        return None
+    cost: float = costs[name][pair][costs["context"].index(setting.context)]
+    return cost
+
+
+def paper_loss(numbers: dict[str, float]) -> float | None:
+    """The paper's loss in nats, from its perplexity; None if it has none."""
+    return math.log(numbers["pplx"]) if "pplx" in numbers else None
 
 
 def collect(plan: Plan) -> Report:
@@ -73,7 +274,7 @@ def _names(paths: Iterable[str]) -> list[str]:
 
 
 def _text(plan: Plan, setting: Setting) -> str:
-    return ", ".join(_names(texts_of(plan.contenders_of(setting)[-1].options)))
+    return ", ".join(_names(texts_of(plan.candidates_of(setting)[-1].options)))
 
 
 def _processes(run: Run) -> Iterator[tuple[str, str | None]]:
@@ -95,31 +296,31 @@ def _precisions(run: Run) -> set[str]:
 def _qualities(plan: Plan, setting: Setting, seen: list[Run]) -> list[SystemRow]:
     """A row for each arm, or for each arm and optimiser. The runs that are read join those that were `seen`."""
     rows: list[SystemRow] = []
-    for contender in plan.contenders_of(setting):
-        tunings = [read_tuning(plan, contender, optimizer) for optimizer in plan.config.optimizers if plan.tunes]
+    for candidate in plan.candidates_of(setting):
+        tunings = [read_tuning(plan, candidate, optimizer) for optimizer in plan.config.optimizers if plan.tunes]
         seen += [run for tuning in tunings for run in tuning.runs.values()]
         shown = tunings if plan.experiment.each_optimizer else [best_tuning(tunings)]
-        rows += [_row(plan, contender, tunings, each, seen) for each in shown]
+        rows += [_row(plan, candidate, tunings, each, seen) for each in shown]
     add_relative_losses(plan, rows)
     return rows
 
 
-def _shared(plan: Plan, contender: Contender) -> SystemRow:
+def _shared(plan: Plan, candidate: Candidate) -> SystemRow:
     """What a row says of an arm before anything has run."""
     experiment = plan.experiment
     return {
-        "name": contender.arm.name,
-        "arm": contender.arm.name,
-        "parameters": contender.parameters,
-        "parameters_over_first": contender.parameters / plan.contenders_of(contender.setting)[0].parameters - 1,
-        "paper": paper_numbers(experiment.paper_tables, contender.arm.paper_row, contender.setting, experiment.task),
+        "name": candidate.arm.name,
+        "arm": candidate.arm.name,
+        "parameters": candidate.parameters,
+        "parameters_over_first": candidate.parameters / plan.candidates_of(candidate.setting)[0].parameters - 1,
+        "paper": paper_numbers(experiment.paper_tables, candidate.arm.paper_row, candidate.setting, experiment.task),
     }
 
 
-def _row(plan: Plan, contender: Contender, tunings: list[Tuning], chosen: Tuning | None, seen: list[Run]) -> SystemRow:
+def _row(plan: Plan, candidate: Candidate, tunings: list[Tuning], chosen: Tuning | None, seen: list[Run]) -> SystemRow:
     """An arm in a setting: its grid, its choice and its runs."""
     optimizer, best = ("adamw", None) if chosen is None else (chosen.optimizer, chosen.best)
-    runs = list(_runs(plan, contender, partial(plan.final_job, contender, optimizer)))
+    runs = list(_runs(plan, candidate, partial(plan.final_job, candidate, optimizer)))
     trained = next((run.options for run in runs if run.options), {})  # with what trials chose then
     rate = trained.get("learning_rate", best)
     if trained and plan.tunes:
@@ -129,16 +330,16 @@ def _row(plan: Plan, contender: Contender, tunings: list[Tuning], chosen: Tuning
         problem = f"{choice}: delete its folder, and run again."
         runs = [replace(run, problem=run.problem or f"{run.job.name} {problem}") if run.options else run for run in runs]
     seen += runs
-    speed = read_speed(plan, contender, optimizer) if plan.tunes else None
+    speed = read_speed(plan, candidate, optimizer) if plan.tunes else None
     grids = {tuning.optimizer: tuning.runs for tuning in tunings}
     rates = list(grids.get(optimizer, ()))
-    shared = _shared(plan, contender)
+    shared = _shared(plan, candidate)
     if plan.experiment.each_optimizer and len(plan.config.optimizers) > 1:
         shared["name"] += f", {optimizer}"
     return {
         **shared,
-        "system": contender.arm.system,
-        "override": list(contender.options["override"]),
+        "system": candidate.arm.system,
+        "override": list(candidate.options["override"]),
         "optimizer": optimizer if chosen is not None or not plan.tunes else None,
         "rate": rate,
         "rate_at_edge": len(rates) > 1 and rate in (min(rates), max(rates)),
@@ -148,16 +349,16 @@ def _row(plan: Plan, contender: Contender, tunings: list[Tuning], chosen: Tuning
         },
         "tokens_per_second": speed,
         "runs": [_run(run, seed, speed) for seed, run in enumerate(runs)],
-        "chunk_size": next(filter(None, (mixer.options.get("chunk_size") for mixer in contender.model.mixers)), None),
+        "chunk_size": next(filter(None, (mixer.options.get("chunk_size") for mixer in candidate.model.mixers)), None),
         "paper_loss": paper_loss(shared["paper"]),
     }
 
 
-def _runs(plan: Plan, contender: Contender, job_of: Callable[[int], Job]) -> Iterator[Run]:
+def _runs(plan: Plan, candidate: Candidate, job_of: Callable[[int], Job]) -> Iterator[Run]:
     """The run of each seed of the experiment, and of further ones, which `seeds` has asked for, that have begun."""
     for seed in count():
         job = job_of(seed)
-        if seed >= plan.seeds(contender.arm) and not job.folder.exists():
+        if seed >= plan.seeds(candidate.arm) and not job.folder.exists():
             return
         yield read_run(job)
 
@@ -224,8 +425,8 @@ def _speedup(run: RunData, baseline: RunData) -> float | None:
 def _memories(plan: Plan, setting: Setting, seen: list[Run]) -> list[SystemRow]:
     """A row for each arm: the runs of the rate with the best mean accuracy on held-out texts."""
     rows: list[SystemRow] = []
-    for contender in plan.contenders_of(setting):
-        tried = {rate: list(_runs(plan, contender, partial(plan.memory_job, contender, rate))) for rate in plan.config.rates}
+    for candidate in plan.candidates_of(setting):
+        tried = {rate: list(_runs(plan, candidate, partial(plan.memory_job, candidate, rate))) for rate in plan.config.rates}
         if setting in plan.asked or any(run.state != "missing" for runs in tried.values() for run in runs):
             seen += [run for runs in tried.values() for run in runs]
         accuracy = {rate: _mean(run.final.accuracy for run in runs if run.final) for rate, runs in tried.items()}
@@ -234,9 +435,9 @@ def _memories(plan: Plan, setting: Setting, seen: list[Run]) -> list[SystemRow]:
         runs = tried[best]
         rows.append(
             {
-                **_shared(plan, contender),
-                "system": contender.arm.system,
-                "override": list(contender.options["override"]),
+                **_shared(plan, candidate),
+                "system": candidate.arm.system,
+                "override": list(candidate.options["override"]),
                 "optimizer": plan.config.optimizers[0],
                 "rate": best if found else None,
                 "rate_at_edge": len(found) > 1 and best in (min(found), max(found)),
@@ -261,12 +462,12 @@ def _times(plan: Plan, setting: Setting, seen: list[Run]) -> list[SystemRow]:
     seen.append(run)
     measured = {entry.subject: entry for entry in run.outcome.entries}
     rows: list[SystemRow] = []
-    for contender in plan.contenders_of(setting):
-        found = measured.get(contender.options["preset"])
+    for candidate in plan.candidates_of(setting):
+        found = measured.get(candidate.options["preset"])
         seconds = None if found is None else found.median_seconds
         rows.append(
             {
-                **_shared(plan, contender),
+                **_shared(plan, candidate),
                 "problem": None if found is None else found.problem,
                 "microseconds_per_token": None if found is None else found.microseconds_per_token,
                 "milliseconds": None if seconds is None else 1e3 * seconds,

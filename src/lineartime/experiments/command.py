@@ -6,13 +6,11 @@ from dataclasses import replace
 from lineartime.data import load_corpus, missing_split
 from lineartime.errors import ArgumentError
 from lineartime.experiments import catalogue
+from lineartime.experiments.catalogue import Job, JobKind
 from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig
-from lineartime.experiments.definitions import Job, JobKind
-from lineartime.experiments.folder import with_device, with_saved_options
-from lineartime.experiments.plan import Contender, Plan, make_plan
+from lineartime.experiments.plan import Candidate, Plan, make_plan, with_device, with_saved_options
 from lineartime.experiments.report import write_report
-from lineartime.experiments.results import read_run
-from lineartime.experiments.runner import RunsResult, all_jobs, run_all
+from lineartime.experiments.runner import RunsResult, all_jobs, read_run, run_all
 from lineartime.runs.record import texts_of
 from lineartime.screen import SCREEN
 from lineartime.units import duration
@@ -27,7 +25,7 @@ NAMES: dict[JobKind, tuple[str, str]] = {
 }
 """What one job and more of a kind are called."""
 
-Jobs = list[tuple[Contender, Job]]
+Jobs = list[tuple[Candidate, Job]]
 
 
 def reproduce(config: ReproduceConfig) -> RunsResult:
@@ -92,7 +90,7 @@ def describe(plan: Plan) -> Iterator[str]:
     yield plan.experiment.question
     yield f"scale {plan.config.scale}: {plan.scale.description}"
     jobs, notes = list(all_jobs(plan)), text_notes(plan)
-    width = max(len(each.arm.name) for each in plan.contenders)
+    width = max(len(each.arm.name) for each in plan.candidates)
     for setting in plan.settings:
         selected = plan.selected(setting)
         if selected:
@@ -101,7 +99,7 @@ def describe(plan: Plan) -> Iterator[str]:
         for each in selected:
             line = f"  {each.arm.name:{width}} {each.parameters / 1e6:7.2f} M"
             if plan.experiment.kind != "latency":
-                own = _counted([(contender, job) for contender, job in jobs if contender is each])
+                own = _counted([(candidate, job) for candidate, job in jobs if candidate is each])
                 line += f"  {own}  {' '.join([each.options['preset'], *each.options['override']])}"
             yield line
     left = _left(jobs)

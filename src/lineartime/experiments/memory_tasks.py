@@ -48,7 +48,7 @@ def recall(rows: int, length: int, pairs: int, generator: torch.Generator, kinds
     return Batch(inputs.scatter(1, places, keys), targets.scatter(1, places, values))
 
 
-def recall_lessons(rows: int, length: int, pairs: int, generator: torch.Generator) -> Batch:
+def recall_training(rows: int, length: int, pairs: int, generator: torch.Generator) -> Batch:
     """Texts to learn `recall` from: of `pairs` over any power of two, and half of the time with a question at each token.
 
     What few pairs teach is needed for many, with which alone most systems learn nothing in thousands of steps. Source: the
@@ -121,13 +121,13 @@ def _bytes(text: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Maker:
+class TaskTexts:
     """How the texts of a task are made.
 
     Attributes:
         vocab_size: the number of tokens of its vocabulary, from the pairs.
         draw: the function (rows, length, pairs, generator) -> batch; None for `needle`, which reads a text.
-        practice: the same for training, where it differs.
+        training: the same for training, where it differs.
         takes_pairs: whether it has a number of tokens to remember beside its length.
         shortest: the fewest tokens of a text, from the pairs.
     """
@@ -136,13 +136,13 @@ class Maker:
     draw: Callable[[int, int, int, torch.Generator], Batch] | None
     shortest: Callable[[int], int]
     takes_pairs: bool = False
-    practice: Callable[[int, int, int, torch.Generator], Batch] | None = None
+    training: Callable[[int, int, int, torch.Generator], Batch] | None = None
 
 
-TASKS: dict[MemoryTask, Maker] = {
-    "recall": Maker(lambda pairs: 2 * key_count(pairs) + 1, recall, lambda pairs: 4 * pairs, True, recall_lessons),
-    "copying": Maker(lambda _: SYMBOLS + 1, copying, lambda _: 4),
-    "induction": Maker(lambda _: FEW_SYMBOLS + 1, induction, lambda _: 4),
-    "selective-copying": Maker(lambda _: FEW_SYMBOLS + 2, selective_copying, lambda pairs: 2 * pairs, takes_pairs=True),
-    "needle": Maker(lambda _: BYTE_VOCABULARY, None, lambda _: 64),
+TASKS: dict[MemoryTask, TaskTexts] = {
+    "recall": TaskTexts(lambda pairs: 2 * key_count(pairs) + 1, recall, lambda pairs: 4 * pairs, True, recall_training),
+    "copying": TaskTexts(lambda _: SYMBOLS + 1, copying, lambda _: 4),
+    "induction": TaskTexts(lambda _: FEW_SYMBOLS + 1, induction, lambda _: 4),
+    "selective-copying": TaskTexts(lambda _: FEW_SYMBOLS + 2, selective_copying, lambda pairs: 2 * pairs, takes_pairs=True),
+    "needle": TaskTexts(lambda _: BYTE_VOCABULARY, None, lambda _: 64),
 }

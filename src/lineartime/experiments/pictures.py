@@ -6,18 +6,18 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from lineartime.experiments.definitions import Setting
-from lineartime.experiments.plan import Plan
-from lineartime.experiments.report_data import (
+from lineartime.experiments.catalogue import Setting
+from lineartime.experiments.collect import (
     Report,
     SettingRows,
     SystemRow,
     TestMetric,
     baseline_row,
+    metric_of_report,
     metric_of_test,
     values_of_row,
 )
-from lineartime.experiments.tables import metric_of_report
+from lineartime.experiments.plan import Plan
 from lineartime.plots import Panel, draw_panels, label_axes, legend_below, new_panels, save_figure
 
 _COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold", "navy"]

@@ -1,24 +1,35 @@
-"""The runs of an experiment: which models in which settings, and the options of training of each run."""
+"""The runs of an experiment: which models in which settings, the options of each run, and the folder that holds them."""
 
+import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
-from lineartime.choices import MemoryTask, Task
+from lineartime.choices import Device, MemoryTask, Task
 from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.experiments import catalogue
-from lineartime.experiments.config import ReproduceConfig, check_among
-from lineartime.experiments.definitions import Arm, Experiment, FinalTest, Job, Scale, Setting
+from lineartime.experiments.catalogue import Arm, Experiment, FinalTest, Job, Scale, Setting
+from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig, check_among
 from lineartime.experiments.memory_tasks import TASKS
-from lineartime.experiments.models import model_at, paper_model, parameters_of, training_options, wide_enough
+from lineartime.files import read_file, write_file
+from lineartime.machine import choose_device, choose_precision
 from lineartime.models.config import ModelConfig
-from lineartime.models.presets import PRESETS, TINY, model_of
-from lineartime.models.systems import SYSTEMS
-from lineartime.training.config import read_override
+from lineartime.models.cost import count_parameters
+from lineartime.models.presets import PRESETS, TINY, model_of, resolve, values_of
+from lineartime.models.systems import SYSTEMS, Size
+from lineartime.training.config import TrainConfig, merged_override, read_override, recipe_config, written
 
+PLAN_FILE = "plan.json"
+PLAN_OPTIONS = (
+    *(*TEXT_OPTIONS, "budget", "tuning", "optimizers", "compile", "precision", "threads", "rates", "device", "add"),
+    *("steps", "longer"),  # of memory
+)
+"""The options on which runs depend, besides the experiment and the scale, which name the folder."""
 TRIAL_CONTEXT, TRIAL_PAIRS = 64, 4
 MEMORY_TRAINING = {"beta2": 0.98, "weight_decay": 0.1}
 """Options of training on tasks: with them, small models leave chance sooner than with those of language models."""
@@ -26,10 +37,17 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Where a needle is in the tests."""
 LATENCY_TOKENS = 8192
 """The tokens of a step whose time is measured: one sequence of the longest context of the scale `cpu`."""
+TOLERANCE = 0.03
+"""The largest allowed relative difference of a model's number of parameters from the first one's."""
+_PAPER_TOKENS, _PAPER_CORES = 2**18, 64
+"""The tokens of a step in the paper, and the TPU cores on which it trains. Each clips the gradient of its own tokens."""
+
+parameters_of = cache(count_parameters)
+"""The number of parameters of a model."""
 
 
 @dataclass(frozen=True)
-class Contender:
+class Candidate:
     """An arm in a setting: its model at the vocabulary of the text, and the options and the folder of all its runs."""
 
     arm: Arm
@@ -51,7 +69,7 @@ class Plan:
     config: ReproduceConfig  # with defaults of the experiment and the scale
     experiment: Experiment
     scale: Scale
-    contenders: tuple[Contender, ...]  # setting by setting, each with all arms
+    candidates: tuple[Candidate, ...]  # setting by setting, each with all arms
     asked: tuple[Setting, ...]  # those to run now
 
     @property
@@ -67,16 +85,16 @@ class Plan:
     @property
     def settings(self) -> tuple[Setting, ...]:
         """The settings, in order."""
-        return tuple(dict.fromkeys(each.setting for each in self.contenders))
+        return tuple(dict.fromkeys(each.setting for each in self.candidates))
 
-    def contenders_of(self, setting: Setting) -> list[Contender]:
+    def candidates_of(self, setting: Setting) -> list[Candidate]:
         """The arms in a setting."""
-        return [each for each in self.contenders if each.setting == setting]
+        return [each for each in self.candidates if each.setting == setting]
 
-    def selected(self, setting: Setting) -> list[Contender]:
+    def selected(self, setting: Setting) -> list[Candidate]:
         """The arms in a setting that the options ask to run now."""
-        contenders = self.contenders_of(setting) if setting in self.asked else []
-        return [each for each in contenders if not self.config.systems or each.arm.name in self.config.systems]
+        candidates = self.candidates_of(setting) if setting in self.asked else []
+        return [each for each in candidates if not self.config.systems or each.arm.name in self.config.systems]
 
     def seeds(self, arm: Arm) -> int:
         """How many seeds of an arm belong to the experiment."""
@@ -90,28 +108,28 @@ class Plan:
         """The tokens of a step of training, if rates are tuned."""
         return max(self.scale.tokens_per_batch, setting.context)
 
-    def speed_job(self, contender: Contender, optimizer: str, number: int = 0) -> Job:
+    def speed_job(self, candidate: Candidate, optimizer: str, number: int = 0) -> Job:
         """The job that measures how fast a model trains, in one of the rounds."""
         steps, rates = self.scale.speed_steps, self.rates(optimizer)
-        options = self._training(contender, optimizer, rates[len(rates) // 2], 0, steps)
+        options = self._training(candidate, optimizer, rates[len(rates) // 2], 0, steps)
         return Job(
-            contender.folder / f"{optimizer}-speed-{number}", "speed", options | {"eval_every": steps, "eval_windows": 1}
+            candidate.folder / f"{optimizer}-speed-{number}", "speed", options | {"eval_every": steps, "eval_windows": 1}
         )
 
-    def tuning_job(self, contender: Contender, optimizer: str, rate: float, steps: int | None = None) -> Job:
+    def tuning_job(self, candidate: Candidate, optimizer: str, rate: float, steps: int | None = None) -> Job:
         """The job that tries a learning rate; incomplete without its steps, which the speed decides."""
-        options = self._training(contender, optimizer, rate, 0, steps) | {"eval_every": steps}
-        return Job(contender.folder / f"{optimizer}-tune-{rate:g}", "tune", options, seconds=self.config.tuning)
+        options = self._training(candidate, optimizer, rate, 0, steps) | {"eval_every": steps}
+        return Job(candidate.folder / f"{optimizer}-tune-{rate:g}", "tune", options, seconds=self.config.tuning)
 
     def final_job(
-        self, contender: Contender, optimizer: str, seed: int, rate: float | None = None, steps: int | None = None
+        self, candidate: Candidate, optimizer: str, seed: int, rate: float | None = None, steps: int | None = None
     ) -> Job:
         """The job of a whole run; incomplete without the rate and the steps, which trials and the speed decide."""
         name = f"{optimizer}-seed-{seed}" if self.experiment.each_optimizer else f"seed-{seed}"
-        folder, tests = contender.folder / name, self.experiment.tests
+        folder, tests = candidate.folder / name, self.experiment.tests
         if not self.tunes:
-            return Job(folder, "run", {**contender.options, "seed": seed}, tests)
-        options = self._training(contender, optimizer, rate, seed, steps)
+            return Job(folder, "run", {**candidate.options, "seed": seed}, tests)
+        options = self._training(candidate, optimizer, rate, seed, steps)
         return Job(folder, "run", options, tests, self.scale.test_tokens, self.config.budget)
 
     @property
@@ -119,26 +137,26 @@ class Plan:
         """The tests of a run on a task by name, each with the length of its texts as a multiple of that in training."""
         return {"": 1} | {f"at {times} times the length": times for times in self.config.longer}
 
-    def memory_job(self, contender: Contender, rate: float, seed: int) -> Job:
+    def memory_job(self, candidate: Candidate, rate: float, seed: int) -> Job:
         """The run of a model on the task of its setting; with a budget, its speed decides the steps."""
-        setting, config, scale = contender.setting, self.config, self.scale
-        options = self._training(contender, config.optimizers[0], rate, seed, config.steps) | MEMORY_TRAINING
-        folder, longer = contender.folder / f"rate-{rate:g}-seed-{seed}", self.longer_tests
+        setting, config, scale = candidate.setting, self.config, self.scale
+        options = self._training(candidate, config.optimizers[0], rate, seed, config.steps) | MEMORY_TRAINING
+        folder, longer = candidate.folder / f"rate-{rate:g}-seed-{seed}", self.longer_tests
         tests = [FinalTest(name, times) for name, times in longer.items()]
         for depth in DEPTHS if setting.task == "needle" else ():
             tests += [FinalTest(f"depth {depth:.0%} {name}".strip(), times, depth=depth) for name, times in longer.items()]
         return Job(folder, "memory", options, tuple(tests), scale.test_tokens, config.budget, setting)
 
     def _training(
-        self, contender: Contender, optimizer: str, rate: float | None, seed: int, steps: int | None
+        self, candidate: Candidate, optimizer: str, rate: float | None, seed: int, steps: int | None
     ) -> dict[str, Any]:
-        context, scale = contender.setting.context, self.scale
+        context, scale = candidate.setting.context, self.scale
         assert scale.tokens_at_once is not None  # the scale tunes
         return {
-            **contender.options,
+            **candidate.options,
             **catalogue.OPTIMIZERS[optimizer].options,
             "context_length": context,
-            "tokens_per_batch": self.tokens_per_step(contender.setting),
+            "tokens_per_batch": self.tokens_per_step(candidate.setting),
             "batch_size": max(1, scale.tokens_at_once // context),
             "learning_rate": rate,
             "steps": steps,
@@ -149,12 +167,12 @@ class Plan:
 
     def latency_job(self, setting: Setting) -> Job:
         """The job that measures all arms at a context, by the options of a benchmark."""
-        config, contenders = self.config, self.contenders_of(setting)
+        config, candidates = self.config, self.candidates_of(setting)
         options: dict[str, Any] = {
-            "presets": [each.options["preset"] for each in contenders],
-            "override": [f"{each.options['preset']}.{item}" for each in contenders for item in each.options["override"]],
+            "presets": [each.options["preset"] for each in candidates],
+            "override": [f"{each.options['preset']}.{item}" for each in candidates for item in each.options["override"]],
             "context_lengths": [setting.context],
-            "vocab_size": contenders[0].model.vocab_size,
+            "vocab_size": candidates[0].model.vocab_size,
             "measure": ["train"],
             "tokens_per_batch": max(self.scale.tokens_per_batch, LATENCY_TOKENS) if self.tunes else LATENCY_TOKENS,
             "modes": ["compiled" if config.compile == "on" else "eager"],
@@ -230,13 +248,13 @@ def make_plan(config: ReproduceConfig) -> Plan:
     )
     if experiment.kind == "memory":
         settings = tuple(dict.fromkeys((*settings, *_settings_there(config))))
-    contenders = tuple(_contenders(config, experiment, scale, [*arms.values()], settings))
+    candidates = tuple(_candidates(config, experiment, scale, [*arms.values()], settings))
     names: dict[Path, str] = {}
-    for each in contenders:
+    for each in candidates:
         if (other := names.setdefault(each.folder, each.arm.name)) != each.arm.name:
             problem = f"has {each.arm.name!r}, whose folder would be that of {other!r}: write one of them otherwise."
             raise ArgumentError("add", problem)
-    return Plan(config, experiment, scale, contenders, asked)
+    return Plan(config, experiment, scale, candidates, asked)
 
 
 def _memory_settings(config: ReproduceConfig, usual: tuple[Setting, ...]) -> tuple[Setting, ...]:
@@ -244,10 +262,10 @@ def _memory_settings(config: ReproduceConfig, usual: tuple[Setting, ...]) -> tup
     tasks = config.tasks or dict.fromkeys(each.task for each in usual if each.task)
     lengths, settings = config.lengths or dict.fromkeys(each.context for each in usual), []
     for task, length in product(tasks, lengths):
-        maker = TASKS[task]
-        for pairs in (config.pairs or dict.fromkeys(each.pairs for each in usual)) if maker.takes_pairs else (0,):
-            if length % 2 or length < maker.shortest(pairs):
-                least = f"an even number of at least {maker.shortest(pairs)} for {task}"
+        texts = TASKS[task]
+        for pairs in (config.pairs or dict.fromkeys(each.pairs for each in usual)) if texts.takes_pairs else (0,):
+            if length % 2 or length < texts.shortest(pairs):
+                least = f"an even number of at least {texts.shortest(pairs)} for {task}"
                 raise ArgumentError("lengths", f"has {length}, but must be {least}{f' of {pairs}' if pairs else ''}.")
             settings.append(Setting("books", length, "memory", task, pairs))
     return tuple(settings)
@@ -280,9 +298,9 @@ def _added_arm(item: str, task: Task, seeds: int) -> Arm:
     return arm
 
 
-def _contenders(
+def _candidates(
     config: ReproduceConfig, experiment: Experiment, scale: Scale, arms: list[Arm], settings: tuple[Setting, ...]
-) -> Iterator[Contender]:
+) -> Iterator[Candidate]:
     running: dict[str, Any] = {"precision": config.precision, "device": config.device, "compile": config.compile, "track": []}
     running["cache"] = None if config.cache is None else str(config.cache)
     if config.threads is not None:
@@ -303,4 +321,116 @@ def _contenders(
                 model = model_at(made, size, experiment.task, setting, vocab_size, target)
                 target = target or parameters_of(model)
                 options, own = training_options(arm, model), {"tokenizer": scale.tokenizer, "data": data}
-            yield Contender(arm, setting, model, {**options, **running, **own}, folder)
+            yield Candidate(arm, setting, model, {**options, **running, **own}, folder)
+
+
+def model_at(arm: Arm, size: Size, task: Task, setting: Setting, vocab_size: int, target: int | None) -> ModelConfig:
+    """The model of an arm at a size, with as many learned positions as the context has tokens.
+
+    Unless its parameters are within 3 % of the target, its width becomes the one that brings them nearest.
+    """
+    config = model_of(SYSTEMS[arm.system], size, task, vocab_size=vocab_size, **arm.override)
+    if config.max_positions is not None:
+        config = config.override(max_positions=setting.context)
+    if target is None or abs(parameters_of(config) - target) <= TOLERANCE * target:
+        return config
+    parts = [mixer.options.get(name, 1) for mixer in config.mixers for name in ("n_heads", "n_nets")]
+    unit = 2 * math.lcm(size.n_heads, *parts)  # an even number of features for each head
+    middle = size.d_model * (target / parameters_of(config)) ** 0.5 / unit
+    models = [config.override(d_model=unit * max(1, int(middle) + nearby)) for nearby in (-1, 0, 1, 2)]
+    return min(models, key=lambda model: abs(parameters_of(model) - target))
+
+
+def wide_enough(size: Size, pairs: int) -> Size:
+    """A size at which pairs can be recalled: keys are linear maps of tokens, of which d_model are independent at most."""
+    width = 64 * -(-pairs // 64) if pairs > min(size.d_model, size.d_qk) else 0
+    return replace(size, d_model=max(size.d_model, width), d_qk=max(size.d_qk, width))
+
+
+def training_options(arm: Arm, config: ModelConfig) -> dict[str, Any]:
+    """The preset and the overrides that make a model, as options of training."""
+    preset = f"{arm.system}-tiny"
+    usual = values_of(resolve(preset, config.task))
+    usual["vocab_size"] = config.vocab_size  # which follows from the tokenizer
+    different = {name: value for name, value in values_of(config).items() if name not in usual or usual[name] != value}
+    return {"preset": preset, "task": config.task, "override": written(different)}
+
+
+def paper_model(experiment: Experiment, arm: Arm, setting: Setting) -> tuple[dict[str, Any], ModelConfig]:
+    """The options of training of an arm in the paper's recipe, and its model with the recipe's vocabulary.
+
+    Scores are divided as published; the presets divide them by the number of visible keys.
+    """
+    preset = arm.paper_preset.replace("{system}", arm.system).replace("{size}", setting.size)
+    recipe = recipe_config(experiment.recipe, preset)
+    usual = resolve(recipe.preset, experiment.task)
+    published: dict[str, Any] = {} if usual.max_positions is None else {"max_positions": setting.context}
+    known = usual.override_names
+    if "normalization" in known:
+        published["normalization"] = "paper"
+        if "max_length" in known:  # the constant n; up to 512 tokens, it also makes the relative bias a table
+            published["max_length"] = setting.context
+    items = list(merged_override(recipe.override, written(published), written(arm.override)))
+    # Without the name of the recipe: `train` would apply its values again in place of options that equal the defaults.
+    options = {**recipe.to_dict(), "recipe": None, "context_length": setting.context, "override": items}
+    if recipe.clips_locally:
+        options["clip_tokens"] = max(_PAPER_TOKENS // _PAPER_CORES, setting.context)
+    return options, TrainConfig.from_dict({**options, "data": None}).model_config(usual.vocab_size)
+
+
+def plan_options(config: ReproduceConfig) -> dict[str, Any]:
+    """The options on which runs depend."""
+    return {name: getattr(config, name) for name in PLAN_OPTIONS}
+
+
+def with_saved_options(config: ReproduceConfig) -> ReproduceConfig:
+    """Complete the options with those of the runs in the folder. Raises ArgumentError if a given one differs."""
+    file = folder_of(config) / PLAN_FILE
+    if not file.exists():
+        return config
+    usual, values = ReproduceConfig(), dict(vars(config))
+    for name, found in _read(file).items():
+        if name == "add":  # others can join the comparison later
+            values[name] = tuple(dict.fromkeys([*found, *values[name]]))
+        elif values[name] == getattr(usual, name):
+            values[name] = found
+        elif values[name] != found:
+            raise _differs(name, values[name], found, file.parent)
+    return ReproduceConfig(**values)
+
+
+def with_device(config: ReproduceConfig) -> ReproduceConfig:
+    """Replace "auto" by the device and the precision that it means on this machine, so that no other continues in another one.
+
+    Raises:
+        ArgumentError: if there is no such device.
+    """
+    device = choose_device(config.device)
+    return replace(config, device=cast("Device", device.type), precision=choose_precision(config.precision, device))
+
+
+def write_plan(plan: Plan) -> None:
+    """Write the options on which the runs depend. Raises ArgumentError if the folder holds runs of other options."""
+    file, wanted = plan.folder / PLAN_FILE, plan_options(plan.config)
+    found = _read(file) if file.exists() else {}
+    for name, value in found.items():
+        if name != "add" and wanted[name] != value:
+            raise _differs(name, wanted[name], value, plan.folder)
+    if not found or found["add"] != wanted["add"]:
+        write_file(file, json.dumps(wanted, indent=1) + "\n")
+
+
+def _differs(name: str, value: object, found: object, folder: Path) -> ArgumentError:
+    there = f"the runs in {folder} were made with {_shown(found)}: use that, or give another "
+    return ArgumentError(name, f"is {_shown(value)}, but {there}`out`.")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    advice = "restore it from a copy, or delete it if all runs beside it were made with the current options"
+    return plan_options(read_file(file, ReproduceConfig, advice))
+
+
+def _shown(value: object) -> str:
+    if value in (None, ()):
+        return "the default"
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

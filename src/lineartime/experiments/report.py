@@ -2,29 +2,37 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from lineartime.errors import LineartimeError
-from lineartime.experiments.collect import collect
-from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.folder import PLAN_FILE, plan_options
-from lineartime.experiments.paper import DESCRIPTIONS
-from lineartime.experiments.pictures import draw_pictures
-from lineartime.experiments.plan import Plan, with_defaults
-from lineartime.experiments.report_data import Report, settings_with_results
-from lineartime.experiments.tables import (
-    latency_tables,
-    memory_tables,
-    pairs_table,
-    positions_tables,
-    quality_tables,
-    tests_tables,
+from lineartime.experiments import catalogue
+from lineartime.experiments.catalogue import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
+from lineartime.experiments.collect import (
+    DESCRIPTIONS,
+    Metric,
+    Report,
+    SystemRow,
+    baseline_row,
+    collect,
+    metric_of_report,
+    metric_of_test,
+    paper_cost,
+    settings_with_results,
+    steps_to,
+    values_of_row,
+    within_tolerance,
 )
-from lineartime.experiments.treatment import equal_treatment, parameters_apart
+from lineartime.experiments.config import ReproduceConfig
+from lineartime.experiments.pictures import draw_pictures
+from lineartime.experiments.plan import PLAN_FILE, Plan, plan_options, with_defaults
 from lineartime.files import write_file
+from lineartime.markdown import NOT_THERE, cell, column_table, three_digits
 from lineartime.models.registering import imported_names
+from lineartime.units import size
 
 JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
 LATENCY = (
@@ -37,6 +45,19 @@ MEMORY = (
     "*steps to 95%*, where a system got there, are those of the first evaluation with so many right answers. *state* is of one "
     "stream after a text, in float32. Times are of this machine, whatever else it did; a step is whole, with the optimiser. On "
     "a CPU, one function in C++ decodes a token of a stack of FLASH, and operations of PyTorch those of all others."
+)
+PAPER_SETUP = (
+    "The paper's configuration, the same for all systems: its texts, tokens in a step, steps and learning rate, which is not "
+    "tuned here. All runs of a setting read the same text in the same order."
+)
+OTHER_CHUNKS = (
+    "With other chunks than in training, the relative bias keeps the distances that both sizes have, and is zero for those "
+    "that training did not see. Beyond 512 tokens it has another form, which cannot be made from it: those cells are empty."
+)
+ENOUGH = 0.95
+"""The accuracy at which a task counts as learnt."""
+APPROXIMATION = (
+    "The difference of the test losses, seed by seed, after the same time of training; the paper's after the same steps."
 )
 
 
@@ -85,7 +106,7 @@ def _blocks(plan: Plan, report: Report, pictures: Sequence[tuple[Path, str]]) ->
         yield from positions_tables(report)
         yield from tests_tables(plan, report)
         yield from pairs_table(plan, report)
-        yield from equal_treatment(plan, report)
+        yield from setup(plan, report)
     else:
         yield from latency_tables(report)
         yield LATENCY
@@ -151,3 +172,319 @@ def _legend(plan: Plan) -> str:
             "run, so a shorter run could reach that quality sooner.",
         ]
     )
+
+
+def setup(plan: Plan, report: Report) -> Iterator[str]:
+    """The section that says what was the same for all systems, with every trial of a learning rate."""
+    yield "## Setup"
+    yield _paragraph(plan, report) if plan.tunes else PAPER_SETUP
+    if plan.tunes:
+        yield from rate_tables(plan, report)
+
+
+def _paragraph(plan: Plan, report: Report) -> str:
+    chosen = "the rate of each optimiser" if plan.experiment.each_optimizer else "rate and optimiser"
+    config, scale = plan.config, plan.scale
+    compiled = "compiled" if config.compile == "on" else "not compiled"
+    return "\n".join(
+        [
+            "- **Data.** All runs of a setting and a seed read the same windows of the same text in the same order.",
+            f"- **Batches.** {scale.tokens_per_batch:,} tokens in a step; a longer context is a step of one sequence.",
+            f"- **Optimisers.** The same for all: {', '.join(config.optimizers)}, each with a warm-up of a tenth of the steps, "
+            f"a linear fall to zero, and the same weight decay and clipping.{_adamw_ratio(plan)}",
+            f"- **Learning rates.** Each system's is tuned over the same grid, {config.tuning:g} s of training each. "
+            f"{_trials(plan, report)}The loss on held-out text chooses {chosen}. The tables below show every trial.",
+            f"- **Time.** Each run trains for {config.budget:g} s, without evaluations and compilation ({compiled}). A "
+            "schedule must know its length, so the steps are the speed of a system (*tokens/s*) times the budget. Speeds are "
+            f"measured before anything else, by {scale.speed_rounds} runs of {scale.speed_steps} steps for each system and "
+            "optimiser, in turn; the median counts. A system that a later call added was measured in that call. *training (s)* "
+            "and the curves are at this speed: what else the machine does later changes nothing.",
+            f"- **Parameters.** {parameters_apart(report)}",
+            "- **Not equalised.** Each system has the initialisation, the norm and the other options of its preset. "
+            f"{_scores(plan)}"
+            "On a CPU with a C++ compiler, gated units and mhsa-relu2 compute parts of their tiles in functions in C++; "
+            "other systems are PyTorch's operations alone, with fused softmax attention.",
+        ]
+    )
+
+
+def _adamw_ratio(plan: Plan) -> str:
+    """A sentence about the second rate of Muon."""
+    ratios = {catalogue.OPTIMIZERS[name].options.get("adamw_ratio") for name in plan.config.optimizers} - {None}
+    return "".join(f" With Muon, AdamW trains embeddings and vectors at {ratio:g} times its rate." for ratio in ratios)
+
+
+def _scores(plan: Plan) -> str:
+    """The options of gated units that other presets or publications choose otherwise."""
+
+    def of(options: Mapping[str, Any]) -> str:
+        return ", ".join(str(options[each]) for each in ("normalization", "initial_scores") if each in options)
+
+    gated = {
+        each.arm.name: dict.fromkeys(of(mixer.options) for mixer in each.model.mixers if "normalization" in mixer.options)
+        for each in plan.candidates
+    }
+    said = [f"{name} {' and '.join(options)}" for name, options in gated.items() if options]
+    return f"*normalization* and *initial_scores* of the gated systems: {'; '.join(said)}. " if said else ""
+
+
+def _trials(plan: Plan, report: Report) -> str:
+    """Sentences about trials that were prolonged, and about those that are too short to choose by."""
+    rows = [(setting["name"], row) for setting in settings_with_results(report) for row in setting["rows"]]
+    said = ""
+    if any(row.get("trial_steps") for _, row in rows):
+        said = (
+            f"Where that is less than {MIN_TRIAL_STEPS} steps, a trial lasts until it has them, "
+            f"but at most {MAX_TRIAL_RATIO} times as long. "
+        )
+    steps = {f"{row['name']} ({name})": trial_steps(plan, row, row["optimizer"]) for name, row in rows if row["optimizer"]}
+    short = [f"{name}: {count}" for name, count in steps.items() if count is not None and count < MIN_TRIAL_STEPS]
+    if short and plan.config.scale != "trial":
+        said += f"**Fewer than {MIN_TRIAL_STEPS} steps may choose a rate by chance**: {', '.join(short)}. "
+    return said
+
+
+def parameters_apart(report: Report) -> str:
+    """A sentence about how far the numbers of parameters are apart, of systems that have a run."""
+    of_settings = [
+        [row for row in setting["rows"] if "runs" not in row or any(run["state"] != "missing" for run in row["runs"])]
+        for setting in report["settings"]
+    ]
+    rows = [row for of_setting in of_settings for row in of_setting]
+    far = sorted({f"{row['name']} ({row['parameters_over_first']:+.2%})" for row in rows if not within_tolerance(row)})
+    if not far:
+        largest = max((abs(row["parameters_over_first"]) for row in rows), default=0.0)
+        counts = [[row["parameters"] for row in of_setting] for of_setting in of_settings]
+        apart = max((max(each) / min(each) - 1 for each in counts if each), default=0.0)
+        return (
+            f"Checked: all are within 3 % of the first system's (the largest difference is {largest:.1%}). "
+            f"Any two of a setting differ by at most {apart:.1%}."
+        )
+    why = "as published" if report["scale"] == "paper" else "because a width is a whole number of features for each head"
+    return f"**Not within 3 %** of the first system's, {why}: {', '.join(far)}."
+
+
+def quality_tables(plan: Plan, report: Report) -> Iterator[str]:
+    """A table for each setting with results, with its heading and note."""
+    masked, (metric, _) = plan.experiment.task == "mlm", metric_of_report(plan)
+    for setting in settings_with_results(report):
+        rows = setting["rows"]
+        base = baseline_row(rows, report["baseline"])
+        columns = {
+            "system": [row["name"] for row in rows],
+            "parameters": [_parameters(row) for row in rows],
+            "optimiser, rate": [_rate(row) for row in rows],
+            "steps": _column(rows, itemgetter("steps"), ",.0f"),
+            "tokens/s": [cell(row["tokens_per_second"], ",.0f") for row in rows],
+            "training (s)": _column(rows, itemgetter("seconds"), ",.0f"),
+            "held-out nats" if masked else "held-out bits/byte": _column(rows, itemgetter(metric)),
+            "test nats per masked token" if masked else "**test bits/byte**": _column(rows, metric_of_test("", metric)),
+        }
+        if plan.experiment.words:
+            columns["test perplexity per word"] = _column(rows, metric_of_test("", "word_perplexity"), ",.4g")
+        columns |= {
+            "paper: perplexity": [cell(row["paper"].get("pplx"), ".4g") for row in rows],
+            "loss against the baseline": [cell(row["relative_loss"], "+.2f", 100, " %") for row in rows],
+            "paper: loss against it": [cell(row["paper_relative_loss"], "+.2f", 100, " %") for row in rows],
+            "speed-up": [_speedups(row, base) for row in rows],
+            "paper: speed-up": [cell(row["paper"].get("speedup"), ".3g") for row in rows],
+        }
+        yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
+        yield column_table(columns)
+        if any(row["rate_at_edge"] for row in rows):
+            yield "\\* The best rate is at an end of the grid: a rate beyond it may be better."
+
+
+def positions_tables(report: Report) -> Iterator[str]:
+    """The test losses of the first seed by the position of a token in its context."""
+    for setting in settings_with_results(report):
+        measured = {row["name"]: _by_position(row) for row in setting["rows"]}
+        found = {name: losses for name, losses in measured.items() if losses}
+        if found:
+            columns = {"system": list(found)}
+            for first, (last, _) in next(iter(found.values())).items():
+                columns[f"{first:,.0f} to {last:,.0f}"] = [f"{losses[first][1]:.3f}" for losses in found.values()]
+            yield f"Test loss by the place of a token in its context: {setting['name']} (nats, first seed)"
+            yield column_table(columns)
+
+
+def _by_position(row: SystemRow) -> dict[float, tuple[float, float]]:
+    """The last place and the loss by the first place of each part of the context, from the fourth token on.
+
+    Empty if the first run is not finished. Earlier versions ended the last part one token earlier.
+    """
+    parts: list[list[float]] = next((test["by_position"] for test in row["runs"][0]["tests"] if test["name"] == ""), [])
+    return {first: (last, loss) for first, last, loss in parts if 4 <= first < last}
+
+
+def tests_tables(plan: Plan, report: Report) -> Iterator[str]:
+    """Measurements that differ from training: columns are the tests."""
+    metric, _ = metric_of_report(plan)
+    unit = "bits per byte" if metric == "bits_per_byte" else "nats"
+    for setting in settings_with_results(report) if len(plan.experiment.tests) > 1 else ():
+        columns: dict[str, list[str]] = {"system": [row["name"] for row in setting["rows"]]}
+        for name in report["tests"]:
+            columns[name or "as trained"] = _column(setting["rows"], metric_of_test(name, metric))
+        yield f"## Tests that differ from training: {setting['name']} ({unit} of the test split)"
+        yield column_table(columns)
+    if any(name.startswith("tested with") for name in report["tests"]):
+        yield OTHER_CHUNKS
+
+
+def pairs_table(plan: Plan, report: Report) -> Iterator[str]:
+    """What an approximation costs, for each seed that both models have."""
+    metric, _ = metric_of_report(plan)
+    value = metric_of_test("", metric)
+    unit = "bits/byte" if metric == "bits_per_byte" else "nats"
+    lines: list[dict[str, str]] = []
+    for setting, place in zip(report["settings"], plan.settings, strict=True) if plan.experiment.pairs else ():
+        rows = {row["arm"]: row for row in setting["rows"]}
+        for name, (exact, approximate) in plan.experiment.pairs.items():
+            runs = [rows[arm]["runs"] if arm in rows else [] for arm in (exact, approximate)]
+            both = [(value(first), value(second)) for first, second in zip(*runs, strict=False)]
+            seeds = [(wanted, found) for wanted, found in both if wanted is not None and found is not None]
+            if seeds:
+                lines.append(
+                    {
+                        "context": setting["name"],
+                        "from -> to": name,
+                        unit: _values([found - wanted for wanted, found in seeds], "+.4f"),
+                        "loss": _values([100 * (found / wanted - 1) for wanted, found in seeds], "+.2f", " %"),
+                        "paper: perplexity": cell(paper_cost(name, place, plan.experiment.task), "+.2f"),
+                    }
+                )
+    if lines:
+        yield "## What the approximation costs"
+        yield column_table({name: [line[name] for line in lines] for name in lines[0]}, left=2)
+        yield APPROXIMATION
+
+
+def memory_tables(report: Report) -> Iterator[str]:
+    """A table for each task and length with results: accuracy, also where it differs from training, and what it costs."""
+    for setting in settings_with_results(report):
+        rows = setting["rows"]
+        columns = {
+            "system": [row["name"] for row in rows],
+            "parameters": [_parameters(row) for row in rows],
+            "rate": [_rate(row) for row in rows],
+            "**accuracy**": _column(rows, metric_of_test("", "accuracy"), ".1%"),
+        }
+        tests = [test for row in rows for run in row["runs"] for test in run["tests"] if test["name"]]
+        for name in dict.fromkeys(test["name"] for test in tests if test["depth"] is None):
+            columns[name] = _column(rows, metric_of_test(name, "accuracy"), ".1%")
+        columns |= {
+            f"steps to {ENOUGH:.0%}": _column(rows, lambda run: steps_to(run, ENOUGH), ",.0f"),
+            "state": [cell(row["state_bytes"], size) for row in rows],
+            "ms per step": [cell(row["step_seconds"], three_digits, 1e3) for row in rows],
+            "µs per decoded token": [cell(row["decode_seconds"], three_digits, 1e6) for row in rows],
+        }
+        yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
+        yield column_table(columns)
+        for length in dict.fromkeys(test["context_length"] for test in tests if test["depth"] is not None):
+            yield f"Accuracy by the share of a text of {length:,} tokens that is before the needle"
+            depths = {test["name"]: test["depth"] for test in tests if test["context_length"] == length}
+            by_depth = {f"{depth:.0%}": name for name, depth in depths.items() if depth is not None}
+            found = {depth: _column(rows, metric_of_test(name, "accuracy"), ".1%") for depth, name in by_depth.items()}
+            yield column_table({"system": columns["system"], **found})
+
+
+def latency_tables(report: Report) -> Iterator[str]:
+    """The times of steps, and their ratios here and in the paper: columns are the contexts."""
+    precisions = {row["precision"] for setting in report["settings"] for row in setting["rows"] if row["precision"]}
+    micros = f"Microseconds for a token, forward and backward, in {' and '.join(sorted(precisions))}"
+    columns_of: tuple[tuple[str, Callable[[SystemRow], float | None], Callable[[float], str]], ...] = (
+        (micros, itemgetter("microseconds_per_token"), three_digits),
+        (f"The time of a step over that of {report['baseline']}", itemgetter("relative"), "{:.2f}".format),
+        ("The paper: the same ratio, on 64 TPU-v4 cores", itemgetter("paper_relative"), "{:.2f}".format),
+    )
+    for title, value, form in columns_of:
+        if all(value(row) is None for setting in report["settings"] for row in setting["rows"]):
+            continue
+        columns: dict[str, list[str]] = {"system": [row["name"] for row in report["settings"][0]["rows"]]}
+        for setting in report["settings"]:
+            columns[f"{setting['context']:,}"] = [
+                (row["problem"] or NOT_THERE) if (found := value(row)) is None else form(found) for row in setting["rows"]
+            ]
+        yield f"## {title}"
+        yield column_table(columns)
+
+
+def rate_tables(plan: Plan, report: Report) -> Iterator[str]:
+    """Every trial of a learning rate: a table for each setting and optimiser."""
+    for setting in settings_with_results(report):
+        for optimizer in plan.config.optimizers:
+            if rows := _by_arm(setting["rows"], optimizer):
+                columns: dict[str, list[str]] = {"system": [row["arm"] for row in rows]}
+                columns["steps"] = [f"{trial_steps(plan, row, optimizer) or NOT_THERE}" for row in rows]
+                for rate in rows[0]["grid"][optimizer]:
+                    columns[rate] = [_tried(row, optimizer, rate) for row in rows]
+                what = "nats per token on held-out text; bold: the choice; \\*: the best of an optimiser, at an end of the grid"
+                yield f"Rates tried with {optimizer}: {setting['name']} ({what})"
+                yield column_table(columns)
+
+
+def _by_arm(rows: Sequence[SystemRow], optimizer: str) -> list[SystemRow]:
+    """A row for each arm that was tuned with an optimiser: the one that was trained with it, if there are several."""
+    tuned = [row for row in rows if row["grid"].get(optimizer)]
+    first = sorted(tuned, key=lambda row: row["optimizer"] == optimizer)  # stable; later ones replace earlier ones
+    chosen = {row["arm"]: row for row in first}
+    return [chosen[arm] for arm in dict.fromkeys(row["arm"] for row in tuned)]
+
+
+def trial_steps(plan: Plan, row: SystemRow, optimizer: str) -> int | None:
+    """The steps of a trial; those of older reports, which do not hold them, from the speed that was measured."""
+    if "trial_steps" in row:
+        return row["trial_steps"].get(optimizer)
+    if row["optimizer"] != optimizer or not row["tokens_per_second"] or plan.config.tuning is None:
+        return None
+    return round(plan.config.tuning * row["tokens_per_second"] / plan.scale.tokens_per_batch)
+
+
+def _tried(row: SystemRow, optimizer: str, rate: str) -> str:
+    grid = row["grid"][optimizer]
+    loss = grid[rate]
+    if not isinstance(loss, float):
+        return str(loss)
+    chosen = row["optimizer"] == optimizer and row["rate"] is not None and f"{row['rate']:g}" == rate
+    best = loss == min(each for each in grid.values() if isinstance(each, float))
+    at_end = best and len(grid) > 1 and rate in (min(grid, key=float), max(grid, key=float))
+    return (f"**{loss:.4f}**" if chosen else f"{loss:.4f}") + ("\\*" if at_end else "")
+
+
+# Cells ----------------------------------------------------------------------------------------------------------------
+
+
+def _column(rows: Sequence[SystemRow], metric: Metric, form: str = ".4f") -> list[str]:
+    return [_values(values_of_row(row, metric), form) for row in rows]
+
+
+def _values(values: Sequence[float], form: str, unit: str = "") -> str:
+    """The values of all seeds, or of more than three, their mean and standard deviation."""
+    if len(values) > 3:
+        mean, deviation = format(statistics.fmean(values), form), format(statistics.stdev(values), form.replace("+", ""))
+        spread = f" ± {deviation}" if len(set(values)) > 1 else ""
+        return f"{mean}{spread}{unit} ({len(values)})"
+    return " / ".join(f"{value:{form}}{unit}" for value in values) or NOT_THERE
+
+
+def _parameters(row: SystemRow) -> str:
+    mark = "" if within_tolerance(row) else " (!)"
+    millions = row["parameters"] / 1e6
+    count = f"{millions:.2f} M" if millions < 100 else f"{millions:.0f} M"
+    return f"{count}, {row['parameters_over_first']:+.1%}{mark}" if row["parameters_over_first"] else count
+
+
+def _rate(row: SystemRow) -> str:
+    if row["rate"] is None:
+        return NOT_THERE
+    return f"{row['optimizer'] or ''} {row['rate']:g}{'*' if row['rate_at_edge'] else ''}".strip()
+
+
+def _speedups(row: SystemRow, base: SystemRow | None) -> str:
+    """The speed-ups of the seeds that this row and the baseline's have."""
+    both = zip(row["runs"], row["speedups"], base["runs"] if base else [], strict=False)
+    speedups = [speedup for run, speedup, other in both if run["loss"] is not None and other["loss"] is not None]
+    known = [speedup for speedup in speedups if speedup is not None]
+    if len(known) == len(speedups):
+        return _values(known, ".2f")
+    return " / ".join("not reached" if speedup is None else f"{speedup:.2f}" for speedup in speedups)

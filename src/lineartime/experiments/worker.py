@@ -1,34 +1,60 @@
 """One run in a process of its own: `python -m lineartime.experiments.worker`, with a job as a line of JSON on standard input.
 
 It ends as its parent does: when standard input is closed, it stops after the current step, which is saved.
+Shapes: B rows, T tokens.
 """
 
 import json
+import math
 import os
 import shutil
 import signal
+import statistics
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import asdict
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load, save
+from torch import Tensor
 
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
+from lineartime.bench.measure import synchronized, timed
 from lineartime.checkpoint import last_checkpoint, list_checkpoints, load_with_tokenizer, read_training_state
-from lineartime.data import load_corpus, token_stream
-from lineartime.errors import DivergedError, typed_first_line
+from lineartime.data import Batch, ByteTokenizer, TokenStream, load_corpus, token_stream
+from lineartime.errors import DivergedError, LineartimeError, reporting_file_errors, typed_first_line
 from lineartime.evaluation import evaluate_windowed
-from lineartime.experiments.definitions import INTERRUPTED, Job
-from lineartime.experiments.memory import learn
-from lineartime.experiments.models import with_chunk_size
-from lineartime.experiments.results import OUTCOME_FILE, PROGRESS_FILE, FinalResult, Outcome
-from lineartime.files import decoded, write_file
+from lineartime.experiments.catalogue import INTERRUPTED, Job, Scale, Setting
+from lineartime.experiments.memory_tasks import TASKS, needle
+from lineartime.experiments.runner import OUTCOME_FILE, PROGRESS_FILE, FinalResult, Outcome
+from lineartime.files import decoded, write_atomically, write_file
 from lineartime.host import cache_folder
-from lineartime.machine import choose_device, using_threads
+from lineartime.machine import autocast, choose_device, using_threads
+from lineartime.models.config import ModelConfig
+from lineartime.models.cost import stream_bytes
+from lineartime.models.language_model import CausalLM, LanguageModel, build_model
+from lineartime.models.presets import SIZES
+from lineartime.ops.cross_entropy import IGNORED
+from lineartime.runs.metrics import MetricsLog
+from lineartime.runs.record import RunRecord
 from lineartime.screen import SCREEN
-from lineartime.training.config import TrainConfig
-from lineartime.training.loop import train
+from lineartime.training.config import TrainConfig, learning_rate
+from lineartime.training.loop import interrupts, memory_of_steps, train
+from lineartime.training.optimizers import build_optimizer, matrices_of
+
+DECODED = 32
+"""The tokens whose decoding is timed, at most half of the text."""
+SEEDS = {"validation": 2**62, "test": 2**62 + 1}
+"""The seeds of held-out texts, which are the same for all runs."""
+
+Part = Literal["train", "validation", "test"]
 
 
 def main() -> int:
@@ -58,34 +84,39 @@ def perform(job: Job) -> Outcome | None:
     That training diverges is an outcome: the same steps would diverge again. After any other error, such as a full disk, which
     is raised, the next call tries again.
     """
+    do = {"latency": _latency, "memory": _train_on_task}.get(job.kind, _train)
     try:
-        if job.kind == "latency":
-            outcome = _latency(job)
-        elif job.kind == "memory":
-            found = learn(job)
-            if found is None:
-                return None
-            outcome = found
-        elif _train(job):
-            outcome = Outcome(job.kind, tests=tuple(_measured(job)))
-            for checkpoint in list_checkpoints(job.folder)[: -1 if job.kind == "run" else None]:  # no longer needed
-                shutil.rmtree(checkpoint, ignore_errors=True)
-        else:
-            return None
+        outcome = do(job)
     except DivergedError as error:
         outcome = Outcome(job.kind, str(error))
         print(error, file=SCREEN)
-    content = {name: value for name, value in asdict(outcome).items() if value}
-    write_file(job.folder / OUTCOME_FILE, json.dumps(content, indent=1) + "\n")
-    (job.folder / PROGRESS_FILE).unlink(missing_ok=True)  # no longer needed
+    if outcome is not None:
+        content = {name: value for name, value in asdict(outcome).items() if value}
+        write_file(job.folder / OUTCOME_FILE, json.dumps(content, indent=1) + "\n")
+        (job.folder / PROGRESS_FILE).unlink(missing_ok=True)  # no longer needed
     return outcome
 
 
-def _train(job: Job) -> bool:
-    """Train, or resume; return whether the run has finished."""
+def _latency(job: Job) -> Outcome:
+    """Measure all systems at a context, in turn. An interrupted measurement leaves no results."""
+    out = job.folder / "bench"
+    shutil.rmtree(out, ignore_errors=True)
+    results = run_benchmark(BenchConfig(**job.options, out=out))
+    return Outcome(job.kind, time=results.started, machine=results.machine, entries=tuple(results.finished))
+
+
+def _train(job: Job) -> Outcome | None:
+    """Train on text, or resume, and measure the model; None if it was interrupted."""
     if list_checkpoints(job.folder):
-        return train(out=job.folder, resume=True).finished
-    return train(TrainConfig.from_dict({**job.options, "out": str(job.folder)})).finished
+        trained = train(out=job.folder, resume=True)
+    else:
+        trained = train(TrainConfig.from_dict({**job.options, "out": str(job.folder)}))
+    if not trained.finished:
+        return None
+    outcome = Outcome(job.kind, tests=tuple(_measured(job)))
+    for checkpoint in list_checkpoints(job.folder)[: -1 if job.kind == "run" else None]:  # no longer needed
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    return outcome
 
 
 def _measured(job: Job) -> Iterator[FinalResult]:
@@ -125,12 +156,209 @@ def _measured(job: Job) -> Iterator[FinalResult]:
             )
 
 
-def _latency(job: Job) -> Outcome:
-    """Measure all systems at a context, in turn. An interrupted measurement leaves no results."""
-    out = job.folder / "bench"
-    shutil.rmtree(out, ignore_errors=True)
-    results = run_benchmark(BenchConfig(**job.options, out=out))
-    return Outcome(job.kind, time=results.started, machine=results.machine, entries=tuple(results.finished))
+def with_chunk_size(model: LanguageModel, chunk_size: int) -> LanguageModel | None:
+    """A copy of a trained model of FLASH that reads chunks of another size; None if its relative bias does not allow it.
+
+    A table of biases keeps those of the distances that both sizes have; distances that training did not see get zero. Beyond
+    512 tokens the bias is of another form, which cannot be made from a table.
+    """
+    other = build_model(model.config.override(chunk_size=chunk_size)).to(next(model.parameters()).device)
+    weights, wanted = model.state_dict(), other.state_dict()
+    if weights.keys() != wanted.keys():
+        return None
+    for name, weight in weights.items():
+        if weight.shape != wanted[name].shape:
+            kept, table = min(len(weight), len(wanted[name])), torch.zeros_like(wanted[name])
+            old, new = ((len(each) - kept) // 2 for each in (weight, table))
+            table[new : new + kept] = weight[old : old + kept]
+            weights[name] = table
+    other.load_state_dict(weights)
+    return other.eval()
+
+
+def _train_on_task(job: Job) -> Outcome | None:
+    """Train a model on the task of a job, or go on from its last evaluation, and measure it; None if it was interrupted.
+
+    Raises:
+        DivergedError: if a loss is not finite.
+        LineartimeError: if the text for needles is shorter than a row.
+    """
+    device, file, record = choose_device(job.options["device"]), job.folder / PROGRESS_FILE, RunRecord(job.folder)
+    with record.errors(), using_threads(job.options.get("threads")), memory_of_steps(device), interrupts(alone=True) as stop:
+        with reporting_file_errors("read", file):
+            saved = load(file.read_bytes()) if file.exists() else {}
+        trainer = make_trainer(job, device, int(saved["steps"]) if saved else None)
+        first = trainer.restore(saved) if saved else 0
+        config = trainer.config
+        record.begin(config.to_dict(), sys.argv)
+        with closing(MetricsLog(job.folder, first)) as log:
+            for step in range(first, config.steps):
+                log.tokens = (step + 1) * job.options["tokens_per_batch"]
+                log.write(step + 1, trainer.take_step(step))
+                due = (step + 1) % config.eval_every == 0 or step + 1 == config.steps
+                if due:
+                    length = config.context_length
+                    loss, accuracy, _ = trainer.score(length, config.eval_windows * length, "validation")
+                    log.write(step + 1, {"validation_loss": loss, "validation_accuracy": accuracy})
+                if due or stop.requested:
+                    with reporting_file_errors("write", file):
+                        write_atomically(file, trainer.saved(step + 1))
+                if stop.requested:
+                    return None
+        return Outcome(
+            job.kind,
+            tests=tuple(trainer.results(job)),
+            state_bytes=stream_bytes(trainer.model.config, config.context_length),
+            decode_seconds=trainer.decode_seconds(),
+        )
+
+
+def step_seconds(config: ModelConfig, rows: int, length: int, device: torch.device) -> float:
+    """The seconds of a forward and a backward pass, which for small models do not follow from their matrix products."""
+    model, ids = build_model(config).to(device), torch.zeros(rows, length, dtype=torch.long, device=device)
+
+    def step() -> None:
+        model.loss(ids, ids).backward()
+
+    step()
+    return timed(step, 2, partial(synchronized, device))
+
+
+def make_trainer(job: Job, device: torch.device, steps: int | None) -> "TaskTrainer":
+    """The model of a job before its first step. Without steps, its seconds and the speed here decide them.
+
+    Weights of N(0, 0.02) become as large for the width of the model as they are in the paper's largest models: small ones would
+    need most of a short run to wake up.
+    """
+    setting, options = job.setting, {**job.options, "out": str(job.folder)}
+    assert setting is not None
+    assert setting.task is not None
+    config = TrainConfig.from_dict({**options, "steps": 1, "eval_every": 1})
+    model_config = config.model_config(TASKS[setting.task].vocab_size(setting.pairs))
+    steps = steps or options["steps"]
+    if steps is None:
+        each = step_seconds(model_config, config.rows(0, 1).per_step, setting.context, device)
+        steps = max(2, round((job.seconds or 0.0) / each))
+    options["eval_every"] = options["eval_every"] or -(-steps // Scale.evaluations)
+    config = TrainConfig.from_dict({**options, "steps": steps})
+    torch.manual_seed(config.seed)
+    model = build_model(model_config)
+    assert isinstance(model, CausalLM)
+    with torch.no_grad():
+        for matrix in matrices_of(model):
+            if abs(float(matrix.std()) - 0.02) < 0.005:
+                matrix.mul_((SIZES["large"].d_model / model_config.d_model) ** 0.5)
+    if config.compile == "on":
+        model.compile_blocks()
+    return TaskTrainer(config, setting, device, model.to(device))
+
+
+@dataclass
+class TaskTrainer:
+    """A model that is trained on a task."""
+
+    config: TrainConfig
+    setting: Setting
+    device: torch.device
+    model: CausalLM
+
+    def __post_init__(self) -> None:
+        self._optimizer = build_optimizer(self.model, self.config)
+        self._streams: dict[Part, TokenStream] = {}
+
+    def take_step(self, step: int) -> dict[str, float]:
+        """Take a step on fresh texts, which follow from the seed and the step; return its numbers for metrics.jsonl."""
+        config, begin = self.config, synchronized(self.device)
+        batch = self._draw(config.rows(0, 1).per_step, config.context_length, _generator(config.seed, step), "train")
+        self._optimizer.set_learning_rate(learning_rate(step, config))
+        with autocast(self.device, config.precision == "bf16"):
+            loss = self.model.loss(batch.inputs.to(self.device), batch.targets.to(self.device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm or math.inf)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if not math.isfinite(value := float(loss.detach())):
+            raise DivergedError(f"The loss became {value} at step {step + 1}: a lower rate helps.")
+        return {"loss": value, "tokens_per_second": batch.inputs.numel() / max(synchronized(self.device) - begin, 1e-9)}
+
+    @torch.no_grad()
+    def score(self, length: int, tokens: int, part: Part, depth: float | None = None) -> tuple[float, float, int]:
+        """The mean loss in nats, the share of right answers and their number, on held-out texts of a length."""
+        generator, rows = _generator(SEEDS[part]), max(1, tokens // length)
+        at_once = max(1, self.config.batch_size * self.config.context_length // length)
+        loss, right, count = 0.0, 0, 0
+        self.model.eval()
+        for begin in range(0, rows, at_once):
+            batch = self._draw(min(at_once, rows - begin), length, generator, part, depth)
+            targets = batch.targets.to(self.device)
+            asked = targets != IGNORED
+            with autocast(self.device, self.config.precision == "bf16"):
+                logits = self.model.logits(self.model.backbone(batch.inputs.to(self.device))[asked]).float()
+            loss += float(F.cross_entropy(logits, targets[asked], reduction="sum"))
+            right += int((logits.argmax(-1) == targets[asked]).sum())
+            count += int(asked.sum())
+        self.model.train()
+        return loss / count, right / count, count
+
+    def results(self, job: Job) -> list[FinalResult]:
+        """The tests of a job, except those on texts that the model cannot read."""
+        found, longest = [], self.model.config.longest_sequence
+        for test in job.tests:
+            length = self.setting.context * test.times_context
+            if longest is None or length <= longest:
+                loss, accuracy, count = self.score(length, job.test_tokens or length, "test", test.depth)
+                task = str(self.setting)
+                found.append(FinalResult(test.name, length, loss, None, None, count, task, (), accuracy, test.depth))
+        return found
+
+    @torch.no_grad()
+    def decode_seconds(self) -> float:
+        """The median seconds of one more token of one stream, at the end of a text."""
+        length = self.config.context_length
+        ids = self._draw(1, length, _generator(0), "test").inputs.to(self.device)
+        (first, last), times = ids.split(length - min(DECODED, length // 2), 1), []
+        decoder = self.model.eval().compile_for_decoding()
+        _, state = self.model.extend(first)
+        for token in last.unbind(1):
+            begin = synchronized(self.device)
+            _, state = decoder.extend(token, state)
+            times.append(synchronized(self.device) - begin)
+        return statistics.median(times)
+
+    def saved(self, step: int) -> bytes:
+        """What `restore` needs after a step."""
+        numbers = {"step": torch.tensor(step), "steps": torch.tensor(self.config.steps)}
+        return save({**self.model.state_dict(), **self._optimizer.moments(), **numbers})
+
+    def restore(self, saved: dict[str, Tensor]) -> int:
+        """Continue with what was saved, and return the steps that were taken."""
+        step = int(saved["step"])
+        self._optimizer.start_at(step)
+        for name, values in {**self.model.state_dict(), **self._optimizer.moments()}.items():
+            values.copy_(saved[name])
+        return step
+
+    def _draw(self, rows: int, length: int, generator: torch.Generator, part: Part, depth: float | None = None) -> Batch:
+        setting, config = self.setting, self.config
+        assert setting.task is not None
+        texts = TASKS[setting.task]
+        draw = (texts.training if part == "train" else None) or texts.draw
+        if draw is not None:
+            return draw(rows, length, setting.pairs, generator)
+        if part not in self._streams:
+            corpus = load_corpus(config.data, config.text_column, config.max_expansion, config.include, config.exclude)
+            self._streams[part] = token_stream(corpus, part, ByteTokenizer(), config.cache or cache_folder())
+        stream = self._streams[part]
+        if len(stream) < length:
+            found = f"There are {len(stream):,} bytes in {stream.name}, fewer than a text of {length:,}"
+            raise LineartimeError(f"{found}: give more text, or smaller `lengths`.")
+        return needle(rows, length, generator, stream, depth)
+
+
+def _generator(*key: int) -> torch.Generator:
+    """A generator for a key."""
+    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return torch.Generator().manual_seed(seed)
 
 
 if __name__ == "__main__":
