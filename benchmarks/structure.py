@@ -10,16 +10,24 @@ piece of code that is entered at least once.
 A type is a class, an alias or a type variable that a module of ops/ or layers/ defines at its top level. The forward pass needs
 those that a function which it enters names or is a method of, and those that a needed one has as bases, as fields' types or, if
 it is an alias, as parts. An alias is a constant in CamelCase whose value has brackets or `|`, such as Literal[...] or A | B.
+
+Functions of the core are all that its Python defines, methods and nested ones included. The body of one is its lines of code,
+those of nested functions included, without docstring, blank lines and comments. Lines outside code are docstrings, blank lines,
+comments and imports, of Python and C++.
 """
 
 import argparse
 import ast
+import io
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
+import tokenize
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,7 +41,10 @@ from lineartime.layers import FLASH
 
 PACKAGE = Path(lineartime.__file__).parent
 CHECKOUT = PACKAGE.parents[1]
-CORE = ("ops", "layers", "models", "generation", "hf")
+CORE = ("ops", "layers", "models", "generation", "hf/cache", "hf/model", "native", "machine", "export", "text_generation")
+"""Folders and modules; those that a commit does not have count nothing."""
+CODE = (".py", ".cpp", ".h")
+NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
 class Code(NamedTuple):
@@ -156,9 +167,65 @@ def _parts(definition: ast.stmt) -> list[ast.AST]:
     return [definition]
 
 
-def lines(folder: Path, *suffixes: str) -> int:
-    files = [path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file()]
-    return sum(len(path.read_text().splitlines()) for path in files)
+class Core:
+    """What the files of the core consist of.
+
+    Attributes:
+        lines: all lines.
+        outside: docstrings, blank lines, comments and imports.
+        bodies: the lines of code in the body of each function.
+    """
+
+    def __init__(self) -> None:
+        self.lines = self.outside = 0
+        self.bodies: list[int] = []
+        for path in (each for part in CORE for each in _files(part)):
+            text = path.read_text()
+            self.lines += len(text.splitlines())
+            if path.suffix == ".py":
+                self._python(text)
+            else:
+                stripped = [line.strip() for line in text.splitlines()]
+                self.outside += sum(not line or line.startswith(("//", "#include")) for line in stripped)
+
+    def _python(self, text: str) -> None:
+        nodes, code = list(ast.walk(ast.parse(text))), set()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type not in NO_CODE:
+                code |= set(range(token.start[0], token.end[0] + 1))
+        for node in nodes:
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+                code -= _lines_of(node.body[0])
+        self.bodies += [
+            len(code & set().union(*map(_lines_of, node.body))) for node in nodes if isinstance(node, ast.FunctionDef)
+        ]
+        imports = set().union(*(_lines_of(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)))
+        self.outside += len(text.splitlines()) - len(code - imports)
+
+
+def _lines_of(node: ast.stmt) -> set[int]:
+    return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+
+
+def _files(part: str) -> Iterator[Path]:
+    """The files with code of a folder, or of the module of this name."""
+    yield from (path for path in (PACKAGE / part).rglob("*") if path.suffix in CODE)
+    if (module := PACKAGE / f"{part}.py").exists():
+        yield module
+
+
+def lines(*paths: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def lines_of_rooms() -> dict[str, int]:
+    """The lines of each folder of the package, and of the modules beside them."""
+    files = [path for path in PACKAGE.rglob("*") if path.suffix in (*CODE, ".json")]
+    found = Counter[str]()
+    for path in files:
+        room = path.relative_to(PACKAGE).parts
+        found[f"lines of {room[0]}/" if len(room) > 1 else "lines of modules outside folders"] += lines(path)
+    return {"lines of the package, JSON included": found.total(), **dict(sorted(found.items()))}
 
 
 def git(*arguments: str) -> str:
@@ -179,9 +246,14 @@ def figures() -> dict[str, int]:
     found["types of ops, layers and generation"] = sum(
         _room(each.module) in ("ops", "layers", "generation") for each in source.types
     )
-    found[f"lines of {', '.join(CORE)}"] = sum(lines(PACKAGE / room, ".py", ".cpp", ".h") for room in CORE)
-    found["lines of the package, JSON included"] = lines(PACKAGE, ".py", ".cpp", ".h", ".json")
-    found["lines of tests"] = lines(CHECKOUT / "tests", ".py")
+    core = Core()
+    found["functions of the core"] = len(core.bodies)
+    found["median body of these, lines"] = round(statistics.median(core.bodies))
+    found["lines of the core"] = core.lines
+    found["lines of the core outside code"] = core.outside
+    found |= lines_of_rooms()
+    found["lines of tests"] = lines(*(CHECKOUT / "tests").rglob("*.py"))
+    found["lines of docs/*.md"] = lines(*(CHECKOUT / "docs").glob("*.md"))
     found["tracked files"] = len(git("ls-files").splitlines())
     return found
 
@@ -190,9 +262,10 @@ def table(*columns: dict[str, int]) -> str:
     rows = [["", "before", "after", "after / before"], ["---"] + ["---:"] * 3]
     if len(columns) == 1:
         rows = [["", "count"], ["---", "---:"]]
-    for name, value in columns[0].items():
-        values = [column[name] for column in columns]
-        rows.append([name, *(f"{each:,}" for each in values), *(f"{each / value:.2f}" for each in values[1:])])
+    for name in dict.fromkeys(name for column in columns for name in column):
+        values = [column.get(name, 0) for column in columns]  # a room may be new, or gone
+        ratios = [f"{each / values[0]:.2f}" if values[0] else "-" for each in values[1:]]
+        rows.append([name, *(f"{each:,}" for each in values), *ratios])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
