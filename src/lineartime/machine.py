@@ -106,7 +106,7 @@ def supports_bf16(device: torch.device) -> bool:
 def autocast(device: torch.device, bf16: bool) -> Iterator[None]:
     """A context in which a model computes matrix products in bf16 or, without `bf16`, in the precision of its weights.
 
-    Autocast keeps its copies of weights until the outermost context ends, which may be the caller's, many steps later.
+    PyTorch keeps its copies of weights until the outermost context ends, enabled or not: the caller's, many steps later.
     """
     torch.clear_autocast_cache()
     try:

@@ -39,6 +39,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def by_token(x: Tensor) -> Tensor:
+    # In flash-linear-attention 0.6.0, some references take [B, T, H, h] and others [B, H, T, h]; none refuses the other.
     return x.transpose(1, 2)
 
 

@@ -61,7 +61,8 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
-        peft = sys.modules.get("peft.utils.constants")  # PEFT warns of merging adapters on tied layers that it knows by name
+        # PEFT 0.21 merges an adapter of tied layers into both of them; it warns of those layers that it knows by name.
+        peft = sys.modules.get("peft.utils.constants")
         if peft is not None and "embedding" not in peft.EMBEDDING_LAYER_NAMES:
             peft.EMBEDDING_LAYER_NAMES.append("embedding")
         embedding: nn.Module = self.base_model.backbone.embedding
