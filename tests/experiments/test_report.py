@@ -31,7 +31,7 @@ def rendered(plan: Plan, report: Any) -> str:
 
 
 def stored(name: str, out: Path) -> tuple[Plan, dict[str, Any]]:
-    """A report in the repository, most of them of earlier versions, and its plan."""
+    """A report in the repository, and its plan."""
     report: dict[str, Any] = json.loads((STORED / name / "report.json").read_text())
     return make_plan(ReproduceConfig(report["experiment"], report["scale"], out, **report["options"])), report
 
@@ -63,21 +63,22 @@ def test_masked_models_are_measured_in_nats(tmp_path: Path) -> None:
     assert f"{run['tests'][0]['loss']:.4f}" in text
 
 
-def test_reports_of_earlier_versions_are_shown(tmp_path: Path) -> None:
+def test_stored_report_is_drawn_with_its_positions_and_tests(tmp_path: Path) -> None:
+    plan, report = stored("normalization-cpu-fp32", tmp_path)
+    text = rendered(plan, report)
+    assert "## Tests that differ from training" in text
+    assert "Test loss by the place of a token in its context" in text
+    row = next(row for row in report["settings"][0]["rows"] if row["tokens_per_second"])
+    assert f"| {row['arm']} | {row['trial_steps'][row['optimizer']]} |" in text
+    assert {file.name for file in plan.folder.iterdir()} >= {"quality.png", "report.md"}
+
+
+def test_stored_latency_has_ratios_and_problems(tmp_path: Path) -> None:
     plan, report = stored("latency-cpu", tmp_path)
     report["settings"][0]["rows"][0] |= {"microseconds_per_token": None, "problem": "out of memory"}
-    text = rendered(plan, report)
+    text = rendered(plan, report | {"precisions": ["fp32"]})
     assert f"{report['settings'][0]['rows'][1]['relative']:.2f}" in text
     assert "| out of memory |" in text
-
-    plan, report = stored("chunk-size-cpu", tmp_path)
-    row = next(row for row in report["settings"][0]["rows"] if row["tokens_per_second"])
-    assert "trial_steps" not in row
-    text = rendered(plan, report)
-    steps = round(report["options"]["tuning"] * row["tokens_per_second"] / plan.scale.tokens_per_batch)
-    assert f"| {row['arm']} | {steps} |" in text  # of a trial, from its speed
-    assert "## Tests that differ from training" in text
-    assert {file.name for file in plan.folder.iterdir()} >= {"quality.png", "tests.png", "report.md"}
 
 
 def test_a_loss_is_compared_with_the_baseline_over_the_seeds_that_both_have(tmp_path: Path) -> None:
@@ -125,5 +126,5 @@ def test_a_report_says_the_command_that_makes_its_runs(tmp_path: Path) -> None:
 def test_setup_is_described_for_every_experiment() -> None:
     for name, experiment in EXPERIMENTS.items():
         if experiment.kind == "quality":
-            told = " ".join(setup(make_plan(ReproduceConfig(name, "cpu")), {"settings": [], "scale": "cpu"}))
+            told = setup(make_plan(ReproduceConfig(name, "cpu")), {"settings": [], "scale": "cpu"})  # type: ignore[typeddict-item]
             assert "*normalization* and *initial_scores* of the gated systems: " in told, name

@@ -60,7 +60,7 @@ Metric = Callable[[RunData], float | None]
 
 
 class SystemRow(TypedDict, total=False):
-    """An arm in a setting: its runs, or the time of its steps. Older reports lack the newest keys."""
+    """An arm in a setting: its runs, or the time of its steps."""
 
     name: str  # the arm and, if each optimiser has a row, the optimiser
     arm: str
@@ -105,8 +105,8 @@ class SettingRows(TypedDict):
     rows: list[SystemRow]
 
 
-class Report(TypedDict, total=False):
-    """The content of report.json. Older ones lack the newest keys."""
+class Report(TypedDict):
+    """The content of report.json."""
 
     experiment: str
     title: str
@@ -158,15 +158,13 @@ def steps_to(run: RunData, accuracy: float) -> float | None:
 
 def settings_with_results(report: Report) -> list[SettingRows]:
     """The settings of which anything has run, each with the systems that have. Rows of latency have, as they run together."""
-    found = [SettingRows({**setting, "rows": list(filter(_has_begun, setting["rows"]))}) for setting in report["settings"]]
+
+    def has_begun(row: SystemRow) -> bool:
+        tried = [cell for grid in row.get("grid", {}).values() for cell in grid.values()]
+        return "runs" not in row or any(state != "missing" for state in [*tried, *(run["state"] for run in row["runs"])])
+
+    found = [SettingRows({**setting, "rows": list(filter(has_begun, setting["rows"]))}) for setting in report["settings"]]
     return [setting for setting in found if setting["rows"]]
-
-
-def _has_begun(row: SystemRow) -> bool:
-    if "runs" not in row:
-        return True
-    tried = [cell for grid in row["grid"].values() for cell in grid.values()]
-    return any(state != "missing" for state in [*tried, *(run["state"] for run in row["runs"])])
 
 
 def within_tolerance(row: SystemRow) -> bool:
@@ -217,11 +215,6 @@ def paper_cost(pair: str, setting: Setting, task: Task = "clm") -> float | None:
     return cost
 
 
-def paper_loss(numbers: dict[str, float]) -> float | None:
-    """The paper's loss in nats, from its perplexity; None if it has none."""
-    return math.log(numbers["pplx"]) if "pplx" in numbers else None
-
-
 def collect(plan: Plan) -> Report:
     """Collect the results of all runs of an experiment, with the paper's numbers."""
     runs: list[Run] = []
@@ -236,6 +229,8 @@ def collect(plan: Plan) -> Report:
     missing = [f"{run.job.name}{marks[run.state]}" for run in runs if run.state in marks]
     problems = [run.problem for run in runs if run.problem]
     processes = [process for run in runs for process in _processes(run)]
+    precisions = {str(run.options["precision"]) for run in runs if "precision" in run.options}
+    precisions |= {entry.dtype for run in runs for entry in run.outcome.entries}
     times = [time for _, time in processes if time]
     return {
         "experiment": plan.config.name,
@@ -249,9 +244,13 @@ def collect(plan: Plan) -> Report:
         "paper": SOURCE,
         "baseline": plan.experiment.baseline,
         "machines": list(dict.fromkeys(machine for machine, _ in processes)),
-        "precisions": sorted({precision for run in runs for precision in _precisions(run)}),
+        "precisions": sorted(precisions),
         "started": [min(times), max(times)] if times else [],
-        "texts": {each.label: _text(plan, each) for each in plan.settings if each.reads_text and kind != "latency"},
+        "texts": {
+            each.label: ", ".join(_names(texts_of(plan.candidates_of(each)[-1].options)))
+            for each in plan.settings
+            if each.reads_text and kind != "latency"
+        },
         "tests": [test.name for test in plan.experiment.tests],
         "settings": settings,
     }
@@ -273,10 +272,6 @@ def _names(paths: Iterable[str]) -> list[str]:
     return [Path(path).name for path in paths]
 
 
-def _text(plan: Plan, setting: Setting) -> str:
-    return ", ".join(_names(texts_of(plan.candidates_of(setting)[-1].options)))
-
-
 def _processes(run: Run) -> Iterator[tuple[str, str | None]]:
     """The machine and the start of each process of a run."""
     if machine := run.outcome.machine:  # of latency
@@ -285,12 +280,6 @@ def _processes(run: Run) -> Iterator[tuple[str, str | None]]:
     for each in run.record.processes:
         where = ", ".join(each.machine.gpus) or f"{each.machine.processor}, {threads_in_words(each.machine.threads)}"
         yield f"{where}; torch {each.versions.get('torch')}, Python {each.versions.get('python')}", each.time
-
-
-def _precisions(run: Run) -> set[str]:
-    """The precisions of matrix products in a run."""
-    trained = {str(run.options["precision"])} if "precision" in run.options else set()
-    return trained | {entry.dtype for entry in run.outcome.entries}
 
 
 def _qualities(plan: Plan, setting: Setting, seen: list[Run]) -> list[SystemRow]:
@@ -343,14 +332,17 @@ def _row(plan: Plan, candidate: Candidate, tunings: list[Tuning], chosen: Tuning
         "optimizer": optimizer if chosen is not None or not plan.tunes else None,
         "rate": rate,
         "rate_at_edge": len(rates) > 1 and rate in (min(rates), max(rates)),
-        "grid": {name: {f"{each:g}": _cell(run) for each, run in tried.items()} for name, tried in grids.items()},
+        "grid": {
+            name: {f"{each:g}": run.final.loss if run.final else run.state for each, run in tried.items()}
+            for name, tried in grids.items()
+        },
         "trial_steps": {
             name: next((run.options["steps"] for run in tried.values() if run.options), None) for name, tried in grids.items()
         },
         "tokens_per_second": speed,
         "runs": [_run(run, seed, speed) for seed, run in enumerate(runs)],
         "chunk_size": next(filter(None, (mixer.options.get("chunk_size") for mixer in candidate.model.mixers)), None),
-        "paper_loss": paper_loss(shared["paper"]),
+        "paper_loss": math.log(shared["paper"]["pplx"]) if "pplx" in shared["paper"] else None,
     }
 
 
@@ -369,11 +361,6 @@ def _optimizer_of(plan: Plan, trained: Mapping[str, Any], likely: str) -> str:
     usual = {option: getattr(TrainConfig, option) for options in optimizers.values() for option in options}
     found = [name for name, own in optimizers.items() if all(trained[each] == own.get(each, usual[each]) for each in usual)]
     return found[0] if found and likely not in found else likely
-
-
-def _cell(run: Run) -> float | str:
-    """The result of a trial: its loss on held-out text in nats per token, or the state of its run."""
-    return run.final.loss if run.final is not None else run.state
 
 
 def _run(run: Run, seed: int, speed: float | None) -> RunData:

@@ -106,7 +106,9 @@ def _blocks(plan: Plan, report: Report, pictures: Sequence[tuple[Path, str]]) ->
         yield from positions_tables(report)
         yield from tests_tables(plan, report)
         yield from pairs_table(plan, report)
-        yield from setup(plan, report)
+        yield "## Setup"
+        yield setup(plan, report)
+        yield from rate_tables(plan, report)
     else:
         yield from latency_tables(report)
         yield LATENCY
@@ -123,8 +125,8 @@ def _facts(plan: Plan, report: Report) -> str:
     if report["started"]:
         lines.append(f"- runs started from {report['started'][0]} to {report['started'][1]}")
     lines += [f"- machine: {machine}" for machine in report["machines"]]
-    if precisions := report.get("precisions"):  # reports of earlier versions do not hold them
-        lines.append(f"- precision of matrix products: {' and '.join(precisions)}")
+    if report["precisions"]:
+        lines.append(f"- precision of matrix products: {' and '.join(report['precisions'])}")
     labels = {setting["label"] for setting in settings_with_results(report)}
     lines += [f"- text of {label}: {text}" for label, text in report["texts"].items() if label in labels]
     if plan.config.scale == "trial":
@@ -174,15 +176,12 @@ def _legend(plan: Plan) -> str:
     )
 
 
-def setup(plan: Plan, report: Report) -> Iterator[str]:
-    """The section that says what was the same for all systems, with every trial of a learning rate."""
-    yield "## Setup"
-    yield _paragraph(plan, report) if plan.tunes else PAPER_SETUP
-    if plan.tunes:
-        yield from rate_tables(plan, report)
-
-
-def _paragraph(plan: Plan, report: Report) -> str:
+def setup(plan: Plan, report: Report) -> str:
+    """What was the same for all systems, and what was not."""
+    if not plan.tunes:
+        return PAPER_SETUP
+    ratios = {catalogue.OPTIMIZERS[name].options.get("adamw_ratio") for name in plan.config.optimizers} - {None}
+    muon = "".join(f" With Muon, AdamW trains embeddings and vectors at {ratio:g} times its rate." for ratio in ratios)
     chosen = "the rate of each optimiser" if plan.experiment.each_optimizer else "rate and optimiser"
     config, scale = plan.config, plan.scale
     compiled = "compiled" if config.compile == "on" else "not compiled"
@@ -191,7 +190,7 @@ def _paragraph(plan: Plan, report: Report) -> str:
             "- **Data.** All runs of a setting and a seed read the same windows of the same text in the same order.",
             f"- **Batches.** {scale.tokens_per_batch:,} tokens in a step; a longer context is a step of one sequence.",
             f"- **Optimisers.** The same for all: {', '.join(config.optimizers)}, each with a warm-up of a tenth of the steps, "
-            f"a linear fall to zero, and the same weight decay and clipping.{_adamw_ratio(plan)}",
+            f"a linear fall to zero, and the same weight decay and clipping.{muon}",
             f"- **Learning rates.** Each system's is tuned over the same grid, {config.tuning:g} s of training each. "
             f"{_trials(plan, report)}The loss on held-out text chooses {chosen}. The tables below show every trial.",
             f"- **Time.** Each run trains for {config.budget:g} s, without evaluations and compilation ({compiled}). A "
@@ -206,12 +205,6 @@ def _paragraph(plan: Plan, report: Report) -> str:
             "other systems are PyTorch's operations alone, with fused softmax attention.",
         ]
     )
-
-
-def _adamw_ratio(plan: Plan) -> str:
-    """A sentence about the second rate of Muon."""
-    ratios = {catalogue.OPTIMIZERS[name].options.get("adamw_ratio") for name in plan.config.optimizers} - {None}
-    return "".join(f" With Muon, AdamW trains embeddings and vectors at {ratio:g} times its rate." for ratio in ratios)
 
 
 def _scores(plan: Plan) -> str:
@@ -232,12 +225,12 @@ def _trials(plan: Plan, report: Report) -> str:
     """Sentences about trials that were prolonged, and about those that are too short to choose by."""
     rows = [(setting["name"], row) for setting in settings_with_results(report) for row in setting["rows"]]
     said = ""
-    if any(row.get("trial_steps") for _, row in rows):
+    if rows:
         said = (
             f"Where that is less than {MIN_TRIAL_STEPS} steps, a trial lasts until it has them, "
             f"but at most {MAX_TRIAL_RATIO} times as long. "
         )
-    steps = {f"{row['name']} ({name})": trial_steps(plan, row, row["optimizer"]) for name, row in rows if row["optimizer"]}
+    steps = {f"{row['name']} ({name})": row["trial_steps"].get(row["optimizer"]) for name, row in rows if row["optimizer"]}
     short = [f"{name}: {count}" for name, count in steps.items() if count is not None and count < MIN_TRIAL_STEPS]
     if short and plan.config.scale != "trial":
         said += f"**Fewer than {MIN_TRIAL_STEPS} steps may choose a rate by chance**: {', '.join(short)}. "
@@ -296,25 +289,19 @@ def quality_tables(plan: Plan, report: Report) -> Iterator[str]:
 
 
 def positions_tables(report: Report) -> Iterator[str]:
-    """The test losses of the first seed by the position of a token in its context."""
+    """The test losses of the first seed by the position of a token in its context, from the fourth on."""
     for setting in settings_with_results(report):
-        measured = {row["name"]: _by_position(row) for row in setting["rows"]}
-        found = {name: losses for name, losses in measured.items() if losses}
+        found = {}
+        for row in setting["rows"]:
+            parts = next((test["by_position"] for test in row["runs"][0]["tests"] if test["name"] == ""), [])
+            if losses := {first: (last, loss) for first, last, loss in parts if 4 <= first < last}:
+                found[row["name"]] = losses
         if found:
             columns = {"system": list(found)}
             for first, (last, _) in next(iter(found.values())).items():
                 columns[f"{first:,.0f} to {last:,.0f}"] = [f"{losses[first][1]:.3f}" for losses in found.values()]
             yield f"Test loss by the place of a token in its context: {setting['name']} (nats, first seed)"
             yield column_table(columns)
-
-
-def _by_position(row: SystemRow) -> dict[float, tuple[float, float]]:
-    """The last place and the loss by the first place of each part of the context, from the fourth token on.
-
-    Empty if the first run is not finished. Earlier versions ended the last part one token earlier.
-    """
-    parts: list[list[float]] = next((test["by_position"] for test in row["runs"][0]["tests"] if test["name"] == ""), [])
-    return {first: (last, loss) for first, last, loss in parts if 4 <= first < last}
 
 
 def tests_tables(plan: Plan, report: Report) -> Iterator[str]:
@@ -415,7 +402,7 @@ def rate_tables(plan: Plan, report: Report) -> Iterator[str]:
         for optimizer in plan.config.optimizers:
             if rows := _by_arm(setting["rows"], optimizer):
                 columns: dict[str, list[str]] = {"system": [row["arm"] for row in rows]}
-                columns["steps"] = [f"{trial_steps(plan, row, optimizer) or NOT_THERE}" for row in rows]
+                columns["steps"] = [f"{row['trial_steps'].get(optimizer) or NOT_THERE}" for row in rows]
                 for rate in rows[0]["grid"][optimizer]:
                     columns[rate] = [_tried(row, optimizer, rate) for row in rows]
                 what = "nats per token on held-out text; bold: the choice; \\*: the best of an optimiser, at an end of the grid"
@@ -431,15 +418,6 @@ def _by_arm(rows: Sequence[SystemRow], optimizer: str) -> list[SystemRow]:
     return [chosen[arm] for arm in dict.fromkeys(row["arm"] for row in tuned)]
 
 
-def trial_steps(plan: Plan, row: SystemRow, optimizer: str) -> int | None:
-    """The steps of a trial; those of older reports, which do not hold them, from the speed that was measured."""
-    if "trial_steps" in row:
-        return row["trial_steps"].get(optimizer)
-    if row["optimizer"] != optimizer or not row["tokens_per_second"] or plan.config.tuning is None:
-        return None
-    return round(plan.config.tuning * row["tokens_per_second"] / plan.scale.tokens_per_batch)
-
-
 def _tried(row: SystemRow, optimizer: str, rate: str) -> str:
     grid = row["grid"][optimizer]
     loss = grid[rate]
@@ -449,9 +427,6 @@ def _tried(row: SystemRow, optimizer: str, rate: str) -> str:
     best = loss == min(each for each in grid.values() if isinstance(each, float))
     at_end = best and len(grid) > 1 and rate in (min(grid, key=float), max(grid, key=float))
     return (f"**{loss:.4f}**" if chosen else f"{loss:.4f}") + ("\\*" if at_end else "")
-
-
-# Cells ----------------------------------------------------------------------------------------------------------------
 
 
 def _column(rows: Sequence[SystemRow], metric: Metric, form: str = ".4f") -> list[str]:

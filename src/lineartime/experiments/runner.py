@@ -294,7 +294,9 @@ def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = No
             for candidate, job in all_jobs(plan):
                 rate, steps = job.options.get("learning_rate"), job.options.get("steps") or 0
                 if job.kind == "run" and rate is None:
-                    problems[_without_rate(plan, candidate)] = None
+                    ended = all(read_tuning(plan, candidate, optimizer).is_complete for optimizer in plan.config.optimizers)
+                    why = "all of its trials failed" if ended else "not all of its trials have ended"
+                    problems[f"{candidate.arm.name} ({candidate.setting}) has no learning rate: {why}."] = None
                 if job.kind not in ("latency", "memory") and (rate is None or not steps):
                     continue  # what it follows from is missing, and told
                 if job.kind == "tune" and steps < MIN_TRIAL_STEPS and plan.config.scale != "trial" and steps not in warned:
@@ -305,12 +307,6 @@ def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = No
         except KeyboardInterrupt:
             return RunsResult(True, tuple(problems))
     return RunsResult(False, tuple(problems))
-
-
-def _without_rate(plan: Plan, candidate: Candidate) -> str:
-    ended = all(read_tuning(plan, candidate, optimizer).is_complete for optimizer in plan.config.optimizers)
-    why = "all of its trials failed" if ended else "not all of its trials have ended"
-    return f"{candidate.arm.name} ({candidate.setting}) has no learning rate: {why}."
 
 
 def _do(job: Job, say: Callable[[str], None], perform: Perform) -> str:
