@@ -10,11 +10,11 @@ def test_text_is_on_the_left_numbers_on_the_right_and_a_bar_stays_in_its_cell() 
     assert table == "| name | kind | ms |\n| --- | --- | ---: |\n| a\\|b | x | 1 |\n| c | y | 20 |\n"
 
 
-def test_a_table_has_no_empty_columns() -> None:
+def test_table_has_no_empty_columns() -> None:
     assert column_table({"system": ["a"], "x": ["1"], "paper": ["-"]}) == "| system | x |\n| --- | ---: |\n| a | 1 |"
 
 
-def test_a_narrow_terminal_folds_what_a_file_has_as_it_is(
+def test_narrow_terminal_folds_what_a_file_has_as_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = markdown_table(["ms", "model"], [["1", "a-model-with-a-long-name"]])

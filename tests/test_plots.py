@@ -27,7 +27,7 @@ def test_steps_are_whole_numbers_in_full() -> None:
     assert labels(axes.xaxis) == ["0", "10,000", "20,000", "30,000", "40,000", "50,000", "60,000"]
 
 
-def test_a_logarithmic_axis_has_numbers_in_full() -> None:
+def test_logarithmic_axis_has_numbers_in_full() -> None:
     for values, expected in (((0.02, 900), {"0.1", "1", "10", "100"}), ((310, 870), {"400", "600", "800"})):
         axes = Figure().subplots()
         axes.loglog(values, values)
@@ -43,7 +43,7 @@ def test_measured_lengths_are_on_their_axis() -> None:
     assert labels(axes.xaxis) == ["512", "8,192", "65,536"]
 
 
-def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = save_figure(new_figure(1, 1), tmp_path / "loss.png")
     old = file.read_bytes()
 
@@ -57,7 +57,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_link_stays_a_link_whether_its_picture_is_there_or_not(tmp_path: Path) -> None:
+def test_link_stays_a_link_whether_its_picture_is_there_or_not(tmp_path: Path) -> None:
     link, file = tmp_path / "latest.svg", tmp_path / "loss.svg"
     link.symlink_to(file)
     check_picture(link)

@@ -31,7 +31,7 @@ def test_wrong_input_is_one_sentence_with_the_flag(arguments: list[str], message
     fails(arguments, message)
 
 
-def test_an_interrupt_says_how_to_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_says_how_to_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[ReproduceConfig] = []
 
     def interrupted(config: ReproduceConfig) -> RunsResult:

@@ -19,6 +19,11 @@ from lineartime.training.config import TrainConfig
 Options = Callable[..., ReproduceConfig]
 Do = Callable[[Job], int]
 
+
+def ignore(_: str) -> None:
+    """Leave out what a run says."""
+
+
 TINY = Scale(
     "for tests",
     {"main": Size(16, gated_blocks=1, attention_blocks=1, n_heads=2, d_qk=8, chunk_size=16)},

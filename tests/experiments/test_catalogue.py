@@ -1,23 +1,46 @@
-"""What the experiments list can be built, is of equal size, and is in the paper where they say so."""
+"""What experiments and added systems list can be built, is of equal size, and is in the paper where they say so."""
 
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+import lineartime
+from lineartime.baselines.kernel_attention import KernelAttention
 from lineartime.choices import ScaleName
+from lineartime.cli import main
+from lineartime.errors import ArgumentError
 from lineartime.experiments import catalogue, command
-from lineartime.experiments.catalogue import Setting
+from lineartime.experiments.catalogue import Arm, Setting
 from lineartime.experiments.collect import paper_cost, paper_numbers, paper_tables
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.plan import TOLERANCE, Plan, make_plan, with_saved_options, write_plan
+from lineartime.experiments.plan import (
+    TOLERANCE,
+    Plan,
+    make_plan,
+    model_at,
+    parameters_of,
+    wide_enough,
+    with_saved_options,
+    write_plan,
+)
+from lineartime.experiments.worker import with_chunk_size
+from lineartime.models import CausalLM
 from lineartime.models.presets import PAPER_MILLIONS
+from lineartime.models.registering import VARIABLE, register_system
+from lineartime.models.systems import SYSTEMS
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
+from .conftest import Options
+
 QUALITY = [name for name, experiment in catalogue.EXPERIMENTS.items() if experiment.kind == "quality"]
-SCALES: tuple[ScaleName, ...] = ("cpu", "gpu", "paper")
+ALL_SCALES: tuple[ScaleName, ...] = ("cpu", "gpu", "paper")
 
 
 def plan_of(name: str, scale: ScaleName) -> Plan:
@@ -30,7 +53,7 @@ def all_plans(*scales: ScaleName) -> list[Plan]:
 
 
 def test_models_of_a_setting_differ_and_have_as_many_parameters() -> None:
-    for plan in all_plans(*SCALES):
+    for plan in all_plans(*ALL_SCALES):
         for setting in plan.settings:
             candidates = plan.candidates_of(setting)
             models = [each.model for each in candidates]
@@ -46,8 +69,8 @@ def test_gpu_models_have_40_million_parameters() -> None:
                 assert 36e6 <= each.parameters <= 44e6, f"{each.folder}: {each.parameters:,}"
 
 
-def test_every_run_has_options_of_training_that_make_its_model() -> None:
-    for plan in (plan_of(name, scale) for name in QUALITY for scale in SCALES[:2]):
+def test_runs_have_options_of_training_that_make_their_model() -> None:
+    for plan in (plan_of(name, scale) for name in QUALITY for scale in ALL_SCALES[:2]):
         for each in plan.candidates:
             for job in (plan.speed_job(each, "adamw"), plan.final_job(each, "adamw", 1, 1e-3, 50)):
                 config = TrainConfig.from_dict(job.options)
@@ -56,7 +79,7 @@ def test_every_run_has_options_of_training_that_make_its_model() -> None:
                 assert config.rows(0, 1).per_step * config.context_length >= plan.scale.tokens_per_batch
 
 
-def test_the_scale_of_the_paper_is_its_configuration() -> None:
+def test_scale_paper_is_the_papers_configuration() -> None:
     for plan in all_plans("paper"):
         for each in plan.candidates if plan.experiment.kind == "quality" else ():
             options = plan.final_job(each, "adamw", 0).options
@@ -71,7 +94,7 @@ def test_the_scale_of_the_paper_is_its_configuration() -> None:
     assert chunks == [["chunk_size=64", "normalization=paper"], ["chunk_size=128", "normalization=paper"]]
 
 
-def test_a_job_of_the_paper_trains_with_exactly_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_of_the_paper_trains_with_exactly_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[TrainConfig] = []
     monkeypatch.setattr("lineartime.training.loop.train_completed", lambda config, left_out: trained.append(config))
     for name in ("lm", "layer-ablation", "mlm"):
@@ -82,7 +105,7 @@ def test_a_job_of_the_paper_trains_with_exactly_its_options(monkeypatch: pytest.
             assert trained.pop() == asked, each.folder
 
 
-def test_the_scale_of_the_paper_divides_and_clips_as_published() -> None:
+def test_scale_paper_divides_and_clips_as_published() -> None:
     for each in plan_of("lm", "paper").candidates:
         scores = each.model.mixer.options
         assert scores.get("normalization", "paper") == "paper"
@@ -94,7 +117,7 @@ def test_the_scale_of_the_paper_divides_and_clips_as_published() -> None:
     assert asked["flash count"]["normalization"] == "count"
 
 
-def test_a_second_call_compiles_the_runs_of_the_paper_as_the_first_does(tmp_path: Path) -> None:
+def test_second_call_compiles_the_runs_of_the_paper_as_the_first_does(tmp_path: Path) -> None:
     config = ReproduceConfig("lm", "paper", tmp_path)
     first = make_plan(config)
     write_plan(first)
@@ -113,13 +136,7 @@ def test_arms_name_systems_presets_and_rows_that_exist() -> None:
                 assert arm.paper_row in rows, f"{name}: {arm.paper_row}"
 
 
-def test_masked_models_of_minutes_read_bytes() -> None:
-    plan = make_plan(ReproduceConfig("mlm", "cpu"))
-    assert plan.config.tuning == 240
-    assert {(each.options["tokenizer"], each.model.vocab_size) for each in plan.candidates} == {("bytes", 258)}
-
-
-def test_the_paper_has_what_its_tables_say() -> None:
+def test_paper_numbers_are_those_of_its_tables() -> None:
     wikipedia = Setting("wikipedia", 2048)
     assert paper_numbers(("lm_wiki40b",), "FLASH", wikipedia) == {"pplx": 15.525, "latency_ms": 56.7, "speedup": 1.6}
     assert paper_numbers(("lm_wiki40b",), "Combiner", wikipedia) == {"pplx": 16.344, "latency_ms": 71.8}
@@ -146,6 +163,8 @@ def test_list_shows_what_is_asked_for_and_each_text_once() -> None:
     total = "1 run of 600 s, 8 trials of 60 s, 6 measurements of speed: 18 min 0 s of training"
     assert shown.endswith(f"{total}\n0 of 15 have ended; left: {total}")
     assert listed(scale="paper", systems=("flash",)).endswith("left: 5 runs of 125,000 steps of 262,144 tokens")
+    memory = list(command.describe(make_plan(ReproduceConfig("memory"))))
+    assert memory[-2] == "40 runs of 2,000 steps of 4,096 tokens"
 
     library = "text: the Python standard library; the option {} gives another"
     for values, texts in (
@@ -155,3 +174,107 @@ def test_list_shows_what_is_asked_for_and_each_text_once() -> None:
     ):
         assert re.findall(r"text: [^)]*", listed(systems=("flash",), **values)) == texts  # type: ignore[arg-type]
     assert command.text_notes(make_plan(ReproduceConfig("latency"))) == {}  # which reads no text
+
+
+def test_causal_systems_have_a_width_near_the_parameters_of_a_narrow_model() -> None:
+    size, setting = catalogue.SCALES["cpu"].sizes["memory"], Setting("books", 512)
+    target = parameters_of(model_at(Arm("flash", "flash"), size, "clm", setting, 513, None))
+    causal = [name for name, system in SYSTEMS.items() if all(mixer.why_not_causal is None for mixer in system.mixers)]
+    for name in causal:
+        model = model_at(Arm(name, name), size, "clm", setting, 513, target)
+        assert 0.8 < parameters_of(model) / target < 1.2, name
+
+
+def test_models_are_as_wide_as_the_pairs_they_recall() -> None:
+    size = catalogue.SCALES["cpu"].sizes["main"]
+    narrow = replace(size, d_model=64, d_qk=64)
+    assert wide_enough(narrow, 64) == narrow
+    assert wide_enough(narrow, 65) == wide_enough(narrow, 128) == replace(narrow, d_model=128, d_qk=128)
+    assert wide_enough(size, 200) == replace(size, d_qk=256)
+
+
+def test_other_chunks_keep_the_biases_of_their_distances() -> None:
+    model = lineartime.build("flash-tiny", chunk_size=16, d_model=16, n_blocks=1, d_qk=8)
+    assert isinstance(model, CausalLM)
+    ids = torch.arange(40)[None]
+    before = model.eval()(ids)
+    for size in (8, 16, 32):
+        other = with_chunk_size(model, size)
+        assert other is not None
+        torch.testing.assert_close(other(ids)[:, :8], before[:, :8])  # the same distances have the same biases
+        if size == 16:
+            torch.testing.assert_close(other(ids), before)
+        else:
+            assert not torch.equal(other(ids)[:, 20:], before[:, 20:])
+    [table] = [weight for name, weight in other.state_dict().items() if name.endswith("bias.table")]
+    assert table[:16].eq(0).all()  # of chunks of 32: distances that training did not see
+    assert with_chunk_size(model, 1024) is None  # whose bias has another form
+
+
+OWN = """
+import lineartime
+from lineartime.baselines.kernel_attention import KernelAttention
+
+class Own(KernelAttention):
+    name = "own"
+    def features(self, x):
+        return x.relu() + 0.001
+
+lineartime.register_system("own", Own, "mlp")
+"""
+
+
+class Relu(KernelAttention):
+    """Linear attention with features relu(x), and a text that may hold anything."""
+
+    name = "relu"
+
+    def __init__(self, d_model: int, *, label: str = "", **options: Any) -> None:
+        super().__init__(d_model, **options)
+        self.label = label
+
+    def features(self, x: Tensor) -> Tensor:
+        return x.relu() + 0.001
+
+
+def test_added_system_may_have_other_options(options: Options) -> None:
+    plan = make_plan(options(add=("flash:chunk_size=8:token_shift=true", "flash", "flash:chunk_size=8:token_shift=true")))
+    assert [each.arm.name for each in plan.candidates] == ["flash", "transformer++", "flash:chunk_size=8:token_shift=true"]
+    added = plan.candidates[-1]
+    assert (added.model.mixer.options["chunk_size"], added.model.mixer.options["token_shift"]) == (8, True)
+    assert added.folder.name == "flash-chunk_size=8-token_shift=true"
+    assert added.arm.seeds == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "item", "message"),
+    [
+        ("lm", "own", r"^add has 'own', but 'own' is no system: use one of `presets\(\)`, or import the module"),
+        ("lm", "flash:chunks=8", "^add has 'flash:chunks=8', but chunks is not an option"),
+        ("lm", "flash:d_model=64", "^add has 'flash:d_model=64', but d_model is the same, or follows from the parameters"),
+        ("lm", "linformer", "^add has 'linformer', but system is linformer, which cannot be causal"),
+        ("latency", "combiner", "^add is given, but this experiment measures all its models together"),
+    ],
+)
+def test_added_systems_that_cannot_be_are_named(options: Options, name: str, item: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        make_plan(options(name, add=(item,)))
+
+
+@pytest.mark.usefixtures("only_systems_of_the_library_afterwards", "tiny")
+def test_added_systems_may_be_registered_by_a_module_of_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["lm", "--scale", "trial", "--list", "--add", "own", "--systems", "own", "--import", "own.py"]
+    assert main(["reproduce", *arguments]) == 0
+    assert "own-tiny" in capsys.readouterr().out
+    assert os.environ[VARIABLE] == str(tmp_path / "own.py")  # so that the processes of runs import it, too
+
+
+@pytest.mark.usefixtures("only_systems_of_the_library_afterwards")
+def test_added_systems_never_share_a_folder(options: Options) -> None:
+    register_system("relu", Relu, "mlp")
+    with pytest.raises(ArgumentError, match=r"^add has 'relu:label=a-b', whose folder would be that of 'relu:label=a b'"):
+        make_plan(options(add=("relu:label=a b", "relu:label=a-b")))

@@ -1,33 +1,136 @@
-"""Tasks for a long memory from the command to the report: runs, interruptions, other lengths later, wrong input."""
+"""Tasks for a long memory, from their definitions to the report: runs, interruptions, other lengths later, wrong input."""
 
 import os
+import re
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from lineartime import cli
+from lineartime.choices import MemoryTask
+from lineartime.data import Batch, TokenStream
 from lineartime.errors import ArgumentError
 from lineartime.experiments import worker
-from lineartime.experiments.catalogue import Job
 from lineartime.experiments.command import reproduce
-from lineartime.experiments.config import ReproduceConfig
+from lineartime.experiments.memory_tasks import DIGITS, TASKS, needle, recall, recall_training
 from lineartime.experiments.plan import make_plan, with_saved_options
 from lineartime.experiments.report import write_report
 from lineartime.experiments.runner import RunsResult, read_run, run_all
 from lineartime.experiments.worker import TaskTrainer
 from lineartime.runs.metrics import read_metrics
 
-Options = Callable[..., ReproduceConfig]
-Do = Callable[[Job], int]
-TWO = ("flash", "transformer++")
+from .conftest import Do, Options, ignore
+
+ROWS, LENGTH, PAIRS = 200, 96, 8
+TEXT = TokenStream("a text", np.frombuffer(bytes(97 + i * i % 23 for i in range(5000)), dtype=np.uint8), 5000)
 
 
-def ignore(_: str) -> None:
-    pass
+def draw(task: MemoryTask, length: int = LENGTH, depth: float | None = None) -> Batch:
+    generator, make = torch.Generator().manual_seed(1), TASKS[task].draw
+    return needle(ROWS, length, generator, TEXT, depth) if make is None else make(ROWS, length, PAIRS, generator)
+
+
+def recalled(ids: list[int]) -> dict[int, int]:
+    values = dict(zip(ids[0 : 2 * PAIRS : 2], ids[1 : 2 * PAIRS : 2], strict=True))
+    return {place: values[key] for place, key in enumerate(ids) if place >= 2 * PAIRS and key in values}
+
+
+def copied(ids: list[int]) -> dict[int, int]:
+    half = len(ids) // 2
+    assert len({ids[half], *ids[:half]}) == len(set(ids[:half])) + 1  # the separator is no symbol
+    return {half + place: symbol for place, symbol in enumerate(ids[:half])}
+
+
+def induced(ids: list[int]) -> dict[int, int]:
+    first, last = (place for place, symbol in enumerate(ids) if symbol == ids[-1])
+    return {last: ids[first + 1]}
+
+
+def selected(ids: list[int]) -> dict[int, int]:
+    [(noise, _)] = Counter(ids).most_common(1)
+    symbols = [symbol for symbol in ids if symbol not in (noise, ids[-1])]
+    return dict(enumerate(symbols, len(ids) - len(symbols)))
+
+
+def found(ids: list[int]) -> dict[int, int]:
+    text = bytes(ids).decode()
+    number = re.findall(rf"The magic number is (\d{{{DIGITS}}})\. ", text)[0]
+    assert text.endswith(f" The magic number is {number[:-1]}")
+    return dict(enumerate(number.encode(), len(ids) - DIGITS))
+
+
+SOLVERS: dict[MemoryTask, Callable[[list[int]], dict[int, int]]] = {
+    "recall": recalled,
+    "copying": copied,
+    "induction": induced,
+    "selective-copying": selected,
+    "needle": found,
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_are_found_by_a_few_lines_of_python(task: MemoryTask) -> None:
+    batch = draw(task)
+    assert batch.inputs.shape == batch.targets.shape == (ROWS, LENGTH)
+    assert 0 <= int(batch.inputs.min()) <= int(batch.inputs.max()) < TASKS[task].vocab_size(PAIRS)
+    for ids, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
+        assert {place: target for place, target in enumerate(targets) if target != -100} == SOLVERS[task](ids)
+
+
+@pytest.mark.parametrize(
+    ("task", "kinds"), {"recall": 64, "copying": 64, "induction": 16, "selective-copying": 16, "needle": 10}.items()
+)
+def test_constant_answer_is_right_by_chance_alone(task: MemoryTask, kinds: int) -> None:
+    targets = draw(task).targets
+    answers = Counter(targets[targets >= 0].tolist())
+    assert len(answers) == kinds
+    assert answers.most_common(1)[0][1] / answers.total() < 2.5 / kinds
+
+
+def test_texts_follow_from_their_seed() -> None:
+    for task in TASKS:
+        assert torch.equal(draw(task).inputs, draw(task).inputs)
+        assert len(set(map(tuple, draw(task).inputs.tolist()))) == ROWS
+
+
+def test_keys_return_once_at_even_places_mostly_soon() -> None:
+    batch = recall(2000, 64, 4, torch.Generator().manual_seed(0))
+    asked = batch.targets >= 0
+    assert asked.sum(1).unique().tolist() == [4]
+    places = asked.nonzero()[:, 1]
+    assert set((places % 2).tolist()) == {0}
+    # Of 28 places with weights 1 / n, the first is drawn first in 1 / (1 + 1/2 + ... + 1/28) of the rows.
+    first = (batch.inputs[:, 8] == batch.inputs[:, 0]).float().mean()
+    assert float(first) == pytest.approx(1 / sum(n**-0.99 for n in range(1, 29)), abs=0.03)
+
+
+def test_recall_is_trained_with_fewer_pairs_and_more_questions() -> None:
+    seen = set()
+    for seed in range(40):
+        batch = recall_training(2, LENGTH, PAIRS, torch.Generator().manual_seed(seed))
+        ids, targets = batch.inputs[0].tolist(), batch.targets[0].tolist()
+        pairs = sum(64 <= each < 128 for each in ids)  # the values
+        values = dict(zip(ids[0 : 2 * pairs : 2], ids[1 : 2 * pairs : 2], strict=True))
+        asked = {place: target for place, target in enumerate(targets) if target >= 0}
+        assert asked == {place: values[key] for place, key in enumerate(ids) if place >= 2 * pairs and key in values}
+        seen.add((pairs, len(asked)))
+    assert {pairs for pairs, _ in seen} == {1, 2, 4, 8}
+    assert all(asked in (pairs, LENGTH - 2 * pairs) for pairs, asked in seen)
+    assert len(seen) == 8
+
+
+def test_needle_is_as_deep_as_asked() -> None:
+    for depth, low, high in ((0.0, 0, 0), (0.5, 19, 25), (1.0, 40, 50)):
+        places = [bytes(ids).decode().index(" The magic") for ids in draw("needle", depth=depth).inputs.tolist()]
+        assert low <= min(places) <= max(places) <= high
+    anywhere = [bytes(ids).decode().index(" The magic") for ids in draw("needle").inputs.tolist()]
+    assert len(set(anywhere)) > 20
 
 
 def losses(folder: Path) -> list[tuple[float, ...]]:
@@ -35,9 +138,9 @@ def losses(folder: Path) -> list[tuple[float, ...]]:
     return [tuple(line.get(name, -1.0) for name in names) for line in read_metrics(folder)]
 
 
-def test_every_task_is_trained_and_reported(options: Options, here: Do, done: list[str]) -> None:
+def test_tasks_are_trained_and_reported(options: Options, here: Do, done: list[str]) -> None:
     tasks = ("recall", "copying", "induction", "selective-copying", "needle")
-    plan = make_plan(options("memory", tasks=tasks, systems=TWO, longer=(2,), steps=8))
+    plan = make_plan(options("memory", tasks=tasks, systems=("flash", "transformer++"), longer=(2,), steps=8))
     assert [str(each) for each in plan.settings][:2] == ["recall, 64 tokens, 4 to remember", "copying, 64 tokens"]
     assert run_all(plan, ignore, here) == RunsResult()
     assert done == ["memory"] * 5 * 2
@@ -59,7 +162,7 @@ def test_every_task_is_trained_and_reported(options: Options, here: Do, done: li
     assert (flash["state_bytes"] or 0) < (transformer["state_bytes"] or 0)
 
 
-def test_the_best_rate_of_a_system_is_shown_with_all_its_seeds(options: Options, here: Do) -> None:
+def test_best_rate_of_a_system_is_shown_with_all_its_seeds(options: Options, here: Do) -> None:
     values: dict[str, Any] = {"tasks": ("induction",), "systems": ("flash",), "steps": 4}
     plan = make_plan(options("memory", **values, seeds=2, rates=(1e-3, 1e-2)))
     assert run_all(plan, ignore, here) == RunsResult()
@@ -79,7 +182,7 @@ def test_the_best_rate_of_a_system_is_shown_with_all_its_seeds(options: Options,
 
 
 @pytest.mark.parametrize("kill", [False, True])
-def test_an_interrupted_run_ends_as_if_it_had_not_been(
+def test_interrupted_run_ends_as_if_it_had_not_been(
     options: Options, here: Do, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kill: bool
 ) -> None:
     values: dict[str, Any] = {"tasks": ("recall",), "systems": ("flash",), "steps": 8}
@@ -121,18 +224,6 @@ def test_other_lengths_join_the_report_and_nothing_is_repeated(options: Options,
         reproduce(options("memory", steps=3))
 
 
-def test_a_system_and_its_options_join_by_name(options: Options, here: Do) -> None:
-    plan = make_plan(
-        options(
-            "memory", add=("linear-elu", "flash:chunk_size=8"), tasks=("copying",), systems=("flash:chunk_size=8",), steps=2
-        )
-    )
-    assert run_all(plan, ignore, here) == RunsResult()
-    assert plan.candidates[-1].model.mixer.options["chunk_size"] == 8
-    states = [row["runs"][0]["state"] for row in write_report(plan)[1]["settings"][0]["rows"]]
-    assert (states[-1], set(states[:-1])) == ("finished", {"missing"})
-
-
 def test_seconds_of_training_decide_the_steps(options: Options, here: Do, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "step_seconds", lambda *_: 0.01)
     plan = make_plan(options("memory", tasks=("induction",), systems=("flash",), budget=0.07))
@@ -140,40 +231,24 @@ def test_seconds_of_training_decide_the_steps(options: Options, here: Do, monkey
     assert read_run(plan.memory_job(plan.candidates[0], 3e-3, 0)).options["steps"] == 7
 
 
-def test_a_run_that_diverges_is_told(options: Options, here: Do) -> None:
-    plan = make_plan(options("memory", tasks=("recall",), systems=("flash",), rates=(1e30,), steps=8))
-    [problem] = run_all(plan, ignore, here).problems
-    assert "recall-64-4/flash/rate-1e+30-seed-0 failed: The loss became" in problem
-    assert "a lower rate helps" in write_report(plan)[0].read_text()
-
-
-def test_wrong_input_is_answered_with_one_sentence(
-    options: Options, here: Do, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, values, message in (
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
         ("memory", {"lengths": (63,)}, "lengths has 63, but must be an even number of at least 16 for recall of 4"),
         ("memory", {"lengths": (64,), "pairs": (32,)}, "lengths has 64, but must be an even number of at least 128 for recall"),
         ("memory", {"optimizers": ("adamw", "adamw")}, "optimizers is adamw adamw, but this experiment uses one"),
         ("memory", {"scale": "paper"}, "name is memory, which the paper does not contain: use another scale"),
         ("lm", {"tasks": ("recall",)}, "tasks is recall, but only the experiment memory has that: leave it out"),
-        ("lm", {"steps": 5}, "steps is 5, but only the experiment memory has that"),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            make_plan(options(name, **values))
+    ],
+)
+def test_wrong_input_is_one_sentence(options: Options, name: str, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        make_plan(options(name, **values))
+
+
+def test_text_shorter_than_a_row_of_needles_is_told(options: Options, here: Do, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("a short text\n" * 40)
     plan = make_plan(options("memory", tasks=("needle",), lengths=(4096,), systems=("flash",), steps=2, data=(str(short),)))
     [problem] = run_all(plan, ignore, here).problems
     assert "fewer than a text of 4,096: give more text, or smaller `lengths`" in problem
-    arguments = ["memory", "--scale", "trial", "--tasks", "recal"]
-    with pytest.raises(SystemExit):
-        cli.main(["reproduce", *arguments])
-    assert "recall" in capsys.readouterr().err
-
-
-def test_list_has_the_steps_of_a_run(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
-    reproduce(options("memory", list=True, systems=("flash",)))
-    shown = capsys.readouterr().out
-    assert "selective-copying, 64 tokens, 4 to remember\n  flash" in shown
-    assert shown.count("1 run of 20 steps of 128 tokens") == 4
-    assert "0 of 4 have ended" in shown

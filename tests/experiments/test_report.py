@@ -1,15 +1,68 @@
-"""The tables of a report say what was measured, seed by seed, and put beside it what the paper measured on the same text."""
+"""The numbers of a report, its tables, and what the paper measured on the same text beside them."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from lineartime.experiments.catalogue import EXPERIMENTS
-from lineartime.experiments.collect import add_relative_losses, baseline_row, collect
+import pytest
+
+from lineartime.experiments.catalogue import EXPERIMENTS, Job
+from lineartime.experiments.collect import add_relative_losses, baseline_row, collect, settings_with_results
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.pictures import _looks
 from lineartime.experiments.plan import Plan, make_plan
 from lineartime.experiments.report import _speedups, render, setup
+from lineartime.experiments.runner import Point, Run, Tuning, best_tuning, seconds_to, training_seconds
+
+
+def points(*pairs: tuple[float, float]) -> list[Point]:
+    return [Point(step, seconds, loss, None) for step, (seconds, loss) in enumerate(pairs)]
+
+
+def run(loss: float | None, speed: float = 1.0) -> Run:
+    job = Job(Path("x"), "tune", {})
+    if loss is None:
+        return Run(job, "failed", "it diverged")
+    return Run(job, "finished", speed=speed, points=tuple(points((1.0, loss))))
+
+
+def test_compilation_and_evaluations_are_no_time_of_training() -> None:
+    lines: list[dict[str, Any]] = [{"step": 1, "loss": 5.0, "tokens_per_second": 1.0}]  # compiles for 100 s
+    lines += [{"step": step, "loss": 5.0, "tokens_per_second": 50.0} for step in (2, 3, 4)]
+    lines.append({"step": 4, "validation_loss": 4.0, "seconds": 1000.0})
+    assert training_seconds(lines, 100) == pytest.approx({1: 2.0, 2: 4.0, 3: 6.0, 4: 8.0})
+
+
+def test_time_to_a_quality_is_interpolated() -> None:
+    curve = points((10, 4.0), (20, 3.0), (30, 2.5))
+    assert seconds_to(curve, 3.5) == pytest.approx(15)
+    assert seconds_to(curve, 2.5) == pytest.approx(30)
+    assert seconds_to(curve, 5.0) == 10
+    assert seconds_to(curve, 2.4) is None
+    assert seconds_to([], 2.4) is None
+    assert seconds_to(points((10, 4.0), (20, 2.0), (30, 2.5)), 2.5) == pytest.approx(17.5)  # the first time counts
+
+
+def test_rate_and_optimiser_with_the_lowest_loss_are_chosen() -> None:
+    adamw = Tuning("adamw", {1e-3: run(3.0, 10.0), 1e-2: run(2.9, 30.0)})
+    muon = Tuning("muon", {1e-3: run(2.8), 1e-2: run(None)})
+    chosen = best_tuning([adamw, muon])
+    assert chosen is muon
+    assert (muon.best, adamw.best) == (1e-3, 1e-2)
+    waiting = Tuning("muon", {1e-3: Run(Job(Path("x"), "tune", {}), "missing")})
+    assert best_tuning([adamw, waiting]) is None  # not before all have had their turn
+    assert best_tuning([Tuning("adamw", {1e-3: run(None)})]) is None
+    assert best_tuning([]) is None
+
+
+def test_settings_and_systems_of_which_nothing_has_run_are_in_no_table() -> None:
+    def row(tried: str | float, run: str) -> dict[str, Any]:
+        return {"grid": {"adamw": {"0.1": tried}}, "runs": [{"state": run}]}
+
+    not_begun, tuned, run = row("missing", "missing"), row(3.0, "missing"), row("missing", "finished")
+    settings = [{"rows": [not_begun]}, {"rows": [tuned, not_begun]}, {"rows": [not_begun, run]}]
+    assert settings_with_results({"settings": settings}) == [{"rows": [tuned]}, {"rows": [run]}]
+
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "reproduce"
 
@@ -36,7 +89,7 @@ def stored(name: str, out: Path) -> tuple[Plan, dict[str, Any]]:
     return make_plan(ReproduceConfig(report["experiment"], report["scale"], out, **report["options"])), report
 
 
-def test_the_cost_of_an_approximation_stands_beside_the_papers(tmp_path: Path) -> None:
+def test_cost_of_an_approximation_stands_beside_the_papers(tmp_path: Path) -> None:
     plan = make_plan(ReproduceConfig("lm", "cpu", tmp_path))
     ran = {"flash-quad": [2.0, 2.5], "flash": [1.9, 2.6], "transformer++": [2.0, 2.1], "mc-tfm++": [2.1]}
     text = rendered(plan, report_of(plan, ran))
@@ -81,7 +134,7 @@ def test_stored_latency_has_ratios_and_problems(tmp_path: Path) -> None:
     assert "| out of memory |" in text
 
 
-def test_a_loss_is_compared_with_the_baseline_over_the_seeds_that_both_have(tmp_path: Path) -> None:
+def test_loss_is_compared_with_the_baseline_over_the_seeds_that_both_have(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"arm": "transformer++", "runs": [{"loss": 2.0}, {"loss": 4.0}]},
         {"arm": "flash", "runs": [{"loss": 1.0}, {"loss": 3.0}]},
@@ -96,7 +149,7 @@ def test_a_loss_is_compared_with_the_baseline_over_the_seeds_that_both_have(tmp_
     assert [row["relative_loss"] for row in rows] == [0.0, 4 / 6 - 1, 1.5 / 2 - 1, None]
 
 
-def test_a_speedup_refers_to_the_better_row_of_the_baseline() -> None:
+def test_speedup_refers_to_the_better_row_of_the_baseline() -> None:
     rows: list[Any] = [
         {"arm": "transformer++", "runs": [{"loss": None}]},  # failed with the one optimiser
         {"arm": "transformer++", "runs": [{"loss": 1.9}, {"loss": 2.1}, {"loss": 2.0}]},
@@ -108,14 +161,14 @@ def test_a_speedup_refers_to_the_better_row_of_the_baseline() -> None:
     assert _speedups(rows[2], baseline_row(rows, "combiner")) == "-"
 
 
-def test_a_system_looks_the_same_whichever_others_are_shown() -> None:
+def test_system_looks_the_same_whichever_others_are_shown() -> None:
     plan = make_plan(ReproduceConfig("lm", "cpu"))
     assert _looks(plan, ["combiner"])["combiner"] == _looks(plan, ["flash", "performer", "combiner"])["combiner"]
     looks = _looks(plan, [arm.name for arm in plan.experiment.arms]).values()
     assert len({tuple(look.values()) for look in looks}) == len(plan.experiment.arms)
 
 
-def test_a_report_says_the_command_that_makes_its_runs(tmp_path: Path) -> None:
+def test_report_says_the_command_that_makes_its_runs(tmp_path: Path) -> None:
     options: dict[str, Any] = {"budget": 300.0, "optimizers": ("muon",), "threads": 1, "wikipedia": ("my articles.txt",)}
     plan = make_plan(ReproduceConfig("lm", "cpu", tmp_path, **options))
     report = json.loads(json.dumps(collect(plan)))

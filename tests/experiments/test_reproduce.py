@@ -6,12 +6,9 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +31,8 @@ from lineartime.runs.metrics import read_metrics
 from lineartime.runs.record import lock_run
 from lineartime.training.loop import Trainer
 
-from .conftest import make_options, perform
-from .test_added_systems import Relu
-
-Options = Callable[..., ReproduceConfig]
-Do = Callable[[Job], int]
-
-
-def ignore(_: str) -> None:
-    pass
+from .conftest import Do, Options, ignore, make_options, perform
+from .test_catalogue import Relu
 
 
 @dataclass
@@ -92,7 +82,7 @@ def finished(story: Story, tmp_path: Path) -> None:
     shutil.copytree(story.out, tmp_path / "out")
 
 
-def test_an_interrupted_experiment_resumes_where_it_was(story: Story) -> None:
+def test_interrupted_experiment_resumes_where_it_was(story: Story) -> None:
     first, second, third = story.done
     kinds = [name.rpartition("/")[2].split("-")[-2] for name in first]
     assert kinds == ["speed"] * 4 + ["tune"] * 4 + ["seed"]  # speeds in two rounds, before anything else
@@ -110,7 +100,7 @@ def test_an_interrupted_experiment_resumes_where_it_was(story: Story) -> None:
     assert "**Not complete.**" in text
 
 
-def test_the_report_of_a_finished_experiment_has_everything(story: Story, options: Options, finished: None) -> None:
+def test_report_of_a_finished_experiment_has_everything(story: Story, options: Options, finished: None) -> None:
     text, report = story.reports[1]
     assert (report["complete"], report["missing"], report["problems"]) == (True, [], [])
     assert "Not complete" not in text
@@ -132,7 +122,7 @@ def test_the_report_of_a_finished_experiment_has_everything(story: Story, option
         assert len(list_checkpoints(each.folder / "seed-0")) == 1
 
 
-def test_every_system_reads_the_same_batches_for_the_same_time(options: Options, finished: None) -> None:
+def test_systems_read_the_same_batches_for_the_same_time(options: Options, finished: None) -> None:
     plan = make_plan(options())
     runs = [read_run(plan.final_job(each, "adamw", 0)) for each in plan.candidates]
     texts = [json.loads((list_checkpoints(run.job.folder)[0] / "training.json").read_text())["text"] for run in runs]
@@ -148,7 +138,7 @@ def test_every_system_reads_the_same_batches_for_the_same_time(options: Options,
         assert data["curve"][-1][1] == data["seconds"]
 
 
-def test_a_run_in_its_own_process_stops_after_its_step(options: Options) -> None:
+def test_run_in_its_own_process_stops_after_its_step(options: Options) -> None:
     plan = make_plan(options())
     job = plan.final_job(plan.candidates[0], "adamw", 0, 1e-3, steps=1_000_000)
 
@@ -170,26 +160,7 @@ def test_a_run_in_its_own_process_stops_after_its_step(options: Options) -> None
     assert "Stopped after step" in (job.folder / "log.txt").read_text()
 
 
-@pytest.mark.nightly
-def test_a_run_needs_neither_datasets_nor_tensorboard(options: Options) -> None:
-    plan = make_plan(options())
-    job = plan.final_job(plan.candidates[0], "adamw", 0, 1e-3, 2)
-    script = """
-import sys
-for name in ("tyro", "datasets", "tensorboardX", "tokenizers", "pyarrow"):
-    sys.modules[name] = None
-from lineartime.experiments import command, worker
-sys.exit(worker.main())
-"""
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(asdict(job), default=str) + "\n")
-        process.stdin.flush()  # it stays open: its end would tell the process to stop
-        assert process.wait() == 0
-    assert json.loads((job.folder / "outcome.json").read_text())["tests"][0]["bits_per_byte"] > 0
-
-
-def test_a_run_that_diverged_is_told_and_not_repeated(options: Options, here: Do, done: list[str]) -> None:
+def test_diverged_run_is_told_and_not_repeated(options: Options, here: Do, done: list[str]) -> None:
     plan = make_plan(options(seeds=1, systems=("flash",)))
 
     def do(job: Job) -> int:
@@ -207,7 +178,7 @@ def test_a_run_that_diverged_is_told_and_not_repeated(options: Options, here: Do
     assert len(done) == count  # it would fail again
 
 
-def test_a_run_that_ended_for_another_reason_is_tried_again(
+def test_run_that_ended_for_another_reason_is_tried_again(
     options: Options, here: Do, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan(options(seeds=1, systems=("flash",)))
@@ -242,7 +213,7 @@ def test_a_run_that_ended_for_another_reason_is_tried_again(
     assert all(isinstance(loss, float) for loss in row["grid"]["adamw"].values())
 
 
-def test_a_report_shows_the_rate_that_a_run_was_trained_with(options: Options, finished: None) -> None:
+def test_report_shows_the_rate_that_a_run_was_trained_with(options: Options, finished: None) -> None:
     plan = make_plan(options())
     trained = collect(plan)["settings"][0]["rows"][0]["rate"]
     other = ({0.001, 0.01} - {trained}).pop()
@@ -258,7 +229,7 @@ def test_a_report_shows_the_rate_that_a_run_was_trained_with(options: Options, f
     )
 
 
-def test_a_call_whose_runs_failed_says_so_by_its_status(
+def test_call_whose_runs_failed_says_so_by_its_status(
     options: Options, finished: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "run_all", lambda plan, say: RunsResult(False, ("a run failed",)))
@@ -276,7 +247,7 @@ def test_killed_runs_are_told_and_the_report_is_still_made(options: Options) -> 
     assert "flash" in file.read_text()
 
 
-def test_a_damaged_run_is_one_sentence(options: Options, here: Do, finished: None) -> None:
+def test_damaged_run_is_one_sentence(options: Options, here: Do, finished: None) -> None:
     plan = make_plan(options(seeds=1))
     folder = plan.candidates[1].folder / "seed-0"
     (folder / "outcome.json").write_text("{")
@@ -351,21 +322,23 @@ def test_runs_in_another_precision_are_not_mixed(
     assert (there.device, there.precision) == ("cpu", "bf16")
 
 
-def test_wrong_input_is_answered_with_one_sentence(options: Options) -> None:
-    for values, message in (
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
         ({"name": "latency", "systems": ("flash",)}, "systems is flash, but this experiment measures all models of a context"),
         ({"contexts": (512,)}, "contexts has 512, which is not a context of this experiment here: use 64"),
         ({"rates": (1e-3, 1.0000000001e-3), "optimizers": ("adamw",)}, "rates is 0.001 0.001, but must be numbers that differ"),
         ({"rates": (1e-3,)}, "rates is 0.001, but each optimiser has its own: give one in `optimizers`"),
         ({"rates": (1e-3,), "scale": "paper"}, "rates is 0.001, but the scale paper has the paper's rate: leave it out"),
         ({"compile": "auto"}, "compile is auto, which compiles long runs alone, .* use on or off"),
-        ({"name": "optimizer", "scale": "paper"}, "name is optimizer, which the paper does not contain: use another"),
-    ):
-        with pytest.raises(LineartimeError, match=message):
-            command.reproduce(options(**values))
+    ],
+)
+def test_wrong_input_is_one_sentence(options: Options, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(LineartimeError, match=message):
+        command.reproduce(options(**values))
 
 
-def test_without_a_compiler_no_compiled_run_is_begun(options: Options, here: Do, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_run_is_not_begun_without_a_compiler(options: Options, here: Do, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ArgumentError, match=r"^compile is on, but there is no C\+\+ compiler here: install g\+\+, or use off"):
         run_all(make_plan(options(compile="on")), ignore, here)
@@ -404,7 +377,7 @@ def test_list_of_all_experiments_has_a_line_for_each(options: Options, capsys: p
     assert all(re.search(rf"^{re.escape(name)} ", shown, re.MULTILINE) for name in catalogue.EXPERIMENTS)
 
 
-def test_an_optimiser_joins_by_one_entry(
+def test_optimiser_joins_by_one_entry(
     options: Options, pretended: Do, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = Optimizer({"trial": (1e-3, 1e-2)}, {"beta2": 0.9})
@@ -436,9 +409,7 @@ def test_an_optimiser_joins_by_one_entry(
     assert make_plan(with_saved_options(options(systems=("transformer++",)))).config.optimizers == ("adamw", "second")
 
 
-def test_more_seeds_than_the_experiment_has_join_the_report(
-    options: Options, pretended: Do, done: list[str], finished: None
-) -> None:
+def test_further_seeds_join_the_report(options: Options, pretended: Do, done: list[str], finished: None) -> None:
     plan = make_plan(options(seeds=4, systems=("transformer++",)))
     assert [job.kind for _, job in all_jobs(plan)].count("run") == 4
     assert run_all(plan, ignore, pretended).problems == ()
@@ -453,7 +424,7 @@ def test_more_seeds_than_the_experiment_has_join_the_report(
 
 
 @pytest.mark.usefixtures("only_systems_of_the_library_afterwards", "finished")
-def test_a_system_of_ones_own_joins_a_finished_experiment(options: Options, pretended: Do, done: list[str]) -> None:
+def test_system_of_ones_own_joins_a_finished_experiment(options: Options, pretended: Do, done: list[str]) -> None:
     register_system("relu", Relu, "mlp")
     added = ("relu", "flash:chunk_size=8")
     plan = make_plan(with_saved_options(options(seeds=1, add=added, systems=("relu",))))
