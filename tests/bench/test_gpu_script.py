@@ -33,7 +33,7 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 
 
 @pytest.mark.nightly
-def test_every_part_runs_from_a_bare_clone_and_writes_its_tables(tmp_path: Path) -> None:
+def test_parts_run_from_a_bare_clone_and_writes_its_tables(tmp_path: Path) -> None:
     result = run_script(tmp_path, "--rehearse")
     assert result.returncode == 0, result.stdout + result.stderr
     data = json.loads((tmp_path / "out" / "gpu.json").read_text())
