@@ -1,22 +1,25 @@
-"""The example notebook runs from its first cell to its last, as it stands in the repository: without outputs."""
+"""The example notebook runs from its first cell to its last, as it stands in the repository, without outputs; so do scripts."""
 
 import ast
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-NOTEBOOK = Path(__file__).parents[1] / "examples" / "quickstart.ipynb"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture(scope="module")
 def cells() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(NOTEBOOK.read_text())["cells"]
+    found: list[dict[str, Any]] = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
     return found
 
 
-def test_the_notebook_is_kept_without_outputs(cells: list[dict[str, Any]]) -> None:
+def test_notebook_is_kept_without_outputs(cells: list[dict[str, Any]]) -> None:
     assert len({cell["id"] for cell in cells}) == len(cells)
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert len(code) >= 5
@@ -24,7 +27,7 @@ def test_the_notebook_is_kept_without_outputs(cells: list[dict[str, Any]]) -> No
 
 
 @pytest.mark.nightly
-def test_the_cells_of_the_notebook_run(
+def test_cells_of_the_notebook_run(
     cells: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib", reason="the extra plot is not installed").use("agg")
@@ -37,3 +40,11 @@ def test_the_cells_of_the_notebook_run(
     assert (tmp_path / "runs" / "notebook" / "inspection" / "index.html").exists()
     assert set(session["first"].weights) == {"local", "global"}
     assert "validation loss" in capsys.readouterr().err  # a line for each evaluation, where no bar can be shown
+
+
+@pytest.mark.nightly
+def test_encoder_decoder_learns_to_rewrite_dates() -> None:
+    done = subprocess.run([sys.executable, EXAMPLES / "seq2seq.py"], capture_output=True, text=True, check=True)
+    scores = re.findall(r"(greedy|4 beams): exact match ([\d.]+) %", done.stdout)
+    assert [name for name, _ in scores] == ["greedy", "4 beams"]
+    assert all(float(score) > 95 for _, score in scores)

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 
+import lineartime
+from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, beam_search, greedy
 from lineartime.models.layer_config import LayerConfig
 from lineartime.models.presets import PRESETS, build, encoder_decoder_config
@@ -164,6 +167,16 @@ def test_presets_make_encoder_decoders() -> None:
     assert (changed.cross.options["n_heads"], changed.cross.options["gated"]) == (4, False)
     with pytest.raises(ValueError, match=r"d_qk is an option of both mixer and cross: set mixer.d_qk or cross.d_qk"):
         changed.override(d_qk=8)
+
+
+def test_saved_encoder_decoder_loads_equal_and_readers_of_language_models_refuse_it(tmp_path: Path) -> None:
+    model = EncoderDecoder(dataclasses.replace(TINY, vocab_size=258))
+    lineartime.save(model, ByteTokenizer(), tmp_path / "model")
+    again = lineartime.load(tmp_path / "model")
+    assert isinstance(again, EncoderDecoder)
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(lineartime.LineartimeError, match=r"model holds an encoder-decoder, no language model"):
+        lineartime.evaluate(tmp_path / "model")
 
 
 def test_a_config_survives_json_exactly() -> None:

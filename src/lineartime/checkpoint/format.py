@@ -207,7 +207,7 @@ def read_model_config(checkpoint: Path) -> "ModelConfig":
 
     config = _read_config(checkpoint)
     if not isinstance(config, ModelConfig):
-        raise LineartimeError(f"{checkpoint} holds an encoder-decoder, which `predict()` uses: give one with a language model.")
+        raise LineartimeError(f"{checkpoint} holds an encoder-decoder, no language model: read it with `lineartime.load`.")
     return config
 
 

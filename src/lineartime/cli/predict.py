@@ -1,4 +1,4 @@
-"""`lineartime predict`: answer questions, label texts, or write the targets of sources, with a trained model."""
+"""`lineartime predict`: answer questions or label texts with a fine-tuned model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +15,15 @@ class PredictOptions:
     """The options of `lineartime predict`."""
 
     run: tyro.conf.Positional[Path]
-    """Folder that `lineartime finetune` or `lineartime seq2seq` wrote."""
+    """Folder that `lineartime finetune` wrote."""
     file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
-    """JSON lines with question and context, or the layout of SQuAD or TriviaQA; texts as in training; or lines with source."""
+    """JSON lines with question and context, or the layout of SQuAD or TriviaQA; or texts as in training."""
     out: Path
-    """New file of JSON lines with id, and answer, label or target; one in .json gets answers by id, for official scripts."""
+    """New file of JSON lines with id, and answer or label; one in .json gets answers by id, for official scripts."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Go on after the lines that a stopped command has written."""
-    beams: int = 1
-    """For seq2seq: the beams with which targets are searched."""
     batch_size: int = 16
-    """Windows or sources that are read at once; answers do not depend on it."""
+    """Windows that are read at once; answers do not depend on it."""
     device: Device = "auto"
     precision: choices.Precision = "auto"
     """Precision of matrix products: fp32 or bf16; auto takes the faster one."""
@@ -35,6 +33,6 @@ def run(options: PredictOptions) -> None:
     """Answer or label the inputs, and print how many there were."""
     from lineartime.finetuning.predict import predict
 
-    given = {name: getattr(options, name) for name in ("resume", "beams", "batch_size", "device", "precision")}
+    given = {name: getattr(options, name) for name in ("resume", "batch_size", "device", "precision")}
     count = predict(options.run, options.file, options.out, **given)
     print(f"{options.out}: {count:,} predictions")

@@ -1,4 +1,4 @@
-"""Answers, labels or targets for a file of questions, texts or sources, with a trained model."""
+"""Answers or labels for a file of questions or texts, with a fine-tuned model."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -23,10 +23,8 @@ from lineartime.hf.tasks import LineartimeForQuestionAnswering, LineartimeForSeq
 from lineartime.machine import choose_device, choose_precision
 
 BLOCK = 64
-"""The questions that are answered, the texts that are labelled, or the sources that are read, and then written, at once."""
-PAIRS_RESULT = "seq2seq.json"
-"""What `seq2seq` writes into its folder."""
-_SAID = ("answer", "label", "labels", "value", "target")
+"""The questions that are answered, or the texts that are labelled, and then written, at once."""
+_SAID = ("answer", "label", "labels", "value")
 Item = TypeVar("Item")
 
 
@@ -39,24 +37,21 @@ def predict(
     batch_size: int = 16,
     device: Device = "auto",
     precision: Precision = "auto",
-    beams: int = 1,
 ) -> int:
-    """Answer the questions, label the texts, or write the targets of a file with the model of `finetune` or `seq2seq`.
+    """Answer the questions or label the texts of a file with the model of `finetune`.
 
     Args:
         model: the folder of the fine-tuning.
-        inputs: questions, as `read_questions` reads them; texts, in the columns that the model was trained with; or JSON lines
-            with source and perhaps id.
+        inputs: questions, as `read_questions` reads them; or texts, in the columns that the model was trained with.
         out: a new file. JSON lines with id, answer and score, or with id, label and scores, are written while the file is read;
             if the name ends in .json, they become a single object by id, as the official scripts of SQuAD and TriviaQA read it.
         resume: whether to go on after the lines that a stopped call has written.
         batch_size: the number of windows that are read at once; answers do not depend on it.
         device: the device to compute on.
         precision: the precision of matrix products.
-        beams: the number of beams with which targets are written.
 
     Returns:
-        The number of answers, labels or targets.
+        The number of answers or labels.
 
     Raises:
         ArgumentError: for an `out` that exists, or a folder that holds no fine-tuned model.
@@ -65,7 +60,7 @@ def predict(
     lines = out.with_name(f"{out.name}l.partial") if out.suffix == ".json" else out
     if out.exists() and (not resume or lines != out):
         raise ArgumentError("out", f"is {out}, which exists already: delete it, or choose another file.")
-    predicted = _predictor(model, beams)
+    predicted = _predictor(model)
     place = choose_device(device)
     bf16 = choose_precision(precision, place) == "bf16"
     with reporting_file_errors("write", lines):
@@ -83,12 +78,8 @@ def predict(
     return count
 
 
-def _predictor(model: Path, beams: int) -> Callable[..., Iterator[list[dict[str, Any]]]]:
+def _predictor(model: Path) -> Callable[..., Iterator[list[dict[str, Any]]]]:
     """The predictions of a model, as a function of the file, and of how it is read."""
-    if (model / PAIRS_RESULT).is_file():
-        from lineartime.finetuning.seq2seq import target_blocks
-
-        return partial(target_blocks, model, beams)
     if not (model / MODEL).is_dir():
         raise ArgumentError("run", f"is {model}, which holds no fine-tuned model: give the folder that `finetune()` wrote.")
     result = read_file(model / RESULT, FinetuneResult)
