@@ -21,7 +21,6 @@ from lineartime.hf import (
     LineartimeConfig,
     LineartimeForCausalLM,
     LineartimeForMaskedLM,
-    LineartimeForMultipleChoice,
     LineartimeForQuestionAnswering,
     LineartimeForSequenceClassification,
     LineartimeForTokenClassification,
@@ -36,7 +35,6 @@ every_kind = pytest.mark.parametrize("system", KINDS)
 WITH_LOSS = [
     LineartimeForCausalLM,
     LineartimeForMaskedLM,
-    LineartimeForMultipleChoice,
     LineartimeForQuestionAnswering,
     LineartimeForSequenceClassification,
     LineartimeForTokenClassification,
@@ -59,7 +57,7 @@ def test_a_model_gives_the_logits_of_lineartime_and_is_loaded(system: str, tmp_p
 
 def inputs_of(kind: Any, labels: bool = False) -> dict[str, Tensor]:
     """A batch for a class, with a target if that is asked for."""
-    ids = ids_of(2, 3, 9) if kind is LineartimeForMultipleChoice else ids_of(2, 9)
+    ids = ids_of(2, 9)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if not labels:
         return inputs

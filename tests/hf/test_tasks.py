@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hf.tiny import awake, causal_model, change_weights, close, ids_of, masked_model, tiny
+from tests.hf.tiny import awake, causal_model, close, ids_of, masked_model, tiny
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
-    AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -19,7 +18,6 @@ from transformers import (
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError
 from lineartime.hf import (
-    LineartimeForMultipleChoice,
     LineartimeForQuestionAnswering,
     LineartimeForSequenceClassification,
     LineartimeForTokenClassification,
@@ -40,7 +38,6 @@ def batch() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("auto", "kind", "trained"),
     [
-        (AutoModelForMultipleChoice, LineartimeForMultipleChoice, masked_model),
         (AutoModelForQuestionAnswering, LineartimeForQuestionAnswering, masked_model),
         (AutoModelForSequenceClassification, LineartimeForSequenceClassification, causal_model),
         (AutoModelForTokenClassification, LineartimeForTokenClassification, masked_model),
@@ -60,14 +57,6 @@ def test_a_head_is_put_on_a_trained_model_and_saved_with_it(auto: Any, kind: Any
             auto.from_pretrained(tmp_path / "tuned", num_labels=5)
         other = auto.from_pretrained(tmp_path / "tuned", num_labels=5, ignore_mismatched_sizes=True)
         assert other(ids_of(2, 5)).logits.shape == (2, 5)
-
-
-def test_a_question_model_of_an_earlier_version_keeps_its_head(tmp_path: Path) -> None:
-    model = awake(LineartimeForQuestionAnswering(tiny(task="mlm")))
-    model.save_pretrained(tmp_path)
-    change_weights(tmp_path, lambda w: w.update({name.replace("qa_outputs", "score"): w.pop(name) for name in list(w)}))
-    loaded = AutoModelForQuestionAnswering.from_pretrained(tmp_path)
-    torch.testing.assert_close(loaded.state_dict(), model.state_dict())
 
 
 def classifier(task: str = "mlm", **fields: Any) -> LineartimeForSequenceClassification:
@@ -142,21 +131,6 @@ def test_an_answer_has_a_beginning_and_an_end() -> None:
     found = [(output.start_logits, start), (output.end_logits, end)]
     losses = [F.cross_entropy(logits[i, :n], place[i]) for logits, place in found for i, n in ((0, 14), (1, 6))]
     torch.testing.assert_close(output.loss, torch.stack(losses).mean())
-
-
-def test_one_of_several_texts_is_chosen() -> None:
-    model = awake(LineartimeForMultipleChoice(tiny(task="mlm", token_types=2)))
-    ids, mask = (x[:, None].repeat(1, 3, 1) for x in batch())
-    ids[:, 1] = (ids[:, 1] + 1) % 40
-    types = (ids > 10).long()
-    output = model(ids, attention_mask=mask, token_type_ids=types, labels=torch.tensor([0, 2]))
-    assert output.logits.shape == (2, 3)
-    torch.testing.assert_close(output.logits[:, 0], output.logits[:, 2])
-    torch.testing.assert_close(output.loss, F.cross_entropy(output.logits, torch.tensor([0, 2])))
-    alone = model.run_backbone(ids[0], mask[0], token_type_ids=types[0]).last_hidden_state
-    torch.testing.assert_close(output.logits[0], model.score(model.pooled(alone, mask[0]))[:, 0])
-    with pytest.raises(ValueError, match=r"input_ids must be \[B, C, T\]"):
-        model(ids[0])
 
 
 def test_pipelines_continue_fill_and_classify_texts() -> None:

@@ -21,7 +21,6 @@ from lineartime.data import ByteTokenizer
 from lineartime.hf import (
     LineartimeForCausalLM,
     LineartimeForMaskedLM,
-    LineartimeForMultipleChoice,
     LineartimeForQuestionAnswering,
     LineartimeForSequenceClassification,
     LineartimeForTokenClassification,
@@ -77,8 +76,7 @@ def _learner(kind: str) -> tuple[Any, list[dict[str, Any]]]:
     """A model for a task, and seven examples of different lengths."""
     config = tiny(task=kind if kind in LANGUAGE else "mlm", n_blocks=1)
     config.num_labels, draw = (1 if kind == "regression" else 3), torch.Generator().manual_seed(1)
-    shapes = [(3, n) if kind == "choices" else (n,) for n in (6, 12, 5, 9, 4, 2, 7)]
-    ids = [torch.randint(40, shape, generator=draw) for shape in shapes]
+    ids = [torch.randint(40, (n,), generator=draw) for n in (6, 12, 5, 9, 4, 2, 7)]
     rows = [{"input_ids": x} for x in ids]
     if kind == "answers":  # some of them are outside of the text
         places = [(x[0] % 4, x[1] % 4) for x in ids]
@@ -91,8 +89,6 @@ def _learner(kind: str) -> tuple[Any, list[dict[str, Any]]]:
     elif kind == "tokens":
         labels = [(x % 3).masked_fill(x > 20, -100) for x in ids]
         model = LineartimeForTokenClassification(config)
-    elif kind == "choices":
-        labels, model = [x[0, 0] % 3 for x in ids], LineartimeForMultipleChoice(config)
     else:
         config.problem_type = kind
         numbers = [((x[:1] - torch.arange(config.num_labels)) % 2).float() for x in ids]
@@ -121,7 +117,7 @@ def _padded(rows: list[dict[str, Tensor]], side: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "side"),
-    list(zip([*PROBLEMS, *LANGUAGE, "tokens", "answers", "choices"], cycle(["left", "right"]), strict=False)),
+    list(zip([*PROBLEMS, *LANGUAGE, "tokens", "answers"], cycle(["left", "right"]), strict=False)),
 )
 def test_accumulated_batches_have_the_gradient_of_one_batch(kind: str, side: str, tmp_path: Path) -> None:
     losses, norms = [], []

@@ -51,10 +51,6 @@ class Advanced:
     """Maximum norm of the gradient; 0, as in the paper, turns clipping off."""
     dropout: Annotated[float, Between(0, below=1)] = 0.1
     """Dropout of every layer's output and before the head."""
-    layer_decay: Annotated[float, Between(above=0, most=1)] = 1.0
-    """Factor of the learning rate from each block to the one below it."""
-    freeze_embeddings: bool = False
-    """Keep the token embedding as it is."""
     lora_rank: Annotated[int, Between(0, 2**20)] = 0
     """Train adapters of this rank (LoRA, with PEFT) beside the linear maps, and the head; 0 trains everything."""
     patience: Size | None = None

@@ -1,6 +1,5 @@
 """The model to fine-tune: a pre-trained backbone, perhaps with another mixer or smaller chunks, a new head; its optimiser."""
 
-import re
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -19,7 +18,6 @@ from lineartime.models.layer_config import LayerConfig
 
 TABLE = "bias.table"
 """The relative biases within a chunk, which has 2 C - 1 of them."""
-_BLOCK = re.compile(r"\.blocks\.(\d+)\.")
 
 
 def paired_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
@@ -66,7 +64,6 @@ def with_head(pretrained: LanguageModel, advanced: Advanced, make: Callable[[Lin
     for name, tensor in model.model.backbone.state_dict().items():
         excess = weights[name].shape[-1] - tensor.shape[-1] if name.endswith(TABLE) else 0
         tensor.copy_(weights[name].narrow(-1, excess // 2, tensor.shape[-1]) if excess else weights[name])
-    model.get_input_embeddings().requires_grad_(not advanced.freeze_embeddings)
     if not advanced.lora_rank:
         return model
     require_packages("peft", extra="finetune", purpose="LoRA")
@@ -78,14 +75,8 @@ def with_head(pretrained: LanguageModel, advanced: Advanced, make: Callable[[Lin
     return peft.get_peft_model(model, lora)
 
 
-def optimizer_for(model: nn.Module, rate: float, advanced: Advanced) -> torch.optim.Optimizer:
-    """AdamW, with the rate of each block below the last multiplied by `layer_decay` once more, and that of the embedding."""
-    blocks = max((int(found[1]) for name, _ in model.named_parameters() if (found := _BLOCK.search(name))), default=-1) + 1
-    groups = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            found = _BLOCK.search(name)
-            below = blocks - int(found[1]) - 1 if found else blocks if ".embedding." in name else 0
-            decay = advanced.weight_decay if parameter.dim() > 1 else 0.0
-            groups.append({"params": [parameter], "lr": rate * advanced.layer_decay**below, "weight_decay": decay})
+def optimizer_for(model: nn.Module, rate: float, weight_decay: float) -> torch.optim.Optimizer:
+    """AdamW, whose weight decay leaves out biases and gains of norms. Each parameter is a group, as in saved states."""
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    groups = [{"params": [each], "weight_decay": weight_decay if each.dim() > 1 else 0.0} for each in trained]
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.999), eps=1e-6)

@@ -151,7 +151,7 @@ def _train(
         device=advanced.device,
         precision=advanced.precision,
         patience=advanced.patience,
-        optimizer=optimizer_for(model, rate, advanced),
+        optimizer=optimizer_for(model, rate, advanced.weight_decay),
         learning_rate=rate,
         num_train_epochs=config.epochs,
         per_device_train_batch_size=config.batch_size,

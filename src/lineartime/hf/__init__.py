@@ -9,7 +9,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -22,7 +21,6 @@ from lineartime.hf.convert import convert, from_transformers, to_transformers
 from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
 from lineartime.hf.tasks import (
-    LineartimeForMultipleChoice,
     LineartimeForQuestionAnswering,
     LineartimeForSequenceClassification,
     LineartimeForTokenClassification,
@@ -34,7 +32,6 @@ __all__ = [
     "LineartimeConfig",
     "LineartimeForCausalLM",
     "LineartimeForMaskedLM",
-    "LineartimeForMultipleChoice",
     "LineartimeForQuestionAnswering",
     "LineartimeForSequenceClassification",
     "LineartimeForTokenClassification",
@@ -50,7 +47,6 @@ MODELS = {
     AutoModel: LineartimeModel,
     AutoModelForCausalLM: LineartimeForCausalLM,
     AutoModelForMaskedLM: LineartimeForMaskedLM,
-    AutoModelForMultipleChoice: LineartimeForMultipleChoice,
     AutoModelForQuestionAnswering: LineartimeForQuestionAnswering,
     AutoModelForSequenceClassification: LineartimeForSequenceClassification,
     AutoModelForTokenClassification: LineartimeForTokenClassification,

@@ -1,6 +1,6 @@
 """Models for fine-tuning: a base model with a small head.
 
-Shapes: B batch, T tokens, C choices, K labels, d model width.
+Shapes: B batch, T tokens, K labels, d model width.
 """
 
 from collections.abc import MutableMapping
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
-    MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
@@ -139,12 +138,6 @@ class LineartimeForQuestionAnswering(TaskModel):
     head = "qa_outputs"
     outputs = 2
 
-    @classmethod
-    def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
-        """As for all models; the layer `score` of folders of earlier versions becomes `qa_outputs`."""
-        options.setdefault("key_mapping", {r"^score\.": "qa_outputs."})
-        return super().from_pretrained(*arguments, **options)
-
     def targets(self, batch: MutableMapping[str, Any]) -> Tensor | None:
         """The positions of beginnings and ends in one, [2 B]."""
         start, end, tokens = batch.get("start_positions"), batch.get("end_positions"), batch.get("input_ids")
@@ -188,33 +181,3 @@ def _answers(start: Tensor, end: Tensor, real: Tensor) -> Tensor:
     places = torch.cat([start.flatten(), end.flatten()])
     inside = real.repeat(2, 1).gather(1, places.clamp(0, real.shape[1] - 1)[:, None])[:, 0]
     return places.masked_fill(~inside | (places < 0) | (places >= real.shape[1]), IGNORED)
-
-
-class LineartimeForMultipleChoice(TaskModel):
-    """Scores several texts, one of which is the right choice."""
-
-    outputs = 1
-
-    @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> MultipleChoiceModelOutput:
-        """Logits [B, C] for ids and mask [B, C, T], and the loss if labels [B] are given; others as for the base model."""
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if not isinstance(given, Tensor) or given.dim() < 3:
-            raise ArgumentError("input_ids", "must be [B, C, T]: for each example, the tokens of each choice.")
-        choices = given.shape[1]
-        ids, mask, embedded = (None if x is None else x.flatten(0, 1) for x in (input_ids, attention_mask, inputs_embeds))
-        for name in ("token_type_ids", "position_ids", "seq_idx"):
-            if isinstance(kwargs.get(name), Tensor):
-                kwargs[name] = kwargs[name].flatten(0, 1)
-        outputs = self.run_backbone(ids, mask, inputs_embeds=embedded, **kwargs)
-        pooled = self.pooled(outputs.last_hidden_state, mask, **kwargs)
-        logits = self.logits(pooled).view(-1, choices)
-        loss = None if labels is None else fixed_cross_entropy(logits, labels, kwargs.get("num_items_in_batch"))
-        return MultipleChoiceModelOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
