@@ -107,11 +107,13 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
                 "cache_implementation",
                 f"is {generation_config.cache_implementation!r}, but these models have a cache of their own: leave it out.",
             )
-        assisted = str(generation_mode.value).startswith("assisted")
-        helper = "prompt_lookup_num_tokens" if generation_config.prompt_lookup_num_tokens is not None else "assistant_model"
+        if str(generation_mode.value).startswith("assisted") or generation_config.is_assistant:
+            raise LineartimeError(
+                "Assisted decoding of transformers takes tokens back, which the state of these models cannot: leave out "
+                "assistant_model and prompt_lookup_num_tokens."
+            )
         unfit = {
             "use_cache": not generation_config.use_cache,
-            helper: assisted,
             "prefill_chunk_size": getattr(generation_config, "prefill_chunk_size", None) is not None,
             "guidance_scale": generation_config.guidance_scale not in (None, 1),  # its prompt would be read causally
         }
@@ -133,14 +135,11 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
         if cache is not None:
             cache._is_user_defined = True
             width = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
-            _check_read(cache, width, generation_config.use_cache, helper if assisted else None)
+            _check_read(cache, width, generation_config.use_cache)
         elif generation_config.use_cache:
             cache = LineartimeCache()
         if cache is not None:
             model_kwargs[CACHE] = cache
-        if isinstance(cache, LineartimeCache):
-            undone = assisted or generation_config.is_assistant
-            (cache.activate_past_recording if undone else cache.stop_past_recording)()
 
     def prepare_inputs_for_generation(  # transformers inspects the names of these arguments
         self, input_ids: Tensor, *arguments: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
@@ -186,20 +185,15 @@ class LineartimeForMaskedLM(LanguageHead):
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
-def _check_read(cache: Cache, width: int | None, use_cache: bool, helper: str | None) -> None:
+def _check_read(cache: Cache, width: int | None, use_cache: bool) -> None:
     """Raise ArgumentError for a cache that has read tokens, unless `generate` reads what comes after them and nothing else.
 
-    `width` is the length of the attention mask, which always covers the tokens that the cache has read. `helper` is the
-    argument that asks for assisted decoding.
+    `width` is the length of the attention mask, which always covers the tokens that the cache has read.
     """
     past = cache.get_seq_length()
     if not past:
         return
     what = f"has read {past} tokens"
-    if helper is not None:
-        raise ArgumentError(
-            CACHE, f"{what}, but assisted decoding reads its prompt from the start: leave out {helper}, or the cache."
-        )
     if not use_cache:
         raise ArgumentError("use_cache", f"is False, but {CACHE} {what}: leave out one of the two.")
     if width is not None and width <= past:
