@@ -179,5 +179,5 @@ def test_report_says_the_command_that_makes_its_runs(tmp_path: Path) -> None:
 def test_setup_is_described_for_every_experiment() -> None:
     for name, experiment in EXPERIMENTS.items():
         if experiment.kind == "quality":
-            told = setup(make_plan(ReproduceConfig(name, "cpu")), {"settings": [], "scale": "cpu"})  # type: ignore[typeddict-item]
+            told = setup(make_plan(ReproduceConfig(name, "cpu")), {"settings": [], "scale": "cpu"})
             assert "*normalization* and *initial_scores* of the gated systems: " in told, name

@@ -293,7 +293,7 @@ def positions_tables(report: Report) -> Iterator[str]:
     for setting in settings_with_results(report):
         found = {}
         for row in setting["rows"]:
-            parts = next((test["by_position"] for test in row["runs"][0]["tests"] if test["name"] == ""), [])
+            parts: list[list[float]] = next((test["by_position"] for test in row["runs"][0]["tests"] if test["name"] == ""), [])
             if losses := {first: (last, loss) for first, last, loss in parts if 4 <= first < last}:
                 found[row["name"]] = losses
         if found:
