@@ -6,7 +6,7 @@ RUN ?= runs/quick
 BIN = $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: train test test-nightly test-all tables docs dist lint types clean
+.PHONY: train test test-nightly test-all docs dist lint types clean
 
 train: $(VENV)/installed
 	$(BIN)/lineartime train --out $(RUN) $$(ls -d $(RUN)/step-* >/dev/null 2>&1 && echo --resume || echo --recipe quick)
@@ -21,9 +21,6 @@ test-nightly: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto --dist worksteal -m nightly
 
 test-all: test test-nightly
-
-tables: $(VENV)/installed
-	$(BIN)/python benchmarks/systems.py
 
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,7 +1,8 @@
-"""Time training steps and the import of two checkouts in turn: `python benchmarks/side_by_side.py OLD NEW` (20 minutes).
+"""Time training, generation and the import of two checkouts in turn: `python benchmarks/side_by_side.py OLD NEW` (20 minutes).
 
 A step is forward, loss, backward and AdamW on one row of tokens, with the tiny preset of a system or, in long contexts and in
 bf16, a smaller one, so that a step takes at most 8 seconds on 2 cores without units for bf16; --full keeps the presets.
+Generation continues prompts of 128 tokens by 200 others, with flash-tiny.
 
 Each checkout has one process, which keeps freed memory as training does. They take turns, of which every other begins with the
 new one; nothing else should run. The results are medians, and the median and quartiles of the ratios of the two steps of a
@@ -31,6 +32,7 @@ IMPORTS = {
     "layers and models, beyond torch": "import time, torch; start = time.perf_counter(); import lineartime; "
     "lineartime.FLASH, lineartime.build; print(time.perf_counter() - start)",
 }
+STREAMS, PROMPT, TOKENS = (1, 32), 128, 200
 WARM_UP = 2
 PAUSE = 0.05
 """Seconds between turns: the threads of a step spin for a while after it."""
@@ -64,6 +66,18 @@ def training_step(system: str, length: int, precision: str, sizes: dict[str, int
     return step
 
 
+def continuation(streams: int, precision: str) -> Callable[[], None]:
+    """A call that continues so many prompts together, the same ones each time."""
+    torch.manual_seed(0)
+    model = lineartime.build("flash-tiny").eval().to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    prompt = [7 * token % 256 for token in range(PROMPT)]
+
+    def write() -> None:
+        lineartime.generate_batch(model, [prompt] * streams, TOKENS, lineartime.Sampling(seed=0))
+
+    return write
+
+
 def work() -> None:
     """Take a step of the case on each line that is read, and print its seconds."""
     assert Path(lineartime.__file__).is_relative_to(os.environ["PYTHONPATH"]), lineartime.__file__
@@ -71,7 +85,8 @@ def work() -> None:
     for line in sys.stdin:
         if line != case or step is None:
             step = None  # frees the model of the last case first
-            case, step = line, training_step(*json.loads(line))
+            kind, *given = json.loads(line)
+            case, step = line, (training_step if kind == "train" else continuation)(*given)
         start = time.perf_counter()
         step()
         print(time.perf_counter() - start, flush=True)
@@ -89,8 +104,8 @@ class Checkout:
         git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         self.commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
-    def train(self, *case: Any) -> float:
-        """The seconds of a step of a case."""
+    def run(self, *case: Any) -> float:
+        """The seconds of a case: "train" or "generate", and what its function takes."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(case) + "\n")
@@ -158,7 +173,9 @@ def main() -> None:
         for system, length, precision in product(options.systems, options.lengths, options.precisions):
             sizes = {} if options.full else smaller(system, length, precision)
             name = ", ".join([system, f"{length:,}", precision, *(f"{key} {value}" for key, value in sizes.items())])
-            measure(name, Checkout.train, system, length, precision, sizes)
+            measure(name, Checkout.run, "train", system, length, precision, sizes)
+        for streams, precision in product(STREAMS, options.precisions):
+            measure(f"{streams} streams, {precision}", Checkout.run, "generate", streams, precision)
     finally:
         old.stop()
         new.stop()

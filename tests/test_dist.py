@@ -39,7 +39,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy / "dist"
 
 
-def test_both_distributions_hold_every_file_of_the_package(built: Path) -> None:
+def test_distributions_hold_every_file_of_the_package(built: Path) -> None:
     package = ROOT / "src" / "lineartime"
     files = [file for pattern in ("*.py", "*.cpp", "*.h", "py.typed", "paper_tables.json") for file in package.rglob(pattern)]
     names = {file.relative_to(ROOT / "src").as_posix() for file in files}
@@ -53,7 +53,7 @@ def test_both_distributions_hold_every_file_of_the_package(built: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
-def test_a_distribution_installs_in_an_empty_environment_and_works(built: Path, kind: str, tmp_path: Path) -> None:
+def test_distribution_installs_in_an_empty_environment_and_works(built: Path, kind: str, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = environment / "bin" / "python"
@@ -74,7 +74,7 @@ def test_a_distribution_installs_in_an_empty_environment_and_works(built: Path, 
     assert run(str(environment / "bin" / "lineartime"), "--version").startswith(f"lineartime {lineartime.__version__}")
 
 
-def test_the_citation_is_that_of_this_version() -> None:
+def test_citation_is_that_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None

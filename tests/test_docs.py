@@ -39,13 +39,13 @@ def generate() -> ModuleType:
     return module
 
 
-def test_a_formula_below_a_source_stays_a_block_of_its_own(generate: ModuleType) -> None:
+def test_formula_below_a_source_stays_a_block_of_its_own(generate: ModuleType) -> None:
     page = generate.formula(SYSTEMS["cosformer"].mixer)
     assert "\n\n    out[t] = sum over visible j of s(t, j) v[j]" in page
     assert "arXiv 2202.08791" not in page  # which has a section of its own
 
 
-def test_the_page_of_a_system_has_its_formula_its_source_and_every_option(generate: ModuleType) -> None:
+def test_page_of_a_system_has_its_formula_its_source_and_every_option(generate: ModuleType) -> None:
     for name, system in SYSTEMS.items():
         page = generate.system_page(name, costs=False)
         formula, options, source = (re.split(r"^## ", page, flags=re.MULTILINE)[part] for part in (1, 2, 3))
@@ -59,19 +59,19 @@ def test_the_page_of_a_system_has_its_formula_its_source_and_every_option(genera
             assert len(row.split(" | ")[-1].strip("| ")) > 10, f"no documentation describes {row}"
 
 
-def test_the_page_of_a_system_shows_its_cost(generate: ModuleType) -> None:
+def test_page_of_a_system_shows_its_cost(generate: ModuleType) -> None:
     assert "| `flash-tiny` | 4,096 | 3.4 M |" in generate.system_page("flash", costs=True)
     assert "reads at most 512 tokens" in generate.system_page("linformer", costs=True)
 
 
-def test_the_reference_holds_every_public_class_and_function(generate: ModuleType) -> None:
+def test_reference_holds_every_public_class_and_function(generate: ModuleType) -> None:
     page = generate.public_names_page()
     for name in set(lineartime.__all__) - {"__version__"}:
         assert re.search(rf"^::: lineartime\..*\b{name}$", page, re.MULTILINE), name
 
 
 @pytest.mark.nightly
-def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) -> None:
+def test_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) -> None:
     script = """
 import sys
 from mkdocs.commands.build import build
@@ -96,7 +96,7 @@ def blocks(page: str, title: str | None = None) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_a_mechanism_that_is_added_as_its_page_says_keeps_the_contract(tmp_path: Path) -> None:
+def test_mechanism_that_is_added_as_its_page_says_keeps_the_contract(tmp_path: Path) -> None:
     package = shutil.copytree(Path(lineartime.__file__).parent, tmp_path / "src" / "lineartime")
     contract = Path(shutil.copy(ROOT / "tests" / "layers" / "test_mixer_contract.py", tmp_path))
     page = "adding-a-mechanism.md"
@@ -124,7 +124,7 @@ def test_a_mechanism_that_is_added_as_its_page_says_keeps_the_contract(tmp_path:
 
 
 @pytest.mark.nightly
-def test_a_mechanism_in_a_file_of_its_own_is_registered_as_its_page_says(tmp_path: Path) -> None:
+def test_mechanism_in_a_file_of_its_own_is_registered_as_its_page_says(tmp_path: Path) -> None:
     page = "adding-a-mechanism.md"
     (file,), (end,) = blocks(page, "src/lineartime/baselines/linear_relu2.py"), blocks(page, "at the end of linear_relu2.py")
     (tmp_path / "linear_relu2.py").write_text(file + end)
@@ -133,7 +133,7 @@ def test_a_mechanism_in_a_file_of_its_own_is_registered_as_its_page_says(tmp_pat
     assert "linear-relu2-tiny" in listed.stdout
 
 
-def test_the_whole_mixer_of_its_page_keeps_its_promises(only_systems_of_the_library_afterwards: None) -> None:
+def test_whole_mixer_of_its_page_keeps_its_promises(only_systems_of_the_library_afterwards: None) -> None:
     page, session = "adding-a-mechanism.md", {"__name__": "gated_convolution"}
     for title in ("gated_convolution.py", "check"):
         (code,) = blocks(page, title)
@@ -149,7 +149,7 @@ def test_the_whole_mixer_of_its_page_keeps_its_promises(only_systems_of_the_libr
     assert len(hidden_maps(lineartime.build("gated-convolution-tiny", n_blocks=1))) == 5
 
 
-def test_a_client_of_the_service_that_leaves_stops_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_of_the_service_that_leaves_stops_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     session: dict[str, Any] = {"__name__": "service"}
     for block in blocks("streaming-service.md")[:2]:
         exec(block, session)
