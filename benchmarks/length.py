@@ -1,0 +1,96 @@
+"""How the time per token grows with the length of the context: `python benchmarks/length.py` (about 10 minutes on 2 cores).
+
+Training: one step (forward, backward) over 8,192 tokens, cut into sequences of the given length.
+Generation: one token after `length` others, in fp32; the states are filled with zeros, which does not change the time.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import RESULTS, save
+
+from lineartime.bench.measure import median_seconds, synchronized
+from lineartime.bench.subjects import Case, Subject, prepare
+from lineartime.host import freed_memory_kept
+from lineartime.machine import choose_precision
+from lineartime.markdown import markdown_table
+from lineartime.models.presets import resolve
+from lineartime.plots import label_axes
+
+PRESETS = ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"]
+LENGTHS = [512, 1024, 2048, 4096, 8192]
+POSITIONS = [1024, 8192, 65536]
+TOKENS = 8192
+CPU = torch.device("cpu")
+
+
+def steps(case: Case) -> dict[str, Callable[[], object]]:
+    """One step of each model."""
+    return {name: prepare(Subject(name, "eager", resolve(name)), case, CPU).step for name in PRESETS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="timings of each case, of which the median is taken")
+    rounds = parser.parse_args().rounds
+    precision = choose_precision("auto", CPU)
+    kinds = {
+        "training": ([Case("train", length, precision, TOKENS // length) for length in LENGTHS], rounds),
+        "generation": ([Case("decode", position, "fp32", 1) for position in POSITIONS], 4 * rounds),
+    }
+    rows: list[dict[str, object]] = []
+    for what, (cases, times) in kinds.items():
+        with freed_memory_kept():  # as in training
+            # All lengths take turns, because the machine is not equally fast at all times. A step is repeated, as in
+            # generation: each model has the caches of the processor to itself.
+            found = {(name, case): step for case in cases for name, step in steps(case).items()}
+            seconds = median_seconds(found, times, partial(synchronized, CPU), min_seconds=0.05)
+        rows += [
+            {
+                "what": what,
+                "preset": name,
+                "length": case.length,
+                "us_per_token": None if value is None else 1e6 * value / case.tokens,
+            }
+            for (name, case), value in seconds.items()
+        ]
+        print(rows[-len(found) :], flush=True)
+    save("length", rows, table(rows))
+    draw(rows)
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    cells = {(row["what"], row["preset"], row["length"]): row["us_per_token"] for row in rows}
+    header = ["µs per token", *[f"train {n:,}" for n in LENGTHS], *[f"generate at {n:,}" for n in POSITIONS]]
+    columns = [("training", n) for n in LENGTHS] + [("generation", n) for n in POSITIONS]
+    return markdown_table(header, [[f"`{name}`", *[_shown(cells[what, name, n]) for what, n in columns]] for name in PRESETS])
+
+
+def _shown(microseconds: Any) -> str:
+    return "-" if microseconds is None else f"{microseconds:,.0f}"
+
+
+def draw(rows: list[dict[str, object]]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for axes, what in zip(figure.subplots(1, 2), ("training", "generation"), strict=True):
+        for name in PRESETS:
+            own = [row for row in rows if (row["what"], row["preset"]) == (what, name) and row["us_per_token"] is not None]
+            points = [(row["length"], row["us_per_token"]) for row in own]
+            axes.plot(*zip(*points, strict=True), "o-", label=name)
+        axes.set_xscale("log", base=2)
+        axes.set(yscale="log", title=what)
+        axes.set(xlabel="tokens in a sequence" if what == "training" else "tokens already read", ylabel="µs per token")
+        axes.legend()
+        label_axes(axes, x_values=LENGTHS if what == "training" else POSITIONS)
+    documented = Path(__file__).parent / "results" == RESULTS
+    figure.savefig(Path(__file__).parents[1] / "docs" / "length.png" if documented else RESULTS / "length.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
