@@ -77,8 +77,6 @@ __all__ = [
 CheckpointChoice = Literal["best", "last"] | int
 """A checkpoint of a run: the best one, the last one, or that of a step."""
 Content = TypeVar("Content")
-_ATTEMPTS = 20
-"""How often to look for another checkpoint if one is removed while it is read."""
 
 
 class NoCheckpointError(LineartimeError):
@@ -123,10 +121,7 @@ class Loaded(NamedTuple):
 def load_with_tokenizer(
     path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: CheckpointChoice | None = None
 ) -> Loaded:
-    """Load a language model with its tokenizer; arguments and errors as for `load`, and an error for an encoder-decoder.
-
-    Use it instead of `find_checkpoint` and two reads: a run in training may remove the checkpoint between them.
-    """
+    """Load a language model with its tokenizer; arguments and errors as for `load`, and an error for an encoder-decoder."""
     from lineartime.machine import choose_device
 
     place = choose_device(device)
@@ -136,21 +131,9 @@ def load_with_tokenizer(
 
 
 def read_from(path: str | Path, read: Callable[[Path], Content], which: CheckpointChoice | None = None) -> Content:
-    """Read from the checkpoint that `find_checkpoint` finds. If a run in training removes it meanwhile, read from another one.
-
-    Raises LineartimeError as `find_checkpoint` and `read`.
-    """
+    """Read from the checkpoint that `find_checkpoint` finds. Raises LineartimeError as `find_checkpoint` and `read`."""
     check_type("path", path, str | Path)
-    for _ in range(_ATTEMPTS):
-        checkpoint = find_checkpoint(path, which)
-        try:
-            return read(checkpoint)
-        except LineartimeError:
-            if is_there(checkpoint):
-                raise
-            if checkpoint == Path(path):
-                raise LineartimeError(f"The checkpoint {path} was removed while it was read: give another one.") from None
-    raise LineartimeError(f"The checkpoints in {path} are removed before they are read: give the folder of one, or copy one.")
+    return read(find_checkpoint(path, which))
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
