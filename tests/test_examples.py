@@ -37,8 +37,7 @@ def test_cells_of_the_notebook_run(
         if cell["cell_type"] == "code":
             exec(compile(ast.parse("".join(cell["source"])), cell["id"], "exec"), session)
     assert session["result"].finished
-    assert (tmp_path / "runs" / "notebook" / "inspection" / "index.html").exists()
-    assert set(session["first"].weights) == {"local", "global"}
+    assert all(weights.any() for weights in session["first"].weights.values())
     assert "validation loss" in capsys.readouterr().err  # a line for each evaluation, where no bar can be shown
 
 

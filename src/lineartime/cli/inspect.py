@@ -1,4 +1,4 @@
-"""`lineartime inspect`: show what each layer of a model does with a text, on a page for a browser and in pictures."""
+"""`lineartime inspect`: draw what each layer of a model does with a text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,8 +6,7 @@ from pathlib import Path
 import tyro
 
 from lineartime.cli.options import Checkpoint, Device, read_text
-from lineartime.errors import ArgumentError, require_packages
-from lineartime.files import check_new_folder
+from lineartime.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,8 @@ class InspectOptions:
     """Text to read."""
     text_file: Path | None = None
     """File with the text, used as it is, without a byte order mark; - for standard input."""
-    out: Path = Path("inspection")
-    """New folder for index.html and the pictures."""
+    out: Path = Path("inspection.png")
+    """The picture; its suffix decides the format."""
     max_tokens: int = 512
     """Maximum number of tokens to read, up to 2,048; the rest of the text is left out."""
     checkpoint: Checkpoint = None
@@ -29,23 +28,17 @@ class InspectOptions:
 
 
 def run(options: InspectOptions) -> None:
-    """Read the text, write the folder, and print where it is."""
+    """Read the text, write the picture, and print where it is and what it does not show."""
     from lineartime.checkpoint import load_with_tokenizer
-    from lineartime.inspection import inspect, write_inspection
-    from lineartime.inspection.look import check_max_tokens
+    from lineartime.inspection import draw, inspect
     from lineartime.machine import choose_device
+    from lineartime.plots import check_picture, save_figure
 
-    check_new_folder("out", options.out)  # like the next checks, before the slow part
-    require_packages("matplotlib", extra="plot", purpose="A picture of a model")
-    check_max_tokens(options.max_tokens)
+    check_picture(options.out)  # before the slow part
     text = read_text(options, "text")
-    if not text and options.text_file is None:
-        raise ArgumentError("text", "is missing or empty: give a text, or a file with one by `text_file`.")
     if not text:
-        raise ArgumentError("text_file", f"is {options.text_file}, which is empty: give a file with a text.")
+        raise ArgumentError("text", "is missing or empty: give a text, or a file with one by `text_file`.")
     loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=options.checkpoint)
     inspection = inspect(loaded.model, loaded.tokenizer, text, options.max_tokens)
-    page = write_inspection(inspection, str(loaded.checkpoint), options.out)
-    left_out = f"; {inspection.left_out:,} more tokens were left out" if inspection.left_out else ""
-    layers = "1 layer" if len(inspection.layers) == 1 else f"{len(inspection.layers)} layers"
-    print(f"{page}: {layers}, for a browser; the pictures beside it are the same{left_out}")
+    picture = save_figure(draw(inspection, str(loaded.checkpoint)), options.out, dots_per_inch=100)
+    print(f"{picture}: {' '.join((f'{len(inspection.tokens):,} tokens.', *inspection.notes))}")

@@ -1,6 +1,7 @@
-"""Show what a model does with a text, layer by layer, on a page and in pictures."""
+"""What a model does with a text, layer by layer: as arrays, and as one picture."""
 
-from lineartime.inspection.look import Inspection, LayerView, Piece, inspect
-from lineartime.inspection.page import PAGE, write_inspection
+from lineartime.inspection.look import Inspection, LayerView, inspect
+from lineartime.inspection.picture import draw
+from lineartime.inspection.weights import open_attention
 
-__all__ = ["PAGE", "Inspection", "LayerView", "Piece", "inspect", "write_inspection"]
+__all__ = ["Inspection", "LayerView", "draw", "inspect", "open_attention"]

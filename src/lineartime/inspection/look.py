@@ -1,8 +1,9 @@
-"""Collect what an inspection shows: weights, contributions and states of each layer as a model reads a text, and losses.
+"""Collect what an inspection shows: the losses of a text, and the attention weights and states of each layer.
 
-Shapes: T tokens that the model reads, d model width.
+Shapes: T tokens that the model reads, H heads.
 """
 
+import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from lineartime.data.batches import evaluation_batch, row_frame
 from lineartime.data.tokenizers import FRAME, Tokenizer, check_vocabulary, encode_given
-from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.errors import ArgumentError
 from lineartime.evaluation.perplexity import token_losses
 from lineartime.fields import Between, check_limits
-from lineartime.layers.mixer import Mixer, Part
+from lineartime.inspection.weights import open_attention
+from lineartime.layers.mixer import Mixer
+from lineartime.layers.states import ShiftedState
 from lineartime.models.language_model import LanguageModel, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
 from lineartime.ops.cross_entropy import IGNORED
@@ -27,45 +30,21 @@ _STATES = 64
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A text of whole characters, and the loss in nats of each of its tokens; None where the model had nothing to predict."""
-
-    text: str
-    losses: tuple[float | None, ...]
-
-    @property
-    def loss(self) -> float | None:
-        """The sum of the losses in nats; None if no token had to be predicted."""
-        known = [loss for loss in self.losses if loss is not None]
-        return sum(known) if known else None
-
-
-@dataclass(frozen=True)
 class LayerView:
     """What one layer does with the text.
 
     Attributes:
         name: the class name of the mixer.
-        weights: for each part of its attention, how much each token (row) reads each other token (column), [T, T]; the mean
-            over heads.
-        added: for each part, the norm of what it adds to each token, [T].
-        states: the norm of the global state, by the number of tokens read; empty for a mixer without one.
-        missing: sentences that say what this mixer does not have.
+        weights: how much each token (row) reads each other one (column), [H, T, T] float32, by the part of the attention:
+            "attention", or "local" and "global"; empty for a mixer other than GAU, FLASH and softmax attention.
+        state_norms: the norm of the sum over all earlier chunks or tokens, by the number of tokens read; empty without one.
+        state_bytes: the memory of the whole state, by the number of tokens read; empty for a bidirectional mixer.
     """
 
     name: str
-    weights: Mapping[Part, Tensor]
-    added: Mapping[Part, Tensor]
-    states: Mapping[int, float]
-    missing: tuple[str, ...]
-
-    @property
-    def global_share(self) -> Tensor | None:
-        """The global part's share of the norms added to each token, from 0 to 1, [T]; None without both parts."""
-        if not {"local", "global"} <= self.added.keys():
-            return None
-        local, across = self.added["local"], self.added["global"]
-        return across / (local + across).clamp(min=torch.finfo(across.dtype).tiny)
+    weights: Mapping[str, Tensor]
+    state_norms: Mapping[int, float]
+    state_bytes: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -73,38 +52,39 @@ class Inspection:
     """What a model does with a text.
 
     Attributes:
-        task: the task of the model.
-        pieces: the text, with losses.
-        left_out: how many tokens were not read, because the text was too long.
-        prefix: how many tokens at the beginning were read in both directions, by a model of task "prefix-lm".
+        tokens: the text of each token that may be predicted.
+        losses: the loss of each of them in nats, float32 [T]; NaN where the model had nothing to predict.
         layers: the layers, from first to last.
+        notes: sentences about the text, such as one about tokens that were left out.
     """
 
-    task: str
-    pieces: tuple[Piece, ...]
-    left_out: int
-    prefix: int
+    tokens: tuple[str, ...]
+    losses: Tensor
     layers: tuple[LayerView, ...]
+    notes: tuple[str, ...]
 
     @property
     def loss(self) -> float | None:
         """The mean loss in nats over the predicted tokens; None if there are none."""
-        known = [loss for piece in self.pieces for loss in piece.losses if loss is not None]
-        return sum(known) / len(known) if known else None
+        mean = float(self.losses.nanmean())
+        return None if math.isnan(mean) else mean
 
+    def _repr_png_(self) -> bytes:
+        """The picture, which a notebook shows."""
+        from lineartime.inspection.picture import draw
 
-def check_max_tokens(max_tokens: int) -> None:
-    """Raise ArgumentError unless `inspect` takes this many tokens."""
-    check_positive(max_tokens=max_tokens)
-    check_limits("max_tokens", max_tokens, [Between(most=MAX_TOKENS)])
+        content = io.BytesIO()
+        draw(self).savefig(content, format="png")
+        return content.getvalue()
 
 
 @torch.no_grad()
 def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: int = 512) -> Inspection:
     """Let a model read a text, and collect what its layers do.
 
-    The model reads and predicts the text as in an evaluation. A causal model reads it after an end-of-document token. For a
-    masked model, 15% of the tokens are masked, always the same. A model of task "prefix-lm" reads the first half as prefix.
+    The model reads and predicts the text as in an evaluation. A causal model reads it after an end-of-document token, so that
+    position t holds token t - 1 and predicts token t. For a masked model, 15% of the tokens are masked, always the same. A
+    model of task "prefix-lm" reads the first half as prefix.
 
     Args:
         model: a model in evaluation mode.
@@ -118,7 +98,8 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
     """
     config = check_model(model, LanguageModel, "be inspected").config
     check_vocabulary(tokenizer, config.vocab_size)
-    check_max_tokens(max_tokens)
+    check_positive(max_tokens=max_tokens)
+    check_limits("max_tokens", max_tokens, [Between(most=MAX_TOKENS)])
     ids = encode_given(tokenizer, "text", text)
     shown, longest = ids[:max_tokens], config.longest_sequence
     if not ids:
@@ -131,78 +112,46 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
     window = torch.tensor([[*shown, end] if config.task == "mlm" else [end, *shown]], device="cpu")
     batch, device = evaluation_batch(config.task, window, tokenizer, [0]), next(model.parameters()).device
     prefixes = None if batch.prefix_lengths is None else batch.prefix_lengths.to(device)
-    prefix = 0 if prefixes is None else max(0, int(prefixes) - 1)  # the first is the end of a document
 
     inputs: list[Tensor] = []
     backbone = model.backbone
     hidden = backbone.read(batch.inputs.to(device), prefix_lengths=prefixes, inputs=inputs)
-    losses = token_losses(model, hidden, batch.targets.to(device))[0].tolist()
-    check_finite_logits(all(map(math.isfinite, losses)))
-    known = [loss if target != IGNORED else None for loss, target in zip(losses, batch.targets[0].tolist(), strict=True)]
+    losses = token_losses(model, hidden, batch.targets.to(device))[0].cpu()
+    check_finite_logits(bool(losses.isfinite().all()))
     layers = tuple(_layer(block.mixer, x, prefixes) for block, x in zip(backbone.blocks, inputs, strict=True))
-    pieces = _pieces(tokenizer, shown, known[1:-1] if frame else known)
-    if frame:
-        pieces = (Piece(frame[0], (None,)), *pieces, Piece(frame[1], (None,)))
-    return Inspection(config.task, pieces, len(ids) - len(shown), prefix, layers)
-
-
-def _pieces(tokenizer: Tokenizer, ids: list[int], losses: list[float | None]) -> tuple[Piece, ...]:
-    """The pieces of the text; tokens that make a character only together, such as its bytes, are joined."""
-    decoder, pieces = tokenizer.stream_decoder(), []
-    waiting: list[float | None] = []
-
-    for token, loss in zip(ids, losses, strict=True):
-        waiting.append(loss)
-        if text := decoder.push(token):
-            pieces.append(Piece(text, tuple(waiting)))
-            waiting = []
-    rest = decoder.flush()
-    if waiting or rest:
-        pieces.append(Piece(rest, tuple(waiting)))
-    return tuple(pieces)
+    tokens = [tokenizer.decode([token]) for token in shown]
+    notes = []
+    if len(ids) > len(shown):
+        notes.append(f"{len(ids) - len(shown):,} more tokens were left out.")
+    if config.task == "mlm":
+        notes.append("15% of the tokens are predicted, most of them masked.")
+    if prefixes is not None and int(prefixes) > 1:  # the first is the end of a document
+        notes.append(f"The first {int(prefixes) - 1:,} tokens are the prefix, which is read in both directions.")
+    if any("global" in layer.weights and not layer.weights["global"].any() for layer in layers):
+        notes.append("The text is no longer than a chunk, so the global part of FLASH is empty.")
+    return Inspection(
+        tuple([frame[0], *tokens, frame[1]] if frame else tokens),
+        losses.masked_fill(batch.targets[0] == IGNORED, math.nan),
+        layers,
+        tuple(notes),
+    )
 
 
 def _layer(mixer: Mixer, x: Tensor, prefix_lengths: Tensor | None) -> LayerView:
-    """What a layer does with its input, [1, T, d]."""
-    name, missing = type(mixer).__name__, []
-    weights: dict[Part, Tensor] = {}
-    added: dict[Part, Tensor] = {}
-    try:
-        opened = mixer.open(x, mixer.describe(x.shape, prefix_lengths=prefix_lengths, device=x.device))
-        for part in opened.parts:
-            weights[part] = opened.weights(part)[0].mean(0).float().cpu()
-            added[part] = opened.contribution(part)[0].float().norm(dim=-1).cpu()
-    except LineartimeError as reason:
-        missing.append(str(reason))
-    if len(added) == 1:
-        part = next(iter(added))
-        all_of_it = "one attention over all that a token reads" if part == "attention" else f"a {part} part alone"
-        missing.append(f"{name} has {all_of_it}: what it adds is not divided into a local and a global part.")
-    states = _states(mixer, x, 0 if prefix_lengths is None else int(prefix_lengths))
-    if not mixer.causal:
-        missing.append(f"{name} reads in both directions here: no state grows along the text.")
-    elif not states:
-        missing.append(f"{name} has no global state of constant size: it keeps what it has read, or reads no further back.")
-    return LayerView(name, weights, added, states, tuple(missing))
-
-
-def _states(mixer: Mixer, x: Tensor, prefix: int) -> dict[int, float]:
-    """The norm of the global state by the number of tokens read, measured on a stream of the same tokens."""
-    if not mixer.causal:
-        return {}
-    length, position = x.shape[1], 0
-    states: dict[int, float] = {}
-    state = None
-    while position < length:
-        stop = min(length, position + -(-length // _STATES))
+    """What a layer does with its input, [1, T, d]; its state is that of a stream of the same tokens."""
+    weights = {part: of_part.float().cpu() for part, of_part in open_attention(mixer, x, prefix_lengths).items()}
+    norms: dict[int, float] = {}
+    sizes: dict[int, int] = {}
+    state, position, length = None, 0, x.shape[1]
+    prefix = 0 if prefix_lengths is None else int(prefix_lengths)
+    while mixer.causal and position < length:
+        stop = prefix if position < prefix else min(length, position + -(-length // _STATES))
         if position < prefix:
-            stop = prefix
             _, state = mixer.read_prefix(x[:, :stop])
         else:
             _, state = mixer.extend(x[:, position:stop], state)
-        position = stop
-        summary = mixer.global_state(state)
-        if summary is None:
-            return {}
-        states[position] = float(summary[0].float().norm())
-    return states
+        position, sizes[stop] = stop, state.nbytes
+        summary = getattr(state.own if isinstance(state, ShiftedState) else state, "summary", None)
+        if summary is not None and summary.numel():
+            norms[stop] = float(summary.float().norm())
+    return LayerView(type(mixer).__name__, weights, norms, sizes)
