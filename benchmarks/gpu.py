@@ -45,9 +45,8 @@ from lineartime.bench.config import Mode
 from lineartime.bench.measure import median_seconds, peak_flops, release, separate_compilations, synchronized
 from lineartime.bench.subjects import Case, Subject, check_peer, forward_flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
-from lineartime.generation.decoding import continuing, drawing
+from lineartime.generation.decoding import Sampling, continuing, drawing
 from lineartime.generation.prompts import prefill_batch
-from lineartime.generation.sampling import Sampling
 from lineartime.models import CausalLM
 from lineartime.models.presets import resolve
 from lineartime.ops import gated_mixed_chunk_attention, mixed_chunk_attention, quadratic_attention

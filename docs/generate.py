@@ -31,7 +31,6 @@ ROOMS = (
     "generation",
     "text_generation",
     "evaluation",
-    "filling",
     "inspection",
     "export",
     "checkpoint",

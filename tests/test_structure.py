@@ -26,7 +26,7 @@ FLOORS: list[set[str]] = [
     {"models"},
     {"data"},
     {"checkpoint", "generation"},
-    {"evaluation", "export", "filling", "foreign", "text_generation"},
+    {"evaluation", "export", "foreign", "text_generation"},
     {"runs"},
     {"training"},
     {"bench", "info", "inspection"},

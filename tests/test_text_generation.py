@@ -1,35 +1,28 @@
-"""Text from models: pieces, stop texts that no token border hides, and several samples."""
+"""Text from models: pieces, stop texts that no token border hides, several samples, and what is likely in a gap."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 import lineartime
 from lineartime import text_generation
 from lineartime.data import ByteTokenizer, JsonTokenizer, Tokenizer
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import Sampling
-from lineartime.models import CausalLM
-from lineartime.text_generation import Continuation, generate_samples, generate_text
+from lineartime.text_generation import Continuation, fill_mask, generate_samples, generate_text
 
+Tiny = Callable[..., Any]
 TEXT = "the café of 日本 is naïve, the café of 日本 is open"
+BYTES = ByteTokenizer()
 SEED = Sampling(temperature=1.0, seed=3)
-
-
-def build(preset: str, tokenizer: Tokenizer) -> CausalLM:
-    size = {"n_heads": 2} if preset.startswith("transformer") else {"d_qk": 8}
-    model = lineartime.build(preset, d_model=16, n_blocks=1, vocab_size=tokenizer.vocab_size, **size).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
 
 
 @pytest.fixture(params=["bytes", "bpe"])
 def tokenizer(request: pytest.FixtureRequest, bpe: JsonTokenizer) -> Tokenizer:
-    return ByteTokenizer() if request.param == "bytes" else bpe
+    return BYTES if request.param == "bytes" else bpe
 
 
 Writes = Callable[[Sequence[int]], None]
@@ -55,10 +48,12 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
 
 
 @pytest.mark.parametrize("stop", ["fé o", "本 is", TEXT[:1], TEXT + "!"])
-def test_stop_text_cuts_the_text_exactly_wherever_tokens_end(tokenizer: Tokenizer, writes: Writes, stop: str) -> None:
+def test_stop_text_cuts_the_text_exactly_wherever_tokens_end(
+    tokenizer: Tokenizer, writes: Writes, stop: str, tiny: Tiny
+) -> None:
     ids = tokenizer.encode(TEXT).tolist()
     writes(ids)
-    model = build("flash-tiny", tokenizer)
+    model = tiny(noise=0.3, vocab_size=tokenizer.vocab_size).eval()
     pieces = list(generate_text(model, tokenizer, "", 1000, stop=stop))
     assert "".join(pieces) == TEXT.split(stop)[0]
     assert all(pieces)
@@ -68,31 +63,31 @@ def test_stop_text_cuts_the_text_exactly_wherever_tokens_end(tokenizer: Tokenize
     assert sample.tokens <= len(ids)
 
 
-def test_of_several_stop_texts_the_first_to_be_complete_counts(tokenizer: Tokenizer, writes: Writes) -> None:
+def test_of_several_stop_texts_the_first_to_be_complete_counts(tokenizer: Tokenizer, writes: Writes, tiny: Tiny) -> None:
     writes(tokenizer.encode("xabcdx").tolist())
-    model = build("flash-tiny", tokenizer)
+    model = tiny(noise=0.3, vocab_size=tokenizer.vocab_size).eval()
     for stop, expected in ((("abcd", "bc"), "xa"), (("bc", "abc"), "x"), (("abcd", "d"), "x"), (("zz", "bcx"), "xabcdx")):
         assert "".join(generate_text(model, tokenizer, "", 1000, stop=stop)) == expected, stop
 
 
-def test_no_piece_shows_what_may_become_a_stop_text(writes: Writes) -> None:
-    tokenizer = ByteTokenizer()
-    writes(list(b"one\n\ntwo\n"))
-    pieces = list(generate_text(build("flash-tiny", tokenizer), tokenizer, "", 1000, stop="\n\n\n"))
-    assert pieces == ["o", "n", "e", "\n\nt", "w", "o", "\n"]
+@pytest.mark.parametrize(
+    ("text", "prompt", "stop", "pieces"),
+    [
+        ("one\n\ntwo\n", "", "\n\n\n", ["o", "n", "e", "\n\nt", "w", "o", "\n"]),  # what may become a stop text waits
+        ("\nand", "a line\n", "\n\n", ["\na", "n", "d"]),  # the prompt is not searched
+    ],
+)
+def test_pieces_hold_no_part_of_a_stop_text(
+    text: str, prompt: str, stop: str, pieces: list[str], writes: Writes, tiny: Tiny
+) -> None:
+    writes(list(text.encode()))
+    assert list(generate_text(tiny().eval(), BYTES, prompt, 1000, stop=stop)) == pieces
 
 
-def test_prompt_is_not_searched_for_stop_texts(writes: Writes) -> None:
-    tokenizer = ByteTokenizer()
-    writes(list(b"\nand on"))
-    pieces = generate_text(build("flash-tiny", tokenizer), tokenizer, "a line\n", 1000, stop="\n\n")
-    assert "".join(pieces) == "\nand on"
-
-
-@pytest.mark.parametrize("preset", ["flash-tiny", "transformer++-tiny"])
-def test_samples_are_as_many_as_asked_for_and_repeat_with_their_seed(preset: str, tokenizer: Tokenizer) -> None:
-    model = build(preset, tokenizer)
-    assert model.constant_state == (preset == "flash-tiny")
+@pytest.mark.parametrize("system", ["flash", "transformer++"])
+def test_samples_are_as_many_as_asked_for_and_repeat_with_their_seed(system: str, tokenizer: Tokenizer, tiny: Tiny) -> None:
+    model = tiny(system, noise=0.3, vocab_size=tokenizer.vocab_size).eval()
+    assert model.constant_state == (system == "flash")
     first, again = (list(generate_samples(model, tokenizer, "the ", 4, 12, SEED)) for _ in range(2))
     assert first == again
     assert len({sample.text for sample in first}) > 1
@@ -101,8 +96,8 @@ def test_samples_are_as_many_as_asked_for_and_repeat_with_their_seed(preset: str
     assert alone.text == "".join(generate_text(model, tokenizer, "the ", 12, SEED))
 
 
-def test_samples_drawn_together_stop_each_by_itself(tokenizer: Tokenizer) -> None:
-    model = build("flash-tiny", tokenizer)
+def test_samples_drawn_together_stop_each_by_itself(tokenizer: Tokenizer, tiny: Tiny) -> None:
+    model = tiny(noise=0.3, vocab_size=tokenizer.vocab_size).eval()
     whole = list(generate_samples(model, tokenizer, "the ", 6, 20, SEED))
     stop = next(letter for letter in whole[0].text[2:] if letter.isprintable())
     cut = list(generate_samples(model, tokenizer, "the ", 6, 20, SEED, stop=stop))
@@ -113,15 +108,14 @@ def test_samples_drawn_together_stop_each_by_itself(tokenizer: Tokenizer) -> Non
     assert cut[0].tokens < whole[0].tokens
 
 
-def test_empty_prompt_begins_a_document(tokenizer: Tokenizer) -> None:
-    model = build("flash-tiny", tokenizer)
+def test_empty_prompt_begins_a_document(tokenizer: Tokenizer, tiny: Tiny) -> None:
+    model = tiny(noise=0.3, vocab_size=tokenizer.vocab_size).eval()
     expected = lineartime.generate(model, [tokenizer.end_of_document], 9, SEED, tokenizer.end_of_document)
     assert "".join(generate_text(model, tokenizer, "", 9, SEED)) == tokenizer.decode(list(expected))
 
 
-def test_what_cannot_be_continued_is_named_before_the_first_piece(bpe: JsonTokenizer) -> None:
-    tokenizer = ByteTokenizer()
-    model = build("flash-tiny", tokenizer)
+def test_what_cannot_be_continued_is_named_before_the_first_piece(bpe: JsonTokenizer, tiny: Tiny) -> None:
+    model, tokenizer = tiny().eval(), BYTES
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         ((model, bpe, "a", 1), {}, "tokenizer has [0-9]+ tokens, but the model's vocabulary has 258"),
         ((model, "bytes", "a", 1), {}, "tokenizer is of type str, but must be the tokenizer of the model"),
@@ -137,3 +131,91 @@ def test_what_cannot_be_continued_is_named_before_the_first_piece(bpe: JsonToken
             generate_samples(*arguments[:3], 2, *arguments[3:], **options)
     with pytest.raises(ArgumentError, match="samples is 0, but must be at least 1"):
         generate_samples(model, tokenizer, "a", 0, 1)
+
+
+def tokenizer_with(*special: str) -> str:
+    """The definition of a tokenizer of the words a and b, an end of document, a mask and more special tokens."""
+    names = ["a", "b", "</s>", "[MASK]", *special]
+    words = {name: place for place, name in enumerate(names)}
+    return str(tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a")).to_str())
+
+
+def test_candidates_have_the_probabilities_of_the_model_at_each_mask(tiny: Tiny) -> None:
+    model = tiny(task="mlm", noise=0.3).eval()
+    ids = [*b"the c", 257, *b"t ", 257, 257]
+    expected = model(torch.tensor([ids]))[0].softmax(-1).detach()
+    masks = fill_mask(model, BYTES, "the c[MASK]t [MASK][MASK]", top=258)
+    assert len(masks) == 3
+    for place, candidates in zip((5, 8, 9), masks, strict=True):
+        probabilities = [candidate.probability for candidate in candidates]
+        assert probabilities == sorted(probabilities, reverse=True)
+        assert sum(probabilities) == pytest.approx(1, rel=1e-5)
+        for candidate in candidates:
+            assert candidate.probability == pytest.approx(float(expected[place, candidate.token]), rel=1e-5)
+    framed = JsonTokenizer(tokenizer_with("[CLS]", "[SEP]"), "words")
+    wide = tiny(task="mlm", noise=0.3, vocab_size=framed.vocab_size).eval()
+    assert framed.frame is not None
+    logits = wide(torch.tensor([[framed.frame[0], 1, framed.mask, framed.frame[1]]]))[0, 2]
+    assert fill_mask(wide, framed, "b[MASK]", top=1)[0][0].token == int(logits.argmax())
+    assert [len(candidates) for candidates in fill_mask(model, BYTES, "[MASK] and [MASK]", top=3)] == [3, 3]
+
+
+def test_bytes_that_are_no_character_can_be_read(tiny: Tiny) -> None:
+    (candidates,) = fill_mask(tiny(task="mlm", noise=0.3).eval(), BYTES, "[MASK]", top=258)
+    shown = {candidate.token: candidate.text for candidate in candidates}
+    assert (shown[ord("a")], shown[10], shown[0xC3], shown[0xA9]) == ("a", "\n", "\\xc3", "\\xa9")
+    assert (shown[BYTES.mask], shown[BYTES.end_of_document]) == ("[MASK]", "[END]")
+    assert len(set(shown.values())) == 258
+
+
+def test_pieces_of_other_tokenizers_can_be_read_too(bpe: JsonTokenizer, tiny: Tiny) -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    pieces = [("<unk>", 0.0), ("the", -1.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256))]
+    fallback = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    fallback.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    for tokenizer in (bpe, JsonTokenizer(fallback.to_str(), "byte fallback")):
+        texts = [tokenizer.show(token) for token in range(tokenizer.vocab_size)]
+        assert {"the", "\\xc3", "[MASK]", "[END]"} <= set(texts)
+        assert not any("\ufffd" in text or not text for text in texts)
+        model = tiny(task="mlm", noise=0.3, vocab_size=tokenizer.vocab_size).eval()
+        masks = fill_mask(model, tokenizer, "the [MASK]\u00e9[MASK]", top=2)
+        assert all(candidate.text == texts[candidate.token] for candidates in masks for candidate in candidates)
+
+
+def test_what_cannot_be_filled_is_named(tiny: Tiny) -> None:
+    model = tiny(task="mlm", noise=0.3).eval()
+    other = tiny(task="mlm", vocab_size=300).eval()
+    wrong: list[tuple[Any, Any, Any, dict[str, int], str]] = [
+        (model, BYTES, "the cat", {}, r"text is 'the cat', which holds no \[MASK\]: write \[MASK\] at each gap"),
+        (model, BYTES, 3, {}, "text is of type int, but must be a text"),
+        (model, BYTES, "[MASK]", {"top": 0}, "top is 0, but must be at least 1"),
+        (other, BYTES, "[MASK]", {}, "tokenizer has 258 tokens, but the model's vocabulary has 300"),
+        (tiny().eval(), BYTES, "[MASK]", {}, "model is a causal language model, which cannot"),
+    ]
+    for found, tokenizer, text, options, message in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            fill_mask(found, tokenizer, text, **options)
+    short = tiny("transformer", "mlm", max_positions=10).eval()
+    with pytest.raises(ArgumentError, match="text has 11 tokens, but this model reads at most 10: shorten it"):
+        fill_mask(short, BYTES, "1234567890[MASK]")
+    assert fill_mask(short, BYTES, "123456789[MASK]")
+
+
+def test_logits_that_are_not_finite_are_named(tiny: Tiny) -> None:
+    model = tiny(task="mlm", noise=0.3).eval()
+    torch.nn.init.constant_(model.backbone.embedding.weight, float("nan"))
+    with pytest.raises(LineartimeError, match="logits of the model are not finite: its weights are damaged"):
+        fill_mask(model, BYTES, "[MASK]")
+
+
+def test_changed_weights_fill_gaps_anew_in_an_autocast_of_the_caller(tiny: Tiny) -> None:
+    model = tiny(task="mlm", noise=0.3).eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        before = fill_mask(model, BYTES, "a[MASK]")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-2)
+        after = fill_mask(model, BYTES, "a[MASK]")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert after == fill_mask(model, BYTES, "a[MASK]") != before

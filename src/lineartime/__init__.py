@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from lineartime.checkpoint import load, load_tokenizer, save
     from lineartime.errors import ArgumentError, LineartimeError
     from lineartime.evaluation import Evaluation, evaluate
-    from lineartime.filling import fill_mask
     from lineartime.generation import (
         PromptState,
         Sampling,
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     )
     from lineartime.layers import FLASH, GAU
     from lineartime.models import CausalLM, LayerConfig, MaskedLM, ModelConfig, build, presets, register_system
-    from lineartime.text_generation import generate_samples, generate_text
+    from lineartime.text_generation import fill_mask, generate_samples, generate_text
     from lineartime.training.config import TrainConfig
     from lineartime.training.loop import TrainingResult, train
 
@@ -66,11 +65,10 @@ _MODULE_OF = {
         "checkpoint": ("load", "load_tokenizer", "save"),
         "errors": ("ArgumentError", "LineartimeError"),
         "evaluation": ("Evaluation", "evaluate"),
-        "filling": ("fill_mask",),
         "generation": ("PromptState", "Sampling", "generate", "generate_batch", "load_state", "read_prompt", "save_state"),
         "layers": ("FLASH", "GAU"),
         "models": ("CausalLM", "LayerConfig", "MaskedLM", "ModelConfig", "build", "presets", "register_system"),
-        "text_generation": ("generate_samples", "generate_text"),
+        "text_generation": ("fill_mask", "generate_samples", "generate_text"),
         "training.config": ("TrainConfig",),
         "training.loop": ("TrainingResult", "train"),
     }.items()
@@ -84,7 +82,6 @@ _SUBMODULES = (
     "errors",
     "evaluation",
     "export",
-    "filling",
     "foreign",
     "generation",
     "inspection",

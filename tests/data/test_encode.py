@@ -14,9 +14,8 @@ from lineartime.data import JsonTokenizer, seams
 from lineartime.data import encode as encode_module
 from lineartime.data.encode import encoded
 from lineartime.data.train_tokenizer import _train_bpe, _train_unigram
-from lineartime.filling import _masked_ids
 from lineartime.generation import PromptState
-from lineartime.text_generation import prompt_ids
+from lineartime.text_generation import _masked_ids, prompt_ids
 
 WORDS = "It's the first  line of 12 words, naïve.\nA second\n\n\n  one\tsays: 3.14159265 and (maybe) don't! " * 4
 MIXED = (

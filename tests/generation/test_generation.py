@@ -13,8 +13,7 @@ import lineartime
 from lineartime import generation
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import Sampling, TextBatch, decoding, generate, generate_batch, prompts, read_prompt
-from lineartime.generation import sampling as sampling_module
-from lineartime.generation.sampling import draw, pick
+from lineartime.generation.decoding import draw, pick, seen_in
 from lineartime.models import CausalLM
 from lineartime.ops.state import State
 
@@ -24,7 +23,7 @@ GREEDY = Sampling(temperature=0.0)
 systems = partial(pytest.mark.parametrize, "model", indirect=True)
 
 
-@systems(["flash-tiny", "flash-quad-tiny", "transformer++-tiny shifted"])
+@systems(["flash", "flash-quad", "transformer++ shifted"])
 def test_greedy_text_is_that_of_the_forward_pass(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(prompts.PREFILL, "cpu", 4)  # a prompt in several pieces
     prompt = torch.randint(0, 40, (11,)).tolist()
@@ -47,7 +46,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@systems(["flash-tiny shifted"])
+@systems(["flash shifted"])
 def test_no_tensor_grows_with_a_prompt_beyond_a_piece(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(prompts.PREFILL, "cpu", 64)
     sizes = []
@@ -58,7 +57,7 @@ def test_no_tensor_grows_with_a_prompt_beyond_a_piece(model: CausalLM, monkeypat
     assert sizes[0] == sizes[1]
 
 
-@systems(["flash-tiny shifted", "flash-quad-tiny", "transformer++-tiny"])
+@systems(["flash shifted", "flash-quad", "transformer++"])
 def test_prompts_of_any_lengths_continue_together_as_they_would_alone(model: CausalLM) -> None:
     lengths = [1, 14, 16, 37, 16]  # some fill their chunk on the way, and some are equally long
     prompts = [torch.randint(0, 40, (length,)).tolist() for length in lengths]
@@ -140,7 +139,7 @@ def test_ranking_a_few_tokens_of_a_large_vocabulary_draws_as_ranking_all(
         expected.append(int(ranks[row, min(int((sums <= number * sums[-1]).sum()), kept - 1)]))
     found = [pick(logits, Sampling(1.0, 0, top_p), uniform)]
     found += [torch.cat([pick(logits[row, None], Sampling(1.0, 0, top_p), uniform[row, None]) for row in range(40)])]
-    monkeypatch.setattr(sampling_module, "HEAD", 5000)
+    monkeypatch.setattr(decoding, "HEAD", 5000)
     found += [pick(logits, Sampling(1.0, 0, top_p), uniform)]
     assert [tokens.tolist() for tokens in found] == [expected] * 3
 
@@ -165,7 +164,7 @@ def test_penalty_makes_seen_tokens_less_likely_whatever_the_sign_of_their_logits
     assert seen.tolist() == [[True, True]]
 
 
-@pytest.mark.parametrize(("model", "penalty"), [("flash-tiny", 1.3), ("transformer++-tiny", 0.5)], indirect=["model"])
+@pytest.mark.parametrize(("model", "penalty"), [("flash", 1.3), ("transformer++", 0.5)], indirect=["model"])
 def test_tokens_of_the_prompt_and_of_the_text_are_penalised(model: CausalLM, penalty: float) -> None:
     sampling, given = Sampling(0.0, repetition_penalty=penalty), [[1, 2, 3, 2], [5], list(range(4, 30))]
     expected = [penalized_text(model, prompt, 12, penalty) for prompt in given]
@@ -194,7 +193,7 @@ def test_step_compiled_with_the_drawing_inside_is_one_graph_and_draws_the_same_t
     texts = []
     for step in (decoding.step_and_pick, compiled):
         state, tokens, generator = begun.clone(), torch.tensor([7, 8]), torch.Generator().manual_seed(0)
-        text, seen = [], sampling_module.seen_in([[1, 2], [5]], model.config.vocab_size, sampling)
+        text, seen = [], seen_in([[1, 2], [5]], model.config.vocab_size, sampling)
         for _ in range(12):
             tokens = step(model, state, sampling, tokens, torch.rand(2, generator=generator), seen)
             text.append(tokens.tolist())
@@ -203,7 +202,7 @@ def test_step_compiled_with_the_drawing_inside_is_one_graph_and_draws_the_same_t
     assert len({tuple(tokens) for tokens in texts[0]}) > 2
 
 
-@pytest.mark.parametrize(("model", "is_compiled"), [("flash-tiny", True), ("flash-tiny shifted", False)], indirect=["model"])
+@pytest.mark.parametrize(("model", "is_compiled"), [("flash", True), ("flash shifted", False)], indirect=["model"])
 def test_recorded_step_continues_texts_as_the_plain_one(
     model: CausalLM, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +285,7 @@ def test_equal_prompts_are_read_once(model: CausalLM, monkeypatch: pytest.Monkey
     assert read == [(1, 2), (3,)]
 
 
-@systems(["flash-tiny prefix-lm", "transformer++-tiny prefix-lm"])
+@systems(["flash prefix-lm", "transformer++ prefix-lm"])
 def test_prefix_model_reads_its_prompt_in_both_directions(model: CausalLM) -> None:
     prompts = [torch.randint(0, 40, (length,)).tolist() for length in (1, 11, 40)]  # 40: more than a chunk
     written = [list(generate(model, prompt, 8, GREEDY)) for prompt in prompts]
@@ -308,7 +307,7 @@ def test_every_text_of_a_batch_is_drawn_from_its_own_logits() -> None:
         assert draw(logits, sampling, torch.Generator()).tolist() == [4, 0, 2]
 
 
-@systems(["flash-tiny", "transformer++-tiny"])
+@systems(["flash", "transformer++"])
 def test_logits_that_are_not_finite_are_an_error_and_not_a_text(model: CausalLM) -> None:
     with torch.no_grad():
         model.backbone.embedding.weight.fill_(torch.nan)

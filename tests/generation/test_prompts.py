@@ -1,28 +1,33 @@
-"""Texts that continue the state of what was read before."""
+"""Texts that continue the state of what was read before, from memory and from a file."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 import lineartime
-from lineartime.errors import ArgumentError
-from lineartime.generation import Sampling, generate, generate_batch, prompts, read_prompt
+from lineartime.data import ByteTokenizer
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.generation import Sampling, generate, generate_batch, load_state, prompts, read_prompt, save_state
 from lineartime.models import CausalLM
 
 from .conftest import Build
 
 GREEDY = Sampling(temperature=0.0)
 SYSTEMS = [
-    "flash-tiny shifted",
-    "flash-quad-tiny",
-    "hybrid-attention-tiny",
-    "transformer++-tiny",
-    "performer-chunked-tiny",
-    "combiner-tiny",
-    "reformer-tiny",
-    "flash-weighted-tiny",
-    "flash-tiny prefix-lm",
+    "flash shifted",
+    "flash-quad",
+    "hybrid-attention",
+    "transformer++",
+    "performer-chunked",
+    "combiner",
+    "reformer",
+    "flash-weighted",
+    "flash prefix-lm",
 ]
 
 
@@ -43,7 +48,7 @@ def test_text_read_in_parts_is_continued_like_the_whole(system: str, awake: Buil
         assert list(generate(model, [], 12, GREEDY, state=read_prompt(model, ids[cut:], state))) == expected
 
 
-@pytest.mark.parametrize("system", ["flash-tiny", "transformer++-tiny"])
+@pytest.mark.parametrize("system", ["flash", "transformer++"])
 def test_state_is_as_it_was_after_it_was_continued(system: str, awake: Build) -> None:
     model = awake(system)
     state = read_prompt(model, [1, 2, 3])
@@ -56,7 +61,7 @@ def test_state_is_as_it_was_after_it_was_continued(system: str, awake: Build) ->
     assert list(generate(model, [4], 20, GREEDY, state=state)) == first
 
 
-@pytest.mark.parametrize("system", ["flash-tiny", "reformer-tiny"])
+@pytest.mark.parametrize("system", ["flash", "reformer"])
 def test_batch_continues_one_state_or_one_for_each_prompt(system: str, awake: Build) -> None:
     model = awake(system)
     states = [read_prompt(model, [1, 2, 3]), None, read_prompt(model, [5] * 40)]
@@ -90,7 +95,7 @@ def test_what_cannot_be_continued_is_named(model: CausalLM, awake: Build) -> Non
     wrong: list[tuple[Any, str]] = [
         ((1, 2), "^state is of type tuple, but must be a PromptState, as read_prompt and load_state return it"),
         (read_prompt(other, [1]), "^state.* belongs to a model with 1 blocks, but this model has 2"),
-        (read_prompt(awake("flash-quad-tiny"), [1]), "^state is a KVCache, but FLASH needs a MixedChunkState"),
+        (read_prompt(awake("flash-quad"), [1]), "^state is a KVCache, but FLASH needs a MixedChunkState"),
     ]
     for state, message in wrong:
         with pytest.raises(ArgumentError, match=message):
@@ -117,3 +122,69 @@ def test_tokens_of_a_state_count_for_the_longest_text() -> None:
         ArgumentError, match=r"^prompt has 5 tokens after 6 others, which makes 11 tokens to read, .*: shorten it"
     ):
         read_prompt(model, [1] * 5, state)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_text_is_continued_from_a_file_as_from_memory(system: str, awake: Build, tmp_path: Path) -> None:
+    model, file = awake(system), tmp_path / "text.state"
+    state = read_prompt(model, torch.randint(0, 40, (40,)).tolist())
+    save_state(model, state, file)
+    loaded = load_state(model, file)
+    assert (loaded.position, loaded.last) == (state.position, state.last)
+    assert list(generate(model, [3], 10, GREEDY, state=loaded)) == list(generate(model, [3], 10, GREEDY, state=state))
+    for found, expected in zip((*loaded.state.tensors(), loaded.logits), (*state.state.tensors(), state.logits), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_file_of_flash_does_not_grow_with_the_text(model: CausalLM, tmp_path: Path) -> None:
+    model, sizes = model.bfloat16(), []
+    for length in (100, 900):
+        save_state(model, read_prompt(model, [1] * length), tmp_path / str(length))
+        sizes.append((tmp_path / str(length)).stat().st_size)
+    assert abs(sizes[0] - sizes[1]) < 100  # the numbers of tokens have more digits
+
+
+def test_full_disk_is_named_and_leaves_no_file(model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(LineartimeError, match=r"Cannot write .*text.state: No space left on device; free some space"):
+        save_state(model, read_prompt(model, [1]), tmp_path / "text.state")
+    with pytest.raises(LineartimeError, match=r"Cannot write .*model: No space left on device; free some space"):
+        lineartime.save(lineartime.build("flash-tiny", n_blocks=1), ByteTokenizer(), tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_model_cannot_load_a_state(awake: Build, tmp_path: Path) -> None:
+    model, file = awake("flash"), tmp_path / "text.state"
+    save_state(model, read_prompt(model, [1]), file)
+    with pytest.raises(ArgumentError, match=r"^state is .*text.state, which a model with other weights wrote"):
+        load_state(awake("flash"), file)
+    with pytest.raises(ArgumentError, match=r"wrote, but these are in float32: use the same precision"):
+        load_state(model.float(), file)
+
+
+def test_damaged_file_is_an_error(awake: Build, tmp_path: Path) -> None:
+    model, file = awake("flash-quad"), tmp_path / "text.state"
+    save_state(model, read_prompt(model, [1]), file)
+    with safe_open(file, framework="pt") as opened:
+        metadata, tensors = dict(opened.metadata()), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    facts = json.loads(metadata["facts"])
+    numbers = {**facts["numbers"], "0.longest": facts["numbers"]["0.longest"] + 1}
+    wrong: list[tuple[dict[str, Any], Any, str, str]] = [
+        ({**tensors, "0.v": tensors["0.v"] + 1}, facts, metadata["format"], "is damaged .its contents differ from what was"),
+        ({"logits": tensors["logits"]}, facts, metadata["format"], "is damaged .its contents differ"),
+        (tensors, {**facts, "numbers": numbers}, metadata["format"], "is damaged .its contents differ"),
+        (tensors, [facts], metadata["format"], "is damaged .its facts cannot be read"),
+        (tensors, facts, "pt", "is no file of a state: give one that save_state wrote"),
+    ]
+    for parts, known, kind, message in wrong:
+        save_file(parts, file, {"format": kind, "facts": json.dumps(known)})
+        with pytest.raises(LineartimeError, match=f"text.state {message}"):
+            load_state(model, file)
+    file.write_bytes(b"not safetensors at all")
+    with pytest.raises(LineartimeError, match=r"text.state is damaged"):
+        load_state(model, file)
+    with pytest.raises(LineartimeError, match=r"Cannot read .*missing.state"):
+        load_state(model, tmp_path / "missing.state")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lineartime.errors import ArgumentError
-from lineartime.generation.sampling import Sampling, pick
+from lineartime.generation.decoding import Sampling, pick
 from lineartime.models import build
 from lineartime.models.backbone import ModelState
 from lineartime.models.decoder import NativeDecoder

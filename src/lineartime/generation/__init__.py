@@ -11,10 +11,8 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.generation.batch import TextBatch
-from lineartime.generation.decoding import drawing
-from lineartime.generation.prompts import Ids, PromptState, checked_prompt, read, read_prompt, token_ids
-from lineartime.generation.sampling import Sampling, checked_sampling, draw, seen_in
-from lineartime.generation.state_files import load_state, save_state
+from lineartime.generation.decoding import Sampling, checked_sampling, draw, drawing, seen_in
+from lineartime.generation.prompts import Ids, PromptState, checked_prompt, load_state, read, read_prompt, save_state, token_ids
 from lineartime.models.language_model import CausalLM, LanguageModel, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
 from lineartime.ops.state import State
@@ -119,8 +117,6 @@ def generate_batch(
     """
     if isinstance(prompts, str) or not hasattr(prompts, "__len__") or getattr(prompts, "ndim", 1) == 0:
         raise ArgumentError("prompts", f"is {prompts!r}, but must be a sequence of prompts, each of them token ids.")
-    if ended is not None and not callable(ended):
-        raise ArgumentError("ended", f"is {ended!r}, but must be a function of the number of a text and its new token.")
     if not len(prompts):
         return []
     named = {f"prompts[{number}]": prompt for number, prompt in enumerate(prompts)}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.generation.decoding import Sampling, checked_sampling, pick, seen_in, uniform_numbers
 from lineartime.generation.prompts import Ids, PromptState, checked_prompt, read
-from lineartime.generation.sampling import Sampling, checked_sampling, pick, seen_in, uniform_numbers
 from lineartime.models.backbone import ModelState
 from lineartime.models.language_model import CausalLM, LanguageModel, are_finite, check_model
 from lineartime.ops.state import State

@@ -201,7 +201,7 @@ struct Sampling {
   int64_t top_k;
 };
 
-// `pick` of generation/sampling.py for a row of logits.
+// `pick` of generation/decoding.py for a row of logits.
 template <class T>
 int64_t pick(const T* logits, int64_t n, double uniform, const Sampling& sampling) {
   typedef std::pair<float, int64_t> Token;
