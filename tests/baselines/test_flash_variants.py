@@ -143,17 +143,10 @@ def test_first_tokens_attend_with_softmax_and_others_as_before(
     assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
 
 
-class Parts(FLASHLocal):
-    """`FLASH` put together of its parts."""
-
-    n_maps = 4
-    parts = FLASHInParts.parts
-
-
 @directions
 def test_flash_in_parts_is_flash(causal: bool) -> None:
     whole = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal))
-    parts = Parts(8, d_qk=4, chunk_size=CHUNK, causal=causal)
+    parts = FLASHInParts(8, d_qk=4, chunk_size=CHUNK, causal=causal)
     parts.load_state_dict(whole.state_dict())
     x, mask = torch.randn(2, 17, 8), torch.rand(2, 17) > 0.3
     torch.testing.assert_close(parts(x, mask=mask), whole(x, mask=mask))
@@ -169,7 +162,7 @@ def test_each_part_alone_is_the_definition_without_the_other(
     def alone(layer: FLASHInParts) -> Callable[..., Tensor]:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             chunks = cut_chunks(v, CHUNK)
-            return chunks.join(layer.attend_chunks(layer.parts, [chunks.cut(q), chunks.cut(k)], chunks.cut(v), chunks, None))
+            return chunks.join(layer.attend_chunks([chunks.cut(q), chunks.cut(k)], chunks.cut(v), chunks, None))
 
         return attend
 

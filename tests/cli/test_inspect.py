@@ -23,6 +23,6 @@ def test_inspect_draws_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_wrong_options_end_with_a_sentence(folder: Path, fails: Fails) -> None:
     Path("empty").touch()
-    missing = "--text is missing or empty: give a text, or a file with one by --text-file"
-    fails(["inspect", str(folder / "run"), "--text-file", "empty"], missing)
+    fails(["inspect", str(folder / "run")], "--text is missing or empty, but must hold a text, here or in a file")
+    fails(["inspect", str(folder / "run"), "--text-file", "empty"], "--text-file is missing or empty")
     fails(["inspect", "nothing", "--text", "a", "--out", "a.txt"], "a.txt has a suffix that is no picture format")  # at once

@@ -69,7 +69,7 @@ def test_losses_and_states_are_those_of_the_model(tiny: Any) -> None:
 def test_each_system_has_losses_and_a_state(tiny: Any, system: str) -> None:
     layer = inspect(tiny(system).eval(), BYTES, TEXT).layers[0]
     assert bool(layer.weights) == (system in ("flash-quad", "transformer++", "flash-memory"))
-    assert bool(layer.state_norms) == (system == "performer")
+    assert bool(layer.state_norms) == (system in ("performer", "flash-memory"))
     assert list(layer.state_bytes)[-1] == len(TEXT)
 
 

@@ -90,7 +90,7 @@ def test_what_a_mixer_cannot_read_is_named(name: str) -> None:
 
 
 def test_no_mixer_replaces_what_checks_its_arguments() -> None:
-    checked = ["forward", "extend", "describe", "init_state", "read_prefix", "open", "normed"]
+    checked = ["forward", "extend", "describe", "init_state", "read_prefix", "normed"]
     checked += ["check_input", "check_state", "check_prefix", "check_causal"]
     for mixer in MIXERS.values():
         for name in checked:

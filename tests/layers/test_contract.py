@@ -99,8 +99,8 @@ class CannotStream(Average):
 
 
 class HasCausalPrefixes(GAU):
-    def attend(self, maps: Any, v: Tensor, batch: Any, causal: bool, part: Any = None) -> Tensor:
-        return super().attend(maps, v, batch, True, part)
+    def attend(self, maps: Any, v: Tensor, batch: Any, causal: bool) -> Tensor:
+        return super().attend(maps, v, batch, True)
 
 
 class BeginsWrongly(GAU):

@@ -95,7 +95,6 @@ class Combiner(ChunkedHeads):
     """
 
     name = "combiner"
-    why_not_opened = "the keys of its summaries depend on the values, so its output is not linear in the values"
 
     def __init__(self, d_model: int, **options: Unpack[ChunkedHeadOptions]) -> None:
         super().__init__(d_model, **options)

@@ -39,13 +39,17 @@ class FLASHGlobal(FLASHInParts):
 
     name = "flash-global"
     n_maps = 2
-    parts = ("global",)
 
     def __init__(self, d_model: int, *, chunk_size: int = 64, **options: Unpack[FLASHGlobalOptions]) -> None:
         # Passed explicitly, so that a caller who passes them gets a TypeError.
         super().__init__(
             d_model, chunk_size=chunk_size, activation="relu2", relative_bias=False, initial_scores="small", **options
         )
+
+    def attend_chunks(self, maps: Sequence[Tensor], v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
+        """The linear part."""
+        q, k = maps
+        return self.linear_part(q, k, v, chunks)
 
     def attend_next(
         self, maps: Sequence[Tensor], v: Tensor, state: MixedChunkState, batch: Batch

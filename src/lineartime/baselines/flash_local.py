@@ -24,7 +24,11 @@ class FLASHLocal(FLASHInParts):
 
     name = "flash-local"
     n_maps = 2
-    parts = ("local",)
+
+    def attend_chunks(self, maps: Sequence[Tensor], v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
+        """The quadratic part."""
+        q, k = maps
+        return self.quadratic_part(q, k, v, chunks, bias)
 
     def attend_next(
         self, maps: Sequence[Tensor], v: Tensor, state: MixedChunkState, batch: Batch

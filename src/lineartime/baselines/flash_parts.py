@@ -5,15 +5,12 @@ The definition of both parts is in `lineartime.ops.mixed_chunk.reference`.
 """
 
 from collections.abc import Sequence
-from functools import reduce
-from operator import add
 
 from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.layers.flash import FLASH
 from lineartime.layers.gated import GatedOptions
-from lineartime.layers.mixer import Part
 from lineartime.ops.activations import attention_weights
 from lineartime.ops.batch import Batch
 from lineartime.ops.chunks import Reach
@@ -42,25 +39,18 @@ class FLASHInParts(FLASH):
         # Passed explicitly, so that a caller who passes it gets a TypeError.
         super().__init__(d_model, chunk_size=chunk_size, relative_bias=relative_bias, memory="sum", **options)
 
-    def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool, part: Part | None = None) -> Tensor:
-        """Cut into chunks, attend and join, or compute one part: [B, T, s] and [B, T, w] -> [B, T, w]."""
-        compute, parts = matmul_dtype(*maps, v), self.parts if part is None else (part,)
+    def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool) -> Tensor:
+        """Cut into chunks, attend and join: [B, T, s] and [B, T, e] -> [B, T, e]."""
+        compute = matmul_dtype(*maps, v)
         with without_autocast(v):
             cut = [batch.cut(x.to(compute)) for x in maps]
-            out = self.attend_chunks(parts, cut, batch.cut(v.to(compute)), batch, self.chunk_bias(batch))
+            out = self.attend_chunks(cut, batch.cut(v.to(compute)), batch, self.chunk_bias(batch))
             return batch.join(out.to(output_dtype(v, compute)))
 
-    def attend_chunks(self, parts: Sequence[Part], maps: list[Tensor], v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
-        """The sum of parts: queries and keys, each [B, G, C, s], and values [B, G, C, w] -> [B, G, C, w].
-
-        Queries and keys of the quadratic part come first, those of the linear part last.
-        """
-        outputs = []
-        if "local" in parts:
-            outputs.append(self.quadratic_part(maps[0], maps[1], v, chunks, bias))
-        if "global" in parts:
-            outputs.append(self.linear_part(maps[-2], maps[-1], v, chunks))
-        return reduce(add, outputs)
+    def attend_chunks(self, maps: Sequence[Tensor], v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
+        """The sum of both parts: queries and keys, each [B, G, C, s], and values [B, G, C, e] -> [B, G, C, e]."""
+        q_quad, k_quad, q_lin, k_lin = maps
+        return self.quadratic_part(q_quad, k_quad, v, chunks, bias) + self.linear_part(q_lin, k_lin, v, chunks)
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
         """Attend inside chunks: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e]."""

@@ -118,7 +118,6 @@ class LaCT(Longformer):
 
     name = "lact"
     why_only_causal = "its networks learn from the tokens before"
-    why_not_opened = "its networks are not linear in the values"
 
     def __init__(self, d_model: int, *, chunk_size: int = 256, n_nets: int = 4, **options: Unpack[HeadOptions]) -> None:
         check_positive(d_model=d_model, chunk_size=chunk_size)

@@ -9,16 +9,12 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), its comparison 
     R(t) = tokens of all other chunks; causal: of the chunks before t's
 """
 
-from collections.abc import Collection
 from dataclasses import replace
-from functools import reduce
-from operator import add
 
 import torch
 from torch import Tensor
 
 from lineartime.baselines.chunked_heads import ChunkedHeads
-from lineartime.layers.mixer import Part
 from lineartime.layers.multi_head import fold_heads
 from lineartime.ops.batch import Batch, cut_chunks
 from lineartime.ops.chunks import Reach
@@ -53,30 +49,19 @@ class MCTFM(ChunkedHeads):
     """
 
     name = "mc-tfm"
-    parts = ("local", "global")
     any_positions = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Mixed chunk attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
-        return self._read_parts(self.parts, q, k, v, real)
-
-    def attend_part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """The local or the global part: q, k [R, H, L, h] and v [R, H, L, w] -> [R, H, L, w]."""
-        return self._read_parts((part,), q, k, v, real)
-
-    def _read_parts(self, parts: Collection[Part], q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         shape, dtype, size = v.shape, v.dtype, max(1, min(self.chunk_size, v.shape[2]))  # a larger chunk would only be padded
         q, k, v = (fold_heads(x) for x in (q, k, v))
         chunks = cut_chunks(v, size, None if real is None else real.repeat_interleave(self.n_heads, 0))
         q, k, v = (chunks.cut(x) for x in (q, k, v))
         options = MixedChunkOptions(size, self.causal, activation="softmax")
-        outputs = []
-        if "local" in parts:
-            outputs.append(chunk_attention(q, k, v, chunks, None, options))
-        if "global" in parts:
-            reach: Reach = "before" if self.causal else "others"
-            outputs.append(summary_attention(q * q.shape[-1] ** -0.5, k, v, chunks, options, reach=reach))
-        return chunks.join(reduce(add, outputs).to(dtype)).view(shape)
+        reach: Reach = "before" if self.causal else "others"
+        local = chunk_attention(q, k, v, chunks, None, options)
+        across = summary_attention(q * q.shape[-1] ** -0.5, k, v, chunks, options, reach=reach)
+        return chunks.join((local + across).to(dtype)).view(shape)
 
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkState, batch: Batch

@@ -26,7 +26,6 @@ from lineartime.baselines.linear_elu import elu_features
 from lineartime.baselines.performer import relu_features
 from lineartime.baselines.scores import masked_products
 from lineartime.errors import check_choice
-from lineartime.layers.mixer import Part
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_fits, check_positive
 from lineartime.ops.chunks import exclusive_cumsum, fill, open_chunk_pieces
@@ -106,7 +105,6 @@ class MixedChunk(ChunkedHeads):
     """
 
     name = "mixed-chunk"
-    parts = ("local", "global")
 
     def __init__(
         self,
@@ -141,16 +139,10 @@ class MixedChunk(ChunkedHeads):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Both parts: q, k, v [R, H, L, h] -> [R, H, L, h]."""
-        return self.attend_part("local", q, k, v, real) + self.attend_part("global", q, k, v, real)
-
-    def attend_part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """The local or the global part: q, k [R, H, L, h] and v [R, H, L, w] -> [R, H, L, w]."""
         real = real_tokens(v, real)
         size = max(1, min(self.chunk_size, v.shape[-2]))  # a larger chunk would only be padded
-        if part == "local":
-            return self._attend_near(q, k, v, real, size)
         keys = self.map_features(k, 0).masked_fill(~real[:, None, :, None], 0.0)
-        return self._attend_far(self.map_features(q, 0), keys, v, size)
+        return self._attend_near(q, k, v, real, size) + self._attend_far(self.map_features(q, 0), keys, v, size)
 
     def _attend_near(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, chunk_size: int) -> Tensor:
         length, overlapping, causal = v.shape[-2], self.local == "overlapping", self.causal

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.layers.dense import Dense, FactoryOptions, factory
-from lineartime.layers.mixer import Mixer, MixerOptions, Opened, Part
+from lineartime.layers.mixer import Mixer, MixerOptions
 from lineartime.layers.residual import RMSNorm
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_n_heads
@@ -117,7 +117,6 @@ class RecurrentMixer(Mixer):
     """
 
     why_only_causal = "its state holds the tokens before"
-    why_not_opened = None
     any_positions = True
     constant_state = True
     chunk: ClassVar[int] = 64
@@ -187,18 +186,6 @@ class RecurrentMixer(Mixer):
         positions = None if batch.document is None else batch.positions
         maps = self.read(with_earlier(self.remember(normed), self.recent_shape[0], positions))
         return maps, self.tokens(normed, maps, batch)
-
-    def open_normed(self, normed: Tensor, batch: Batch) -> Opened:
-        """The recurrence of `mix`, which is linear in the values."""
-        maps, x = self._maps(normed, batch)
-
-        def read(_: Part, values: Tensor) -> Tensor:
-            return self.recur(x._replace(v=self.heads(values)), None)[0].flatten(2)
-
-        def combine(out: Tensor) -> Tensor:
-            return self.combine(normed, maps, x, self.heads(out))
-
-        return Opened(x.v.flatten(2), self.n_heads, self.parts, read, combine)
 
     def mix(self, normed: Tensor, batch: Batch) -> Tensor:
         maps, x = self._maps(normed, batch)

@@ -37,7 +37,7 @@ def run(options: InspectOptions) -> None:
     check_picture(options.out)  # before the slow part
     text = read_text(options, "text")
     if not text:
-        raise ArgumentError("text", "is missing or empty: give a text, or a file with one by `text_file`.")
+        raise ArgumentError("text", "is missing or empty, but must hold a text, here or in a file.")
     loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=options.checkpoint)
     inspection = inspect(loaded.model, loaded.tokenizer, text, options.max_tokens)
     picture = save_figure(draw(inspection, str(loaded.checkpoint)), options.out, dots_per_inch=100)

@@ -16,7 +16,6 @@ from lineartime.layers.cross import CrossGAU
 from lineartime.layers.flash import FLASH
 from lineartime.layers.gated import GatedUnit
 from lineartime.layers.gau import GAU
-from lineartime.layers.mixer import Opened
 from lineartime.layers.positions import RelativeBias
 from lineartime.layers.residual import ResidualLayer
 from lineartime.ops.activations import NORMALIZATIONS, SOFTMAXES, Normalization
@@ -73,10 +72,6 @@ class ForeignUnit(GatedUnit):
     def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
         return super().mix_next(normed, state, self._rotating(batch))
-
-    def open_normed(self, normed: Tensor, batch: Batch) -> Opened:
-        """The attention of `mix`, split into its parts."""
-        return super().open_normed(normed, self._rotating(batch))
 
     def _rotating(self, batch: Batch) -> Batch:
         """The batch with rotations of all features."""

@@ -16,13 +16,12 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError, check_choice
 from lineartime.layers.dense import factory, is_untouched
 from lineartime.layers.gated import GatedOptions, GatedUnit
-from lineartime.layers.mixer import Part
 from lineartime.layers.positions import RelativeBias, build_relative_bias
 from lineartime.ops.activations import CHUNK_NORMALIZATIONS
 from lineartime.ops.backends import Backend
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import check_positive
-from lineartime.ops.mixed_chunk import attend_heads, attend_part, attend_projected, stream
+from lineartime.ops.mixed_chunk import attend_heads, attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
 from lineartime.ops.mixed_chunk.memories import Memory, queries_and_keys
 from lineartime.ops.mixed_chunk.stream import SlotBias, mixed_chunk_state
@@ -56,7 +55,6 @@ class FLASH(GatedUnit):
 
     name = "flash"
     n_maps = 4
-    parts: ClassVar[tuple[Part, ...]] = ("local", "global")
     normalizations = CHUNK_NORMALIZATIONS
     splits_context = True
     reads_prefix = True
@@ -155,8 +153,8 @@ class FLASH(GatedUnit):
         replaced = [step for step in STEPS if step in own or getattr(kind, step) is not getattr(FLASH, step)]
         return not replaced
 
-    def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool, part: Part | None = None) -> Tensor:
-        """The attention alone, or its quadratic or linear part in plain PyTorch: [B, T, s] and [B, T, w] -> [B, T, w]."""
+    def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool) -> Tensor:
+        """The attention alone: queries and keys [B, T, s], values [B, T, e] -> [B, T, e]."""
         if batch.context is not None:
             raise ArgumentError(
                 "context", f"is given, but {type(self).__name__} replaces a step of FLASH: only FLASH can split sequences."
@@ -164,8 +162,6 @@ class FLASH(GatedUnit):
         options = self.options if causal else self.options.bidirectional
         q_quad, k_quad, q_lin, k_lin = maps
         heads, bias = Heads(q_quad, k_quad, q_lin, k_lin, v), self.chunk_bias(batch)
-        if part is not None:
-            return attend_part(part, heads, bias, batch, options)
         backend = self.backend or "auto"
         return attend_heads(heads, bias, batch, options, "torch" if backend == "tiled" else backend)  # tiles take projections
 

@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from lineartime.errors import check_choice
 from lineartime.layers.dense import Dense, factory
-from lineartime.layers.mixer import Mixer, MixerOptions, Opened, Part
+from lineartime.layers.mixer import Mixer, MixerOptions
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization
 from lineartime.ops.backends import BACKENDS, Backend
 from lineartime.ops.batch import Batch
@@ -62,7 +62,6 @@ class GatedUnit(Mixer):
     """The values of `activation` that it supports."""
     normalizations: ClassVar[tuple[str, ...]] = NORMALIZATIONS
     """The values of `normalization` that it supports."""
-    why_not_opened: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -108,8 +107,8 @@ class GatedUnit(Mixer):
         return width, width
 
     @abstractmethod
-    def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool, part: Part | None = None) -> Tensor:
-        """Attend over whole sequences, or compute one part: queries and keys [B, T, s], values [B, T, w] -> [B, T, w]."""
+    def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool) -> Tensor:
+        """Attend over whole sequences: queries and keys [B, T, s], values [B, T, e] -> [B, T, e]."""
 
     def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Attend for N more tokens of streams, [B, N, s] and [B, N, e], and return the new state."""
@@ -118,28 +117,14 @@ class GatedUnit(Mixer):
     def mix(self, normed: Tensor, batch: Batch) -> Tensor:
         """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
         gate, v, maps = self.project(normed, batch)
-        out: Tensor = self.to_output(self.apply_gate(gate, self._attend(maps, v, batch)))
-        return out
-
-    def _attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, part: Part | None = None) -> Tensor:
-        """`attend`, bidirectionally within prefixes."""
 
         def within(*parts: Any) -> Tensor:
             *own, values, inner = parts
-            return self.attend(own, values, inner, causal=False, part=part)
+            return self.attend(own, values, inner, causal=False)
 
-        return batch.with_prefix(self.attend(maps, v, batch, self.causal, part), within, *maps, v)
-
-    def open_normed(self, normed: Tensor, batch: Batch) -> Opened:
-        """The attention of `mix`, split into its parts."""
-        gate, v, maps = self.project(normed, batch)
-        return Opened(
-            v,
-            self.n_heads,
-            self.parts,
-            read=lambda part, values: self._attend(maps, values, batch, part),
-            combine=lambda read: self.to_output(self.apply_gate(gate, read)),
-        )
+        attended = batch.with_prefix(self.attend(maps, v, batch, self.causal), within, *maps, v)
+        out: Tensor = self.to_output(self.apply_gate(gate, attended))
+        return out
 
     def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""

@@ -16,7 +16,6 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError
 from lineartime.layers.dense import factory
 from lineartime.layers.gated import GatedOptions, GatedUnit
-from lineartime.layers.mixer import Part
 from lineartime.layers.positions import RelativeBias, RotaryBias, TableBias, build_relative_bias
 from lineartime.ops.activations import Normalization
 from lineartime.ops.backends import Backend
@@ -80,8 +79,8 @@ class GAU(GatedUnit):
         width = self.d_qk // self.n_heads if self.rope else None
         return Needs(rotary_width=width, max_length=self.longest_sequence, dtype=acc_dtype(self.gamma))
 
-    def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool, part: Part | None = None) -> Tensor:
-        """Attend within each document: queries and keys [B, T, s], values [B, T, w] -> [B, T, w]."""
+    def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool) -> Tensor:
+        """Attend within each document: queries and keys [B, T, s], values [B, T, e] -> [B, T, e]."""
         return batch.by_row(partial(self.attend_rows, causal=causal, batch=batch), *maps, v)
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, causal: bool, batch: Batch) -> Tensor:

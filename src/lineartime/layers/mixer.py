@@ -4,8 +4,7 @@ Shapes: B batch or streams, T tokens, N new tokens of a stream, D documents of a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,8 +21,6 @@ from lineartime.ops.make_batch import make_batch, stream_batch
 from lineartime.ops.state import State
 from lineartime.ops.token_shift import shift_next, shift_tokens, shifted_width
 
-Part = Literal["attention", "local", "global"]
-"""A part of an attention: "local" for nearby tokens, "global" for a sum over all tokens, "attention" if there is one part."""
 READ_PREFIX = "GAU, FLASH with the memory sum or mesa, and softmax attention"  # the mixers that can, for messages
 
 
@@ -32,37 +29,6 @@ class MixerOptions(LayerOptions, total=False):
 
     causal: bool
     token_shift: bool
-
-
-class Opened(NamedTuple):
-    """A mixer's attention over a batch, as functions of its values. Attention is linear in them.
-
-    Attributes:
-        values: [B, T, e], with the heads concatenated.
-        n_heads: H.
-        parts: the names of the parts whose sum is the attention.
-        read: the linear function of a part, (name, values [B, T, H w]) -> [B, T, H w], for any w.
-        combine: maps the sum of the parts, [B, T, e], to what the mixer adds to its input, [B, T, d].
-    """
-
-    values: Tensor
-    n_heads: int
-    parts: tuple[Part, ...]
-    read: Callable[[Part, Tensor], Tensor]
-    combine: Callable[[Tensor], Tensor]
-
-    def weights(self, part: Part) -> Tensor:
-        """The attention weights of a part, [B, H, T, T], computed from one-hot values; row t holds those of query t."""
-        batch, length = self.values.shape[:2]
-        each = torch.eye(length, dtype=self.values.dtype, device=self.values.device).repeat(1, self.n_heads)
-        read = self.read(part, each.expand(batch, -1, -1))
-        weights: Tensor = read.unflatten(-1, (self.n_heads, length)).transpose(1, 2)
-        return weights
-
-    def contribution(self, part: Part) -> Tensor:
-        """What a part adds to the tokens, [B, T, d]; the sum over the parts is what the mixer adds, without its output bias."""
-        read = self.read(part, self.values)
-        return self.combine(read) - self.combine(torch.zeros_like(read))
 
 
 class Mixer(ResidualLayer, ABC):
@@ -83,10 +49,6 @@ class Mixer(ResidualLayer, ABC):
     """Why a mixer cannot be causal, as the end of a sentence; None for a mixer that can be."""
     why_only_causal: ClassVar[str | None] = None
     """Why a mixer must be causal, as the end of a sentence; None for a mixer that need not be."""
-    why_not_opened: ClassVar[str | None] = "it does not say how its attention depends on its values"
-    """Why `open` cannot take the attention apart, as the end of a sentence; None if it can."""
-    parts: ClassVar[tuple[Part, ...]] = ("attention",)
-    """The parts whose sum is its attention."""
     splits_context: bool = False
     """Whether it supports sequences that are split over several processes."""
     reads_prefix: bool = False
@@ -295,30 +257,6 @@ class Mixer(ResidualLayer, ABC):
         self.check_prefix()
         _, state = self.extend(x, None, mask)
         return self.forward(x, mask, prefix_lengths=state.position), state
-
-    def open(self, x: Tensor, batch: Batch) -> Opened:
-        """The attention of `forward`, split into its parts, for equal rows.
-
-        Raises:
-            LineartimeError: if the attention cannot be split; the message gives the reason.
-            ArgumentError: if x does not match the mixer, or the batch is a pack.
-        """
-        if self.why_not_opened is not None:
-            raise LineartimeError(f"{type(self).__name__} cannot show attention weights: {self.why_not_opened}.")
-        self.check_input(x)
-        if batch.order is not None or batch.parts or (batch.starts is not None and batch.starts.shape[0] != 2):
-            raise ArgumentError("batch", "has padding or packed documents, but must not: open one text at a time.")
-        return self.open_normed(self.normed(x, batch), batch)
-
-    def open_normed(self, normed: Tensor, batch: Batch) -> Opened:
-        """The attention of `mix`, split into its parts."""
-        raise NotImplementedError
-
-    def global_state(self, state: Any) -> Tensor | None:
-        """The part of a state of `extend` that summarises tokens that are not stored one by one, [B, ...]; None without one."""
-        own = state.own if isinstance(state, ShiftedState) else state
-        summary: Tensor | None = getattr(own, "summary", None)
-        return None if summary is None or 0 in summary.shape[1:] else summary
 
     def extra_repr(self) -> str:
         """The options and, if there are several, the implementation of the attention."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.layers.dense import Dense, factory
-from lineartime.layers.mixer import Mixer, MixerOptions, Opened, Part
+from lineartime.layers.mixer import Mixer, MixerOptions
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_n_heads
@@ -42,7 +42,6 @@ class MultiHeadMixer(Mixer):
 
     n_maps: ClassVar[int] = 3
     """The number of input projections: 3 for queries, keys and values; 2 if queries and keys are the same."""
-    why_not_opened: ClassVar[str | None] = None
 
     def __init__(self, d_model: int, *, n_heads: int = 12, rope: bool = True, **options: Unpack[MixerOptions]) -> None:
         super().__init__(d_model, **options)
@@ -61,10 +60,6 @@ class MultiHeadMixer(Mixer):
         there is no padding.
         """
 
-    def attend_part(self, part: Part, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Compute one part of `attend`, for a mixer with several `parts`; values may have any width."""
-        return self.attend(q, k, v, real)
-
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Do the same for N more tokens of streams, [B, H, N, h], and return the new state; `state` may be overwritten."""
         raise NotImplementedError
@@ -81,15 +76,6 @@ class MultiHeadMixer(Mixer):
         """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
         q, k, v = self.project(normed, batch)
         return self.combine(normed, self._attend(self.attend, q, k, v, batch))
-
-    def open_normed(self, normed: Tensor, batch: Batch) -> Opened:
-        """The attention of `mix`, split into its parts."""
-        q, k, v = self.project(normed, batch)
-
-        def read(part: Part, values: Tensor) -> Tensor:
-            return self._attend(partial(self.attend_part, part), q, k, split_heads(values, self.n_heads), batch)
-
-        return Opened(merge_heads(v), self.n_heads, self.parts, read, partial(self.combine, normed))
 
     def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""

@@ -172,11 +172,6 @@ def attend_heads(
     return _with_prefix(chunked.attend, heads, bias, batch, options)
 
 
-def attend_part(part: str, heads: Heads, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
-    """The quadratic ("local") or the linear ("global") part of `attend_heads`; values may have any width."""
-    return _with_prefix(partial(chunked.attend, parts=(part,)), heads, bias, batch, options)
-
-
 def _with_prefix(
     attend: Callable[[Heads, Tensor | None, Batch, MixedChunkOptions], Tensor],
     heads: Heads,

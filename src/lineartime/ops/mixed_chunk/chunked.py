@@ -4,10 +4,6 @@ Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value wi
 The definition is in reference.py.
 """
 
-from collections.abc import Collection
-from functools import reduce
-from operator import add
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,23 +16,13 @@ from lineartime.ops.quadratic.blocked import attend_visible
 from lineartime.ops.tracing import is_exporting
 
 
-def attend(
-    heads: Heads,
-    bias: Tensor | None,
-    batch: Batch,
-    options: MixedChunkOptions,
-    parts: Collection[str] = ("local", "global"),
-) -> Tensor:
-    """Attend quadratically inside chunks and linearly across them, [B, T, e]; or one of these `parts` alone."""
+def attend(heads: Heads, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:
+    """Attend quadratically inside chunks and linearly across them: [B, T, e]."""
     compute = matmul_dtype(*heads)
     with without_autocast(heads.v):
         q_quad, k_quad, q_lin, k_lin, v = (batch.cut(x.to(compute)) for x in heads)
-        outputs = []
-        if "local" in parts:
-            outputs.append(chunk_attention(q_quad, k_quad, v, batch, bias, options))
-        if "global" in parts:
-            outputs.append(_linear_part(q_lin, k_lin, v, batch, options))
-        return batch.join(reduce(add, outputs).to(output_dtype(heads.v, compute)))
+        out = chunk_attention(q_quad, k_quad, v, batch, bias, options) + _linear_part(q_lin, k_lin, v, batch, options)
+        return batch.join(out.to(output_dtype(heads.v, compute)))
 
 
 def chunk_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, bias: Tensor | None, options: MixedChunkOptions) -> Tensor:
