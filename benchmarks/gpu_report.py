@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lineartime.markdown import markdown_table
+from lineartime.units import markdown_table
 
 
 class OutOfTimeError(BaseException):

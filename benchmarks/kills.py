@@ -29,8 +29,8 @@ from measure import RESULTS, save
 
 from lineartime import checkpoint as checkpoints
 from lineartime.cli import main as command
-from lineartime.markdown import markdown_table
 from lineartime.runs.metrics import read_metrics
+from lineartime.units import markdown_table
 
 TINY = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--context-length", "24", "--batch-size", "2"]
 TINY += ["--precision", "fp32", "--threads", "1", "--eval-windows", "2"]

@@ -17,9 +17,9 @@ from lineartime.bench.measure import median_seconds, synchronized
 from lineartime.bench.subjects import Case, Subject, prepare
 from lineartime.host import freed_memory_kept
 from lineartime.machine import choose_precision
-from lineartime.markdown import markdown_table
 from lineartime.models.presets import resolve
 from lineartime.plots import label_axes
+from lineartime.units import markdown_table
 
 PRESETS = ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"]
 LENGTHS = [512, 1024, 2048, 4096, 8192]

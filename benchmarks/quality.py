@@ -14,7 +14,7 @@ from typing import Any
 
 from measure import RESULTS
 
-from lineartime.markdown import markdown_table
+from lineartime.units import markdown_table
 
 REPORTS = RESULTS / "reproduce"
 DOCUMENTS = RESULTS.parents[1] / "docs"

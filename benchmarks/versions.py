@@ -24,7 +24,7 @@ from measure import RESULTS, origin
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from lineartime.markdown import markdown_table
+from lineartime.units import markdown_table
 
 ROOT = Path(__file__).parents[1]
 FILE = RESULTS / "versions.json"

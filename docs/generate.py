@@ -42,7 +42,7 @@ ROOMS = (
 """The packages and modules of the API reference, besides the public names."""
 
 LISTED = {
-    "training": ("config.TrainConfig", "loop.train", "result.TrainingResult"),
+    "training": ("config.TrainConfig", "loop.train", "loop.TrainingResult"),
     "runs": ("metrics.read_metrics", "record.read_record", "record.Record", "record.Process"),
 }
 """Names of packages that list none themselves, because importing them must be cheap."""

@@ -25,12 +25,6 @@ def test_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_device_stays_one(tmp_path: Path) -> None:
-    (tmp_path / "picture.png").symlink_to("/dev/null")
-    write_atomically((tmp_path / "picture.png").resolve(), b"picture")
-    assert Path("/dev/null").is_char_device()
-
-
 def test_failure_removes_what_it_added_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("text")
 

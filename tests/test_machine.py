@@ -7,15 +7,18 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch import nn
 
 from lineartime import host, machine
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.machine import (
+    _WithoutInitialValues,
     autocast,
     choose_compile,
     choose_device,
     choose_precision,
     faster_precision,
+    shapes_only,
     using_threads,
     why_not_compile,
 )
@@ -84,8 +87,6 @@ def test_threads_are_set_for_a_block_alone() -> None:
     assert torch.get_num_threads() == before
     with using_threads(None):
         assert torch.get_num_threads() == before
-    with pytest.raises(LineartimeError, match=r"^threads is 0, but must be at least 1"), using_threads(0):
-        pass
 
 
 def test_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +151,22 @@ def test_device_is_found_by_our_names_and_by_those_of_pytorch(monkeypatch: pytes
     for device in ("gpu", None):
         with pytest.raises(ArgumentError, match=rf"device is {device}, which PyTorch cannot use here \(.+\): use auto or cpu"):
             choose_device(device)  # type: ignore[arg-type]
+
+
+def test_modules_have_their_shapes_and_no_memory() -> None:
+    with shapes_only():
+        modules = [nn.Linear(3, 4), nn.Embedding(5, 6), nn.LayerNorm(7)]
+        x = torch.zeros(2, 3)
+    with _WithoutInitialValues():
+        kept = nn.init.normal_(torch.full((2, 3), 3.0))
+    assert kept.tolist() == [[3.0] * 3] * 2
+    assert [list(module.weight.shape) for module in modules] == [[4, 3], [5, 6], [7]]
+    assert all(parameter.is_meta for module in modules for parameter in module.parameters())
+    assert x.is_meta
+    assert modules[0](x).shape == (2, 4)
+
+
+def test_outside_modules_are_filled_as_ever() -> None:
+    with shapes_only():
+        pass
+    assert nn.Linear(3, 4).weight.std() > 0

@@ -1,19 +1,17 @@
 """Files that are whole or not there, and JSON files, whose size is limited and whose values are checked before use."""
 
-import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-import stat
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from lineartime.errors import ArgumentError, LineartimeError, file_error, reporting_file_errors
 from lineartime.fields import decode, shown
@@ -28,19 +26,10 @@ CHECKPOINT = r"step-\d{8,18}"
 """The name of a checkpoint in a run's folder."""
 _ABANDONED_SECONDS = 3600
 """The age of half written data that no living process can be writing."""
-LARGEST = 1 << 26
-"""The maximum size of a JSON file, in bytes."""
-_TOO_DEEP = "it has lists and objects nested too deeply"
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
-    """Write or replace a file. A process killed at any moment leaves the old file or the new one. Raises OSError on failure.
-
-    A device or a pipe stays one.
-    """
-    if is_there(file) and not file.is_file():
-        file.write_bytes(content.encode() if isinstance(content, str) else content)
-        return
+    """Write or replace a file. A process killed at any moment leaves the old file or the new one. Raises OSError on failure."""
     partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}.partial")  # another name than any other process has
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -258,25 +247,15 @@ def read_file(file: Path, content: type[Content], advice: str = "restore it from
 
 def read_plain(file: Path, advice: str = "restore it from a copy") -> dict[str, Any]:
     """Read the object in a JSON file without checking its fields. Raises as `read_file`."""
-    with reporting_file_errors("read", file), open_regular(file) as opened:
-        content = opened.read(LARGEST + 1)
+    with reporting_file_errors("read", file):
+        content = file.read_bytes()
     try:
-        if len(content) > LARGEST:
-            raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
         found = parse(content)
         if not isinstance(found, dict):
             raise ValueError(f"it is {shown(found)}, but must be an object")
     except ValueError as error:
         raise DamagedFileError(file, str(error), advice) from None
     return found
-
-
-def open_regular(file: Path) -> IO[bytes]:
-    """Open a file for reading. Raises OSError for a pipe or a device, which could block or never end."""
-    kind = file.stat().st_mode
-    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # `open` reports a folder
-        raise OSError(errno.EINVAL, "It is a pipe or a device, and no file", str(file))
-    return file.open("rb")
 
 
 def parse(content: bytes) -> Any:
@@ -291,7 +270,7 @@ def parse(content: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error.msg} at line {error.lineno:,}, column {error.colno:,}") from None
     except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
+        raise ValueError("it has lists and objects nested too deeply") from None
 
 
 def decoded(content: type[Content], plain: Any) -> Content:
@@ -300,6 +279,4 @@ def decoded(content: type[Content], plain: Any) -> Content:
         found: Content = decode(content, plain)
     except ArgumentError as error:
         raise ValueError(str(error).rstrip(".")) from None
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
     return found

@@ -16,9 +16,8 @@ from lineartime.fields import Between
 
 CPUINFO = Path("/proc/cpuinfo")
 """Where Linux describes the processor."""
-MAX_THREADS = 4096
-"""The maximum number of CPU threads in a process: more than any machine has cores."""
-Threads = Annotated[int, Between(1, MAX_THREADS)]
+Threads = Annotated[int, Between(1, 4096)]
+"""A number of CPU threads in a process, of which no machine has so many cores."""
 SPINS = 5000
 """How often a thread looks whether the others are done before it sleeps: see `benchmarks/STUDIES.md`."""
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))

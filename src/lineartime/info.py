@@ -2,7 +2,6 @@
 
 import os
 import platform
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,20 +74,11 @@ def _cache() -> Fact:
     """The size and place of the encoded texts and compiled functions that the library keeps."""
     try:
         folder = cache_folder()
-        files = [_bytes_of(path) for path in folder.rglob("*")] if folder.is_dir() else []
+        files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     except (LineartimeError, OSError) as error:  # without a home, or with a folder that may not be read
         return Fact("cache", "unknown", first_line(error))
     kept = f"encoded texts and compiled functions in {folder}, which may be deleted"
     return Fact("cache", size(sum(files)), kept)
-
-
-def _bytes_of(path: Path) -> int:
-    """The size of a file; 0 for a folder, and for a file that a run has just renamed."""
-    try:
-        facts = path.stat()
-    except FileNotFoundError:
-        return 0
-    return facts.st_size if stat.S_ISREG(facts.st_mode) else 0
 
 
 def _backends(device: torch.device) -> Iterator[Fact]:

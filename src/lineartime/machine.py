@@ -1,19 +1,22 @@
-"""Device, precision and compilation: what suits this machine, which is what "auto" chooses."""
+"""Device, precision and compilation: what suits this machine, which is what "auto" chooses; and modules without values."""
 
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from lineartime.choices import Precision
 from lineartime.errors import ArgumentError, first_line
-from lineartime.host import MAX_THREADS, processor_features, processor_vendor
 from lineartime.host import memory_bytes as host_memory
+from lineartime.host import processor_features, processor_vendor
 
 _COMPILE_SECONDS = {"cpu": 13.0, "cuda": 90.0}
 """The time that torch.compile takes: on a CPU, the longest that benchmarks/speed.py measured; on a GPU, an estimate."""
@@ -125,16 +128,10 @@ def memory_bytes(device: torch.device) -> int | None:
 
 @contextmanager
 def using_threads(threads: int | None) -> Iterator[None]:
-    """Use this many CPU threads, or PyTorch's default number for None, for the duration of a `with` block.
-
-    Raises:
-        ArgumentError: for a number below 1, or above what any machine has.
-    """
+    """Use this many CPU threads, or PyTorch's default number for None, for the duration of a `with` block."""
     if threads is None:
         yield
         return
-    if not 1 <= threads <= MAX_THREADS:
-        raise ArgumentError("threads", f"is {threads}, but must be at least 1 and at most {MAX_THREADS:,}.")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -197,3 +194,30 @@ def is_out_of_memory(error: BaseException) -> bool:
     words = ("allocate memory", "out of memory", "cuda_error_out_of_memory")
     told = isinstance(error, RuntimeError) and any(each in str(error).lower() for each in words)
     return told or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
+class _WithoutInitialValues(TorchFunctionMode):
+    """Leave tensors as they are that torch.nn.init would fill, where PyTorch asks: with random numbers or a constant."""
+
+    @override
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return options["tensor"] if "tensor" in options else args[0]
+        return func(*args, **options)
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Make tensors on the meta device: they have a shape and a dtype, but no memory.
+
+    With `torch.device("meta")` alone, PyTorch imports its compiler to draw the first initial value, which takes seconds.
+    """
+    with torch.device("meta"), _WithoutInitialValues():
+        yield

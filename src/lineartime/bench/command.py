@@ -28,12 +28,19 @@ from lineartime.bench.subjects import PEERS, Benchmark, Case, Subject, check_pee
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, typed_first_line
 from lineartime.files import write_file
 from lineartime.host import freed_memory_kept
-from lineartime.machine import choose_device, compiler_missing, faster_precision, is_out_of_memory, supports_bf16, using_threads
+from lineartime.machine import (
+    choose_device,
+    compiler_missing,
+    faster_precision,
+    is_out_of_memory,
+    shapes_only,
+    supports_bf16,
+    using_threads,
+)
 from lineartime.models.config import LAYERS, ModelConfig
 from lineartime.models.language_model import build_model
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.screen import print_markdown, progress_bar
-from lineartime.shapes import shapes_only
 from lineartime.training.config import TrainConfig
 
 OUT_OF_MEMORY = "out of memory"

@@ -18,9 +18,8 @@ from lineartime.bench.subjects import Benchmark, Case
 from lineartime.fields import AtLeastOne, Count
 from lineartime.files import write_file
 from lineartime.host import installed_version, processor_name, threads_in_words
-from lineartime.markdown import NOT_THERE, cell, column_table, three_digits, without_empty
 from lineartime.plots import Panel, draw_panels, save_figure
-from lineartime.units import size
+from lineartime.units import NOT_THERE, cell, column_table, size, three_digits, without_empty
 
 REPORT_FILE = "results.md"
 TITLES: dict[Measure, str] = {

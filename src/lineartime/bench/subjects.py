@@ -20,12 +20,11 @@ from lineartime.bench.measure import RewindingStep
 from lineartime.errors import ArgumentError, is_installed, missing_extra
 from lineartime.generation.decoding import continuing
 from lineartime.generation.prompts import prefill_batch
-from lineartime.machine import autocast
+from lineartime.machine import autocast, shapes_only
 from lineartime.models.backbone import ModelState
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import cost
 from lineartime.models.language_model import CausalLM, LanguageModel, build_model
-from lineartime.shapes import shapes_only
 
 
 @dataclass(frozen=True)

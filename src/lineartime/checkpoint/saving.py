@@ -64,8 +64,8 @@ def check_layers(model: "AnyModel") -> None:
     """Raise ArgumentError unless every module has the class and the options with which the config builds it again."""
     from torch import nn
 
+    from lineartime.machine import shapes_only
     from lineartime.models.encoder_decoder import build_described
-    from lineartime.shapes import shapes_only
 
     with shapes_only():
         built = build_described(model.config)

@@ -24,7 +24,7 @@ from lineartime.errors import (
     require_packages,
     typed_first_line,
 )
-from lineartime.files import TOKENIZER_FILE, open_regular
+from lineartime.files import TOKENIZER_FILE
 
 _HUB = "hub:"
 MASK_TEXT, END_TEXT = "[MASK]", "[END]"
@@ -263,7 +263,7 @@ def tokenizer_from_json(definition: str, source: str) -> Tokenizer:
 def read_definition(file: Path) -> str:
     """Read the text of a definition. Raises LineartimeError if the file cannot be read or is not UTF-8."""
     try:
-        with reporting_file_errors("read", file), open_regular(file) as opened:
+        with reporting_file_errors("read", file), file.open("rb") as opened:
             return opened.read().decode()
     except UnicodeDecodeError as error:
         what = f"{file} is not a tokenizer file (it is not UTF-8 at byte {error.start:,})"

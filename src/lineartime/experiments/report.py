@@ -30,9 +30,8 @@ from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.pictures import draw_pictures
 from lineartime.experiments.plan import PLAN_FILE, Plan, plan_options, with_defaults
 from lineartime.files import write_file
-from lineartime.markdown import NOT_THERE, cell, column_table, three_digits
 from lineartime.models.registering import imported_names
-from lineartime.units import size
+from lineartime.units import NOT_THERE, cell, column_table, size, three_digits
 
 JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
 LATENCY = (

@@ -10,7 +10,6 @@ from lineartime.choices import Domain, Split
 from lineartime.data.splits import named_split
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import shown
-from lineartime.files import open_regular
 from lineartime.finetuning.answer_metrics import Metric
 from lineartime.finetuning.records import parse_text, read_lines
 
@@ -142,7 +141,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file of any size. Raises LineartimeError for anything else, or if it is not there."""
     if file.is_dir():
         raise LineartimeError(f"{file} is a folder: give one of its files.")
-    with reporting_file_errors("read", file), open_regular(file) as opened:
+    with reporting_file_errors("read", file), file.open("rb") as opened:
         content = opened.read()
     try:
         found = parse_text(content)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
 from lineartime.fields import shown
-from lineartime.files import open_regular, parse
+from lineartime.files import parse
 
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 
@@ -28,7 +28,7 @@ def read_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def read_lines(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The objects in the lines of a file, with their places. Raises LineartimeError for anything else."""
-    with reporting_file_errors("read", file), open_regular(file) as opened:
+    with reporting_file_errors("read", file), file.open("rb") as opened:
         for number, line in enumerate(opened, 1):
             if line.strip():
                 where = f"line {number:,}"

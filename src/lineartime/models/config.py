@@ -13,8 +13,8 @@ from lineartime.fields import Between, shown
 from lineartime.foreign.mixers import NormPosition
 from lineartime.layers.mixer import READ_PREFIX, Mixer
 from lineartime.layers.residual import Norm
+from lineartime.machine import shapes_only
 from lineartime.models.layer_config import KINDS, LayerConfig, PartsConfig, as_layer
-from lineartime.shapes import shapes_only
 
 LAYERS = ("mixer", "feed_forward", "pattern")
 """The fields of a model that hold its layers."""

@@ -14,11 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from lineartime.choices import MAX_CONTEXT_LENGTH
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_limits
+from lineartime.machine import shapes_only
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import CausalLM, LanguageModel, build_model
 from lineartime.models.layer_config import LayerConfig
 from lineartime.ops.checks import check_positive
-from lineartime.shapes import shapes_only
 
 
 class Cost(NamedTuple):

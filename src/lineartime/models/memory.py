@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.machine import memory_bytes
+from lineartime.machine import memory_bytes, shapes_only
 from lineartime.models.config import ModelConfig
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from lineartime.models.language_model import build_model
 from lineartime.models.presets import values_of
-from lineartime.shapes import shapes_only
 from lineartime.units import size
 
 _WEIGHT_BYTES = 4

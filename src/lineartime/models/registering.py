@@ -15,12 +15,12 @@ from typing import Any, Literal, get_args
 from lineartime.errors import ArgumentError, LineartimeError, check_choice, first_line, typed_first_line
 from lineartime.fields import check_names
 from lineartime.layers.mixer import Mixer
+from lineartime.machine import shapes_only
 from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import build_model
 from lineartime.models.layer_config import KINDS, LayerConfig, own_options
 from lineartime.models.presets import PRESETS, SIZES, model_of
 from lineartime.models.systems import SYSTEMS, Size, System
-from lineartime.shapes import shapes_only
 
 VARIABLE = "LINEARTIME_IMPORT"
 """The environment variable that names modules to import with the models, so that all processes know the same systems."""

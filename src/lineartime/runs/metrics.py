@@ -25,7 +25,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from lineartime.checkpoint.format import Step
 from lineartime.errors import LineartimeError, first_line, reporting_file_errors
 from lineartime.fields import Between, decode, shown
-from lineartime.files import open_regular, parse, write_atomically
+from lineartime.files import parse, write_atomically
 from lineartime.screen import progress_bar
 
 METRICS_FILE = "metrics.jsonl"
@@ -93,7 +93,7 @@ def read_damaged_metrics(run: str | Path) -> tuple[list[dict[str, float]], list[
     """
     lines, problems = [], []
     path = Path(run, METRICS_FILE)
-    with reporting_file_errors("read", path), open_regular(path) as file:
+    with reporting_file_errors("read", path), path.open("rb") as file:
         number = 0
         while content := file.readline(_LONGEST):
             number += 1

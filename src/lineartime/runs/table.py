@@ -19,12 +19,11 @@ from lineartime.checkpoint import checkpoint_path, list_checkpoints
 from lineartime.choices import TEXT_COLUMN
 from lineartime.errors import LineartimeError
 from lineartime.files import RECORD_FILE, TOKENIZER_FILE, is_there
-from lineartime.markdown import NOT_THERE, cell, without_empty
 from lineartime.runs.curve import DEVIATION, thinned
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_damaged_metrics
 from lineartime.runs.record import WITHOUT_EFFECT, Record, is_locked, last_error, read_record, texts_of
 from lineartime.screen import new_table
-from lineartime.units import counted, duration
+from lineartime.units import NOT_THERE, cell, counted, duration, without_empty
 
 DEPTH = 3
 """Levels of folders to search for runs."""
