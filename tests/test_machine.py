@@ -87,6 +87,8 @@ def test_threads_are_set_for_a_block_alone() -> None:
     assert torch.get_num_threads() == before
     with using_threads(None):
         assert torch.get_num_threads() == before
+    with pytest.raises(LineartimeError, match=r"^threads is 0, but must be at least 1"), using_threads(0):
+        pass
 
 
 def test_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

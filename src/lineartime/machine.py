@@ -128,10 +128,12 @@ def memory_bytes(device: torch.device) -> int | None:
 
 @contextmanager
 def using_threads(threads: int | None) -> Iterator[None]:
-    """Use this many CPU threads, or PyTorch's default number for None, for the duration of a `with` block."""
+    """Use this many CPU threads, or PyTorch's default for None, in a `with` block. Raises ArgumentError for a number below 1."""
     if threads is None:
         yield
         return
+    if threads < 1:
+        raise ArgumentError("threads", f"is {threads}, but must be at least 1.")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -19,10 +19,7 @@ def weights(products: list[float], activation: str, visible: list[bool] | None =
 
 def test_relu2_by_hand() -> None:
     assert weights([4.0, -4.0], "relu2") == [2.0, 0.0]  # (4 / sqrt 4)^2 / 2 keys
-
-
-def test_relu2_counts_visible_keys_alone() -> None:
-    assert weights([4.0, 9.0], "relu2", [True, False]) == [4.0, 0.0]
+    assert weights([4.0, 9.0], "relu2", [True, False]) == [4.0, 0.0]  # of which one is visible
 
 
 def test_softmax_sums_to_one_over_visible_keys_and_not_at_all_where_there_are_none() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import lineartime
 from lineartime.ops import backends
 from lineartime.ops.backends import choose_backend
 
@@ -46,3 +47,14 @@ def test_kernels_that_cannot_run_say_why(installed: bool, reason: str, monkeypat
 def test_backend_that_the_op_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="backend is 'tiled', but must be one of 'auto', 'torch'"):
         choose_backend("tiled", ("torch",), torch.empty(1), torch.float32, "relu2")
+
+
+@pytest.mark.parametrize("name", ["gamma", "beta"])
+@pytest.mark.usefixtures("compiler")
+def test_weight_on_another_device_is_an_error_and_not_a_result_of_memory_that_nothing_wrote(name: str) -> None:
+    """A tensor on the meta device makes PyTorch call the function that only makes the shapes of the results."""
+    model = lineartime.build("flash-tiny", d_model=16, n_blocks=1, d_qk=8)
+    mixer = model.backbone.blocks[0].mixer
+    setattr(mixer, name, torch.nn.Parameter(getattr(mixer, name).to("meta")))
+    with pytest.raises(RuntimeError, match="inputs of an attention or loss are on cpu and meta: move the model and its inputs"):
+        model(torch.zeros(1, 300, dtype=torch.long))

@@ -218,19 +218,6 @@ def test_groups_of_usual_packs_are_these(lengths: list[int], expected: list[tupl
     assert [(len(group), min(group), max(group)) for group in groups] == expected
 
 
-@pytest.mark.parametrize("lengths", [[100, 120] * 200, [5, 35], [0, 9, 0], []])
-def test_documents_of_similar_length_and_small_packs_stay_one_group(lengths: list[int]) -> None:
-    assert len(similar_documents(lengths)) <= 1
-
-
-@pytest.mark.parametrize("lengths", [[1] * 2999 + [3001], [1] * 2000 + [30] * 300 + [4000]])
-def test_long_document_is_not_what_short_ones_are_padded_to(lengths: list[int]) -> None:
-    ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    parts = pack_of(ends, None).parts
-    assert 2 <= len(parts) <= MAX_GROUPS
-    assert sum(part.n_chunks * part.chunk_size for part in parts) <= 2 * sum(lengths)  # a row has one chunk
-
-
 def test_parts_of_a_pack_hold_its_tokens_in_order() -> None:
     with patch.multiple(batches, GROUP_COST=0, WASTE=100, MIN_CHUNK_SIZE=1):
         pack = pack_of(ENDS, 64)

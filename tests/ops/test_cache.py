@@ -74,25 +74,6 @@ def test_clone_and_taken_and_concatenated_streams_have_memory_of_their_own() -> 
         assert torch.equal(cache.k[:, :6], torch.cat([tokens(4)[0], tokens(2, seed)[0]], 1))
 
 
-@torch.no_grad()
-def test_streams_of_different_rooms_are_concatenated() -> None:
-    short, long = grown(empty(), *tokens(2)), grown(empty(), *tokens(MIN_ROOM + 3, 1))
-    joined = State.concatenate([short, long])
-    k, v = (x.repeat(2, 1, 1) for x in tokens(1, 2))
-    _, keys, _, visible = joined.append(k, v, stream_batch(joined.position, (4, 1)))
-    for rows, old, count in ((slice(0, 2), tokens(2), 2), (slice(2, 4), tokens(MIN_ROOM + 3, 1), MIN_ROOM + 3)):
-        assert torch.equal(keys[rows, : count + 1], torch.cat([old[0], tokens(1, 2)[0]], 1))
-        assert visible[rows].sum(-1).tolist() == [[count + 1]] * 2
-
-
-def test_cache_made_in_inference_mode_can_be_continued_outside() -> None:
-    with torch.inference_mode():
-        first = grown(empty(), *tokens(2))
-    with torch.no_grad():
-        cache = grown(first, *tokens(1, 1))
-    assert torch.equal(cache.k[:, :3], torch.cat([tokens(2)[0], tokens(1, 1)[0]], 1))
-
-
 def test_gradients_flow_through_a_cache() -> None:
     k, v = (x.double().requires_grad_() for x in tokens(6))
 

@@ -124,31 +124,20 @@ def test_states_and_counts_accumulate_in_float32() -> None:
     assert out[0, -1].item() == 1.0
 
 
-def test_backend_oracle_is_the_definition_and_not_the_chunked_form() -> None:
-    inputs = make_inputs(1, 9)
-    batch = make_batch(inputs[-1].shape, device=inputs[-1].device, needs=Needs(CHUNK))
-    definition = reference.attend(Heads(*inputs), None, batch, MixedChunkOptions(CHUNK))
-    assert torch.equal(mixed_chunk_attention(*inputs, chunk_size=CHUNK, backend="oracle"), definition)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"bias": torch.zeros(3, 3)}, r"bias has shape \[3, 3\], but must be \[C, C\] = \[4, 4\]"),
         ({"mask": torch.ones(4, 4, dtype=torch.bool)}, r"mask has shape \[4, 4\], but must be \[B, T\] = \[1, 4\]"),
+        ({"k_lin": torch.zeros(1, 5, D_QK)}, r"k_lin has shape \[1, 5, 6\], but must be \[B, T, s\] = \[1, 4, 6\]"),
         ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens is \[0, 3\], but must be nondecreasing from 0 to the 4 tokens"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
+    inputs: dict[str, Any] = dict(zip(("q_quad", "k_quad", "q_lin", "k_lin", "v"), make_inputs(1, 4), strict=True))
     with pytest.raises(ValueError, match=message):
-        mixed_chunk_attention(*make_inputs(1, 4), **{"chunk_size": CHUNK, **change})
-
-
-def test_shapes_that_do_not_fit_are_named() -> None:
-    q_quad, k_quad, q_lin, _, v = make_inputs(2, 4)
-    with pytest.raises(ValueError, match=r"k_lin has shape \[2, 5, 6\], but must be \[B, T, s\] = \[2, 4, 6\]"):
-        mixed_chunk_attention(q_quad, k_quad, q_lin, torch.zeros(2, 5, D_QK), v, chunk_size=CHUNK)
+        mixed_chunk_attention(**{**inputs, "chunk_size": CHUNK, **change})
     with pytest.raises(ValueError, match="packs documents into one row, but the batch has 2 rows"):
         mixed_chunk_attention(*make_inputs(2, 4), chunk_size=CHUNK, cu_seqlens=torch.tensor([0, 4]))
 

@@ -129,13 +129,6 @@ def test_states_accumulate_in_float32(size: int) -> None:
     assert state.summary.item() == 600.0
 
 
-@pytest.mark.parametrize(("batch", "d_qk"), [(1, D_QK), (2, D_QK + 1)])
-def test_tokens_of_other_streams_than_those_of_the_state_are_refused(batch: int, d_qk: int) -> None:
-    inputs = [torch.randn(batch, 3, width) for width in (d_qk, d_qk, d_qk, d_qk, D_VALUE)]
-    with pytest.raises(ArgumentError, match=r"state needs k_quad of shape .*N.*, but it is"):
-        mixed_chunk_attention_extend(*inputs, empty_state(2))
-
-
 # From the projected tokens of a layer ---------------------------------------------------------------------------------
 
 

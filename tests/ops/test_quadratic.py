@@ -12,7 +12,6 @@ from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.machine import using_threads
 from lineartime.ops import (
     FactoredBias,
     KVCache,
@@ -220,16 +219,6 @@ def test_tiled_errors_are_at_most_twice_those_of_plain_pytorch(dtype: torch.dtyp
         assert error < 2 * plain_error + torch.finfo(dtype).eps
 
 
-@pytest.mark.usefixtures("small_tiles", "work")
-def test_number_of_threads_changes_nothing() -> None:
-    inputs = (*make_inputs(3, 50, grad=True), torch.randn(50, 50, dtype=torch.float64, requires_grad=True))
-    alone = values_and_gradients(inputs, causal=True, backend="tiled")
-    with using_threads(7):
-        together = values_and_gradients(inputs, causal=True, backend="tiled")
-    for one, other in zip(alone, together, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
-
-
 @pytest.mark.usefixtures("work")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nan_stays_nan_in_the_tiled_form(dtype: torch.dtype) -> None:
@@ -276,20 +265,6 @@ def test_bias_of_each_row_is_read_by_its_row(backend: Any) -> None:
         own = [x[row : row + 1, :length] for x in (q, k, v)]
         expected = quadratic_attention_oracle(*own, causal=True, bias=bias[row, :length, :length])
         torch.testing.assert_close(out[row : row + 1, :length], expected, atol=1e-12, rtol=0)
-
-
-def test_form_that_cannot_read_a_bias_of_each_row_is_refused() -> None:
-    bias = torch.zeros(1, 3, 3, dtype=torch.float64)
-    with pytest.raises(ValueError, match="backend is 'tiled', but must be one of 'auto', 'torch', 'oracle'"):
-        attend_rows(*make_inputs(1, 3), bias, None, QuadraticOptions(), "tiled")
-
-
-@pytest.mark.parametrize("shape", [(3, 3, 6), (2, 3, 7)])
-def test_tokens_of_other_streams_than_those_of_the_state_are_refused(shape: tuple[int, ...]) -> None:
-    state = KVCache(torch.full((2,), 5), torch.randn(2, 5, 6), torch.randn(2, 5, 4), 5)
-    q, k, v = torch.randn(shape), torch.randn(shape), torch.randn(*shape[:-1], 4)
-    with torch.no_grad(), pytest.raises(ArgumentError, match=r"state needs k of shape \[2, N, 6\], but it is"):
-        quadratic_attention_extend(q, k, v, state)
 
 
 @pytest.mark.parametrize(

@@ -66,12 +66,3 @@ def test_stream_is_the_definition_however_it_is_cut(cuts: list[int], side: str |
 def test_what_a_stream_remembers_keeps_its_dtype() -> None:
     shifted, last = shift_next(torch.randn(2, 3, 4, dtype=torch.bfloat16), torch.zeros(2, 2))
     assert (shifted.dtype, last.dtype) == (torch.bfloat16, torch.float32)
-
-
-def test_no_tokens_are_shifted_to_no_tokens() -> None:
-    for shape, mask, ends in (
-        ((2, 0, 4), None, None),
-        ((2, 0, 4), torch.zeros(2, 0, dtype=torch.bool), None),
-        ((1, 0, 4), None, torch.tensor([0, 0])),
-    ):
-        assert shifted_in(make_batch(shape, mask, ends, device=CPU), torch.zeros(shape)).shape == shape

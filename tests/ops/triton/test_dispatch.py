@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError
 from lineartime.layers import FLASH, GAU, set_backend
-from lineartime.ops import FactoredBias, backends, mixed_chunk_attention, quadratic_attention
+from lineartime.ops import backends, mixed_chunk_attention, quadratic_attention
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -64,14 +64,6 @@ def test_prefixes(device: str) -> None:
     assert_same(quadratic_attention, make_inputs(2, 2, 37, device), **options)
 
 
-def test_factored_bias_is_its_product(device: str) -> None:
-    factors = FactoredBias(*torch.randn(2, 20, 8, device=device).unbind(0))
-    inputs = make_inputs(2, 1, 20, device)
-    out = quadratic_attention(inputs[0], inputs[1], inputs[2], bias=factors, causal=True, backend="triton")
-    dense = quadratic_attention(inputs[0], inputs[1], inputs[2], bias=factors.dense(), causal=True, backend="torch")
-    torch.testing.assert_close(out, dense, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
 def test_half_precision_keeps_its_dtype_and_its_accuracy(dtype: torch.dtype, atol: float, device: str) -> None:
     inputs = make_inputs(2, 1, 33, device, dtype)
@@ -116,3 +108,14 @@ def test_flash_has_no_kernels_and_stays_as_it_is_beside_gau(device: str) -> None
     inputs = make_inputs(4, 1, 20, device)
     with pytest.raises(ArgumentError, match=refused):
         mixed_chunk_attention(*inputs, chunk_size=16, backend="triton")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_score_that_is_nan_is_no_weight_of_zero(causal: bool, device: str) -> None:
+    inputs = [torch.randn(1, 20, width, device=device, requires_grad=True) for width in (16, 16, 24)]
+    with torch.no_grad():
+        inputs[1][0, 7, 3] = torch.nan
+    out = quadratic_attention(*inputs, causal=causal, backend="triton")
+    assert out[0, 7].isnan().all()
+    for gradient in torch.autograd.grad(out[0, 7].sum(), inputs[:2]):
+        assert gradient[0, 7].isnan().any()

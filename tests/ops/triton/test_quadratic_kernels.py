@@ -90,15 +90,6 @@ def test_values_and_gradients_are_the_definition(length: int, causal: bool, kind
     assert_close(run(attend, inputs, **options), exact, tolerance)
 
 
-@pytest.mark.parametrize(("batch", "width", "causal"), [(3, 16, False), (1, 72, True)])
-def test_several_sequences_and_wide_heads_are_the_definition(batch: int, width: int, causal: bool, device: str) -> None:
-    dtype, tolerance = (torch.float64, 1e-12) if device == "cpu" else (torch.float32, 1e-5)
-    inputs, options = make_inputs(17, dtype, device, batch=batch, width=width)
-    options |= {"causal": causal, "activation": "relu2"}
-    exact = run(definition, [x.double() for x in inputs], **options)
-    assert_close(run(attend, inputs, **options), exact, tolerance)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes minutes in the interpreter, whose own blocks are small enough")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -214,15 +205,6 @@ def test_memory_is_linear_in_the_length(allocations: list[tuple[int, ...]], devi
     of_tokens = [(2, 65, COLUMNS)] * 2 + [(2, 65, WIDTH)] * 2  # out, dv; dq, dk
     of_parts = [(2, 16, 65)] * 4 + [(2, 1, 65)] + ([(2, 65, 16)] * 4 + [(2, 65, 1)]) * 2  # P; P and dX
     assert sorted(allocations) == sorted(of_tokens + of_parts)
-
-
-@pytest.mark.parametrize(
-    ("batch", "length", "causal", "size"),
-    [(64, 1024, True, 256), (64, 1024, False, 1024), (8, 8192, True, 1024), (1, 65536, True, 1024), (256, 65536, True, 256)],
-)
-def test_parts_have_as_many_tokens_as_memory_and_causality_allow(batch: int, length: int, causal: bool, size: int) -> None:
-    parts = list(triton._parts(batch, length, causal))
-    assert parts == [(first, min(first + size, length)) for first in range(0, length, size)]
 
 
 def test_op_keeps_the_promises_of_a_custom_op(device: str) -> None:

@@ -36,14 +36,6 @@ def test_lengths_within_a_bucket_are_tuned_once() -> None:
     assert all(bucket % 16 == 0 for bucket in buckets)
 
 
-def test_pinned_configuration_is_not_timed_by_older_versions_of_triton_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch() -> None:
-        raise AssertionError("a pinned kernel was launched to time it")
-
-    monkeypatch.setattr(common, "_pinned", True)
-    assert common._timed(launch, (0.5, 0.2, 0.8)) == [0.0, 0.0, 0.0]
-
-
 class Tuner:
     """Like Triton's: what a call sets is read again later."""
 
