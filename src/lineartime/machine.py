@@ -128,7 +128,7 @@ def memory_bytes(device: torch.device) -> int | None:
 
 @contextmanager
 def using_threads(threads: int | None) -> Iterator[None]:
-    """Use this many CPU threads, or PyTorch's default for None, in a `with` block. Raises ArgumentError for a number below 1."""
+    """Use this many CPU threads in a `with` block; None is PyTorch's default. Raises ArgumentError for a number below 1."""
     if threads is None:
         yield
         return

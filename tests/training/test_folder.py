@@ -8,7 +8,6 @@ import pytest
 import lineartime
 from lineartime.errors import LineartimeError
 from lineartime.runs.record import is_locked, lock_run, read_record
-from lineartime.runs.table import summarize
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 from lineartime.training.parallel import World
@@ -45,27 +44,6 @@ def test_looking_at_a_run_neither_changes_it_nor_keeps_it_from_going_on(finished
         threading.Timer(0.1, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
         lock.chmod(0o600)
         lock_run(run).close()  # waits for the moment that looking takes
-
-
-def test_lock_that_was_deleted_while_it_was_opened_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock, flock = tmp_path / ".lock", fcntl.flock
-
-    def deleted_first(file: object, operation: int) -> None:
-        lock.unlink()
-        monkeypatch.undo()
-        flock(file, operation)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(fcntl, "flock", deleted_first)
-    with lock_run(tmp_path):
-        assert is_locked(tmp_path)
-        with pytest.raises(LineartimeError, match="which another run is using"):
-            lock_run(tmp_path)
-
-
-def test_run_that_is_going_on_is_told_from_one_that_was_stopped(stopped: Path) -> None:
-    assert summarize(stopped, "")[0].state == "stopped"
-    with locked_run(TrainConfig(out=stopped), World()):
-        assert summarize(stopped, "")[0].state == "running"
 
 
 def test_mistake_leaves_no_folder(config: MakeConfig, text: Path) -> None:
@@ -107,11 +85,3 @@ def test_resuming_and_evaluating_read_the_files_of_training(
     assert "text.md" not in shown.err + shown.out
     assert shown.err.count("90% of text.py") == 2
     assert read_record(run).options["include"] == ["*.py"]
-
-
-def test_test_split_that_cannot_be_read_is_told_before_training(tmp_path: Path, config: MakeConfig) -> None:
-    text = tmp_path / "text.txt"
-    text.write_bytes(b"a line of text\n" * 400 + b"caf\xe9 au lait\n")
-    with pytest.raises(LineartimeError, match=r"text.txt is not UTF-8 text \(byte 0xe9 at offset 6003\)"):
-        trained(config(data=text))
-    assert not list((tmp_path / "run").glob("step-*"))

@@ -84,22 +84,6 @@ def test_model_of_each_task_learns(
     assert (note in capsys.readouterr().err) == (task == "prefix-lm")
 
 
-def test_stream_of_several_texts_holds_out_some_of_each(config: MakeConfig, tmp_path: Path) -> None:
-    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for file, word in zip(files, ("aaaa ", "zzzz "), strict=True):
-        file.write_text((json.dumps({"text": word * 30}) + "\n") * 200)
-    trainer = prepare(config(data=[str(file) for file in files], streaming=True, lanes=2, eval_windows=4))
-    held_out = bytes(trainer.text.validation.tokens[:][trainer.text.validation.tokens[:] < 256].astype("uint8"))
-    trainer.text.loader.close()
-    assert abs(held_out.count(b"a") - held_out.count(b"z")) <= 5
-    assert 4 * trainer.config.context_length + 1 <= len(trainer.text.validation) <= 4 * trainer.config.context_length + 2
-
-
-def test_interrupted_run_is_evaluated_so_that_its_last_step_can_be_the_best(stopped: Path) -> None:
-    step, loss = validations(stopped)[-1]
-    assert (step, read_validation_loss(last_checkpoint(stopped))) == (3, loss)
-
-
 def test_interrupted_step_is_saved_before_it_is_evaluated(
     config: MakeConfig,
     interrupt_after: InterruptAfter,
@@ -368,12 +352,6 @@ def test_resumed_run_refuses_options_that_must_stay(finished: Path) -> None:
         resumed(finished / "nothing")
 
 
-def test_run_of_muon_records_both_learning_rates(config: MakeConfig) -> None:
-    run = trained(config(optimizer="muon", adamw_ratio=0.5, learning_rate=0.01, warmup_steps=2, steps=4))
-    rates = [(line["learning_rate"], line["adamw_learning_rate"]) for line in metrics(run) if "loss" in line]
-    assert rates == [pytest.approx(pair) for pair in [(0.005, 0.0025), (0.01, 0.005), (0.01, 0.005), (0.005, 0.0025)]]
-
-
 def test_run_keeps_its_precision_on_another_machine_and_says_so(
     config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interrupt_after: InterruptAfter
 ) -> None:
@@ -408,20 +386,6 @@ def test_tracker_that_cannot_start_leaves_no_folder_of_a_run(
     with pytest.raises(LineartimeError, match="The tracker wandb cannot start: no key; fix that, or leave it out of `track`"):
         trained(config(track=("tensorboard", "wandb")))
     assert not (tmp_path / "run").exists()
-
-
-def test_run_computes_with_its_threads_alone(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, seen = torch.get_num_threads(), set[int]()
-    forward = Validation.loss
-
-    def loss(self: Validation, stop: Stop | None) -> float | None:
-        seen.add(torch.get_num_threads())
-        return forward(self, stop)
-
-    monkeypatch.setattr(Validation, "loss", loss)
-    run = trained(config(steps=1, threads=before + 1))
-    assert (seen, torch.get_num_threads()) == ({before + 1}, before)
-    assert read_record(run).processes[0].machine.threads == before + 1
 
 
 def test_run_is_not_resumed_on_other_text(config: MakeConfig, tmp_path: Path) -> None:
@@ -467,17 +431,6 @@ def test_text_that_was_moved_is_called_the_text_of_the_run(config: MakeConfig, t
     assert train(resume=True, out=run, data=str(moved), max_time=9.0).finished
 
 
-def test_other_files_in_the_folder_of_a_run_do_no_harm(config: MakeConfig) -> None:
-    run = config().run_directory
-    (run / "step-notes").mkdir(parents=True)
-    (run / "step-00000001-backup").mkdir()
-    trained(config(steps=2, context_length=700))  # more than the 5% of the text, 690 bytes, that are held out
-    assert last_checkpoint(run).name == "step-00000002"
-    assert validations(run)[0][1] > 0
-    assert lineartime.load(run)
-    assert (run / "step-00000001-backup").is_dir()
-
-
 @pytest.mark.nightly
 # PyTorch's own, within torch.compile, where a user does not see them.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
@@ -508,14 +461,6 @@ def test_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_pa
 def test_options_outside_what_they_allow_are_named(config: MakeConfig, options: dict[str, Any], message: str) -> None:
     with pytest.raises(LineartimeError, match=message):
         trained(config(**options))
-
-
-def test_run_in_a_thread_cannot_handle_signals_and_trains_all_the_same(config: MakeConfig) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(trained, replace(config(), steps=1)).result()
-    assert len(losses(run)) == 1
 
 
 def test_second_interrupt_of_a_process_that_is_alone_acts_as_usual() -> None:

@@ -78,19 +78,6 @@ def test_every_option_of_the_optimiser_is_used() -> None:
     assert not torch.equal(weights(precision="fp32"), weights(precision="bf16"))
 
 
-def test_map_of_three_dimensions_is_for_adamw() -> None:
-    class PerHead(GLU):
-        maps = ("heads",)
-
-        def __init__(self) -> None:
-            super().__init__(4)
-            self.heads = torch.nn.Parameter(torch.randn(2, 4, 4))
-
-    layer = PerHead()
-    optimizer = build_optimizer(layer, TrainConfig(optimizer="muon"))
-    assert any(layer.heads is p for p in optimizer.param_groups[1]["params"])
-
-
 def test_adamw_follows_the_schedule_at_its_ratio_of_the_learning_rate() -> None:
     layer = GLU(4)
     optimizer = build_optimizer(layer, TrainConfig(optimizer="muon", adamw_ratio=0.25))

@@ -3,7 +3,6 @@
 import json
 import signal
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ from lineartime.checkpoint import best_checkpoint
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.models import LayerConfig, presets
 from lineartime.models.config import Task
-from lineartime.runs import curve
 from lineartime.runs.record import read_record
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
 MakeConfig = Callable[..., TrainConfig]
-InterruptAfter = Callable[[int], AbstractContextManager[None]]
 
 
 @pytest.fixture
@@ -63,13 +60,6 @@ def test_second_run_in_the_same_process_is_a_run_of_its_own(
     assert shown.err.count("step 6/6  training loss") == 2
     with pytest.raises(LineartimeError, match="already holds a run"):
         train(**options)
-
-
-def test_options_may_stand_beside_a_config(options: dict[str, Any]) -> None:
-    first = train(TrainConfig(**options), steps=2)
-    assert list(first.training_losses) == [1, 2]
-    with pytest.raises(ArgumentError, match="resume cannot be combined with `recipe`"):
-        train(out=str(first.run), resume=True, recipe="lm-pg19")
 
 
 def test_misspelt_option_is_named_with_the_nearest_one() -> None:
@@ -147,16 +137,3 @@ def test_texts_are_recorded_as_readers_of_the_file_expect(tmp_path: Path, monkey
         assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ArgumentError, match=r"^data is 3, but must be a list, each item of which is a text"):
         TrainConfig(data=3)  # type: ignore[arg-type]
-
-
-def test_run_on_several_texts_is_resumed(options: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"body": f"the cube of {i} is {i**3}."}) + "\n" for i in range(300)))
-    options |= {"data": [options["data"], str(tmp_path / "b.jsonl")], "text_column": "body"}
-    whole = train(**options | {"out": str(tmp_path / "whole")})
-    train(**options)
-    last = tmp_path / "run" / "step-00000006"
-    last.rename(tmp_path / "away")
-    resumed = train(out=str(tmp_path / "run"), resume=True)
-    assert resumed.training_losses == whole.training_losses
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["processes"][1]["changed_options"] == {"resume": True}
-    assert " on text.txt, b.jsonl" in curve._title(tmp_path / "run")
