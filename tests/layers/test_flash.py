@@ -1,17 +1,10 @@
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, cast
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.errors import ArgumentError
 from lineartime.layers import FLASH, GAU, RotaryBias, TableBias
 from lineartime.ops import mixed_chunk_attention_oracle, rope
-from lineartime.ops.context import ContextGroup
 
 
 def test_flash_is_its_formula() -> None:
@@ -64,68 +57,6 @@ def test_scores_of_neighbours_start_near_one_if_asked(layer: type[FLASH] | type[
         unit.gamma.zero_()
     unit.reset_parameters()
     assert (unit.gamma[:2] == 1).all()
-
-
-class LargerGate(FLASH):
-    def split(self, *given: Any) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        gate, v, maps = super().split(*given)
-        return 2 * gate, v, maps
-
-
-class LargerKeys(FLASH):
-    def queries_and_keys(self, base: Tensor, rotations: Tensor | None) -> Sequence[Tensor]:
-        return [1.5 * x for x in super().queries_and_keys(base, rotations)]
-
-
-class Doubled(FLASH):
-    def attend(self, *given: Any, **options: Any) -> Tensor:
-        return 2 * super().attend(*given, **options)
-
-    def attend_next(self, *given: Any) -> tuple[Tensor, Any]:
-        attended, state = super().attend_next(*given)
-        return 2 * attended, state
-
-
-def gate_added() -> FLASH:
-    layer = FLASH(8, **SMALL)
-    layer.apply_gate = lambda gate, attended: gate + attended
-    return layer
-
-
-SMALL: dict[str, Any] = {"d_qk": 4, "chunk_size": 4, "causal": True, "dtype": torch.float64}
-MODIFIED: dict[str, Callable[[], FLASH]] = {
-    **{kind.__name__: partial(kind, 8, **SMALL) for kind in (LargerGate, LargerKeys, Doubled)},
-    "an instance": gate_added,
-}
-
-
-@pytest.mark.parametrize("name", MODIFIED)
-def test_every_form_calls_a_replaced_step_of_the_attention(name: str) -> None:
-    torch.manual_seed(0)
-    layer, own = MODIFIED[name](), FLASH(8, **SMALL)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter))
-    own.load_state_dict(layer.state_dict())
-    x = torch.randn(2, 11, 8, dtype=torch.float64)
-    expected = layer(x)
-    assert (expected - own(x)).abs().max() > 0.1
-    with torch.no_grad():
-        if name in ("Doubled", "an instance"):
-            torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
-        torch.testing.assert_close(layer(x), expected)
-        pieces, state = [], None
-        for piece in x.split([6, 1, 1, 3], 1):
-            out, state = layer.extend(piece, state)
-            pieces.append(out)
-        torch.testing.assert_close(torch.cat(pieces, 1), expected)
-
-
-def test_a_replaced_step_refuses_sequences_split_over_processes() -> None:
-    layer = Doubled(8, **SMALL)
-    batch = replace(layer.describe((1, 8), device=torch.device("cpu")), context=cast("ContextGroup", object()))
-    with pytest.raises(ArgumentError, match="context is given, but Doubled replaces a step of FLASH"):
-        layer(torch.randn(1, 8, 8, dtype=torch.float64), batch=batch)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,10 +1,11 @@
-"""FLASH in parts, so that a variant can replace one of them. `FLASH` itself calls one operation, which may be a fused kernel.
+"""FLASH in parts, for its variants in this folder, each of which has another quadratic or linear part.
 
 Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value width.
 The definition of both parts is in `lineartime.ops.mixed_chunk.reference`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import Unpack
@@ -14,6 +15,7 @@ from lineartime.layers.gated import GatedOptions
 from lineartime.ops.activations import attention_weights
 from lineartime.ops.batch import Batch
 from lineartime.ops.chunks import Reach
+from lineartime.ops.mixed_chunk import stream
 from lineartime.ops.mixed_chunk.chunked import chunk_attention, summary_attention
 from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 
@@ -32,6 +34,7 @@ class FLASHInParts(FLASH):
     splits_context = False
     reads_prefix = False
     backend = None
+    _fused = False
 
     def __init__(
         self, d_model: int, *, chunk_size: int = 256, relative_bias: bool = True, **options: Unpack[GatedOptions]
@@ -46,6 +49,11 @@ class FLASHInParts(FLASH):
             cut = [batch.cut(x.to(compute)) for x in maps]
             out = self.attend_chunks(cut, batch.cut(v.to(compute)), batch, self.chunk_bias(batch))
             return batch.join(out.to(output_dtype(v, compute)))
+
+    def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
+        """Attend with a state of constant size; return the outputs and the new state."""
+        q_quad, k_quad, q_lin, k_lin = maps
+        return stream.extend(q_quad, q_lin, [k_quad, k_lin], v, self.slot_bias(batch), self.options, state, batch)
 
     def attend_chunks(self, maps: Sequence[Tensor], v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
         """The sum of both parts: queries and keys, each [B, G, C, s], and values [B, G, C, e] -> [B, G, C, e]."""

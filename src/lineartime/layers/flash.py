@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.errors import ArgumentError, check_choice
+from lineartime.errors import check_choice
 from lineartime.layers.dense import factory, is_untouched
 from lineartime.layers.gated import GatedOptions, GatedUnit
 from lineartime.layers.positions import RelativeBias, build_relative_bias
@@ -21,15 +21,12 @@ from lineartime.ops.activations import CHUNK_NORMALIZATIONS
 from lineartime.ops.backends import Backend
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import check_positive
-from lineartime.ops.mixed_chunk import attend_heads, attend_projected, stream
-from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected
+from lineartime.ops.mixed_chunk import attend_projected, stream
+from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 from lineartime.ops.mixed_chunk.memories import Memory, queries_and_keys
 from lineartime.ops.mixed_chunk.stream import SlotBias, mixed_chunk_state
 from lineartime.ops.precision import acc_dtype
 from lineartime.ops.token_shift import shift_next, tokens_before
-
-STEPS = ("split", "queries_and_keys", "apply_gate", "attend", "attend_next")
-"""The methods that the fused operations of FLASH compute without calling them."""
 
 
 class FLASH(GatedUnit):
@@ -39,8 +36,7 @@ class FLASH(GatedUnit):
     streams with constant memory. With normalization="paper", scores are divided by the constant C, as published, and the linear
     part is averaged over chunks. With "paper_sum", a causal layer sums over chunks without averaging: see `MixedChunkOptions`.
 
-    Everything between the two projections is one fused operation. In a subclass or an instance that replaces one of its
-    steps, the methods in `STEPS`, all of them are called instead.
+    Everything between the two projections is one operation.
 
     Args:
         chunk_size: C; the length of the input need not be a multiple of it.
@@ -64,6 +60,7 @@ class FLASH(GatedUnit):
     backends = ("auto", "torch", "tiled", "oracle")
     bias_chunks: ClassVar[int] = 1
     """The number of consecutive chunks that the relative bias spans."""
+    _fused: ClassVar[bool] = True  # False for variants that compute the steps of a gated unit one by one
 
     def __init__(
         self,
@@ -126,7 +123,7 @@ class FLASH(GatedUnit):
 
     def mix(self, normed: Tensor, batch: Batch) -> Tensor:
         """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
-        if not self._is_fused():
+        if not self._fused:
             return super().mix(normed, batch)
         projection, bias = self.to_gate_value_base, self.chunk_bias(batch)
         # On a CPU, fusing the output projection, too, keeps less for the backward pass.
@@ -147,24 +144,6 @@ class FLASH(GatedUnit):
         before = tokens_before(y, None if batch.document is None else batch.positions)
         return queries_and_keys(y, before, self.gamma, self.beta)
 
-    def _is_fused(self) -> bool:
-        """Whether every step between the projections is FLASH's own, so that one operation may compute all of them."""
-        kind, own = type(self), self.__dict__
-        replaced = [step for step in STEPS if step in own or getattr(kind, step) is not getattr(FLASH, step)]
-        return not replaced
-
-    def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool) -> Tensor:
-        """The attention alone: queries and keys [B, T, s], values [B, T, e] -> [B, T, e]."""
-        if batch.context is not None:
-            raise ArgumentError(
-                "context", f"is given, but {type(self).__name__} replaces a step of FLASH: only FLASH can split sequences."
-            )
-        options = self.options if causal else self.options.bidirectional
-        q_quad, k_quad, q_lin, k_lin = maps
-        heads, bias = Heads(q_quad, k_quad, q_lin, k_lin, v), self.chunk_bias(batch)
-        backend = self.backend or "auto"
-        return attend_heads(heads, bias, batch, options, "torch" if backend == "tiled" else backend)  # tiles take projections
-
     def init_own_state(self, batch_size: int) -> Any:
         """The state before the first token of `batch_size` streams."""
         like = self.any_parameter
@@ -180,8 +159,7 @@ class FLASH(GatedUnit):
 
     def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
-        fused = self._is_fused()
-        if self.memory == "sum" and not fused:
+        if not self._fused:
             return super().mix_next(normed, state, batch)
         tokens, backend = Projected(self.to_gate_value_base(normed), self.gamma, self.beta), self.backend or "auto"
         if self.memory != "sum":
@@ -189,15 +167,5 @@ class FLASH(GatedUnit):
             both, last = shift_next(torch.cat([y, y], -1), state.last, batch.counts)
             linear = queries_and_keys(y, both[..., : self.d_qk], self.gamma, self.beta)
             state, tokens = replace(state, last=last), tokens._replace(linear=linear)
-        if fused:
-            gated, state = stream.extend_projected(tokens, self.slot_bias(batch), batch, self.options, state, backend)
-            return self.to_output(gated), state
-        gate, v, maps = self.split(tokens.tokens, batch.rotations)
-        attended, state = self.attend_next((*maps[:2], *(tokens.linear or ())), v, state, batch)
-        return self.to_output(self.apply_gate(gate, attended)), state
-
-    def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
-        """Attend with a state of constant size; return the outputs and the new state."""
-        q_quad, k_quad, q_lin, k_lin = maps
-        keys = [k_quad, *k_lin.split(self.d_qk, -1)]
-        return stream.extend(q_quad, q_lin, keys, v, self.slot_bias(batch), self.options, state, batch)
+        gated, state = stream.extend_projected(tokens, self.slot_bias(batch), batch, self.options, state, backend)
+        return self.to_output(gated), state

@@ -7,7 +7,6 @@ Shapes: B batch, T tokens, d model width, e = expansion * d value width, s query
     out = input + (U * attention(..., V)) Wo + bo
 """
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_args
 
@@ -106,9 +105,9 @@ class GatedUnit(Mixer):
         """The widths of U and V, given e = expansion * d."""
         return width, width
 
-    @abstractmethod
     def attend(self, maps: Sequence[Tensor], v: Tensor, batch: Batch, causal: bool) -> Tensor:
         """Attend over whole sequences: queries and keys [B, T, s], values [B, T, e] -> [B, T, e]."""
+        raise NotImplementedError
 
     def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Attend for N more tokens of streams, [B, N, s] and [B, N, e], and return the new state."""
