@@ -15,7 +15,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import lineartime
-from lineartime.layers.options import constructor_options
+from lineartime.layers.residual import constructor_options
 from lineartime.models.cost import Cost, cost
 from lineartime.models.presets import PRESETS, SIZES, model_of
 from lineartime.models.systems import SYSTEMS, System

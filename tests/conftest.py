@@ -250,7 +250,7 @@ def assert_same_function() -> Callable[..., None]:
 def only_systems_of_the_library_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget the systems that a test registers, and the files that it imports."""
     from lineartime.models import registering
-    from lineartime.models.layer_config import KINDS
+    from lineartime.models.config import KINDS
     from lineartime.models.presets import PRESETS
     from lineartime.models.systems import SYSTEMS
 

@@ -177,7 +177,7 @@ def test_checkpoint_that_cannot_be_read_is_not_deleted(save: Save, tmp_path: Pat
 
 def test_model_that_is_too_large_for_this_machine_is_not_called_damaged(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(1)
-    monkeypatch.setattr("lineartime.models.memory.memory_bytes", lambda device: 1000)
+    monkeypatch.setattr("lineartime.models.cost.memory_bytes", lambda device: 1000)
     with pytest.raises(LineartimeError, match=r"step-00000001 holds a model that is too large for this machine: .* memory"):
         lineartime.load(path)
 

@@ -19,7 +19,7 @@ import torch
 
 import lineartime
 from lineartime.layers import check_mixer
-from lineartime.layers.options import constructor_options
+from lineartime.layers.residual import constructor_options
 from lineartime.models.systems import SYSTEMS
 from lineartime.training.optimizers import hidden_maps
 

@@ -1,4 +1,4 @@
-"""The options that only checkpoints of other packages need, and what earlier versions recorded of them."""
+"""The options that only checkpoints of other packages need."""
 
 import math
 from typing import Any
@@ -8,13 +8,11 @@ import torch
 from tests.peers.packages import randomized
 from torch import Tensor
 
-import lineartime
 from lineartime.errors import ArgumentError
 from lineartime.foreign import ForeignFLASH, ForeignGAU
 from lineartime.foreign.mixers import post_norm
 from lineartime.foreign.positions import BucketBias, distance_buckets, in_part
 from lineartime.layers import GAU, GLU, MLP, set_backend
-from lineartime.models import ModelConfig
 from lineartime.ops import rope
 from lineartime.ops.activations import attention_weights
 from lineartime.ops.positions import rotary_table, rotate
@@ -121,24 +119,3 @@ def test_a_norm_behind_the_residual_leaves_the_input_of_the_layer_unnormed(layer
     x = x * x.square().mean(-1, keepdim=True).rsqrt()  # which a norm leaves as it is
     torch.testing.assert_close(after(x), after.norm(before(x)))
     assert repr(after).startswith(f"PostNorm{layer.__name__}(")
-
-
-EARLIER = {"d_qk": 8, "activation": "relu2", "normalization": "count", "bias_form": "auto", "rotary_width": None}
-
-
-def test_a_model_of_an_earlier_version_has_the_layer_with_its_options() -> None:
-    recorded: list[tuple[str, dict[str, Any], str]] = [
-        ("flash", {}, "flash"),
-        ("flash", {"activation": "softmax", "normalization": "paper_sum"}, "flash"),
-        ("flash", {"rotary_width": 4}, "flash-foreign"),
-        ("flash", {"bias_form": "buckets"}, "flash-foreign"),
-        ("gau", {"activation": "softmax_plus"}, "gau-foreign"),
-        ("gau", {"normalization": "paper_bias"}, "gau-foreign"),
-        ("gau-ungated", {}, "gau-ungated"),
-    ]
-    for kind, options, wanted in recorded:
-        mixer = {"kind": kind, **EARLIER, **options}
-        config = ModelConfig.from_dict({**lineartime.presets()["flash-tiny"].to_dict(), "mixer": mixer})
-        assert config.mixer.kind == wanted
-        assert {name: config.mixer.options[name] for name in options} == options
-        assert ModelConfig.from_dict(config.to_dict()) == config

@@ -17,7 +17,7 @@ from lineartime import machine
 from lineartime.cli import main
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.models import language_model, memory
+from lineartime.models import cost, language_model
 from lineartime.models.config import ModelConfig
 from lineartime.models.presets import presets, resolve
 from lineartime.training import setup
@@ -118,7 +118,7 @@ def test_a_description_that_the_weights_do_not_fit_takes_no_memory(saved: Path, 
 def test_the_size_of_a_model_is_that_of_its_tensors(preset: str) -> None:
     config = resolve(preset, n_blocks=3)
     tensors = lineartime.build(config).state_dict()
-    found = memory.model_tensors(config)
+    found = cost.model_tensors(config)
     assert found.n_tensors == len(tensors)
     assert found.n_elements == sum(tensor.numel() for tensor in tensors.values())
     assert {name: tensor.shape for name, tensor in found.items()} == {name: tensor.shape for name, tensor in tensors.items()}
@@ -134,18 +134,18 @@ def test_a_chunk_longer_than_the_context_is_no_memory(text: Path, tmp_path: Path
 
 
 def test_every_preset_of_a_laptop_is_allowed_on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "memory_bytes", lambda device: 4 * 10**9)
+    monkeypatch.setattr(cost, "memory_bytes", lambda device: 4 * 10**9)
     for name, config in presets("clm").items():
         if name.endswith("-tiny"):
-            memory.check_memory(config, copies=4, tokens=4 * 512, kept_blocks=config.n_blocks)
+            cost.check_memory(config, copies=4, tokens=4 * 512, kept_blocks=config.n_blocks)
 
 
 def test_the_option_that_needs_too_much_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "memory_bytes", lambda device: 4 * 10**9)
+    monkeypatch.setattr(cost, "memory_bytes", lambda device: 4 * 10**9)
     with pytest.raises(ArgumentError, match=r"^n_blocks is 5,000, with which the model has"):
-        memory.check_memory(resolve("flash-base", n_blocks=5000))
+        cost.check_memory(resolve("flash-base", n_blocks=5000))
     with pytest.raises(ArgumentError, match=r"^vocab_size is 100,000,000, with which the model has"):
-        memory.check_memory(resolve("flash-base", vocab_size=10**8))
+        cost.check_memory(resolve("flash-base", vocab_size=10**8))
     tokens: list[tuple[dict[str, int], str]] = [
         ({"sequences": 4, "tokens": 4 * 2**20}, r"^context_length puts 1,048,576 tokens in memory .* least 5.7\d* GB"),
         ({"sequences": 4, "tokens": 4 * 2**18}, r"^batch_size puts 1,048,576 tokens in memory .* least 5.7\d* GB"),
@@ -153,7 +153,7 @@ def test_the_option_that_needs_too_much_memory_is_named(monkeypatch: pytest.Monk
     ]
     for of_a_step, message in tokens:
         with pytest.raises(ArgumentError, match=message):
-            memory.check_memory(resolve("flash-tiny"), copies=4, **of_a_step)
+            cost.check_memory(resolve("flash-tiny"), copies=4, **of_a_step)
 
 
 # Weights --------------------------------------------------------------------------------------------------------------

@@ -17,9 +17,8 @@ from lineartime.baselines.reformer import Reformer
 from lineartime.foreign import ForeignFLASH, ForeignGAU
 from lineartime.layers import FLASH, GAU, Attention, CrossGAU
 from lineartime.layers.multi_head import MultiHeadMixer
-from lineartime.layers.options import constructor_options
-from lineartime.layers.residual import ResidualLayer
-from lineartime.models.layer_config import KINDS
+from lineartime.layers.residual import ResidualLayer, constructor_options
+from lineartime.models.config import KINDS
 from lineartime.ops.activations import known_activations
 
 # For each argument, another value than its default and the other arguments it needs to matter.

@@ -15,8 +15,8 @@ from lineartime.layers import FLASH, Attention
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.mixer import Mixer
-from lineartime.layers.options import constructor_options
-from lineartime.models.layer_config import KINDS
+from lineartime.layers.residual import constructor_options
+from lineartime.models.config import KINDS
 
 MIXERS = KINDS["mixer"]
 SAID = r"is|has|holds|packs"

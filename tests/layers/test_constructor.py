@@ -9,9 +9,8 @@ from torch import nn
 
 import lineartime
 from lineartime.layers import LearnedPositions, RMSNorm, RotaryBias, ScaledSin, ScaleNorm, TableBias, set_backend
-from lineartime.layers.options import constructor_options
-from lineartime.layers.residual import LayerOptions, ResidualLayer
-from lineartime.models.layer_config import KINDS
+from lineartime.layers.residual import LayerOptions, ResidualLayer, constructor_options
+from lineartime.models.config import KINDS
 
 LAYERS: list[type[ResidualLayer]] = [layer for kinds in KINDS.values() for layer in kinds.values()]
 D_MODEL = 24

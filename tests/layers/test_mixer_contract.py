@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from lineartime.foreign.mixers import PostNorm, post_norm
 from lineartime.layers.contract import NO_FUTURE, check_mixer
 from lineartime.layers.mixer import Mixer
-from lineartime.layers.options import constructor_options
-from lineartime.models.layer_config import KINDS
+from lineartime.layers.residual import constructor_options
+from lineartime.models.config import KINDS
 from lineartime.ops import cache
 from lineartime.ops import make_batch as maker
 from lineartime.ops.batch import Batch

@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers import FLASH, GAU, set_backend
 from lineartime.layers.mixer import READ_PREFIX, Mixer
-from lineartime.models.layer_config import KINDS
+from lineartime.models.config import KINDS
 
 LENGTH = 2 * CHUNK + 3
 READERS = [name for name in CAUSAL if mixer_of(name, True).reads_prefix]

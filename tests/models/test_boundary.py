@@ -12,8 +12,8 @@ import lineartime
 from lineartime.errors import ArgumentError
 from lineartime.generation import Sampling, generate, generate_batch
 from lineartime.models.backbone import ModelState
+from lineartime.models.config import LayerConfig
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
-from lineartime.models.layer_config import LayerConfig
 
 V = 50
 SIZES: dict[str, Any] = {"d_model": 16, "n_blocks": 2, "vocab_size": V, "d_qk": 8}

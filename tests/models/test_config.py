@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lineartime.layers.options import constructor_options
+from lineartime.layers.residual import constructor_options
 from lineartime.models import LayerConfig, ModelConfig, presets
-from lineartime.models.layer_config import KINDS
+from lineartime.models.config import KINDS
 from lineartime.models.presets import resolve
 from lineartime.models.systems import SYSTEMS
 

@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import lineartime
 from lineartime.data.tokenizers import ByteTokenizer
+from lineartime.models.config import LayerConfig
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, beam_search, greedy
-from lineartime.models.layer_config import LayerConfig
 from lineartime.models.presets import PRESETS, build, encoder_decoder_config
 
 TINY = EncoderDecoderConfig(

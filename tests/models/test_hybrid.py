@@ -14,8 +14,7 @@ from lineartime.errors import ArgumentError
 from lineartime.export import Step
 from lineartime.foreign import to_flash_pytorch
 from lineartime.models import CausalLM, LayerConfig, ModelConfig, encoder_decoder_config
-from lineartime.models.cost import cost
-from lineartime.models.memory import model_tensors
+from lineartime.models.cost import cost, model_tensors
 from lineartime.models.presets import nearest_preset, presets, resolve, values_of
 from lineartime.ops.context import ContextGroup
 

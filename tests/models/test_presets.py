@@ -7,9 +7,8 @@ import lineartime
 from lineartime import presets
 from lineartime.choices import BYTE_VOCABULARY
 from lineartime.data import ByteTokenizer
-from lineartime.models.config import Task
+from lineartime.models.config import LayerConfig, Task
 from lineartime.models.cost import count_parameters
-from lineartime.models.layer_config import LayerConfig
 from lineartime.models.presets import PAPER_MILLIONS, PRESETS, resolve, system_of
 from lineartime.models.systems import SYSTEMS
 

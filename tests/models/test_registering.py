@@ -17,7 +17,7 @@ from lineartime.cli import main
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.flash import FLASH
 from lineartime.layers.mixer import Mixer
-from lineartime.models.layer_config import KINDS, LayerConfig
+from lineartime.models.config import KINDS, LayerConfig
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.models.registering import VARIABLE, import_modules, register_system
 from lineartime.models.systems import SYSTEMS

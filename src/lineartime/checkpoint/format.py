@@ -169,8 +169,8 @@ def read_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
 def read_any_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM | EncoderDecoder, Tokenizer]":
     """Build the model of a checkpoint with its weights, on the CPU, and its tokenizer. Raises as `load` does."""
     from lineartime.data import read_tokenizer
+    from lineartime.models.cost import check_memory
     from lineartime.models.encoder_decoder import build_described
-    from lineartime.models.memory import check_memory
 
     config = _read_config(checkpoint)
     try:
@@ -335,7 +335,7 @@ def check_weights(file: Path, config: "ModelConfig | EncoderDecoderConfig") -> N
     """
     from safetensors import SafetensorError, safe_open
 
-    from lineartime.models.memory import model_tensors
+    from lineartime.models.cost import model_tensors
 
     size = model_tensors(config)
     try:

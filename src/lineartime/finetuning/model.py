@@ -12,9 +12,8 @@ from lineartime.errors import ArgumentError, require_packages
 from lineartime.finetuning.config import PAPER_CHUNK, Advanced, OfFLASH
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.tokenizer import fast_tokenizer
-from lineartime.models.config import ModelConfig
+from lineartime.models.config import LayerConfig, ModelConfig
 from lineartime.models.language_model import LanguageModel
-from lineartime.models.layer_config import LayerConfig
 
 TABLE = "bias.table"
 """The relative biases within a chunk, which has 2 C - 1 of them."""

@@ -20,9 +20,8 @@ from lineartime.foreign.mixers import ForeignActivation, ForeignFLASH, ForeignGA
 from lineartime.foreign.positions import N_BUCKETS
 from lineartime.foreign.weights import StateDict, interleaved_order
 from lineartime.layers.residual import Norm
-from lineartime.models.config import ModelConfig
+from lineartime.models.config import LayerConfig, ModelConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
-from lineartime.models.layer_config import LayerConfig
 from lineartime.ops.checks import check_positive
 
 PACKAGE = "FLASH-pytorch"

@@ -19,9 +19,8 @@ from lineartime.errors import ArgumentError, LineartimeError, missing_extra, rep
 from lineartime.fields import Between, decode
 from lineartime.foreign.mixers import ForeignActivation, ForeignGAU
 from lineartime.foreign.weights import StateDict, interleaved_order
-from lineartime.models.config import ModelConfig
+from lineartime.models.config import LayerConfig, ModelConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
-from lineartime.models.layer_config import LayerConfig
 
 PACKAGE = "GAU-alpha"
 MODEL_TYPE = "gau_alpha"

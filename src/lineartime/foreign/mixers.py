@@ -3,7 +3,6 @@
 Shapes: B batch, T tokens, N new tokens of a stream, L slots of a row, R rows, s query/key width.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -161,19 +160,3 @@ def post_norm(layer: type[ResidualLayer]) -> type[ResidualLayer]:
         doc = f"{layer.__name__} with a norm after its residual."
         _POST_NORM[layer] = type(f"PostNorm{layer.__name__}", (PostNorm, layer), {"__doc__": doc})
     return _POST_NORM[layer]
-
-
-FOREIGN: dict[str, type[ResidualLayer]] = {FLASH.name: ForeignFLASH, GAU.name: ForeignGAU, CrossGAU.name: ForeignCrossGAU}
-"""The layers with the options of other packages, by the name of the layer without them."""
-_WITHOUT_EFFECT = {"bias_form": "auto", "rotary_width": None}
-_FOREIGN_VALUES = ("softmax_plus", "laplace", "paper_bias")
-
-
-def from_earlier(kind: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name and the options of a layer, as recorded by a version in which the core had the options of `ForeignUnit`.
-
-    `known` are the options that a layer of that name has today.
-    """
-    own = {name: value for name, value in options.items() if name in known or (name, value) not in _WITHOUT_EFFECT.items()}
-    is_foreign = any(name in _WITHOUT_EFFECT or value in _FOREIGN_VALUES for name, value in own.items())
-    return (FOREIGN[kind].name if kind in FOREIGN and is_foreign else kind), own

@@ -117,6 +117,8 @@ def generate_batch(
     """
     if isinstance(prompts, str) or not hasattr(prompts, "__len__") or getattr(prompts, "ndim", 1) == 0:
         raise ArgumentError("prompts", f"is {prompts!r}, but must be a sequence of prompts, each of them token ids.")
+    if ended is not None and not callable(ended):
+        raise ArgumentError("ended", f"is {ended!r}, but must be a function of the number of a text and its new token.")
     if not len(prompts):
         return []
     named = {f"prompts[{number}]": prompt for number, prompt in enumerate(prompts)}

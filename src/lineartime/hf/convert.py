@@ -34,8 +34,8 @@ from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
 from lineartime.machine import shapes_only
 from lineartime.models.config import ModelConfig
+from lineartime.models.cost import model_tensors
 from lineartime.models.language_model import LanguageModel, build_model
-from lineartime.models.memory import model_tensors
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER, CARD = "adapter_config.json", "README.md"

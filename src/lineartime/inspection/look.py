@@ -17,8 +17,7 @@ from lineartime.errors import ArgumentError
 from lineartime.evaluation.perplexity import token_losses
 from lineartime.fields import Between, check_limits
 from lineartime.inspection.weights import open_attention
-from lineartime.layers.mixer import Mixer
-from lineartime.layers.states import ShiftedState
+from lineartime.layers.mixer import Mixer, ShiftedState
 from lineartime.models.language_model import LanguageModel, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
 from lineartime.ops.cross_entropy import IGNORED

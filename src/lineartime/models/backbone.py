@@ -17,8 +17,7 @@ from lineartime.layers.dense import Embedding
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import build_norm, check_device
-from lineartime.models.config import ModelConfig
-from lineartime.models.layer_config import LayerConfig
+from lineartime.models.config import LayerConfig, ModelConfig
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import as_mask, check_whole, is_readable
 from lineartime.ops.context import ContextGroup, check_equal_slices

@@ -1,24 +1,23 @@
-"""The cost of a model, found by running it on the meta device, where tensors have shapes but no values.
+"""What a model costs: parameters, operations, and memory, on the meta device, where tensors have shapes but no values."""
 
-Shapes: T tokens of context.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.choices import MAX_CONTEXT_LENGTH
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_limits
-from lineartime.machine import shapes_only
-from lineartime.models.config import ModelConfig
+from lineartime.machine import memory_bytes, shapes_only
+from lineartime.models.config import LayerConfig, ModelConfig
+from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from lineartime.models.language_model import CausalLM, LanguageModel, build_model
-from lineartime.models.layer_config import LayerConfig
+from lineartime.models.presets import values_of
 from lineartime.ops.checks import check_positive
+from lineartime.units import size
 
 
 class Cost(NamedTuple):
@@ -81,7 +80,129 @@ def stream_bytes(config: ModelConfig, context_length: int) -> int | None:
 
 
 def _forward_flops(model: LanguageModel, ids: Tensor) -> int:
+    from torch.utils.flop_counter import FlopCounterMode  # which takes a tenth of a second to import
+
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(ids)
     flops: int = counter.get_total_flops()
     return flops
+
+
+_WEIGHT_BYTES = 4
+"""Bytes per weight; weights are always fp32."""
+_ID_BYTES = 16
+"""Bytes per token of a step: its id among the inputs and among the targets."""
+_BLOCKS = "backbone.blocks."
+_EMBEDDED = ("vocab_size", "max_positions")
+"""The options on which the size of blocks does not depend."""
+
+
+class ModelTensors(NamedTuple):
+    """The tensors of a model on the meta device: those of the blocks that repeat, by their names in a block, and the rest."""
+
+    blocks: tuple[dict[str, Tensor], ...]
+    rest: dict[str, Tensor]
+    n_blocks: int
+
+    @property
+    def n_tensors(self) -> int:
+        """The number of tensors in the whole model."""
+        return len(self.rest) + self.of_blocks(len)
+
+    @property
+    def n_elements(self) -> int:
+        """The number of elements in all tensors."""
+        return _n_elements(self.rest) + self.of_blocks(_n_elements)
+
+    def of_blocks(self, measure: Callable[[dict[str, Tensor]], int]) -> int:
+        """The sum of a measure of a block over all blocks."""
+        round_ = len(self.blocks)
+        return sum(measure(block) * len(range(place, self.n_blocks, round_)) for place, block in enumerate(self.blocks))
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors on the meta device by their names in the model."""
+        yield from self.rest.items()
+        for number, block in zip(range(self.n_blocks), cycle(self.blocks), strict=False):
+            yield from ((f"{_BLOCKS}{number}.{name}", tensor) for name, tensor in block.items())
+
+
+def model_tensors(config: ModelConfig | EncoderDecoderConfig) -> ModelTensors:
+    """The tensors of a model. Raises ArgumentError, naming its largest option, if they are too large for PyTorch."""
+    try:
+        with shapes_only():
+            if isinstance(config, EncoderDecoderConfig):  # which has two kinds of blocks: all are among the rest
+                blocks = config.n_encoder_blocks + config.n_decoder_blocks
+                return ModelTensors((), EncoderDecoder(config).state_dict(), blocks)
+            model = build_model(config.first_round)
+            tensors = model.state_dict()
+        if _n_elements(tensors) > 2**60:
+            raise OverflowError
+    except (RuntimeError, OverflowError, MemoryError):
+        raise too_large(config, "which no tensor can have") from None
+    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(_BLOCKS)}
+    return ModelTensors(tuple(block.state_dict() for block in model.backbone.blocks), rest, config.n_blocks)
+
+
+def check_memory(
+    config: ModelConfig | EncoderDecoderConfig,
+    device: torch.device | None = None,
+    *,
+    copies: int = 1,
+    processes: int = 1,
+    sequences: int = 1,
+    tokens: int = 0,
+    kept_blocks: int = 1,
+    number_bytes: int = 4,
+    step_tokens: int = 0,
+) -> None:
+    """Raise ArgumentError, naming the option that is too large, if a model needs more memory than the device has.
+
+    The estimate is a lower bound: a model that passes may still not fit.
+
+    Args:
+        config: the model.
+        device: where it computes; the default is the CPU.
+        copies: the number of copies of its weights in memory: 4 in training, including gradients and two moments.
+        processes: the number of processes that share its weights.
+        sequences: the number of sequences that it reads at once.
+        tokens: the number of tokens in these sequences.
+        kept_blocks: the number of blocks whose activations are in memory at the same time.
+        number_bytes: bytes per activation value.
+        step_tokens: the number of tokens of a whole step, of which only the ids are in memory: inputs and targets.
+    """
+    tensors = model_tensors(config)
+    memory = memory_bytes(device or torch.device("cpu"))
+    if memory is None:
+        return
+    weights = tensors.n_elements * _WEIGHT_BYTES * copies // processes
+    if weights > memory:
+        needed = f"with which the model has {tensors.n_elements:,} parameters and needs at least {size(weights)}"
+        in_blocks = 2 * _n_elements(tensors.rest) < tensors.n_elements
+        raise too_large(config, f"{needed}, but there are {size(memory)} of memory", _EMBEDDED if in_blocks else ())
+    features = tensors._replace(n_blocks=kept_blocks).of_blocks(_n_features)
+    token = features * number_bytes
+    one, at_once = weights + tokens // sequences * token, weights + tokens * token
+    for option, count, least in (
+        ("context_length", tokens // sequences, one),
+        ("batch_size", tokens, at_once),
+        ("tokens_per_batch", step_tokens, at_once + step_tokens * _ID_BYTES),
+    ):
+        if least > memory:
+            what = f"puts {count:,} tokens in memory at once, for which the model needs at least {size(least)}"
+            raise ArgumentError(option, f"{what}, but there are {size(memory)} of memory: use a smaller one.")
+
+
+def too_large(config: ModelConfig | EncoderDecoderConfig, why: str, excluded: Collection[str] = ()) -> ArgumentError:
+    """The error for a model that is too large. It names the largest number in the model's config that is not `excluded`."""
+    numbers = {name: value for name, value in values_of(config).items() if type(value) is int and name not in excluded}
+    name = max(numbers, key=numbers.__getitem__)
+    return ArgumentError(name, f"is {numbers[name]:,}, {why}: use a smaller model.")
+
+
+def _n_elements(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _n_features(block: dict[str, Tensor]) -> int:
+    """The number of features that the linear maps of a block compute."""
+    return sum(tensor.shape[0] for tensor in block.values() if tensor.dim() > 1)

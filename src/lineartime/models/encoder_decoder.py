@@ -19,9 +19,8 @@ from lineartime.layers.dense import dense
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.residual import Norm, build_norm
 from lineartime.models.backbone import Backbone
-from lineartime.models.config import ModelConfig
+from lineartime.models.config import LayerConfig, ModelConfig, PartsConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model, check_evaluates
-from lineartime.models.layer_config import LayerConfig, PartsConfig
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import as_mask, check_positive
 from lineartime.ops.make_batch import stream_batch

@@ -5,10 +5,9 @@ from typing import Any, Literal, overload
 
 from lineartime.choices import BYTE_VOCABULARY, Task
 from lineartime.errors import ArgumentError, did_you_mean
-from lineartime.models.config import ModelConfig, read_pattern, why_not_learned
+from lineartime.models.config import LayerConfig, ModelConfig, read_pattern, why_not_learned
 from lineartime.models.encoder_decoder import EncoderDecoderConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
-from lineartime.models.layer_config import LayerConfig
 from lineartime.models.systems import SYSTEMS, Size, System
 
 # Our own size, for laptops. GAU starts with large scores: with the published initialisation, attention would take longer to

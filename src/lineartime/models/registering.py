@@ -16,9 +16,8 @@ from lineartime.errors import ArgumentError, LineartimeError, check_choice, firs
 from lineartime.fields import check_names
 from lineartime.layers.mixer import Mixer
 from lineartime.machine import shapes_only
-from lineartime.models.config import ModelConfig
+from lineartime.models.config import KINDS, LayerConfig, ModelConfig, own_options
 from lineartime.models.language_model import build_model
-from lineartime.models.layer_config import KINDS, LayerConfig, own_options
 from lineartime.models.presets import PRESETS, SIZES, model_of
 from lineartime.models.systems import SYSTEMS, Size, System
 

@@ -50,8 +50,7 @@ from lineartime.layers.flash import FLASH
 from lineartime.layers.gated import InitialScores
 from lineartime.layers.gau import GAU
 from lineartime.layers.mixer import Mixer
-from lineartime.layers.options import constructor_options
-from lineartime.layers.residual import ResidualLayer
+from lineartime.layers.residual import ResidualLayer, constructor_options
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ from lineartime.layers.contract import NO_FUTURE, BrokenPromiseError, check_mixe
 from lineartime.machine import choose_compile, choose_device, choose_precision, faster_precision
 from lineartime.models.backbone import Block
 from lineartime.models.config import ModelConfig
+from lineartime.models.cost import check_memory
 from lineartime.models.language_model import LanguageModel, build_model
-from lineartime.models.memory import check_memory
 from lineartime.models.presets import nearest_preset, resolve
 from lineartime.training.config import TrainConfig, errors_in_override
 from lineartime.training.parallel import Objective, World
