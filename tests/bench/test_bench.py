@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from datetime import datetime, timezone
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 import lineartime
-from lineartime import machine
 from lineartime.bench import command
 from lineartime.bench.command import make_benchmark, run_benchmark
 from lineartime.bench.config import BenchConfig, Measure
@@ -166,14 +164,6 @@ def test_growing_step_is_timed_near_its_beginning_and_going_back_takes_no_time()
     assert positions == [10, 11, 12, 10, 11, 12, 10]
 
 
-def test_model_of_limited_length_is_timed_however_often() -> None:
-    learned = subject("flash-tiny", absolute_position="learned", max_positions=40)
-    for model, position in ((subject("transformer-tiny", max_positions=40), 30), (learned, 38)):
-        step = prepare(model, Case("decode", position, "fp32", 1), CPU).step
-        assert isinstance(step, RewindingStep)
-        assert timed(step, 50, time.perf_counter) > 0
-
-
 def test_medians_spreads_and_ratios_of_rounds(tmp_path: Path) -> None:
     assert median_and_spread([4.0, 1.0, 2.0, 3.0, 100.0]) == (3.0, 2.0)
     assert median_and_spread([4.0]) == (4.0, None)
@@ -188,20 +178,6 @@ def test_medians_spreads_and_ratios_of_rounds(tmp_path: Path) -> None:
     assert compiled.compile_seconds == 7.0
     assert repetitions(0.1, 0.25) == 3
     assert repetitions(9.0, 0.25) == 1
-
-
-def test_precision_is_that_of_training_here_without_a_choice(
-    options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert BenchConfig().dtypes == ("auto",)
-    for features, expected, has in (
-        ("avx512_bf16", "bf16", "units for bf16 (avx512_bf16)"),
-        ("x", "fp32", "no units for bf16"),
-    ):
-        monkeypatch.setattr(machine, "processor_features", lambda found=features: {found})
-        benchmark = make_benchmark(options(measure=("forward",), context_lengths=(8,), dtypes=("auto", expected)))
-        assert [case.dtype for case, _ in benchmark.cases] == [expected]
-        assert benchmark.precision == f"{expected}, because the processor has {has}"
 
 
 def test_use_of_the_peak_is_that_of_the_operations_of_the_model(tmp_path: Path) -> None:
@@ -308,16 +284,6 @@ def test_decode_is_compiled_where_the_model_steps_in_place(options: Callable[...
     assert list(map(str, benchmark.subjects)) == ["flash-tiny", "flash-tiny compiled", "transformer++-tiny"]
 
 
-def test_decode_moves_on_by_a_token_in_the_precision_of_generation() -> None:
-    for name, dtype, expected in (("flash-tiny", "bf16", torch.bfloat16), ("transformer++-tiny", "fp32", torch.float32)):
-        ready = prepare(subject(name), Case("decode", 10, dtype, 2), CPU)
-        first, second = ready.step(), ready.step()
-        assert isinstance(first, torch.Tensor)
-        assert isinstance(second, torch.Tensor)
-        assert (first.shape, first.dtype) == ((2, 20), expected)
-        assert not torch.equal(first, second)  # the same token again, one place later
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -368,17 +334,6 @@ def test_peer_runs_beside_ours_at_the_same_sizes(options: Callable[..., BenchCon
     ours, theirs = found["train", "flash-tiny"], found["train", "flash-pytorch"]
     assert (theirs["problem"], theirs["batch"]) == (None, ours["batch"])
     assert theirs["flops_per_token"] == pytest.approx(ours["flops_per_token"], rel=0.3)
-
-
-def test_plots_alone_are_missing_without_matplotlib(
-    options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "draw_plots", draw_plots)
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    config = options(measure=("forward",), context_lengths=(8,))
-    run_benchmark(config)
-    assert "no plots: A plot needs matplotlib, which is not installed" in capsys.readouterr().err
-    assert len(saved(config.out)["entries"]) == 2
 
 
 def test_tables_leave_out_empty_columns(tmp_path: Path) -> None:

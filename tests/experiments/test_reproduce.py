@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from lineartime import cli
 from lineartime.bench.command import make_benchmark
 from lineartime.bench.config import BenchConfig
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.experiments import catalogue, command, runner, worker
+from lineartime.experiments import catalogue, command, worker
 from lineartime.experiments.catalogue import INTERRUPTED, Job, Optimizer
 from lineartime.experiments.collect import Report, collect
 from lineartime.experiments.config import ReproduceConfig
@@ -28,7 +27,6 @@ from lineartime.experiments.report import write_report
 from lineartime.experiments.runner import RunsResult, all_jobs, in_own_process, read_run, run_all
 from lineartime.models.registering import register_system
 from lineartime.runs.metrics import read_metrics
-from lineartime.runs.record import lock_run
 from lineartime.training.loop import Trainer
 
 from .conftest import Do, Options, ignore, make_options, perform
@@ -213,31 +211,6 @@ def test_run_that_ended_for_another_reason_is_tried_again(
     assert all(isinstance(loss, float) for loss in row["grid"]["adamw"].values())
 
 
-def test_report_shows_the_rate_that_a_run_was_trained_with(options: Options, finished: None) -> None:
-    plan = make_plan(options())
-    trained = collect(plan)["settings"][0]["rows"][0]["rate"]
-    other = ({0.001, 0.01} - {trained}).pop()
-    file = plan.candidates[0].folder / f"adamw-tune-{other:g}" / "metrics.jsonl"  # as if it had been repeated, with more luck
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    better = [line | {"validation_loss": 1.0} if "validation_loss" in line else line for line in lines]
-    file.write_text("".join(json.dumps(line) + "\n" for line in better))
-    report = collect(plan)
-    assert report["settings"][0]["rows"][0]["rate"] == trained
-    assert report["problems"][0] == (
-        f"wikipedia-64/flash/seed-0 trained with adamw {trained:g}, but the trials choose adamw {other:g} now: "
-        "delete its folder, and run again."
-    )
-
-
-def test_call_whose_runs_failed_says_so_by_its_status(
-    options: Options, finished: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "run_all", lambda plan, say: RunsResult(False, ("a run failed",)))
-    assert len(command.reproduce(options()).problems) == 1
-    assert cli.main(["reproduce", "lm", "--scale", "trial", "--out", str(options().out), "--data", *options().data]) == 1
-    assert "error: Some runs failed: they are named above" in capsys.readouterr().err
-
-
 def test_killed_runs_are_told_and_the_report_is_still_made(options: Options) -> None:
     plan = make_plan(options(seeds=1))
     problems = run_all(plan, ignore, lambda job: -9).problems
@@ -258,39 +231,6 @@ def test_damaged_run_is_one_sentence(options: Options, here: Do, finished: None)
     (folder / "outcome.json").write_text('{"kind": "run", "tests": []}')
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     assert "says that it is finished, but its metrics do not" in run_all(plan, ignore, here).problems[0]
-
-
-def test_given_rates_are_the_grid_of_all_systems(options: Options) -> None:
-    plan = make_plan(options(optimizers=("adamw",), rates=(2e-3, 4e-3), seeds=1, systems=("flash",)))
-    tried = [job.folder.name for _, job in all_jobs(plan) if job.kind == "tune"]
-    assert tried == ["adamw-tune-0.002", "adamw-tune-0.004"]
-    write_plan(plan)
-    assert collect(plan)["options"]["rates"] == (2e-3, 4e-3)
-    with pytest.raises(ArgumentError, match=r"rates is 0.003, but the runs in .* were made with 0.002 0.004: use that, or"):
-        command.reproduce(options(optimizers=("adamw",), rates=(3e-3,)))
-
-
-@pytest.mark.parametrize(("planned", "steps"), [(10, 40), (50, 60)])
-def test_trials_of_slow_systems_last_longer_or_are_told(
-    options: Options, monkeypatch: pytest.MonkeyPatch, planned: int, steps: int
-) -> None:
-    monkeypatch.setitem(catalogue.SCALES, "cpu", catalogue.SCALES["trial"])
-    plan = make_plan(options(seeds=1, systems=("flash",), scale="cpu", rates=(1e-3,), optimizers=("adamw",), tuning=10.0))
-    speed = planned * plan.tokens_per_step(plan.settings[0]) / 10.0
-    monkeypatch.setattr(runner, "read_speed", lambda *_: speed)
-    tried: list[Job] = []
-    said: list[str] = []
-
-    def do(job: Job) -> int:
-        tried.append(job)
-        return INTERRUPTED if job.kind == "tune" else 1
-
-    assert run_all(plan, said.append, do).interrupted
-    assert (tried[-1].kind, tried[-1].options["steps"]) == ("tune", steps)
-    assert tried[-1].seconds == pytest.approx(10.0 * steps / planned)
-    assert any(line.startswith("  trials of 40 steps may choose a rate or an optimiser by chance") for line in said) == (
-        steps < 60
-    )
 
 
 def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, tmp_path: Path, text: Path) -> None:
@@ -344,12 +284,6 @@ def test_compiled_run_is_not_begun_without_a_compiler(options: Options, here: Do
         run_all(make_plan(options(compile="on")), ignore, here)
 
 
-def test_two_calls_do_not_run_an_experiment_at_once(options: Options, here: Do) -> None:
-    plan = make_plan(options())
-    with lock_run(plan.folder), pytest.raises(ArgumentError, match="which another run is using: wait for its end"):
-        run_all(plan, ignore, here)
-
-
 def test_latency_is_measured_for_all_systems_together(options: Options, here: Do, done: list[str]) -> None:
     plan = make_plan(options("latency", threads=1))
     job = plan.latency_job(plan.settings[0])
@@ -369,12 +303,6 @@ def test_latency_is_measured_for_all_systems_together(options: Options, here: Do
     assert f"{rows[0]['relative']:.2f}" in file.read_text()
     assert (plan.folder / "latency.png").exists()
     assert len(read_run(job).outcome.entries) == 2
-
-
-def test_list_of_all_experiments_has_a_line_for_each(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
-    command.reproduce(options("", list=True))
-    shown = capsys.readouterr().out
-    assert all(re.search(rf"^{re.escape(name)} ", shown, re.MULTILINE) for name in catalogue.EXPERIMENTS)
 
 
 def test_optimiser_joins_by_one_entry(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from lineartime.runs.curve import draw_comparison, draw_curve, thinned
+from lineartime.runs.curve import draw_curve, thinned
 
 
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
@@ -37,21 +37,3 @@ def test_mean_of_the_last_steps_begins_where_there_are_as_many(
     assert found == ([[(step, step - 9.5) for step in range(20, steps + 1)]] if steps >= 20 else [])
     lines = [{"step": step, "loss": float(step)} for step in range(1, steps + 1)]
     assert [(line["step"], line["loss"]) for line in thinned(lines)] == [(step, step - 9.5) for step in range(20, steps + 1)]
-
-
-def test_runs_whose_losses_do_not_compare_have_axes_of_their_own_and_equal_losses_are_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(*losses: float) -> list[dict[str, float]]:
-        totals = [{"step": step, "tokens": 10 * step, "seconds": float(step)} for step in range(1, len(losses) + 1)]
-        return [{**line, "validation_loss": loss} for line, loss in zip(totals, losses, strict=True)]
-
-    figures = captured(monkeypatch)
-    groups = {"text one": {"a": run(2.5, 2.5), "b": run(2.5)}, "text two": {"c": run(6.0, 5.0, 4.0)}}
-    draw_comparison(groups, tmp_path / "x.png")
-    limits = [each.get_ylim() for each in figures[0].axes]
-    assert len(limits) == 6
-    assert limits[0] == limits[1] == limits[2]
-    assert limits[3] == limits[4] == limits[5]
-    assert limits[0][1] < 3 < limits[3][0]
-    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["a", "b", "c"]

@@ -83,13 +83,6 @@ def test_record_tells_the_state_of_git_if_there_is_one_and_never_where_it_comes_
     assert recorded() is None
 
 
-@pytest.mark.parametrize("content", ["{", '{"options": {}}'])
-def test_damaged_record_is_named(tmp_path: Path, content: str) -> None:
-    (tmp_path / "run.json").write_text(content)
-    with pytest.raises(LineartimeError, match=r"run.json is damaged \(.*\): restore it from a copy, or delete it"):
-        read_record(tmp_path)
-
-
 def test_record_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(LineartimeError, match=r"Cannot read .*run.json: No such file"):
         read_record(tmp_path)

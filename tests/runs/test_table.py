@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import ConsoleDimensions
 
 from lineartime.cli import main, runs
 from lineartime.errors import LineartimeError
 from lineartime.runs.record import LOCK_FILE, RunRecord, lock_run
-from lineartime.runs.table import find_runs, group_runs, merge_seeds, name_runs, summarize
+from lineartime.runs.table import find_runs, merge_seeds, name_runs, summarize
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Validation, train
 
@@ -134,23 +133,6 @@ def test_runs_are_found_three_levels_down_and_each_once_by_its_own_name(tmp_path
     assert list(name_runs([tmp_path])[0].values()) == ["1/2/3"]
 
 
-def test_narrow_terminal_loses_columns_and_is_told_which(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for value, name in enumerate(("a-run-with-a-name", "b")):
-        make_run(tmp_path / name, **dict.fromkeys("abcdef", value))
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr("rich.console.Console.size", ConsoleDimensions(80, 25))
-    assert main(["runs", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert "The screen is too narrow for waiting, tokens, training, " in text
-    assert "2 more options differ: e, f (--json has everything)." in text
-    table = [line for line in text.splitlines() if not line.startswith(("The screen", "plot", "2 more"))]
-    assert max(map(len, table)) <= 80
-    assert {"run", "step", "validation", "state"} <= set(rows(text)[0])
-
-
 def test_runs_are_ranked_beside_those_with_their_text_tokenizer_and_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,17 +150,6 @@ def test_runs_are_ranked_beside_those_with_their_text_tokenizer_and_task(
         *("text books, tokenizer bytes, task clm", "b", "a"),
         *("text books, tokenizer bytes, task mlm", "d"),
     ]
-
-
-def test_run_that_began_from_another_is_in_its_group(tmp_path: Path) -> None:
-    summaries = []
-    for name, tokenizer, definition in (("first", "bpe-300", "bpe"), ("tuned", "/runs/first", "bpe"), ("other", None, "bytes")):
-        run = make_run(tmp_path / name, tokenizer=tokenizer)
-        (run / "step-00000040").mkdir()
-        (run / "step-00000040" / "tokenizer.json").write_text(definition)
-        summaries.append(summarize(run, name)[0])
-    found = [(group.title, len(group.runs)) for group in group_runs(summaries)]
-    assert found == [("text books, tokenizer bpe-300, task clm", 2), ("text books, tokenizer bytes, task clm", 1)]
 
 
 def test_seeds_of_one_setting_are_one_row_with_mean_and_deviation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
