@@ -23,8 +23,6 @@ MemoryTask = Literal["recall", "copying", "induction", "selective-copying", "nee
 
 MAX_CONTEXT_LENGTH = 2**24
 """The maximum number of tokens in a context whose cost is counted."""
-MAX_EXPANSION = 100
-"""The maximum number of bytes of text per byte of a compressed file; prose has 3 to 5."""
 DEFAULT_TEXT = "the Python standard library"
 """The name of the text of a run for which none is given."""
 TEXT_COLUMN = "text"

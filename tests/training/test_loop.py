@@ -410,7 +410,7 @@ def test_streamed_run_is_resumed_on_a_copy_of_its_text(config: MakeConfig, tmp_p
         for split in ("train", "valid"):
             lines = "".join(f'{{"text": "text {number} to {split} on"}}\n' for number in range(100))
             (tmp_path / folder / f"{split}.jsonl").write_text(lines)
-    options: dict[str, Any] = {"streaming": True, "lanes": 2}
+    options: dict[str, Any] = {"streaming": True}
     trained(config(data=tmp_path / "texts", **options))
     trained(config(data=tmp_path / "copy", resume=True, **options))
     with (tmp_path / "copy" / "train.jsonl").open("a") as file:
@@ -453,7 +453,6 @@ def test_compiled_run_gives_the_losses_of_a_plain_one(config: MakeConfig, tmp_pa
         ),
         ({"context_length": 50_000}, r"There are \d+ tokens in the train split of .*text.txt, fewer than a context"),
         ({"context_parallel": 2}, "context_parallel is 2, but this is one process: start 2 with torchrun"),
-        ({"shuffle_documents": 5}, "shuffle_documents is 5, but needs `streaming`: text that is encoded beforehand"),
         ({"parallel": "fsdp", "clip": "local"}, "use `clip='global'` or `parallel='ddp'`"),
         ({"keep_every": 3}, "keep_every is 3, but must be a multiple of `eval_every=2`: checkpoints follow evaluations"),
     ],

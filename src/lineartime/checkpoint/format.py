@@ -44,7 +44,7 @@ _MODEL, _TRAINING, _VALIDATION = "model.json", "training.json", "validation.json
 
 Step = Annotated[int, Between(0, 10**9)]
 
-_GONE = ("like",)
+_GONE = ("like", "lanes", "max_expansion", "shuffle_documents")
 """Options that the first runs recorded, and that training no longer has."""
 # The options of a run that are read without the training package, which knows and checks all options.
 _OPTIONS: dict[str, Any] = {
@@ -52,7 +52,6 @@ _OPTIONS: dict[str, Any] = {
     "task": Task,
     "data": str | tuple[str, ...] | None,
     "text_column": str,
-    "max_expansion": Annotated[int, Between(1, 10**9)],
     "include": tuple[str, ...],
     "exclude": tuple[str, ...],
     "tokenizer": str | None,
@@ -73,10 +72,10 @@ def checked_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class LanePosition:
-    """The position in a lane of a streamed text."""
+class StreamPosition:
+    """The position in the share that a process has of a streamed text."""
 
-    epoch: Step  # how often the lane has ended
+    epoch: Step  # how often the share has ended
     source: dict[str, Any] | None  # the state of its source, as the datasets library describes it; None at the beginning
     used: Count  # the number of tokens to skip from there
 
@@ -86,8 +85,8 @@ class TextPosition:
     """The position in the text, from the loaders of all processes."""
 
     rows: Count  # the number of sequences that were read
-    of: Annotated[int, Between(1, 10**6)] | None = None  # the number of lanes of a streamed text
-    lanes: dict[str, LanePosition] | None = None  # the position in each lane, by its number
+    of: Annotated[int, Between(1, 10**6)] | None = None  # the number of processes that read a streamed text
+    processes: dict[str, StreamPosition] | None = None  # the position of each process
 
     def to_dict(self) -> dict[str, Any]:
         """Return the position as loaders describe it."""

@@ -38,8 +38,6 @@ class EvalOptions:
     """Corpus name, file or folder, split as for training; the default is what the model was trained on."""
     text_column: str | None = None
     """Column of JSON, CSV, Parquet and data sets of the hub that holds the text; for the training text, its own by default."""
-    max_expansion: int | None = None
-    """Maximum bytes of text per byte of a compressed file; the default is as in training."""
     include: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Read only files of folders that match a pattern, such as '*.md'; for the training text, the default is as in training."""
     exclude: tyro.conf.UseAppendAction[tuple[str, ...]] = ()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, VOCAB_SIZE, TokenizerKind
+from lineartime.choices import TEXT_COLUMN, VOCAB_SIZE, TokenizerKind
 from lineartime.files import new_file
 from lineartime.screen import SCREEN
 
@@ -18,8 +18,6 @@ class TokenizeOptions:
     """Corpus name, file or folder, as for training; the default is the source of Python's standard library."""
     text_column: str = TEXT_COLUMN
     """Column of JSON, JSON lines, Parquet and data sets of the hub that holds the text."""
-    max_expansion: int = MAX_EXPANSION
-    """Maximum bytes of text per byte of a compressed file: a small file that becomes huge is refused."""
     include: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Read only those files of folders whose name, such as notes.md, matches a pattern, such as '*.md', or their path does."""
     exclude: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -42,7 +40,7 @@ def run(options: TokenizeOptions) -> None:
 
     check_tokenizer_options(options.kind, options.vocab_size, options.max_bytes)
     with new_file("out", options.out) as partial:
-        corpus = load_corpus(options.data, options.text_column, options.max_expansion, options.include, options.exclude)
+        corpus = load_corpus(options.data, options.text_column, options.include, options.exclude)
         for line in describe_splits(corpus):
             print(line, file=SCREEN)
         tokenizer = train_tokenizer(corpus, options.kind, options.vocab_size, options.max_bytes)

@@ -4,9 +4,9 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from lineartime.choices import DEFAULT_TEXT, MAX_EXPANSION, TEXT_COLUMN, Split
+from lineartime.choices import DEFAULT_TEXT, TEXT_COLUMN, Split
 from lineartime.data.folders import FilesOfText
 from lineartime.data.hub import PREFIX, HubDataset, datasets_library, mirror
 from lineartime.data.local_files import SourceFile
@@ -23,7 +23,7 @@ from lineartime.data.splits import (
     within_files,
 )
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, reporting_file_errors
-from lineartime.fields import Between, check_type
+from lineartime.fields import check_type
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -160,7 +160,6 @@ def is_corpus_name(data: str) -> bool:
 def load_corpus(
     data: Data,
     text_column: str = TEXT_COLUMN,
-    max_expansion: int = MAX_EXPANSION,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> Corpus:
@@ -174,20 +173,18 @@ def load_corpus(
     Args:
         data: names and paths.
         text_column: the column of JSON, JSON lines, CSV, Parquet and `hub:` data sets that holds the text.
-        max_expansion: the maximum number of bytes of text per byte of a compressed file.
         include: patterns of the files in folders to read, such as "*.md" or "src/**/*.py"; empty for all. As in a .gitignore,
             one without a slash matches the name of a file or of a folder above it, one with a slash a path below the folder.
         exclude: patterns of the files and folders in folders to leave out.
 
     Raises LineartimeError if there is no text, or most of a folder is not text.
     """
-    check_type("max_expansion", max_expansion, Annotated[int, Between(1, 10**9)])
     names = (data,) if isinstance(data, (str, Path)) else tuple(data) if isinstance(data, Sequence) else data or ()
     check_type("data", names, tuple[str | Path, ...])
     sources: list[Source] = []
     named: dict[str, Files] = {}
     seen: set[str | Path] = set()
-    found = FilesOfText(text_column, max_expansion, include, exclude)
+    found = FilesOfText(text_column, include, exclude)
     paths = [Path(name) for name in names if isinstance(name, Path) or not is_corpus_name(name)]
     held_out = any(own_split(path) in ("validation", "test") for path in paths)
     for name in names:
@@ -221,12 +218,10 @@ def load_corpus(
     return Corpus(tuple(sources), (*found.notes, *found.unused()))
 
 
-def load_corpus_of_run(
-    data: Data, text_column: str, max_expansion: int, include: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> Corpus:
+def load_corpus_of_run(data: Data, text_column: str, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Corpus:
     """`load_corpus` for the text that a run was trained on. LineartimeError if it is not there any more."""
     try:
-        return load_corpus(data, text_column, max_expansion, include, exclude)
+        return load_corpus(data, text_column, include, exclude)
     except ArgumentError as error:
         if error.argument != "data":
             raise

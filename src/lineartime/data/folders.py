@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
-from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN
+from lineartime.choices import TEXT_COLUMN
 from lineartime.data.local_files import COMPRESSED, CSV, LEAVE_OUT, RECORDS, SourceFile
 from lineartime.data.readers import FilePart
 from lineartime.data.records import why_no_records
@@ -45,7 +45,6 @@ class FilesOfText:
 
     Attributes:
         column: the column of records that holds the text.
-        max_expansion: the maximum number of bytes of text per byte of a compressed file.
         include: patterns of the files of a folder to read; empty for all.
         exclude: patterns of the files and folders of a folder to leave out.
         paths: the paths that were searched.
@@ -54,7 +53,6 @@ class FilesOfText:
     """
 
     column: str = TEXT_COLUMN
-    max_expansion: int = MAX_EXPANSION
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     paths: list[Path] = field(default_factory=list, init=False)
@@ -102,7 +100,7 @@ class FilesOfText:
         ]
 
     def _part(self, path: Path) -> FilePart:
-        return FilePart(SourceFile(path, self.column, self.max_expansion))
+        return FilePart(SourceFile(path, self.column))
 
     def _no_text(self, path: Path) -> ArgumentError:
         left = f" ({' '.join(self.notes).rstrip('.')})" if self.notes else ""

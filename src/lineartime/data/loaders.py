@@ -93,8 +93,8 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if state["rows"] != merged["rows"]:
             after = f"after {merged['rows']} rows and after {state['rows']}"
             raise ArgumentError("states", f"are from different steps, {after}: merge those of one step.")
-        if "lanes" in state:
-            merged["lanes"] = {**merged["lanes"], **state["lanes"]}
+        if "processes" in state:
+            merged["processes"] = {**merged["processes"], **state["processes"]}
     return merged
 
 
@@ -159,7 +159,7 @@ class CachedLoader:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue after the recorded number of rows. Raises LineartimeError if the run streamed its text."""
-        if "lanes" in state:
+        if "processes" in state:
             raise LineartimeError(
                 "The run streamed its text, and cannot continue with encoded text: resume it with its options."
             )

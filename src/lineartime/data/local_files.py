@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, Any
 
-from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN
+from lineartime.choices import TEXT_COLUMN
 from lineartime.errors import ArgumentError, LineartimeError, file_error, first_line, require_packages
 
 COMPRESSED = (".gz", ".xz", ".lzma", ".bz2", ".zst", ".zstd", ".zip")
@@ -21,8 +21,6 @@ RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *CSV)
 BLOCK = 1 << 18  # bytes, or characters, of text in memory at a time
 _COMPRESSED_BLOCK = 1 << 12  # few bytes, because they may expand by a factor of thousands
 _Inflater = type(zlib.decompressobj())
-_SMALL = 1 << 26
-"""The bytes to which any compressed file may expand, however small it is."""
 
 LEAVE_OUT: tuple[str, ...] = ("in a folder leave the file out by ", "`exclude`", ".")
 """The end of a message about a file that cannot be read, which may be given by itself."""
@@ -35,13 +33,11 @@ class SourceFile:
     Attributes:
         path: the file; its suffix indicates the format.
         column: the column of records that holds the text.
-        max_expansion: the maximum number of bytes of text per byte of the file, if it is compressed.
         as_text: whether it is read as one text, although its name is that of records.
     """
 
     path: Path
     column: str = TEXT_COLUMN
-    max_expansion: int = MAX_EXPANSION
     as_text: bool = False
 
     @property
@@ -72,37 +68,20 @@ class SourceFile:
     def open(self) -> Iterator[IO[bytes]]:
         """Open the file for reading its decompressed bytes.
 
-        Raises LineartimeError, naming the file, if it cannot be read, and ArgumentError, while reading, if a compressed file
-        holds more than `max_expansion` times its size. Up to 64 MiB are always allowed.
+        Raises LineartimeError, naming the file, if it cannot be read.
         """
         with reporting(self.path), self.path.open("rb") as raw:
             if self.is_compressed:
-                yield io.BufferedReader(_Decompressed(_blocks(raw, self.path), Expansion(self)), BLOCK)
+                yield io.BufferedReader(_Decompressed(_blocks(raw, self.path)), BLOCK)
             else:
                 yield raw
 
 
-class Expansion:
-    """Counts the decompressed bytes of a file, so that a tiny compressed file cannot fill a disk."""
-
-    def __init__(self, file: SourceFile) -> None:
-        self._file = file
-        self._left = max(_SMALL, file.max_expansion * file.version[0])
-
-    def count(self, n_bytes: int) -> None:
-        """Count `n_bytes` more bytes. Raises ArgumentError if there are too many in total."""
-        self._left -= n_bytes
-        if self._left < 0:
-            found = f"is {self._file.max_expansion:,}, but {self._file.path} expands to more than that many times its size"
-            raise ArgumentError("max_expansion", f"{found}: give a larger number if the file is correct, or leave it out.")
-
-
 class _Decompressed(io.RawIOBase):
-    """An iterator of byte blocks as a file, whose bytes are counted as they are read; empty blocks are skipped."""
+    """An iterator of byte blocks as a file; empty blocks are skipped."""
 
-    def __init__(self, blocks: Iterator[bytes], expansion: Expansion) -> None:
+    def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks = filter(None, blocks)
-        self._expansion = expansion
         self._ready = b""
 
     def readable(self) -> bool:
@@ -113,7 +92,6 @@ class _Decompressed(io.RawIOBase):
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
-        self._expansion.count(count)
         return count
 
 

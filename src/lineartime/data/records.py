@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import IO, Any, Literal
 
-from lineartime.data.local_files import CSV, LEAVE_OUT, Expansion, SourceFile, damaged, missing_column, not_utf8, reporting
+from lineartime.data.local_files import CSV, LEAVE_OUT, SourceFile, damaged, missing_column, not_utf8, reporting
 from lineartime.errors import LineartimeError, missing_extra
 
 Format = Literal["text", "json lines", "json", "csv", "parquet"]
@@ -239,7 +239,6 @@ def _parquet(file: SourceFile) -> Iterator[str]:
     except ImportError:
         raise missing_extra("pyarrow", "data", f"Reading {path}") from None
     number = 0
-    expansion = Expansion(file)
     try:
         with reporting(path), path.open("rb") as raw, parquet.ParquetFile(raw) as table:
             names = table.schema_arrow.names
@@ -247,9 +246,7 @@ def _parquet(file: SourceFile) -> Iterator[str]:
                 raise missing_column(column, str(path), names)
             for batch in table.iter_batches(batch_size=16, columns=[column]):  # few rows at a time: a row may be a whole book
                 for value in batch.column(0):
-                    text = _value(f"{path}, row {number},", column, value.as_py())
-                    expansion.count(len(text))
-                    yield text
+                    yield _value(f"{path}, row {number},", column, value.as_py())
                     number += 1
     except UnicodeDecodeError as error:
         byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"

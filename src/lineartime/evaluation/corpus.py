@@ -15,7 +15,7 @@ from lineartime.checkpoint import (
     read_from,
     read_training_state,
 )
-from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Context, Precision, Split
+from lineartime.choices import TEXT_COLUMN, Context, Precision, Split
 from lineartime.data import Corpus, Tokenizer, describe_splits, load_corpus, token_stream
 from lineartime.data.corpora import Data, load_corpus_of_run
 from lineartime.data.tokenizers import check_vocabulary
@@ -39,7 +39,6 @@ def evaluate(
     *,
     checkpoint: CheckpointChoice | None = None,
     text_column: str | None = None,
-    max_expansion: int | None = None,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     tokenizer: Tokenizer | None = None,
@@ -62,7 +61,6 @@ def evaluate(
         data: a text as `lineartime.data.load_corpus` takes it, split as for training; the default is that of a run's training.
         checkpoint: which checkpoint of a run: "best" (the default), with the lowest validation loss; "last"; or a step.
         text_column: as for `load_corpus`; for the text of a run, the default is as in training.
-        max_expansion: as for `load_corpus`; the default is as in training.
         include: as for `load_corpus`; for the text of a run, the default is as in training.
         exclude: as `include`.
         tokenizer: the model's tokenizer; the default is the one in the folder of a run.
@@ -115,7 +113,7 @@ def evaluate(
     if context != "windowed":
         _check_carried(model, context, stride, packed)
 
-    corpus = _corpus(trained, data, text_column=text_column, max_expansion=max_expansion, include=include, exclude=exclude)
+    corpus = _corpus(trained, data, text_column=text_column, include=include, exclude=exclude)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     cache = cache_folder() if cache is None else Path(cache)
     stream = token_stream(corpus, split, tokenizer, cache, max_tokens)
@@ -157,8 +155,8 @@ def _read(checkpoint: Path) -> tuple[Loaded, dict[str, Any], str]:
 
 def _corpus(trained: Mapping[str, Any], data: Data, **given: Any) -> Corpus:
     """A text, or that of a run, `trained`, if `data` is None; read as `given`, or where this is None, as in training."""
-    usual = {"text_column": TEXT_COLUMN, "max_expansion": MAX_EXPANSION, "include": (), "exclude": ()}
-    kept = trained if data is None else {name: trained[name] for name in ("max_expansion",) if name in trained}
+    usual = {"text_column": TEXT_COLUMN, "include": (), "exclude": ()}
+    kept = trained if data is None else {}
     reading = {name: kept.get(name, usual[name]) if value is None else value for name, value in given.items()}
     return load_corpus_of_run(trained["data"], **reading) if data is None else load_corpus(data, **reading)
 

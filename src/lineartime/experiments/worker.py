@@ -126,7 +126,7 @@ def _measured(job: Job) -> Iterator[FinalResult]:
     checkpoint = last_checkpoint(job.folder)
     config = TrainConfig.from_dict(read_training_state(checkpoint).config)
     _, model, tokenizer = load_with_tokenizer(checkpoint, choose_device(config.device))
-    corpus = load_corpus(config.data, config.text_column, config.max_expansion, config.include, config.exclude)
+    corpus = load_corpus(config.data, config.text_column, config.include, config.exclude)
     with using_threads(config.threads):
         for test in job.tests:
             changed = model if test.chunk_size is None else with_chunk_size(model, test.chunk_size)
@@ -346,7 +346,7 @@ class TaskTrainer:
         if draw is not None:
             return draw(rows, length, setting.pairs, generator)
         if part not in self._streams:
-            corpus = load_corpus(config.data, config.text_column, config.max_expansion, config.include, config.exclude)
+            corpus = load_corpus(config.data, config.text_column, config.include, config.exclude)
             self._streams[part] = token_stream(corpus, part, ByteTokenizer(), config.cache or cache_folder())
         stream = self._streams[part]
         if len(stream) < length:

@@ -35,7 +35,7 @@ _MAX_OPTIONS = 4
 """The maximum number of columns for options that differ, on a screen."""
 UNLIMITED = 100_000
 """The width, in columns, of output that is not a terminal."""
-_NOT_COMPARED = ("preset", "data", "text_column", "max_expansion", "include", "exclude", "steps", *WITHOUT_EFFECT)
+_NOT_COMPARED = ("preset", "data", "text_column", "include", "exclude", "steps", *WITHOUT_EFFECT)
 """Options with a column of their own, and options that change neither what a run learns nor how fast."""
 _GROUPED_BY = ("data", "tokenizer", "task")
 """The options that must be equal for losses to be comparable."""

@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
-from lineartime.choices import MAX_EXPANSION, TEXT_COLUMN, Device, Precision, Task
+from lineartime.choices import TEXT_COLUMN, Device, Precision, Task
 from lineartime.errors import ArgumentError, check_choice
 from lineartime.fields import Between, Positive, check_fields, decode
 from lineartime.files import absolute_path
@@ -38,9 +38,6 @@ Tracker = Literal["tensorboard", "wandb"]
 
 Steps = Annotated[int, Between(1, 10**9)]
 Size = Annotated[int, Between(1, 2**30)]
-Expansion = Annotated[int, Between(1, 10**9)]
-Lanes = Annotated[int, Between(1, 10**5)]
-Shuffle = Annotated[int, Between(0, 10**7)]
 Rate = Annotated[float, Between(above=0, most=1e35)]
 Ratio = Annotated[float, Between(above=0, most=1e5)]
 """A factor of a learning rate: metrics.jsonl holds the product, and no number above 1e40."""
@@ -72,8 +69,6 @@ class TrainConfig:
     """Text file, folder, name of a corpus, or hub:ORG/NAME (docs/data.md); the default is Python's standard library."""
     text_column: str = TEXT_COLUMN
     """Column that holds the text in JSON, JSON lines, Parquet and hub data sets."""
-    max_expansion: Expansion = MAX_EXPANSION
-    """Maximum bytes of text per byte of a compressed file; a file that expands further is refused."""
     include: tuple[str, ...] = ()
     """Read only files of folders that match one of these patterns: '*.md' matches names, 'src/*.py' paths below the folder."""
     exclude: tuple[str, ...] = ()
@@ -82,10 +77,6 @@ class TrainConfig:
     """bytes, a file, a run, hub:NAME, or bpe-32000 or unigram-32000 (or another size) to train one; the default is bytes."""
     streaming: bool = False
     """Read the text while training, for corpora too large to encode beforehand."""
-    lanes: Lanes = 8
-    """Parts of a streamed corpus that are interleaved; a multiple of the number of processes."""
-    shuffle_documents: Shuffle = 0
-    """Documents in each part of a streamed corpus that are shuffled together; 0 keeps their order."""
     packed: bool = False
     """Keep documents apart: no token attends to another document."""
     context_length: Size = 512
@@ -228,11 +219,6 @@ class TrainConfig:
             if self.optimizer == "adamw" and getattr(self, name) != usual:
                 use = (": use ", "`optimizer='muon'`", " or ", f"`{name}={usual!r}`", ".")
                 self._refuse(name, "but is not used with ", "`optimizer='adamw'`", *use)
-        if self.lanes != TrainConfig.lanes and not self.streaming:
-            self._refuse("lanes", "but needs ", "`streaming`", ": leave it out.")
-        if self.shuffle_documents and not self.streaming:
-            advice = ": text that is encoded beforehand is shuffled by windows."
-            self._refuse("shuffle_documents", "but needs ", "`streaming`", advice)
 
     def _refuse(self, name: str, *why: str) -> NoReturn:
         raise ArgumentError(name, f"is {getattr(self, name)}, ", *why)

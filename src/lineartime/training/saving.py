@@ -35,7 +35,6 @@ from lineartime.training.parallel import World
 _MAY_CHANGE = (
     "data",  # another path to the same encoded text, which is checked
     "text_column",
-    "max_expansion",
     "include",
     "exclude",
     "device",

@@ -68,7 +68,7 @@ class Text:
         if corpus.describe("train") is None:
             raise missing_split(corpus, "train")
         held_out = config.eval_windows * config.context_length + 1 if config.streaming else None
-        self.validation = _held_out(corpus, tokenizer, cache, held_out)
+        self.validation = token_stream(corpus, "validation", tokenizer, cache, held_out)
         if len(self.validation) < 2:
             raise no_text(self.validation.name)
         sample = next((block[:5000] for document in corpus.documents("validation") for block in document if block.strip()), "")
@@ -76,12 +76,10 @@ class Text:
         make = BatchMaker(tokenizer, config.task, config.seed, config.packed)
         length = text_length(config.context_length, config.task, tokenizer, config.packed)
         if config.streaming:
-            shuffle = config.shuffle_documents
-            loader: Loader = StreamingLoader(corpus, make, length, rows, config.lanes, shuffle)
-            self.name = f"a stream of {corpus.name} in {config.lanes} lanes" + (f", shuffled by {shuffle:,}" if shuffle else "")
+            loader: Loader = StreamingLoader(corpus, make, length, rows)
+            self.name = f"a stream of {corpus.name}"
             self.splits = describe_splits(corpus, {"validation": self.validation})
-            files = portable_identity(corpus, "train")
-            training = f"a stream in {config.lanes} lanes, shuffled by {shuffle}, of text {_short_hash(files)}"
+            training = f"a stream of text {hashlib.sha256(portable_identity(corpus, 'train').encode()).hexdigest()[:12]}"
         else:
             stream = token_stream(corpus, "train", tokenizer, cache)
             loader = CachedLoader(stream, make, length, rows)
@@ -102,19 +100,6 @@ class Text:
     def bits_per_byte(self, loss: float) -> float | None:
         """A validation loss in nats per token, as bits per byte of the held-out text; None for masked tokens."""
         return bits_per_byte(loss, len(self.validation), self.validation.n_bytes) if self._causal else None
-
-
-def _held_out(corpus: Corpus, tokenizer: Tokenizer, cache: Path, max_tokens: int | None) -> TokenStream:
-    """The validation split, or the beginnings of that of each source, of `max_tokens` together or a few more."""
-    sources = [Corpus([source]) for source in corpus.sources if source.describe("validation")]
-    if max_tokens is None or len(sources) < 2:
-        return token_stream(corpus, "validation", tokenizer, cache, max_tokens)
-    each = -(-max_tokens // len(sources))
-    return joined(corpus, "validation", [token_stream(source, "validation", tokenizer, cache, each) for source in sources])
-
-
-def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -209,7 +194,7 @@ def _corpus(config: TrainConfig, start: Path | None) -> Corpus:
     """The text of a run. If a resumed run is not given another place of it, an error says that it is the run's."""
     is_known = start is not None and config.to_dict()["data"] == checkpoints.read_training_state(start).config.get("data")
     load = load_corpus_of_run if is_known else load_corpus
-    return load(config.data, config.text_column, config.max_expansion, config.include, config.exclude)
+    return load(config.data, config.text_column, config.include, config.exclude)
 
 
 def _tokenizer(choice: str | None, start: Path | None, corpus: Corpus, cache: Path) -> Tokenizer:
