@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lineartime
-from lineartime.layers import LearnedPositions, RMSNorm, RotaryBias, ScaledSin, ScaleNorm, TableBias, set_backend
+from lineartime.layers import LearnedPositions, RMSNorm, RotaryBias, ScaledSin, ScaleNorm, TableBias
 from lineartime.layers.residual import LayerOptions, ResidualLayer, constructor_options
 from lineartime.models.config import KINDS
 
@@ -31,15 +31,6 @@ def test_parameters_are_made_where_and_how_the_constructor_is_told(layer: type[R
     assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} == {torch.float64}
     default = build(layer, norm=norm)
     assert {(tensor.device.type, tensor.dtype) for tensor in default.parameters()} == {("cpu", torch.float32)}
-
-
-def test_a_seed_gives_the_same_weights_in_whatever_way_the_device_is_named() -> None:
-    torch.manual_seed(3)
-    plain = lineartime.FLASH(D_MODEL)
-    torch.manual_seed(3)
-    named = lineartime.FLASH(D_MODEL, device=torch.device("cpu"), dtype=torch.float32)
-    for one, other in zip(plain.parameters(), named.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 SPREAD = ("decay.log_a", "decay.bias", "mixture", "decay", "rate", "removal")
@@ -98,16 +89,3 @@ def test_repr_shows_every_option(layer: type[ResidualLayer]) -> None:
         if name not in LayerOptions.__annotations__ and name != "n_heads":
             default = True if name == "causal" and getattr(layer, "why_only_causal", None) else option.default
             assert f"{name}={default!r}" in shown
-
-
-def test_repr_shows_the_backend_and_the_options_of_a_subclass() -> None:
-    class Narrow(lineartime.GAU):
-        def __init__(self, d_model, *, width=3, **options):  # type: ignore[no-untyped-def] # as users write it
-            super().__init__(d_model, **options)
-            self.width = width
-
-    layer = Narrow(D_MODEL, width=5, d_qk=8)
-    set_backend(layer, "torch")
-    assert "d_qk=8" in repr(layer)
-    assert "width=5" in repr(layer)
-    assert "backend='torch'" in repr(layer)

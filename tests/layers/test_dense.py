@@ -97,16 +97,3 @@ def test_pytorch_computes_what_it_must_see_or_does_better(
     assert native == []
     assert out.shape == true.shape == (rows, 8)
     assert rows == 0 or (out - true).abs().max() <= tolerance * true.abs().max()
-
-
-def test_wrong_shapes_and_dtypes_are_told_by_pytorch() -> None:
-    x, weight, _ = make(torch.float32, (1,), 16, 8)
-    with torch.no_grad():
-        with pytest.raises(RuntimeError, match="shapes"):
-            dense(x[:, :5].contiguous(), weight)
-        with pytest.raises(RuntimeError, match="dtype"):
-            dense(x.double(), weight)
-        with pytest.raises(RuntimeError, match="dtype"):
-            dense(x, weight, torch.zeros(8, dtype=torch.float64))
-        with pytest.raises(RuntimeError, match="size"):
-            dense(x, weight, torch.zeros(7))

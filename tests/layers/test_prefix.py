@@ -109,13 +109,6 @@ def test_left_padded_prefixes_of_different_lengths_begin_streams_as_each_would_a
         close(torch.cat([out[row, 9 - length :], rest[row]]), alone)
 
 
-def test_the_backend_of_a_layer_reads_its_prefixes_too() -> None:
-    layer = GAU(D_MODEL, d_qk=4, causal=True)
-    set_backend(layer, "triton")
-    with pytest.raises(ArgumentError, match="backend is 'triton', which cannot run here"):
-        layer.read_prefix(torch.zeros(1, 3, D_MODEL))
-
-
 def test_layers_without_a_prefix_form_and_layers_that_look_both_ways_say_so() -> None:
     lengths, x = torch.tensor([1]), torch.zeros(1, 3, D_MODEL)
     for kind, mixer in KINDS["mixer"].items():

@@ -21,13 +21,6 @@ LAYERS: dict[str, Callable[..., Mixer]] = {
 }
 
 
-def test_streams_with_other_shifted_features_are_named() -> None:
-    wide = FLASH(D_MODEL, d_qk=8, chunk_size=CHUNK, expansion=1, causal=True, token_shift=True)
-    narrow = FLASH(D_MODEL // 2, d_qk=8, chunk_size=CHUNK, expansion=2, causal=True, token_shift=True)
-    with pytest.raises(ArgumentError, match=r"state.last has shape \[1, 4\], but FLASH needs \[B, 8\]"):
-        wide.extend(torch.zeros(1, 1, D_MODEL), narrow.init_state(1))
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 @torch.no_grad()
 def test_streams_begun_in_another_precision_are_continued(kind: str) -> None:

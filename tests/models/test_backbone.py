@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime import build
-from lineartime.errors import ArgumentError
 from lineartime.models.backbone import Backbone
 
 
@@ -60,19 +59,3 @@ def test_padding_on_the_right_needs_no_learned_positions() -> None:
     ids = torch.randint(0, 40, (1, 8))
     padded, mask = F.pad(ids, (0, 2)), torch.arange(10)[None] < 8
     torch.testing.assert_close(model(padded, mask)[:, :8], model(ids))
-
-
-@torch.no_grad()
-def test_states_of_another_model_are_named() -> None:
-    ids, shifted = torch.zeros(2, 1, dtype=torch.long), {"token_shift": True}
-    systems = [("flash-tiny", {}), ("flash-tiny", shifted), ("flash-quad-tiny", {}), ("transformer++-tiny", {})]
-    models = [build(name, d_model=16, n_blocks=2, vocab_size=11, **options).eval() for name, options in systems]
-    states = [model.extend(ids)[1] for model in models]
-    for model, own in zip(models, states, strict=True):
-        for state in states:
-            if state is not own:
-                with pytest.raises(
-                    ArgumentError, match=r"^state.* (is|has) .*: give it the state that init_state or extend of"
-                ):
-                    model.extend(ids, state.clone())
-        model.extend(ids, own.clone())

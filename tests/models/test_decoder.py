@@ -124,16 +124,6 @@ def test_sinusoids_of_far_positions_are_exact() -> None:
         torch.testing.assert_close(decoder.hidden(embedded, state), wanted, rtol=0, atol=1e-8)
 
 
-def test_hidden_vectors_give_the_logits() -> None:
-    model = model_of()
-    decoder, ids = decoder_of(model), torch.tensor([3, 5])
-    first, second = state_of(model, 2), state_of(model, 2)
-    for _ in range(3):
-        with torch.no_grad():
-            logits = model.logits(decoder.hidden(model.backbone.embedding(ids[:, None]), first))[:, 0]
-        torch.testing.assert_close(logits, decoder.logits(ids, second), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     "sampling",
     [

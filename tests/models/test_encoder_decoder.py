@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
-from torch.nn.utils.rnn import pad_sequence
 
 import lineartime
 from lineartime.data.tokenizers import ByteTokenizer
@@ -83,20 +80,6 @@ def test_a_logit_reads_the_whole_source_and_no_later_target(name: str) -> None:
         changed = source.clone()
         changed[:, place] = 19 - changed[:, place]
         assert not torch.allclose(model(changed, target)[:, 0], logits[:, 0])
-
-
-@every_config
-def test_every_parameter_gets_a_gradient(name: str) -> None:
-    model = make_model(name)
-    model(make_ids(9), make_ids(7)).square().mean().backward()
-    for parameter_name, parameter in model.named_parameters():
-        assert parameter.grad is not None, parameter_name
-        assert parameter.grad.any(), parameter_name
-
-
-def test_one_embedding_serves_source_target_and_logits() -> None:
-    tables = [name for name, parameter in EncoderDecoder(TINY).named_parameters() if 20 in parameter.shape]
-    assert tables == ["encoder.embedding.weight"]
 
 
 def test_a_batch_is_written_like_its_rows() -> None:
@@ -184,81 +167,13 @@ def test_a_config_survives_json_exactly() -> None:
         assert EncoderDecoderConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_configs_that_make_no_model_are_named() -> None:
-    for changes, message in (
-        ({"cross": LayerConfig("gau")}, "cross is LayerConfig.*, but must be a LayerConfig, or the name, .*: cross-gau"),
-        ({"mixer": LayerConfig("linformer")}, "mixer is linformer, but the decoder must be causal: "),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dataclasses.replace(TINY, **changes)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"cross\.activation is 'gelu', but must be one of 'relu2'"):
-        EncoderDecoderConfig.from_dict({**TINY.to_dict(), "cross": {"kind": "cross-gau", "activation": "gelu"}})
-    with pytest.raises(ValueError, match="n_heads is 3, but must divide d_qk = 8"):
-        EncoderDecoder(dataclasses.replace(TINY, cross=LayerConfig("cross-gau", n_heads=3, d_qk=8)))
-
-
 def test_inputs_that_do_not_fit_are_named() -> None:
-    model, source, target = EncoderDecoder(TINY), make_ids(9), make_ids(7)
-    with pytest.raises(ValueError, match=r"target_ids has shape \[1, 7\], but must have 2 rows, like source_ids"):
-        model(source, target[:1])
-    with pytest.raises(ValueError, match=r"target_mask has shape \[2, 9\], but must be \[B, T\] = \[2, 7\]"):
-        model(source, target, None, torch.ones(2, 9, dtype=torch.bool))
-    with pytest.raises(ValueError, match="state is of 2 streams, but there are tokens of 1"):
-        model.extend(target[:1], model.init_state(source))
+    source = make_ids(9)
     short = EncoderDecoder(dataclasses.replace(TINY, mixer=LayerConfig("gau", d_qk=8, max_length=10))).eval()
     with pytest.raises(ValueError, match="max_tokens is 11, but the decoder of this model reads at most 10 tokens"):
         greedy(short, source, start_token=0, stop_token=1, max_tokens=11)
-    for name in ("start_token", "stop_token"):
-        arguments: dict[str, Any] = {"start_token": 0, "stop_token": 1, "max_tokens": 5, name: 20}
-        with pytest.raises(ValueError, match=f"{name} is 20, but must be at least 0 and at most 19"):
-            greedy(model, source, **arguments)
     with pytest.raises(ValueError, match="model is in training mode, in which dropout changes its logits"):
         greedy(EncoderDecoder(dataclasses.replace(TINY, dropout=0.1)), source, start_token=0, stop_token=1, max_tokens=5)
     assert len(greedy(short, source, start_token=0, stop_token=None, max_tokens=10)[0]) == 10
     with pytest.raises(ValueError, match="model is of type CausalLM, but must be an EncoderDecoder: for a language model"):
         greedy(build("flash-tiny", n_blocks=1, d_model=32), source, start_token=0, stop_token=None, max_tokens=1)  # type: ignore[arg-type]
-
-
-# What it learns --------------------------------------------------------------------------------------------------------
-
-PADDING, START, STOP, FIRST_SYMBOL, N_SYMBOLS = 0, 1, 2, 3, 10
-LONGEST, STEPS, WARM_UP, STEADY = 8, 400, 20, 240
-
-
-def random_strings(count: int, shortest: int, generator: torch.Generator) -> list[Tensor]:
-    lengths = torch.randint(shortest, LONGEST + 1, (count,), generator=generator).tolist()
-    return [torch.randint(FIRST_SYMBOL, FIRST_SYMBOL + N_SYMBOLS, (length,), generator=generator) for length in lengths]
-
-
-def padded(strings: list[Tensor], *, before: int | None = None, after: int | None = None) -> Tensor:
-    rows = [F.pad(string, (1, 0), value=before) if before is not None else string for string in strings]
-    rows = [F.pad(row, (0, 1), value=after) if after is not None else row for row in rows]
-    return pad_sequence(rows, batch_first=True, padding_value=PADDING)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("task", "n_heads"), [(torch.clone, 4), (lambda string: string.flip(0), 1)], ids=["copy", "reverse"])
-def test_strings_never_seen_are_copied_and_reversed_exactly(task: Callable[[Tensor], Tensor], n_heads: int) -> None:
-    mixer = LayerConfig("gau", d_qk=32, rope=False, max_length=16)
-    cross = LayerConfig("cross-gau", n_heads=n_heads, d_qk=32)
-    model = EncoderDecoder(EncoderDecoderConfig(FIRST_SYMBOL + N_SYMBOLS, 64, 1, 2, mixer, cross))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / WARM_UP, (STEPS - step) / (STEPS - STEADY), 1.0)
-    )
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        strings = random_strings(48, 1, generator)
-        targets = [task(string) for string in strings]
-        source, target = padded(strings, after=STOP), padded(targets, before=START)
-        logits = model(source, target, source != PADDING, target != PADDING)
-        optimizer.zero_grad()
-        F.cross_entropy(logits.flatten(0, 1), padded(targets, after=STOP).flatten(), ignore_index=PADDING).backward()
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    strings = random_strings(400, 6, torch.Generator().manual_seed(2))  # of a million and more: hardly one of them was seen
-    source = padded(strings, after=STOP)
-    written = greedy(model.eval(), source, source != PADDING, start_token=START, stop_token=STOP, max_tokens=LONGEST + 2)
-    exact = [row == task(string).tolist() for row, string in zip(written, strings, strict=True)]
-    assert sum(exact) / len(exact) >= 0.99  # nearly all seeds get all of them right

@@ -83,14 +83,6 @@ def test_weights_start_as_the_paper_says() -> None:
     assert model.backbone.position.scale.item() == pytest.approx(256**-0.5)
 
 
-def test_dropout_and_position_switches_reach_the_model() -> None:
-    ids = torch.randint(0, 50, (1, 9))
-    dropping = lineartime.build("flash-tiny", **FLASH, dropout=0.5)
-    assert not torch.equal(dropping(ids), dropping(ids))
-    assert torch.equal(dropping.eval()(ids), dropping(ids))
-    assert lineartime.build("flash-tiny", **FLASH, absolute_position="none").backbone.position is None
-
-
 @some_systems
 def test_prompts_that_are_padded_on_the_left_are_read_as_each_alone(name: str) -> None:
     model, ids = causal(name), torch.randint(0, 50, (3, 12))
@@ -154,19 +146,6 @@ def test_a_stream_of_a_model_with_other_ends_is_its_forward_pass() -> None:
         pieces.append(logits)
     pieces.append(model.compile_for_decoding().extend(ids[:, 20], state)[0][:, None])
     torch.testing.assert_close(torch.cat(pieces, 1), model(ids), atol=1e-12, rtol=0)
-
-
-def test_types_that_do_not_fit_are_named() -> None:
-    model, ids = lineartime.build("flash-tiny", "mlm", **FLASH, token_types=2), torch.zeros(2, 3, dtype=torch.long)
-    for types, message in (
-        (torch.zeros(2, 3), "token_types has dtype torch.float32"),
-        (torch.zeros(2, 4, dtype=torch.long), r"token_types has shape \[2, 4\], but must be \[B, T\] = \[2, 3\]"),
-        (torch.full((2, 3), 2), "token_types holds 2, but must be from 0 to token_types - 1 = 1"),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            model(ids, token_types=types)
-    with pytest.raises(ArgumentError, match="token_types is given, but this model has none: leave it out"):
-        causal("flash-tiny")(ids, token_types=ids)
 
 
 def test_the_loss_is_that_of_the_logits_of_an_output_map_with_an_adapter() -> None:

@@ -4,11 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import lineartime
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.layers import set_backend
 from lineartime.models import CausalLM
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.cross_entropy import IGNORED
@@ -55,37 +53,6 @@ def test_the_loss_is_the_mean_over_targets_with_and_without_recomputed_blocks(re
     torch.testing.assert_close(loss, expected)
     loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-# A row has 20 tokens: fillers from 8 on and, among places 8 to 11, one token below 8, which places 0 to 7 have to foretell.
-def look_ahead(batch: int) -> tuple[Tensor, Tensor, Tensor]:
-    ids, answers = torch.randint(8, 16, (batch, 20)), torch.randint(0, 8, (batch, 1))
-    ids.scatter_(1, torch.randint(8, 12, (batch, 1)), answers)
-    targets = torch.where(torch.arange(20) < 8, answers, IGNORED)
-    return ids, targets, torch.randint(12, 20, (batch,))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("system", "steps"), [("flash", 120), ("transformer++", 60)])
-def test_a_prefix_model_learns_to_look_ahead(system: str, steps: int) -> None:
-    model = build(system, n_blocks=1, absolute_position="none")
-    set_backend(model, "torch")
-    for name, parameter in model.named_parameters():
-        if name.endswith("gamma"):  # a linear part that starts at 0.02 would sleep for long in a model as narrow as this one
-            torch.nn.init.ones_(parameter)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.98))
-    for _ in range(steps):
-        ids, targets, lengths = look_ahead(16)
-        model.loss(ids, targets, prefix_lengths=lengths).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    ids, targets, lengths = look_ahead(64)
-    known = targets != IGNORED
-    with torch.no_grad():
-        right = model(ids, prefix_lengths=lengths).argmax(-1) == targets
-        causal = model(ids).argmax(-1) == targets
-    assert right[known].float().mean() > 0.9
-    assert causal[known].float().mean() < 0.3
 
 
 def test_systems_without_a_prefix_form_are_no_prefix_models() -> None:

@@ -19,12 +19,3 @@ def test_no_comparison_is_skipped_where_the_dev_extra_is_installed() -> None:
     required = re.findall(r'"([\w-]+)[=>]=', extra("peers") + extra("others"))
     assert sorted(required, key=str.lower) == sorted(PACKAGES.values(), key=str.lower)
     assert re.search(r'"lineartime\[.*\bpeers,others\b.*\]"', extra("dev"))
-
-
-def test_the_documents_state_the_versions_that_are_compared_with() -> None:
-    constraints = (ROOT / "constraints.txt").read_text()
-    section = (ROOT / "docs" / "systems.md").read_text().partition("## Checked against others")[2].partition("\n## ")[0]
-    for package in PACKAGES.values():
-        pinned = re.search(rf"^{package}==([\w.]+)", constraints, re.MULTILINE)
-        assert pinned is not None, package
-        assert re.search(rf"^\| {package} \| {re.escape(pinned[1])} \|", section, re.MULTILINE), package
