@@ -1,6 +1,5 @@
 """Exported programs compute what the model computes, for any batch and length, read back from their files."""
 
-import errno
 import json
 import os
 import subprocess
@@ -260,16 +259,6 @@ def test_onnxscript_that_is_of_another_time_or_missing_is_named(
         write_onnx(small, tmp_path / "step.onnx")
 
 
-def test_full_disk_is_named_and_no_part_of_a_program_stays(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:  # PyTorch's own writer of files ends the process here
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", fail)
-    with pytest.raises(LineartimeError, match=r"Cannot write .*step.pt2: No space left on device; free some space"):
-        write_program(small, tmp_path / "step.pt2")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
@@ -317,7 +306,3 @@ def test_models_and_files_that_cannot_be_exported_are_refused(small: Any, tmp_pa
         write_program(small, tmp_path / "step.zip")
     with pytest.raises(ArgumentError, match=r"program reads whole texts, but must be one of steps"):
         write_package(small, tmp_path / "step.pt2")
-    (tmp_path / "there.pt2").touch()
-    for write in (write_program, write_package):
-        with pytest.raises(ArgumentError, match=r"file is .*there.pt2, which exists already"):
-            write(small, tmp_path / "there.pt2")

@@ -2,7 +2,6 @@
 
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,14 +99,6 @@ def test_partial_file_of_a_killed_process_is_removed_once_it_is_old(tmp_path: Pa
         pass
     assert not left[2].exists()
     assert left[1].exists(), "of another file"
-
-
-def test_threads_that_write_the_same_file_do_not_disturb_each_other(tmp_path: Path) -> None:
-    file, texts = tmp_path / "file.json", [str(number) * 1000 for number in range(10)]
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda text: write_atomically(file, text), texts))
-    assert file.read_text() in texts
-    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_links_and_folders_above_are_no_new_folders(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from lineartime.errors import LineartimeError
 from lineartime.plots import check_picture, label_axes, new_figure, save_figure
 
 pytestmark = pytest.mark.pictures
@@ -33,28 +32,6 @@ def test_logarithmic_axis_has_numbers_in_full() -> None:
         axes.loglog(values, values)
         label_axes(axes)
         assert expected <= set(labels(axes.yaxis))
-
-
-def test_measured_lengths_are_on_their_axis() -> None:
-    axes = Figure().subplots()
-    axes.plot([512, 8192, 65536], [1, 2, 3])
-    axes.set_xscale("log", base=2)
-    label_axes(axes, x_values=[512, 8192, 65536])
-    assert labels(axes.xaxis) == ["512", "8,192", "65,536"]
-
-
-def test_picture_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = save_figure(new_figure(1, 1), tmp_path / "loss.png")
-    old = file.read_bytes()
-
-    def fail(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(LineartimeError, match=r"Cannot write .*loss.png: No space left on device"):
-        save_figure(new_figure(1, 1), file)
-    assert file.read_bytes() == old
-    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_link_stays_a_link_whether_its_picture_is_there_or_not(tmp_path: Path) -> None:
