@@ -11,7 +11,7 @@ from lineartime.baselines.combiner import Combiner, combiner_attention_oracle
 
 
 @every_pair(causal=[False, True], length=[1, 4, 5, 17])
-def test_the_layer_is_the_definition_on_its_projections(
+def test_layer_is_the_definition_on_its_projections(
     causal: bool, length: int, assert_same_function: Callable[..., None]
 ) -> None:
     """With rotary positions of the cells, so that scores depend on distances alone."""
@@ -42,7 +42,7 @@ def test_summaries_are_rotated_by_the_positions_of_their_cells() -> None:
 
 
 @pytest.mark.parametrize("name", ["summary_of_heads", "summary_to_key"])
-def test_an_adapter_of_the_summaries_is_applied_and_learns(name: str) -> None:
+def test_adapter_of_the_summaries_is_applied_and_learns(name: str) -> None:
     mixer = Combiner(8, n_heads=2, chunk_size=4).double()
     x = torch.randn(1, 14, 8, dtype=torch.float64)
     before = mixer(x)

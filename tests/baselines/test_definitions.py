@@ -194,7 +194,7 @@ BOUNDS = [
 
 
 @pytest.mark.parametrize(("module", "bound", "mixer", "few"), BOUNDS, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_a_long_prompt_is_read_in_parts_of_bounded_memory(
+def test_long_prompt_is_read_in_parts_of_bounded_memory(
     module: ModuleType, bound: str, mixer: Any, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, x = mixer(12, n_heads=2, causal=True).double(), torch.randn(2, 23, 12, dtype=torch.float64)
@@ -227,7 +227,7 @@ KEPT: list[tuple[Any, dict[str, Any], list[tuple[int, ...]]]] = [
 
 
 @pytest.mark.parametrize(("mixer", "options", "kept"), KEPT)
-def test_a_stream_keeps_no_more_than_this(mixer: Any, options: dict[str, Any], kept: list[tuple[int, ...]]) -> None:
+def test_stream_keeps_no_more_than_this(mixer: Any, options: dict[str, Any], kept: list[tuple[int, ...]]) -> None:
     layer = mixer(16, n_heads=2, causal=True, **options)
     _, state = layer.extend(torch.randn(1, 83, 16), None)
     assert [tuple(x.shape[2:]) for x in state.tensors() if x.shape[:2] == (1, 2)] == kept
@@ -252,7 +252,7 @@ def test_only_the_longest_sequence_has_to_fit(mixer: Any) -> None:
 # What one mechanism promises ------------------------------------------------------------------------------------------
 
 
-def test_a_query_that_is_similar_to_no_key_reads_nothing() -> None:
+def test_query_that_is_similar_to_no_key_reads_nothing() -> None:
     q, k = torch.tensor([[[[1.0, -1.0]]]]), torch.tensor([[[[-1.0, 1.0]]]])
     assert not CosFormer(2, n_heads=1, max_length=4).attend(q, k, torch.ones(1, 1, 1, 2), None).any()
 
@@ -273,7 +273,7 @@ def test_flows_that_vanish_leave_everything_finite(causal: bool) -> None:
     assert gradient.isfinite().all()
 
 
-def test_a_far_chunk_with_small_similarities_is_not_lost_in_those_of_the_own_chunk() -> None:
+def test_far_chunk_with_small_similarities_is_not_lost_in_those_of_the_own_chunk() -> None:
     """Not the total without the own chunk: its rounding is larger than what the other chunk adds."""
     q, v = torch.ones(1, 1, 8, 2), torch.randn(1, 1, 8, 2)
     k = torch.cat([torch.full((1, 1, 4, 2), -30.0), torch.full((1, 1, 4, 2), 1e8)], 2)
@@ -282,13 +282,13 @@ def test_a_far_chunk_with_small_similarities_is_not_lost_in_those_of_the_own_chu
     torch.testing.assert_close(out[:, :, 4:], v[:, :, :4].mean(2, keepdim=True).expand(-1, -1, 4, -1), atol=1e-4, rtol=0)
 
 
-def test_the_pseudo_inverse_of_a_row_is_that_of_linear_algebra() -> None:
+def test_pseudo_inverse_of_a_row_is_that_of_linear_algebra() -> None:
     a = (2 * torch.eye(8, dtype=torch.float64) + torch.randn(3, 2, 8, 8, dtype=torch.float64)).softmax(-1)
     a = (a + torch.eye(8)) / 2
     torch.testing.assert_close(pseudo_inverse(a), torch.linalg.pinv(a), atol=1e-6, rtol=0)
 
 
-def test_a_segment_of_equal_tokens_for_every_landmark_is_softmax_attention() -> None:
+def test_segment_of_equal_tokens_for_every_landmark_is_softmax_attention() -> None:
     q, k, v = torch.randn(3, 1, 2, 4, 6, dtype=torch.float64).unbind(0)
     q, k = (3 * F.normalize(torch.eye(6, dtype=torch.float64)[:4], dim=-1).expand_as(x) + 0.3 * x for x in (q, k))
     q, k, v = (x.repeat_interleave(5, 2) for x in (q, k, v))

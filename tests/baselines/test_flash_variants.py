@@ -116,7 +116,7 @@ def test_equal_weights_of_summaries_are_the_linear_part_of_flash(causal: bool, n
     assert plain.abs().max() > 0.1
 
 
-def test_the_published_divisor_of_summaries_counts_a_chunk_as_full() -> None:
+def test_published_divisor_of_summaries_counts_a_chunk_as_full() -> None:
     chunks = cut_chunks(torch.randn(1, CHUNK - 1, 5), CHUNK)
     q, k, v = (chunks.cut(torch.randn(1, CHUNK - 1, width)) for width in (4, 4, 5))
     counted = weighted_summaries(q, k, v, chunks, causal=False)

@@ -57,7 +57,7 @@ def test_one_head_of_a_gau_is_a_gau_and_four_cost_no_parameters() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_gau_without_gate_has_values_of_twice_the_width(causal: bool, assert_same_function: Callable[..., None]) -> None:
+def test_gau_without_gate_has_values_of_twice_the_width(causal: bool, assert_same_function: Callable[..., None]) -> None:
     layer = prepared(GAUUngated(16, d_qk=8, causal=causal, relative_bias=False))
 
     def formula(x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def test_relu2_attention_is_quadratic_attention_of_every_head(causal: bool, asse
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_gate_multiplies_what_attention_gives(causal: bool, assert_same_function: Callable[..., None]) -> None:
+def test_gate_multiplies_what_attention_gives(causal: bool, assert_same_function: Callable[..., None]) -> None:
     layer = prepared(MHSAGated(16, n_heads=2, causal=causal))
     plain = Attention(16, n_heads=2, causal=causal).double()
     plain.load_state_dict({name: value for name, value in layer.state_dict().items() if not name.startswith("to_gate")})
@@ -111,7 +111,7 @@ def test_scores_of_every_head_start_near_one_if_asked() -> None:
     torch.testing.assert_close((layer.beta[0] * layer.beta[1]).unflatten(0, (4, 16)).sum(-1) / 16**0.5, torch.ones(4))
 
 
-def test_the_relu2_ablation_follows_the_backend_that_its_errors_advise() -> None:
+def test_relu2_ablation_follows_the_backend_that_its_errors_advise() -> None:
     layer = MHSARelu2(16, n_heads=2)
     x = torch.randn(1, 9, 16, requires_grad=True)
     set_backend(layer, "torch")

@@ -23,7 +23,7 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return Efficient(q.shape[-1], n_heads=1, causal=causal).attend(q[None, None], k[None, None], v[None, None], None)[0, 0]
 
 
-def test_a_performer_with_matmul_sums_forms_all_products_and_none_with_prefix_sums() -> None:
+def test_performer_with_matmul_sums_forms_all_products_and_none_with_prefix_sums() -> None:
     operations = {}
     for causal_sums in ("prefix", "matmul"):
         layer = Performer(8, n_heads=1, causal=True, causal_sums=causal_sums)

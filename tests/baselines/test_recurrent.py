@@ -73,7 +73,7 @@ ROWS: list[tuple[type[RecurrentMixer], dict[str, Any], Definition]] = [
 
 @pytest.mark.parametrize(("mixer", "options", "definition"), ROWS)
 @torch.no_grad()
-def test_a_head_computes_what_its_paper_defines(mixer: Any, options: dict[str, Any], definition: Definition) -> None:
+def test_head_computes_what_its_paper_defines(mixer: Any, options: dict[str, Any], definition: Definition) -> None:
     torch.manual_seed(0)
     layer: RecurrentMixer = mixer(D_MODEL, n_heads=HEADS, **options).double()
     for parameter in layer.parameters():
@@ -96,7 +96,7 @@ def test_a_head_computes_what_its_paper_defines(mixer: Any, options: dict[str, A
 
 
 @torch.no_grad()
-def test_the_networks_of_lact_descend_as_autograd_says() -> None:
+def test_networks_of_lact_descend_as_autograd_says() -> None:
     torch.manual_seed(0)
     size, width = 4, D_MODEL // HEADS
     layer = LaCT(D_MODEL, chunk_size=size, n_nets=HEADS, n_heads=2).double()

@@ -23,7 +23,7 @@ def our_reads(buckets: list[int], chunk_size: int, monkeypatch: pytest.MonkeyPat
     return [set(row.nonzero().flatten().tolist()) - {i} for i, row in enumerate(out[0, 0])]
 
 
-def test_a_later_token_moves_the_chunks_of_the_published_form_but_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_token_moves_the_chunks_of_the_published_form_but_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     later_in_last_bucket, later_in_first_bucket = [1, 1, 1, 1, 1], [1, 1, 1, 1, 0]
     assert published_reads(later_in_last_bucket, 2)[3] == {0, 1, 2}
     assert published_reads(later_in_first_bucket, 2)[3] == {1, 2}  # token 3 has learnt the bucket of token 4
@@ -31,7 +31,7 @@ def test_a_later_token_moves_the_chunks_of_the_published_form_but_not_ours(monke
         assert our_reads(buckets, 2, monkeypatch)[:4] == [set(), {0}, {0, 1}, {0, 1, 2}]
 
 
-def test_a_bucket_depends_on_the_direction_of_a_vector_alone() -> None:
+def test_bucket_depends_on_the_direction_of_a_vector_alone() -> None:
     x, directions = torch.randn(1, 2, 50, 6), torch.randn(2, 3, 6, 2)
     buckets = reformer_buckets(x, directions)
     assert buckets.shape == (1, 2, 3, 50)
@@ -46,7 +46,7 @@ def test_tokens_are_hashed_before_they_are_rotated() -> None:
     assert torch.equal(state.buckets, state.buckets[..., :1].expand_as(state.buckets))
 
 
-def test_a_query_of_zero_has_a_finite_gradient() -> None:
+def test_query_of_zero_has_a_finite_gradient() -> None:
     q = torch.zeros(1, 1, 3, 6, requires_grad=True)
     out = Reformer(6, n_heads=1, chunk_size=4).attend(q, torch.zeros(1, 1, 3, 6), torch.randn(1, 1, 3, 6), None)
     (gradient,) = torch.autograd.grad(out.square().sum(), q)

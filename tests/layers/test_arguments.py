@@ -110,12 +110,12 @@ def test_every_activation_differs_from_the_others(layer: type[nn.Module]) -> Non
         assert not torch.allclose(one, other, atol=1e-3)
 
 
-def test_an_unknown_option_is_named_by_the_class_with_options_like_it() -> None:
+def test_unknown_option_is_named_by_the_class_with_options_like_it() -> None:
     with pytest.raises(TypeError, match=r"^FLASH\(\) got an unexpected keyword argument 'd_kq' \(did you mean d_qk\?\)$"):
         FLASH(32, d_kq=16)  # type: ignore[call-arg]
 
 
-def test_a_layer_of_a_user_may_take_options_that_it_does_not_list() -> None:
+def test_layer_of_a_user_may_take_options_that_it_does_not_list() -> None:
     class Takes(FLASH):
         def __init__(self, d_model: int, **options: Any) -> None:
             self.own = options.pop("own", 1)

@@ -43,7 +43,7 @@ def test_every_head_is_softmax_attention(
 
 
 @pytest.mark.parametrize("length", [0, 1, MANY_KEYS - 2, MANY_KEYS + 9])
-def test_a_token_of_a_stream_in_bf16_is_as_exact_as_all_tokens_at_once(length: int) -> None:
+def test_token_of_a_stream_in_bf16_is_as_exact_as_all_tokens_at_once(length: int) -> None:
     """A single token of a long stream on a CPU has a form of its own: PyTorch's fused attention is slow there."""
     layer = Attention(64, n_heads=4, causal=True).to(torch.bfloat16)
     x = torch.randn(2, length + 1, 64, dtype=torch.bfloat16)
@@ -54,7 +54,7 @@ def test_a_token_of_a_stream_in_bf16_is_as_exact_as_all_tokens_at_once(length: i
     assert errors[0] <= max(2 * errors[1], 2.0**-7)
 
 
-def test_a_token_of_no_streams_in_bf16_is_no_output_however_many_keys_there_are() -> None:
+def test_token_of_no_streams_in_bf16_is_no_output_however_many_keys_there_are() -> None:
     layer = Attention(8, n_heads=2, causal=True).to(torch.bfloat16)
     keys = torch.zeros(0, 2, MANY_KEYS, 4, dtype=torch.bfloat16)
     out, _ = layer.extend(torch.zeros(0, 1, 8, dtype=torch.bfloat16), KVCache(torch.zeros(0, dtype=torch.long), keys, keys))

@@ -72,7 +72,7 @@ PREFIX_LENGTHS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ["flash", "attention"])  # by chunks and by rows
-def test_what_a_mixer_cannot_read_is_named(name: str) -> None:
+def test_wrong_inputs_of_a_mixer_are_named(name: str) -> None:
     mixer = fresh(name, causal=True)
     for tokens in TOKENS.values():
         refuses(lambda: mixer(tokens), "x")  # noqa: B023
@@ -146,7 +146,7 @@ def test_options_of_the_wrong_type_or_outside_their_range_are_named(layer: type[
 # Other layers ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_other_layers_cannot_read_is_named() -> None:
+def test_wrong_inputs_of_other_layers_are_named() -> None:
     cross = CrossGAU(D_MODEL, d_qk=8)
     for tokens in TOKENS.values():
         refuses(lambda: cross(tokens, X), "x")  # noqa: B023

@@ -38,7 +38,7 @@ SPREAD = ("decay.log_a", "decay.bias", "mixture", "decay", "rate", "removal")
 
 
 @pytest.mark.parametrize(("layer", "one_by_one"), [(layer, index % 2 == 0) for index, layer in enumerate(LAYERS)])
-def test_a_layer_made_without_memory_is_drawn_as_the_constructor_draws_it(layer: type[ResidualLayer], one_by_one: bool) -> None:
+def test_layer_made_without_memory_is_drawn_as_the_constructor_draws_it(layer: type[ResidualLayer], one_by_one: bool) -> None:
     built = build(layer)
     drawn = build(layer, device="meta").to_empty(device="cpu")
     with torch.no_grad():
@@ -68,7 +68,7 @@ PARTS: list[nn.Module] = [ScaleNorm(), RMSNorm(8), ScaledSin(8), TableBias(9), R
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
-def test_a_part_is_drawn_anew_in_place(part: nn.Module) -> None:
+def test_part_is_drawn_anew_in_place(part: nn.Module) -> None:
     before = copy.deepcopy(part)
     with torch.no_grad():
         for parameter in part.parameters():

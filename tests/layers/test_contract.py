@@ -159,24 +159,24 @@ BROKEN: list[tuple[type[Mixer], bool, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "causal", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
-def test_a_broken_promise_is_named(kind: type[Mixer], causal: bool, message: str) -> None:
+def test_broken_promise_is_named(kind: type[Mixer], causal: bool, message: str) -> None:
     with pytest.raises(BrokenPromiseError, match=f"^{kind.__name__} breaks a promise of every mixer: {message}"):
         check_mixer(kind(8, causal=causal))
 
 
-def test_which_promises_there_are_depends_on_the_mixer() -> None:
+def test_promises_depend_on_the_mixer() -> None:
     assert len(check_mixer(Average(8))) == 5
     assert len(check_mixer(Average(8, causal=True))) == 8
     assert len(check_mixer(FLASH(8, d_qk=4, chunk_size=8, causal=True))) == 9
 
 
-def test_a_mixer_that_computes_in_float32_is_checked_in_float32() -> None:
+def test_mixer_that_computes_in_float32_is_checked_in_float32() -> None:
     check_mixer(InSingle(8, causal=True))
     with pytest.raises(BrokenPromiseError, match="later tokens"):
         check_mixer(type("Both", (LooksAhead, InSingle), {})(8, causal=True))
 
 
-def test_a_mixer_that_does_not_compute_here_is_not_called_broken() -> None:
+def test_mixer_that_does_not_compute_here_is_not_called_broken() -> None:
     def refuses(*_: Any) -> Tensor:
         raise ValueError("needs a GPU")
 
@@ -192,7 +192,7 @@ def test_short_rows_and_a_caller_without_gradients_are_no_fault_of_a_mixer() -> 
         check_mixer(Average(8))
 
 
-def test_the_mixer_and_the_random_numbers_stay_as_they_are() -> None:
+def test_mixer_and_the_random_numbers_stay_as_they_are() -> None:
     mixer = Average(8, causal=True).bfloat16().train().requires_grad_(False)
     before, state = copy.deepcopy(mixer.state_dict()), torch.get_rng_state()
     check_mixer(mixer)
@@ -201,7 +201,7 @@ def test_the_mixer_and_the_random_numbers_stay_as_they_are() -> None:
     assert all(torch.equal(value, before[name]) and value.grad is None for name, value in mixer.state_dict().items())
 
 
-def test_a_state_of_the_wrong_kind_is_named() -> None:
+def test_state_of_the_wrong_kind_is_named() -> None:
     class HasADictionary(Average):
         def init_own_state(self, batch_size: int) -> Any:
             return {"sums": torch.zeros(batch_size, self.d_model)}

@@ -51,7 +51,7 @@ def test_cross_gau_and_its_gradients_are_those_of_its_formula(n_heads: int, gate
 
 
 @pytest.mark.parametrize("n_heads", [1, 4])
-def test_a_new_layer_reads_the_average_of_its_source(n_heads: int) -> None:
+def test_new_layer_reads_the_average_of_its_source(n_heads: int) -> None:
     layer, (x, source) = CrossGAU(64, n_heads=n_heads), torch.randn(2, 2, 7, 64)
     layer.attend(x, layer.project_source(source)).sum().backward()
     products = layer.beta[0].view(n_heads, -1) * layer.beta[1].view(n_heads, -1)
@@ -73,7 +73,7 @@ def test_padding_on_either_side_changes_nothing() -> None:
     assert not padded[:, [0, 4, 5]].any()
 
 
-def test_where_there_is_nothing_to_read_the_input_stays() -> None:
+def test_source_of_padding_leaves_the_input() -> None:
     layer, (x, source) = make_layer(), make_inputs()
     source_mask = torch.tensor([[False] * 9, [True] * 9])
     out = layer(x, source, source_mask=source_mask)
@@ -81,7 +81,7 @@ def test_where_there_is_nothing_to_read_the_input_stays() -> None:
     torch.testing.assert_close(out[1], layer(x, source)[1], atol=1e-12, rtol=0)
 
 
-def test_a_source_read_once_answers_in_any_pieces() -> None:
+def test_source_read_once_answers_in_any_pieces() -> None:
     layer, (x, source) = make_layer(n_heads=2), make_inputs()
     source_mask = torch.arange(9) < torch.tensor([[5], [9]])
     state = layer.project_source(source, source_mask)

@@ -42,7 +42,7 @@ SIZES: list[Any] = [((1, 1), 256, 1100), ((), 1, 1), ((2, 2), 33, 200), ((MAX_RO
 
 
 @every_pair(dtype=list(TOLERANCES), sizes=SIZES, with_bias=[False, True])
-def test_it_is_the_linear_map(dtype: torch.dtype, sizes: Any, with_bias: bool, native: list[str]) -> None:
+def test_dense_is_the_linear_map(dtype: torch.dtype, sizes: Any, with_bias: bool, native: list[str]) -> None:
     rows, k, n = sizes
     x, weight, bias = make(dtype, rows, k, n)
     bias_or_none = bias if with_bias else None

@@ -24,12 +24,12 @@ def test_flash_is_its_formula() -> None:
     torch.testing.assert_close(layer(x), expected, atol=1e-12, rtol=0)
 
 
-def test_the_form_of_the_bias_follows_from_the_chunk_size() -> None:
+def test_form_of_the_bias_follows_from_the_chunk_size() -> None:
     assert isinstance(FLASH(8, d_qk=4, chunk_size=512).bias, TableBias)
     assert isinstance(FLASH(8, d_qk=4, chunk_size=513).bias, RotaryBias)
 
 
-def test_the_state_is_as_large_after_20_000_tokens_as_after_1_000() -> None:
+def test_state_is_as_large_after_20_000_tokens_as_after_1_000() -> None:
     layer = FLASH(8, d_qk=4, chunk_size=256, causal=True)
     state = layer.init_state(1)
     sizes = {0: state.nbytes}
@@ -60,7 +60,7 @@ def test_scores_of_neighbours_start_near_one_if_asked(layer: type[FLASH] | type[
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_an_output_map_with_a_hook_is_called_and_gives_the_same(causal: bool) -> None:
+def test_output_map_with_a_hook_is_called_and_gives_the_same(causal: bool) -> None:
     torch.manual_seed(0)
     layer = FLASH(8, d_qk=4, chunk_size=4, causal=causal, dtype=torch.float64)
     with torch.no_grad():
@@ -81,14 +81,14 @@ def test_an_output_map_with_a_hook_is_called_and_gives_the_same(causal: bool) ->
 
 
 @pytest.mark.parametrize("name", ["to_output", "to_gate_value_base"])
-def test_a_backward_hook_on_a_map_is_called(name: str) -> None:
+def test_backward_hook_on_a_map_is_called(name: str) -> None:
     layer, seen = FLASH(8, d_qk=4, chunk_size=4), []
     layer.get_submodule(name).register_full_backward_hook(lambda module, d_in, d_out: seen.append(d_out[0].shape[:2]))
     layer(torch.randn(2, 11, 8, requires_grad=True)).sum().backward()
     assert seen == [(2, 11)]
 
 
-def test_a_stream_of_whole_chunks_is_compiled_as_one_graph() -> None:
+def test_stream_of_whole_chunks_is_compiled_as_one_graph() -> None:
     layer = FLASH(16, d_qk=8, chunk_size=4, causal=True).eval()
     x = torch.randn(2, 9, 16)
     with torch.no_grad():

@@ -23,7 +23,7 @@ def test_gau_is_its_formula() -> None:
     torch.testing.assert_close(layer(x), expected, atol=1e-12, rtol=0)
 
 
-def test_the_form_of_the_bias_follows_from_the_configuration_alone() -> None:
+def test_form_of_the_bias_follows_from_the_configuration_alone() -> None:
     assert isinstance(GAU(8, d_qk=4, max_length=512).bias, TableBias)
     assert isinstance(GAU(8, d_qk=4, max_length=513).bias, RotaryBias)
     assert isinstance(GAU(8, d_qk=4).bias, RotaryBias)
@@ -47,13 +47,13 @@ def test_padding_does_not_count_towards_the_table() -> None:
     torch.testing.assert_close(layer(x, mask=mask)[0, 4:], layer(x[:1, 4:])[0], atol=1e-6, rtol=0)
 
 
-def test_a_function_without_a_table_does_not_change_past_512_tokens() -> None:
+def test_function_without_a_table_does_not_change_past_512_tokens() -> None:
     layer = GAU(8, d_qk=4, causal=True)
     x = torch.randn(1, 514, 8)
     torch.testing.assert_close(layer(x)[:, :512], layer(x[:, :512]), atol=1e-5, rtol=0)
 
 
-def test_the_constant_of_the_published_normalisation_is_max_length() -> None:
+def test_constant_of_the_published_normalisation_is_max_length() -> None:
     x = torch.randn(1, 6, 8)
     layers = [GAU(8, d_qk=4, causal=True, normalization="paper", relative_bias=False, max_length=n) for n in (None, 512, 32)]
     with torch.no_grad():

@@ -261,7 +261,7 @@ def test_streams_put_together_in_inference_mode_go_on_outside(name: str) -> None
 
 
 @some_mixers
-def test_a_mask_of_zeros_and_ones_is_that_of_true_and_false(name: str) -> None:
+def test_mask_of_zeros_and_ones_is_that_of_true_and_false(name: str) -> None:
     mixer = build(name, causal=name in CAUSAL)
     x, mask = torch.randn(2, LENGTH, D_MODEL), torch.rand(2, LENGTH) > 0.3
     for dtype in (torch.long, torch.uint8):
@@ -287,7 +287,7 @@ def test_rows_shorter_than_a_chunk_are_read_as_in_whole_chunks(name: str, causal
 @every_mechanism_in_both_directions
 @settings(max_examples=5, deadline=None)
 @given(lengths=st.lists(st.integers(0, 3) | st.integers(0, 2 * CHUNK + 3), min_size=1, max_size=9))
-def test_a_pack_of_any_lengths_equals_its_documents_alone(name: str, causal: bool, lengths: list[int]) -> None:
+def test_pack_of_any_lengths_equals_its_documents_alone(name: str, causal: bool, lengths: list[int]) -> None:
     """Outputs, gradients of the tokens and of the parameters."""
     mixer = build(name, causal, token_shift=len(lengths) % 2 == 0).double()
     ends = [0, *accumulate(lengths)]
@@ -309,7 +309,7 @@ def test_a_pack_of_any_lengths_equals_its_documents_alone(name: str, causal: boo
 
 
 @pytest.mark.parametrize("name", [name for name in CAUSAL if fresh(name, True).reads_prefix])
-def test_a_pack_of_other_lengths_with_padding_and_prefixes_equals_its_documents_alone(name: str) -> None:
+def test_pack_of_other_lengths_with_padding_and_prefixes_equals_its_documents_alone(name: str) -> None:
     mixer = build(name, causal=True).double()
     ends, prefixes = [0, 3, 3, 25, 27, 46, 47], [2, 0, 9, 0, 15, 1]
     x, mask = torch.randn(1, ends[-1], D_MODEL, dtype=torch.float64), torch.ones(1, ends[-1], dtype=torch.bool)
@@ -336,7 +336,7 @@ class CountsNumbers(TorchDispatchMode):
 
 
 @every_mechanism_in_both_directions
-def test_a_pack_costs_what_its_documents_cost(name: str, causal: bool) -> None:
+def test_pack_costs_what_its_documents_cost(name: str, causal: bool) -> None:
     """However much longer than the others one document is."""
     mixer = build(name, causal)
     longest = min(mixer.longest_sequence or 400, 400)
@@ -393,7 +393,7 @@ def test_half_precision_autocast_stays_finite_on_large_inputs(name: str, causal:
 
 
 @every_causal_mechanism
-def test_a_layer_cast_to_another_dtype_keeps_it(name: str) -> None:
+def test_layer_cast_to_another_dtype_keeps_it(name: str) -> None:
     dtype = torch.bfloat16
     mixer = build(name, causal=True).to(dtype)
     x = torch.randn(2, LENGTH, D_MODEL).to(dtype)
@@ -416,14 +416,14 @@ def test_streaming_under_autocast_keeps_its_state_in_float32(name: str) -> None:
 
 
 @some_mixers
-def test_a_mixer_that_is_not_causal_says_so(name: str) -> None:
+def test_mixer_that_is_not_causal_says_so(name: str) -> None:
     mixer = build(name, causal=False)
     with pytest.raises(ValueError, match=r"causal is False, so that \w+ cannot stream: build it with causal=True"):
         mixer.init_state(1)
 
 
 @pytest.mark.parametrize("name", ONLY_BIDIRECTIONAL)
-def test_a_mixer_that_cannot_be_causal_says_why(name: str) -> None:
+def test_mixer_that_cannot_be_causal_says_why(name: str) -> None:
     reason = re.escape(str(CASES[name][0].why_not_causal))
     with pytest.raises(ValueError, match=rf"causal is True, but \w+ must have causal=False: .*{reason}"):
         fresh(name, causal=True)
@@ -473,7 +473,7 @@ class ShiftedNorm(nn.Module):
 
 
 @some_mixers_in_both_directions
-def test_a_token_shift_takes_the_token_before_of_the_same_document(name: str, causal: bool) -> None:
+def test_token_shift_takes_the_token_before_of_the_same_document(name: str, causal: bool) -> None:
     """In whole rows, it is its definition; that padding, packs and streams are read as whole rows is a promise of mixers."""
     mixer = build(name, causal, token_shift=True).double()
     check_mixer(mixer)
@@ -495,7 +495,7 @@ class OfAUser(nn.Module):
 
 
 @every_mechanism
-def test_a_projection_may_be_a_module_of_the_user(name: str) -> None:
+def test_projection_may_be_a_module_of_the_user(name: str) -> None:
     causal = name in CAUSAL
     mixer, x = build(name, causal).eval(), torch.randn(2, LENGTH, D_MODEL)
     adapted = copy.deepcopy(mixer)
@@ -514,7 +514,7 @@ def test_a_projection_may_be_a_module_of_the_user(name: str) -> None:
 
 
 @some_mixers_in_both_directions
-def test_a_norm_may_have_no_parameters(name: str, causal: bool) -> None:
+def test_norm_may_have_no_parameters(name: str, causal: bool) -> None:
     mixer, x = build(name, causal), torch.randn(2, LENGTH, D_MODEL)
     torch.nn.init.ones_(mixer.norm.weight)
     torch.nn.init.zeros_(mixer.norm.bias)

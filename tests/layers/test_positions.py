@@ -22,7 +22,7 @@ def test_compiled_code_refuses_more_tokens_than_it_has_learned_positions() -> No
 
 
 @pytest.mark.parametrize("bias", [TableBias(300), RotaryBias(8), BucketBias(causal=True), BucketBias(causal=False)])
-def test_a_bias_of_tokens_side_by_side_is_that_of_their_positions(bias: RelativeBias) -> None:
+def test_bias_of_tokens_side_by_side_is_that_of_their_positions(bias: RelativeBias) -> None:
     for sizes in ((1, 1, 0), (7, 7, 0), (3, 9, 6), (4, 12, 4), (1, 300, 299), (300, 300, 0)):
         check_tokens_side_by_side(bias.double(), *sizes)
 
@@ -38,7 +38,7 @@ def check_tokens_side_by_side(bias: RelativeBias, n_queries: int, n_keys: int, f
 
 
 @pytest.mark.parametrize("layer", [FLASH(8, d_qk=4, chunk_size=16), ForeignGAU(8, d_qk=4, bias_form="buckets")])
-def test_a_compiled_backward_pass_adds_up_in_a_fixed_order(layer: nn.Module) -> None:
+def test_compiled_backward_pass_adds_up_in_a_fixed_order(layer: nn.Module) -> None:
     called: list[str] = []
 
     def collect(graph: torch.fx.GraphModule, _inputs: Any) -> Any:

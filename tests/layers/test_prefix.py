@@ -36,7 +36,7 @@ def close(a: Tensor, b: Tensor) -> None:
 
 
 @every_case
-def test_a_prefix_reads_both_ways_over_itself_and_the_rest_causally_over_everything(name: str) -> None:
+def test_prefix_reads_both_ways_over_itself_and_the_rest_causally_over_everything(name: str) -> None:
     layer, x = build(name), tokens()
     out = layer(x, prefix_lengths=PREFIXES)
     causal, both_ways = layer(x), build(name, causal=False)
@@ -49,7 +49,7 @@ def test_a_prefix_reads_both_ways_over_itself_and_the_rest_causally_over_everyth
             close(out[row : row + 1, :length], both_ways(x[row : row + 1, :length]))
 
 
-def test_a_published_divisor_is_that_of_the_causal_layer_inside_a_prefix_too() -> None:
+def test_published_divisor_is_that_of_the_causal_layer_inside_a_prefix_too() -> None:
     options: dict[str, Any] = {"d_qk": 4, "normalization": "paper", "relative_bias": False, "dtype": torch.float64}
     layer, both_ways = GAU(D_MODEL, causal=True, max_length=20, **options), GAU(D_MODEL, **options)
     torch.nn.init.normal_(layer.gamma)

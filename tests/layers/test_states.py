@@ -34,7 +34,7 @@ def test_streams_begun_in_another_precision_are_continued(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_a_step_in_half_precision_overflows_no_sooner_than_a_row() -> None:
+def test_step_in_half_precision_overflows_no_sooner_than_a_row() -> None:
     layer, x = FLASH(D_MODEL, d_qk=8, chunk_size=8, causal=True, initial_scores="unit"), torch.randn(2, 9, D_MODEL).half()
     layer.to_gate_value_base.weight[-8:] *= 15
     layer.to_gate_value_base.weight[32:64] *= 1e-3
@@ -49,7 +49,7 @@ def test_a_step_in_half_precision_overflows_no_sooner_than_a_row() -> None:
     torch.testing.assert_close(torch.cat(stepped, 1), whole, atol=0.05, rtol=0.02)
 
 
-def test_a_step_beyond_a_table_of_biases_is_named() -> None:
+def test_step_beyond_a_table_of_biases_is_named() -> None:
     layer = GAU(8, d_qk=4, causal=True, max_length=3)
     state = State.concatenate([layer.init_state(1), layer.extend(torch.zeros(1, 2, 8), None)[1]])
     _, state = layer.extend(torch.zeros(2, 1, 8), state)

@@ -114,17 +114,17 @@ def recall_after_training(config: ModelConfig) -> float:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("system", sorted({*MECHANISMS} - {*CANNOT, LOCAL}))
-def test_a_system_that_reaches_the_pairs_learns_to_recall_them(system: str) -> None:
+def test_system_that_reaches_the_pairs_learns_to_recall_them(system: str) -> None:
     assert recall_after_training(small(system)) > LEARNED
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("system", CANNOT)
-def test_a_system_that_loses_the_pairs_does_not_recall_them(system: str) -> None:
+def test_system_that_loses_the_pairs_does_not_recall_them(system: str) -> None:
     assert recall_after_training(small(system)) < CANNOT[system]
 
 
-def test_a_system_that_reads_its_chunk_alone_answers_the_same_for_all_pairs() -> None:
+def test_system_that_reads_its_chunk_alone_answers_the_same_for_all_pairs() -> None:
     model = build_model(small(LOCAL))
     awake(model)
     (ids, _), (others, _) = (draw(4, torch.Generator().manual_seed(seed)) for seed in (1, 2))
@@ -136,12 +136,12 @@ def test_a_system_that_reads_its_chunk_alone_answers_the_same_for_all_pairs() ->
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("system", "chunk_size"), [(LOCAL, LENGTH), ("combiner", 2)])
-def test_a_system_that_loses_the_pairs_recalls_them_with_another_chunk(system: str, chunk_size: int) -> None:
+def test_system_that_loses_the_pairs_recalls_them_with_another_chunk(system: str, chunk_size: int) -> None:
     assert recall_after_training(small(system).override(chunk_size=chunk_size)) > LEARNED
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("other", ["gau", "attention"])
-def test_a_hybrid_recalls_by_its_other_mixer_what_its_first_one_loses(other: str) -> None:
+def test_hybrid_recalls_by_its_other_mixer_what_its_first_one_loses(other: str) -> None:
     config = model_of(SYSTEMS[LOCAL], SIZE, "clm", pattern=(LOCAL, other), absolute_position="none")
     assert recall_after_training(config) > LEARNED

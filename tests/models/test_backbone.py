@@ -44,7 +44,7 @@ def test_every_way_to_read_hands_out_what_each_block_reads(backbone: Backbone) -
     torch.testing.assert_close(last, [x[:, 8:] for x in inputs], atol=1e-5, rtol=0)
 
 
-def test_a_prefix_of_embedded_tokens_is_read_in_both_directions() -> None:
+def test_prefix_of_embedded_tokens_is_read_in_both_directions() -> None:
     backbone = build("flash-tiny", task="prefix-lm", n_blocks=2, d_model=16, d_qk=8, chunk_size=4).backbone
     ids = torch.randint(258, (2, 9))
     inputs: list[Tensor] = []

@@ -32,7 +32,7 @@ def build(preset: str) -> CausalLM:
 
 
 @pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny", "flash-weighted-tiny"])
-def test_a_model_makes_one_batch_for_all_its_layers(preset: str, made: list[str]) -> None:
+def test_model_makes_one_batch_for_all_its_layers(preset: str, made: list[str]) -> None:
     model = build(preset)
     ids = torch.randint(0, 258, (1, 40))
     model(ids)

@@ -109,7 +109,7 @@ NUMBERS: list[Any] = [1.5, 64.0, "8", True, float("nan"), float("inf"), [1], tor
 PROMPTS: list[Any] = [1.5, "8", None, True, 7, torch.tensor(1), [], [1.5], [True], [-1], [V], [[1]], IDS, IDS[0].float()]
 
 
-def test_what_no_text_can_be_generated_from_is_named() -> None:
+def test_wrong_arguments_of_generation_are_named() -> None:
     for value in (*NUMBERS, None, 0, -1):
         refuses(lambda: generate(FLASH, [1], value), "max_tokens")  # noqa: B023
         refuses(lambda: generate_batch(FLASH, [[1]], value), "max_tokens")  # noqa: B023

@@ -62,7 +62,7 @@ def read(layer: Any, x: Tensor, *rest: Any, vary: dict[int, list[int]] | None = 
 
 @nightly
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_compiled_layer_reads_other_packs_without_a_graph_break_or_compiling_again(name: str) -> None:
+def test_compiled_layer_reads_other_packs_without_a_graph_break_or_compiling_again(name: str) -> None:
     layer, reference = LAYERS[name]().double(), LAYERS[name]().double()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     reference.load_state_dict(layer.state_dict())
@@ -82,7 +82,7 @@ def test_a_compiled_layer_reads_other_packs_without_a_graph_break_or_compiling_a
 
 @nightly
 @pytest.mark.parametrize("name", ["flash with a token shift", "gau"])
-def test_a_compiled_layer_reads_other_masks_without_compiling_again(name: str) -> None:
+def test_compiled_layer_reads_other_masks_without_compiling_again(name: str) -> None:
     layer = LAYERS[name]()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for index, (batch, length) in enumerate([(2, 40), (3, 45), (4, 52)]):
@@ -96,7 +96,7 @@ def test_a_compiled_layer_reads_other_masks_without_compiling_again(name: str) -
 
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=nightly), True])
 @torch.no_grad()
-def test_a_compiled_flash_reads_other_lengths_without_compiling_again(causal: bool) -> None:
+def test_compiled_flash_reads_other_lengths_without_compiling_again(causal: bool) -> None:
     layer = FLASH(16, d_qk=8, chunk_size=16, causal=causal)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for index, (batch, length) in enumerate([(2, 40), (3, 48), (4, 33), (5, 64)]):  # whole chunks, and others; two, and more
@@ -146,7 +146,7 @@ LONG = [[0, 40, 90], [0, 70, 150, 240], [0, 300, 590], [0, 900, 1800], [0, 2000,
     ],
 )
 @pytest.mark.skipif(why_not_native() is not None, reason="tiles need functions in C++")
-def test_a_compiled_block_reads_other_packs_without_a_graph_break_or_compiling_again(
+def test_compiled_block_reads_other_packs_without_a_graph_break_or_compiling_again(
     preset: str, packs: list[list[int]], options: dict[str, int]
 ) -> None:
     model = small(preset, **options)
@@ -187,7 +187,7 @@ def texts_with_and_without(model: CausalLM, begun: State, ids: Tensor) -> list[T
 
 @nightly
 @torch.no_grad()
-def test_a_compiled_step_is_one_compilation_for_all_positions() -> None:
+def test_compiled_step_is_one_compilation_for_all_positions() -> None:
     model, ids = small("flash-next-tiny", chunk_size=4, token_shift=True), torch.randint(0, 30, (2, 9))
     begun = State.concatenate([model.extend(ids[row : row + 1, : 2 + row])[1] for row in range(2)])
     plain, compiled = texts_with_and_without(model, begun, ids)
@@ -208,7 +208,7 @@ def test_compiled_steps_of_models_of_different_widths_keep_their_own_sizes() -> 
 @pytest.mark.nightly
 @pytest.mark.parametrize("rotated", ["inputs", "features"])
 @torch.no_grad()
-def test_the_step_of_linear_attention_compiles_as_one_graph(rotated: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_of_linear_attention_compiles_as_one_graph(rotated: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda step, fullgraph: compiler(step, fullgraph=fullgraph, backend="aot_eager"))
     model, ids = small("performer-tiny", rotated=rotated).double(), torch.randint(0, 30, (2, 9))
@@ -216,7 +216,7 @@ def test_the_step_of_linear_attention_compiles_as_one_graph(rotated: str, monkey
     torch.testing.assert_close(compiled, model(ids)[:, 5:], atol=1e-12, rtol=1e-9)
 
 
-def test_a_compiled_step_is_neither_copied_nor_made_without_a_constant_state() -> None:
+def test_compiled_step_is_neither_copied_nor_made_without_a_constant_state() -> None:
     growing = small("flash-quad-tiny")
     growing.compile_step()
     assert growing.compiled_step is None

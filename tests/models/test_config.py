@@ -14,7 +14,7 @@ from lineartime.models.systems import SYSTEMS
 SIZES = {"n_heads": 4, "d_qk": 64, "chunk_size": 128}
 
 
-def test_a_config_survives_json_exactly() -> None:
+def test_config_survives_json_exactly() -> None:
     for config in (*presets("clm").values(), *presets("mlm").values()):
         assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -48,7 +48,7 @@ def test_values_that_no_model_has_are_named(overrides: dict[str, Any], message: 
         resolve("flash-tiny", **overrides)
 
 
-def test_a_mixer_by_name_has_the_sizes_of_the_preset() -> None:
+def test_mixer_by_name_has_the_sizes_of_the_preset() -> None:
     for mixer in ("attention", "gau", "combiner", "flash-local"):
         options = resolve("flash-tiny", mixer=mixer).mixer.options
         assert [options.get(name, size) for name, size in SIZES.items()] == list(SIZES.values())
@@ -56,7 +56,7 @@ def test_a_mixer_by_name_has_the_sizes_of_the_preset() -> None:
     assert (options["chunk_size"], options["d_qk"]) == (32, 16)
 
 
-def test_the_longest_sequence_is_asked_of_mixers_as_the_model_has_them() -> None:
+def test_longest_sequence_is_asked_of_mixers_as_the_model_has_them() -> None:
     assert resolve("flash-tiny", pattern="flash,gau", max_length=300).longest_sequence == 300
     assert resolve("linformer-tiny", "mlm", max_length=70).longest_sequence == 70
 
@@ -69,7 +69,7 @@ def test_options_that_are_left_out_take_their_defaults() -> None:
     assert repr(LayerConfig("mlp")) == "LayerConfig('mlp', expansion=4)"
 
 
-def test_a_layer_is_described_by_a_value_that_can_be_compared_hashed_copied_and_sent() -> None:
+def test_layer_is_described_by_a_value_that_can_be_compared_hashed_copied_and_sent() -> None:
     config = LayerConfig("flash", chunk_size=64)
     assert len({config, LayerConfig("flash", chunk_size=64), LayerConfig("flash")}) == 2
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
@@ -80,7 +80,7 @@ def test_a_layer_is_described_by_a_value_that_can_be_compared_hashed_copied_and_
             setattr(frozen, field, 3)
 
 
-def test_a_mechanism_has_one_name() -> None:
+def test_mechanism_has_one_name() -> None:
     for kind in {system.mixer.name for system in SYSTEMS.values()}:
         mixer = KINDS["mixer"][kind]
         assert mixer.name == kind

@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
         pytest.param(2, ["compiled_is_whole"], marks=pytest.mark.nightly),
     ],
 )
-def test_a_sequence_that_is_split_over_processes_is_the_whole(
+def test_sequence_that_is_split_over_processes_is_the_whole(
     size: int, cases: list[str], fork: Callable[[str], Any], tmp_path: Path
 ) -> None:
     code = "import sys; sys.path.insert(0, {!r}); from context_parallel_process import run; run({}, {}, {!r}, {!r})"

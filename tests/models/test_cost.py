@@ -46,11 +46,11 @@ def test_linear_systems_stream_with_constant_memory() -> None:
         assert long > short if system in growing else long == short, system
 
 
-def test_a_token_shift_costs_half_a_token_of_state_and_nothing_else() -> None:
+def test_token_shift_costs_half_a_token_of_state_and_nothing_else() -> None:
     plain, shifted = (cost(resolve("flash-tiny", token_shift=token_shift), 300) for token_shift in (False, True))
     assert plain.state_bytes is not None
     assert shifted == plain._replace(state_bytes=plain.state_bytes + 8 * 128 * 4)  # blocks x half of d x float32
 
 
-def test_a_system_that_does_not_stream_has_no_state() -> None:
+def test_system_that_does_not_stream_has_no_state() -> None:
     assert cost(presets("mlm")["linformer-tiny"], 64).state_bytes is None

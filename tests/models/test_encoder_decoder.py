@@ -70,7 +70,7 @@ def test_padding_of_either_side_changes_no_logits(name: str) -> None:
 
 
 @every_config
-def test_a_logit_reads_the_whole_source_and_no_later_target(name: str) -> None:
+def test_logit_reads_the_whole_source_and_no_later_target(name: str) -> None:
     model, source, target = make_model(name), make_ids(9), make_ids(7)
     logits = model(source, target)
     changed = target.clone()
@@ -82,7 +82,7 @@ def test_a_logit_reads_the_whole_source_and_no_later_target(name: str) -> None:
         assert not torch.allclose(model(changed, target)[:, 0], logits[:, 0])
 
 
-def test_a_batch_is_written_like_its_rows() -> None:
+def test_batch_is_written_like_its_rows() -> None:
     model, source = make_model(), make_ids(9)
     source_mask = torch.arange(9) < torch.tensor([[6], [9]])
     arguments = {"start_token": 0, "max_tokens": 8}
@@ -162,7 +162,7 @@ def test_saved_encoder_decoder_loads_equal_and_readers_of_language_models_refuse
         lineartime.evaluate(tmp_path / "model")
 
 
-def test_a_config_survives_json_exactly() -> None:
+def test_config_survives_json_exactly() -> None:
     for config in CONFIGS.values():
         assert EncoderDecoderConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 

@@ -28,7 +28,7 @@ SYSTEMS = [("flash-tiny", False), ("flash-next-tiny", True), ("flash-quad-tiny",
 
 
 @pytest.mark.parametrize(("preset", "token_shift"), SYSTEMS)
-def test_a_training_step_copies_nothing_to_the_host(preset: str, token_shift: bool) -> None:
+def test_training_step_copies_nothing_to_the_host(preset: str, token_shift: bool) -> None:
     model, ids = on_meta(preset, token_shift=token_shift), torch.zeros(2, 40, dtype=torch.long, device="meta")
     loss = model.loss(ids, ids)
     loss.backward()
@@ -40,7 +40,7 @@ def test_a_training_step_copies_nothing_to_the_host(preset: str, token_shift: bo
 
 @pytest.mark.parametrize(("preset", "token_shift"), SYSTEMS)
 @torch.no_grad()
-def test_a_decode_step_copies_nothing_to_the_host(preset: str, token_shift: bool) -> None:
+def test_decode_step_copies_nothing_to_the_host(preset: str, token_shift: bool) -> None:
     model, token = on_meta(preset, token_shift=token_shift).eval(), torch.zeros(3, 1, dtype=torch.long, device="meta")
     state = None
     for _ in range(2):
@@ -68,7 +68,7 @@ LENGTHS = {"cu_seqlens": torch.tensor([0, 10, 40]), "mask": torch.arange(40)[Non
 
 
 @pytest.mark.parametrize(("preset", "argument"), [("flash-tiny", "cu_seqlens"), ("flash-quad-tiny", "mask")])
-def test_the_lengths_of_a_batch_are_read_once_and_not_in_every_layer(preset: str, argument: str) -> None:
+def test_lengths_of_a_batch_are_read_once_and_not_in_every_layer(preset: str, argument: str) -> None:
     ids = torch.zeros(1, 40, dtype=torch.long)
     found = []
     for n_blocks in (1, 4):

@@ -43,7 +43,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 @every_pattern
 @pytest.mark.parametrize("feed_forward", [None, "glu"])
-def test_a_hybrid_is_the_composition_of_its_blocks(pattern: tuple[str, ...], feed_forward: str | None) -> None:
+def test_hybrid_is_the_composition_of_its_blocks(pattern: tuple[str, ...], feed_forward: str | None) -> None:
     model, ids = build(pattern, feed_forward=feed_forward), torch.randint(0, 40, (1, 50))
     backbone, boundaries = model.backbone, torch.tensor([0, 21, 50])
     x = backbone.embedding(ids) + backbone.position(torch.cat([torch.arange(21), torch.arange(29)]))
@@ -85,7 +85,7 @@ def test_padding_packs_the_future_and_cuts_of_streams_change_nothing(pattern: tu
         assert state.position.tolist() == list(lengths)
 
 
-def test_a_hybrid_reads_prefixes_where_all_of_its_mixers_do() -> None:
+def test_hybrid_reads_prefixes_where_all_of_its_mixers_do() -> None:
     model, ids = build(("flash", "gau", "attention"), "prefix-lm"), torch.randint(0, 40, (2, 30))
     whole = model(ids, prefix_lengths=torch.tensor([11, 11]))
     first, state = model.read_prefix(ids[:, :11])
@@ -93,7 +93,7 @@ def test_a_hybrid_reads_prefixes_where_all_of_its_mixers_do() -> None:
     assert not torch.allclose(whole[:, :10], model(ids)[:, :10])
 
 
-def test_what_one_mixer_of_a_hybrid_cannot_do_is_said() -> None:
+def test_limits_of_one_mixer_are_those_of_a_hybrid() -> None:
     model, ids = build(("flash", "gau")), torch.randint(0, 40, (1, 16))
     with pytest.raises(ArgumentError, match=r"^context is given, but GAU needs its whole sequence in one process: only FLASH"):
         model(ids, context=ContextGroup("none", 0, 2))
@@ -124,7 +124,7 @@ def test_every_block_of_a_hybrid_learns_and_what_it_costs_is_counted() -> None:
     assert model_tensors(config).n_tensors == len(tensors)
 
 
-def test_a_hybrid_is_saved_and_a_model_without_a_pattern_is_as_before(tmp_path: Any) -> None:
+def test_hybrid_is_saved_and_a_model_without_a_pattern_is_as_before(tmp_path: Any) -> None:
     model = lineartime.build("flash-tiny", pattern="flash, gau", **{**SMALL, "vocab_size": 258})
     lineartime.save(model, ByteTokenizer(), tmp_path / "hybrid")
     loaded, ids = lineartime.load(tmp_path / "hybrid"), torch.arange(20)[None]
@@ -137,7 +137,7 @@ def test_a_hybrid_is_saved_and_a_model_without_a_pattern_is_as_before(tmp_path: 
         assert [mixer.kind for mixer in presets()[name].pattern] == ["flash", "flash", "flash", kind]
 
 
-def test_a_name_in_a_pattern_is_the_mixer_of_the_model_or_has_its_size() -> None:
+def test_name_in_a_pattern_is_the_mixer_of_the_model_or_has_its_size() -> None:
     config = resolve("flash-next-tiny", pattern="flash,attention,gau")
     assert config.pattern[0] == config.mixer == resolve("flash-next-tiny").mixer
     assert config.pattern[1:] == (LayerConfig("attention", n_heads=4), LayerConfig("gau", d_qk=64, initial_scores="unit"))
@@ -148,7 +148,7 @@ def test_a_name_in_a_pattern_is_the_mixer_of_the_model_or_has_its_size() -> None
     assert resolve(config, pattern=()) == resolve("flash-next-tiny")
 
 
-def test_an_option_is_set_in_all_mixers_or_in_one() -> None:
+def test_option_is_set_in_all_mixers_or_in_one() -> None:
     config = resolve("hybrid-gau-tiny", **{"pattern.3.d_qk": 16, "d_qk": 8, "chunk_size": 32})
     assert [mixer.options["d_qk"] for mixer in config.pattern] == [8, 8, 8, 16]
     assert [mixer.options.get("chunk_size") for mixer in config.pattern] == [32, 32, 32, None]
@@ -183,6 +183,6 @@ def test_every_hybrid_is_a_preset_with_overrides() -> None:
         ({"pattern": "flash,mc-tfm", "feed_forward": "glu", "expansion": 2}, "^expansion is an option of both mixer and feed"),
     ],
 )
-def test_what_no_hybrid_can_be_is_named(overrides: dict[str, Any], message: str) -> None:
+def test_wrong_patterns_are_named(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         resolve("flash-tiny", **overrides)

@@ -36,7 +36,7 @@ def causal(name: str) -> CausalLM:
 
 
 @some_systems
-def test_a_masked_model_looks_both_ways(name: str) -> None:
+def test_masked_model_looks_both_ways(name: str) -> None:
     model, ids = build(name, "mlm"), torch.randint(0, 50, (1, 30))
     changed = ids.clone()
     changed[:, 29] = (changed[:, 29] + 1) % 50
@@ -137,7 +137,7 @@ def test_logits_of_their_own_types_and_norms_at_both_ends_are_the_formula() -> N
     assert not torch.allclose(model(ids), model(ids, token_types=first + 1))
 
 
-def test_a_stream_of_a_model_with_other_ends_is_its_forward_pass() -> None:
+def test_stream_of_a_model_with_other_ends_is_its_forward_pass() -> None:
     model = lineartime.build("flash-tiny", **FLASH, **OTHER_ENDS).double().eval()
     ids = torch.randint(0, 50, (2, 21))
     state, pieces = None, []
@@ -148,7 +148,7 @@ def test_a_stream_of_a_model_with_other_ends_is_its_forward_pass() -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), model(ids), atol=1e-12, rtol=0)
 
 
-def test_the_loss_is_that_of_the_logits_of_an_output_map_with_an_adapter() -> None:
+def test_loss_is_that_of_the_logits_of_an_output_map_with_an_adapter() -> None:
     """The fused loss reads the weights alone, so an adapter would change nothing and learn nothing."""
     model = lineartime.build("flash-tiny", d_model=16, n_blocks=1, d_qk=8, tie_word_embeddings=False).double()
     assert model.lm_head is not None
@@ -165,7 +165,7 @@ def test_the_loss_is_that_of_the_logits_of_an_output_map_with_an_adapter() -> No
 
 
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False, "token_types": 2}])
-def test_a_model_made_without_memory_is_drawn_as_the_constructor_draws_it(options: dict[str, Any]) -> None:
+def test_model_made_without_memory_is_drawn_as_the_constructor_draws_it(options: dict[str, Any]) -> None:
     def build() -> CausalLM:
         return lineartime.build("flash-tiny", **FLASH, **options)
 
@@ -186,7 +186,7 @@ def test_a_model_made_without_memory_is_drawn_as_the_constructor_draws_it(option
             assert torch.equal(weight, expected), name
 
 
-def test_an_offloaded_embedding_cannot_compute_logits() -> None:
+def test_offloaded_embedding_cannot_compute_logits() -> None:
     model, hidden = lineartime.build("flash-tiny", **FLASH), torch.randn(1, 3, 16)
     model.backbone.embedding.to("meta")  # as accelerate leaves it after its forward pass
     with pytest.raises(

@@ -25,7 +25,7 @@ def build(system: str, **overrides: Any) -> CausalLM:
 
 
 @pytest.mark.parametrize("system", SIZES)
-def test_the_parts_of_a_sequence_before_and_behind_its_prefix_are_those_of_the_streams(system: str) -> None:
+def test_parts_of_a_sequence_before_and_behind_its_prefix_are_those_of_the_streams(system: str) -> None:
     model = build(system, n_blocks=3).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -41,7 +41,7 @@ def test_the_parts_of_a_sequence_before_and_behind_its_prefix_are_those_of_the_s
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_the_loss_is_the_mean_over_targets_with_and_without_recomputed_blocks(recompute: bool) -> None:
+def test_loss_is_the_mean_over_targets_with_and_without_recomputed_blocks(recompute: bool) -> None:
     model = build("flash", n_blocks=2)
     if recompute:
         model.recompute_blocks()

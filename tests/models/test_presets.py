@@ -47,7 +47,7 @@ def test_presets_of_a_task_are_of_systems_that_can_learn_it() -> None:
     assert lineartime.build("linformer-tiny", mixer="flash", n_blocks=1).config.mixer.kind == "flash"
 
 
-def test_a_system_is_what_its_name_says() -> None:
+def test_system_is_what_its_name_says() -> None:
     plain, plus, plus_plus = (presets()[f"transformer{suffix}-tiny"] for suffix in ("", "+", "++"))
     assert (plain.absolute_position, plain.norm, plain.mixer) == (
         "learned",

@@ -87,7 +87,7 @@ def with_option(option: str, hint: Any, **default: Any) -> type[Mixer]:
 pytestmark = pytest.mark.usefixtures("only_systems_of_the_library_afterwards")
 
 
-def test_a_registered_system_is_built_saved_and_loaded_like_any_other(tmp_path: Path) -> None:
+def test_registered_system_is_built_saved_and_loaded_like_any_other(tmp_path: Path) -> None:
     scaled = {"floor": lambda size: 1 / size.d_model}
     register_system("squared+", Squared, "glu", options={"label": "a"}, scaled=scaled, fields={"norm": "rmsnorm"})
     assert lineartime.presets()["squared+-base"].mixer.options["n_heads"] == 12
@@ -104,7 +104,7 @@ def test_a_registered_system_is_built_saved_and_loaded_like_any_other(tmp_path: 
         lineartime.build("squared+-tiny", powers=[["a"]])
 
 
-def test_a_hybrid_is_registered_with_a_pattern_and_learns_what_its_mixers_can() -> None:
+def test_hybrid_is_registered_with_a_pattern_and_learns_what_its_mixers_can() -> None:
     fields = {"pattern": ("squared", LayerConfig("flash", d_qk=16), "linformer")}
     register_system("squared-hybrid", Squared, "mlp", options={"floor": 0.5}, fields=fields)
     assert "squared-hybrid-tiny" not in lineartime.presets()
@@ -115,7 +115,7 @@ def test_a_hybrid_is_registered_with_a_pattern_and_learns_what_its_mixers_can() 
         register_system("other", Squared, fields={"pattern": "squared,gau"})
 
 
-def test_a_class_that_is_defined_again_replaces_the_first() -> None:
+def test_class_that_is_defined_again_replaces_the_first() -> None:
     """As when a cell of a notebook is run again."""
     for _ in range(2):
 
@@ -144,7 +144,7 @@ def test_a_class_that_is_defined_again_replaces_the_first() -> None:
         ),
     ],
 )
-def test_what_cannot_be_registered_is_named_and_leaves_nothing(
+def test_wrong_systems_are_named_and_leave_nothing(
     name: str, mixer: type[Mixer], options: dict[str, Any], message: str
 ) -> None:
     before = dict(SYSTEMS), dict(PRESETS), dict(KINDS["mixer"])
@@ -153,7 +153,7 @@ def test_what_cannot_be_registered_is_named_and_leaves_nothing(
     assert (SYSTEMS, PRESETS, KINDS["mixer"]) == before
 
 
-def test_the_command_line_imports_a_file_and_other_processes_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_imports_a_file_and_other_processes_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, run = str(tmp_path / "mine.py"), str(tmp_path / "run")
     Path(file).write_text(FILE)
     (tmp_path / "text.txt").write_text("some text to learn\n" * 200)
@@ -179,7 +179,7 @@ def test_the_command_line_imports_a_file_and_other_processes_too(tmp_path: Path,
         (["presets", "--import", "broken.py"], "broken.py (ZeroDivisionError: division by zero, line 2 of "),
     ],
 )
-def test_what_cannot_be_imported_is_one_sentence(
+def test_failing_imports_are_one_sentence(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -206,7 +206,7 @@ class Unstreamed(Squared):
         raise NotImplementedError("later")
 
 
-def test_a_mixer_that_breaks_a_promise_is_not_trained_or_noted(
+def test_mixer_that_breaks_a_promise_is_not_trained_or_noted(
     config: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for mixer in (Leaky, Unstreamed):

@@ -160,7 +160,7 @@ def test_transforms_shift_tokens_by_the_mask_and_the_documents(packed: bool) -> 
 
 
 @pytest.mark.nightly
-def test_a_compiled_transform_is_the_transform(layer: FLASH | GAU) -> None:
+def test_compiled_transform_is_the_transform(layer: FLASH | GAU) -> None:
     def gradient(x: Tensor) -> Tensor:
         value: Tensor = grad(lambda x: layer(x).square().sum())(x)
         return value
@@ -170,7 +170,7 @@ def test_a_compiled_transform_is_the_transform(layer: FLASH | GAU) -> None:
 
 
 @pytest.mark.skipif(why_not_native() is not None, reason="tiles need functions in C++")
-def test_the_tiled_form_refuses_what_it_would_drop_from_a_derivative(layer: FLASH | GAU) -> None:
+def test_tiled_form_refuses_what_it_would_drop_from_a_derivative(layer: FLASH | GAU) -> None:
     set_backend(layer, "tiled")
     x = tokens(1, 5, 16)
     with pytest.raises(

@@ -58,7 +58,7 @@ def test_gated_linear_attention_is_that_of_flash_linear_attention() -> None:
 
 
 @torch.no_grad()
-def test_the_delta_rule_is_that_of_flash_linear_attention() -> None:
+def test_delta_rule_is_that_of_flash_linear_attention() -> None:
     x, out = read(DeltaNet)
     assert x.b is not None
     beta = x.k.norm(dim=-1)  # keys have unit length
@@ -67,7 +67,7 @@ def test_the_delta_rule_is_that_of_flash_linear_attention() -> None:
 
 
 @torch.no_grad()
-def test_the_gated_delta_rule_is_that_of_flash_linear_attention() -> None:
+def test_gated_delta_rule_is_that_of_flash_linear_attention() -> None:
     x, out = read(GatedDeltaNet)
     assert x.b is not None
     q, k, v, beta, g = (by_token(each) for each in (x.q, x.b, x.v, x.k.norm(dim=-1, keepdim=True), x.g))
@@ -78,7 +78,7 @@ def test_the_gated_delta_rule_is_that_of_flash_linear_attention() -> None:
 
 
 @torch.no_grad()
-def test_the_rule_of_rwkv7_is_that_of_flash_linear_attention() -> None:
+def test_rule_of_rwkv7_is_that_of_flash_linear_attention() -> None:
     x, out = read(RWKV7)
     assert x.a is not None
     assert x.b is not None

@@ -42,7 +42,7 @@ def near(q: Tensor, k: Tensor, v: Tensor, causal: bool, chunks: int, **options: 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [8, 18])
-def test_the_quadratic_part_of_flash_with_softmax_is_local_attention(length: int, causal: bool) -> None:
+def test_quadratic_part_of_flash_with_softmax_is_local_attention(length: int, causal: bool) -> None:
     q, k, v = tokens(length)
     zeros = torch.zeros_like(q)
     out = mixed_chunk_attention(q, k, zeros, zeros, v, chunk_size=WINDOW, causal=causal, activation="softmax")

@@ -28,7 +28,7 @@ def norm_weights(name: str, norm: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("task", ["clm", "mlm"])
 @pytest.mark.parametrize("system", ["transformer+", "transformer++", "mhsa-gated"])
-def test_a_model_is_that_of_x_transformers(system: str, task: Any) -> None:
+def test_model_is_that_of_x_transformers(system: str, task: Any) -> None:
     sizes: dict[str, Any] = {"d_model": D_MODEL, "n_heads": HEADS, "n_blocks": BLOCKS, "vocab_size": VOCABULARY}
     model, glu, gated = lineartime.build(f"{system}-tiny", task, **sizes), system != "transformer+", system == "mhsa-gated"
     backbone: Any = randomized(model).backbone
