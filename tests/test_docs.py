@@ -150,9 +150,9 @@ def test_whole_mixer_of_its_page_keeps_its_promises(only_systems_of_the_library_
 
 
 def test_client_of_the_service_that_leaves_stops_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    session: dict[str, Any] = {"__name__": "service"}
-    for block in blocks("streaming-service.md")[:2]:
-        exec(block, session)
+    session: dict[str, Any] = {"__name__": "service", "lineartime": lineartime, "model": None, "tokenizer": None}
+    (block,) = [block for block in blocks("use.md") if "async def stream(" in block]
+    exec(block, session)
     written: list[str] = []
 
     def slow(*_: Any) -> Iterator[str]:

@@ -12,14 +12,7 @@ from lineartime.cli import COMMANDS, options_of, parse
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SESSIONS = (
-    "python.md",
-    "transformers.md",
-    "export.md",
-    "long-documents.md",
-    "streaming-service.md",
-    "fine-tuning.md",
-)
+SESSIONS = ("use.md", "transformers.md", "export.md", "fine-tuning.md")
 
 LONG = ("export.md", "fine-tuning.md", "transformers.md")  # they compile, or train with other packages
 
@@ -53,16 +46,16 @@ def test_code_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         exec(compile(block, document.name, "exec"), session if document.name in SESSIONS else dict(session))
 
 
-def test_page_on_python_shows_every_public_function() -> None:
-    blocks = "".join(code_blocks((ROOT / "docs" / "python.md").read_text()))
+def test_page_on_use_shows_every_public_function() -> None:
+    blocks = "".join(code_blocks((ROOT / "docs" / "use.md").read_text()))
     functions = [name for name in lineartime.__all__ if name[0].islower() and name != "build"]
     assert {"train", "evaluate", "save", "fill_mask", "generate_text"} <= set(functions)
     for name in functions:
         assert f"lineartime.{name}(" in blocks, name
 
 
-def test_errors_that_the_page_on_python_quotes_are_said_so(capsys: pytest.CaptureFixture[str]) -> None:
-    *_, block = code_blocks((ROOT / "docs" / "python.md").read_text())
+def test_errors_that_the_page_on_use_quotes_are_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    *_, block = code_blocks((ROOT / "docs" / "use.md").read_text())
     quoted = block.split("print(error)  # ")[1].strip()
     exec(block, {"lineartime": lineartime, "model": lineartime.build("flash-tiny", n_blocks=1)})
     assert capsys.readouterr().out.strip() == quoted

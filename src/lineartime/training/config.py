@@ -66,7 +66,7 @@ class TrainConfig:
     task: Task = "clm"
     """What to predict: clm, the next token; mlm, masked tokens; prefix-lm, the text after a bidirectional prefix."""
     data: tuple[str, ...] = ()
-    """Text file, folder, name of a corpus, or hub:ORG/NAME (docs/data.md); the default is Python's standard library."""
+    """Text file, folder, name of a corpus, or hub:ORG/NAME (docs/training.md); the default is Python's standard library."""
     text_column: str = TEXT_COLUMN
     """Column that holds the text in JSON, JSON lines, Parquet and hub data sets."""
     include: tuple[str, ...] = ()
