@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -170,20 +169,6 @@ def check_new(argument: str, file: Path) -> None:
     """Raise ArgumentError, naming the argument, for a file that exists."""
     if is_there(file):
         raise ArgumentError(argument, f"is {file}, which exists already: delete it, or choose another name.")
-
-
-@contextmanager
-def utf8_path(path: Path) -> Iterator[Path]:
-    """The path of a file or folder for libraries that accept only UTF-8: the path itself, or a temporary link to it."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
-            link = Path(folder, "link" + path.suffix)
-            link.symlink_to(path.absolute())
-            yield link
-    else:
-        yield path
 
 
 @contextmanager

@@ -51,22 +51,17 @@ def threads_in_words(threads: object) -> str:
 
 def processor_name() -> str:
     """The model name of the CPU if the system reports it, otherwise its architecture."""
-    return _described("model name") or platform.machine()
-
-
-def processor_vendor() -> str:
-    """The maker of an x86 CPU as the CPU names it, such as "GenuineIntel"; empty if the system does not report it."""
-    return _described("vendor_id")
+    return described("model name") or platform.machine()
 
 
 def processor_features() -> frozenset[str] | None:
     """The instruction sets of the CPU by Linux's names, such as "avx512_bf16"; None if the system does not report them."""
-    listed = _described("flags") or _described("Features")  # on x86 and on Arm
+    listed = described("flags") or described("Features")  # on x86 and on Arm
     return frozenset(listed.split()) if listed else None
 
 
-def _described(name: str) -> str:
-    """A property of the first core; empty if the system does not report it."""
+def described(name: str) -> str:
+    """A property of the first core by its name in Linux, such as "vendor_id"; empty if the system does not report it."""
     try:
         lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

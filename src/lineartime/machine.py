@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from lineartime.choices import Precision
 from lineartime.errors import ArgumentError, first_line
+from lineartime.host import described, processor_features
 from lineartime.host import memory_bytes as host_memory
-from lineartime.host import processor_features, processor_vendor
 
 _COMPILE_SECONDS = {"cpu": 13.0, "cuda": 90.0}
 """The time that torch.compile takes: on a CPU, the longest that benchmarks/speed.py measured; on a GPU, an estimate."""
@@ -86,18 +86,12 @@ def faster_precision(device: torch.device) -> tuple[Literal["fp32", "bf16"], str
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     if limit.upper() in _ISAS_WITHOUT_BF16:
         return "fp32", f"the processor has units for bf16 ({units}), but ONEDNN_MAX_CPU_ISA is {limit}"
-    if _needs_amx(features) and ("amx_bf16" not in features or limit.upper() in _ISAS_WITHOUT_AMX):
+    # Since AMX (Sapphire Rapids), Intel's AVX-512 multiplies bf16 at half the speed of fp32; virtual machines often hide AMX.
+    # AMD's multiplies it faster. Cooper Lake, which came before AMX, has not been measured.
+    needs_amx = described("vendor_id") == "GenuineIntel" and {"avx512_bf16", "avx512_fp16"} <= features
+    if needs_amx and ("amx_bf16" not in features or limit.upper() in _ISAS_WITHOUT_AMX):
         return "fp32", f"without AMX, the processor's units for bf16 ({units}) are slower than those for fp32"
     return "bf16", f"the processor has units for bf16 ({units})"
-
-
-def _needs_amx(features: frozenset[str]) -> bool:
-    """Whether AVX-512 multiplies bf16 at half the speed of fp32, as in Intel's processors since AMX (Sapphire Rapids).
-
-    Virtual machines often hide AMX. AMD's processors multiply bf16 faster than fp32 without it. Cooper Lake, which came before
-    AMX, has not been measured.
-    """
-    return processor_vendor() == "GenuineIntel" and {"avx512_bf16", "avx512_fp16"} <= features
 
 
 def supports_bf16(device: torch.device) -> bool:

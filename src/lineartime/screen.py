@@ -37,11 +37,8 @@ class _Screen:
             return False
 
     def write(self, text: str) -> int:
-        """Write, ignoring failures. Characters that the encoding lacks are written as Python escapes."""
-        try:
-            self._forgiving(lambda: sys.stderr.write(text))
-        except UnicodeEncodeError:
-            self._forgiving(lambda: sys.stderr.write(text.encode("ascii", "backslashreplace").decode()))
+        """Write, ignoring failures."""
+        self._forgiving(lambda: sys.stderr.write(text))
         return len(text)
 
     def flush(self) -> None:
@@ -55,8 +52,6 @@ class _Screen:
         except OSError as error:
             if error.errno in _GONE:
                 discard(sys.stderr)
-        except UnicodeEncodeError:
-            raise
         except (AttributeError, ValueError):  # there is none, or it is closed
             pass
 

@@ -24,7 +24,6 @@ from lineartime.files import (
     is_folder,
     is_there,
     read_plain,
-    utf8_path,
     write_atomically,
 )
 
@@ -338,7 +337,7 @@ def check_weights(file: Path, config: "ModelConfig | EncoderDecoderConfig") -> N
 
     size = model_tensors(config)
     try:
-        with utf8_path(file) as path, safe_open(path, framework="pt") as opened:
+        with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is not a dict
             header = {name: (list(found.get_shape()), found.get_dtype()) for name, found in slices.items()}
     except (SafetensorError, OSError) as error:
@@ -368,7 +367,7 @@ def load_weights(file: Path, model: "LanguageModel | EncoderDecoder") -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with torch.no_grad(), utf8_path(file) as path, safe_open(path, framework="pt") as opened:
+        with torch.no_grad(), safe_open(file, framework="pt") as opened:
             for name, own in model.state_dict().items():
                 own.copy_(opened.get_tensor(name))
                 if not torch.isfinite(own).all():  # float64 may hold numbers that are infinite in the dtype of the model

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lineartime.checkpoint.saving import check_layers
 from lineartime.errors import ArgumentError, LineartimeError, typed_first_line
-from lineartime.files import check_new, new_file, os_error_behind, utf8_path
+from lineartime.files import check_new, new_file, os_error_behind
 from lineartime.foreign.flash_pytorch import MAPS, NORM_EPS, PACKAGE, ROTATED, rotary_frequencies
 from lineartime.foreign.mixers import ForeignFLASH
 from lineartime.foreign.positions import N_BUCKETS, BucketBias
@@ -100,8 +100,7 @@ def write_flash_pytorch(model: LanguageModel, file: str | Path) -> dict[str, Any
     with new_file("destination", file) as partial:
         try:
             if file.suffix == ".safetensors":
-                with utf8_path(partial) as path:
-                    save_file(weights, path)
+                save_file(weights, partial)
             else:
                 torch.save(weights, partial)
         except SafetensorError as error:

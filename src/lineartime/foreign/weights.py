@@ -11,7 +11,6 @@ from torch import Tensor
 from lineartime.checkpoint.format import all_finite
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors, typed_first_line
 from lineartime.fields import shown
-from lineartime.files import utf8_path
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """The suffixes of weight files."""
@@ -51,8 +50,7 @@ def _read_safetensors(file: Path) -> object:
     from safetensors.torch import load_file
 
     try:
-        with utf8_path(file) as path:
-            return load_file(path)
+        return load_file(file)
     except SafetensorError as error:
         raise LineartimeError(f"{file} is damaged ({error}): restore it from a copy.") from None
 

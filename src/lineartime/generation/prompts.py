@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
 from lineartime.fields import check_type
-from lineartime.files import new_file, os_error_behind, utf8_path
+from lineartime.files import new_file, os_error_behind
 from lineartime.models.backbone import ModelState
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
 from lineartime.ops.state import State
@@ -191,7 +191,7 @@ def save_state(model: LanguageModel, state: PromptState, path: str | Path) -> No
     tensors = {name: part.detach().cpu().contiguous().clone() for name, part in parts.items() if isinstance(part, Tensor)}
     known = {"numbers": numbers, "last": state.last}
     facts = {**known, "model": _digest_of_model(causal), "dtype": _dtype(causal), "contents": _digest(known, tensors)}
-    with new_file("path", Path(path)) as partial, utf8_path(partial) as file:
+    with new_file("path", Path(path)) as file:
         try:
             save_file(tensors, file, {"format": _FORMAT, "facts": json.dumps(facts)})
         except SafetensorError as error:
@@ -217,7 +217,7 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
     try:
         with reporting_file_errors("read", file):
             file.open("rb").close()  # safetensors names neither the file nor the reason
-        with utf8_path(file) as readable, safe_open(readable, framework="pt") as opened:
+        with safe_open(file, framework="pt") as opened:
             metadata: Mapping[str, str] = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is not a dict
     except SafetensorError as error:

@@ -26,7 +26,7 @@ from lineartime.checkpoint.saving import write_model
 from lineartime.data.tokenizers import Tokenizer, read_definition
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
-from lineartime.files import TOKENIZER_FILE, new_folder, os_error_behind, read_plain, utf8_path
+from lineartime.files import TOKENIZER_FILE, new_folder, os_error_behind, read_plain
 from lineartime.foreign.weights import read_weights
 from lineartime.hf.card import model_card, training_facts
 from lineartime.hf.config import FIELDS, LineartimeConfig
@@ -75,7 +75,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         LineartimeError: if the model cannot be read, or the folder cannot be written.
     """
     destination = Path(destination)
-    with new_folder("destination", destination) as partial, utf8_path(partial) as folder:
+    with new_folder("destination", destination) as folder:
         model, tokenizer, facts, context = read_from(source, _read_checkpoint, checkpoint)
         end = tokenizer.end_of_document
         config = LineartimeConfig.from_model_config(model.config, bos_token_id=end, eos_token_id=end, pad_token_id=end)

@@ -24,7 +24,7 @@ from lineartime.checkpoint import NoCheckpointError, TrainingState, checkpoint_p
 from lineartime.checkpoint.format import OPTIMIZER_FOLDER, partial_path, write_files
 from lineartime.data import Tokenizer
 from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
-from lineartime.files import is_folder, is_there, os_error_behind, synchronise, synchronise_folder, utf8_path
+from lineartime.files import is_folder, is_there, os_error_behind, synchronise, synchronise_folder
 from lineartime.models.language_model import LanguageModel
 from lineartime.models.presets import PRESETS, resolve
 from lineartime.runs.record import LOCK_FILE, last_error, lock_run, read_record
@@ -345,8 +345,7 @@ def restore_moments(checkpoint: Path, optimizer: ModelOptimizer, step: int, worl
     optimizer.start_at(step)
     moments = optimizer.moments()
     try:
-        with utf8_path(folder) as path:
-            dcp.load(moments, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=world.size == 1)
+        dcp.load(moments, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=world.size == 1)
     except dist.DistError:  # another process is lost
         raise
     # Damaged files make PyTorch and safetensors raise many kinds of errors.
