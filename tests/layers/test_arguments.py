@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lineartime.foreign import ForeignFLASH, ForeignGAU
 from lineartime.layers import FLASH, CrossGAU
-from lineartime.layers.multi_head import MultiHeadMixer
+from lineartime.layers.attention import MultiHeadMixer
 from lineartime.layers.residual import constructor_options
 from lineartime.models.config import KINDS
 from lineartime.ops.activations import known_activations

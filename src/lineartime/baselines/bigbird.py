@@ -22,13 +22,14 @@ from lineartime.baselines.blocks import (
     cut_blocks,
     join_blocks,
     joint_softmax,
+    masked_products,
     real_tokens,
+    scaled_products,
     with_global_queries,
     with_neighbours,
 )
-from lineartime.baselines.scores import masked_products, scaled_products
+from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.layers.dense import factory
-from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
 from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_positive

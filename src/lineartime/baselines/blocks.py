@@ -1,6 +1,7 @@
-"""Helpers of the attentions with a sparse pattern: blocks of a row, and softmax over several sets of keys.
+"""What the baselines share that cut a row into blocks, or in which a token attends to only some of the others.
 
-Shapes: L tokens of a row, S block size, G blocks, Q queries, K keys, h head width; tensors may have leading dimensions.
+Shapes: B batch, R rows, L tokens of a row, H heads, S block size, G blocks, C chunk size, Q queries, K keys, h head width;
+tensors of the functions may have other leading dimensions.
 """
 
 from collections.abc import Sequence
@@ -8,8 +9,23 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
-from lineartime.baselines.scores import masked_products
+from lineartime.layers.attention import HeadOptions, MultiHeadMixer
+from lineartime.ops.checks import check_positive
+from lineartime.ops.precision import acc_dtype
+
+
+def scaled_products(q: Tensor, k: Tensor) -> Tensor:
+    """The scores q.k / sqrt(h), [..., Q, h] and [..., K, h] -> [..., Q, K], in float32 or better."""
+    scores: Tensor = (q @ k.mT).to(acc_dtype(q)) * q.shape[-1] ** -0.5
+    return scores
+
+
+def masked_products(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
+    """`scaled_products`, with the lowest finite score where a key is not visible: a softmax over no keys stays finite."""
+    scores = scaled_products(q, k)
+    return scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
 
 
 def cut_blocks(x: Tensor, size: int) -> Tensor:
@@ -59,3 +75,28 @@ def with_global_queries(out: Tensor, q: Tensor, k: Tensor, v: Tensor, n_global: 
     """
     everything = masked_products(q[..., :n_global, :], k, real[:, None, None, :])
     return torch.cat([joint_softmax([(everything, v)]), out[..., n_global:, :]], -2)
+
+
+class ChunkedHeadOptions(HeadOptions, total=False):
+    """What every multi-head attention by chunks takes: see `ChunkedHeads`."""
+
+    chunk_size: int
+
+
+class ChunkedHeads(MultiHeadMixer):
+    """Multi-head attention by chunks, around an `attend` that a subclass supplies: [B, T, d] -> [B, T, d].
+
+    Args:
+        chunk_size: C; the length of the input need not be a multiple of it.
+        **options: the options of `MultiHeadMixer`.
+    """
+
+    def __init__(self, d_model: int, *, chunk_size: int = 256, **options: Unpack[HeadOptions]) -> None:
+        super().__init__(d_model, **options)
+        check_positive(chunk_size=chunk_size)
+        self.chunk_size = chunk_size
+
+    def empty_chunk(self, batch_size: int) -> Tensor:
+        """Keys or values of an open chunk without tokens, [B, H, C, h]."""
+        none = self.empty_cache(batch_size, acc_dtype(self.any_parameter))
+        return none.new_zeros(batch_size, self.n_heads, self.chunk_size, self.head_dim)

@@ -21,10 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.baselines.chunked_heads import ChunkedHeadOptions, ChunkedHeads
-from lineartime.baselines.scores import masked_products, scaled_products
+from lineartime.baselines.blocks import ChunkedHeadOptions, ChunkedHeads, masked_products, scaled_products
+from lineartime.layers.attention import merge_heads, split_heads
 from lineartime.layers.dense import Dense, factory, is_untouched
-from lineartime.layers.multi_head import merge_heads, split_heads
 from lineartime.layers.residual import LayerNorm
 from lineartime.ops.batch import Batch, cut_chunks
 from lineartime.ops.chunks import fill, open_chunk_pieces

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineartime.baselines.blocks import joint_softmax
-from lineartime.baselines.chunked_heads import ChunkedHeads
-from lineartime.baselines.scores import masked_products, scaled_products
-from lineartime.layers.multi_head import merge_heads, split_heads
+from lineartime.baselines.blocks import ChunkedHeads, joint_softmax, masked_products, scaled_products
+from lineartime.layers.attention import merge_heads, split_heads
 from lineartime.ops.batch import Batch, cut_chunks
 from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.state import State

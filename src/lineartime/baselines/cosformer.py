@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.baselines.kernel_attention import KernelAttention
-from lineartime.layers.multi_head import HeadOptions
+from lineartime.layers.attention import HeadOptions
 from lineartime.ops.checks import check_fits, check_positive
 from lineartime.ops.precision import acc_dtype
 

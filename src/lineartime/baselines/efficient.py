@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.kernel_attention import Rotated
 from lineartime.errors import check_choice
-from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_n_heads
 from lineartime.ops.linear import LinearState, continued_sums

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.layers.flash import FLASH
-from lineartime.layers.gated import GatedOptions
+from lineartime.layers.gau import GatedOptions
 from lineartime.ops.activations import attention_weights
 from lineartime.ops.batch import Batch
 from lineartime.ops.chunks import Reach

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lineartime.baselines.blocks import real_tokens
-from lineartime.layers.multi_head import MultiHeadMixer
+from lineartime.layers.attention import MultiHeadMixer
 from lineartime.ops.batch import Batch
 from lineartime.ops.linear import continued_sums
 from lineartime.ops.precision import acc_dtype

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.layers.gated import GatedOptions
-from lineartime.layers.gau import GAU
-from lineartime.layers.multi_head import fold_heads, merge_heads, split_heads
+from lineartime.layers.attention import fold_heads, merge_heads, split_heads
+from lineartime.layers.gau import GAU, GatedOptions
 from lineartime.ops.batch import Batch
 from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_n_heads

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.errors import check_choice
-from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
 from lineartime.ops.linear import LinearState, chunked_sums, linear_attention, linear_attention_extend
 from lineartime.ops.precision import acc_dtype

@@ -26,8 +26,8 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.longformer import Longformer, LongformerState
 from lineartime.errors import ArgumentError
+from lineartime.layers.attention import HeadOptions, merge_heads, split_heads
 from lineartime.layers.dense import Dense, factory
-from lineartime.layers.multi_head import HeadOptions, merge_heads, split_heads
 from lineartime.layers.residual import RMSNorm
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_positive

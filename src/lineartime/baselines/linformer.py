@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.baselines.scores import scaled_products
+from lineartime.baselines.blocks import scaled_products
+from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.layers.dense import factory
-from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.checks import check_fits, check_positive
 
 # 1. The definition ----------------------------------------------------------------------------------------------------

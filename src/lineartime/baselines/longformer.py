@@ -19,13 +19,13 @@ from lineartime.baselines.blocks import (
     cut_blocks,
     join_blocks,
     joint_softmax,
+    masked_products,
     real_tokens,
     visible_band,
     with_global_queries,
     with_neighbours,
 )
-from lineartime.baselines.scores import masked_products
-from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_positive
 from lineartime.ops.precision import acc_dtype

@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lineartime.baselines.chunked_heads import ChunkedHeads
-from lineartime.layers.multi_head import fold_heads
+from lineartime.baselines.blocks import ChunkedHeads
+from lineartime.layers.attention import fold_heads
 from lineartime.ops.batch import Batch, cut_chunks
 from lineartime.ops.chunks import Reach
 from lineartime.ops.mixed_chunk.chunked import chunk_attention, summary_attention

@@ -8,7 +8,7 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "s
 
 from torch import Tensor
 
-from lineartime.layers.multi_head import MultiHeadMixer, fold_heads
+from lineartime.layers.attention import MultiHeadMixer, fold_heads
 from lineartime.ops.batch import Batch
 from lineartime.ops.cache import KVCache
 from lineartime.ops.precision import acc_dtype

@@ -19,12 +19,18 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import cut_blocks, join_blocks, real_tokens, with_neighbours
-from lineartime.baselines.chunked_heads import ChunkedHeadOptions, ChunkedHeads
+from lineartime.baselines.blocks import (
+    ChunkedHeadOptions,
+    ChunkedHeads,
+    cut_blocks,
+    join_blocks,
+    masked_products,
+    real_tokens,
+    with_neighbours,
+)
 from lineartime.baselines.cosformer import weigh_by_cosine
 from lineartime.baselines.linear_elu import elu_features
 from lineartime.baselines.performer import relu_features
-from lineartime.baselines.scores import masked_products
 from lineartime.errors import check_choice
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_fits, check_positive

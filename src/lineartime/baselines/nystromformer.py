@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import real_tokens
-from lineartime.baselines.scores import masked_products, scaled_products
+from lineartime.baselines.blocks import masked_products, real_tokens, scaled_products
 from lineartime.errors import ArgumentError
+from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.layers.dense import factory
-from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.checks import check_positive
 
 ITERATIONS = 6

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.baselines.scores import masked_products
+from lineartime.baselines.blocks import masked_products
+from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.layers.dense import factory
-from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_even, check_positive
 from lineartime.ops.chunks import exclusive_cumsum

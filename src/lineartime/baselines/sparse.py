@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import cut_blocks, join_blocks, real_tokens, visible_band, with_neighbours
-from lineartime.baselines.scores import masked_products
-from lineartime.layers.multi_head import HeadOptions, MultiHeadMixer
+from lineartime.baselines.blocks import cut_blocks, join_blocks, masked_products, real_tokens, visible_band, with_neighbours
+from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
 from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_positive

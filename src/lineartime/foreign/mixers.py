@@ -13,8 +13,7 @@ from lineartime.foreign.activations import laplace  # noqa: F401  # which adds t
 from lineartime.foreign.positions import BucketBias, check_rotary_width, in_part
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.flash import FLASH
-from lineartime.layers.gated import GatedUnit
-from lineartime.layers.gau import GAU
+from lineartime.layers.gau import GAU, GatedUnit
 from lineartime.layers.positions import RelativeBias
 from lineartime.layers.residual import ResidualLayer
 from lineartime.ops.activations import NORMALIZATIONS, SOFTMAXES, Normalization

@@ -5,8 +5,7 @@ from lineartime.layers.contract import check_mixer
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.flash import FLASH
-from lineartime.layers.gated import set_backend
-from lineartime.layers.gau import GAU
+from lineartime.layers.gau import GAU, set_backend
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.positions import LearnedPositions, RotaryBias, ScaledSin, TableBias
 from lineartime.layers.residual import RMSNorm, ScaleNorm

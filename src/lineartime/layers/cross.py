@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError, check_choice
+from lineartime.layers.attention import merge_heads, split_heads
 from lineartime.layers.dense import Dense, factory
-from lineartime.layers.multi_head import merge_heads, split_heads
 from lineartime.layers.residual import LayerOptions, ResidualLayer
 from lineartime.ops.activations import ACTIVATIONS, Activation
 from lineartime.ops.checks import as_mask, check_n_heads, check_positive

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from lineartime.errors import check_choice
 from lineartime.layers.dense import factory, is_untouched
-from lineartime.layers.gated import GatedOptions, GatedUnit
+from lineartime.layers.gau import GatedOptions, GatedUnit
 from lineartime.layers.positions import RelativeBias, build_relative_bias
 from lineartime.ops.activations import CHUNK_NORMALIZATIONS
 from lineartime.ops.backends import Backend
