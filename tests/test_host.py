@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lineartime.errors import LineartimeError
-from lineartime.host import cache_folder, let_threads_sleep
+from lineartime.host import cache_folder
 from lineartime.native import why_not_native
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -71,22 +71,6 @@ def test_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(LineartimeError, match=r"no cache folder \(Could not .*\): set XDG_CACHE_HOME to a folder"):
         cache_folder()
-
-
-def test_threads_sleep_soon_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases: list[tuple[dict[str, str], str | None]] = [
-        ({}, "5000"),
-        ({"GOMP_SPINCOUNT": "7"}, "7"),
-        ({"OMP_WAIT_POLICY": "active"}, None),
-    ]
-    for given, expected in cases:
-        with monkeypatch.context() as patch:
-            for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-                patch.setenv(name, given.get(name, ""))  # restores it afterwards
-                if name not in given:
-                    patch.delenv(name)
-            let_threads_sleep()
-            assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 
 def test_command_line_says_how_threads_wait_before_pytorch_is_loaded() -> None:

@@ -1,12 +1,11 @@
 """Plots: what a reader sees beside the axes, and files that are whole or as they were."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
-from lineartime.plots import check_picture, label_axes, new_figure, save_figure
+from lineartime.plots import label_axes
 
 pytestmark = pytest.mark.pictures
 
@@ -32,14 +31,3 @@ def test_logarithmic_axis_has_numbers_in_full() -> None:
         axes.loglog(values, values)
         label_axes(axes)
         assert expected <= set(labels(axes.yaxis))
-
-
-def test_link_stays_a_link_whether_its_picture_is_there_or_not(tmp_path: Path) -> None:
-    link, file = tmp_path / "latest.svg", tmp_path / "loss.svg"
-    link.symlink_to(file)
-    check_picture(link)
-    assert link.is_symlink()
-    assert not file.exists()
-    save_figure(new_figure(1, 1), link)
-    assert link.is_symlink()
-    assert file.read_text().startswith("<?xml")

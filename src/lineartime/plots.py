@@ -144,7 +144,7 @@ def check_picture(file: Path) -> None:
 
 
 def save_figure(figure: Any, file: Path, dots_per_inch: int = 150) -> Path:
-    """Write a picture as a whole and return the file; a link stays a link, and a device one.
+    """Write a picture as a whole and return the file.
 
     Raises:
         LineartimeError: for a suffix that is no image format, or if the file cannot be written.
@@ -154,7 +154,7 @@ def save_figure(figure: Any, file: Path, dots_per_inch: int = 150) -> Path:
     with reporting_file_errors("write", file), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)  # it is drawn as a box
         figure.savefig(content, dpi=dots_per_inch, format=file.suffix[1:].lower())
-        write_atomically(file.resolve(), content.getvalue())  # a link stays one
+        write_atomically(file, content.getvalue())
     return file
 
 

@@ -278,12 +278,6 @@ def test_wrong_input_is_one_sentence(options: Options, values: dict[str, Any], m
         command.reproduce(options(**values))
 
 
-def test_compiled_run_is_not_begun_without_a_compiler(options: Options, here: Do, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(ArgumentError, match=r"^compile is on, but there is no C\+\+ compiler here: install g\+\+, or use off"):
-        run_all(make_plan(options(compile="on")), ignore, here)
-
-
 def test_latency_is_measured_for_all_systems_together(options: Options, here: Do, done: list[str]) -> None:
     plan = make_plan(options("latency", threads=1))
     job = plan.latency_job(plan.settings[0])

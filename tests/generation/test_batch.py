@@ -74,16 +74,6 @@ def test_text_with_a_sampling_of_its_own_is_that_of_generate_whatever_else_is_dr
         batch.add([1], sampling=0.8)  # type: ignore[arg-type]
 
 
-def test_texts_of_the_batch_draw_alike_whether_others_have_a_sampling_of_their_own(model: CausalLM) -> None:
-    found = []
-    for others in (0, 2):
-        batch = TextBatch(model, Sampling(1.0, seed=3))
-        numbers = [batch.add([1]), *(batch.add([7], sampling=GREEDY) for _ in range(others)), batch.add([2])]
-        steps = [batch.step() for _ in range(10)]
-        found.append([[tokens[number] for tokens in steps] for number in (numbers[0], numbers[-1])])
-    assert found[0] == found[1]
-
-
 def test_mistakes_are_named(awake: Build) -> None:
     model = lineartime.build("transformer-tiny", d_model=16, n_blocks=1, n_heads=2, vocab_size=40, max_positions=4).eval()
     batch = TextBatch(model)

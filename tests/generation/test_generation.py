@@ -300,13 +300,6 @@ def test_prefix_model_reads_its_prompt_in_both_directions(model: CausalLM) -> No
     assert state.position.tolist() == [11]
 
 
-def test_every_text_of_a_batch_is_drawn_from_its_own_logits() -> None:
-    logits = torch.full((3, 5), -1e9)
-    logits[[0, 1, 2], [4, 0, 2]] = 1.0
-    for sampling in (GREEDY, Sampling(1.0), Sampling(1.0, 3), Sampling(1.0, 99, 1.0)):
-        assert draw(logits, sampling, torch.Generator()).tolist() == [4, 0, 2]
-
-
 @systems(["flash", "transformer++"])
 def test_logits_that_are_not_finite_are_an_error_and_not_a_text(model: CausalLM) -> None:
     with torch.no_grad():

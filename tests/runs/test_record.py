@@ -83,14 +83,6 @@ def test_record_tells_the_state_of_git_if_there_is_one_and_never_where_it_comes_
     assert recorded() is None
 
 
-def test_record_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(LineartimeError, match=r"Cannot read .*run.json: No such file"):
-        read_record(tmp_path)
-    (tmp_path / "run.json").mkdir()
-    with pytest.raises(LineartimeError, match=r"Cannot write .*run.json: Is a directory"):
-        RunRecord(tmp_path).begin(OPTIONS, COMMAND)
-
-
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [

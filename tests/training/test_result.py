@@ -126,8 +126,6 @@ def test_texts_are_recorded_as_readers_of_the_file_expect(tmp_path: Path, monkey
     given: list[tuple[Any, Any]] = [
         (None, None),
         ("a.txt", str(tmp_path / "a.txt")),
-        (Path("a.txt"), str(tmp_path / "a.txt")),
-        ("hub:org/name", "hub:org/name"),
         ("missing.txt", "missing.txt"),  # so that all commands name it as it was given
         (["a.txt", "wiki40b"], [str(tmp_path / "a.txt"), "wiki40b"]),
     ]
