@@ -26,7 +26,7 @@ def test_gau_alpha_is_filled_in_evaluated_and_read_by_transformers(tmp_path: Pat
     assert main(["convert", str(tmp_path / "theirs"), str(ours)]) == 0
     assert "a model of lineartime" in capsys.readouterr().out
     assert main(["fill", str(ours), "--text", "天[MASK]人"]) == 0
-    page = (Path(__file__).parents[2] / "docs" / "converting.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
     evaluation = next(line.split()[1:] for line in page.splitlines() if line.startswith("    lineartime eval"))
     paths = {"models/gau-alpha": str(ours), "text.txt": str(text)}
     assert main([paths.get(word, word) for word in evaluation]) == 0

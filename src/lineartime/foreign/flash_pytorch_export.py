@@ -19,7 +19,7 @@ from lineartime.layers.flash import FLASH
 from lineartime.layers.residual import Norm, RMSNorm, ScaleNorm
 from lineartime.models.language_model import LanguageModel, check_model
 
-ADVICE = ": docs/converting.md has the options to train with"
+ADVICE = ": docs/transformers.md has the options to train with"
 """The end of an error for a model that FLASH-pytorch cannot hold."""
 ONLY = {
     "feed_forward": None,
