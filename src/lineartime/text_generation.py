@@ -129,15 +129,10 @@ class _Writing:
         text = self._held + new
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         self.is_stopped = bool(ends)
-        certain = min(ends)[1] if ends else len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        begun = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        certain = min(ends)[1] if ends else len(text) - max(begun, default=0)
         self._held = text[certain:]
         return text[:certain]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest beginning of a stop text that a text ends with."""
-    longest = min(len(text), len(stop) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
 def _pieces(writing: _Writing, tokens: Iterator[int]) -> Iterator[str]:

@@ -48,7 +48,7 @@ class StreamingLoader:
         self._source.examples("train")  # raises at once if it cannot be streamed
         self._begin({"epoch": 0, "source": None, "used": 0})
         self._rows_read = 0
-        self._buffer = next(self._tokens)  # a text that cannot be read is an error now
+        self._buffer: NDArray[np.int64] = next(self._tokens)  # a text that cannot be read is an error now
 
     def next_step(self) -> list[Batch]:
         """The micro-batches of the next step."""
@@ -83,7 +83,7 @@ class StreamingLoader:
     def _begin(self, state: State) -> None:
         self._place = state["used"]  # of the first unread token, counted from the start of the example in `state`
         self._marks = deque([_Mark(0, state["epoch"], state["source"])])
-        self._buffer: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._buffer = np.zeros(0, np.int64)
         self._skip = state["used"]
         self._tokens: Any = self._read(state["epoch"], state["source"])
 
