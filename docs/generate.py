@@ -16,12 +16,8 @@ from mkdocs.structure.files import File, Files
 
 import lineartime
 from lineartime.layers.residual import constructor_options
-from lineartime.models.cost import Cost, cost
-from lineartime.models.presets import PRESETS, SIZES, model_of
+from lineartime.models.presets import PRESETS, SIZES
 from lineartime.models.systems import SYSTEMS, System
-
-COSTS = (("tiny", 512), ("tiny", 4096), ("base", 512))
-"""The sizes, and tokens of context, for which a page shows the cost."""
 
 ROOMS = (
     "layers",
@@ -62,8 +58,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages. `costs: false` below `extra` leaves out the costs, which take the most time."""
-    for path, content in pages(costs=config.extra.get("costs", True)).items():
+    """Add the generated pages."""
+    for path, content in pages().items():
         files.append(File.generated(config, path, content=content))
     return files
 
@@ -79,9 +75,9 @@ def _generated_entries(page: Any) -> list[Any]:
 # The pages ------------------------------------------------------------------------------------------------------------
 
 
-def pages(costs: bool = True) -> dict[str, str]:
+def pages() -> dict[str, str]:
     """All generated pages, by their paths below docs/."""
-    made = {system_path(name): system_page(name, costs) for name in SYSTEMS}
+    made = {system_path(name): system_page(name) for name in SYSTEMS}
     made |= {"api/index.md": public_names_page(), "api/baselines.md": baselines_page()}
     return made | {f"api/{room}.md": room_page(room) for room in ROOMS}
 
@@ -91,17 +87,16 @@ def system_path(name: str) -> str:
     return f"systems/{name.replace('+', 'p')}.md"
 
 
-def system_page(name: str, costs: bool) -> str:
-    """What a system is, its formula, cost, options and source."""
+def system_page(name: str) -> str:
+    """What a system is, its formula, options and source."""
     system = SYSTEMS[name]
     parts = [
         f"# {name}\n\n{system.describe()}.\n\n{_facts(name, system)}",
         f"## Formula\n\n{formula(system.mixer)}",
-        f"## Cost\n\n{_costs(name, system)}" if costs else "",
         f"## Options\n\n{_options(system)}",
         f"## Source\n\n{source(system.mixer)}\n\nWhere it leaves a choice: [Systems](../systems.md).",
     ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def public_names_page() -> str:
@@ -209,26 +204,6 @@ def source(mixer: type[Any]) -> str:
             if found:
                 return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", found[1])
     return ""
-
-
-def _costs(name: str, system: System) -> str:
-    task = "mlm" if any(mixer.why_not_causal for mixer in system.mixers) else "clm"
-    rows = []
-    for size, length in COSTS:
-        config = model_of(system, SIZES[size], task)
-        longest = config.longest_sequence
-        if longest is not None and length > longest:
-            cells = (f"reads at most {longest:,} tokens", "", "")
-        else:
-            cells = _cost_cells(cost(config, length))
-        rows.append((f"`{name}-{size}`", f"{length:,}", *cells))
-    table = _table(("preset", "tokens", "parameters", "operations per token", "state of a stream"), rows)
-    return f"{table}\n\nCounted by [`lineartime.models.cost`](../api/models.md), as `lineartime presets` counts."
-
-
-def _cost_cells(found: Cost) -> tuple[str, str, str]:
-    state = "bidirectional only" if found.state_bytes is None else f"{found.state_bytes / 2**20:,.1f} MiB"
-    return f"{found.parameters / 1e6:,.1f} M", f"{found.flops_per_token / 1e6:,.1f} M", state
 
 
 def _options(system: System) -> str:

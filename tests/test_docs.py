@@ -47,7 +47,7 @@ def test_formula_below_a_source_stays_a_block_of_its_own(generate: ModuleType) -
 
 def test_page_of_a_system_has_its_formula_its_source_and_every_option(generate: ModuleType) -> None:
     for name, system in SYSTEMS.items():
-        page = generate.system_page(name, costs=False)
+        page = generate.system_page(name)
         formula, options, source = (re.split(r"^## ", page, flags=re.MULTILINE)[part] for part in (1, 2, 3))
         assert re.search(r"^    \S.*=", formula, re.MULTILINE), (
             f"{name}: neither its module nor one that it names has a formula"
@@ -57,11 +57,6 @@ def test_page_of_a_system_has_its_formula_its_source_and_every_option(generate: 
         assert set(rows) == set(constructor_options(system.mixer))
         for row in rows.values():
             assert len(row.split(" | ")[-1].strip("| ")) > 10, f"no documentation describes {row}"
-
-
-def test_page_of_a_system_shows_its_cost(generate: ModuleType) -> None:
-    assert "| `flash-tiny` | 4,096 | 3.4 M |" in generate.system_page("flash", costs=True)
-    assert "reads at most 512 tokens" in generate.system_page("linformer", costs=True)
 
 
 def test_reference_holds_every_public_class_and_function(generate: ModuleType) -> None:
@@ -76,7 +71,7 @@ def test_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) -> N
 import sys
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
-build(load_config("mkdocs.yml", strict=True, site_dir=sys.argv[1], extra={"costs": False}))
+build(load_config("mkdocs.yml", strict=True, site_dir=sys.argv[1]))
 """
     # Python's warnings are those of mkdocs' plugins; a broken link or reference ends the build.
     command = [sys.executable, "-c", script, str(tmp_path / "site")]
