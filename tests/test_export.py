@@ -170,15 +170,6 @@ def test_layers_with_every_option_are_the_same_in_onnx(kind: str, tmp_path: Path
             torch.testing.assert_close(run_onnx(file, *inputs), layers(*inputs), atol=1e-4, rtol=1e-4)
 
 
-def test_package_without_a_compiler_is_refused_before_anything_is_written(
-    stepping: Stepping, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(LineartimeError, match=r"compiler, which is missing: there is no C\+\+ compiler here"):
-        write_package(stepping[1], tmp_path / "new" / "step.pt2")
-    assert not (tmp_path / "new").exists()
-
-
 @pytest.fixture(scope="module")
 def packaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalLM, Path]:
     """A model and the package of its step, which takes long to compile."""

@@ -211,15 +211,6 @@ def test_run_that_ended_for_another_reason_is_tried_again(
     assert all(isinstance(loss, float) for loss in row["grid"]["adamw"].values())
 
 
-def test_killed_runs_are_told_and_the_report_is_still_made(options: Options) -> None:
-    plan = make_plan(options(seeds=1))
-    problems = run_all(plan, ignore, lambda job: -9).problems
-    assert any("wikipedia-64/flash/adamw-speed-0 ended with status -9: see" in problem for problem in problems)
-    file, report, _ = write_report(plan)
-    assert not report["complete"]
-    assert "flash" in file.read_text()
-
-
 def test_damaged_run_is_one_sentence(options: Options, here: Do, finished: None) -> None:
     plan = make_plan(options(seeds=1))
     folder = plan.candidates[1].folder / "seed-0"

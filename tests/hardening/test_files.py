@@ -118,13 +118,10 @@ def test_content_that_is_no_such_object_is_named(content: bytes, message: str, t
 
 
 def test_range_holds_for_a_union_and_any_value_can_be_shown() -> None:
-    for hint, value, message in (
-        (Annotated[int | None, Between(1, 5)], 99, "n is 99, but must be at least 1 and at most 5"),
-        (int, 10**5000, "n is a int that is too long to be shown, but must be"),
-        (str, 10**5000, "n is a int that is too long to be shown, but must be a text"),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            decode(hint, value, "n")
+    with pytest.raises(ArgumentError, match="n is 99, but must be at least 1 and at most 5"):
+        decode(Annotated[int | None, Between(1, 5)], 99, "n")
+    with pytest.raises(ArgumentError, match="n is a int that is too long to be shown, but must be a text"):
+        decode(str, 10**5000, "n")
 
 
 FILES: dict[str, tuple[str, Any, Callable[[Path], Any]]] = {

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -490,18 +489,3 @@ def test_one_of_several_processes_may_get_any_number_of_interrupts_before_it_has
         for number in 2 * (signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert stop.requested
-
-
-def test_end_of_its_time_asks_a_run_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    with interrupts(alone=True, seconds=60) as stop:
-        now += 59.9
-        assert not stop.requested
-        now += 0.2
-        assert stop.requested
-        assert stop.is_late
-        assert not stop.signalled
-    with interrupts(alone=True) as stop:
-        now += 1e9
-        assert not stop.requested
