@@ -44,7 +44,4 @@ def test_wrong_folders_are_named(folder: Path, tmp_path: Path, fails: Fails) -> 
     taken = str(folder)
     fails(["convert", str(folder / "run"), taken], "destination is .*, which exists already")
     fails(["convert", "nowhere", "new"], "source is nowhere, which does not exist: give the folder of a model, or")
-    fails(
-        ["convert", str(folder / "run"), "a.pt"], "destination is a.pt, the name of a file of weights, .* or --to flash-pytorch"
-    )
     fails(["convert", "nowhere"], "DESTINATION", status=2)

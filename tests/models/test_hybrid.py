@@ -12,7 +12,6 @@ import lineartime
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError
 from lineartime.export import Step
-from lineartime.foreign import to_flash_pytorch
 from lineartime.models import CausalLM, LayerConfig, ModelConfig, encoder_decoder_config
 from lineartime.models.cost import cost, model_tensors
 from lineartime.models.presets import nearest_preset, presets, resolve, values_of
@@ -99,8 +98,6 @@ def test_limits_of_one_mixer_are_those_of_a_hybrid() -> None:
         model(ids, context=ContextGroup("none", 0, 2))
     with pytest.raises(ArgumentError, match=r"^model is made of GAU, which has no step with a state of constant size"):
         Step(model)
-    with pytest.raises(ArgumentError, match=r"^pattern has several mixers, but every block of .* is the same: convert another"):
-        to_flash_pytorch(model)
     with pytest.raises(ArgumentError, match=r"^preset is 'hybrid-gau-tiny', which sets pattern, but encoder-decoders do not"):
         encoder_decoder_config("hybrid-gau-tiny")
     with pytest.raises(ArgumentError, match=r"^task is 'prefix-lm', but a model of flash-local cannot read a prefix in both"):

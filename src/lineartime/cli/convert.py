@@ -1,8 +1,8 @@
-"""`lineartime convert`: convert models to and from transformers and FLASH-pytorch, and from GAU-alpha."""
+"""`lineartime convert`: convert models to and from transformers, and from FLASH-pytorch and GAU-alpha."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -18,10 +18,8 @@ class ConvertOptions:
     source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]]
     """Folder of a run, a checkpoint, a model of transformers or GAU-alpha; or a file of weights of FLASH-pytorch."""
     destination: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DESTINATION")]]
-    """Folder to write, or the file for FLASH-pytorch."""
+    """Folder to write."""
     checkpoint: Checkpoint = None
-    to: Literal["auto", "flash-pytorch"] = "auto"
-    """Format to write: auto is transformers for a model of lineartime, and lineartime for all others."""
     flash_pytorch: tuple[str, ...] = ()
     """Arguments NAME=VALUE with which a model of FLASH-pytorch was built, if not its defaults: causal=true group_size=128."""
     tokenizer: str | None = None
@@ -34,13 +32,7 @@ def run(options: ConvertOptions) -> None:
     from lineartime.foreign import is_foreign
 
     with Progress(f"converting {options.source}"):
-        if options.to == "flash-pytorch":
-            said = _write_flash_pytorch(options)
-        elif is_foreign(options.source):
-            said = _read_foreign(options)
-        else:
-            said = _convert(options)
-    print(said)
+        print((_read_foreign if is_foreign(options.source) else _convert)(options))
 
 
 def _convert(options: ConvertOptions) -> str:
@@ -51,9 +43,6 @@ def _convert(options: ConvertOptions) -> str:
         problem = "whose suffix is not that of a file of weights" if is_there(options.source) else "which does not exist"
         advice = f"give the folder of a model, or a file of weights ({', '.join(SUFFIXES)})"
         raise ArgumentError("source", f"is {options.source}, {problem}: {advice}.")
-    if options.destination.suffix in SUFFIXES:
-        problem = f"is {options.destination}, the name of a file of weights, but a folder would be written: give its name"
-        raise ArgumentError("destination", f"{problem}, or `to='flash-pytorch'`.")
     _refuse(options, "flash_pytorch", "tokenizer")
     from lineartime.hf.convert import CONFIG, convert  # needs transformers
 
@@ -78,20 +67,6 @@ def _read_foreign(options: ConvertOptions) -> str:
         f"{written}\nIt is taken for a bidirectional model, the default of FLASH-pytorch: if it was built with causal=True, "
         "convert it again with --flash-pytorch causal=true."
     )
-
-
-def _write_flash_pytorch(options: ConvertOptions) -> str:
-    """Write the weights of a model for FLASH-pytorch; return what was written and how to load it."""
-    from lineartime.checkpoint import load_with_tokenizer
-    from lineartime.foreign import write_flash_pytorch
-    from lineartime.foreign.flash_pytorch_export import check_destination
-
-    _refuse(options, "flash_pytorch", "tokenizer")
-    check_destination(options.destination)  # before the slow part
-    model = load_with_tokenizer(options.source, checkpoint=options.checkpoint).model
-    arguments = write_flash_pytorch(model, options.destination)
-    shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    return f"{options.destination}: the state_dict of FLASHTransformer({shown})"
 
 
 def _refuse(options: ConvertOptions, *names: str) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of other packages, from GAU-alpha and from and to FLASH-pytorch, and the layers that only they need."""
+"""Checkpoints of other packages, from GAU-alpha and FLASH-pytorch, and the layers that only they need."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lineartime.foreign.conversion import convert, is_foreign
     from lineartime.foreign.flash_pytorch import from_flash_pytorch
-    from lineartime.foreign.flash_pytorch_export import to_flash_pytorch, write_flash_pytorch
     from lineartime.foreign.gau_alpha import from_gau_alpha
     from lineartime.foreign.mixers import ForeignFLASH, ForeignGAU
     from lineartime.foreign.weights import read_weights
@@ -19,8 +18,6 @@ _MODULE_OF = {
     "from_gau_alpha": "gau_alpha",
     "is_foreign": "conversion",
     "read_weights": "weights",
-    "to_flash_pytorch": "flash_pytorch_export",
-    "write_flash_pytorch": "flash_pytorch_export",
 }
 __all__ = [
     "ForeignFLASH",
@@ -30,8 +27,6 @@ __all__ = [
     "from_gau_alpha",
     "is_foreign",
     "read_weights",
-    "to_flash_pytorch",
-    "write_flash_pytorch",
 ]
 
 
