@@ -2,7 +2,7 @@ import pytest
 from rich.console import ConsoleDimensions
 
 from lineartime.screen import print_markdown
-from lineartime.units import column_table, counted, duration, markdown_table, number_or_text, size
+from lineartime.units import column_table, counted, duration, markdown_table, size
 
 
 def test_durations_have_two_units() -> None:
@@ -21,12 +21,6 @@ def test_counts_and_sizes_have_three_digits() -> None:
     assert {number: counted(number) for number in counts} == counts
     sizes = {0: "0 B", 999: "999 B", 999.6: "1 kB", 12_345: "12.3 kB", 5.73e9: "5.73 GB", 2.5e12: "2,500 GB"}
     assert {number: size(number) for number in sizes} == sizes
-
-
-def test_texts_that_write_numbers_are_numbers() -> None:
-    for text, value in (("3", 3), ("3.5", 3.5), ("1e-3", 0.001), ("three", "three"), ("", "")):
-        found = number_or_text(text)
-        assert (found, type(found)) == (value, type(value))
 
 
 def test_text_is_on_the_left_numbers_on_the_right_and_a_bar_stays_in_its_cell() -> None:

@@ -15,7 +15,7 @@ import pytest
 from lineartime.cli import main, runs
 from lineartime.errors import LineartimeError
 from lineartime.runs.record import LOCK_FILE, RunRecord, lock_run
-from lineartime.runs.table import find_runs, merge_seeds, name_runs, summarize
+from lineartime.runs.table import merge_seeds, summarize
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Validation, train
 
@@ -120,17 +120,6 @@ def test_command_shows_the_best_run_first_with_all_columns_and_options_that_diff
     assert "No plot: A plot needs matplotlib" in capsys.readouterr().err
     with pytest.raises(LineartimeError, match=r"pip install 'lineartime\[plot\]'"):
         runs.run(runs.RunsOptions((tmp_path,), plot=picture))
-
-
-def test_runs_are_found_three_levels_down_and_each_once_by_its_own_name(tmp_path: Path) -> None:
-    make_run(tmp_path / "1" / "2" / "3")
-    make_run(tmp_path / "1" / "2" / "3" / "inside")
-    make_run(tmp_path / "one" / "two" / "three" / "four")
-    make_run(tmp_path / ".hidden")
-    assert list(find_runs(tmp_path)) == [tmp_path / "1" / "2" / "3"]
-    (tmp_path / "0").symlink_to(tmp_path / "1" / "2" / "3")  # which is found first
-    (tmp_path / "loop").symlink_to(tmp_path)
-    assert list(name_runs([tmp_path])[0].values()) == ["1/2/3"]
 
 
 def test_runs_are_ranked_beside_those_with_their_text_tokenizer_and_task(
