@@ -196,9 +196,10 @@ def test_package_of_the_step_gives_the_logits_of_the_model(packaged: tuple[Causa
 @pytest.mark.nightly
 @pytest.mark.skipif(compiler_missing(torch.device("cpu")) != "", reason="torch.compile has no compiler here")
 def test_program_in_c_plus_plus_of_the_docs_continues_a_text(packaged: tuple[CausalLM, Path], tmp_path: Path) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "export.md").read_text()
-    (tmp_path / "step.cpp").write_text(page.split("```cpp\n")[1].split("```")[0])
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "export.md").read_text()
     build = page[page.index("    g++") : page.index("   # TORCH")].replace("-O2", "-O0")
+    build = build.replace("examples/step.cpp", str(root / "examples" / "step.cpp"))
     environment = {**os.environ, "TORCH": str(Path(torch.__file__).parent)}
     subprocess.run(["bash", "-c", build], cwd=tmp_path, env=environment, check=True)
     model, file = packaged
