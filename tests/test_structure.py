@@ -187,7 +187,7 @@ BUDGETS: dict[str, int] = {
     "hf": 1740,
     "inspection": 330,
     "layers": 2270,
-    "models": 3040,
+    "models": 3070,
     "ops": 5700,
     "runs": 1160,
     "top": 950,
