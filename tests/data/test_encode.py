@@ -10,9 +10,9 @@ import tokenizers
 import torch
 from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
-from lineartime.data import JsonTokenizer, seams
-from lineartime.data import encode as encode_module
-from lineartime.data.encode import encoded
+from lineartime.data import JsonTokenizer
+from lineartime.data import tokens as encode_module
+from lineartime.data.tokens import encoded
 from lineartime.data.train_tokenizer import _train_bpe, _train_unigram
 from lineartime.generation import PromptState
 from lineartime.text_generation import _masked_ids, prompt_ids
@@ -78,7 +78,7 @@ def tokenizer_of(kind: str) -> JsonTokenizer:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode_module, "BLOCK", 150)
     monkeypatch.setattr(encode_module, "_SHARED", 64)
-    monkeypatch.setattr(seams, "SURE", 4)
+    monkeypatch.setattr("lineartime.data.tokenizers.SURE", 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -123,25 +123,15 @@ def test_a_folder_of_which_most_is_binary_is_an_error(tmp_path: Path) -> None:
         load_corpus(tmp_path / "shards" / "img" / "00.tar")
 
 
-def test_rows_without_text_are_plain_text_in_a_folder_of_other_text(folder: Path) -> None:
-    rows = {"rows.csv": "x,y\n1,2\n", "numbers.json": "[1, 2, 3]", "settings.json": '{"settings": [{"a": 1}, {"b": 2}]}'}
-    for name, content in rows.items():
-        (folder / name).write_text(content)
-    corpus = load_corpus(folder)
-    assert set(rows.values()) <= set(read(corpus))
-    names = "3 files (numbers.json, rows.csv, settings.json)"
-    assert corpus.notes == (f'Read as plain text in {folder}, for want of records with "text": {names}.',)
-
-
 def test_a_column_that_no_file_has_is_an_error(tmp_path: Path) -> None:
     """The wrong column must not train a model on braces and quotes."""
     for name, content in (("rows.json", b'[{"body": "some text"}]'), ("rows.csv", b"body\nsome text\n")):
         write(tmp_path / name, {"README.md": b"About these files.", name: content})
         with pytest.raises(ArgumentError, match=rf"^text_column is text, but .*{name}, (record|line) 1, has the columns body"):
-            load_corpus(tmp_path / name)
+            read(load_corpus(tmp_path / name))
         assert read(load_corpus(tmp_path / name, "body", include=["rows.*"])) == ["some text"]
     with pytest.raises(ArgumentError, match=r"^text_column is bodi, but .*rows.csv, line 1, has the columns body"):
-        load_corpus(tmp_path, "bodi")  # also beside other text
+        read(load_corpus(tmp_path, "bodi", include=["rows.csv"]))
 
 
 def test_a_pointer_of_git_lfs_is_not_text(folder: Path) -> None:

@@ -16,8 +16,7 @@ from lineartime.data.corpora import (
     no_text,
     portable_identity,
 )
-from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, PrefetchedLoader, Rows, merge_states
-from lineartime.data.streaming import StreamingLoader
+from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, PrefetchedLoader, Rows, StreamingLoader, merge_states
 from lineartime.data.tokenizers import (
     ByteTokenizer,
     JsonTokenizer,

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.choices import DEFAULT_TEXT, TEXT_COLUMN, Split
-from lineartime.data.folders import FilesOfText
-from lineartime.data.hub import PREFIX, HubDataset, datasets_library, mirror
-from lineartime.data.local_files import SourceFile
-from lineartime.data.named_corpora import HUB, HubCorpus, hub_dataset
-from lineartime.data.readers import SPLITS, FilePart
-from lineartime.data.splits import (
+from lineartime.data.folders import (
+    SPLITS,
+    FilePart,
     Files,
+    FilesOfText,
     by_file,
     by_file_if_fair,
     by_path,
@@ -22,6 +20,8 @@ from lineartime.data.splits import (
     own_split,
     within_files,
 )
+from lineartime.data.hub import HUB, PREFIX, HubCorpus, HubDataset, datasets_library, hub_dataset, mirror
+from lineartime.data.readers import SourceFile
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, reporting_file_errors
 from lineartime.fields import check_type
 

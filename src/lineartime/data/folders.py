@@ -1,21 +1,332 @@
-"""The files of a folder that hold text, and those that do not: binary files, and files of other programs."""
+"""Local files as documents: whole or one split of them, chosen from folders, and divided by name, by file, or within files."""
 
 import codecs
 import errno
+import hashlib
+import os
 import re
+from codecs import getincrementaldecoder
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path, PurePath
+from typing import IO
 
-from lineartime.choices import TEXT_COLUMN
-from lineartime.data.local_files import COMPRESSED, CSV, LEAVE_OUT, RECORDS, SourceFile
-from lineartime.data.readers import FilePart
-from lineartime.data.records import why_no_records
-from lineartime.data.splits import has_no_text, listed, side_files
+from lineartime.choices import TEXT_COLUMN, Split
+from lineartime.data.readers import BLOCK, COMPRESSED, CSV, LEAVE_OUT, RECORDS, SourceFile, file_format, not_utf8, read_records
 from lineartime.errors import ArgumentError, LineartimeError, file_error
 from lineartime.fields import check_type
 from lineartime.files import RECORD_FILE
+
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+"""The splits, which do not overlap."""
+SHARES: dict[Split, float] = {"train": 0.9, "validation": 0.05, "test": 0.05}
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A file, or one split of it.
+
+    Attributes:
+        file: the file.
+        splits: the splits to read: ranges of a text, or sets of document numbers in records. Empty for the whole file.
+        at_lines: whether a text is cut at the end of a line; otherwise between any two characters.
+        first_number: the number of the first document of records. With the same for all, the first documents of many small
+            files would all be in the same split.
+    """
+
+    file: SourceFile
+    splits: tuple[Split, ...] = ()
+    at_lines: bool = True
+    first_number: int = 0
+
+    @property
+    def path(self) -> Path:
+        """The path of the file."""
+        return self.file.path
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the file is a single document, rather than one per record. Raises as `file_format`."""
+        return file_format(self.file) == "text"
+
+    def identity(self) -> str:
+        """A string that changes when the file does, or when it is read in another way."""
+        kind, column = file_format(self.file), self.file.column
+        # Files that earlier versions read in the same way keep their identity.
+        marks = [f":{kind}"] if kind in ("json", "csv") else []
+        marks += [f":{self.file.format_suffix}"] if self.file.format_suffix != self.file.named_suffix else []
+        marks += [f":{column}"] if kind != "text" and column != TEXT_COLUMN else []
+        marks += [f":from {self.first_number}"] if kind != "text" and self.first_number else []
+        splits = "+".join(self.splits) or None
+        return f"{self.path.resolve()}:{splits}:{self.at_lines}:{self.file.version}{''.join(marks)}"
+
+    def portable_identity(self) -> str:
+        """Like `identity`, but the same for a copy of the file elsewhere: by its name and size."""
+        kind = ":csv" if file_format(self.file) == "csv" else ""  # which earlier versions read as text
+        return f"{self.path.name}:{'+'.join(self.splits)}:{self.first_number}:{self.file.column}:{self.file.version[0]}{kind}"
+
+    def documents(self) -> Iterator[Iterator[str]]:
+        """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""
+        if self.is_text and not self.splits:
+            yield _decoded(self.file, 0, None)
+        elif self.is_text:
+            cuts = _cuts(self.file, self.at_lines, self.file.version)
+            yield from (_decoded(self.file, *cuts[split]) for split in self.splits)
+        else:
+            for number, text in enumerate(read_records(self.file), self.first_number):
+                if not self.splits or split_of(number) in self.splits:
+                    yield pieces(text)
+
+
+def split_of(number: int) -> Split:
+    """The split of a document by its number in a file: of every 20 documents, one is for validation and one for test."""
+    held_out: dict[int, Split] = {1: "validation", 2: "test"}
+    return held_out.get(number % 20, "train")
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Divide a text into blocks."""
+    return (text[start : start + BLOCK] for start in range(0, len(text), BLOCK))
+
+
+def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
+    """Decode the text between two byte offsets of a file, in blocks. Raises LineartimeError if it is not UTF-8."""
+    decoder = getincrementaldecoder("utf-8")()
+    position = start
+    with file.open() as stream:
+        _skip(stream, start)
+        block = b"-"
+        while block:
+            block = stream.read(BLOCK if stop is None else min(BLOCK, stop - position))
+            held_back = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                if start > 0:
+                    deque(_decoded(file, 0, None), maxlen=0)  # raises if the file has such a byte before `start`
+                offset = position - held_back + error.start
+                raise not_utf8(f"{file.path}", error.object, error.start, offset) from None
+            if position == 0:
+                text = text.removeprefix("\ufeff")  # which some programs write at the beginning of a UTF-8 file
+            position += len(block)
+            if text:
+                yield text
+
+
+def _skip(stream: IO[bytes], count: int) -> None:
+    """Skip the first `count` bytes of a stream."""
+    if stream.seekable():
+        stream.seek(count)
+    while not stream.seekable() and count > 0 and (block := stream.read(min(BLOCK, count))):
+        count -= len(block)
+
+
+@lru_cache(maxsize=64)
+def _cuts(file: SourceFile, at_lines: bool, version: tuple[int, int]) -> dict[Split, tuple[int, int]]:
+    """The bounds of the three splits of a text, in bytes. A compressed file, whose length is unknown, is read several times."""
+    length = version[0]
+    if file.is_compressed:
+        with file.open() as stream:
+            length = sum(map(len, iter(lambda: stream.read(BLOCK), b"")))
+    shares = [SHARES["train"], SHARES["train"] + SHARES["validation"], 1]
+    offsets = [round(length * share) for share in shares]
+    first, second = (_cut(file, start, stop, at_lines) for start, stop in pairwise(offsets))
+    return {"train": (0, first), "validation": (first, second), "test": (second, length)}
+
+
+def _cut(file: SourceFile, offset: int, stop: int, at_line: bool) -> int:
+    """The offset after the next line end; if no line ends soon, of the next character, or else of the one around `offset`.
+
+    Line ends and characters are searched in the first half of the range from `offset` to `stop`, and at most 64 KiB from
+    `offset`.
+    """
+    searched = min(1 << 16, (stop - offset) // 2)
+    earliest = max(0, offset - 3)  # a character has at most 4 bytes
+    with file.open() as stream:
+        _skip(stream, earliest)
+        before = stream.read(offset - earliest)
+        following = stream.read(max(1, searched))
+    newline = following.find(b"\n", 0, searched) if at_line else -1
+    if newline >= 0:
+        return offset + newline + 1
+    starts = [place for place, byte in enumerate(before + following[:4], earliest) if byte & 0xC0 != 0x80]
+    if not following or not starts:  # the end of the file, or bytes that are not UTF-8
+        return offset
+    return next((place for place in starts if place >= offset), starts[-1])
+
+
+_LETTER = r"[^\W\d_]"
+_WORDS = re.compile(
+    rf"(?<!{_LETTER})(?:(train|training)|(val|valid|validation|dev)|(test|testing))(?!{_LETTER})", re.IGNORECASE
+)
+_NO_TEXT = re.compile(r"(readme|licen[sc]e|dataset_infos?\.json)", re.IGNORECASE)
+
+Files = dict[Split, list[FilePart]]
+
+
+def named_split(name: str) -> Split | None:
+    """The split that a name states as a whole word, as in wiki_train.txt; None if it states none.
+
+    The words are train and training; val, valid, validation and dev; test and testing. A word must not be next to another
+    letter. A name with words of two splits states none, unless both are held out, as in dev-test: then it states the test
+    split.
+    """
+    found = {SPLITS[(match.lastindex or 1) - 1] for match in _WORDS.finditer(name)}
+    return "test" if found == {"validation", "test"} else found.pop() if len(found) == 1 else None
+
+
+def split_of_path(relative: PurePath) -> Split | None:
+    """The split that the name of a file, or of the nearest folder, states; all in a folder test/ or dev/ is held out."""
+    folders = [named_split(name) for name in relative.parts[:-1] if name.isalpha()]
+    nearest = [named_split(name) for name in reversed(relative.parts)]
+    held_out = [split for split in folders if split not in (None, "train")]
+    return next(filter(None, [*held_out, *nearest]), None)
+
+
+def _stated(root: Path, parts: Iterable[FilePart]) -> dict[FilePart, Split | None]:
+    """The split that each file states by its path below `root`, without those that describe the others."""
+    paths = {part: part.path.relative_to(root) if part.path != root else PurePath(root.name) for part in parts}
+    stated = {part: split_of_path(path) for part, path in paths.items()}
+    return {part: split for part, split in stated.items() if split or not has_no_text(part.path.name)}
+
+
+def side_files(root: Path, parts: Sequence[FilePart]) -> set[FilePart]:
+    """The files of a folder that state no split and lie beside or above those of its splits, which hold the text.
+
+    There are none unless some text is held out by name. They have fewer bytes than the files that are named for training, or
+    without any, than those held out; if folders directly below `root` are named for both, they may have more.
+    """
+    stated = _stated(root, parts)
+    named = {split for split in stated.values() if split}
+    if named <= {"train"}:
+        return set()
+    folders = {named_split(names[0]) for part in stated if len(names := part.path.relative_to(root).parts) > 1} - {None}
+    text = [part for part, split in stated.items() if split and ("train" not in named or split == "train")]
+    above = {folder for part in text for folder in part.path.parents}
+    others = [part for part, split in stated.items() if split is None]
+    size, size_of_others = (sum(part.path.stat().st_size for part in each) for each in (text, others))
+    divided = "train" in folders and len(folders) > 1
+    return {part for part in others if part.path.parent in above and (divided or size_of_others < size)}
+
+
+def by_path(path: Path, parts: Sequence[FilePart], *, beside: bool) -> Files | None:
+    """Divide files by the splits that they state, or else by the name of the file or folder that was given.
+
+    A file that is held out by its name is never one for training. Files that state no split are for training, like those that
+    are named for it, but have the split of the given path if that is held out. What is for training alone still has to be
+    divided, unless all is named so, or the path is and a text with held-out data is given `beside` it.
+
+    Args:
+        path: the file or folder that was given.
+        parts: its files, without `side_files`.
+        beside: whether another text is named for held-out data.
+
+    Returns:
+        The splits that occur, or None if the files must be divided.
+    """
+    own, stated = own_split(path), _stated(path, parts)
+    splits = {split for split in stated.values() if split}
+    if not splits & {"validation", "test"} and own is not None and (own != "train" or beside):
+        return {own: list(parts)}
+    if not splits or (splits == {"train"} and None in stated.values()):
+        return None
+    rest = own if own and None in stated.values() else "train"
+    given = {part: rest if split in (None, "train") else split for part, split in stated.items()}
+    return {split: found for split in SPLITS if (found := [part for part in given if given[part] == split])}
+
+
+def own_split(path: Path) -> Split | None:
+    """The split that the name of a file states, or that of a folder as a whole."""
+    name = path.absolute().name
+    return named_split(name) if path.is_file() or name.isalpha() else None
+
+
+def has_no_text(name: str) -> bool:
+    """Whether a file describes the others, like a README."""
+    return bool(_NO_TEXT.match(name))
+
+
+def completed(named: Files) -> Files:
+    """Add the missing splits, each of which takes 5% of every training file; without training files, add nothing."""
+    missing = [split for split in SPLITS if split not in named]
+    if not missing or "train" in missing:
+        return named
+    kept = tuple(split for split in SPLITS if split not in missing)
+    parts = numbered_apart(named["train"])
+    cut: Files = {split: [replace(part, splits=(split,)) for part in parts] for split in missing}
+    # One part for all that is left of a file: a stream reads every part as often as any other.
+    return {**named, **cut, "train": [replace(part, splits=kept) for part in parts]}
+
+
+def within_files(parts: Sequence[FilePart]) -> Files:
+    """Take all splits from within each file."""
+    return {split: [replace(part, splits=(split,)) for part in numbered_apart(parts)] for split in SPLITS}
+
+
+def numbered_apart(parts: Sequence[FilePart]) -> Sequence[FilePart]:
+    """The same parts, where the records of each file start at a number that depends on its name."""
+    if len(parts) == 1:
+        return parts
+    return [replace(part, first_number=hashlib.sha256(os.fsencode(part.path.name)).digest()[0] % 20) for part in parts]
+
+
+def by_file_if_fair(root: Path, parts: Sequence[FilePart]) -> Files:
+    """Split files whose names say nothing: by file if the held-out files have at most twice their shares, else within files."""
+    if len(parts) < len(SPLITS):
+        return within_files(parts)
+    splits = by_file(root, parts)
+    total = sum(part.path.stat().st_size for part in parts)
+    fair = all(
+        sum(part.path.stat().st_size for part in splits[split]) <= 2 * SHARES[split] * total for split in ("validation", "test")
+    )
+    return splits if fair else within_files(parts)
+
+
+def by_file(root: Path, parts: Iterable[FilePart]) -> Files:
+    """Distribute whole files by a hash of their names, until test and validation have their shares of bytes."""
+    sizes = {part: part.path.stat().st_size for part in parts}
+    total = sum(sizes.values())
+
+    def order(part: FilePart) -> tuple[bool, bytes]:
+        name = os.fsencode(part.path.relative_to(root).as_posix())
+        small = sizes[part] <= total / 2  # a file with most of the bytes comes first, for training
+        return small, hashlib.sha256(name).digest()
+
+    left = sorted(sizes, key=order)
+    splits: Files = {split: [] for split in SPLITS}
+    for split in ("test", "validation"):
+        size = 0
+        # At least one file for each split, training included.
+        while not splits[split] or (size < SHARES[split] * total and len(left) > len(sizes) // 2 + 1):
+            part = left.pop()
+            splits[split].append(part)
+            size += sizes[part]
+    splits["train"] = left
+    return splits
+
+
+def describe_parts(parts: Iterable[FilePart]) -> str:
+    """Describe parts in a few words: "5% of text.txt", "120 files (a.txt, b.txt, ...)"."""
+    shares: dict[Path, float] = {}
+    for part in parts:
+        shares[part.path] = shares.get(part.path, 0.0) + (sum(SHARES[split] for split in part.splits) or 1.0)
+    groups: dict[float, list[str]] = {}
+    for path, share in shares.items():
+        groups.setdefault(round(share, 2), []).append(path.name)
+    return " and ".join(f"{f'{share:.0%} of ' if share < 1 else ''}{listed(names)}" for share, names in groups.items())
+
+
+def listed(names: list[str]) -> str:
+    """Name one file to three, or count more of them and name two."""
+    if len(names) == 1:
+        return names[0]
+    shown = ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]}, ..."
+    return f"{len(names):,} files ({shown})"
+
 
 _HEAD = 8192  # bytes in which a binary file has a zero, by the rule of git
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
@@ -77,7 +388,7 @@ class FilesOfText:
         try:
             if path.is_dir():
                 parts = self._texts(path, [file for file in sorted(self._chosen(path, path)) if file.stat().st_size])
-                parts = self._readable(path, self._without_side_files(path, parts))
+                parts = self._without_side_files(path, parts)
             elif path.is_file():
                 if _unread(path) == "tar archives":  # a binary file is read, until a byte of it is not UTF-8
                     raise ArgumentError("data", f"is {path}, but tar archives are not read: unpack it and give the folder.")
@@ -149,19 +460,6 @@ class FilesOfText:
             names = _names(folder, [part.path for part in left_out])
             self.notes.append(f"Left out of {folder}, because the names of other files state the splits: {names}.")
         return [part for part in parts if part not in left_out]
-
-    def _readable(self, folder: Path, parts: list[FilePart]) -> list[FilePart]:
-        """Take JSON and CSV without texts for plain text, unless the folder has nothing else."""
-        reasons = {part.path: reason for part in parts if (reason := why_no_records(part.file))}
-        others = [part for part in parts if part.path not in reasons and not has_no_text(part.path.name)]
-        if self.column != TEXT_COLUMN:  # which some file must have
-            others = [part for part in others if not part.is_text]
-        if reasons and not others:
-            raise next(iter(reasons.values()))
-        if reasons:
-            names = _names(folder, reasons)
-            self.notes.append(f'Read as plain text in {folder}, for want of records with "{self.column}": {names}.')
-        return [replace(part, file=replace(part.file, as_text=part.path in reasons)) for part in parts]
 
 
 def matches(relative: PurePath, pattern: str) -> bool:

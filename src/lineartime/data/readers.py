@@ -1,151 +1,401 @@
-"""Local files as documents: text and records, plain or compressed, whole or one split of them."""
+"""Local files, plain or compressed, read as bytes, and records in them: JSON lines, JSON, CSV and Parquet.
 
-from codecs import getincrementaldecoder
-from collections import deque
-from collections.abc import Iterator
+The modules csv and json need no extra. They also do what pyarrow, and datasets with it, does not: another column may hold
+values of two types, the line of an error is that of the file, not of a block, and CSV that ends within quotes is an error.
+"""
+
+import bz2
+import codecs
+import csv
+import io
+import json
+import lzma
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
+from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Literal
 
-from lineartime.choices import TEXT_COLUMN, Split
-from lineartime.data.local_files import BLOCK, SourceFile, not_utf8
-from lineartime.data.records import file_format, read_records
+from lineartime.choices import TEXT_COLUMN
+from lineartime.errors import ArgumentError, LineartimeError, file_error, first_line, missing_extra, require_packages
 
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-"""The splits, which do not overlap."""
-SHARES: dict[Split, float] = {"train": 0.9, "validation": 0.05, "test": 0.05}
+COMPRESSED = (".gz", ".xz", ".lzma", ".bz2", ".zst", ".zstd", ".zip")
+CSV = (".csv", ".tsv")
+RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *CSV)
+BLOCK = 1 << 18  # bytes, or characters, of text in memory at a time
+_COMPRESSED_BLOCK = 1 << 12  # few bytes, because they may expand by a factor of thousands
+_Inflater = type(zlib.decompressobj())
+
+LEAVE_OUT: tuple[str, ...] = ("in a folder leave the file out by ", "`exclude`", ".")
+"""The end of a message about a file that cannot be read, which may be given by itself."""
 
 
 @dataclass(frozen=True)
-class FilePart:
-    """A file, or one split of it.
+class SourceFile:
+    """A file with text, and how it is read.
 
     Attributes:
-        file: the file.
-        splits: the splits to read: ranges of a text, or sets of document numbers in records. Empty for the whole file.
-        at_lines: whether a text is cut at the end of a line; otherwise between any two characters.
-        first_number: the number of the first document of records. With the same for all, the first documents of many small
-            files would all be in the same split.
+        path: the file; its suffix indicates the format.
+        column: the column of records that holds the text.
     """
 
-    file: SourceFile
-    splits: tuple[Split, ...] = ()
-    at_lines: bool = True
-    first_number: int = 0
+    path: Path
+    column: str = TEXT_COLUMN
 
     @property
-    def path(self) -> Path:
-        """The path of the file."""
-        return self.file.path
+    def version(self) -> tuple[int, int]:
+        """The size and modification time of the file, which change when its content does."""
+        with reporting(self.path):
+            facts = self.path.stat()
+        return facts.st_size, facts.st_mtime_ns
 
     @property
-    def is_text(self) -> bool:
-        """Whether the file is a single document, rather than one per record. Raises as `file_format`."""
-        return file_format(self.file) == "text"
+    def is_compressed(self) -> bool:
+        """Whether the file is compressed, by its name."""
+        return self.path.suffix.lower() in COMPRESSED
 
-    def identity(self) -> str:
-        """A string that changes when the file does, or when it is read in another way."""
-        kind, column = file_format(self.file), self.file.column
-        # Files that earlier versions read in the same way keep their identity.
-        marks = [f":{kind}"] if kind in ("json", "csv") else []
-        marks += [f":{self.file.format_suffix}"] if self.file.format_suffix != self.file.named_suffix else []
-        marks += [f":{column}"] if kind != "text" and column != TEXT_COLUMN else []
-        marks += [f":from {self.first_number}"] if kind != "text" and self.first_number else []
-        splits = "+".join(self.splits) or None
-        return f"{self.path.resolve()}:{splits}:{self.at_lines}:{self.file.version}{''.join(marks)}"
+    @property
+    def named_suffix(self) -> str:
+        """The suffix of the format by the file's own name, without that of its compression."""
+        name = Path(self.path.stem) if self.is_compressed else self.path
+        return name.suffix.lower()
 
-    def portable_identity(self) -> str:
-        """Like `identity`, but the same for a copy of the file elsewhere: by its name and size."""
-        kind = ":csv" if file_format(self.file) == "csv" else ""  # which earlier versions read as text
-        return f"{self.path.name}:{'+'.join(self.splits)}:{self.first_number}:{self.file.column}:{self.file.version[0]}{kind}"
+    @property
+    def format_suffix(self) -> str:
+        """The suffix of the format; for a .zip, that of the file in it, if it is one of records."""
+        member = _member_suffix(self.path, self.version) if self.path.suffix.lower() == ".zip" else ""
+        return member if member in RECORDS else self.named_suffix
 
-    def documents(self) -> Iterator[Iterator[str]]:
-        """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""
-        if self.is_text and not self.splits:
-            yield _decoded(self.file, 0, None)
-        elif self.is_text:
-            cuts = _cuts(self.file, self.at_lines, self.file.version)
-            yield from (_decoded(self.file, *cuts[split]) for split in self.splits)
-        else:
-            for number, text in enumerate(read_records(self.file), self.first_number):
-                if not self.splits or split_of(number) in self.splits:
-                    yield pieces(text)
+    @contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """Open the file for reading its decompressed bytes.
+
+        Raises LineartimeError, naming the file, if it cannot be read.
+        """
+        with reporting(self.path), self.path.open("rb") as raw:
+            if self.is_compressed:
+                yield io.BufferedReader(_Decompressed(_blocks(raw, self.path)), BLOCK)
+            else:
+                yield raw
 
 
-def split_of(number: int) -> Split:
-    """The split of a document by its number in a file: of every 20 documents, one is for validation and one for test."""
-    held_out: dict[int, Split] = {1: "validation", 2: "test"}
-    return held_out.get(number % 20, "train")
+class _Decompressed(io.RawIOBase):
+    """An iterator of byte blocks as a file; empty blocks are skipped."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = filter(None, blocks)
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._ready = self._ready or next(self._blocks, b"")
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
 
 
-def pieces(text: str) -> Iterator[str]:
-    """Divide a text into blocks."""
-    return (text[start : start + BLOCK] for start in range(0, len(text), BLOCK))
+def _blocks(raw: IO[bytes], path: Path) -> Iterator[bytes]:
+    """The decompressed bytes of a file."""
+    match path.suffix.lower():
+        case ".gz":
+            yield from _streams(raw, partial(zlib.decompressobj, 16 + zlib.MAX_WBITS))  # the format of gzip
+        case ".xz" | ".lzma":
+            yield from _streams(raw, lzma.LZMADecompressor)
+        case ".bz2":
+            yield from _streams(raw, bz2.BZ2Decompressor)
+        case ".zst" | ".zstd":
+            require_packages("zstandard", extra="data", purpose=f"Reading {path}")
+            import zstandard
+
+            yield from _streams(raw, lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj())
+        case ".zip":
+            with zipfile.ZipFile(raw) as archive:
+                try:
+                    member = archive.open(_member(archive, path))
+                except (RuntimeError, NotImplementedError) as error:  # a password, or a compression that zipfile cannot read
+                    found = f"{path} cannot be read ({first_line(error)})"
+                    raise LineartimeError(f"{found}: unpack it and give the folder.") from None
+                with member:
+                    yield from iter(partial(member.read, BLOCK), b"")
 
 
-def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
-    """Decode the text between two byte offsets of a file, in blocks. Raises LineartimeError if it is not UTF-8."""
-    decoder = getincrementaldecoder("utf-8")()
-    position = start
-    with file.open() as stream:
-        _skip(stream, start)
-        block = b"-"
-        while block:
-            block = stream.read(BLOCK if stop is None else min(BLOCK, stop - position))
-            held_back = len(decoder.getstate()[0])
+def _streams(raw: IO[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
+    """Decompress stream by stream, with new decoders.
+
+    The readers of lzma and bz2 end at padding between streams, and that of zstandard takes a file that is cut off for whole.
+    """
+    decoder: Any = None
+    compressed = raw.read(_COMPRESSED_BLOCK)
+    if compressed.startswith(bytes(5)):  # which lzma takes for an empty file
+        raise EOFError("it starts with zeros")
+    while compressed:
+        if decoder is None:
+            compressed = compressed.lstrip(b"\0")
+            decoder = new() if compressed else None
+        if decoder is not None:
             try:
-                text = decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                if start > 0:
-                    deque(_decoded(file, 0, None), maxlen=0)  # raises if the file has such a byte before `start`
-                offset = position - held_back + error.start
-                raise not_utf8(f"{file.path}", error.object, error.start, offset) from None
-            if position == 0:
-                text = text.removeprefix("\ufeff")  # which some programs write at the beginning of a UTF-8 file
-            position += len(block)
-            if text:
-                yield text
+                yield from _pieces(decoder, compressed)
+            except Exception as error:  # each library has its own
+                raise EOFError(first_line(error)) from None
+            compressed = decoder.unused_data if decoder.eof else b""
+            decoder = None if decoder.eof else decoder
+        compressed = compressed or raw.read(_COMPRESSED_BLOCK)
+    if decoder is not None:
+        raise EOFError("it ends within a stream")
 
 
-def _skip(stream: IO[bytes], count: int) -> None:
-    """Skip the first `count` bytes of a stream."""
-    if stream.seekable():
-        stream.seek(count)
-    while not stream.seekable() and count > 0 and (block := stream.read(min(BLOCK, count))):
-        count -= len(block)
+def _pieces(decoder: Any, compressed: bytes) -> Iterator[bytes]:
+    """What a decoder makes of some bytes; at most BLOCK at a time, but for zstandard, whose decoder has no limit."""
+    if isinstance(decoder, _Inflater):
+        yield decoder.decompress(compressed, BLOCK)
+        while decoder.unconsumed_tail and not decoder.eof:  # at the end, what was left before stays there
+            yield decoder.decompress(decoder.unconsumed_tail, BLOCK)
+    elif isinstance(decoder, bz2.BZ2Decompressor | lzma.LZMADecompressor):
+        yield decoder.decompress(compressed, BLOCK)
+        while not (decoder.eof or decoder.needs_input):
+            yield decoder.decompress(b"", BLOCK)
+    else:
+        yield decoder.decompress(compressed)
 
 
-@lru_cache(maxsize=64)
-def _cuts(file: SourceFile, at_lines: bool, version: tuple[int, int]) -> dict[Split, tuple[int, int]]:
-    """The bounds of the three splits of a text, in bytes. A compressed file, whose length is unknown, is read several times."""
-    length = version[0]
-    if file.is_compressed:
-        with file.open() as stream:
-            length = sum(map(len, iter(lambda: stream.read(BLOCK), b"")))
-    shares = [SHARES["train"], SHARES["train"] + SHARES["validation"], 1]
-    offsets = [round(length * share) for share in shares]
-    first, second = (_cut(file, start, stop, at_lines) for start, stop in pairwise(offsets))
-    return {"train": (0, first), "validation": (first, second), "test": (second, length)}
+def _member(archive: zipfile.ZipFile, path: Path) -> str:
+    """The name of the only file in an archive."""
+    names = [name for name in archive.namelist() if not name.endswith("/")]  # the others are folders
+    if len(names) != 1:
+        raise LineartimeError(f"{path} holds {len(names)} files: unpack it and give the folder, or ", *LEAVE_OUT)
+    return names[0]
 
 
-def _cut(file: SourceFile, offset: int, stop: int, at_line: bool) -> int:
-    """The offset after the next line end; if no line ends soon, of the next character, or else of the one around `offset`.
+@lru_cache(maxsize=4096)
+def _member_suffix(path: Path, version: tuple[int, int]) -> str:
+    """The suffix of the file in a .zip of this version."""
+    with reporting(path), zipfile.ZipFile(path) as archive:
+        return Path(_member(archive, path)).suffix.lower()
 
-    Line ends and characters are searched in the first half of the range from `offset` to `stop`, and at most 64 KiB from
-    `offset`.
+
+@contextmanager
+def reporting(path: Path) -> Iterator[None]:
+    """Raise LineartimeError, naming the file, where it cannot be read or decoded."""
+    try:
+        yield
+    except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
+        raise damaged(path, error) from None
+    except OSError as error:
+        raise (damaged(path, error) if error.errno is None else file_error("read", path, error)) from None
+
+
+def damaged(path: Path, error: Exception) -> LineartimeError:
+    """The error for a file that a library cannot decode."""
+    return LineartimeError(f"{path} is damaged or cut off ({first_line(error)}): fetch it again, or ", *LEAVE_OUT)
+
+
+def missing_column(column: str, where: str, columns: Iterable[str], *otherwise: str) -> ArgumentError:
+    """The error for records of which the first lacks the column of the text, so that none is expected to have it."""
+    found = f"is {column}, but {where} has the columns {', '.join(columns)}"
+    return ArgumentError("text_column", f"{found}: name the one that holds the text", *(otherwise or (", or ", *LEAVE_OUT)))
+
+
+def not_utf8(where: str, content: bytes, place: int, offset: int) -> LineartimeError:
+    """The error for a byte that is not UTF-8, `place` in some content of a file and `offset` in the file.
+
+    A file that starts like the mark of UTF-16 is taken for UTF-16, and other content with zeros for that of a binary file.
     """
-    searched = min(1 << 16, (stop - offset) // 2)
-    earliest = max(0, offset - 3)  # a character has at most 4 bytes
+    byte = content[place]
+    found = f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset})"
+    encoding = "utf-16" if offset == 0 and byte in (0xFE, 0xFF) else "latin1"
+    if encoding == "latin1" and b"\0" in content:
+        return LineartimeError(f"{found}, but looks like a binary file: give its text, or ", *LEAVE_OUT)
+    convert = f"convert the file, for example by `iconv -f {encoding} -t utf-8`, or "
+    return LineartimeError(f"{found}: {convert}", *LEAVE_OUT)
+
+
+Format = Literal["text", "json lines", "json", "csv", "parquet"]
+
+_LONGEST_FIELD = 1 << 30
+"""The maximum length of a field of CSV, which may be a book; Python's default is 128 KiB."""
+
+
+def file_format(file: SourceFile) -> Format:
+    """The format of a file; all formats except "text" hold records.
+
+    A .json file holds an array of objects or texts, or one object; or JSON lines, if its first line is an object.
+
+    Raises LineartimeError for a .json or .zip file that cannot be read, and Parquet in a compressed file.
+    """
+    match file.format_suffix:
+        case ".parquet":
+            if file.is_compressed:
+                raise LineartimeError(f"{file.path} is Parquet in a compressed file, which cannot be read: unpack it.")
+            return "parquet"
+        case ".jsonl" | ".ndjson":
+            return "json lines"
+        case ".csv" | ".tsv":
+            return "csv"
+        case ".json":
+            return _json_format(file, file.version)
+    return "text"
+
+
+def read_records(file: SourceFile) -> Iterator[str]:
+    """Yield the texts of a file of records. Raises LineartimeError, naming file and place, on unreadable text."""
+    match file_format(file):
+        case "json lines":
+            return _json_lines(file)
+        case "json":
+            return _json(file)
+        case "csv":
+            return _csv(file)
+        case "parquet":
+            return _parquet(file)
+    raise ValueError(f"{file.path} has no records.")
+
+
+def _json_lines(file: SourceFile) -> Iterator[str]:
+    position, is_first = 0, True
     with file.open() as stream:
-        _skip(stream, earliest)
-        before = stream.read(offset - earliest)
-        following = stream.read(max(1, searched))
-    newline = following.find(b"\n", 0, searched) if at_line else -1
-    if newline >= 0:
-        return offset + newline + 1
-    starts = [place for place, byte in enumerate(before + following[:4], earliest) if byte & 0xC0 != 0x80]
-    if not following or not starts:  # the end of the file, or bytes that are not UTF-8
-        return offset
-    return next((place for place in starts if place >= offset), starts[-1])
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                where = f"{file.path}, line {number},"
+                yield _text(where, _loaded(where, line, position), file.column, is_first)
+                is_first = False
+            position += len(line)
+
+
+def _json(file: SourceFile) -> Iterator[str]:
+    with file.open() as stream:
+        whole = _loaded(str(file.path), stream.read(), 0)
+    if isinstance(whole, dict) and file.column not in whole:
+        lists = [name for name, value in whole.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+        if lists:
+            found = f'{file.path} is a JSON object with its records in "{lists[0]}"'
+            raise LineartimeError(f"{found}: write that list alone, or one record in each line.")
+    records = whole if isinstance(whole, list) else [whole]
+    for number, record in enumerate(records, 1):
+        row = {file.column: record} if isinstance(record, str) and isinstance(whole, list) else record
+        where = f"{file.path}, record {number}," if records is whole else str(file.path)
+        yield _text(where, row, file.column, is_first=number == 1)
+
+
+@lru_cache(maxsize=4096)
+def _json_format(file: SourceFile, version: tuple[int, int]) -> Format:
+    """The format of a .json file of this version."""
+    with file.open() as stream:
+        first = next((line for line in stream if not line.removeprefix(codecs.BOM_UTF8).isspace()), b"")
+    try:
+        return "json lines" if isinstance(json.loads(first.removeprefix(codecs.BOM_UTF8)), dict) else "json"
+    except (ValueError, RecursionError):
+        return "json"
+
+
+def _loaded(where: str, content: bytes, position: int) -> Any:
+    if position == 0 and content.startswith(codecs.BOM_UTF8):
+        position, content = len(codecs.BOM_UTF8), content.removeprefix(codecs.BOM_UTF8)
+    try:
+        return json.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise not_utf8(where, content, error.start, position + error.start) from None
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        raise LineartimeError(f"{where} is not JSON ({reason.removesuffix(' at')}): correct it, or leave it out.") from None
+
+
+def _text(where: str, record: Any, column: str, is_first: bool) -> str:
+    """The text of a record; empty for null."""
+    wrong = ""
+    if not isinstance(record, dict):
+        wrong = f'is {record!r:.40}, but must be an object with a "{column}"'
+    elif column not in record:
+        if is_first:
+            raise missing_column(column, where, record)
+        wrong = f'has no "{column}"'  # but the records before it have: another column would not help
+    else:
+        text = _value(where, column, record[column])
+        try:
+            text.encode()
+            return text
+        except UnicodeEncodeError as error:
+            wrong = f"has an incomplete character in its text ({error.reason})"
+    raise LineartimeError(f"{where} {wrong}: correct it, or leave it out.")
+
+
+def _value(where: str, column: str, value: object) -> str:
+    """The text in a column of a record; empty for null."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise LineartimeError(f'{where} has {value!r:.40} in "{column}" instead of a text: correct it, or leave it out.')
+
+
+def _csv(file: SourceFile) -> Iterator[str]:
+    with _csv_rows(file) as (rows, columns):
+        place = columns.index(file.column)
+        for row in rows:
+            if row and len(row) != len(columns):  # an empty line is no record
+                fields = "1 field" if len(row) == 1 else f"{len(row)} fields"
+                found = f"{file.path}, line {rows.line_num:,}, has {fields}, but line 1 names {len(columns)}"
+                raise LineartimeError(f"{found}: quote fields that have separators in them, or ", *LEAVE_OUT)
+            if row:
+                yield row[place]
+
+
+@contextmanager
+def _csv_rows(file: SourceFile) -> Iterator[tuple[Any, list[str]]]:
+    """The rows after the first one, and the columns that it names, with that of the text."""
+    csv.field_size_limit(max(_LONGEST_FIELD, csv.field_size_limit()))  # of the whole process: there is no other
+    with file.open() as stream:
+        lines = _lines(file, stream)
+        header = next(lines, "").removeprefix("\ufeff")
+        if file.format_suffix == ".tsv":  # by its standard, without quotes
+            rows = csv.reader(chain([header], lines), delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
+        else:
+            rows = csv.reader(chain([header], lines), strict=True)
+        try:
+            columns = [name.strip() for name in next(rows, [])]
+            if file.column not in columns:
+                commas = (", or separate columns by commas.",) if len(columns) == 1 and file.format_suffix == ".csv" else ()
+                raise missing_column(file.column, f"{file.path}, line 1,", columns, *commas)
+            yield rows, columns
+        except csv.Error as error:
+            where = f"{file.path}, line {rows.line_num:,},"
+            raise LineartimeError(f"{where} is not CSV ({error}): correct it, or leave it out.") from None
+
+
+def _lines(file: SourceFile, stream: IO[bytes]) -> Iterator[str]:
+    position = 0
+    for number, line in enumerate(stream, 1):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            where = f"{file.path}, line {number:,},"
+            raise not_utf8(where, line, error.start, position + error.start) from None
+        position += len(line)
+
+
+def _parquet(file: SourceFile) -> Iterator[str]:
+    path, column = file.path, file.column
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise missing_extra("pyarrow", "data", f"Reading {path}") from None
+    number = 0
+    try:
+        with reporting(path), path.open("rb") as raw, parquet.ParquetFile(raw) as table:
+            names = table.schema_arrow.names
+            if column not in names:
+                raise missing_column(column, str(path), names)
+            for batch in table.iter_batches(batch_size=16, columns=[column]):  # few rows at a time: a row may be a whole book
+                for value in batch.column(0):
+                    yield _value(f"{path}, row {number},", column, value.as_py())
+                    number += 1
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
+        raise LineartimeError(f"{path}, row {number}, is not UTF-8 text ({byte}): write it anew, or leave it out.") from None
+    except arrow.ArrowException as error:
+        raise damaged(path, error) from None

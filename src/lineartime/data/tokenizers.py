@@ -1,5 +1,6 @@
 """Tokenizers: text to token ids and back, by bytes or with any tokenizer of the Hugging Face `tokenizers` library."""
 
+import codecs
 import hashlib
 import json
 import re
@@ -8,14 +9,12 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.choices import BYTE_VOCABULARY
-from lineartime.data.seams import Seam, find_seam
-from lineartime.data.stream_decoders import ByteStreamDecoder, JsonStreamDecoder
 from lineartime.errors import (
     ArgumentError,
     LineartimeError,
@@ -25,6 +24,125 @@ from lineartime.errors import (
     typed_first_line,
 )
 from lineartime.files import TOKENIZER_FILE
+
+
+class ByteStreamDecoder:
+    """Decodes bytes."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """Add a token, and return the text that it completes."""
+        return self._decoder.decode(bytes([token])) if token < 256 else ""
+
+    def flush(self) -> str:
+        """Return the text held back, after the last token."""
+        return self._decoder.decode(b"", final=True)
+
+
+class JsonStreamDecoder:
+    """Decodes new tokens together with those before them, because the text of a token can depend on its neighbours.
+
+    The `DecodeStream` of the tokenizers library holds text back until it is valid, which bytes of an untrained model never are.
+    A token may end one character and begin the next, so every token may end within a character. What is held back is therefore
+    the end of the text, not tokens: an incomplete character reads as U+FFFD.
+    """
+
+    _MOST = 64
+    """The maximum number of tokens that are decoded together, besides those whose text is complete."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._shown: list[int] = []  # the latest tokens whose whole text was returned
+        self._waiting: list[int] = []  # those after them
+        self._returned = 0  # the characters of both that were returned
+
+    def push(self, token: int) -> str:
+        """Add a token, and return the text that it completes."""
+        self._waiting.append(token)
+        text = self._decode(self._shown + self._waiting)
+        return self._return(text, len(text.rstrip("\ufffd")))
+
+    def flush(self) -> str:
+        """Return the text held back, after the last token."""
+        text = self._decode(self._shown + self._waiting)
+        return self._return(text, len(text))
+
+    def _return(self, text: str, end: int) -> str:
+        """Return the text up to `end`, as far as it is new, and forget the tokens that are no longer needed."""
+        piece = text[self._returned : end]
+        self._returned = max(self._returned, end)
+        if end == len(text):
+            # Some tokens have a text only beside others: the first token of a text loses its space.
+            alone = self._decode(self._waiting)
+            self._shown, self._waiting = self._waiting if alone else (self._shown + self._waiting)[: self._MOST], []
+            self._returned = len(alone or self._decode(self._shown))
+        elif len(self._waiting) > self._MOST:  # the text of the later half ends in the same way
+            self._shown, self._waiting = [], self._waiting[self._MOST // 2 :]
+            later = len(self._decode(self._waiting))
+            if len(text) - end > later:  # not characters, but bytes that are none
+                piece, end = piece + text[end : len(text) - later], len(text) - later
+            self._returned = later - (len(text) - end)
+        return piece
+
+
+SURE = 16
+"""On each side of a seam, the number of tokens that are the same whatever else a text holds."""
+
+
+class Seam(NamedTuple):
+    """A place at which the tokens of a long text can be joined from those of two parts.
+
+    Attributes:
+        text: a short text around it, with which the first part ends and the second begins.
+        ids: its tokens.
+        before: the number of these before the seam.
+        end: the number of characters that the tokens before the seam encode, with the whole of a last one.
+    """
+
+    text: str = ""
+    ids: NDArray[np.int64] = np.zeros(0, np.int64)
+    before: int = 0
+    end: int = 0
+
+    def joins(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> bool:
+        """Whether both parts have the tokens of the short text around the seam, and from there to where it ends or begins."""
+        last, beginning = self.ids[max(0, self.before - SURE) :], self.ids[: self.before + SURE]
+        return np.array_equal(first[-len(last) :], last) and np.array_equal(second[: len(beginning)], beginning)
+
+
+def find_seam(text: str, encodings: Sequence[Any], *, within_words: bool) -> Seam | None:
+    """A place in a short text, in its middle if possible, at which the tokens of a longer one can be joined.
+
+    It is the start of a word, because words are encoded independently. Within a word, BPE alone can be joined: its tokens are
+    right if each two adjacent ones are. The place must not depend on where the text begins or ends: whatever groups characters
+    by number, as digits by three, groups those of a text that begins one later in another way.
+
+    Args:
+        text: the text.
+        encodings: of the text, and of the text without its first and last character, by the tokenizers library.
+        within_words: whether the tokenizer is BPE.
+    """
+    tokens, shorter = (
+        [
+            (word != previous, start + shift, end + shift, token)
+            for word, previous, (start, end), token in zip(x.word_ids, [None, *x.word_ids], x.offsets, x.ids, strict=False)
+        ]
+        for shift, x in enumerate(encodings)
+    )
+    place_in_shorter = {token: place for place, token in enumerate(shorter)}
+    places = [
+        (not begins_word, abs(start - len(text) // 2), place)
+        for place, (begins_word, start, _, _) in enumerate(tokens)
+        if SURE <= place <= len(tokens) - SURE and (begins_word or within_words)
+    ]
+    for _, _, place in sorted(places):
+        other = place_in_shorter.get(tokens[place], 0)
+        if other >= SURE and tokens[place - SURE : place + SURE] == shorter[other - SURE : other + SURE]:
+            return Seam(text, np.array(encodings[0].ids), place, tokens[place - 1][2])
+    return None
+
 
 _HUB = "hub:"
 MASK_TEXT, END_TEXT = "[MASK]", "[END]"

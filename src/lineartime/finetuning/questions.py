@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.choices import Domain, Split
-from lineartime.data.splits import named_split
+from lineartime.data.folders import named_split
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import shown
 from lineartime.finetuning.answer_metrics import Metric
