@@ -305,18 +305,7 @@ def test_optimiser_joins_by_one_entry(
     trained = read_run(plan.final_job(plan.candidates[1], best[0], 0)).options
     assert trained["beta2"] == (0.9 if best[0] == "second" else 0.99)
 
-    done.clear()
-    every = replace(catalogue.EXPERIMENTS["lm"], each_optimizer=True)
-    monkeypatch.setitem(catalogue.EXPERIMENTS, "lm", every)
-    plan = make_plan(options(seeds=1, systems=("transformer++",)))
-    assert run_all(plan, ignore, pretended).problems == ()
-    assert done == ["run", "run"]
-    file, report, _ = write_report(plan)
-    rows = report["settings"][0]["rows"][2:]
-    assert [each["name"] for each in rows] == ["transformer++, adamw", "transformer++, second"]
-    for each in rows:  # the choice of each optimiser, in its own table
-        assert f"**{each['grid'][each['optimizer'] or ''][format(each['rate'], 'g')]:.4f}**" in file.read_text()
-    assert "Rates tried with second" in file.read_text()
+    assert "Rates tried with second" in write_report(plan)[0].read_text()
     # Runs of one optimiser are continued as such, whatever joins later.
     monkeypatch.setitem(catalogue.OPTIMIZERS, "third", second)
     assert make_plan(with_saved_options(options(systems=("transformer++",)))).config.optimizers == ("adamw", "second")

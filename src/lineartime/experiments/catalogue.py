@@ -125,7 +125,6 @@ class Experiment:
     recipe: RecipeName = "lm-wiki40b"  # the paper's, for the scale `paper`
     paper_tables: tuple[str, ...] = ()  # those that have rows of the arms
     tests: tuple[FinalTest, ...] = (FinalTest(),)  # at the end of a run
-    each_optimizer: bool = False  # whether every optimiser is trained in full; otherwise, the better one after tuning
     pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # (exact, approximate), by the paper's name
     words: bool = False  # whether the metric is the perplexity per word
     kind: Literal["quality", "latency", "memory"] = "quality"  # latency trains nothing, and memory on tasks
@@ -420,25 +419,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         (_FLASH, Arm("local alone", "flash-local"), Arm("global alone", "flash-global"), _FLASH_QUAD),
         _settings(_in("books", 2048), _in("books", 8192), _in("wikipedia", 1024, 8192)),
         baseline="flash",
-        budget=_FIVE_MINUTES,
-    ),
-    "approximation-cost": Experiment(
-        "The cost of mixed chunk attention",
-        "How much quality does the approximation cost a model of gated units, and how much a Transformer?",
-        (_FLASH_QUAD, _FLASH, _TRANSFORMER_2, _MC_TFM),
-        _settings(_in("wikipedia", 2048), _in("wikipedia", 1024, 8192), _WIKIPEDIA),
-        baseline="transformer++",
-        paper_tables=("lm_wiki40b",),
-        pairs=_APPROXIMATIONS,
-        budget=_FIVE_MINUTES,
-    ),
-    "optimizer": Experiment(
-        "The optimiser",
-        "How much does the optimiser matter, for each system, beside the system?",
-        (*_each(_FLASH, _TRANSFORMER_2, seeds=2, scales=_NOT_PAPER), *_each(_FLASH_QUAD, scales=_NOT_PAPER)),
-        _settings(_in("code", 1024), _in("books", 1024), ()),
-        baseline="transformer++",
-        each_optimizer=True,
         budget=_FIVE_MINUTES,
     ),
     "memory": Experiment(

@@ -3,26 +3,23 @@
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import cache, partial
 from importlib.resources import files
 from itertools import count
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
 from lineartime.choices import ScaleName, Task
-from lineartime.experiments import catalogue
 from lineartime.experiments.catalogue import Job, Setting
 from lineartime.experiments.config import TEXT_OPTIONS
 from lineartime.experiments.plan import TOLERANCE, Candidate, Plan, plan_options
-from lineartime.experiments.runner import Run, State, Tuning, best_tuning, read_run, read_speed, read_tuning, seconds_to
+from lineartime.experiments.runner import Run, State, best_tuning, read_run, read_speed, read_tunings, seconds_to
 from lineartime.host import threads_in_words
 from lineartime.runs.record import texts_of
-from lineartime.training.config import TrainConfig
 
 TEXTS = {"lm_wiki40b": "wikipedia", "lm_pg19": "books"}
 """The kind of text of a table. Tables that are not listed, of ablations and of C4, are shown for any text."""
@@ -62,14 +59,12 @@ Metric = Callable[[RunData], float | None]
 class SystemRow(TypedDict, total=False):
     """An arm in a setting: its runs, or the time of its steps."""
 
-    name: str  # the arm and, if each optimiser has a row, the optimiser
-    arm: str
+    name: str  # the arm
     parameters: int
     parameters_over_first: float  # the relative difference from those of the first arm
     paper: dict[str, float]  # the paper's numbers: "pplx", "latency_ms" and "speedup", as far as it has them
+    override: list[str]  # what differs from the preset of the size tiny
     # Of runs:
-    system: str
-    override: list[str]
     optimizer: str | None  # of its runs, chosen by the trials, as is the rate; None before
     rate: float | None
     rate_at_edge: bool  # whether the rate is at an end of the grid
@@ -127,13 +122,8 @@ class Report(TypedDict):
 
 
 def baseline_row(rows: Iterable[SystemRow], baseline: str) -> SystemRow | None:
-    """The row of the baseline, and of several, with an optimiser each, that with the lowest loss; None if there is none."""
-
-    def mean_loss(row: SystemRow) -> float:
-        losses = values_of_row(row, itemgetter("loss"))
-        return statistics.fmean(losses) if losses else float("inf")
-
-    return min((row for row in rows if row["arm"] == baseline), key=mean_loss, default=None)
+    """The row of the baseline; None if there is none."""
+    return next((row for row in rows if row["name"] == baseline), None)
 
 
 def values_of_row(row: SystemRow, metric: Metric) -> list[float]:
@@ -283,13 +273,8 @@ def _processes(run: Run) -> Iterator[tuple[str, str | None]]:
 
 
 def _qualities(plan: Plan, setting: Setting, seen: list[Run]) -> list[SystemRow]:
-    """A row for each arm, or for each arm and optimiser. The runs that are read join those that were `seen`."""
-    rows: list[SystemRow] = []
-    for candidate in plan.candidates_of(setting):
-        tunings = [read_tuning(plan, candidate, optimizer) for optimizer in plan.config.optimizers if plan.tunes]
-        seen += [run for tuning in tunings for run in tuning.runs.values()]
-        shown = tunings if plan.experiment.each_optimizer else [best_tuning(tunings)]
-        rows += [_row(plan, candidate, tunings, each, seen) for each in shown]
+    """A row for each arm. The runs that are read join those that were `seen`."""
+    rows = [_row(plan, candidate, seen) for candidate in plan.candidates_of(setting)]
     add_relative_losses(plan, rows)
     return rows
 
@@ -299,36 +284,27 @@ def _shared(plan: Plan, candidate: Candidate) -> SystemRow:
     experiment = plan.experiment
     return {
         "name": candidate.arm.name,
-        "arm": candidate.arm.name,
+        "override": list(candidate.options["override"]),
         "parameters": candidate.parameters,
         "parameters_over_first": candidate.parameters / plan.candidates_of(candidate.setting)[0].parameters - 1,
         "paper": paper_numbers(experiment.paper_tables, candidate.arm.paper_row, candidate.setting, experiment.task),
     }
 
 
-def _row(plan: Plan, candidate: Candidate, tunings: list[Tuning], chosen: Tuning | None, seen: list[Run]) -> SystemRow:
+def _row(plan: Plan, candidate: Candidate, seen: list[Run]) -> SystemRow:
     """An arm in a setting: its grid, its choice and its runs."""
-    optimizer, best = ("adamw", None) if chosen is None else (chosen.optimizer, chosen.best)
+    tunings = read_tunings(plan, candidate)
+    chosen = best_tuning(tunings)
+    optimizer = plan.config.optimizers[0] if chosen is None else chosen.optimizer
     runs = list(_runs(plan, candidate, partial(plan.final_job, candidate, optimizer)))
-    trained = next((run.options for run in runs if run.options), {})  # with what trials chose then
-    rate = trained.get("learning_rate", best)
-    if trained and plan.tunes:
-        optimizer = _optimizer_of(plan, trained, optimizer)
-    if chosen is not None and best is not None and (optimizer, rate) != (chosen.optimizer, best):
-        choice = f"trained with {optimizer} {rate:g}, but the trials choose {chosen.optimizer} {best:g} now"
-        problem = f"{choice}: delete its folder, and run again."
-        runs = [replace(run, problem=run.problem or f"{run.job.name} {problem}") if run.options else run for run in runs]
-    seen += runs
+    seen += [*(run for tuning in tunings for run in tuning.runs.values()), *runs]
+    rate = next((run.options["learning_rate"] for run in runs if run.options), None if chosen is None else chosen.best)
     speed = read_speed(plan, candidate, optimizer) if plan.tunes else None
     grids = {tuning.optimizer: tuning.runs for tuning in tunings}
     rates = list(grids.get(optimizer, ()))
     shared = _shared(plan, candidate)
-    if plan.experiment.each_optimizer and len(plan.config.optimizers) > 1:
-        shared["name"] += f", {optimizer}"
     return {
         **shared,
-        "system": candidate.arm.system,
-        "override": list(candidate.options["override"]),
         "optimizer": optimizer if chosen is not None or not plan.tunes else None,
         "rate": rate,
         "rate_at_edge": len(rates) > 1 and rate in (min(rates), max(rates)),
@@ -353,14 +329,6 @@ def _runs(plan: Plan, candidate: Candidate, job_of: Callable[[int], Job]) -> Ite
         if seed >= plan.seeds(candidate.arm) and not job.folder.exists():
             return
         yield read_run(job)
-
-
-def _optimizer_of(plan: Plan, trained: Mapping[str, Any], likely: str) -> str:
-    """The optimiser with whose options a run was trained; the `likely` one if that is one of several, or if there is none."""
-    optimizers = {name: catalogue.OPTIMIZERS[name].options for name in plan.config.optimizers}
-    usual = {option: getattr(TrainConfig, option) for options in optimizers.values() for option in options}
-    found = [name for name, own in optimizers.items() if all(trained[each] == own.get(each, usual[each]) for each in usual)]
-    return found[0] if found and likely not in found else likely
 
 
 def _run(run: Run, seed: int, speed: float | None) -> RunData:
@@ -423,8 +391,6 @@ def _memories(plan: Plan, setting: Setting, seen: list[Run]) -> list[SystemRow]:
         rows.append(
             {
                 **_shared(plan, candidate),
-                "system": candidate.arm.system,
-                "override": list(candidate.options["override"]),
                 "optimizer": plan.config.optimizers[0],
                 "rate": best if found else None,
                 "rate_at_edge": len(found) > 1 and best in (min(found), max(found)),
@@ -461,7 +427,7 @@ def _times(plan: Plan, setting: Setting, seen: list[Run]) -> list[SystemRow]:
                 "precision": None if found is None else found.dtype,
             }
         )
-    base = next((row for row in rows if row["arm"] == plan.experiment.baseline), None)
+    base = baseline_row(rows, plan.experiment.baseline)
     for row in rows:
         row["relative"] = _ratio(row["milliseconds"], base["milliseconds"] if base else None)
         row["paper_relative"] = _ratio(row["paper"].get("latency_ms"), base["paper"].get("latency_ms") if base else None)

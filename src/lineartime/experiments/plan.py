@@ -125,8 +125,7 @@ class Plan:
         self, candidate: Candidate, optimizer: str, seed: int, rate: float | None = None, steps: int | None = None
     ) -> Job:
         """The job of a whole run; incomplete without the rate and the steps, which trials and the speed decide."""
-        name = f"{optimizer}-seed-{seed}" if self.experiment.each_optimizer else f"seed-{seed}"
-        folder, tests = candidate.folder / name, self.experiment.tests
+        folder, tests = candidate.folder / f"seed-{seed}", self.experiment.tests
         if not self.tunes:
             return Job(folder, "run", {**candidate.options, "seed": seed}, tests)
         options = self._training(candidate, optimizer, rate, seed, steps)

@@ -107,7 +107,7 @@ def _blocks(plan: Plan, report: Report, pictures: Sequence[tuple[Path, str]]) ->
         yield from pairs_table(plan, report)
         yield "## Setup"
         yield setup(plan, report)
-        yield from rate_tables(plan, report)
+        yield from rate_tables(report)
     else:
         yield from latency_tables(report)
         yield LATENCY
@@ -181,7 +181,6 @@ def setup(plan: Plan, report: Report) -> str:
         return PAPER_SETUP
     ratios = {catalogue.OPTIMIZERS[name].options.get("adamw_ratio") for name in plan.config.optimizers} - {None}
     muon = "".join(f" With Muon, AdamW trains embeddings and vectors at {ratio:g} times its rate." for ratio in ratios)
-    chosen = "the rate of each optimiser" if plan.experiment.each_optimizer else "rate and optimiser"
     config, scale = plan.config, plan.scale
     compiled = "compiled" if config.compile == "on" else "not compiled"
     return "\n".join(
@@ -191,7 +190,7 @@ def setup(plan: Plan, report: Report) -> str:
             f"- **Optimisers.** The same for all: {', '.join(config.optimizers)}, each with a warm-up of a tenth of the steps, "
             f"a linear fall to zero, and the same weight decay and clipping.{muon}",
             f"- **Learning rates.** Each system's is tuned over the same grid, {config.tuning:g} s of training each. "
-            f"{_trials(plan, report)}The loss on held-out text chooses {chosen}. The tables below show every trial.",
+            f"{_trials(plan, report)}The loss on held-out text chooses rate and optimiser. The tables below show every trial.",
             f"- **Time.** Each run trains for {config.budget:g} s, without evaluations and compilation ({compiled}). A "
             "schedule must know its length, so the steps are the speed of a system (*tokens/s*) times the budget. Speeds are "
             f"measured before anything else, by {scale.speed_rounds} runs of {scale.speed_steps} steps for each system and "
@@ -324,7 +323,7 @@ def pairs_table(plan: Plan, report: Report) -> Iterator[str]:
     unit = "bits/byte" if metric == "bits_per_byte" else "nats"
     lines: list[dict[str, str]] = []
     for setting, place in zip(report["settings"], plan.settings, strict=True) if plan.experiment.pairs else ():
-        rows = {row["arm"]: row for row in setting["rows"]}
+        rows = {row["name"]: row for row in setting["rows"]}
         for name, (exact, approximate) in plan.experiment.pairs.items():
             runs = [rows[arm]["runs"] if arm in rows else [] for arm in (exact, approximate)]
             both = [(value(first), value(second)) for first, second in zip(*runs, strict=False)]
@@ -395,26 +394,18 @@ def latency_tables(report: Report) -> Iterator[str]:
         yield column_table(columns)
 
 
-def rate_tables(plan: Plan, report: Report) -> Iterator[str]:
+def rate_tables(report: Report) -> Iterator[str]:
     """Every trial of a learning rate: a table for each setting and optimiser."""
     for setting in settings_with_results(report):
-        for optimizer in plan.config.optimizers:
-            if rows := _by_arm(setting["rows"], optimizer):
-                columns: dict[str, list[str]] = {"system": [row["arm"] for row in rows]}
-                columns["steps"] = [f"{row['trial_steps'].get(optimizer) or NOT_THERE}" for row in rows]
-                for rate in rows[0]["grid"][optimizer]:
-                    columns[rate] = [_tried(row, optimizer, rate) for row in rows]
-                what = "nats per token on held-out text; bold: the choice; \\*: the best of an optimiser, at an end of the grid"
-                yield f"Rates tried with {optimizer}: {setting['name']} ({what})"
-                yield column_table(columns)
-
-
-def _by_arm(rows: Sequence[SystemRow], optimizer: str) -> list[SystemRow]:
-    """A row for each arm that was tuned with an optimiser: the one that was trained with it, if there are several."""
-    tuned = [row for row in rows if row["grid"].get(optimizer)]
-    first = sorted(tuned, key=lambda row: row["optimizer"] == optimizer)  # stable; later ones replace earlier ones
-    chosen = {row["arm"]: row for row in first}
-    return [chosen[arm] for arm in dict.fromkeys(row["arm"] for row in tuned)]
+        rows = setting["rows"]
+        for optimizer, grid in rows[0]["grid"].items():
+            columns: dict[str, list[str]] = {"system": [row["name"] for row in rows]}
+            columns["steps"] = [f"{row['trial_steps'].get(optimizer) or NOT_THERE}" for row in rows]
+            for rate in grid:
+                columns[rate] = [_tried(row, optimizer, rate) for row in rows]
+            what = "nats per token on held-out text; bold: the choice; \\*: the best of an optimiser, at an end of the grid"
+            yield f"Rates tried with {optimizer}: {setting['name']} ({what})"
+            yield column_table(columns)
 
 
 def _tried(row: SystemRow, optimizer: str, rate: str) -> str:

@@ -188,10 +188,12 @@ class Tuning:
         return min(self.losses, key=self.losses.__getitem__, default=None)
 
 
-def read_tuning(plan: Plan, candidate: Candidate, optimizer: str) -> Tuning:
-    """Read the trials of a candidate with an optimiser."""
-    runs = {rate: read_run(plan.tuning_job(candidate, optimizer, rate)) for rate in plan.rates(optimizer)}
-    return Tuning(optimizer, runs)
+def read_tunings(plan: Plan, candidate: Candidate) -> list[Tuning]:
+    """Read the trials of a candidate with each optimiser, if rates are tuned."""
+    return [
+        Tuning(name, {rate: read_run(plan.tuning_job(candidate, name, rate)) for rate in plan.rates(name)})
+        for name in (plan.config.optimizers if plan.tunes else ())
+    ]
 
 
 def best_tuning(tunings: Sequence[Tuning]) -> Tuning | None:
@@ -242,8 +244,7 @@ def all_jobs(plan: Plan) -> Iterator[tuple[Candidate, Job]]:
         for seed in range(max(seeds, default=0)):
             for each, count in zip(candidates, seeds, strict=True):
                 if seed < count:
-                    for job in _final_jobs(plan, each, seed):
-                        yield each, job
+                    yield each, _final_job(plan, each, seed)
 
 
 def _trials(plan: Plan, candidate: Candidate, optimizer: str) -> Iterator[Job]:
@@ -259,18 +260,14 @@ def _trials(plan: Plan, candidate: Candidate, optimizer: str) -> Iterator[Job]:
         yield job
 
 
-def _final_jobs(plan: Plan, candidate: Candidate, seed: int) -> Iterator[Job]:
-    """The run of a seed with the optimiser that the trials choose, or with each."""
-    tunings = [read_tuning(plan, candidate, optimizer) for optimizer in plan.config.optimizers] if plan.tunes else []
-    chosen = best_tuning(tunings)
+def _final_job(plan: Plan, candidate: Candidate, seed: int) -> Job:
+    """The run of a seed with the optimiser and the rate that the trials choose."""
+    chosen = best_tuning(read_tunings(plan, candidate))
     if chosen is None:
-        names = plan.config.optimizers if plan.experiment.each_optimizer else plan.config.optimizers[:1]
-        yield from (plan.final_job(candidate, optimizer, seed) for optimizer in names)
-        return
-    for tuning in [each for each in tunings if each.losses] if plan.experiment.each_optimizer else [chosen]:
-        speed = read_speed(plan, candidate, tuning.optimizer)
-        steps = None if speed is None else _steps(plan.config.budget, speed, plan.tokens_per_step(candidate.setting))
-        yield plan.final_job(candidate, tuning.optimizer, seed, tuning.best, steps)
+        return plan.final_job(candidate, plan.config.optimizers[0], seed)
+    speed = read_speed(plan, candidate, chosen.optimizer)
+    steps = None if speed is None else _steps(plan.config.budget, speed, plan.tokens_per_step(candidate.setting))
+    return plan.final_job(candidate, chosen.optimizer, seed, chosen.best, steps)
 
 
 def _steps(seconds: float | None, tokens_per_second: float, tokens_per_step: int) -> int:
@@ -294,7 +291,7 @@ def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = No
             for candidate, job in all_jobs(plan):
                 rate, steps = job.options.get("learning_rate"), job.options.get("steps") or 0
                 if job.kind == "run" and rate is None:
-                    ended = all(read_tuning(plan, candidate, optimizer).is_complete for optimizer in plan.config.optimizers)
+                    ended = all(tuning.is_complete for tuning in read_tunings(plan, candidate))
                     why = "all of its trials failed" if ended else "not all of its trials have ended"
                     problems[f"{candidate.arm.name} ({candidate.setting}) has no learning rate: {why}."] = None
                 if job.kind not in ("latency", "memory") and (rate is None or not steps):
