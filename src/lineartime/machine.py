@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -136,20 +136,10 @@ def using_threads(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Compilation(NamedTuple):
-    """Whether torch.compile is used.
-
-    Attributes:
-        used: whether torch.compile is used.
-        why_not: why it is not used, although it was asked for or would save time; otherwise empty.
-    """
-
-    used: bool
-    why_not: str = ""
-
-
-def choose_compile(choice: str, device: torch.device, parameters: int, tokens: int) -> Compilation:
+def choose_compile(choice: str, device: torch.device, parameters: int, tokens: int) -> tuple[bool, str]:
     """Whether to use torch.compile; for "auto", whether it saves more time than it takes. It is not used if it fails.
+
+    Returns also why it is not used, although it was asked for or would save time; otherwise empty.
 
     Args:
         choice: "auto", "on" or "off".
@@ -162,7 +152,7 @@ def choose_compile(choice: str, device: torch.device, parameters: int, tokens: i
         seconds = 6 * parameters * tokens / _EAGER_FLOPS[device.type]
         wanted = seconds * _COMPILE_SAVING[device.type] > _COMPILE_SECONDS[device.type]
     why_not = why_not_compile(device) if wanted else ""
-    return Compilation(wanted and not why_not, why_not)
+    return wanted and not why_not, why_not
 
 
 @cache

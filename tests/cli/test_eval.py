@@ -16,7 +16,7 @@ Fails = Callable[..., None]
 
 def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for context in ("windowed", "carried"):
-        arguments = ["eval", str(folder / "run"), "--context", context, "--words", "on", "--cache", str(folder / "cache")]
+        arguments = ["eval", str(folder / "run"), "--context", context, "--cache", str(folder / "cache")]
         assert main(arguments) == 0
         shown = capsys.readouterr().out
         for word in (
@@ -100,18 +100,22 @@ def test_masked_model_cannot_generate_or_carry(masked: str, capsys: pytest.Captu
     fails(["eval", masked, "--context", "carried"], "--context is carried, which needs a causal model")
 
 
-def test_perplexity_of_a_word_is_shown_for_prose_or_if_asked_for(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["eval", str(folder / "run"), "--max-tokens", "200", "--split", "all", "--cache", str(tmp_path / "cache")]
-    (tmp_path / "prose.txt").write_text("a word and another word.\n" * 40)
-    (tmp_path / "code.txt").write_text("f(x) = g(x+1) - h[x, 2*x]\n" * 40)
-    for name, asked, shown in (("prose", "auto", True), ("prose", "off", False), ("code", "auto", False), ("code", "on", True)):
-        assert main([*arguments, "--data", str(tmp_path / f"{name}.txt"), "--words", asked]) == 0
-        assert ("per word" in capsys.readouterr().out) == shown
-    assert main([*arguments, "--data", str(tmp_path / "code.txt"), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert (result["prose"], result["word_perplexity"] > 1) == (False, True)
+def test_perplexity_of_a_word_is_shown(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("a word and another word.\n" * 40)
+    options = [
+        "--max-tokens",
+        "200",
+        "--split",
+        "all",
+        "--cache",
+        str(tmp_path / "cache"),
+        "--data",
+        str(tmp_path / "text.txt"),
+    ]
+    assert main(["eval", str(folder / "run"), *options]) == 0
+    assert " per word" in capsys.readouterr().out
+    assert main(["eval", str(folder / "run"), *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["word_perplexity"] > 1
 
 
 def test_picture_shows_the_curve_beside_the_loss_by_position(

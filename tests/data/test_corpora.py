@@ -222,7 +222,6 @@ def test_a_text_that_is_not_there_is_an_error_that_says_what_to_do(tmp_path: Pat
     cases: list[tuple[str | Path, str]] = [
         (tmp_path, r"holds no text: give a text file or a folder"),
         (tmp_path / "empty.txt", "holds no text"),
-        (tmp_path / "*.txt", r"is .*, which is a pattern: give the folder .*, with `include='\*.txt'`"),
         ("", "^data is empty: "),
         (
             "wiki41b",

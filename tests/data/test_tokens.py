@@ -1,4 +1,3 @@
-import json
 import os
 import threading
 import time
@@ -127,17 +126,11 @@ def test_a_limit_counts_the_bytes_and_words_of_the_text_and_not_those_of_its_dec
         assert stream.n_words == len(beginnings[most].split())
 
 
-def test_documents_are_counted_unless_an_earlier_version_encoded_them(tmp_path: Path) -> None:
+def test_documents_are_counted(tmp_path: Path) -> None:
     corpus = Blocks(["ab", "cd"], [], ["ef"], ["gh"])
     counts = {most: encode(corpus, tmp_path, most) for most in (None, 3, 5, 6, 9, 20)}
     assert {most: stream.n_documents for most, stream in counts.items()} == {None: 3, 3: 1, 5: 1, 6: 2, 9: 3, 20: 3}
     assert [most for most, stream in counts.items() if stream.is_cut] == [3, 5, 6, 9]
-    for facts in tmp_path.glob("*/facts.json"):
-        facts.write_text(
-            json.dumps({name: fact for name, fact in json.loads(facts.read_text()).items() if name != "n_documents"})
-        )
-    assert encode(corpus, tmp_path).n_documents is None
-    assert encode(corpus, tmp_path).digest == counts[None].digest
 
 
 def test_text_is_encoded_once_and_again_only_after_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

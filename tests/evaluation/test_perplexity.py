@@ -1,5 +1,4 @@
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 
 import lineartime
 from lineartime.data import ByteTokenizer, JsonTokenizer, TokenStream
-from lineartime.data import tokenizers as own_tokenizers
 from lineartime.errors import LineartimeError
 from lineartime.evaluation import Evaluation, evaluate_carried, evaluate_windowed, perplexity
 from lineartime.models import CausalLM
@@ -199,17 +197,3 @@ def test_wrong_arguments_are_named(tiny: Tiny, model: CausalLM) -> None:
     with pytest.raises(LineartimeError, match=r"^context_length is 11, but this model reads at most 10 tokens"):
         measure(limited, stream(20), 11, 11)
     assert evaluate_carried(limited, stream(20), TOKENIZER, segment=8, bf16=False, max_tokens=10).tokens == 10
-
-
-BOOK = """"Well," said the Doctor's boy--who never was late--"it's half-past four; I _must_ go (he went)." In 1862, Mr. Müller
-answered: Ja, das weiß ich! """
-TOKENIZED = "The film , which was released on 4 July , was a success ; critics ( most of them ) praised its cast and music ."
-DATA = '{"step": 1, "loss": 2.0, "seconds": 12.5}\n' * 20
-
-
-def test_books_are_prose_and_code_and_data_are_not() -> None:
-    assert perplexity.is_prose(BOOK)
-    assert perplexity.is_prose(TOKENIZED)
-    assert not perplexity.is_prose(inspect.getsource(own_tokenizers))
-    assert not perplexity.is_prose(inspect.getsource(perplexity))  # with its docstring
-    assert not any(map(perplexity.is_prose, (DATA, "", "  \n ", "-- ... --", "1 2 3")))

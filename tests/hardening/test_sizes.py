@@ -19,11 +19,9 @@ from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.models import cost, language_model
 from lineartime.models.config import ModelConfig
-from lineartime.models.presets import presets, resolve
+from lineartime.models.presets import resolve
 from lineartime.training import setup
-from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
-from lineartime.training.setup import check_start
 
 SMALL = {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}
 OPTIONS: dict[str, Any] = {
@@ -124,22 +122,6 @@ def test_the_size_of_a_model_is_that_of_its_tensors(preset: str) -> None:
     assert {name: tensor.shape for name, tensor in found.items()} == {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def test_a_chunk_longer_than_the_context_is_no_memory(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "host_memory", lambda: 10**9)
-    result = lineartime.train(
-        data=text, out=tmp_path / "out", cache=tmp_path, steps=1, context_length=64, eval_windows=1,
-        override={"n_blocks": 1, "d_model": 16, "chunk_size": 2**20},
-    )  # fmt: skip
-    assert result.finished
-
-
-def test_every_preset_of_a_laptop_is_allowed_on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "memory_bytes", lambda device: 4 * 10**9)
-    for name, config in presets("clm").items():
-        if name.endswith("-tiny"):
-            cost.check_memory(config, copies=4, tokens=4 * 512, kept_blocks=config.n_blocks)
-
-
 def test_the_option_that_needs_too_much_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "memory_bytes", lambda device: 4 * 10**9)
     with pytest.raises(ArgumentError, match=r"^n_blocks is 5,000, with which the model has"):
@@ -198,20 +180,6 @@ def test_weights_that_are_not_the_models_are_named(saved: Path, kind: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_whole_numbers_are_not_read_from_another_type(tmp_path: Path) -> None:
-    tokenizer = ByteTokenizer()
-    model = lineartime.build("bigbird-tiny", vocab_size=tokenizer.vocab_size, n_blocks=1, n_heads=2)
-    saved = lineartime.save(model, tokenizer, tmp_path / "model")
-    weights_changed(lambda weights: weights.update({"backbone.blocks.0.mixer.seeds": torch.zeros(2)}))(saved)
-    with pytest.raises(LineartimeError, match=r"blocks.0.mixer.seeds is of type F32, but must be integers"):
-        lineartime.load(saved)
-
-
-def test_weights_of_another_precision_are_read(saved: Path) -> None:
-    weights_changed(lambda w: w.update({name: tensor.bfloat16() for name, tensor in w.items()}))(saved)
-    assert lineartime.load(saved).backbone.embedding.weight.dtype == torch.float32
-
-
 # The optimiser's part, and weights alone ------------------------------------------------------------------------------
 
 
@@ -222,14 +190,6 @@ def moments(run: Path) -> Path:
 @pytest.fixture
 def copy(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "run"))
-
-
-def test_a_run_whose_weights_are_not_its_models_is_not_resumed(copy: Path) -> None:
-    last = checkpoints.last_checkpoint(copy)
-    spoil, what = WEIGHTS["a NaN"]
-    spoil(last)
-    with pytest.raises(LineartimeError, match=rf"^The checkpoint {last} is damaged \(.*{what}"):
-        train(out=copy, resume=True)
 
 
 @pytest.mark.parametrize("kind", ["rubbish", "no file", "another shape"])
@@ -263,18 +223,6 @@ def test_a_run_starts_from_the_weights_of_another_with_its_own_schedule(
     assert torch.allclose(new.model.backbone.embedding.weight, old.backbone.embedding.weight, atol=1e-6)
     assert new.step == 2
     assert train(out=tmp_path / "new", resume=True).finished
-
-
-@pytest.mark.parametrize("place", ["saved", "damaged optimizer", "no training state"])
-def test_weights_are_taken_from_whatever_holds_a_model(
-    copy: Path, saved: Path, tmp_path: Path, rest: dict[str, Any], place: str
-) -> None:
-    last = checkpoints.last_checkpoint(copy)
-    if place == "damaged optimizer":
-        moments(copy).write_bytes(b"?")
-    if place == "no training state":
-        (last / "training.json").unlink()
-    assert train(init_from=saved if place == "saved" else last, out=tmp_path / "new", **rest).finished
 
 
 def test_a_tokenizer_that_is_not_the_models_is_refused_even_if_it_has_the_same_size(
@@ -322,11 +270,3 @@ def test_a_preset_of_another_size_than_the_weights_is_refused_whatever_overrides
     # An override that changes no shapes is one of the new run, also where it makes the model that of another preset.
     other = {"normalization": "paper", "initial_scores": "unit"}
     assert train(init_from=run, override=other, out=tmp_path / "next", **rest).finished
-
-
-def test_weights_fit_the_preset_that_another_one_equals(monkeypatch: pytest.MonkeyPatch) -> None:
-    for preset in ("transformer++-scaling-768", "gau-scaling-768"):
-        config = TrainConfig(preset=preset, tokenizer="bytes")
-        monkeypatch.setattr(checkpoints, "read_model_config", lambda _, c=config: c.model_config(258))
-        monkeypatch.setattr(setup, "check_weights", lambda *_: None)
-        check_start(config, Path("run"))

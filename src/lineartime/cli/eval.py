@@ -61,8 +61,6 @@ class EvalOptions:
     threads: Threads = None
     cache: Path | None = None
     """Cache folder for encoded text; the default is lineartime in the user's cache folder."""
-    words: Literal["auto", "on", "off"] = "auto"
-    """Show the perplexity per word; auto shows it only for prose, because it says little about source code."""
     plot: Path | None = None
     """Plot to write: the losses of the run beside the loss by position."""
     json: bool = False
@@ -101,8 +99,7 @@ def run(options: EvalOptions) -> None:
                 _print_comparison(evaluations, f"{device.type}, {precision}")
     first = evaluations[0]
     if len(options.runs) == 1 and not options.json:
-        words = first.prose if options.words == "auto" else options.words == "on"
-        _print(first, f"{device.type}, {precision}", words)
+        _print(first, f"{device.type}, {precision}")
     if options.plot is not None:
         assert first.checkpoint is not None
         picture = draw_report(first.checkpoint.parent, first, options.plot)
@@ -180,7 +177,7 @@ def _plus_minus(error: float | None) -> str:
     return "" if error is None else f" ± {error:.4f}"
 
 
-def _print(evaluation: "Evaluation", where: str, words: bool) -> None:
+def _print(evaluation: "Evaluation", where: str) -> None:
     console = output_console(markup=False)
     what = f"{evaluation.checkpoint} on {evaluation.text}, {evaluation.tokens:,} tokens"
     console.print(f"{what}; computed on {where}", soft_wrap=True)
@@ -188,7 +185,7 @@ def _print(evaluation: "Evaluation", where: str, words: bool) -> None:
     console.print(f"context         {evaluation.context}", soft_wrap=True)
     console.print(f"loss            {evaluation.loss:.4f}{_plus_minus(evaluation.loss_error)} nats per {token}")
     console.print(f"perplexity      {evaluation.perplexity:.3f} per {token}")
-    if words and evaluation.word_perplexity is not None:
+    if evaluation.word_perplexity is not None:
         per_word = f"{evaluation.word_perplexity:{'.3f' if evaluation.word_perplexity < 1e6 else '.3g'}}"
         console.print(f"                {per_word} per word")
     if evaluation.bits_per_byte is not None:

@@ -233,9 +233,6 @@ def _check_exists(path: Path) -> None:
     with reporting_file_errors("read", path):
         if path.exists():
             return
-    if set(path.name) & set("*?["):
-        folder = f"the folder {path.parent}, with " if path.parent.name else "the folder, with "
-        raise ArgumentError("data", f"is {path}, which is a pattern: give {folder}`include={path.name!r}`.")
     names = sorted([*HUB, *_HUTTER])
     known = f"a corpus{did_you_mean(str(path), names)}: {', '.join(names)}"
     raise ArgumentError("data", f"is {path}, which is neither a file or folder nor the name of {known}.")

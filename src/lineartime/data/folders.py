@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 from codecs import getincrementaldecoder
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -16,8 +15,8 @@ from pathlib import Path, PurePath
 from typing import IO
 
 from lineartime.choices import TEXT_COLUMN, Split
-from lineartime.data.readers import BLOCK, COMPRESSED, CSV, LEAVE_OUT, RECORDS, SourceFile, file_format, not_utf8, read_records
-from lineartime.errors import ArgumentError, LineartimeError, file_error
+from lineartime.data.readers import BLOCK, COMPRESSED, RECORDS, SourceFile, file_format, not_utf8, read_records
+from lineartime.errors import ArgumentError, file_error
 from lineartime.fields import check_type
 from lineartime.files import RECORD_FILE
 
@@ -55,14 +54,9 @@ class FilePart:
 
     def identity(self) -> str:
         """A string that changes when the file does, or when it is read in another way."""
-        kind, column = file_format(self.file), self.file.column
-        # Files that earlier versions read in the same way keep their identity.
-        marks = [f":{kind}"] if kind in ("json", "csv") else []
-        marks += [f":{self.file.format_suffix}"] if self.file.format_suffix != self.file.named_suffix else []
-        marks += [f":{column}"] if kind != "text" and column != TEXT_COLUMN else []
-        marks += [f":from {self.first_number}"] if kind != "text" and self.first_number else []
-        splits = "+".join(self.splits) or None
-        return f"{self.path.resolve()}:{splits}:{self.at_lines}:{self.file.version}{''.join(marks)}"
+        splits, file = "+".join(self.splits), self.file
+        read_as = f"{file_format(file)}:{file.format_suffix}:{file.column}:{self.first_number}:{self.at_lines}"
+        return f"{self.path.resolve()}:{splits}:{file.version}:{read_as}"
 
     def portable_identity(self) -> str:
         """Like `identity`, but the same for a copy of the file elsewhere: by its name and size."""
@@ -106,8 +100,6 @@ def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                if start > 0:
-                    deque(_decoded(file, 0, None), maxlen=0)  # raises if the file has such a byte before `start`
                 offset = position - held_back + error.start
                 raise not_utf8(f"{file.path}", error.object, error.start, offset) from None
             if position == 0:
@@ -329,25 +321,16 @@ def listed(names: list[str]) -> str:
 
 
 _HEAD = 8192  # bytes in which a binary file has a zero, by the rule of git
-_POINTER = b"version https://git-lfs.github.com/spec/v1"
-_TAR = re.compile(r".*\.(tar(\.\w+)?|t(gz|bz2?|xz|zst))", re.IGNORECASE)
 
 
-def _unread(path: Path) -> str | None:
-    """What a file is that is not read; None for text. UTF-16 is not binary: the error for it says how to convert it.
-
-    Raises OSError if it cannot be read, and LineartimeError for a pointer of Git LFS in place of a text, by its suffix.
-    """
-    if _TAR.fullmatch(path.name):
-        return "tar archives"
+def _is_binary(path: Path) -> bool:
+    """Whether a file is not text. UTF-16 is not binary: the error for it says how to convert it. Raises OSError."""
+    if path.suffix.lower() in (*COMPRESSED, *RECORDS):
+        return False
     with path.open("rb") as stream:
         head = stream.read(_HEAD)
-    suffix = path.suffix.lower()
-    if head.startswith(_POINTER) and suffix in (".txt", ".md", *RECORDS, *COMPRESSED):
-        raise LineartimeError(f"{path} is a pointer of Git LFS: fetch the file itself by `git lfs pull`, or ", *LEAVE_OUT)
     is_zero = b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    is_named_text = suffix in CSV or suffix not in (*COMPRESSED, *RECORDS)
-    return "binary files" if is_named_text and (is_zero or head.startswith((b"%PDF-", _POINTER))) else None
+    return is_zero or head.startswith(b"%PDF-")
 
 
 @dataclass
@@ -390,11 +373,9 @@ class FilesOfText:
                 parts = self._texts(path, [file for file in sorted(self._chosen(path, path)) if file.stat().st_size])
                 parts = self._without_side_files(path, parts)
             elif path.is_file():
-                if _unread(path) == "tar archives":  # a binary file is read, until a byte of it is not UTF-8
-                    raise ArgumentError("data", f"is {path}, but tar archives are not read: unpack it and give the folder.")
                 parts = [self._part(path)] if path.stat().st_size else []
             else:
-                raise ArgumentError("data", f"is {path}, a pipe or a device, which is read only once: write it to a file.")
+                raise ArgumentError("data", f"is {path}, which is neither a file nor a folder: write the text to a file.")
         except OSError as error:
             raise file_error("read", error.filename or path, error) from None
         if not parts:
@@ -415,10 +396,9 @@ class FilesOfText:
 
     def _no_text(self, path: Path) -> ArgumentError:
         left = f" ({' '.join(self.notes).rstrip('.')})" if self.notes else ""
-        if path.is_dir() and (self.include or self.exclude):
-            found = f"is {path}, which holds no text with these patterns{left}: change "
-            return ArgumentError("data", found, "`include` or `exclude`.")
-        return ArgumentError("data", f"is {path}, which holds no text{left}: give a text file or a folder of text files.")
+        chosen = " with these patterns" if self.include or self.exclude else ""
+        found = f"is {path}, which holds no text{chosen}{left}"
+        return ArgumentError("data", f"{found}: give a text file or a folder of text files.")
 
     def _chosen(self, root: Path, folder: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
         """The files below a folder that are shown and chosen. Raises OSError for a folder that is unreadable or in itself."""
@@ -442,17 +422,14 @@ class FilesOfText:
 
     def _texts(self, folder: Path, paths: list[Path]) -> list[FilePart]:
         """The files that are text. Raises ArgumentError if most bytes are not."""
-        unread = {path: kind for path in paths if (kind := _unread(path))}
+        unread = [path for path in paths if _is_binary(path)]
         kept = [path for path in paths if path not in unread]
         texts = [path for path in kept if not has_no_text(path.name)] or kept
         if kept and _bytes(unread) > _bytes(texts):
-            example = max(unread, key=lambda path: path.stat().st_size)
-            what = f"{unread[example]} ({example.relative_to(folder).as_posix()})"
-            found = f"is {folder}, most of which is not read, such as {what}: give the text that they hold, or choose files by "
+            found = f"is {folder}, most of which is binary, such as {_names(folder, unread)}: give text, or choose files by "
             raise ArgumentError("data", found, "`include`.")
-        for kind in dict.fromkeys(unread.values()):
-            names = _names(folder, [path for path in unread if unread[path] == kind])
-            self.notes.append(f"Left out of {folder}, because {kind} are not read: {names}.")
+        if unread:
+            self.notes.append(f"Left out of {folder}, because binary files are not read: {_names(folder, unread)}.")
         return [self._part(path) for path in kept]
 
     def _without_side_files(self, folder: Path, parts: list[FilePart]) -> list[FilePart]:

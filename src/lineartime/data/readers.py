@@ -203,17 +203,11 @@ def missing_column(column: str, where: str, columns: Iterable[str], *otherwise: 
 
 
 def not_utf8(where: str, content: bytes, place: int, offset: int) -> LineartimeError:
-    """The error for a byte that is not UTF-8, `place` in some content of a file and `offset` in the file.
-
-    A file that starts like the mark of UTF-16 is taken for UTF-16, and other content with zeros for that of a binary file.
-    """
+    """The error for a byte that is not UTF-8, `place` in some content of a file and `offset` in the file."""
     byte = content[place]
     found = f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset})"
     encoding = "utf-16" if offset == 0 and byte in (0xFE, 0xFF) else "latin1"
-    if encoding == "latin1" and b"\0" in content:
-        return LineartimeError(f"{found}, but looks like a binary file: give its text, or ", *LEAVE_OUT)
-    convert = f"convert the file, for example by `iconv -f {encoding} -t utf-8`, or "
-    return LineartimeError(f"{found}: {convert}", *LEAVE_OUT)
+    return LineartimeError(f"{found}: convert a text, for example by `iconv -f {encoding} -t utf-8`, or ", *LEAVE_OUT)
 
 
 Format = Literal["text", "json lines", "json", "csv", "parquet"]
@@ -271,11 +265,6 @@ def _json_lines(file: SourceFile) -> Iterator[str]:
 def _json(file: SourceFile) -> Iterator[str]:
     with file.open() as stream:
         whole = _loaded(str(file.path), stream.read(), 0)
-    if isinstance(whole, dict) and file.column not in whole:
-        lists = [name for name, value in whole.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-        if lists:
-            found = f'{file.path} is a JSON object with its records in "{lists[0]}"'
-            raise LineartimeError(f"{found}: write that list alone, or one record in each line.")
     records = whole if isinstance(whole, list) else [whole]
     for number, record in enumerate(records, 1):
         row = {file.column: record} if isinstance(record, str) and isinstance(whole, list) else record
@@ -358,8 +347,7 @@ def _csv_rows(file: SourceFile) -> Iterator[tuple[Any, list[str]]]:
         try:
             columns = [name.strip() for name in next(rows, [])]
             if file.column not in columns:
-                commas = (", or separate columns by commas.",) if len(columns) == 1 and file.format_suffix == ".csv" else ()
-                raise missing_column(file.column, f"{file.path}, line 1,", columns, *commas)
+                raise missing_column(file.column, f"{file.path}, line 1,", columns)
             yield rows, columns
         except csv.Error as error:
             where = f"{file.path}, line {rows.line_num:,},"

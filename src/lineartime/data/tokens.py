@@ -110,14 +110,14 @@ def _parts(tokenizer: Tokenizer, blocks: Iterator[str]) -> Iterator[Part]:
 
 @dataclass(frozen=True)
 class EncodedTextInfo:
-    """Facts about an encoded text, stored in facts.json. Earlier versions did not count documents."""
+    """Facts about an encoded text, stored in facts.json."""
 
     dtype: Literal["uint16", "uint32"]
     n_tokens: Count
     n_bytes: Count
     n_words: Count
+    n_documents: Count
     sha256: dict[ShardName, Digest]
-    n_documents: Count | None = None
 
 
 class ShardWriter:
@@ -210,7 +210,7 @@ class ShardWriter:
             self._shard = None
 
 
-_FORMAT = 4  # part of every folder's name: increase it when the same input would give other tokens
+_FORMAT = 5  # part of every folder's name: increase it when the same input would give other tokens
 _PARTIAL = r"[0-9a-f]{20}\.[0-9a-f]{32}\.partial"
 
 
@@ -249,7 +249,7 @@ class TokenStream:
         n_bytes: the number of bytes of the encoded text.
         n_words: the number of words of that text, separated by white space.
         digest: a string that differs between streams of different tokens; empty for a stream that is not on disk.
-        n_documents: the number of documents, including a last one that is cut; None if an earlier version encoded the tokens.
+        n_documents: the number of documents, including a last one that is cut.
         is_cut: whether a token limit ended the stream before the end of the split.
     """
 
@@ -258,7 +258,7 @@ class TokenStream:
     n_bytes: int
     n_words: int = 0
     digest: str = ""
-    n_documents: int | None = None
+    n_documents: int = 1
     is_cut: bool = False
 
     def __len__(self) -> int:
@@ -268,14 +268,13 @@ class TokenStream:
 def joined(corpus: Corpus, split: Split, streams: Sequence[TokenStream]) -> TokenStream:
     """The tokens of a split of a corpus, from those of its sources, one after another."""
     parts = [stream.tokens for stream in streams]
-    documents = [stream.n_documents for stream in streams if stream.n_documents is not None]
     return TokenStream(
         f"the {split} split of {corpus.name}",
         Shards([shard for tokens in parts for shard in (tokens.shards if isinstance(tokens, Shards) else [tokens])]),
         sum(stream.n_bytes for stream in streams),
         sum(stream.n_words for stream in streams),
         hashlib.sha256("".join(stream.digest for stream in streams).encode()).hexdigest()[:12],
-        sum(documents) if len(documents) == len(streams) else None,
+        sum(stream.n_documents for stream in streams),
         any(stream.is_cut for stream in streams),
     )
 
@@ -315,15 +314,12 @@ def _counts(stream: TokenStream | None) -> str:
         return ""
     first = "the first " if stream.is_cut else ""
     count = stream.n_documents
-    documents = "" if count is None else "1 document, " if count == 1 else f"{count:,} documents, "
-    return f": {first}{documents}{len(stream):,} tokens"
+    return f": {first}{count:,} {'document' if count == 1 else 'documents'}, {len(stream):,} tokens"
 
 
 def _key(identity: str, tokenizer: Tokenizer, max_tokens: int | None) -> str:
     """A name for the tokens, which changes with the tokenizer, the text and the limit."""
-    # Of limited tokens, earlier versions counted the bytes and words of the decoded text.
-    limit = "None" if max_tokens is None else f"{max_tokens} of the original text"
-    parts = [str(_FORMAT), fingerprint(tokenizer), limit, identity]
+    parts = [str(_FORMAT), fingerprint(tokenizer), str(max_tokens), identity]
     return hashlib.sha256(os.fsencode("\n".join(parts))).hexdigest()[:20]
 
 

@@ -4,7 +4,6 @@ Shapes: B batch or rows, T tokens, V vocabulary.
 """
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -26,17 +25,10 @@ from lineartime.machine import autocast
 from lineartime.models.language_model import CausalLM, LanguageModel, check_finite_logits
 from lineartime.ops.cross_entropy import IGNORED
 
-_SAMPLES, _SAMPLE = 16, 2048
-"""The number of samples that decide whether a stream is prose, and the tokens in each."""
 _SCANNED = 1 << 20
 """The number of tokens among which ends of documents are looked for at once."""
 _LOGITS = 1 << 24
 """The number of logits in memory at once."""
-
-_WORD = re.compile(r"""["'(\[\u201c\u2018_*]*[^\W\d_]+(?:[-'\u2019][^\W\d_]+)*["'\u201d\u2019.,;:!?)\]_*]*(?:--)?""")
-_SIGNS = re.compile(r"""[-.,;:!?"'()\u2013\u2014]+""")
-_SHARE = 0.8
-"""The threshold, between source code (0.5 to 0.75) and Wikipedia with its markup (0.85); books have 0.99."""
 
 _NO_SAMPLES = partial(torch.zeros, 0, 2, dtype=torch.float64, device="cpu")
 
@@ -138,7 +130,6 @@ class Evaluation:
         bits_per_byte: the total loss in bits, divided by the bytes of the predicted text; None for masked tokens.
         word_perplexity: exp of the total loss divided by the number of words (separated by white space), which does not depend
             on the tokenizer; None for masked tokens, and for text with too few words.
-        prose: whether the text is prose, judged from samples: only then does the word perplexity mean much.
         by_position: the loss by the number of preceding tokens, from each power of two to the next, the first of which precedes
             the window. For a masked model, which reads in both directions, the loss by position in the window.
         loss_error: the standard error of the loss, with windows, documents, or pieces of the carried context, as samples; None
@@ -155,7 +146,6 @@ class Evaluation:
     masked: bool
     bits_per_byte: float | None
     word_perplexity: float | None
-    prose: bool
     by_position: list[PositionLoss]
     loss_error: float | None = None
     samples: Tensor = field(default_factory=_NO_SAMPLES, repr=False, compare=False)
@@ -299,7 +289,7 @@ def evaluate_windowed(
         context += f"; the first half of each {part} is its prefix, read in both directions, and not counted"
     if packed:
         context += "; no document reads another"
-    return _evaluation(sums, context, stream, tokenizer, masked=task == "mlm")
+    return _evaluation(sums, context, stream, masked=task == "mlm")
 
 
 @torch.no_grad()
@@ -347,7 +337,7 @@ def evaluate_carried(
                     pieces = []
     what = "documents, each from its first token" if documents else "carried from the first token of the split"
     context = f"{what} to the last, {segment} tokens read at a time"
-    return _evaluation(sums, context, stream, tokenizer)
+    return _evaluation(sums, context, stream)
 
 
 def _length(stream: TokenStream, max_tokens: int | None) -> int:
@@ -375,12 +365,6 @@ def _documents(stream: TokenStream, tokenizer: Tokenizer, tokens: int) -> Iterat
         yield begin, tokens
 
 
-def is_prose(text: str) -> bool:
-    """Whether more than 80% of whitespace-separated pieces are words, ignoring punctuation around them or on its own."""
-    pieces = [piece for piece in text.split() if not _SIGNS.fullmatch(piece)]
-    return sum(_WORD.fullmatch(piece) is not None for piece in pieces) > _SHARE * len(pieces)
-
-
 def _windows(
     stream: TokenStream, tokenizer: Tokenizer, tokens: int, context_length: int, stride: int, batch_size: int
 ) -> Iterator[tuple[Tensor, int, list[int]]]:
@@ -396,9 +380,7 @@ def _windows(
             yield torch.stack([_read(stream, tokenizer, start, length) for start in starts]), skip, starts
 
 
-def _evaluation(
-    sums: PositionSums, context: str, stream: TokenStream, tokenizer: Tokenizer, masked: bool = False
-) -> Evaluation:
+def _evaluation(sums: PositionSums, context: str, stream: TokenStream, masked: bool = False) -> Evaluation:
     """The result, from the sums of the losses. Raises LineartimeError if no token was predicted, or a loss is not finite."""
     mean = sums.mean()
     if mean is None:
@@ -409,9 +391,6 @@ def _evaluation(
     check_finite_logits(math.isfinite(loss))
     # The measured part of the stream is assumed to have a proportional share of its bytes and words.
     n_bytes, n_words = (round(number * count / len(stream)) for number in (stream.n_bytes, stream.n_words))
-    length = min(len(stream), _SAMPLE)
-    starts = range(0, len(stream) - length + 1, max(1, len(stream) // _SAMPLES))
-    samples = (tokenizer.decode(read_window(stream, start, length).tolist()) for start in starts)
     return Evaluation(
         stream.name,
         context,
@@ -420,7 +399,6 @@ def _evaluation(
         masked,
         bits_per_byte=None if masked else bits_per_byte(loss, count, n_bytes),
         word_perplexity=None if masked else word_perplexity(loss, count, n_words),
-        prose=is_prose(" ".join(samples)),
         by_position=list(sums.by_position()),
         loss_error=error,
         samples=sums.samples(),
