@@ -12,9 +12,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 from lineartime.errors import LineartimeError
 from lineartime.finetuning.config import Advanced, FinetuneConfig
-from lineartime.finetuning.labelling import find_labels, find_texts, label_scores
+from lineartime.finetuning.data import find_texts, read_records
+from lineartime.finetuning.labelling import find_labels, label_scores
 from lineartime.finetuning.predict import predict
-from lineartime.finetuning.records import read_records
 from lineartime.finetuning.tune import finetune
 
 Written = Callable[[list[dict[str, Any]], str], Path]

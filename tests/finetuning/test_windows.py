@@ -2,17 +2,15 @@ import pytest
 
 from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.errors import LineartimeError
-from lineartime.finetuning.model import paired_tokenizer
-from lineartime.finetuning.questions import Question
+from lineartime.finetuning.data import Question
+from lineartime.finetuning.tune import paired_tokenizer
 from lineartime.finetuning.windows import WindowEncoder
 
 TEXT = "Größe 大小 [MASK] und noch viel mehr Text, der nicht in ein Fenster passt, " * 3
 
 
 def encoder(context_length: int = 64, stride: int = 16) -> WindowEncoder:
-    tokenizer = paired_tokenizer(ByteTokenizer())
-    definition = tokenizer.backend_tokenizer.to_str()
-    return WindowEncoder(definition, tokenizer.cls_token, tokenizer.sep_token, context_length, stride)
+    return WindowEncoder.of(paired_tokenizer(ByteTokenizer()), context_length, stride)
 
 
 def test_windows_are_cls_question_sep_text_sep_and_hold_all_of_the_text() -> None:

@@ -1,13 +1,20 @@
 """Answering questions by a span of a text: the windows to learn from, the best span of each question, and its metrics.
 
+Exact match and F1 are those of the official scripts of SQuAD 1.1 and 2.0, TriviaQA and CMRC 2018. They differ. SQuAD deletes
+punctuation, TriviaQA puts a space in its place and in that of quotes and underscores. Both leave out articles, and compare bags
+of words. CMRC compares runs of Chinese characters and words. Only SQuAD 2.0 has questions without an answer.
+
 Shapes: B batch, T tokens, L the maximum number of tokens of an answer.
 """
 
+import re
+import string
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -15,17 +22,83 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lineartime.choices import Split
 from lineartime.errors import LineartimeError
-from lineartime.finetuning.answer_metrics import answer_scores, score_answers
-from lineartime.finetuning.questions import Question, QuestionFile
-from lineartime.finetuning.trainer import Task
-from lineartime.finetuning.windows import WindowEncoder, dataset_of, padded, read_windows
+from lineartime.finetuning.config import FinetuneConfig
+from lineartime.finetuning.data import Metric, Question, QuestionFile, find_questions
+from lineartime.finetuning.windows import WINDOWS, WindowEncoder, dataset_of, padded, read_windows
 from lineartime.hf.tasks import LineartimeForQuestionAnswering
 
 _NUMBER, _PLACES = datasets.Value("int32"), datasets.Sequence(datasets.Value("int32"))
 _TRAINED = datasets.Features({"input_ids": _PLACES, "first": _NUMBER, "start_positions": _NUMBER, "end_positions": _NUMBER})
 _ANSWERED = datasets.Features({"input_ids": _PLACES, "first": _NUMBER, "question": _NUMBER, "starts": _PLACES, "ends": _PLACES})
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_DELETED = str.maketrans("", "", string.punctuation)
+_SPACED = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))  # noqa: RUF001  # quotes of TriviaQA
+_MARKS = "-:_*^/\\~`+=，。：？！“”；’《》·、「」（）－～『』"  # noqa: RUF001  # those of CMRC
+_WITHOUT_MARKS = str.maketrans("", "", _MARKS)
+_CHINESE_OR_WORD = re.compile(r"[\u4e00-\u9fa5]|\d+(?:[.,]\d+)*|[^\W\d\u4e00-\u9fa5]+|\S")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Means over all questions, in percent.
+
+    Attributes:
+        exact_match: answers that equal one of the right ones.
+        f1: the overlap of answers with the nearest right one.
+        questions: the number of questions.
+        missing: those without a prediction, which score 0.
+    """
+
+    exact_match: float
+    f1: float
+    questions: int
+    missing: int
+
+
+def score_answers(predictions: Mapping[str, str], right: Mapping[str, Sequence[str]], metric: Metric) -> Scores:
+    """Compare the predicted answers of all questions with the right ones, both by the question's key."""
+    found = [answer_scores(predictions[key], right[key], metric) for key in right if key in predictions]
+    exact, f1 = (100 * sum(each[place] for each in found) / max(len(right), 1) for place in (0, 1))
+    return Scores(exact, f1, len(right), len(right) - len(found))
+
+
+def answer_scores(prediction: str, right: Sequence[str], metric: Metric) -> tuple[float, float]:
+    """Exact match and F1 of one answer: each is the maximum over the right answers, of which only squad_v2 may have none."""
+    if metric == "cmrc":
+        exact = _plain(prediction) in map(_plain, right)
+        return float(exact), max(_run_f1(prediction, each) for each in right)
+    if metric == "squad_v2":
+        right = [each for each in right if normalized(each, metric)] or [""]
+    own, others = normalized(prediction, metric), [normalized(each, metric) for each in right]
+    return float(own in others), max(_bag_f1(own.split(), each.split(), metric) for each in others)
+
+
+def normalized(answer: str, metric: Metric) -> str:
+    """An answer in lower case, without punctuation, articles and superfluous spaces."""
+    answer = answer.lower().translate(_SPACED if metric == "triviaqa" else _DELETED)
+    return " ".join(_ARTICLES.sub(" ", answer).split())
+
+
+def _bag_f1(own: list[str], right: list[str], metric: Metric) -> float:
+    if metric == "squad_v2" and not (own and right):
+        return float(own == right)
+    return _f1(sum((Counter(own) & Counter(right)).values()), len(own), len(right))
+
+
+def _run_f1(prediction: str, right: str) -> float:
+    """The F1 of CMRC, of the longest run of characters and words that both have."""
+    own, other = (_CHINESE_OR_WORD.findall(_plain(each)) for each in (prediction, right))
+    common = SequenceMatcher(None, other, own, autojunk=False).find_longest_match(0, len(other), 0, len(own))
+    return _f1(common.size, len(own), len(other))
+
+
+def _plain(answer: str) -> str:
+    return answer.lower().strip().translate(_WITHOUT_MARKS)
+
+
+def _f1(common: int, predicted: int, right: int) -> float:
+    return 2 * common / (predicted + right) if common else 0.0
 
 
 @dataclass(frozen=True)
@@ -61,40 +134,20 @@ def best_threshold(found: Mapping[str, Answer], right: Mapping[str, Sequence[str
     return threshold
 
 
-class Answering(Task):
+class Answering:
     """Questions to train with and to answer, for one model and tokenizer.
 
-    Args:
-        files: the questions to train with and to validate with.
-        encoder: divides them into windows.
-        cache: the folder for the windows, which may be large.
-        batch_size: the number of windows that are answered at once.
-        seed: the windows without an answer that are trained on.
-        max_answer_tokens: the longest answer; None for that of 99 % of the training windows.
-        null_threshold: for SQuAD 2.0, the score below which a question has no answer; None for the best on validation.
-
-    Raises:
-        LineartimeError: if a file cannot be read, or there is nothing to train with.
+    Raises LineartimeError if a file cannot be read, or there is nothing to train with.
     """
 
     head = LineartimeForQuestionAnswering
     peft_task = "QUESTION_ANS"
     metric = "f1"
 
-    def __init__(
-        self,
-        files: Mapping[Split, QuestionFile],
-        encoder: WindowEncoder,
-        cache: Path,
-        *,
-        batch_size: int,
-        seed: int = 0,
-        max_answer_tokens: int | None = None,
-        null_threshold: float | None = None,
-    ) -> None:
-        self.batch_size, self.null_threshold = batch_size, null_threshold
-        self.validation = files["validation"]
-        learnt = files["train"]
+    def __init__(self, config: FinetuneConfig, encoder: WindowEncoder) -> None:
+        self.batch_size, self.null_threshold = config.batch_size, config.advanced.null_threshold
+        files = find_questions(config.data, config.advanced.domain)
+        learnt, self.validation = files["train"], files["validation"]
         self.right = {question.key: question.answers for question in self.validation}
         if not self.right:
             raise LineartimeError(f"{self.validation.file} holds no question to validate with: give other data.")
@@ -102,11 +155,11 @@ class Answering(Task):
         if not any(learnable):
             raise LineartimeError(f"{learnt.file} holds no question whose text holds its answer: give other data.")
         self.left_out = learnable.count(False)
-        options = {"questions": learnt, "seed": seed}
-        self.train = dataset_of(encoder.for_training, options, _TRAINED, cache)
+        cache = config.out / WINDOWS
+        self.train = dataset_of(encoder.for_training, {"questions": learnt, "seed": config.seed}, _TRAINED, cache)
         self.held_out = dataset_of(encoder.for_answering, {"questions": self.validation}, _ANSWERED, cache)
         lengths = np.array(self.train["end_positions"]) - np.array(self.train["start_positions"]) + 1
-        self.max_answer_tokens = max_answer_tokens or int(np.quantile(lengths, 0.99, method="higher"))
+        self.max_answer_tokens = config.advanced.max_answer_tokens or int(np.quantile(lengths, 0.99, method="higher"))
         self.predictions: dict[str, str] = {}
 
     def describe(self) -> str:

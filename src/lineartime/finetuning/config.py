@@ -15,8 +15,6 @@ OfFLASH = Literal["flash", "flash-cls", "flash-first-to-all"]
 """The mixers that have the weights of FLASH, and its chunks."""
 LabelKind = Literal["single", "multiple", "numbers"]
 """One label for each text, several, or a number."""
-PAPER_CHUNK = 128
-"""The tokens in a chunk when the paper fine-tunes FLASH (section 4.3)."""
 
 
 @dataclass(frozen=True)
@@ -93,5 +91,3 @@ class FinetuneConfig:
         check_fields(self.advanced)
         if not self.learning_rates:
             raise ArgumentError("learning_rates", "is empty: give at least one.")
-        if len(set(self.learning_rates)) < len(self.learning_rates):
-            raise ArgumentError("learning_rates", f"is {list(self.learning_rates)}, which holds one twice: leave it out.")

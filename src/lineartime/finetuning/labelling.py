@@ -9,7 +9,6 @@ Shapes: K labels.
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -18,14 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lineartime.choices import Split
-from lineartime.errors import ArgumentError, LineartimeError, require_packages
+from lineartime.errors import LineartimeError, require_packages
 from lineartime.fields import shown
-from lineartime.finetuning.config import Advanced, LabelKind
-from lineartime.finetuning.questions import HELD_OUT_EVERY, one_of_each_split
-from lineartime.finetuning.records import SUFFIXES, read_records
-from lineartime.finetuning.trainer import Task
-from lineartime.finetuning.windows import WindowEncoder, dataset_of, padded, read_windows
+from lineartime.finetuning.config import FinetuneConfig, LabelKind
+from lineartime.finetuning.data import Labelled, find_texts
+from lineartime.finetuning.windows import WINDOWS, WindowEncoder, dataset_of, padded, read_windows
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.tasks import LineartimeForSequenceClassification
 
@@ -81,70 +77,6 @@ class Labels:
         return {"labels": [name for name, score in by_name.items() if score > 0.5], "scores": by_name}
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """A text with its label.
-
-    Attributes:
-        key: its name in a file of predictions.
-        text: the text, or the first of a pair.
-        second: the second text of a pair.
-        label: the label as it stands in the file; None where it is to be predicted.
-        where: its file and place.
-    """
-
-    key: str
-    text: str
-    second: str | None
-    label: Any
-    where: str
-
-
-@dataclass(frozen=True)
-class LabelledFile:
-    """The texts of a file, or a share of them.
-
-    Attributes:
-        file: the file.
-        columns: the names of the columns of the text, of the second text of pairs, and of the label.
-        held_out: whether every fifth text is left out (False), or alone is read (True); None reads all.
-    """
-
-    file: Path
-    columns: tuple[str, str | None, str | None]
-    held_out: bool | None = None
-
-    def __iter__(self) -> Iterator[Labelled]:
-        text, second, label = self.columns
-        for number, (place, record) in enumerate(read_records(self.file)):
-            if self.held_out in (None, number % HELD_OUT_EVERY == 0):
-                where = f"{self.file}, {place},"
-                for option, column in (("text_column", text), ("pair_column", second), ("label_column", label)):
-                    if column is not None and column not in record:
-                        raise ArgumentError(option, f"is {column}, but {where} has the columns {', '.join(record)}.")
-                texts = [record[column] for column in (text, second) if column is not None]
-                for value in texts:
-                    if not isinstance(value, str):
-                        raise LineartimeError(f"{where} has {shown(value)} instead of a text: correct it, or leave it out.")
-                key = str(record.get("id", number + 1))
-                yield Labelled(key, texts[0], (*texts, None)[1], None if label is None else record[label], where)
-
-
-def find_texts(data: Path, advanced: Advanced) -> dict[Split, LabelledFile]:
-    """The texts to train with and to validate with: every fifth of a file is held out; of a folder, names of files say which.
-
-    Raises:
-        ArgumentError: for another path.
-    """
-    columns = (advanced.text_column, advanced.pair_column, advanced.label_column)
-    if data.is_dir():
-        found = one_of_each_split(data, SUFFIXES, "train.csv and validation.csv")
-        return {split: LabelledFile(file, columns) for split, file in found.items()}
-    if not data.is_file():
-        raise ArgumentError("data", f"is {data}, which does not exist: give a file of texts with labels, or a folder.")
-    return {"train": LabelledFile(data, columns, False), "validation": LabelledFile(data, columns, True)}
-
-
 def find_labels(texts: Iterable[Labelled], kind: LabelKind | None) -> Labels:
     """The labels of texts to train with. If no kind is given, lists are several labels, and fractions are numbers."""
     given = [(each.label, each.where) for each in texts]
@@ -184,50 +116,39 @@ def _number(value: Any, where: str) -> float:
     return number
 
 
-class Labelling(Task):
+class Labelling:
     """Texts to train with and to label, for one model and tokenizer.
 
-    Args:
-        files: the texts to train with and to validate with.
-        encoder: divides them into windows.
-        cache: the folder for the windows, which may be large.
-        batch_size: the number of windows that are read at once.
-        kind: what the labels are; None finds it out.
-
-    Raises:
-        LineartimeError: if a file cannot be read, or there is nothing to train with.
+    Raises LineartimeError if a file cannot be read, or there is nothing to train with.
     """
 
     peft_task = "SEQ_CLS"
 
-    def __init__(
-        self,
-        files: Mapping[Split, LabelledFile],
-        encoder: WindowEncoder,
-        cache: Path,
-        *,
-        batch_size: int,
-        kind: LabelKind | None = None,
-    ) -> None:
+    def __init__(self, config: FinetuneConfig, encoder: WindowEncoder) -> None:
         require_packages("sklearn", "scipy", extra="finetune", purpose="Measuring labels")
+        files = find_texts(config.data, config.advanced)
         for file in files.values():
             if next(iter(file), None) is None:
                 raise LineartimeError(f"{file.file} holds too few texts to train with and to validate with: give more.")
-        self.labels = find_labels(files["train"], kind)
+        self.labels = find_labels(files["train"], config.advanced.labels)
         if self.labels.kind != "numbers" and len(self.labels.names) < 2:
             raise LineartimeError(f"{files['train'].file} holds texts of one label alone: give texts of at least two.")
-        self.batch_size, self.metric = batch_size, _METRICS[self.labels.kind]
+        self.batch_size, self.metric = config.batch_size, _METRICS[self.labels.kind]
         self.keys = [each.key for each in files["validation"]]
         self.right = np.array([self.labels.target(each.label, each.where) for each in files["validation"]])
         whole, ids = datasets.Value("int32"), datasets.Sequence(datasets.Value("int32"))
         features = datasets.Features(
             {"input_ids": ids, "first": whole, "text": whole, "labels": datasets.Sequence(datasets.Value("float32"))}
         )
-        made = {
-            split: dataset_of(label_windows, {"texts": file, "encoder": encoder, "labels": self.labels}, features, cache)
-            for split, file in files.items()
-        }
-        self.train, self.held_out = made["train"], made["validation"]
+        self.train, self.held_out = (
+            dataset_of(
+                label_windows,
+                {"texts": files[split], "encoder": encoder, "labels": self.labels},
+                features,
+                config.out / WINDOWS,
+            )
+            for split in ("train", "validation")
+        )
         self.predictions: dict[str, Any] = {}
 
     def head(self, config: LineartimeConfig) -> LineartimeForSequenceClassification:

@@ -14,8 +14,8 @@ from lineartime.choices import Device, Precision
 from lineartime.errors import ArgumentError, reporting_file_errors
 from lineartime.files import read_file, write_file
 from lineartime.finetuning.answering import best_answers
-from lineartime.finetuning.labelling import LabelledFile, Labels, label_windows, mean_logits
-from lineartime.finetuning.questions import read_questions
+from lineartime.finetuning.data import LabelledFile, read_questions
+from lineartime.finetuning.labelling import Labels, label_windows, mean_logits
 from lineartime.finetuning.tune import MODEL, RESULT, FinetuneResult
 from lineartime.finetuning.windows import WindowEncoder
 from lineartime.hf.convert import quietly
@@ -120,8 +120,7 @@ def _load(kind: Any, model: Path, result: FinetuneResult, device: torch.device) 
     with quietly():
         loaded = kind.from_pretrained(model).to(device)
         tokenizer = AutoTokenizer.from_pretrained(model)
-    definition, names = tokenizer.backend_tokenizer.to_str(), (tokenizer.cls_token, tokenizer.sep_token)
-    return loaded, WindowEncoder(definition, *names, result.config["context_length"], result.config["stride"])
+    return loaded, WindowEncoder.of(tokenizer, result.config["context_length"], result.config["stride"])
 
 
 def blocks(inputs: Iterable[Item], done: int) -> Iterator[list[Item]]:

@@ -16,12 +16,16 @@ import tokenizers
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 from transformers.modeling_outputs import ModelOutput
 
 from lineartime.errors import LineartimeError
-from lineartime.finetuning.questions import Question
+from lineartime.finetuning.data import Question
 from lineartime.hf.tokenizer import framing
 from lineartime.machine import autocast
+
+WINDOWS = "windows"
+"""The folder for the windows of a fine-tuning, which may be large."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,12 @@ class WindowEncoder:
     context_length: int
     stride: int
 
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerFast, context_length: int, stride: int) -> "WindowEncoder":
+        """One with the tokenizer, [CLS] and [SEP] of a tokenizer of transformers."""
+        definition = tokenizer.backend_tokenizer.to_str()
+        return cls(definition, tokenizer.cls_token, tokenizer.sep_token, context_length, stride)
+
     @cached_property
     def backend(self) -> Any:
         """The tokenizer, with [CLS] and [SEP]; their names in a text are text."""
@@ -99,7 +109,7 @@ class WindowEncoder:
         """The windows of a question. Raises LineartimeError if it leaves too little room for a text."""
         where = f"The question {question.key}" + f" ({question.where})" * bool(question.where)
         found = self.encodings(question.question, question.text, where)
-        return [_window(each, each.type_ids.index(1)) for each in found]
+        return [_window(each) for each in found]
 
     def for_training(self, questions: Sequence[Question], seed: int) -> Iterator[dict[str, Any]]:
         """Windows with the tokens of an answer, and at most as many without, of which [CLS] is the answer.
@@ -125,7 +135,8 @@ class WindowEncoder:
                 yield {"input_ids": each.ids, "first": each.first, "question": number, **places}
 
 
-def _window(encoding: Any, first: int) -> Window:
+def _window(encoding: Any) -> Window:
+    first = encoding.type_ids.index(1)
     offsets = np.array(encoding.offsets[first:-1], dtype=np.int64).reshape(-1, 2)
     return Window(encoding.ids, first, offsets[:, 0], offsets[:, 1])
 
@@ -155,21 +166,17 @@ def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask.long(), "token_type_ids": types.long()}
 
 
-def by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """The places of rows in batches of about one length, so that little is padding."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    return (order[first : first + batch_size] for first in range(0, len(order), batch_size))
-
-
 @torch.no_grad()
 def read_windows(
     model: nn.Module, windows: Any, batch_size: int, bf16: bool
 ) -> Iterator[tuple[list[Mapping[str, Any]], ModelOutput]]:
-    """The windows in batches of about one length, with what a model says about them."""
+    """The windows in batches of about one length, so that little is padding, with what a model says about them."""
     model.eval()
     device = next(model.parameters()).device
-    for places in by_length([len(window["input_ids"]) for window in windows], batch_size):
-        rows = [windows[place] for place in places]
+    lengths = [len(window["input_ids"]) for window in windows]
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for first in range(0, len(order), batch_size):
+        rows = [windows[place] for place in order[first : first + batch_size]]
         batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
         with autocast(device, bf16):
             outputs = model(**batch)

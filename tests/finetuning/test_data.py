@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lineartime.errors import LineartimeError
-from lineartime.finetuning.questions import find_questions, read_questions
+from lineartime.finetuning.data import find_questions, read_questions
 
 from .conftest import article
 
@@ -102,8 +102,12 @@ def test_questions_without_answers_are_read_from_lines(tmp_path: Path) -> None:
         ("a.json", {"Data": [{**TRIVIA, "Answer": 1}]}, r"has Data\[0\] whose Answer is 1, but it must be an object"),
         ("a.json", {"Data": [{**TRIVIA, "EntityPages": 1}]}, r"has Data\[0\] whose EntityPages is 1, but it must be a list"),
         ("a.json", {"Data": [{**TRIVIA, "EntityPages": [1]}]}, r"has Data\[0\].EntityPages without Filename"),
-        ("a.json", {"data": []}, r"a.json holds no list `data` of articles: give a file in the layout of SQuAD"),
-        ("a.json", [1], r"a.json holds no questions \(it is \[1\]\): give JSON in the layout"),
+        ("a.json", {"version": 1}, r"a.json has an object without data, but it must be a list"),
+        (
+            "a.json",
+            [1],
+            r"a.json is damaged \(it is \[1\], but must be an object\): give JSON in the layout",
+        ),
         ("a.jsonl", {"question": "?", "text": ""}, r"a.jsonl has line 1 without context, but it must be a text"),
     ],
 )
