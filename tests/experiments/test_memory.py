@@ -16,7 +16,6 @@ import torch
 from lineartime.choices import MemoryTask
 from lineartime.data import Batch, TokenStream
 from lineartime.errors import ArgumentError
-from lineartime.experiments import worker
 from lineartime.experiments.command import reproduce
 from lineartime.experiments.memory_tasks import DIGITS, TASKS, needle, recall_training
 from lineartime.experiments.plan import make_plan, with_saved_options
@@ -203,13 +202,6 @@ def test_other_lengths_join_the_report_and_nothing_is_repeated(options: Options,
         reproduce(options("memory", steps=3))
 
 
-def test_seconds_of_training_decide_the_steps(options: Options, here: Do, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "step_seconds", lambda *_: 0.01)
-    plan = make_plan(options("memory", tasks=("induction",), systems=("flash",), budget=0.07))
-    assert run_all(plan, ignore, here) == RunsResult()
-    assert read_run(plan.memory_job(plan.candidates[0], 3e-3, 0)).options["steps"] == 7
-
-
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
@@ -217,7 +209,8 @@ def test_seconds_of_training_decide_the_steps(options: Options, here: Do, monkey
         ("memory", {"lengths": (64,), "pairs": (32,)}, "lengths has 64, but must be an even number of at least 128 for recall"),
         ("memory", {"optimizers": ("adamw", "adamw")}, "optimizers is adamw adamw, but this experiment uses one"),
         ("memory", {"scale": "paper"}, "name is memory, which the paper does not contain: use another scale"),
-        ("lm", {"tasks": ("recall",)}, "tasks is recall, but only the experiment memory has that: leave it out"),
+        ("memory", {"budget": 3.0}, "budget is 3.0, which memory does not have: leave it out"),
+        ("lm", {"tasks": ("recall",)}, "tasks is recall, which lm does not have: leave it out"),
     ],
 )
 def test_wrong_input_is_one_sentence(options: Options, name: str, values: dict[str, Any], message: str) -> None:

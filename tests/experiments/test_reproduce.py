@@ -248,7 +248,7 @@ def test_runs_in_another_precision_are_not_mixed(
 
     write_plan(make_plan(here("bf16", tmp_path / "began")))
     with pytest.raises(ArgumentError, match=r"precision is fp32, but the runs in .* were made with bf16: use that, or give"):
-        write_plan(make_plan(here("fp32", tmp_path / "began")))
+        command.reproduce(here("fp32", tmp_path / "began"))
     there = with_saved_options(replace(options(precision="auto", device="auto"), out=tmp_path / "began"))
     assert (there.device, there.precision) == ("cpu", "bf16")
 

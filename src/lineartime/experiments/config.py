@@ -54,7 +54,7 @@ class ReproduceConfig:
     rates: tuple[Rate, ...] = ()
     """Learning rates to try, for one optimiser; the default is the four of the scale."""
     budget: Positive | None = None
-    """Seconds of training of each run, without evaluations; the default is the scale's."""
+    """Seconds of training of each run, without evaluations; the default is the scale's. Runs of memory have `steps`."""
     tuning: Positive | None = None
     """Seconds of training of each trial of a learning rate; a trial of fewer than 60 steps lasts up to four times as long."""
     tasks: tuple[MemoryTask, ...] = ()
@@ -66,7 +66,7 @@ class ReproduceConfig:
     longer: tuple[Annotated[int, Between(2, 1024)], ...] = ()
     """Memory: test each model also on texts that are so many times longer than in training."""
     steps: AtLeastOne | None = None
-    """Memory: steps of each run, unless the budget is given; the default is the scale's."""
+    """Memory: steps of each run; the default is the scale's."""
     compile: Literal["auto", "on", "off"] | None = None
     """Whether to use torch.compile, and at the scale paper, whether by the length of the run; the default is the scale's."""
     precision: Precision = "auto"
@@ -93,9 +93,9 @@ class ReproduceConfig:
         from lineartime.experiments.catalogue import EXPERIMENTS, OPTIMIZERS
 
         remembers = self.name in EXPERIMENTS and EXPERIMENTS[self.name].kind == "memory"
-        for name in MEMORY_OPTIONS if self.name in EXPERIMENTS and not remembers else ():
+        for name in ("budget", "tuning") if remembers else MEMORY_OPTIONS if self.name in EXPERIMENTS else ():
             if value := getattr(self, name):
-                raise ArgumentError(name, f"is {_shown(value)}, but only the experiment memory has that: leave it out.")
+                raise ArgumentError(name, f"is {shown_option(value)}, which {self.name} does not have: leave it out.")
         for name in ("budget", "tuning"):
             value = getattr(self, name)
             if value is not None and self.scale == "paper":
@@ -105,7 +105,7 @@ class ReproduceConfig:
             raise ArgumentError("compile", f"{found}: use on or off.")
         check_among("optimizers", self.optimizers, tuple(OPTIMIZERS), "an optimiser")
         if remembers and len(self.optimizers) > 1:
-            raise ArgumentError("optimizers", f"is {_shown(self.optimizers)}, but this experiment uses one: give one.")
+            raise ArgumentError("optimizers", f"is {shown_option(self.optimizers)}, but this experiment uses one: give one.")
         if self.rates:
             self._check_rates(remembers)
 
@@ -119,7 +119,10 @@ class ReproduceConfig:
             raise ArgumentError("rates", f"is {given}, but each optimiser has its own: give one in `optimizers`.")
 
 
-def _shown(value: object) -> str:
+def shown_option(value: object) -> str:
+    """The value of an option as it is written on the command line."""
+    if value in (None, ()):
+        return "the default"
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

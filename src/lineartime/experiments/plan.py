@@ -14,7 +14,7 @@ from lineartime.choices import Device, MemoryTask, Task
 from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.experiments import catalogue
 from lineartime.experiments.catalogue import Arm, Experiment, FinalTest, Job, Scale, Setting
-from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig, check_among
+from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig, check_among, shown_option
 from lineartime.experiments.memory_tasks import TASKS
 from lineartime.files import read_file, write_file
 from lineartime.machine import choose_device, choose_precision
@@ -137,14 +137,14 @@ class Plan:
         return {"": 1} | {f"at {times} times the length": times for times in self.config.longer}
 
     def memory_job(self, candidate: Candidate, rate: float, seed: int) -> Job:
-        """The run of a model on the task of its setting; with a budget, its speed decides the steps."""
+        """The run of a model on the task of its setting."""
         setting, config, scale = candidate.setting, self.config, self.scale
         options = self._training(candidate, config.optimizers[0], rate, seed, config.steps) | MEMORY_TRAINING
         folder, longer = candidate.folder / f"rate-{rate:g}-seed-{seed}", self.longer_tests
         tests = [FinalTest(name, times) for name, times in longer.items()]
         for depth in DEPTHS if setting.task == "needle" else ():
             tests += [FinalTest(f"depth {depth:.0%} {name}".strip(), times, depth=depth) for name, times in longer.items()]
-        return Job(folder, "memory", options, tuple(tests), scale.test_tokens, config.budget, setting)
+        return Job(folder, "memory", options, tuple(tests), scale.test_tokens, setting=setting)
 
     def _training(
         self, candidate: Candidate, optimizer: str, rate: float | None, seed: int, steps: int | None
@@ -194,7 +194,7 @@ def with_defaults(config: ReproduceConfig) -> ReproduceConfig:
     if experiment.kind == "memory":
         return replace(
             config,
-            steps=None if config.budget else config.steps or experiment.steps.get(config.scale),
+            steps=config.steps or experiment.steps.get(config.scale),
             rates=config.rates or experiment.rates.get(config.scale, ()),
             optimizers=config.optimizers or ("adamw",),
             compile=config.compile or "off",
@@ -247,13 +247,7 @@ def make_plan(config: ReproduceConfig) -> Plan:
     )
     if experiment.kind == "memory":
         settings = tuple(dict.fromkeys((*settings, *_settings_there(config))))
-    candidates = tuple(_candidates(config, experiment, scale, [*arms.values()], settings))
-    names: dict[Path, str] = {}
-    for each in candidates:
-        if (other := names.setdefault(each.folder, each.arm.name)) != each.arm.name:
-            problem = f"has {each.arm.name!r}, whose folder would be that of {other!r}: write one of them otherwise."
-            raise ArgumentError("add", problem)
-    return Plan(config, experiment, scale, candidates, asked)
+    return Plan(config, experiment, scale, tuple(_candidates(config, experiment, scale, [*arms.values()], settings)), asked)
 
 
 def _memory_settings(config: ReproduceConfig, usual: tuple[Setting, ...]) -> tuple[Setting, ...]:
@@ -388,13 +382,15 @@ def with_saved_options(config: ReproduceConfig) -> ReproduceConfig:
     if not file.exists():
         return config
     usual, values = ReproduceConfig(), dict(vars(config))
-    for name, found in _read(file).items():
+    advice = "restore it from a copy, or delete it if all runs beside it were made with the current options"
+    for name, found in plan_options(read_file(file, ReproduceConfig, advice)).items():
         if name == "add":  # others can join the comparison later
             values[name] = tuple(dict.fromkeys([*found, *values[name]]))
         elif values[name] == getattr(usual, name):
             values[name] = found
         elif values[name] != found:
-            raise _differs(name, values[name], found, file.parent)
+            there = f"the runs in {file.parent} were made with {shown_option(found)}: use that, or give another "
+            raise ArgumentError(name, f"is {shown_option(values[name])}, but {there}`out`.")
     return ReproduceConfig(**values)
 
 
@@ -409,27 +405,5 @@ def with_device(config: ReproduceConfig) -> ReproduceConfig:
 
 
 def write_plan(plan: Plan) -> None:
-    """Write the options on which the runs depend. Raises ArgumentError if the folder holds runs of other options."""
-    file, wanted = plan.folder / PLAN_FILE, plan_options(plan.config)
-    found = _read(file) if file.exists() else {}
-    for name, value in found.items():
-        if name != "add" and wanted[name] != value:
-            raise _differs(name, wanted[name], value, plan.folder)
-    if not found or found["add"] != wanted["add"]:
-        write_file(file, json.dumps(wanted, indent=1) + "\n")
-
-
-def _differs(name: str, value: object, found: object, folder: Path) -> ArgumentError:
-    there = f"the runs in {folder} were made with {_shown(found)}: use that, or give another "
-    return ArgumentError(name, f"is {_shown(value)}, but {there}`out`.")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    advice = "restore it from a copy, or delete it if all runs beside it were made with the current options"
-    return plan_options(read_file(file, ReproduceConfig, advice))
-
-
-def _shown(value: object) -> str:
-    if value in (None, ()):
-        return "the default"
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    """Write the options on which the runs depend."""
+    write_file(plan.folder / PLAN_FILE, json.dumps(plan_options(plan.config), indent=1) + "\n")

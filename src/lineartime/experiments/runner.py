@@ -278,13 +278,12 @@ def _steps(seconds: float | None, tokens_per_second: float, tokens_per_step: int
 def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = None) -> RunsResult:
     """Run the selected jobs that have not finished, one after the other, by default each in a process of its own.
 
-    Raises LineartimeError for a missing device or compiler, or a folder with runs of other options.
+    Raises LineartimeError for a missing device or compiler.
     """
     missing = compiler_missing(choose_device(plan.config.device))
     if missing and plan.tunes and plan.config.compile == "on":
         raise ArgumentError("compile", f"is on, but {missing}: install g++, or use off.")
     problems: dict[str, None] = {}  # each once: no rate is a problem of all seeds
-    warned: set[int] = set()
     with lock_run(plan.folder):
         write_plan(plan)
         try:
@@ -296,9 +295,6 @@ def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = No
                     problems[f"{candidate.arm.name} ({candidate.setting}) has no learning rate: {why}."] = None
                 if job.kind not in ("latency", "memory") and (rate is None or not steps):
                     continue  # what it follows from is missing, and told
-                if job.kind == "tune" and steps < MIN_TRIAL_STEPS and plan.config.scale != "trial" and steps not in warned:
-                    warned.add(steps)
-                    say(f"  trials of {steps} steps may choose a rate or an optimiser by chance: more seconds for tuning help")
                 if problem := _do(job, say, perform or in_own_process):
                     problems[problem] = None
         except KeyboardInterrupt:

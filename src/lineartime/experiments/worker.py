@@ -15,7 +15,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -26,18 +25,17 @@ from torch import Tensor
 
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
-from lineartime.bench.measure import synchronized, timed
+from lineartime.bench.measure import synchronized
 from lineartime.checkpoint import last_checkpoint, list_checkpoints, load_with_tokenizer, read_training_state
 from lineartime.data import Batch, ByteTokenizer, TokenStream, load_corpus, token_stream
 from lineartime.errors import DivergedError, LineartimeError, reporting_file_errors, typed_first_line
 from lineartime.evaluation import evaluate_windowed
-from lineartime.experiments.catalogue import INTERRUPTED, Job, Scale, Setting
+from lineartime.experiments.catalogue import INTERRUPTED, Job, Setting
 from lineartime.experiments.memory_tasks import TASKS, needle
 from lineartime.experiments.runner import OUTCOME_FILE, PROGRESS_FILE, FinalResult, Outcome
 from lineartime.files import decoded, write_atomically, write_file
 from lineartime.host import cache_folder
 from lineartime.machine import autocast, choose_device, using_threads
-from lineartime.models.config import ModelConfig
 from lineartime.models.cost import stream_bytes
 from lineartime.models.language_model import CausalLM, LanguageModel, build_model
 from lineartime.models.presets import SIZES
@@ -187,7 +185,7 @@ def _train_on_task(job: Job) -> Outcome | None:
     with record.errors(), using_threads(job.options.get("threads")), memory_of_steps(device), interrupts(alone=True) as stop:
         with reporting_file_errors("read", file):
             saved = load(file.read_bytes()) if file.exists() else {}
-        trainer = make_trainer(job, device, int(saved["steps"]) if saved else None)
+        trainer = make_trainer(job, device)
         first = trainer.restore(saved) if saved else 0
         config = trainer.config
         record.begin(config.to_dict(), sys.argv)
@@ -213,34 +211,17 @@ def _train_on_task(job: Job) -> Outcome | None:
         )
 
 
-def step_seconds(config: ModelConfig, rows: int, length: int, device: torch.device) -> float:
-    """The seconds of a forward and a backward pass, which for small models do not follow from their matrix products."""
-    model, ids = build_model(config).to(device), torch.zeros(rows, length, dtype=torch.long, device=device)
-
-    def step() -> None:
-        model.loss(ids, ids).backward()
-
-    step()
-    return timed(step, 2, partial(synchronized, device))
-
-
-def make_trainer(job: Job, device: torch.device, steps: int | None) -> "TaskTrainer":
-    """The model of a job before its first step. Without steps, its seconds and the speed here decide them.
+def make_trainer(job: Job, device: torch.device) -> "TaskTrainer":
+    """The model of a job before its first step.
 
     Weights of N(0, 0.02) become as large for the width of the model as they are in the paper's largest models: small ones would
     need most of a short run to wake up.
     """
-    setting, options = job.setting, {**job.options, "out": str(job.folder)}
+    setting = job.setting
     assert setting is not None
     assert setting.task is not None
-    config = TrainConfig.from_dict({**options, "steps": 1, "eval_every": 1})
+    config = TrainConfig.from_dict({**job.options, "out": str(job.folder)})
     model_config = config.model_config(TASKS[setting.task].vocab_size(setting.pairs))
-    steps = steps or options["steps"]
-    if steps is None:
-        each = step_seconds(model_config, config.rows(0, 1).per_step, setting.context, device)
-        steps = max(2, round((job.seconds or 0.0) / each))
-    options["eval_every"] = options["eval_every"] or -(-steps // Scale.evaluations)
-    config = TrainConfig.from_dict({**options, "steps": steps})
     torch.manual_seed(config.seed)
     model = build_model(model_config)
     assert isinstance(model, CausalLM)
@@ -327,8 +308,7 @@ class TaskTrainer:
 
     def saved(self, step: int) -> bytes:
         """What `restore` needs after a step."""
-        numbers = {"step": torch.tensor(step), "steps": torch.tensor(self.config.steps)}
-        return save({**self.model.state_dict(), **self._optimizer.moments(), **numbers})
+        return save({**self.model.state_dict(), **self._optimizer.moments(), "step": torch.tensor(step)})
 
     def restore(self, saved: dict[str, Tensor]) -> int:
         """Continue with what was saved, and return the steps that were taken."""
