@@ -36,8 +36,6 @@ from lineartime.ops.checks import check_positive
 from lineartime.ops.chunks import open_chunk_pieces
 from lineartime.ops.precision import acc_dtype
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def bigbird_attention_oracle(
     q: Tensor, k: Tensor, v: Tensor, random_blocks: list[list[int]], *, block_size: int, n_global: int, causal: bool
@@ -50,9 +48,6 @@ def bigbird_attention_oracle(
         reads = [j for j in range(len(k)) if (j // block_size in blocks or g < n_global) and (j <= i or not causal)]
         rows.append((k[reads] @ q[i] / q.shape[-1] ** 0.5).softmax(0) @ v[reads])
     return torch.stack(rows)
-
-
-# 2. The random blocks -------------------------------------------------------------------------------------------------
 
 
 def choose_blocks(seeds: Tensor, block: Tensor, n_blocks: Tensor, *, n_global: int, n_random: int) -> tuple[Tensor, Tensor]:
@@ -100,9 +95,6 @@ def _read(cache: Tensor, places: Tensor) -> Tensor:
     """Gather the tokens of a cache [B, H, T, h] at positions [H, K], clamped to the last token -> [B, H, K, h]."""
     index = places.clamp(max=cache.shape[2] - 1)[..., None].expand(len(cache), -1, -1, cache.shape[-1])
     return cache.gather(2, index)
-
-
-# 3. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class BigBird(MultiHeadMixer):

@@ -33,8 +33,6 @@ from lineartime.ops.state import State
 KeySummary = Callable[[Tensor, Tensor, Tensor], Tensor]
 """o [..., d] of all heads, x [..., d] and the positions [...] of cells -> their k_sum [..., H, h]."""
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def combiner_attention_oracle(
     q: Tensor, k: Tensor, v: Tensor, x: Tensor, key_summary: KeySummary, *, chunk_size: int, causal: bool = False
@@ -60,9 +58,6 @@ def combiner_attention_oracle(
     return torch.stack(out, 1)
 
 
-# 2. The state ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class CombinerState(State):
     """The state of causal streams; it grows by two vectors for every token, as a cache of keys and values.
@@ -81,9 +76,6 @@ class CombinerState(State):
     k: Tensor
     v: Tensor
     x: Tensor
-
-
-# 3. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class Combiner(ChunkedHeads):

@@ -19,8 +19,6 @@ from lineartime.ops.batch import Batch, cut_chunks
 from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.state import State
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def combiner_fixed_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
     """The definition for one document, one query at a time: q, k, v [H, T, h] -> [H, T, h]."""
@@ -44,9 +42,6 @@ def combiner_fixed_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_si
     return torch.stack(rows, 1)
 
 
-# 2. The summaries -----------------------------------------------------------------------------------------------------
-
-
 def _split(x: Tensor, n_heads: int) -> Tensor:
     """[R, G, C, d] -> [R, G, H, C, h]."""
     heads: Tensor = x.unflatten(-1, (n_heads, -1)).transpose(2, 3)
@@ -67,9 +62,6 @@ def _summary(q_bar: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
     return (weights @ v)[..., 0, :]
 
 
-# 3. The state ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class CombinerFixedState(State):
     """The state of causal streams; it grows by one summary for every chunk.
@@ -87,9 +79,6 @@ class CombinerFixedState(State):
     k: Tensor
     v: Tensor
     highest_q: Tensor
-
-
-# 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class CombinerFixed(ChunkedHeads):

@@ -24,8 +24,6 @@ from lineartime.layers.attention import HeadOptions
 from lineartime.ops.checks import check_fits, check_positive
 from lineartime.ops.precision import acc_dtype
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def cosformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, max_length: int, causal: bool = False) -> Tensor:
     """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h]."""
@@ -35,9 +33,6 @@ def cosformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, max_length: i
         similarities = torch.stack([q[t].relu() @ k[j].relu() * math.cos(math.pi / 2 * (t - j) / max_length) for j in visible])
         rows.append(similarities @ v[: len(visible)] / similarities.sum())
     return torch.stack(rows)
-
-
-# 2. The layer, with the parallel and the streaming form of all linear attentions --------------------------------------
 
 
 def weigh_by_cosine(features: Tensor, first: int, max_length: int) -> Tensor:

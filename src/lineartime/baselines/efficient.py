@@ -31,8 +31,6 @@ from lineartime.ops.precision import acc_dtype
 
 MAX_KEY = 20.0
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def efficient_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, rotated: bool = False) -> Tensor:
     """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h]."""
@@ -46,9 +44,6 @@ def efficient_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool 
             query, keys = rope(query, position[t]), rope(keys, position[visible])
         rows.append(query @ (keys.mT @ v[visible]))
     return torch.stack(rows)
-
-
-# 2. The features, and the causal form ---------------------------------------------------------------------------------
 
 
 class Features(NamedTuple):
@@ -95,9 +90,6 @@ def _causal(features: Features, v: Tensor, before: Tensor | None) -> tuple[Tenso
     out, of_values = continued_sums((q / (of_ones + weights.cumsum(-2))).to(v.dtype), k.to(v.dtype), v, of_values)
     total = of_ones + weights.sum(-2, keepdim=True)
     return out, torch.cat([of_values, total.mT.to(of_values.dtype)], -1)
-
-
-# 3. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class Efficient(MultiHeadMixer):

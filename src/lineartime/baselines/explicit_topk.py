@@ -25,8 +25,6 @@ from lineartime.ops.precision import acc_dtype
 COMPARED = 2**20
 """The number of pairs of a new and a cached token that a stream compares at a time; bounds the memory for a long prompt."""
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def explicit_topk_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_largest: int, causal: bool = False) -> Tensor:
     """The definition for one head of one document: q, k, v [T, h] -> [T, h]. Slow, one query at a time."""
@@ -38,9 +36,6 @@ def explicit_topk_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_largest
         reads = scores >= threshold
         rows.append(scores[reads].softmax(0) @ v[visible][reads])
     return torch.stack(rows)
-
-
-# 2. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class ExplicitTopK(MultiHeadMixer):

@@ -20,8 +20,6 @@ from lineartime.ops.chunks import fill, open_chunk_pieces, shift_chunks
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.state import State
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def flash_overlapping_oracle(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_size: int, causal: bool = False, activation: Activation = "relu2"
@@ -45,9 +43,6 @@ def flash_overlapping_oracle(
     return torch.stack(rows)
 
 
-# 2. The chunked form --------------------------------------------------------------------------------------------------
-
-
 def with_neighbours(x: Tensor, chunks: Batch, causal: bool) -> Tensor:
     """Concatenate every chunk with its neighbours, or zeros where there is none: [B, G, C, f] -> [B, G, M C, f]."""
     before, after = shift_chunks(x, chunks, 1), shift_chunks(x, chunks, -1)
@@ -61,9 +56,6 @@ def visible_neighbours(chunks: Batch, causal: bool, like: Tensor) -> Tensor:
         return visible
     earlier = torch.ones(chunks.chunk_size, 2 * chunks.chunk_size, dtype=torch.bool, device=like.device).tril(chunks.chunk_size)
     return visible & earlier
-
-
-# 3. The streaming form, and the layer ---------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

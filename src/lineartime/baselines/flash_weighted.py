@@ -28,8 +28,6 @@ from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
 from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.state import State
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def flash_weighted_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
     """The definition of the linear part for one document, one query at a time: [T, s], [T, s], [T, e] -> [T, e]."""
@@ -49,9 +47,6 @@ def flash_weighted_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, c
         weights = scores.softmax(0)
         rows.append(q[t] @ sum(weights[h] * summaries[h] for h in reach))
     return torch.stack(rows)
-
-
-# 2. The chunked form --------------------------------------------------------------------------------------------------
 
 
 def weighted_summaries(
@@ -88,9 +83,6 @@ def _chunk_weights(q_bar: Tensor, k_bar: Tensor, sizes: Tensor, visible: Tensor 
         activation="softmax",
         published_length=None,
     )
-
-
-# 3. The streaming form, and the layer ---------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

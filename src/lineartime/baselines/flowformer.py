@@ -37,8 +37,6 @@ EPS = 1e-6
 MAX_FLOW = 5.0
 """The upper bound of a conserved flow, which is 1 on average, before the competition."""
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def flowformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
     """The definition for one head and one document, one token at a time: q, k, v [T, h] -> [T, h]."""
@@ -63,9 +61,6 @@ def flowformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool
     return torch.stack(rows)
 
 
-# 2. What all forms share ----------------------------------------------------------------------------------------------
-
-
 def _features(x: Tensor) -> Tensor:
     return x.to(acc_dtype(x)).sigmoid()
 
@@ -83,9 +78,6 @@ def _strength(sources: Tensor) -> Tensor:
 def _allot(out: Tensor, sinks: Tensor) -> Tensor:
     """Scale what a query receives by its conserved flow."""
     return out * sinks.sigmoid().to(out.dtype)
-
-
-# 3. The causal and the streaming form ---------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -134,9 +126,6 @@ def _continued(
     flows = state.flows + torch.stack([x.sum(-2) for x in (b, a, given, taken)], -2)
     total = state.strength + strength.sum(-2, keepdim=True)
     return _allot(out, sinks), summary, flows, total
-
-
-# 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class Flowformer(MultiHeadMixer):

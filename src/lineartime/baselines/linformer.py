@@ -19,8 +19,6 @@ from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.layers.dense import factory
 from lineartime.ops.checks import check_fits, check_positive
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def linformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -> Tensor:
     """The definition for one head of one document: q, k, v [T, h] and E, F [m, M] -> [T, h]. Slow."""
@@ -30,9 +28,6 @@ def linformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Te
         values.append(torch.stack([f[landmark, j] * v[j] for j in range(len(v))]).sum(0))
     rows = [(torch.stack(keys) @ q[i] / q.shape[-1] ** 0.5).softmax(0) @ torch.stack(values) for i in range(len(q))]
     return torch.stack(rows)
-
-
-# 2. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class Linformer(MultiHeadMixer):

@@ -31,8 +31,6 @@ from lineartime.ops.checks import check_positive
 from lineartime.ops.precision import acc_dtype
 from lineartime.ops.state import State
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def longformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, window: int, n_global: int, causal: bool) -> Tensor:
     """The definition for one head of one document: q, k, v [T, h] -> [T, h]. Slow, one query at a time."""
@@ -41,9 +39,6 @@ def longformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, window: int,
         reads = [j for j in range(len(k)) if (abs(i - j) < window or j < n_global or i < n_global) and (j <= i or not causal)]
         rows.append((k[reads] @ q[i] / q.shape[-1] ** 0.5).softmax(0) @ v[reads])
     return torch.stack(rows)
-
-
-# 2. The layer ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

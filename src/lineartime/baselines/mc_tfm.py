@@ -23,8 +23,6 @@ from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, extend, mixed_chunk_state
 from lineartime.ops.precision import acc_dtype
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def mc_tfm_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
     """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h]."""
@@ -37,9 +35,6 @@ def mc_tfm_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int,
         local = (k[near] @ q[t] * scale).softmax(0) @ v[near]
         rows.append(local + scale * q[t] @ (k[far].mT @ v[far]) / max(1, len(far)))
     return torch.stack(rows)
-
-
-# 2. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class MCTFM(ChunkedHeads):

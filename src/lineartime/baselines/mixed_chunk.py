@@ -42,8 +42,6 @@ from lineartime.ops.state import State
 Local = Literal["own", "overlapping"]
 FeatureMap = Literal["relu", "elu", "cos"]
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def mixed_chunk_scheme_oracle(
     q: Tensor,
@@ -74,9 +72,6 @@ def mixed_chunk_scheme_oracle(
     return torch.stack(rows)
 
 
-# 2. The state ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class MixedChunkSchemeState(State):
     """The state of causal streams, of constant size.
@@ -92,9 +87,6 @@ class MixedChunkSchemeState(State):
     summary: Tensor
     k: Tensor
     v: Tensor
-
-
-# 3. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class MixedChunk(ChunkedHeads):

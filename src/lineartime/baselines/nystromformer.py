@@ -26,8 +26,6 @@ from lineartime.ops.checks import check_positive
 
 ITERATIONS = 6
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def nystromformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_landmarks: int) -> Tensor:
     """The definition for one head of one document, without the convolution: q, k, v [T, h] -> [T, h]."""
@@ -54,9 +52,6 @@ def convolution_oracle(v: Tensor, weights: Tensor) -> Tensor:
         near = [j for j in range(len(v)) if abs(i - j) <= reach]
         rows.append(torch.stack([weights[j - i + reach] * v[j] for j in near]).sum(0))
     return torch.stack(rows)
-
-
-# 2. The parts of the parallel form ------------------------------------------------------------------------------------
 
 
 def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
@@ -88,9 +83,6 @@ def pseudo_inverse(a: Tensor) -> Tensor:
         az = a @ z
         z = z @ (13 * one - az @ (15 * one - az @ (7 * one - az))) / 4
     return z
-
-
-# 3. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class Nystromformer(MultiHeadMixer):

@@ -37,8 +37,6 @@ SELF_SCORE = -1e5
 COMPARED = 2**20
 """The number of pairs of a new and a cached token that a stream compares at a time; bounds the memory for a long prompt."""
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def reformer_attention_oracle(q: Tensor, v: Tensor, buckets: Tensor, *, chunk_size: int, causal: bool) -> Tensor:
     """The definition for one head of one document, q [T, h], v [T, e], buckets [P, T] -> [T, e]: slow."""
@@ -53,9 +51,6 @@ def reformer_attention_oracle(q: Tensor, v: Tensor, buckets: Tensor, *, chunk_si
         scores = [q.new_tensor(SELF_SCORE) if j == i else q[i] @ q[j] / q[j].norm() for j in reads]
         rows.append(torch.stack(scores).softmax(0) @ v[reads])
     return torch.stack(rows)
-
-
-# 2. The hash, and the keys --------------------------------------------------------------------------------------------
 
 
 def reformer_buckets(x: Tensor, directions: Tensor) -> Tensor:
@@ -80,9 +75,6 @@ def _keys(q: Tensor) -> Tensor:
     # A query shorter than 1e-6 keeps a shorter key, because the gradient of its direction would grow without bound.
     keys: Tensor = F.normalize(q.to(acc_dtype(q)), dim=-1, eps=1e-6) * q.shape[-1] ** 0.5
     return keys.to(q.dtype)
-
-
-# 3. Streams -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -123,9 +115,6 @@ def _extend_slice(q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, c
     dtype = acc_dtype(q)
     scores = masked_products(q.to(dtype), state.k.to(dtype), (together & near).any(2))
     return scores.masked_fill(tokens == new, SELF_SCORE).softmax(-1) @ state.v.to(dtype), state
-
-
-# 4. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class Reformer(MultiHeadMixer):

@@ -22,8 +22,6 @@ from lineartime.ops.precision import acc_dtype
 GATHERED = 8192
 """The number of keys of a head that a stream gathers at a time; bounds the memory for a long prompt."""
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def sparse_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool) -> Tensor:
     """The definition for one head of one document: q, k, v [T, h] -> [T, h]. Slow, one query at a time."""
@@ -32,9 +30,6 @@ def sparse_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, stride: int, cau
         reads = [j for j in range(len(k)) if (abs(i - j) < stride or (i - j) % stride == 0) and (j <= i or not causal)]
         rows.append((k[reads] @ q[i] / q.shape[-1] ** 0.5).softmax(0) @ v[reads])
     return torch.stack(rows)
-
-
-# 2. The layer ---------------------------------------------------------------------------------------------------------
 
 
 class Sparse(MultiHeadMixer):

@@ -26,8 +26,6 @@ from lineartime.ops.checks import as_mask, check_positive
 from lineartime.ops.make_batch import stream_batch
 from lineartime.ops.state import State
 
-# 1. The description ---------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig(PartsConfig):
@@ -68,9 +66,6 @@ class EncoderDecoderConfig(PartsConfig):
         names = ("vocab_size", "d_model", "mixer", "feed_forward", "norm", "dropout")
         shared: dict[str, Any] = {name: getattr(self, name) for name in names}
         return ModelConfig(task="mlm", n_blocks=self.n_encoder_blocks, **shared)
-
-
-# 2. The model ---------------------------------------------------------------------------------------------------------
 
 
 class DecoderBlock(nn.Module):
@@ -197,9 +192,6 @@ class EncoderDecoder(nn.Module):
 def build_described(config: ModelConfig | EncoderDecoderConfig) -> CausalLM | MaskedLM | EncoderDecoder:
     """Build the model of any config, freshly initialised."""
     return EncoderDecoder(config) if isinstance(config, EncoderDecoderConfig) else build_model(config)
-
-
-# 3. Decoding ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -13,8 +13,6 @@ from lineartime.ops.activations import Activation, attention_weights_oracle, kno
 from lineartime.ops.checks import as_mask
 from lineartime.ops.quadratic.blocked import attend_visible
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def cross_attention_oracle(
     q: Tensor, k: Tensor, v: Tensor, *, source_mask: Tensor | None = None, activation: Activation = "relu2"
@@ -35,9 +33,6 @@ def cross_attention_oracle(
             )
             out = out.index_put((torch.tensor(b), torch.tensor(t)), weights @ v[b, real])
     return out
-
-
-# 2. The parallel form, which is also the streaming form, because queries are independent ------------------------------
 
 
 def cross_attention(

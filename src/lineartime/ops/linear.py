@@ -27,8 +27,6 @@ MIN_DIVISOR = 1e-18
 """The smallest divisor, so that a query without a similar key does not divide by zero. Its square, which occurs in the
 gradient, is still nonzero in float32."""
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
 
 def linear_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
     """The definition for one head and one document, one query at a time: [T, f], [T, f], [T, h] -> [T, h]."""
@@ -39,8 +37,6 @@ def linear_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = F
         rows.append(similarities @ v[visible] / similarities.sum())
     return torch.stack(rows)
 
-
-# 2. Parallel forms: three ways to the same causal sums ----------------------------------------------------------------
 
 CausalSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [..., T, f], k [..., T, f], v [..., T, h] -> sum over j <= t of (q[t].k[j]) v[j], [..., T, h]."""
@@ -133,9 +129,6 @@ def continued_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, chunk
     earlier = start + exclusive_cumsum(states, dim=-3)
     sums = (q @ k.mT).tril() @ v + q @ earlier.to(q.dtype)
     return sums.flatten(-3, -2)[..., :length, :], earlier[..., -1, :, :] + states[..., -1, :, :]
-
-
-# 3. The streaming form ------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

@@ -351,9 +351,6 @@ def similar_documents(lengths: list[int]) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-# Prefixes: the first tokens of a document, within which a causal attention is bidirectional ---------------------------
-
-
 def check_prefix(prefix_lengths: Tensor | None, causal: bool) -> None:
     """Raise ArgumentError if prefixes are given for an attention that is not causal."""
     if prefix_lengths is not None and not causal:

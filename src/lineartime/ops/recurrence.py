@@ -57,9 +57,6 @@ class Tokens(NamedTuple):
         return self.map(lambda each: each.to(acc_dtype(each)))
 
 
-# 1. The definition ----------------------------------------------------------------------------------------------------
-
-
 def recurrence_oracle(x: Tokens) -> Tensor:
     """The definition for one head of one document, one token at a time: [T, ...] -> [T, e]."""
     q, k, v, g, a, b = x
@@ -69,9 +66,6 @@ def recurrence_oracle(x: Tokens) -> Tensor:
         s = g[t].exp()[:, None] * s + moved + torch.outer(k[t], v[t])
         rows.append(q[t] @ s)
     return torch.stack(rows)
-
-
-# 2. By chunks ---------------------------------------------------------------------------------------------------------
 
 
 def recurrence(x: Tokens, state: Tensor, *, chunk_size: int) -> tuple[Tensor, Tensor]:
@@ -115,9 +109,6 @@ def products(x: Tensor, y: Tensor, of_x: Tensor, of_y: Tensor) -> Tensor:
         return (x @ y.mT) * (of_x - of_y.mT).clamp(max=0).exp()
     middle = of_y[..., of_y.shape[-2] // 2, None, :]
     return (x * (of_x - middle).exp()) @ (y * (middle - of_y).exp()).mT
-
-
-# 3. One token ---------------------------------------------------------------------------------------------------------
 
 
 def recurrence_step(x: Tokens, state: Tensor) -> Tensor:

@@ -227,9 +227,6 @@ class Work:
         return weights
 
 
-# The two passes, as an operator of PyTorch ----------------------------------------------------------------------------
-
-
 def _forward(inputs: Inputs, keep: bool, summary: Tensor | None = None) -> tuple[Tensor, ...]:
     """The result [B, G, C, e or d] and, for the backward pass, the attention's output and the sums that chunks use.
 

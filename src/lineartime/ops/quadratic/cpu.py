@@ -94,9 +94,6 @@ _fused = Fused(
 )  # fmt: skip
 
 
-# Between the matrix products ------------------------------------------------------------------------------------------
-
-
 def _weigh(
     inputs: Inputs,
     q: Tensor,

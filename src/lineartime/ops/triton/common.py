@@ -29,8 +29,6 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 """`triton.jit`, with a type."""
 
-# 1. On the host -------------------------------------------------------------------------------------------------------
-
 
 def number_formats(dtype: torch.dtype) -> dict[str, Any]:
     """The constants that tell a kernel how to multiply tiles of `dtype`: COMPUTE, the operands', ACC, the sums', PRECISION.
@@ -173,8 +171,6 @@ def _timed(launch: Callable[[], None], quantiles: tuple[float, ...]) -> list[flo
     times: list[float] = triton.runtime.driver.active.get_benchmarker()(launch, quantiles=quantiles)
     return times
 
-
-# 2. In a kernel -------------------------------------------------------------------------------------------------------
 
 _LAPLACE_MEAN = tl.constexpr(math.sqrt(1 / 2))
 _LAPLACE_STEEPNESS = tl.constexpr(math.sqrt(2 * math.pi))

@@ -58,9 +58,6 @@ class Pairs(NamedTuple):
         return blocks
 
 
-# 1. Tiles of X, P and dX -----------------------------------------------------------------------------------------------
-
-
 @jit
 def tile_of_program(n_queries, n_keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The matrix [n_queries, n_keys] of this program, if each has one tile of one matrix, and where the tile starts."""
@@ -115,9 +112,6 @@ def score_gradient_tile(
         of_keys = load_tile(v, keys, start + columns, T, E, COMPUTE)
         products = add_product(products, of_queries, tl.trans(of_keys), PRECISION)
     return mask_tile(products * activation_slope(scores, ACTIVATION), queries, keys, row_scale, T, CAUSAL)
-
-
-# 2. P -----------------------------------------------------------------------------------------------------------------
 
 
 def attention_weights_is_unfit(sizes: dict[str, Any]) -> bool:
@@ -183,9 +177,6 @@ def attention_weights(
 def _buckets(n_sequences: int, pairs: Pairs) -> tuple[int, int]:
     """`bucket` and `tokens`, for the autotuner."""
     return length_bucket(min(pairs.shape)), token_bucket(n_sequences * max(pairs.shape))
-
-
-# 3. P and dX ----------------------------------------------------------------------------------------------------------
 
 
 def score_gradient_is_unfit(sizes: dict[str, Any]) -> bool:
