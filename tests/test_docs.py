@@ -99,7 +99,7 @@ def test_mechanism_that_is_added_as_its_page_says_keeps_the_contract(tmp_path: P
     (file,) = blocks(page, "src/lineartime/baselines/linear_relu2.py")
     (package / "baselines" / "linear_relu2.py").write_text(file)
     for where, before, title in (
-        (package / "models" / "systems.py", "from lineartime.baselines.linear_taylor import", "import"),
+        (package / "baselines" / "__init__.py", "from lineartime.baselines.linear_taylor import", "import"),
         (package / "models" / "systems.py", '    "linear-taylor": System', "row"),
         (contract, '    "linear-taylor": [', "contract"),
     ):

@@ -9,40 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lineartime.baselines.bigbird import BigBird
-from lineartime.baselines.combiner import Combiner
-from lineartime.baselines.combiner_fixed import CombinerFixed
-from lineartime.baselines.cosformer import CosFormer
-from lineartime.baselines.deltanet import DeltaNet
-from lineartime.baselines.efficient import Efficient
-from lineartime.baselines.explicit_topk import ExplicitTopK
-from lineartime.baselines.flash_cls import FLASHCLS
-from lineartime.baselines.flash_first_to_all import FLASHFirstToAll
-from lineartime.baselines.flash_global import FLASHGlobal
-from lineartime.baselines.flash_local import FLASHLocal
-from lineartime.baselines.flash_overlapping import FLASHOverlapping
-from lineartime.baselines.flash_weighted import FLASHWeighted
-from lineartime.baselines.flowformer import Flowformer
-from lineartime.baselines.gated_deltanet import GatedDeltaNet
-from lineartime.baselines.gau_multi_head import GAUMultiHead
-from lineartime.baselines.gau_ungated import GAUUngated
-from lineartime.baselines.gla import GLA
-from lineartime.baselines.lact import LaCT
-from lineartime.baselines.linear_elu import LinearELU
-from lineartime.baselines.linear_taylor import LinearTaylor
-from lineartime.baselines.linformer import Linformer
-from lineartime.baselines.longformer import Longformer
-from lineartime.baselines.mamba2 import Mamba2
-from lineartime.baselines.mc_tfm import MCTFM
-from lineartime.baselines.mhsa_gated import MHSAGated
-from lineartime.baselines.mhsa_relu2 import MHSARelu2
-from lineartime.baselines.mixed_chunk import MixedChunk
-from lineartime.baselines.nystromformer import Nystromformer
-from lineartime.baselines.performer import Performer
-from lineartime.baselines.reformer import Reformer
-from lineartime.baselines.retnet import RetNet
-from lineartime.baselines.rwkv7 import RWKV7
-from lineartime.baselines.sparse import Sparse
+import lineartime.baselines as baselines
 from lineartime.choices import VOCAB_SIZE
 from lineartime.layers.attention import Attention
 from lineartime.layers.feedforward import GLU, MLP
@@ -198,48 +165,48 @@ SYSTEMS: dict[str, System] = {
     ),
     "transformer+": System(Attention, MLP, description="Transformer+: rotary positions, MLP"),
     "transformer++": System(Attention, GLU, description="Transformer++: rotary positions and GEGLU"),
-    "performer": System(Performer, MLP),
+    "performer": System(baselines.Performer, MLP),
     "performer-matmul": System(
-        Performer, MLP, options={"causal_sums": "matmul"}, description="Performer, causal by all T x T products"
+        baselines.Performer, MLP, options={"causal_sums": "matmul"}, description="Performer, causal by all T x T products"
     ),
     "performer-chunked": System(
-        Performer, MLP, options={"causal_sums": "chunked"}, description="Performer, causal by sums over chunks"
+        baselines.Performer, MLP, options={"causal_sums": "chunked"}, description="Performer, causal by sums over chunks"
     ),
-    "combiner": System(Combiner, MLP),
-    "combiner-fixed": System(CombinerFixed, MLP),
-    "mc-tfm++": System(MCTFM, GLU, description="MC-TFM++: Transformer++ with mixed chunk attention"),
-    "mixed-chunk": System(MixedChunk, GLU),
-    "flash-local": System(FLASHLocal),
-    "flash-global": System(FLASHGlobal, options={"chunk_size": 64}),
-    "flash-overlapping": System(FLASHOverlapping),
-    "flash-weighted": System(FLASHWeighted),
-    "flash-first-to-all": System(FLASHFirstToAll, scaled=FINE_TUNING),
-    "flash-cls": System(FLASHCLS, scaled=FINE_TUNING),
+    "combiner": System(baselines.Combiner, MLP),
+    "combiner-fixed": System(baselines.CombinerFixed, MLP),
+    "mc-tfm++": System(baselines.MCTFM, GLU, description="MC-TFM++: Transformer++ with mixed chunk attention"),
+    "mixed-chunk": System(baselines.MixedChunk, GLU),
+    "flash-local": System(baselines.FLASHLocal),
+    "flash-global": System(baselines.FLASHGlobal, options={"chunk_size": 64}),
+    "flash-overlapping": System(baselines.FLASHOverlapping),
+    "flash-weighted": System(baselines.FLASHWeighted),
+    "flash-first-to-all": System(baselines.FLASHFirstToAll, scaled=FINE_TUNING),
+    "flash-cls": System(baselines.FLASHCLS, scaled=FINE_TUNING),
     "gau-softmax": System(
         GAU, options={"activation": "softmax"}, scaled=GAU_START, description="GAU with softmax instead of relu^2"
     ),
-    "gau-multi-head": System(GAUMultiHead, options={"n_heads": 4}, scaled=GAU_START),
-    "gau-ungated": System(GAUUngated, scaled=GAU_START),
-    "mhsa-relu2": System(MHSARelu2, GLU, description="Transformer++ with relu^2 instead of softmax"),
+    "gau-multi-head": System(baselines.GAUMultiHead, options={"n_heads": 4}, scaled=GAU_START),
+    "gau-ungated": System(baselines.GAUUngated, scaled=GAU_START),
+    "mhsa-relu2": System(baselines.MHSARelu2, GLU, description="Transformer++ with relu^2 instead of softmax"),
     "mhsa-single-head": System(Attention, GLU, options={"n_heads": 1}, description="Transformer++ with a single head"),
-    "mhsa-gated": System(MHSAGated, GLU, description="Transformer++ with a gate on attention"),
-    "linear-elu": System(LinearELU, MLP),
-    "efficient": System(Efficient, MLP),
-    "linear-taylor": System(LinearTaylor, MLP),
-    "cosformer": System(CosFormer, MLP, options={"rope": False}),
-    "flowformer": System(Flowformer, MLP, options={"rope": False}),
-    "linformer": System(Linformer, MLP),
-    "nystromformer": System(Nystromformer, MLP),
-    "sparse": System(Sparse, MLP, scaled={"stride": lambda size: size.chunk_size // 2}),
-    "longformer": System(Longformer, MLP, scaled={"window": lambda size: size.chunk_size}),
-    "bigbird": System(BigBird, MLP, scaled={"block_size": lambda size: size.chunk_size // 4}),
-    "explicit-topk": System(ExplicitTopK, MLP),
-    "reformer": System(Reformer, MLP, options={"chunk_size": 64}),
-    "retnet": System(RetNet, GLU, scaled={"n_heads": heads_of(128)}),
-    "gla": System(GLA, GLU, options={"n_heads": 4}),
-    "mamba2": System(Mamba2, scaled={"n_heads": heads_of(32)}),
-    "deltanet": System(DeltaNet, GLU, scaled={"n_heads": heads_of(128)}),
-    "gated-deltanet": System(GatedDeltaNet, GLU, scaled={"n_heads": heads_of(128)}),
-    "rwkv7": System(RWKV7, MLP, scaled={"n_heads": heads_of(64)}),
-    "lact": System(LaCT, GLU),
+    "mhsa-gated": System(baselines.MHSAGated, GLU, description="Transformer++ with a gate on attention"),
+    "linear-elu": System(baselines.LinearELU, MLP),
+    "efficient": System(baselines.Efficient, MLP),
+    "linear-taylor": System(baselines.LinearTaylor, MLP),
+    "cosformer": System(baselines.CosFormer, MLP, options={"rope": False}),
+    "flowformer": System(baselines.Flowformer, MLP, options={"rope": False}),
+    "linformer": System(baselines.Linformer, MLP),
+    "nystromformer": System(baselines.Nystromformer, MLP),
+    "sparse": System(baselines.Sparse, MLP, scaled={"stride": lambda size: size.chunk_size // 2}),
+    "longformer": System(baselines.Longformer, MLP, scaled={"window": lambda size: size.chunk_size}),
+    "bigbird": System(baselines.BigBird, MLP, scaled={"block_size": lambda size: size.chunk_size // 4}),
+    "explicit-topk": System(baselines.ExplicitTopK, MLP),
+    "reformer": System(baselines.Reformer, MLP, options={"chunk_size": 64}),
+    "retnet": System(baselines.RetNet, GLU, scaled={"n_heads": heads_of(128)}),
+    "gla": System(baselines.GLA, GLU, options={"n_heads": 4}),
+    "mamba2": System(baselines.Mamba2, scaled={"n_heads": heads_of(32)}),
+    "deltanet": System(baselines.DeltaNet, GLU, scaled={"n_heads": heads_of(128)}),
+    "gated-deltanet": System(baselines.GatedDeltaNet, GLU, scaled={"n_heads": heads_of(128)}),
+    "rwkv7": System(baselines.RWKV7, MLP, scaled={"n_heads": heads_of(64)}),
+    "lact": System(baselines.LaCT, GLU),
 }
