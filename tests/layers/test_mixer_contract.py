@@ -23,7 +23,6 @@ from lineartime.layers.contract import NO_FUTURE, check_mixer
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.residual import constructor_options
 from lineartime.models.config import KINDS
-from lineartime.ops import cache
 from lineartime.ops import make_batch as maker
 from lineartime.ops.batch import Batch
 from lineartime.ops.state import State
@@ -209,7 +208,7 @@ def test_streams_of_other_lengths_step_together_as_each_alone(name: str, token_s
     lengths, steps = [1, CHUNK, 1, 0, 1, 2 * CHUNK + 3], CHUNK + 2
     x = torch.randn(6, LENGTH + 5, D_MODEL, dtype=torch.float64)
     expected = mixer(x)
-    with patch.object(cache, "MIN_ROOM", 4):  # the room of a cache is full several times
+    with patch("lineartime.ops.state.MIN_ROOM", 4):  # the room of a cache is full several times
         state = streams_after(mixer, x, lengths)
         branch, places = state.clone(), [tensor.data_ptr() for tensor in state.tensors()]
         kept = [tensor.clone() for tensor in branch.tensors()]

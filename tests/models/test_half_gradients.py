@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import lineartime
 from lineartime.layers import FLASH
-from lineartime.ops.precision import look_up
+from lineartime.ops.modes import look_up
 
 TOKENS = 4096
 

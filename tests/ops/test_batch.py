@@ -15,8 +15,7 @@ from lineartime import FLASH
 from lineartime.errors import LineartimeError
 from lineartime.ops import make_batch as batches
 from lineartime.ops import mixed_chunk_attention
-from lineartime.ops.batch import Batch, Needs
-from lineartime.ops.chunks import Reach, places, shift_chunks, sum_chunks
+from lineartime.ops.batch import Batch, Needs, Reach, places, shift_chunks, sum_chunks
 from lineartime.ops.make_batch import GROUP_COST, MAX_GROUPS, make_batch, similar_documents
 
 CPU = torch.device("cpu")

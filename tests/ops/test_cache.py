@@ -6,9 +6,8 @@ from torch import Tensor
 
 from lineartime.ops import KVCache, quadratic_attention_extend
 from lineartime.ops.batch import Batch
-from lineartime.ops.cache import MIN_ROOM
 from lineartime.ops.make_batch import stream_batch
-from lineartime.ops.state import State
+from lineartime.ops.state import MIN_ROOM, State
 
 
 def tokens(count: int, seed: int = 0, heads: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:

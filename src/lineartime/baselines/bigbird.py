@@ -30,11 +30,10 @@ from lineartime.baselines.blocks import (
 )
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.layers.dense import factory
-from lineartime.ops.batch import Batch
-from lineartime.ops.cache import KVCache
+from lineartime.ops.batch import Batch, open_chunk_pieces
 from lineartime.ops.checks import check_positive
-from lineartime.ops.chunks import open_chunk_pieces
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
+from lineartime.ops.state import KVCache
 
 
 def bigbird_attention_oracle(

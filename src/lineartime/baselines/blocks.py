@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.checks import check_positive
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
 
 
 def scaled_products(q: Tensor, k: Tensor) -> Tensor:

@@ -25,8 +25,7 @@ from lineartime.baselines.blocks import ChunkedHeadOptions, ChunkedHeads, masked
 from lineartime.layers.attention import merge_heads, split_heads
 from lineartime.layers.dense import Dense, factory, is_untouched
 from lineartime.layers.residual import LayerNorm
-from lineartime.ops.batch import Batch, cut_chunks
-from lineartime.ops.chunks import fill, open_chunk_pieces
+from lineartime.ops.batch import Batch, cut_chunks, fill, open_chunk_pieces
 from lineartime.ops.positions import rope
 from lineartime.ops.state import State
 

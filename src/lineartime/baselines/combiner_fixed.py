@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lineartime.baselines.blocks import ChunkedHeads, joint_softmax, masked_products, scaled_products
 from lineartime.layers.attention import merge_heads, split_heads
-from lineartime.ops.batch import Batch, cut_chunks
-from lineartime.ops.chunks import fill, open_chunk_pieces
+from lineartime.ops.batch import Batch, cut_chunks, fill, open_chunk_pieces
 from lineartime.ops.state import State
 
 

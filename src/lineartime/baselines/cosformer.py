@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from lineartime.baselines.kernel_attention import KernelAttention
 from lineartime.layers.attention import HeadOptions
 from lineartime.ops.checks import check_fits, check_positive
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
 
 
 def cosformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, max_length: int, causal: bool = False) -> Tensor:

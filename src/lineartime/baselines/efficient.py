@@ -26,8 +26,8 @@ from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_n_heads
 from lineartime.ops.linear import LinearState, continued_sums
+from lineartime.ops.modes import acc_dtype
 from lineartime.ops.positions import over_heads, rope, rotate
-from lineartime.ops.precision import acc_dtype
 
 MAX_KEY = 20.0
 

@@ -18,9 +18,9 @@ from typing_extensions import Unpack
 from lineartime.baselines.blocks import masked_products, real_tokens
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
-from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_positive
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
+from lineartime.ops.state import KVCache
 
 COMPARED = 2**20
 """The number of pairs of a new and a cached token that a stream compares at a time; bounds the memory for a long prompt."""

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts, softmax_attention
-from lineartime.ops.batch import Batch
-from lineartime.ops.chunks import places
+from lineartime.ops.batch import Batch, places
 
 
 def flash_cls_oracle(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_size: int) -> dict[int, Tensor]:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts, softmax_attention
-from lineartime.ops.batch import Batch
-from lineartime.ops.chunks import join_documents, split_documents
+from lineartime.ops.batch import Batch, join_documents, split_documents
 
 
 def flash_first_to_all_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int) -> dict[int, Tensor]:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.ops.activations import Activation, attention_weights, attention_weights_oracle
-from lineartime.ops.batch import Batch
-from lineartime.ops.chunks import fill, open_chunk_pieces, shift_chunks
-from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.batch import Batch, fill, open_chunk_pieces, shift_chunks
+from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.state import State
 
 

@@ -13,11 +13,10 @@ from typing_extensions import Unpack
 from lineartime.layers.flash import FLASH
 from lineartime.layers.gau import GatedOptions
 from lineartime.ops.activations import attention_weights
-from lineartime.ops.batch import Batch
-from lineartime.ops.chunks import Reach
+from lineartime.ops.batch import Batch, Reach
 from lineartime.ops.mixed_chunk import stream
 from lineartime.ops.mixed_chunk.chunked import chunk_attention, summary_attention
-from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.modes import matmul_dtype, output_dtype, without_autocast
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor, bias: Tensor | None) -> Tensor:

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from lineartime.baselines.flash_parts import FLASHInParts
 from lineartime.ops.activations import NORMALIZATIONS, attention_weights
-from lineartime.ops.batch import Batch
-from lineartime.ops.chunks import join_documents, open_chunk_pieces, shift_chunks, split_documents
+from lineartime.ops.batch import Batch, join_documents, open_chunk_pieces, shift_chunks, split_documents
 from lineartime.ops.mixed_chunk import stream
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
-from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.state import State
 
 

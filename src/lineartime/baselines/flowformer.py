@@ -30,7 +30,7 @@ from lineartime.baselines.blocks import real_tokens
 from lineartime.layers.attention import MultiHeadMixer
 from lineartime.ops.batch import Batch
 from lineartime.ops.linear import continued_sums
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
 from lineartime.ops.state import State
 
 EPS = 1e-6

@@ -15,9 +15,9 @@ from typing_extensions import Unpack
 from lineartime.layers.attention import fold_heads, merge_heads, split_heads
 from lineartime.layers.gau import GAU, GatedOptions
 from lineartime.ops.batch import Batch
-from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_n_heads
 from lineartime.ops.positions import over_heads, rotate
+from lineartime.ops.state import KVCache
 
 
 class GAUMultiHead(GAU):

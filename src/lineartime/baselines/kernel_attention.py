@@ -15,7 +15,7 @@ from lineartime.errors import check_choice
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
 from lineartime.ops.linear import LinearState, chunked_sums, linear_attention, linear_attention_extend
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
 
 Rotated = Literal["inputs", "features"]
 """What rotary positions rotate in a linear attention."""

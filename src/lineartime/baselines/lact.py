@@ -29,10 +29,9 @@ from lineartime.errors import ArgumentError
 from lineartime.layers.attention import HeadOptions, merge_heads, split_heads
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.residual import RMSNorm
-from lineartime.ops.batch import Batch
+from lineartime.ops.batch import Batch, fill, open_chunk_pieces
 from lineartime.ops.checks import check_positive
-from lineartime.ops.chunks import fill, open_chunk_pieces
-from lineartime.ops.precision import acc_dtype, output_dtype, without_autocast
+from lineartime.ops.modes import acc_dtype, output_dtype, without_autocast
 from lineartime.ops.state import State
 
 FIRST_RATE = 1e-3

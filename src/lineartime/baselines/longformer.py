@@ -28,7 +28,7 @@ from lineartime.baselines.blocks import (
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_positive
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
 from lineartime.ops.state import State
 
 

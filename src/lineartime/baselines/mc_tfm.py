@@ -16,12 +16,11 @@ from torch import Tensor
 
 from lineartime.baselines.blocks import ChunkedHeads
 from lineartime.layers.attention import fold_heads
-from lineartime.ops.batch import Batch, cut_chunks
-from lineartime.ops.chunks import Reach
+from lineartime.ops.batch import Batch, Reach, cut_chunks
 from lineartime.ops.mixed_chunk.chunked import chunk_attention, summary_attention
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
 from lineartime.ops.mixed_chunk.stream import MixedChunkState, extend, mixed_chunk_state
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
 
 
 def mc_tfm_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lineartime.layers.attention import MultiHeadMixer, fold_heads
 from lineartime.ops.batch import Batch
-from lineartime.ops.cache import KVCache
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
 from lineartime.ops.quadratic import attend_rows, quadratic_attention_extend
 from lineartime.ops.quadratic.inputs import QuadraticOptions
+from lineartime.ops.state import KVCache
 
 
 class MHSARelu2(MultiHeadMixer):

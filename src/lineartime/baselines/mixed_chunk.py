@@ -32,11 +32,10 @@ from lineartime.baselines.cosformer import weigh_by_cosine
 from lineartime.baselines.linear_elu import elu_features
 from lineartime.baselines.performer import relu_features
 from lineartime.errors import check_choice
-from lineartime.ops.batch import Batch
+from lineartime.ops.batch import Batch, exclusive_cumsum, fill, open_chunk_pieces
 from lineartime.ops.checks import check_fits, check_positive
-from lineartime.ops.chunks import exclusive_cumsum, fill, open_chunk_pieces
 from lineartime.ops.linear import normalized, with_ones
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
 from lineartime.ops.state import State
 
 Local = Literal["own", "overlapping"]

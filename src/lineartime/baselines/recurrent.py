@@ -19,7 +19,7 @@ from lineartime.layers.mixer import Mixer, MixerOptions
 from lineartime.layers.residual import RMSNorm
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_n_heads
-from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.recurrence import Tokens, recurrence, recurrence_step
 from lineartime.ops.state import State, in_place, writable
 

@@ -25,10 +25,9 @@ from typing_extensions import Unpack
 from lineartime.baselines.blocks import masked_products
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.layers.dense import factory
-from lineartime.ops.batch import Batch
+from lineartime.ops.batch import Batch, exclusive_cumsum
 from lineartime.ops.checks import check_even, check_positive
-from lineartime.ops.chunks import exclusive_cumsum
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
 from lineartime.ops.state import State
 
 SELF_SCORE = -1e5

@@ -15,8 +15,8 @@ from lineartime.baselines.recurrent import RecurrentMixer
 from lineartime.layers.mixer import MixerOptions
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import check_n_heads
+from lineartime.ops.modes import acc_dtype
 from lineartime.ops.positions import rotate
-from lineartime.ops.precision import acc_dtype
 from lineartime.ops.recurrence import Tokens
 
 

@@ -15,9 +15,9 @@ from typing_extensions import Unpack
 from lineartime.baselines.blocks import cut_blocks, join_blocks, masked_products, real_tokens, visible_band, with_neighbours
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.batch import Batch
-from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_positive
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
+from lineartime.ops.state import KVCache
 
 GATHERED = 8192
 """The number of keys of a head that a stream gathers at a time; bounds the memory for a long prompt."""

@@ -13,8 +13,8 @@ from lineartime.errors import ArgumentError
 from lineartime.layers.dense import FactoryOptions
 from lineartime.layers.positions import RelativeBias
 from lineartime.ops.batch import Batch
+from lineartime.ops.modes import look_up
 from lineartime.ops.positions import by_distance
-from lineartime.ops.precision import look_up
 
 N_BUCKETS, FARTHEST_BUCKET = 32, 128
 """As in T5: the number of buckets, and the distance from which on all keys share one bucket."""

@@ -18,7 +18,7 @@ from lineartime.models.backbone import ModelState
 from lineartime.models.decoder import MAX_STREAMS
 from lineartime.models.language_model import CausalLM, are_finite, read_token
 from lineartime.ops.backends import GPU_LOCK
-from lineartime.ops.tracing import is_traced
+from lineartime.ops.modes import is_traced
 
 HEAD = 128
 """The number of likeliest tokens that are ranked first, and eight times as many next: ranking all takes longer than a step."""

@@ -13,8 +13,8 @@ from lineartime.layers.mixer import Mixer
 from lineartime.ops.activations import attention_weights
 from lineartime.ops.batch import Batch
 from lineartime.ops.mixed_chunk.memories import solved_queries
+from lineartime.ops.modes import acc_dtype
 from lineartime.ops.positions import FactoredBias
-from lineartime.ops.precision import acc_dtype
 from lineartime.ops.quadratic.inputs import QuadraticOptions
 
 

@@ -25,11 +25,10 @@ from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import Mixer, MixerOptions
 from lineartime.layers.residual import RMSNorm
 from lineartime.ops.batch import Batch, Needs
-from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_n_heads
+from lineartime.ops.modes import acc_dtype, common_dtype, matmul_dtype, output_dtype, under_transform, without_autocast
 from lineartime.ops.positions import over_heads, rotate
-from lineartime.ops.precision import acc_dtype, common_dtype, matmul_dtype, output_dtype, without_autocast
-from lineartime.ops.tracing import under_transform
+from lineartime.ops.state import KVCache
 
 MANY_KEYS = 2048
 """From this number of keys on, two products are faster than fused attention for one query in bf16 on a CPU."""

@@ -11,8 +11,7 @@ from torch.nn.modules import module as torch_module
 from typing_extensions import Unpack
 
 from lineartime.native import NATIVE_DTYPES, native_functions
-from lineartime.ops.precision import look_up
-from lineartime.ops.tracing import is_plain, is_traced
+from lineartime.ops.modes import is_plain, is_traced, look_up
 
 SOURCE = Path(__file__).with_name("dense.cpp")
 MAX_ROWS = 32

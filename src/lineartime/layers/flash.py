@@ -25,7 +25,7 @@ from lineartime.ops.mixed_chunk import attend_projected, stream
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected
 from lineartime.ops.mixed_chunk.memories import Memory, queries_and_keys
 from lineartime.ops.mixed_chunk.stream import SlotBias, mixed_chunk_state
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
 from lineartime.ops.token_shift import shift_next, tokens_before
 
 

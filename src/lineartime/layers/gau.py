@@ -25,13 +25,13 @@ from lineartime.layers.positions import RelativeBias, RotaryBias, TableBias, bui
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, Activation, Normalization
 from lineartime.ops.backends import BACKENDS, Backend
 from lineartime.ops.batch import Batch, Needs
-from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import check_even, check_positive
 from lineartime.ops.mixed_chunk.inputs import queries_and_keys
+from lineartime.ops.modes import acc_dtype
 from lineartime.ops.positions import FactoredBias
-from lineartime.ops.precision import acc_dtype
 from lineartime.ops.quadratic import attend_rows, quadratic_attention_extend
 from lineartime.ops.quadratic.inputs import QuadraticOptions
+from lineartime.ops.state import KVCache
 
 InitialScores = Literal["small", "unit"]
 PUBLISHED_LENGTH = 512

@@ -12,9 +12,8 @@ from typing_extensions import Unpack
 from lineartime.layers.dense import FactoryOptions
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_even, require
+from lineartime.ops.modes import acc_dtype, is_exporting, look_up
 from lineartime.ops.positions import FactoredBias, by_distance, rotary_bias, rotary_table, sinusoid, table_bias
-from lineartime.ops.precision import acc_dtype, look_up
-from lineartime.ops.tracing import is_exporting
 
 MAX_TABLE_LENGTH = 512
 """The largest length for which a relative bias is a table; above it, the bias is rotary (arXiv 2202.10447)."""

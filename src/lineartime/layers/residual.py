@@ -17,7 +17,7 @@ from lineartime.errors import ArgumentError, check_choice, did_you_mean
 from lineartime.fields import check_type
 from lineartime.layers.dense import FactoryOptions, reset_parts
 from lineartime.ops.checks import check_positive
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
 
 Norm = Literal["layernorm", "scalenorm", "rmsnorm"]
 

@@ -20,10 +20,9 @@ from lineartime.layers.residual import norm_parts
 from lineartime.models.backbone import Backbone, Block, ModelState
 from lineartime.native import NATIVE_DTYPES, NativeFunctions, native_functions
 from lineartime.ops.mixed_chunk.stream import MemoryState, fold_full_chunks
+from lineartime.ops.modes import acc_dtype, has_plain_memory
 from lineartime.ops.positions import FactoredBias, rotary_table
-from lineartime.ops.precision import acc_dtype
 from lineartime.ops.token_shift import shifted_width
-from lineartime.ops.tracing import has_plain_memory
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 MAX_STREAMS = MAX_ROWS

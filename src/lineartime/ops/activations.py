@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
 
 Activation = Literal["relu2", "softmax"]
 Normalization = Literal["count", "paper", "paper_sum"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from lineartime.errors import ArgumentError, check_choice
 from lineartime.native import why_not_built
 from lineartime.ops.activations import Activation
-from lineartime.ops.tracing import is_exporting, under_transform
+from lineartime.ops.modes import is_exporting, under_transform
 
 Backend = Literal["auto", "torch", "tiled", "triton", "oracle"]
 BACKENDS: tuple[str, ...] = get_args(Backend)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.tracing import is_traced, under_transform
+from lineartime.ops.modes import is_traced, under_transform
 
 
 def check_positive(**sizes: int) -> None:

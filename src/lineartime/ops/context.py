@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
+from lineartime.ops.modes import under_transform
 from lineartime.ops.operator import register_operator
-from lineartime.ops.tracing import under_transform
 
 
 class ContextGroup(NamedTuple):

@@ -16,9 +16,8 @@ from torch import Tensor
 from lineartime.errors import ArgumentError
 from lineartime.ops.backends import why_not
 from lineartime.ops.checks import check_whole, is_readable
+from lineartime.ops.modes import acc_dtype, matmul_dtype, under_transform, without_autocast
 from lineartime.ops.operator import register_operator
-from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
-from lineartime.ops.tracing import under_transform
 
 IGNORED = -100
 """The target of a token that does not count in the loss."""

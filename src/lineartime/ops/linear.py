@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
+from lineartime.ops.batch import exclusive_cumsum
 from lineartime.ops.checks import check_continues
-from lineartime.ops.chunks import exclusive_cumsum
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
 from lineartime.ops.state import State, in_place, writable
 
 MIN_DIVISOR = 1e-18

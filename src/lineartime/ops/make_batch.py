@@ -14,8 +14,8 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.ops.batch import Batch, Needs, cut_rows
 from lineartime.ops.checks import as_mask, check_documents, check_whole, is_readable, require, shortened
 from lineartime.ops.context import ContextGroup
+from lineartime.ops.modes import is_traced, under_transform
 from lineartime.ops.positions import rotary_table
-from lineartime.ops.tracing import is_traced, under_transform
 
 MIN_CHUNK_SIZE = 16
 """The minimum size of the chunks of short documents. Sizes are powers of two: few sizes need few kernels."""

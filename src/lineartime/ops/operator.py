@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from lineartime.ops.precision import without_autocast
+from lineartime.ops.modes import without_autocast
 
 _LIBRARY = torch.library.Library("lineartime", "FRAGMENT")
 _TYPES: dict[Any, str] = {

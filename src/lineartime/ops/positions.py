@@ -12,9 +12,8 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.ops.checks import check_even, is_readable
+from lineartime.ops.modes import acc_dtype, has_float64, is_exporting, is_traced, look_up, without_autocast
 from lineartime.ops.operator import register_operator
-from lineartime.ops.precision import acc_dtype, has_float64, look_up, without_autocast
-from lineartime.ops.tracing import is_exporting, is_traced
 
 _DIGITS, _BASE = 3, 1024
 """The number of digits, and their base, in which positions below 2^30 are written on devices without float64."""

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.precision import acc_dtype
+from lineartime.ops.modes import acc_dtype
 
 LONGEST_DECAY = 80.0
 """The maximum sum of -g over a chunk of features that decay each on their own: exp(80) is within the range of float32."""

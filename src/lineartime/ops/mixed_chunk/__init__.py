@@ -37,8 +37,8 @@ from lineartime.ops.mixed_chunk.inputs import (
     check_projected,
     queries_and_keys,
 )
+from lineartime.ops.modes import acc_dtype, matmul_dtype, without_autocast
 from lineartime.ops.positions import rotary_table
-from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
 
 
 def mixed_chunk_attention(

@@ -8,12 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.batch import Batch
-from lineartime.ops.chunks import Reach, sum_chunks
+from lineartime.ops.batch import Batch, Reach, sum_chunks
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
-from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.modes import acc_dtype, is_exporting, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic.blocked import attend_visible
-from lineartime.ops.tracing import is_exporting
 
 
 def attend(heads: Heads, bias: Tensor | None, batch: Batch, options: MixedChunkOptions) -> Tensor:

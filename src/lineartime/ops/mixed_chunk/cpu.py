@@ -25,10 +25,9 @@ from lineartime.native import native_functions
 from lineartime.ops.backends import Backend, why_not
 from lineartime.ops.batch import Batch
 from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions, Projected, chunk_scales
+from lineartime.ops.modes import acc_dtype, is_plain, is_traced, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.operator import Fused
 from lineartime.ops.positions import no_rotation_table
-from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
-from lineartime.ops.tracing import is_plain, is_traced
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 """What lies between the matrix products, for an even s."""

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError, check_choice
 from lineartime.ops.activations import CHUNK_NORMALIZATIONS, Activation, Normalization, known_activations
-from lineartime.ops.batch import Batch
+from lineartime.ops.batch import Batch, count_before, sum_chunks
 from lineartime.ops.checks import check_positive, check_queries_keys_values, check_whole
-from lineartime.ops.chunks import count_before, sum_chunks
 from lineartime.ops.mixed_chunk.memories import Memory
+from lineartime.ops.modes import acc_dtype, is_traced, under_transform
 from lineartime.ops.positions import over_heads, rotate
-from lineartime.ops.precision import acc_dtype
-from lineartime.ops.tracing import is_traced, under_transform
 
 
 @dataclass(frozen=True)

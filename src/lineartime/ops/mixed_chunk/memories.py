@@ -27,10 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.batch import Batch
-from lineartime.ops.chunks import sum_chunks
-from lineartime.ops.precision import acc_dtype, matmul_dtype, without_autocast
-from lineartime.ops.tracing import is_traced, under_transform
+from lineartime.ops.batch import Batch, sum_chunks
+from lineartime.ops.modes import acc_dtype, is_traced, matmul_dtype, under_transform, without_autocast
 
 Memory = Literal["sum", "mesa"]
 """sum: the published one. mesa: defined above."""

@@ -21,16 +21,14 @@ from torch import Tensor
 
 from lineartime.ops.activations import Activation, Normalization, attention_weights
 from lineartime.ops.backends import Backend
-from lineartime.ops.batch import Batch, cut_rows
+from lineartime.ops.batch import Batch, cut_rows, fill, open_chunk_pieces
 from lineartime.ops.checks import check_bias, check_continues
-from lineartime.ops.chunks import fill, open_chunk_pieces
 from lineartime.ops.make_batch import stream_batch
 from lineartime.ops.mixed_chunk import cpu, memories
 from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions, Projected, check_heads
-from lineartime.ops.precision import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.modes import acc_dtype, is_traced, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic.blocked import attend_visible
 from lineartime.ops.state import State, in_place, writable
-from lineartime.ops.tracing import is_traced
 
 
 @dataclass(eq=False)

@@ -25,14 +25,14 @@ from lineartime.errors import ArgumentError
 from lineartime.ops.activations import Activation, Normalization
 from lineartime.ops.backends import Backend, choose_backend
 from lineartime.ops.batch import Batch
-from lineartime.ops.cache import KVCache
 from lineartime.ops.checks import as_mask, check_queries_keys_values
 from lineartime.ops.make_batch import check_prefix, make_batch, stream_batch
+from lineartime.ops.modes import matmul_dtype, output_dtype
 from lineartime.ops.positions import FactoredBias
-from lineartime.ops.precision import matmul_dtype, output_dtype
 from lineartime.ops.quadratic import blocked, cpu, reference, triton
 from lineartime.ops.quadratic.blocked import attend_visible
 from lineartime.ops.quadratic.inputs import QuadraticOptions, check_quadratic_bias
+from lineartime.ops.state import KVCache
 
 _FORMS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | FactoredBias | None, Tensor | None, QuadraticOptions], Tensor]] = {
     "torch": blocked.attend,

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from lineartime.ops.activations import Activation, attention_weights
+from lineartime.ops.modes import is_exporting, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.positions import FactoredBias
-from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic.inputs import QuadraticOptions
-from lineartime.ops.tracing import is_exporting
 
 
 def attend(

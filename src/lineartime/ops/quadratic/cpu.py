@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lineartime.native import native_functions
+from lineartime.ops.modes import matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.operator import Fused
 from lineartime.ops.positions import FactoredBias
-from lineartime.ops.precision import matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic.inputs import Inputs, QuadraticOptions, fused_inputs
 
 SOURCE = Path(__file__).with_name("cpu.cpp")

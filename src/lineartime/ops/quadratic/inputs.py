@@ -12,8 +12,8 @@ from torch import Tensor
 from lineartime.errors import ArgumentError, check_choice
 from lineartime.ops.activations import NORMALIZATIONS, Activation, Normalization, known_activations
 from lineartime.ops.checks import check_bias
+from lineartime.ops.modes import acc_dtype
 from lineartime.ops.positions import FactoredBias
-from lineartime.ops.precision import acc_dtype
 
 
 @dataclass(frozen=True)

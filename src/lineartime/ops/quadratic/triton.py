@@ -16,9 +16,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lineartime.ops.modes import acc_dtype, common_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.operator import Fused
 from lineartime.ops.positions import FactoredBias
-from lineartime.ops.precision import acc_dtype, common_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.quadratic.inputs import Inputs, QuadraticOptions, fused_inputs
 from lineartime.ops.triton import state_dtype, workspace
 
