@@ -77,7 +77,6 @@ def test_the_parser_refuses_what_is_no_option_or_value(arguments: list[str], fai
         (["bench", "flash-giant"], "preset is 'flash-giant', which is not a preset"),
         (["presets", "zebra"], "No preset name contains zebra"),
         # Files and folders.
-        (["train", "--data", "books/*.txt"], "--data is books/.*, which is a pattern: .* books, with --include '.*.txt'"),
         (["eval", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run"),
         (["train", "--out", "{text}"], "--out is .*text.txt, which is a file: give a folder"),
         (

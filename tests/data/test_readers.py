@@ -255,9 +255,7 @@ def test_the_first_byte_of_a_file_that_is_not_utf_8_is_named(tmp_path: Path) -> 
     file = tmp_path / "a.txt"
     file.write_bytes(b"caf\xe9 au lait\n" * 1000)
     for split, offset in (("train", 3), ("validation", 11_716)):
-        with pytest.raises(
-            LineartimeError, match=rf"byte 0xe9 at offset {offset}\): convert a text, .* `iconv -f latin1 -t utf-8`"
-        ):
+        with pytest.raises(LineartimeError, match=rf"byte 0xe9 at offset {offset}\): .* `iconv -f latin1 -t utf-8`"):
             read(part_of(file, split))
     cases = [
         ("日".encode() + b"caf\xe9 au lait", r"a.txt is not UTF-8 text \(byte 0xe9 at offset 6\)"),

@@ -28,7 +28,7 @@ class ExportOptions:
 def run(options: ExportOptions) -> None:
     """Export the model and print how to load it."""
     if options.part == "text" and options.format == "package":
-        raise ArgumentError("format", "is package, which holds the step alone: use program or onnx, or `part='step'`.")
+        raise ArgumentError("format", "is package, but a package holds the step alone: use program or onnx, or `part='step'`.")
     from lineartime.data.progress import Progress
     from lineartime.export import checked_file
 
