@@ -5,10 +5,8 @@ Each command is a module with a dataclass, whose fields are the command's option
 """
 
 import ast
-import os
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -28,8 +26,6 @@ from lineartime.screen import SCREEN, discard, open_standard_streams
 OptionsOfCommand = TypeVar("OptionsOfCommand")
 
 INTERRUPTED = 130
-_NARROWEST = 20
-"""The minimum terminal width in columns: at smaller widths, tyro's help formatter does not terminate."""
 COMMANDS = {
     "train": "Train a model on text; writes checkpoints, metrics.jsonl, TensorBoard scalars and a loss curve to --out.",
     "eval": (
@@ -93,8 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options: Any = None
     open_standard_streams()
-    if shutil.get_terminal_size().columns < _NARROWEST:
-        os.environ["COLUMNS"] = str(_NARROWEST)
     try:
         if arguments[:1] == ["--version"]:
             print(f"lineartime {installed_version('lineartime')}, torch {installed_version('torch')}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from lineartime.errors import ArgumentError, LineartimeError, did_you_mean
+from lineartime.errors import LineartimeError, did_you_mean
 from lineartime.screen import new_table, output_console, tracked
 
 
@@ -20,14 +20,12 @@ class PresetsOptions:
     """Show only presets whose names contain one of these parts, such as tiny."""
     context_length: int = 4096
     """Context length, in tokens, for which operations and memory are counted."""
-    verify: bool = False
-    """Instead, build every model whose size the paper states, and compare the parameter counts."""
     json: bool = False
     """Print one line of JSON for each preset; operations and memory are those of one token and one stream."""
 
 
 def run(options: PresetsOptions) -> None:
-    """Print the presets; raises LineartimeError if no name matches, or if a size differs from the paper's."""
+    """Print the presets; raises LineartimeError if no name matches."""
     from lineartime.models.cost import check_context_length
     from lineartime.models.presets import PRESETS
 
@@ -38,11 +36,7 @@ def run(options: PresetsOptions) -> None:
             f"No preset name contains {' or '.join(options.names)}{did_you_mean(options.names[0], PRESETS)}: leave the names "
             "out to see all of them."
         )
-    if options.verify and options.json:
-        raise ArgumentError("verify", "shows a table, and cannot be combined with `json=True`.")
-    if options.verify:
-        _verify(names)
-    elif options.json:
+    if options.json:
         for entry in _entries(names, options.context_length):
             print(json.dumps(entry), flush=True)
     else:
@@ -96,21 +90,3 @@ def _print_costs(names: Sequence[str], context_length: int) -> None:
         "state        memory of a stream after them, in float32 (none: the model is bidirectional only, for --task mlm)",
     ):
         console.print(line, soft_wrap=True)
-
-
-def _verify(names: Sequence[str]) -> None:
-    from lineartime.models.cost import count_parameters
-    from lineartime.models.presets import PAPER_MILLIONS, presets
-
-    names = [name for name in names if name in PAPER_MILLIONS]
-    if not names:
-        raise LineartimeError("The paper states the size of none of these presets: leave the names out to see those it states.")
-    table, different = new_table(("preset", "parameters", "paper", "agrees"), left=("preset", "agrees")), []
-    for name in tracked(names, "building", len(names)):
-        parameters = count_parameters(presets("clm")[name])
-        agrees = round(parameters / 1e6) == PAPER_MILLIONS[name]
-        different += [] if agrees else [name]
-        table.add_row(name, f"{parameters:,}", f"{PAPER_MILLIONS[name]} M", "yes" if agrees else "no")
-    output_console().print(table)
-    if different:
-        raise LineartimeError(f"Not as large as in the paper: {', '.join(different)}.")
