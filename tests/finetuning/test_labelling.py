@@ -150,7 +150,6 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}] * 4
         ("a.jsonl", [*TWO, {"text": "c", "label": None}], {}, r"a.jsonl, line 9, has None instead of a label"),
         ("a.csv", TWO, {"labels": "numbers"}, r"a.csv, line 3, has 'y' instead of a number"),
         ("a.jsonl", TWO[:1] * 8, {}, r"a.jsonl holds texts of one label alone"),
-        ("a.jsonl", TWO[:1], {}, r"a.jsonl holds too few texts to train with and to validate with"),
         ("a.txt", TWO, {}, r"^data is .*a.txt, but must be a file of records: .jsonl, .csv, .tsv, .parquet"),
     ],
 )

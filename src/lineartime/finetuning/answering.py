@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, L the maximum number of tokens of an answer.
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
 from itertools import groupby
@@ -192,10 +192,18 @@ def best_answers(
     bf16: bool = False,
 ) -> dict[str, Answer]:
     """The best span of each question over all of its windows and, if several documents have its key, over these."""
-    best: dict[int, tuple[float, int, int]] = {}
-    for number, score, begin, end in _spans(model, windows, max_answer_tokens, batch_size, bf16):
-        if number not in best or score > best[number][0]:
-            best[number] = score, begin, end
+    best: dict[int, tuple[float, int, int]] = {}  # of each question: the score, and the place in the text in characters
+    for rows, outputs in read_windows(model, windows, batch_size, bf16):
+        starts, ends = outputs.start_logits.float().cpu(), outputs.end_logits.float().cpu()
+        for row, start, end in zip(rows, starts, ends, strict=True):
+            number, score, begin, stop = row["question"], float("-inf"), 0, 0
+            if len(row["starts"]):
+                text = slice(row["first"], row["first"] + len(row["starts"]))
+                score, first, last = best_span(start[text], end[text], max_answer_tokens)
+                score -= float(start[0] + end[0])
+                begin, stop = row["starts"][first], row["ends"][last]
+            if number not in best or score > best[number][0]:
+                best[number] = score, begin, stop
     answers: dict[str, Answer] = {}
     for number, question in enumerate(questions):
         score, begin, end = best[number]
@@ -204,29 +212,12 @@ def best_answers(
     return answers
 
 
-def _spans(model: Any, windows: Any, longest: int, batch_size: int, bf16: bool) -> Iterator[tuple[int, float, int, int]]:
-    """For each window, the number of its question and its best span: its score, and its place in the text in characters."""
-    for rows, outputs in read_windows(model, windows, batch_size, bf16):
-        starts, ends = outputs.start_logits.float().cpu(), outputs.end_logits.float().cpu()
-        for row, start, end in zip(rows, starts, ends, strict=True):
-            text = slice(row["first"], row["first"] + len(row["starts"]))
-            score, begin, stop = best_span(start[text], end[text], longest)
-            if stop >= 0:
-                yield row["question"], score - float(start[0] + end[0]), row["starts"][begin], row["ends"][stop]
-            else:  # a text without tokens
-                yield row["question"], float("-inf"), 0, 0
-
-
 def best_span(start: Tensor, end: Tensor, longest: int) -> tuple[float, int, int]:
     """The span of at most `longest` tokens with the greatest sum of the logits [T] of its first and last token.
 
-    Returns:
-        The sum, and the places of these tokens; (-inf, -1, -1) if there are none.
+    Returns the sum, and the places of these tokens.
     """
-    size = len(start)
-    if not size:
-        return float("-inf"), -1, -1
-    longest = min(longest, size)
+    longest = min(longest, len(start))
     beyond = torch.nn.functional.pad(end, (0, longest - 1), value=float("-inf"))
     sums = start[:, None] + beyond.unfold(0, longest, 1)  # [T, L]
     best = int(sums.argmax())

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lineartime.errors import LineartimeError, require_packages
+from lineartime.errors import LineartimeError
 from lineartime.fields import shown
 from lineartime.finetuning.config import FinetuneConfig, LabelKind
 from lineartime.finetuning.data import Labelled, find_texts
@@ -32,6 +32,10 @@ _PROBLEMS: dict[LabelKind, str] = {
 }
 _METRICS = {"single": "accuracy", "multiple": "f1", "numbers": "spearman"}
 """By which the best model is chosen."""
+_NUMBER, _NUMBERS = datasets.Value("int32"), datasets.Sequence(datasets.Value("int32"))
+_LABELLED = datasets.Features(
+    {"input_ids": _NUMBERS, "first": _NUMBER, "text": _NUMBER, "labels": datasets.Sequence(datasets.Value("float32"))}
+)
 
 
 @dataclass(frozen=True)
@@ -125,29 +129,16 @@ class Labelling:
     peft_task = "SEQ_CLS"
 
     def __init__(self, config: FinetuneConfig, encoder: WindowEncoder) -> None:
-        require_packages("sklearn", "scipy", extra="finetune", purpose="Measuring labels")
         files = find_texts(config.data, config.advanced)
-        for file in files.values():
-            if next(iter(file), None) is None:
-                raise LineartimeError(f"{file.file} holds too few texts to train with and to validate with: give more.")
         self.labels = find_labels(files["train"], config.advanced.labels)
         if self.labels.kind != "numbers" and len(self.labels.names) < 2:
             raise LineartimeError(f"{files['train'].file} holds texts of one label alone: give texts of at least two.")
         self.batch_size, self.metric = config.batch_size, _METRICS[self.labels.kind]
         self.keys = [each.key for each in files["validation"]]
         self.right = np.array([self.labels.target(each.label, each.where) for each in files["validation"]])
-        whole, ids = datasets.Value("int32"), datasets.Sequence(datasets.Value("int32"))
-        features = datasets.Features(
-            {"input_ids": ids, "first": whole, "text": whole, "labels": datasets.Sequence(datasets.Value("float32"))}
-        )
+        options, cache = {"encoder": encoder, "labels": self.labels}, config.out / WINDOWS
         self.train, self.held_out = (
-            dataset_of(
-                label_windows,
-                {"texts": files[split], "encoder": encoder, "labels": self.labels},
-                features,
-                config.out / WINDOWS,
-            )
-            for split in ("train", "validation")
+            dataset_of(label_windows, {"texts": files[split], **options}, _LABELLED, cache) for split in ("train", "validation")
         )
         self.predictions: dict[str, Any] = {}
 

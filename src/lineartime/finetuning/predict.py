@@ -1,8 +1,7 @@
 """Answers or labels for a file of questions or texts, with a fine-tuned model."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,13 +59,17 @@ def predict(
     lines = out.with_name(f"{out.name}l.partial") if out.suffix == ".json" else out
     if out.exists() and (not resume or lines != out):
         raise ArgumentError("out", f"is {out}, which exists already: delete it, or choose another file.")
-    predicted = _predictor(model)
+    result = read_file(model / RESULT, FinetuneResult) if (model / RESULT).is_file() else None
+    if result is None or result.best is None:
+        what = f"is {model}, which holds no fine-tuned model: give the folder that `finetune()` wrote to its end."
+        raise ArgumentError("run", what)
+    predicted = _labels if result.max_answer_tokens is None else _answers
     place = choose_device(device)
     bf16 = choose_precision(precision, place) == "bf16"
     with reporting_file_errors("write", lines):
         count = _kept(lines) if resume else 0
         with lines.open("a" if resume else "w", encoding="utf-8") as file:
-            for block in predicted(inputs, count, batch_size, place, bf16):
+            for block in predicted(model / MODEL, result, inputs, count, batch_size, place, bf16):
                 file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in block)
                 file.flush()
                 count += len(block)
@@ -78,16 +81,6 @@ def predict(
     return count
 
 
-def _predictor(model: Path) -> Callable[..., Iterator[list[dict[str, Any]]]]:
-    """The predictions of a model, as a function of the file, and of how it is read."""
-    if not (model / MODEL).is_dir():
-        raise ArgumentError("run", f"is {model}, which holds no fine-tuned model: give the folder that `finetune()` wrote.")
-    result = read_file(model / RESULT, FinetuneResult)
-    if result.best is None:
-        raise ArgumentError("run", f"is {model}, whose fine-tuning was stopped before its end: resume it.")
-    return partial(_labels if result.max_answer_tokens is None else _answers, model / MODEL, result)
-
-
 def _answers(
     model: Path, result: FinetuneResult, file: Path, done: int, batch_size: int, device: torch.device, bf16: bool
 ) -> Iterator[list[dict[str, Any]]]:
@@ -97,7 +90,7 @@ def _answers(
     threshold = result.best_trial().metrics.get("null_threshold")
     # All documents of a question have its key, and are in one block.
     by_key = (list(group) for _, group in groupby(read_questions(file), lambda each: each.key))
-    for groups in blocks(by_key, done):
+    for groups in _blocks(by_key, done):
         block = [question for group in groups for question in group]
         found = best_answers(loaded, list(encoder.for_answering(block)), block, result.max_answer_tokens, batch_size, bf16)
         yield [{"id": key, "answer": each.above(threshold), "score": each.score} for key, each in found.items()]
@@ -110,9 +103,8 @@ def _labels(
     loaded, encoder = _load(LineartimeForSequenceClassification, model, result, device)
     labels = Labels.of_model(loaded.config)
     columns = (result.config["text_column"], result.config["pair_column"], None)
-    for block in blocks(LabelledFile(file, columns), done):
-        windows = list(label_windows(block, encoder))
-        logits = mean_logits(loaded, windows, len(block), batch_size, bf16)
+    for block in _blocks(LabelledFile(file, columns), done):
+        logits = mean_logits(loaded, list(label_windows(block, encoder)), len(block), batch_size, bf16)
         yield [{"id": text.key, **labels.predicted(each)} for text, each in zip(block, logits, strict=True)]
 
 
@@ -123,7 +115,7 @@ def _load(kind: Any, model: Path, result: FinetuneResult, device: torch.device) 
     return loaded, WindowEncoder.of(tokenizer, result.config["context_length"], result.config["stride"])
 
 
-def blocks(inputs: Iterable[Item], done: int) -> Iterator[list[Item]]:
+def _blocks(inputs: Iterable[Item], done: int) -> Iterator[list[Item]]:
     """The inputs in blocks, without those that are done."""
     rest = islice(inputs, done, None)
     while block := list(islice(rest, BLOCK)):

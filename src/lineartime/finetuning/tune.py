@@ -102,7 +102,7 @@ def finetune(config: FinetuneConfig, say: Say = print) -> FinetuneResult:
         ArgumentError: for options that do not fit the model or the data.
         LineartimeError: if a file cannot be read or written, or a package is missing.
     """
-    require_packages("accelerate", extra="finetune", purpose="Fine-tuning")
+    require_packages("accelerate", "peft", "scipy", "sklearn", extra="finetune", purpose="Fine-tuning")
     done = _begun(config)
     if done is not None and done.best is not None:
         return done
@@ -218,7 +218,6 @@ def with_head(pretrained: LanguageModel, advanced: Advanced, make: Callable[[Lin
         tensor.copy_(weights[name].narrow(-1, excess // 2, tensor.shape[-1]) if excess else weights[name])
     if not advanced.lora_rank:
         return model
-    require_packages("peft", extra="finetune", purpose="LoRA")
     import peft
 
     linear = {name.rpartition(".")[2] for name, part in model.model.named_modules() if isinstance(part, nn.Linear)}

@@ -108,8 +108,12 @@ class WindowEncoder:
     def windows(self, question: Question) -> list[Window]:
         """The windows of a question. Raises LineartimeError if it leaves too little room for a text."""
         where = f"The question {question.key}" + f" ({question.where})" * bool(question.where)
-        found = self.encodings(question.question, question.text, where)
-        return [_window(each) for each in found]
+        found = []
+        for each in self.encodings(question.question, question.text, where):
+            first = each.type_ids.index(1)
+            offsets = np.array(each.offsets[first:-1], dtype=np.int64).reshape(-1, 2)
+            found.append(Window(each.ids, first, offsets[:, 0], offsets[:, 1]))
+        return found
 
     def for_training(self, questions: Sequence[Question], seed: int) -> Iterator[dict[str, Any]]:
         """Windows with the tokens of an answer, and at most as many without, of which [CLS] is the answer.
@@ -133,12 +137,6 @@ class WindowEncoder:
             for each in self.windows(question):
                 places = {"starts": each.starts, "ends": each.ends}
                 yield {"input_ids": each.ids, "first": each.first, "question": number, **places}
-
-
-def _window(encoding: Any) -> Window:
-    first = encoding.type_ids.index(1)
-    offsets = np.array(encoding.offsets[first:-1], dtype=np.int64).reshape(-1, 2)
-    return Window(encoding.ids, first, offsets[:, 0], offsets[:, 1])
 
 
 def dataset_of(generate: Any, options: dict[str, Any], features: datasets.Features, cache: Path) -> datasets.Dataset:
