@@ -134,10 +134,10 @@ def test_paper_numbers_are_those_of_its_tables() -> None:
 
     # Numbers of Wikipedia do not stand beside books.
     assert paper_numbers(("lm_wiki40b",), "FLASH", Setting("books", 2048)) == {}
-    assert paper_cost("FLASH-Quad -> FLASH", Setting("books", 2048)) is None
-    assert paper_cost("FLASH-Quad -> FLASH", Setting("wikipedia", 2048)) == 0.22
-    assert paper_cost("TFM++ -> MC-TFM++", Setting("wikipedia", 512), "mlm") == 0.36
-    assert paper_cost("TFM++ -> MC-TFM++", Setting("wikipedia", 300), "mlm") is None
+    assert paper_cost(("lm_wiki40b",), "FLASH-Quad -> FLASH", Setting("books", 2048)) is None
+    assert paper_cost(("lm_wiki40b",), "FLASH-Quad -> FLASH", Setting("wikipedia", 2048)) == 0.22
+    assert paper_cost(("mlm_c4",), "TFM++ -> MC-TFM++", Setting("books", 512)) == 0.36
+    assert paper_cost(("mlm_c4",), "TFM++ -> MC-TFM++", Setting("wikipedia", 300)) is None
 
 
 def test_list_shows_what_is_asked_for_and_each_text_once() -> None:

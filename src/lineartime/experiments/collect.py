@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from importlib.resources import files
@@ -21,17 +21,6 @@ from lineartime.experiments.runner import Run, State, best_tuning, read_run, rea
 from lineartime.host import threads_in_words
 from lineartime.runs.record import texts_of
 
-TEXTS = {"lm_wiki40b": "wikipedia", "lm_pg19": "books"}
-"""The kind of text of a table. Tables that are not listed, of ablations and of C4, are shown for any text."""
-DESCRIPTIONS = {
-    "lm_wiki40b": "Wiki-40B, models of 110 M parameters, perplexity per token, 125,000 steps of 2^18 tokens",
-    "lm_pg19": "PG-19, models of 490 M parameters, perplexity per word, 125,000 steps of 2^18 tokens",
-    "mlm_c4": "C4, models of 110 M parameters, perplexity per masked token, 125,000 steps of 2^18 tokens",
-    "ablation_gau": "ablations of a gated attention unit, models of 105 M parameters, perplexity",
-    "ablation_mhsa": "ablations of multi-head attention, models of 110 M parameters, perplexity",
-}
-SOURCE = "Transformer Quality in Linear Time (Hua, Dai, Liu and Le), arXiv 2202.10447"
-
 TestMetric = Literal["loss", "bits_per_byte", "word_perplexity", "accuracy"]
 
 
@@ -39,13 +28,9 @@ class RunData(TypedDict):
     """The run of a system with one seed; None for what it does not have yet."""
 
     seed: int
-    folder: str  # its name
     state: State
     steps: int | None
-    tokens: int | None  # of the whole run
-    planned_seconds: float | None  # the budget
     seconds: float | None  # of training, at the speed that was measured alone
-    taken_seconds: float | None  # those that it took, beside what else the machine did
     loss: float | None  # nats per token on held-out text, at the end
     bits_per_byte: float | None  # the same in bits per byte; None for masked tokens
     curve: list[Any]  # the evaluations, each a `Point`; in a report that was read, lists of the same numbers
@@ -104,20 +89,15 @@ class Report(TypedDict):
     """The content of report.json."""
 
     experiment: str
-    title: str
-    question: str
     scale: ScaleName
     options: dict[str, Any]  # what its runs depend on, by the names of `reproduce`; texts are names of files
     complete: bool
     missing: list[str]  # runs
     problems: list[str]  # a sentence for each run that failed or is damaged
-    paper: str  # the source of the paper's numbers
-    baseline: str  # the arm that others are compared with
     machines: list[str]
     precisions: list[str]  # of matrix products
     started: list[str]  # when the first and the last run began
     texts: dict[str, str]  # the files of each setting
-    tests: list[str]  # the names of the measurements of each trained model
     settings: list[SettingRows]
 
 
@@ -164,45 +144,40 @@ def within_tolerance(row: SystemRow) -> bool:
 
 @cache
 def paper_tables() -> dict[str, Any]:
-    """All tables by name."""
+    """The tables of the paper by name, each for one kind of text or for any.
+
+    A row has values by context: "pplx", the perplexity, "latency_ms" of a step on 64 TPU-v4 cores, and "speedup", the time to
+    the final quality of the baseline, null where that is not reached or not legible. Rows of ablations have a perplexity by
+    task. Costs are differences of perplexities.
+    """
     tables: dict[str, Any] = json.loads((files(__package__) / "paper_tables.json").read_text(encoding="utf-8"))
     return tables
 
 
 def paper_numbers(tables: Sequence[str], row: str, setting: Setting, task: Task = "clm") -> dict[str, float]:
-    """What the paper reports of a row in a setting: "pplx", "latency_ms", "speedup", as far as it does.
-
-    The tables are searched in order; those of another text are passed over. Those of ablations have a single context, and a
-    column for each task.
-    """
-    for name in tables:
-        table = paper_tables()[name]
-        values = table["rows"].get(row)
-        if values is None or TEXTS.get(name, setting.text) != setting.text:
-            continue
-        if "columns" in table:
-            return {"pplx": values[table["columns"].index("pplx_lm" if task == "clm" else "pplx_mlm")]}
-        if setting.context not in table["context"]:
-            return {}
-        place = table["context"].index(setting.context)
-        found = {key: column[place] for key, column in values.items() if column[place] is not None}
-        if (name, row) == ("lm_wiki40b", "FLASH"):
-            found["speedup"] = paper_tables()["speedup_headline"]["flash_over_transformer++"][place]
-        return found
+    """What the first of some tables that has a row reports of it in a setting: "pplx", "latency_ms", "speedup"."""
+    for table in _tables_of(tables, setting):
+        if (values := table["rows"].get(row)) is not None:
+            if "context" not in table:
+                return {"pplx": values[task]}
+            found = {name: _at(setting.context, column, table) for name, column in values.items()}
+            return {name: value for name, value in found.items() if value is not None}
     return {}
 
 
-def paper_cost(pair: str, setting: Setting, task: Task = "clm") -> float | None:
-    """By how much the perplexity of an approximation exceeds that of the exact model in the paper; None if it has no number.
+def paper_cost(tables: Sequence[str], pair: str, setting: Setting) -> float | None:
+    """By how much the perplexity of an approximation exceeds that of the exact model; None if the paper has no number."""
+    costs = [(table["costs"][pair], table) for table in _tables_of(tables, setting) if "costs" in table]
+    return next((_at(setting.context, *each) for each in costs), None)
 
-    The pair is called as in the paper, "FLASH-Quad -> FLASH". Masked models of C4 stand beside any text.
-    """
-    name = "mlm_c4" if task == "mlm" else "lm_wiki40b"
-    costs = paper_tables()["approximation_cost_pplx"]
-    if TEXTS.get(name, setting.text) != setting.text or setting.context not in costs["context"]:
-        return None
-    cost: float = costs[name][pair][costs["context"].index(setting.context)]
-    return cost
+
+def _tables_of(names: Sequence[str], setting: Setting) -> list[dict[str, Any]]:
+    tables = [paper_tables()[name] for name in names]
+    return [table for table in tables if table.get("text", setting.text) == setting.text]
+
+
+def _at(context: int, values: Sequence[float | None], table: Mapping[str, Any]) -> float | None:
+    return dict(zip(table["context"], values, strict=True)).get(context)
 
 
 def collect(plan: Plan) -> Report:
@@ -224,15 +199,11 @@ def collect(plan: Plan) -> Report:
     times = [time for _, time in processes if time]
     return {
         "experiment": plan.config.name,
-        "title": plan.experiment.title,
-        "question": plan.experiment.question,
         "scale": plan.config.scale,
         "options": plan_options(plan.config) | given | _tasks(plan),
         "complete": not missing and not problems,
         "missing": missing,
         "problems": problems,
-        "paper": SOURCE,
-        "baseline": plan.experiment.baseline,
         "machines": list(dict.fromkeys(machine for machine, _ in processes)),
         "precisions": sorted(precisions),
         "started": [min(times), max(times)] if times else [],
@@ -241,7 +212,6 @@ def collect(plan: Plan) -> Report:
             for each in plan.settings
             if each.reads_text and kind != "latency"
         },
-        "tests": [test.name for test in plan.experiment.tests],
         "settings": settings,
     }
 
@@ -338,13 +308,9 @@ def _run(run: Run, seed: int, speed: float | None) -> RunData:
     points = [point._replace(seconds=point.step * tokens_per_step / speed) if speed else point for point in run.points]
     return {
         "seed": seed,
-        "folder": run.job.folder.name,
         "state": run.state,
         "steps": run.options.get("steps"),
-        "tokens": None if final is None else final.step * tokens_per_step,
-        "planned_seconds": run.job.seconds,
         "seconds": None if final is None else points[-1].seconds,
-        "taken_seconds": None if final is None else final.seconds,
         "loss": None if final is None else final.loss,
         "bits_per_byte": None if final is None else final.bits_per_byte,
         "curve": points,

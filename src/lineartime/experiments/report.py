@@ -12,7 +12,6 @@ from lineartime.errors import LineartimeError
 from lineartime.experiments import catalogue
 from lineartime.experiments.catalogue import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
 from lineartime.experiments.collect import (
-    DESCRIPTIONS,
     Metric,
     Report,
     SystemRow,
@@ -21,6 +20,7 @@ from lineartime.experiments.collect import (
     metric_of_report,
     metric_of_test,
     paper_cost,
+    paper_tables,
     settings_with_results,
     steps_to,
     values_of_row,
@@ -33,6 +33,7 @@ from lineartime.files import write_file
 from lineartime.models.registering import imported_names
 from lineartime.units import NOT_THERE, cell, column_table, size, three_digits
 
+SOURCE = "Transformer Quality in Linear Time (Hua, Dai, Liu and Le), arXiv 2202.10447"
 JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
 LATENCY = (
     "All systems take turns in each measurement, with the same tokens in a step. A step is forward and backward, without the "
@@ -87,8 +88,8 @@ def render(plan: Plan, report: Report) -> tuple[Path, list[str]]:
 
 
 def _blocks(plan: Plan, report: Report, pictures: Sequence[tuple[Path, str]]) -> Iterator[str]:
-    yield f"# {report['title']}"
-    yield report["question"]
+    yield f"# {plan.experiment.title}"
+    yield plan.experiment.question
     yield _facts(plan, report)
     if not report["complete"]:
         yield _incomplete(report)
@@ -109,11 +110,11 @@ def _blocks(plan: Plan, report: Report, pictures: Sequence[tuple[Path, str]]) ->
         yield setup(plan, report)
         yield from rate_tables(report)
     else:
-        yield from latency_tables(report)
+        yield from latency_tables(plan, report)
         yield LATENCY
         yield parameters_apart(report)
-    tables = "; ".join(DESCRIPTIONS[name] for name in plan.experiment.paper_tables)
-    yield f"The paper: {report['paper']}{f' ({tables})' if tables else ''}."
+    tables = "; ".join(paper_tables()[name]["description"] for name in plan.experiment.paper_tables)
+    yield f"The paper: {SOURCE}{f' ({tables})' if tables else ''}."
 
 
 def _facts(plan: Plan, report: Report) -> str:
@@ -260,7 +261,7 @@ def quality_tables(plan: Plan, report: Report) -> Iterator[str]:
     masked, (metric, _) = plan.experiment.task == "mlm", metric_of_report(plan)
     for setting in settings_with_results(report):
         rows = setting["rows"]
-        base = baseline_row(rows, report["baseline"])
+        base = baseline_row(rows, plan.experiment.baseline)
         columns = {
             "system": [row["name"] for row in rows],
             "parameters": [_parameters(row) for row in rows],
@@ -308,11 +309,11 @@ def tests_tables(plan: Plan, report: Report) -> Iterator[str]:
     unit = "bits per byte" if metric == "bits_per_byte" else "nats"
     for setting in settings_with_results(report) if len(plan.experiment.tests) > 1 else ():
         columns: dict[str, list[str]] = {"system": [row["name"] for row in setting["rows"]]}
-        for name in report["tests"]:
-            columns[name or "as trained"] = _column(setting["rows"], metric_of_test(name, metric))
+        for test in plan.experiment.tests:
+            columns[test.name or "as trained"] = _column(setting["rows"], metric_of_test(test.name, metric))
         yield f"## Tests that differ from training: {setting['name']} ({unit} of the test split)"
         yield column_table(columns)
-    if any(name.startswith("tested with") for name in report["tests"]):
+    if any(test.chunk_size for test in plan.experiment.tests):
         yield OTHER_CHUNKS
 
 
@@ -335,7 +336,7 @@ def pairs_table(plan: Plan, report: Report) -> Iterator[str]:
                         "from -> to": name,
                         unit: _values([found - wanted for wanted, found in seeds], "+.4f"),
                         "loss": _values([100 * (found / wanted - 1) for wanted, found in seeds], "+.2f", " %"),
-                        "paper: perplexity": cell(paper_cost(name, place, plan.experiment.task), "+.2f"),
+                        "paper: perplexity": cell(paper_cost(plan.experiment.paper_tables, name, place), "+.2f"),
                     }
                 )
     if lines:
@@ -373,13 +374,13 @@ def memory_tables(report: Report) -> Iterator[str]:
             yield column_table({"system": columns["system"], **found})
 
 
-def latency_tables(report: Report) -> Iterator[str]:
+def latency_tables(plan: Plan, report: Report) -> Iterator[str]:
     """The times of steps, and their ratios here and in the paper: columns are the contexts."""
     precisions = {row["precision"] for setting in report["settings"] for row in setting["rows"] if row["precision"]}
     micros = f"Microseconds for a token, forward and backward, in {' and '.join(sorted(precisions))}"
     columns_of: tuple[tuple[str, Callable[[SystemRow], float | None], Callable[[float], str]], ...] = (
         (micros, itemgetter("microseconds_per_token"), three_digits),
-        (f"The time of a step over that of {report['baseline']}", itemgetter("relative"), "{:.2f}".format),
+        (f"The time of a step over that of {plan.experiment.baseline}", itemgetter("relative"), "{:.2f}".format),
         ("The paper: the same ratio, on 64 TPU-v4 cores", itemgetter("paper_relative"), "{:.2f}".format),
     )
     for title, value, form in columns_of:
