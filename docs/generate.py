@@ -19,29 +19,11 @@ from lineartime.layers.residual import constructor_options
 from lineartime.models.presets import PRESETS, SIZES
 from lineartime.models.systems import SYSTEMS, System
 
-ROOMS = (
-    "layers",
-    "ops",
-    "models",
-    "data",
-    "generation",
-    "text_generation",
-    "evaluation",
-    "inspection",
-    "export",
-    "checkpoint",
-    "foreign",
-    "training",
-    "runs",
-    *(("hf",) if importlib.util.find_spec("transformers") else ()),  # which the extra `docs` alone does not install
-)
-"""The packages and modules of the API reference, besides the public names."""
+ROOMS = ["layers", "ops", "models", "data", "generation", "text_generation", "evaluation", "inspection", "export", "foreign"]
+"""The packages and modules of the API reference, besides the public names and the baselines."""
 
-LISTED = {
-    "training": ("config.TrainConfig", "loop.train", "loop.TrainingResult"),
-    "runs": ("metrics.read_metrics", "record.read_record", "record.Record", "record.Process"),
-}
-"""Names of packages that list none themselves, because importing them must be cheap."""
+if importlib.util.find_spec("transformers"):  # which the extra `docs` alone does not install
+    ROOMS.append("hf")
 
 
 # Where mkdocs calls ---------------------------------------------------------------------------------------------------
@@ -49,11 +31,10 @@ LISTED = {
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the generated pages where the navigation has `systems/` and `api/`."""
-    nav: list[dict[str, Any]] = config.nav or []
-    for entry in nav:
-        for title, pages in entry.items():
-            if isinstance(pages, list):
-                entry[title] = [made for page in pages for made in _generated_entries(page)]
+    for entry in config.nav or []:
+        for title, listed in entry.items():
+            if isinstance(listed, list):
+                entry[title] = [made for page in listed for made in _generated_entries(page)]
     return config
 
 
@@ -90,13 +71,26 @@ def system_path(name: str) -> str:
 def system_page(name: str) -> str:
     """What a system is, its formula, options and source."""
     system = SYSTEMS[name]
-    parts = [
-        f"# {name}\n\n{system.describe()}.\n\n{_facts(name, system)}",
-        f"## Formula\n\n{formula(system.mixer)}",
-        f"## Options\n\n{_options(system)}",
-        f"## Source\n\n{source(system.mixer)}\n\nWhere it leaves a choice: [Systems](../systems.md).",
-    ]
-    return "\n\n".join(parts) + "\n"
+    return f"""# {name}
+
+{system.describe()}.
+
+{_facts(name, system)}
+
+## Formula
+
+{formula(system.mixer)}
+
+## Options
+
+{_options(system)}
+
+## Source
+
+{source(system.mixer)}
+
+Where it leaves a choice: [Systems](../systems.md).
+"""
 
 
 def public_names_page() -> str:
@@ -108,15 +102,16 @@ def public_names_page() -> str:
 def room_page(room: str) -> str:
     """The public names of a package or module; what is shown with the public names is linked from here."""
     module = importlib.import_module(f"lineartime.{room}")
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
     parts = [f"# lineartime.{room}", prose(module)]
     shown = {id(_public(name)) for name in lineartime.__all__}
-    for path in _names_of(room):
-        parent, _, name = path.rpartition(".")
-        value = getattr(importlib.import_module(parent), name)
+    for name in getattr(module, "__all__", [name for name in own if not name.startswith("_")]):
+        value = getattr(module, name)
         if id(value) in shown:
             parts.append(f"{_link(value)}: see [lineartime](index.md).")
         else:
-            parts.append(_member(_home(value) if inspect.isclass(value) or inspect.isfunction(value) else path))
+            is_at_home = inspect.isclass(value) or inspect.isfunction(value)
+            parts.append(_member(_home(value) if is_at_home else f"{module.__name__}.{name}"))
     return "\n\n".join(parts) + "\n"
 
 
@@ -137,17 +132,6 @@ def _link(value: Any) -> str:
     return f"[`{value.__name__}`][{_home(value)}]"
 
 
-def _names_of(room: str) -> list[str]:
-    if room in LISTED:
-        return [f"lineartime.{room}.{name}" for name in LISTED[room]]
-    module = importlib.import_module(f"lineartime.{room}")
-    listed = getattr(module, "__all__", None)
-    if listed is None:
-        values = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
-        listed = [name for name in values if not name.startswith("_")]
-    return [f"{module.__name__}.{name}" for name in listed]
-
-
 def _public(name: str) -> Any:
     """A class or function of `lineartime.__all__`; None for a plain value, which has no documentation of its own."""
     value = getattr(lineartime, name)
@@ -165,16 +149,14 @@ def _facts(name: str, system: System) -> str:
     presets = ", ".join(f"`{preset}`" for preset, (of, _) in PRESETS.items() if of == name)
     reason = next(filter(None, (mixer.why_not_causal for mixer in system.mixers)), None)
     only = next(filter(None, (mixer.why_only_causal for mixer in system.mixers)), None)
-    pattern = ", ".join(map(_code, system.fields.get("pattern", ())))
-    rows = [
-        ("layer" if not pattern else "layers", ", ".join(map(_link, system.mixers))),
-        *([("pattern", f"{pattern}; the formula and the options below are those of the first")] if pattern else []),
-        ("feed-forward after it", "none" if system.feed_forward is None else _link(system.feed_forward)),
-        ("presets", presets),
-        ("causal", f"no: {reason}" if reason else f"always: {only}" if only else "yes"),
-        ("prefix language model", "yes" if all(mixer.reads_prefix for mixer in system.mixers) else "no"),
-    ]
-    return "\n".join(f"- {title}: {value}" for title, value in rows)
+    facts = {"layers": ", ".join(map(_link, system.mixers))}
+    if pattern := system.fields.get("pattern"):
+        facts["pattern"] = f"{', '.join(map(_code, pattern))}; the formula and the options below are those of the first"
+    facts["feed-forward after it"] = "none" if system.feed_forward is None else _link(system.feed_forward)
+    facts["presets"] = presets
+    facts["causal"] = f"no: {reason}" if reason else f"always: {only}" if only else "yes"
+    facts["prefix language model"] = "yes" if all(mixer.reads_prefix for mixer in system.mixers) else "no"
+    return "\n".join(f"- {title}: {value}" for title, value in facts.items())
 
 
 def formula(mixer: type[Any]) -> str:

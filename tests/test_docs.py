@@ -1,15 +1,11 @@
 """The site: its generated pages are complete, it builds without a warning, and its how-to pages do what they say."""
 
-import asyncio
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import aclosing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -142,26 +138,3 @@ def test_whole_mixer_of_its_page_keeps_its_promises(only_systems_of_the_library_
     half = kind(16, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     assert len(hidden_maps(lineartime.build("gated-convolution-tiny", n_blocks=1))) == 5
-
-
-def test_client_of_the_service_that_leaves_stops_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    session: dict[str, Any] = {"__name__": "service", "lineartime": lineartime, "model": None, "tokenizer": None}
-    (block,) = [block for block in blocks("use.md") if "async def stream(" in block]
-    exec(block, session)
-    written: list[str] = []
-
-    def slow(*_: Any) -> Iterator[str]:
-        for _ in range(2000):
-            time.sleep(0.001)
-            written.append("a")
-            yield "a"
-
-    monkeypatch.setattr(lineartime, "generate_text", slow)
-
-    async def leave() -> None:
-        async with aclosing(session["stream"]("", 10)) as pieces:
-            async for _ in pieces:
-                break
-
-    asyncio.run(leave())  # waits for the thread
-    assert 0 < len(written) < 2000
