@@ -15,7 +15,8 @@ import lineartime
 from lineartime.cli import main
 from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.foreign import convert, is_foreign, read_weights
+from lineartime.foreign.conversion import convert, is_foreign
+from lineartime.foreign.weights import read_weights
 
 
 def test_gau_alpha_is_filled_in_evaluated_and_read_by_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

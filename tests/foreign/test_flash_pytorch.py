@@ -11,7 +11,8 @@ from tests.peers.packages import peer
 from torch import Tensor
 
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.foreign import ForeignFLASH, ForeignGAU, from_flash_pytorch
+from lineartime.foreign.flash_pytorch import from_flash_pytorch
+from lineartime.foreign.mixers import ForeignFLASH, ForeignGAU
 from lineartime.layers import FLASH, ScaleNorm
 
 D, S, CHUNK = 16, 40, 8
@@ -116,8 +117,6 @@ def test_weights_of_something_else_are_named() -> None:
         change(changed)
         with pytest.raises(LineartimeError, match=message):
             from_flash_pytorch(changed)
-    with pytest.raises(ArgumentError, match="reduce_group_non_causal_attn is False"):
-        from_flash_pytorch(weights, reduce_group_non_causal_attn=False)
     with pytest.raises(ArgumentError, match="sequence_length is None, but must be given for a causal GAU"):
         from_flash_pytorch(theirs("GAU", dim=D, causal=True).state_dict(), causal=True)
     module: Any = torch.nn.Linear(2, 2)

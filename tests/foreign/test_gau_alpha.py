@@ -12,7 +12,7 @@ from tests.foreign.agreement import assert_agree
 from torch import Tensor
 
 from lineartime.errors import LineartimeError
-from lineartime.foreign import from_gau_alpha
+from lineartime.foreign.gau_alpha import from_gau_alpha
 
 VOCABULARY = 19
 PUBLISHED = Path(__file__).parents[1] / "assets" / "gau_alpha"

@@ -9,9 +9,7 @@ from tests.peers.packages import randomized
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.foreign import ForeignFLASH, ForeignGAU
-from lineartime.foreign.mixers import post_norm
-from lineartime.foreign.positions import BucketBias, distance_buckets, in_part
+from lineartime.foreign.mixers import BucketBias, ForeignFLASH, ForeignGAU, distance_buckets, in_part, post_norm
 from lineartime.layers import GAU, GLU, MLP, set_backend
 from lineartime.ops import rope
 from lineartime.ops.activations import attention_weights

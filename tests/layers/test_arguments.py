@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lineartime.foreign import ForeignFLASH, ForeignGAU
+from lineartime.foreign.mixers import ForeignFLASH, ForeignGAU
 from lineartime.layers import FLASH, CrossGAU
 from lineartime.layers.attention import MultiHeadMixer
 from lineartime.layers.residual import constructor_options

@@ -8,8 +8,7 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
-from lineartime.foreign import ForeignGAU
-from lineartime.foreign.positions import BucketBias
+from lineartime.foreign.mixers import BucketBias, ForeignGAU
 from lineartime.layers import FLASH
 from lineartime.layers.positions import LearnedPositions, RelativeBias, RotaryBias, TableBias
 

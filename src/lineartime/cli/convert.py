@@ -29,7 +29,7 @@ class ConvertOptions:
 def run(options: ConvertOptions) -> None:
     """Convert the model, and print how to load it."""
     from lineartime.data.progress import Progress
-    from lineartime.foreign import is_foreign
+    from lineartime.foreign.conversion import is_foreign
 
     with Progress(f"converting {options.source}"):
         print((_read_foreign if is_foreign(options.source) else _convert)(options))
@@ -55,7 +55,7 @@ def _convert(options: ConvertOptions) -> str:
 def _read_foreign(options: ConvertOptions) -> str:
     """Convert a model of another package; return what was written and how to load it."""
     from lineartime.checkpoint import load_tokenizer
-    from lineartime.foreign import convert
+    from lineartime.foreign.conversion import convert
 
     _refuse(options, "checkpoint")
     arguments = dict(map(_read, options.flash_pytorch))

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import check_type
-from lineartime.foreign.mixers import ForeignActivation, ForeignFLASH, ForeignGAU
-from lineartime.foreign.positions import N_BUCKETS
+from lineartime.foreign.mixers import N_BUCKETS, ForeignActivation, ForeignFLASH, ForeignGAU
 from lineartime.foreign.weights import StateDict, interleaved_order
 from lineartime.layers.residual import Norm
 from lineartime.models.config import LayerConfig, ModelConfig
@@ -55,8 +54,6 @@ def from_flash_pytorch(
     group_size: int = 256,
     shift_tokens: bool | None = None,
     laplace_attn_fn: bool = False,
-    reduce_group_non_causal_attn: bool = True,
-    add_residual: bool = True,
     sequence_length: int | None = None,
 ) -> CausalLM | MaskedLM | ForeignFLASH | ForeignGAU:
     """Build the model or layer of a FLASH-pytorch state dict, in evaluation mode.
@@ -64,9 +61,10 @@ def from_flash_pytorch(
     Args:
         weights: the state dict of a FLASHTransformer, also inside an AutoregressiveWrapper or a LightningModule, of a FLASH or
             a GAU.
-        causal, group_size, shift_tokens, laplace_attn_fn, reduce_group_non_causal_attn, add_residual: the arguments it was
-            built with, by default those of FLASH-pytorch; the weights do not contain them. shift_tokens is True by default
-            for a FLASHTransformer.
+        causal, group_size, shift_tokens, laplace_attn_fn: the arguments it was built with, by default those of FLASH-pytorch;
+            the weights do not contain them. shift_tokens is True by default for a FLASHTransformer. Our layers always have a
+            residual, and both ways they read all chunks: what was built with add_residual=False, or with
+            reduce_group_non_causal_attn=False unless causal, is another function.
         sequence_length: for a causal GAU, the divisor of the scores. FLASH-pytorch divides by the length of the input, so that
             later tokens change earlier outputs; our GAU divides by this number, and agrees for inputs of this length.
 
@@ -76,19 +74,10 @@ def from_flash_pytorch(
     """
     weights = _unwrapped(weights) if isinstance(weights, Mapping) else weights
     state = StateDict(weights, PACKAGE)
-    switches = {"causal": causal, "laplace_attn_fn": laplace_attn_fn, "add_residual": add_residual}
-    switches["reduce_group_non_causal_attn"] = reduce_group_non_causal_attn
-    for name, value in switches.items():
+    for name, value in {"causal": causal, "laplace_attn_fn": laplace_attn_fn}.items():
         check_type(name, value, bool)
     check_type("shift_tokens", shift_tokens, bool | None)
     check_positive(group_size=group_size, **({} if sequence_length is None else {"sequence_length": sequence_length}))
-    if not causal and not reduce_group_non_causal_attn:
-        raise ArgumentError(
-            "reduce_group_non_causal_attn",
-            "is False, so that no chunk reads another, but must be True: the linear part of our FLASH reads all chunks.",
-        )
-    if not add_residual:
-        raise ArgumentError("add_residual", "is False, but must be True: the residual is a part of our layers.")
     activation: ForeignActivation = "laplace" if laplace_attn_fn else "relu2"
     built: CausalLM | MaskedLM | ForeignFLASH | ForeignGAU
     if is_model(weights):

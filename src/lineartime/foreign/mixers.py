@@ -1,29 +1,102 @@
 """Layers with the options that only checkpoints of other packages need; the core does not know them.
 
-Shapes: B batch, T tokens, N new tokens of a stream, L slots of a row, R rows, s query/key width.
+Importing this module adds their activations to those of `lineartime.ops`.
+
+Shapes: B batch, T tokens, N new tokens of a stream, L slots of a row, R rows, Q queries, K keys, s query/key width.
 """
 
+import math
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, get_args
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from lineartime.errors import check_choice
-from lineartime.foreign.activations import laplace  # noqa: F401  # which adds the activations to those of the ops
-from lineartime.foreign.positions import BucketBias, check_rotary_width, in_part
+from lineartime.errors import ArgumentError, check_choice
 from lineartime.layers.cross import CrossGAU
+from lineartime.layers.dense import FactoryOptions
 from lineartime.layers.flash import FLASH
 from lineartime.layers.gau import GAU, GatedUnit
 from lineartime.layers.positions import RelativeBias
 from lineartime.layers.residual import ResidualLayer
-from lineartime.ops.activations import NORMALIZATIONS, SOFTMAXES, Normalization
+from lineartime.ops.activations import FUNCTIONS, NORMALIZATIONS, SOFTMAXES, Normalization
 from lineartime.ops.batch import Batch, Needs
-from lineartime.ops.positions import FactoredBias
+from lineartime.ops.modes import look_up
+from lineartime.ops.positions import FactoredBias, by_distance
 from lineartime.ops.quadratic.inputs import QuadraticOptions
 
 ForeignActivation = Literal["relu2", "softmax", "softmax_plus", "laplace"]
 BiasForm = Literal["auto", "buckets"]
 NormPosition = Literal["pre", "post"]
+_LAPLACE_MEAN = math.sqrt(1 / 2)
+_LAPLACE_DEVIATION = math.sqrt(1 / (4 * math.pi))
+_SOFTMAX_PLUS_LENGTH = 512
+"""The number of visible keys at which "softmax_plus" is a softmax: the length that GAU-alpha was trained with."""
+N_BUCKETS, FARTHEST_BUCKET = 32, 128
+"""As in T5: the number of buckets, and the distance from which on all keys share one bucket."""
+
+
+def laplace(scores: Tensor) -> Tensor:
+    """The Laplace attention function of Mega (arXiv 2209.10655, eq. 16): a bounded alternative to relu2."""
+    return 0.5 * (1 + torch.erf((scores - _LAPLACE_MEAN) / (_LAPLACE_DEVIATION * math.sqrt(2))))
+
+
+def softmax_plus_factor(count: Tensor) -> Tensor:
+    """The factor of the scores of GAU-alpha's softmax, which grows with the number of visible keys."""
+    return count.log() / math.log(_SOFTMAX_PLUS_LENGTH)
+
+
+FUNCTIONS["laplace"] = laplace
+SOFTMAXES["softmax_plus"] = softmax_plus_factor
+
+
+class BucketBias(RelativeBias):
+    """A learned relative bias of any length by buckets of distances, as in T5: see `distance_buckets`."""
+
+    def __init__(self, causal: bool, **factory: Unpack[FactoryOptions]) -> None:
+        super().__init__()
+        self.causal = causal
+        self.values = nn.Parameter(torch.empty(N_BUCKETS, **factory))
+        self.reset_parameters()
+
+    def forward(self, query_positions: Tensor, key_positions: Tensor, batch: Batch | None = None) -> Tensor:
+        """The bias [Q, K] for positions [Q] and [K]."""
+        offsets = torch.arange(-FARTHEST_BUCKET, FARTHEST_BUCKET + 1, device=self.values.device)
+        table = look_up(self.values, distance_buckets(offsets, self.causal))
+        wanted = key_positions[None, :] - query_positions[:, None]
+        return look_up(table, wanted.clamp(-FARTHEST_BUCKET, FARTHEST_BUCKET) + FARTHEST_BUCKET)
+
+    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, batch: Batch | None = None) -> Tensor:
+        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ..., without indexing: see `by_distance`."""
+        offsets = torch.arange(max(0, n_queries + n_keys - 1), device=self.values.device) - (first_query + n_queries - 1)
+        chosen = distance_buckets(offsets, self.causal)[:, None] == torch.arange(N_BUCKETS, device=self.values.device)
+        return by_distance(torch.where(chosen, self.values, 0.0).sum(-1), n_queries, n_keys)
+
+
+def distance_buckets(offsets: Tensor, causal: bool) -> Tensor:
+    """The bucket of each offset j - t, int64, as in T5 (arXiv 1910.10683): one for each near distance, then logarithmic.
+
+    If causal, all buckets are for earlier keys, and later keys share the bucket of the token itself. Otherwise, half of the
+    buckets are for later keys.
+    """
+    buckets = N_BUCKETS if causal else N_BUCKETS // 2
+    near = buckets // 2
+    distance = (-offsets).clamp(min=0) if causal else offsets.abs()
+    # The 1e-3 decides at powers of two, where rounding could go either way; no other distance is within 1e-2 of a border.
+    octaves = (distance.clamp(min=1).float() / near).log() / math.log(FARTHEST_BUCKET / near)
+    far = (near + (octaves * (buckets - near) + 1e-3).long()).clamp(max=buckets - 1)
+    bucket = torch.where(distance < near, distance, far)
+    return bucket if causal else bucket + (offsets > 0) * buckets
+
+
+def in_part(rotations: Tensor, width: int) -> Tensor:
+    """Extend the rotations of some features by angles of zero for the others, [2, ..., f] -> [2, ..., width / 2].
+
+    The first f features of each half of vectors of that width are rotated.
+    """
+    still = rotations.new_ones(*rotations.shape[1:-1], width // 2 - rotations.shape[-1])
+    return torch.cat([rotations, torch.stack([still, torch.zeros_like(still)])], -1)
 
 
 class ForeignUnit(GatedUnit):
@@ -52,7 +125,9 @@ class ForeignUnit(GatedUnit):
     ) -> None:
         super().__init__(d_model, activation=activation, **options)  # type: ignore[arg-type]  # the core lists fewer
         check_choice("bias_form", bias_form, get_args(BiasForm))
-        check_rotary_width(rotary_width, self.d_qk)
+        if rotary_width is not None and (rotary_width % 2 or not 2 <= rotary_width <= self.d_qk):
+            allowed = f"an even number from 2 to {self.d_qk}, or None for all"
+            raise ArgumentError("rotary_width", f"is {rotary_width}, but must be {allowed}.")
         self.bias_form: BiasForm = bias_form
         self.rotary_width = rotary_width
         if bias_form == "buckets" and self.bias is not None:

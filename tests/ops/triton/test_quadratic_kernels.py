@@ -11,7 +11,7 @@ import torch
 from tests.pairs import every_pair
 from torch import Tensor
 
-from lineartime.foreign.activations import laplace
+from lineartime.foreign.mixers import laplace
 from lineartime.ops.quadratic import triton
 
 pytest.importorskip("triton")
