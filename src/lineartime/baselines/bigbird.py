@@ -126,7 +126,6 @@ class BigBird(MultiHeadMixer):
         self.init_own()
 
     def init_own(self) -> None:
-        """Draw the seeds."""
         self.seeds.random_(2**32)
 
     def choose(self, block: Tensor, n_blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +173,6 @@ class BigBird(MultiHeadMixer):
         return out if causal else with_global_queries(out, q, k, v, first_tokens, real)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
-        """Attend to near, global and random tokens of the cache, a block of new tokens at a time."""
         block_size, position, compute = self.block_size, batch.first_position, acc_dtype(q)
         state, *cached, _ = state.append(k, v, batch)
         outputs = [v[:, :, :0].to(compute)]

@@ -64,7 +64,6 @@ class CosFormer(KernelAttention):
 
     @property
     def longest_sequence(self) -> int:
-        """M."""
         return self.max_length
 
     def features(self, x: Tensor) -> Tensor:

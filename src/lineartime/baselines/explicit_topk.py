@@ -57,14 +57,12 @@ class ExplicitTopK(MultiHeadMixer):
         self.n_largest = n_largest
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention to the largest scores: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         visible = real_tokens(q, real)[:, None, None, :]
         if self.causal:  # padding comes after the real tokens
             visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
         return self._read_largest(q, k, v, visible)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
-        """Attend to the largest scores of the cache."""
         state, keys, values, visible = state.append(k, v, batch)
         visible = visible if visible.dim() == 2 else visible[:, None]
         at_a_time = max(1, COMPARED // max(1, keys.shape[2]))

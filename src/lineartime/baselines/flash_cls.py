@@ -34,7 +34,6 @@ class FLASHCLS(FLASHInParts):
     why_not_causal: ClassVar[str] = "its first token has to see the tokens that follow"
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
-        """Replace the first row of each document's first chunk."""
         plain = super().quadratic_part(q, k, v, chunks, bias)
         # Every chunk computes such a row, [B, G, 1, e], but only the first chunk of a document uses it.
         row = softmax_attention(q[:, :, :1], k, v, chunks.holds_token(v.device), None if bias is None else bias[:1])

@@ -47,7 +47,6 @@ class FLASHGlobal(FLASHInParts):
         )
 
     def attend_chunks(self, maps: Sequence[Tensor], v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
-        """The linear part."""
         q, k = maps
         return self.linear_part(q, k, v, chunks)
 

@@ -26,7 +26,6 @@ class FLASHLocal(FLASHInParts):
     n_maps = 2
 
     def attend_chunks(self, maps: Sequence[Tensor], v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
-        """The quadratic part."""
         q, k = maps
         return self.quadratic_part(q, k, v, chunks, bias)
 

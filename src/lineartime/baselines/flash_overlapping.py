@@ -95,7 +95,6 @@ class FLASHOverlapping(FLASHInParts):
         return self.bias.consecutive(size, (2 if self.causal else 3) * size, size, batch)
 
     def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
-        """Attend inside chunks and to their neighbours."""
         weights = self._weights(
             q @ with_neighbours(k, chunks, self.causal).mT, visible_neighbours(chunks, self.causal, v), bias
         )

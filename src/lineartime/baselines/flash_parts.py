@@ -50,7 +50,6 @@ class FLASHInParts(FLASH):
             return batch.join(out.to(output_dtype(v, compute)))
 
     def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
-        """Attend with a state of constant size; return the outputs and the new state."""
         q_quad, k_quad, q_lin, k_lin = maps
         return stream.extend(q_quad, q_lin, [k_quad, k_lin], v, self.slot_bias(batch), self.options, state, batch)
 

@@ -116,7 +116,6 @@ class FLASHWeighted(FLASHInParts):
     constant_state = False
 
     def linear_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Batch) -> Tensor:
-        """Attend across chunks, by weighted summaries."""
         return weighted_summaries(q, k, v, chunks, causal=self.causal, published_size=self.options.published_length)
 
     def attend_next(

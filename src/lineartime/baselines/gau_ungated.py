@@ -20,9 +20,7 @@ class GAUUngated(GAU):
     name = "gau-ungated"
 
     def gate_and_value_widths(self, width: int) -> tuple[int, int]:
-        """No gate, and values of width 2e."""
         return 0, 2 * width
 
     def apply_gate(self, gate: Tensor, attended: Tensor) -> Tensor:
-        """The output of the attention, unchanged: [B, T, 2e]."""
         return attended

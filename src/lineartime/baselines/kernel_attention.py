@@ -76,7 +76,6 @@ class KernelAttention(MultiHeadMixer):
         return super().rotate(q, k, rotations)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Linear attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         q, k, plain = self._features(q, k, first=0)
         real = None if real is None else real[:, None]
         return linear_attention(q, k, v, causal=self.causal, real=real, causal_sums=self.sums, plain=plain)

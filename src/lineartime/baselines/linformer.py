@@ -53,14 +53,12 @@ class Linformer(MultiHeadMixer):
         self.init_own()
 
     def init_own(self) -> None:
-        """Initialise E and F."""
         # A landmark is a sum of up to M tokens. With this standard deviation, it is about as large as one token.
         for mix in (self.mix_keys, self.mix_values):
             nn.init.normal_(mix, std=self.max_length**-0.5)
 
     @property
     def longest_sequence(self) -> int:
-        """M, the number of positions that E and F mix."""
         return self.max_length
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:

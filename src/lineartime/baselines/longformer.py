@@ -106,7 +106,6 @@ class Longformer(MultiHeadMixer):
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: LongformerState, batch: Batch
     ) -> tuple[Tensor, LongformerState]:
-        """Attend to the window and the global tokens, W new tokens at a time."""
         window, n_global, compute, position = self.window, self.n_global, acc_dtype(q), batch.first_position
         k_global, v_global, k_near, v_near = (x[:, :, :position] for x in (state.k_global, state.v_global, state.k, state.v))
         outputs = []

@@ -63,7 +63,6 @@ class Mamba2(RecurrentMixer):
         self.init_own()
 
     def init_own(self) -> None:
-        """Set D to one."""
         nn.init.ones_(self.skip)
 
     def tokens(self, normed: Tensor, maps: Sequence[Tensor], batch: Batch) -> Tokens:

@@ -46,7 +46,6 @@ class MCTFM(ChunkedHeads):
     any_positions = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Mixed chunk attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         shape, dtype, size = v.shape, v.dtype, max(1, min(self.chunk_size, v.shape[2]))  # a larger chunk would only be padded
         q, k, v = (fold_heads(x) for x in (q, k, v))
         chunks = cut_chunks(v, size, None if real is None else real.repeat_interleave(self.n_heads, 0))

@@ -27,5 +27,4 @@ class MHSAGated(Attention):
         self.to_gate = Dense(d_model, d_model, **factory(options))
 
     def combine(self, normed: Tensor, attended: Tensor) -> Tensor:
-        """Apply the gate and the output projection: normed tokens, the attention's output, [B, T, d] each -> [B, T, d]."""
         return super().combine(normed, F.silu(self.to_gate(normed)) * attended)

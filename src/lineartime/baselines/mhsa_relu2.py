@@ -27,7 +27,6 @@ class MHSARelu2(MultiHeadMixer):
     backend = "auto"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """relu^2 attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         mask = None if real is None else real.repeat_interleave(self.n_heads, 0)
         options = QuadraticOptions(self.causal)
         return attend_rows(fold_heads(q), fold_heads(k), fold_heads(v), None, mask, options, self.backend or "auto").view_as(v)

@@ -122,7 +122,6 @@ class MixedChunk(ChunkedHeads):
 
     @property
     def longest_sequence(self) -> int | None:
-        """The maximum number of tokens with the features of cosFormer; None with others."""
         return self.max_length if self.features == "cos" else None
 
     def map_features(self, x: Tensor, first: int) -> Tensor:
@@ -135,7 +134,6 @@ class MixedChunk(ChunkedHeads):
         return weigh_by_cosine(x.relu(), first, self.max_length)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Both parts: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         real = real_tokens(v, real)
         size = max(1, min(self.chunk_size, v.shape[-2]))  # a larger chunk would only be padded
         keys = self.map_features(k, 0).masked_fill(~real[:, None, :, None], 0.0)

@@ -109,11 +109,9 @@ class Nystromformer(MultiHeadMixer):
         self.init_own()
 
     def init_own(self) -> None:
-        """Initialise the kernel of the convolution."""
         nn.init.normal_(self.kernel, std=0.02)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Attention through landmarks, plus the convolution: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         out = self._attend_to_landmarks(q, k, v, real)
         if not self.convolution or not v.shape[2]:  # PyTorch cannot convolve an empty sequence
             return out

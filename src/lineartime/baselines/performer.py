@@ -49,6 +49,5 @@ class Performer(KernelAttention):
         return relu_features(x)
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The causal sums over tokens, as `causal_sums` says."""
         sums = {"prefix": prefix_sums, "matmul": matmul_sums, "chunked": chunked_sums}[self.causal_sums]
         return sums(q, k, v)

@@ -48,7 +48,6 @@ class ShortConvolution(nn.Module):
         nn.init.uniform_(self.taps, -(CONVOLVED**-0.5), CONVOLVED**-0.5)
 
     def forward(self, earlier: Sequence[Tensor]) -> Tensor:
-        """The sum of the weighted tokens, after silu."""
         out = earlier[0] * self.taps[0]
         for each, weight in zip(earlier[1:], self.taps[1:], strict=True):
             out = torch.addcmul(out, each, weight)
@@ -82,7 +81,6 @@ class SoftplusDecay(nn.Module):
             self.bias.copy_((1e-3 * 100**places).expm1().log())  # the inverse of softplus
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The steps and the logarithms of decays."""
         wide = acc_dtype(x)
         step = F.softplus(F.linear(x, self.weight, self.bias).to(wide))
         return step[..., None], (-step * self.log_a.to(wide).exp())[..., None]

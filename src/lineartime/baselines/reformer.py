@@ -155,7 +155,6 @@ class Reformer(MultiHeadMixer):
         self.init_own()
 
     def init_own(self) -> None:
-        """Draw the hash."""
         nn.init.normal_(self.directions)
 
     def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:

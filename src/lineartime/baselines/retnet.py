@@ -47,7 +47,6 @@ class RetNet(RecurrentMixer):
         check_n_heads(n_heads, {"d_model": d_model}, in_pairs=True)
 
     def needs(self) -> Needs:
-        """Request rotations."""
         return Needs(rotary_width=self.d_model // self.n_heads, dtype=acc_dtype(self.any_parameter))
 
     def tokens(self, normed: Tensor, maps: Sequence[Tensor], batch: Batch) -> Tokens:

@@ -52,12 +52,10 @@ class LowRank(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the matrices from N(0, 0.02)."""
         nn.init.normal_(self.down, std=0.02)
         nn.init.normal_(self.up, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d]."""
         few = F.linear(x, self.down)
         return F.linear(few if self.f is None else self.f(few), self.up)
 
@@ -103,7 +101,6 @@ class RWKV7(RecurrentMixer):
 
     @property
     def recent_shape(self) -> tuple[int, int]:
-        """One token, and its normed features."""
         return 1, self.d_model
 
     def remember(self, normed: Tensor) -> Tensor:

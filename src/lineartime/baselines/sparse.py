@@ -72,7 +72,6 @@ class Sparse(MultiHeadMixer):
         return join_blocks(near @ with_neighbours(v, causal) + columns(columns(far) @ columns(v)), length)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
-        """Gather the cached keys and values that each token attends to."""
         first, stride = batch.first_position, self.stride
         state, *cached, _ = state.append(k, v, batch)
         length = first + q.shape[2]
