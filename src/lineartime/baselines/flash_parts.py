@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.layers.flash import FLASH
-from lineartime.layers.gau import GatedOptions
+from lineartime.layers.gau import GatedOptions, GatedUnit
 from lineartime.ops.activations import attention_weights
 from lineartime.ops.batch import Batch, Reach
 from lineartime.ops.mixed_chunk import stream
@@ -33,7 +33,7 @@ class FLASHInParts(FLASH):
     splits_context = False
     reads_prefix = False
     backend = None
-    _fused = False
+    mix, mix_next = GatedUnit.mix, GatedUnit.mix_next  # its steps one by one
 
     def __init__(
         self, d_model: int, *, chunk_size: int = 256, relative_bias: bool = True, **options: Unpack[GatedOptions]

@@ -3,6 +3,8 @@
 Shapes: T tokens of one text, d model width, H heads, which are one in GAU and FLASH.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -73,7 +75,7 @@ def _of_flash(mixer: FLASH, normed: Tensor, batch: Batch, visible: Tensor, in_pr
     reach = visible & ((chunk < chunk[:, None]) | both_ways[:, None])
     full = options.normalization == "paper"  # each chunk counts as full
     count = (reach[:, ::size].sum(-1) * size if full else reach.sum(-1)).to(local.dtype)
-    divisor = torch.where(both_ways, options.bidirectional.linear_divisor(count), options.linear_divisor(count))
+    divisor = torch.where(both_ways, replace(options, causal=False).linear_divisor(count), options.linear_divisor(count))
     if options.memory == "mesa":
         q_lin = batch.with_prefix(
             solved_queries(q_lin, k_lin, batch, causal=options.causal),

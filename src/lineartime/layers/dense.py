@@ -78,9 +78,6 @@ class Dense(nn.Linear):
 class Embedding(nn.Embedding):
     """A table of vectors that are drawn from N(0, 0.02)."""
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, **factory: Unpack[FactoryOptions]) -> None:
-        super().__init__(num_embeddings, embedding_dim, **factory)
-
     def forward(self, input: Tensor) -> Tensor:
         """Ids, int [...] -> [..., d]."""
         return look_up(self.weight, input)

@@ -60,7 +60,6 @@ class FLASH(GatedUnit):
     backends = ("auto", "torch", "tiled", "oracle")
     bias_chunks: ClassVar[int] = 1
     """The number of consecutive chunks that the relative bias spans."""
-    _fused: ClassVar[bool] = True  # False for variants that compute the steps of a gated unit one by one
 
     def __init__(
         self,
@@ -123,8 +122,6 @@ class FLASH(GatedUnit):
 
     def mix(self, normed: Tensor, batch: Batch) -> Tensor:
         """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
-        if not self._fused:
-            return super().mix(normed, batch)
         projection, bias = self.to_gate_value_base, self.chunk_bias(batch)
         # On a CPU, fusing the output projection, too, keeps less for the backward pass.
         fused = torch.is_grad_enabled() and normed.device.type == "cpu" and is_untouched(self.to_output)
@@ -159,8 +156,6 @@ class FLASH(GatedUnit):
 
     def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
-        if not self._fused:
-            return super().mix_next(normed, state, batch)
         tokens, backend = Projected(self.to_gate_value_base(normed), self.gamma, self.beta), self.backend or "auto"
         if self.memory != "sum":
             y = tokens.base()

@@ -173,11 +173,6 @@ class EncoderDecoder(nn.Module):
         return tuple(block.cross.project_source(hidden, source_mask) for block in self.blocks)
 
     @property
-    def longest_target(self) -> int | None:
-        """The maximum number of tokens that the decoder can read, or None if there is no limit."""
-        return self._mixer.longest_sequence
-
-    @property
     def _mixer(self) -> Mixer:
         """The mixer of the decoder's first block; all blocks have the same kind of mixer."""
         return next(iter(self.blocks)).mixer
@@ -306,7 +301,7 @@ def _check_decoding(model: object, start_token: int, stop_token: int | None, max
         check_type(name, token, int if name == "start_token" else int | None)
         check_limits(name, token, [Between(0, model.config.vocab_size - 1)])
     check_evaluates(model, model.config.dropout)
-    longest = model.longest_target
+    longest = next(iter(model.blocks)).mixer.longest_sequence
     if longest is not None and max_tokens > longest:
         raise ArgumentError("max_tokens", f"is {max_tokens}, but the decoder of this model reads at most {longest} tokens.")
 

@@ -13,6 +13,7 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -123,8 +124,7 @@ def gated_mixed_chunk_attention(
     Args:
         projected: [B, T, 2 e + s], the gate, the values and the base of queries and keys, all before SiLU.
         gamma, beta: [4, s], the scale and offset of q_quad, k_quad, q_lin and k_lin.
-        positions: int [T] or [B, T], the positions by which queries and keys are rotated; or the `rotary_table` of positions,
-            [2, T, s / 2] or [2, B, T, s / 2]; None for no rotation.
+        positions: int [T] or [B, T], the positions by which queries and keys are rotated; None for no rotation.
         chunk_size, causal, bias, mask, cu_seqlens, prefix_lengths, activation, normalization: as for `mixed_chunk_attention`.
         backend: "tiled" (for CPUs, with functions in C++, and an even s), a backend of `mixed_chunk_attention`, or "auto", the
             fastest that can run.
@@ -143,9 +143,7 @@ def gated_mixed_chunk_attention(
     check_positions(positions, projected.shape[0], projected.shape[1], tokens.d_qk)
     batch = make_batch(projected.shape, mask, cu_seqlens, prefix_lengths, device=projected.device, needs=Needs(chunk_size))
     if positions is not None:
-        table = positions
-        if not positions.is_floating_point():
-            table = rotary_table(positions, tokens.d_qk // 2, acc_dtype(gamma))
+        table = rotary_table(positions, tokens.d_qk // 2, acc_dtype(gamma))
         if batch.order is not None:
             of_rows = table.view(2, -1, *table.shape[-2:]).expand(-1, projected.shape[0], -1, -1)
             table = batch.pack(of_rows.movedim(0, -2)).movedim(-2, 0)
@@ -188,7 +186,7 @@ def _with_prefix(
 
     def within(*parts: Any) -> Tensor:
         *tensors, inner = parts
-        return solved(Heads(*tensors), _of_chunks(bias, inner), inner, options.bidirectional)
+        return solved(Heads(*tensors), _of_chunks(bias, inner), inner, replace(options, causal=False))
 
     return batch.with_prefix(solved(heads, bias, batch, options), within, *heads)
 
@@ -237,7 +235,7 @@ def _gated(form: Backend, projected: Projected, bias: Tensor | None, batch: Batc
         return gate * attend_heads(heads, bias, batch, options, form)
 
     def within(tokens: Tensor, inner: Batch) -> Tensor:
-        return _gated(form, projected._replace(tokens=tokens), _of_chunks(bias, inner), inner, options.bidirectional)
+        return _gated(form, projected._replace(tokens=tokens), _of_chunks(bias, inner), inner, replace(options, causal=False))
 
     return batch.with_prefix(cpu.attend(projected, bias, batch, options), within, projected.tokens)
 

@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, G chunks, C chunk size, e value width, s query/key width.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -44,11 +44,6 @@ class MixedChunkOptions:
         check_choice("activation", self.activation, known_activations())
         check_choice("normalization", self.normalization, CHUNK_NORMALIZATIONS)
         check_positive(chunk_size=self.chunk_size)
-
-    @property
-    def bidirectional(self) -> "MixedChunkOptions":
-        """The same options for bidirectional attention."""
-        return replace(self, causal=False)
 
     @property
     def published_length(self) -> float | None:
@@ -205,12 +200,8 @@ def check_heads(heads: Heads) -> None:
 
 
 def check_positions(positions: Tensor | None, batch: int, length: int, width: int) -> None:
-    """Raise ArgumentError unless positions are None, int [T] or [B, T], or rotations, for vectors of an even width."""
+    """Raise ArgumentError unless positions are None, or int [T] or [B, T], for vectors of an even width."""
     if positions is None:
-        return
-    if positions.is_floating_point() and positions.dim() in (3, 4):
-        if positions.shape not in ((2, length, width // 2), (2, batch, length, width // 2)):
-            raise ArgumentError("positions", f"has shape {list(positions.shape)}, but rotations must be [2, T, s / 2].")
         return
     check_whole("positions", positions)
     if positions.shape not in ((length,), (batch, length)):
