@@ -1,19 +1,22 @@
 """Generation: read the prompt once, then extend the text token by token from the state; no token is read twice.
 
-Shapes: N tokens of the prompt, V vocabulary.
+Texts can be continued together: from the first to the last token, or as a `TextBatch`, in which they begin and end at any step.
+
+Shapes: N tokens of the prompt, B texts, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from lineartime.errors import ArgumentError
-from lineartime.generation.batch import TextBatch
-from lineartime.generation.decoding import Sampling, checked_sampling, draw, drawing, seen_in
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.generation.decoding import Sampling, checked_sampling, draw, drawing, pick, seen_in, uniform_numbers
 from lineartime.generation.prompts import Ids, PromptState, checked_prompt, load_state, read, read_prompt, save_state, token_ids
-from lineartime.models.language_model import CausalLM, LanguageModel, check_finite_logits, check_model
+from lineartime.models.backbone import ModelState
+from lineartime.models.language_model import CausalLM, LanguageModel, are_finite, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
 from lineartime.ops.state import State
 
@@ -159,3 +162,161 @@ def _checked(
         for (name, prompt), state in zip(prompts.items(), states, strict=True)
     ]
     return causal, starts, sampling
+
+
+@dataclass
+class _Text:
+    """A text of a batch.
+
+    Attributes:
+        position: the number of tokens read.
+        state: what the model remembers; None while it is in the state of the batch.
+        logits: [V], after the last token read; None if a drawn token is to be read first.
+        sampling: how to draw, without the seed.
+        generator: its random numbers; None for those that texts share.
+        seen: its tokens, bool [1, V], if repetitions are penalised.
+        token: the token drawn last.
+    """
+
+    position: int
+    state: ModelState | None
+    logits: Tensor | None
+    sampling: Sampling
+    generator: torch.Generator | None
+    seen: Tensor | None
+    token: int = -1
+
+
+class TextBatch:
+    """Continues texts together, one token of each per step. Texts are added and removed between steps.
+
+    With a state of constant size, as that of FLASH, a step takes the same time and memory however long the texts are. When
+    texts were added or removed, the next step copies all states once. The batch takes the weights as they are when it is made.
+
+    Args:
+        model: a causal language model, in evaluation mode.
+        sampling: how to draw for texts that are added without a sampling of their own. One generator draws for all of them, so
+            that what is drawn for one depends on the others.
+
+    Raises:
+        ArgumentError: for an argument of the wrong type.
+    """
+
+    def __init__(self, model: LanguageModel, sampling: Sampling | None = None) -> None:
+        self._model = check_model(model, CausalLM, "generate")
+        self._longest = self._model.config.longest_sequence
+        self._sampling = checked_sampling(sampling)
+        self._generator = self._sampling.generator()
+        self._texts: dict[int, _Text] = {}
+        self._added = 0
+        self._joined: list[int] = []
+        self._state: ModelState | None = None
+        self._decoder = self._model.compile_for_decoding()
+
+    def __len__(self) -> int:
+        """The number of texts, B."""
+        return len(self._texts)
+
+    def add(self, prompt: Ids, state: PromptState | None = None, sampling: Sampling | None = None) -> int:
+        """Read a prompt, and continue it from the next step on.
+
+        Args:
+            prompt: token ids; at least one without a `state`.
+            state: of a text before the prompt, as `read_prompt` returns it; it is not modified.
+            sampling: how to draw for this text, by a generator of its own: with a seed, the text is that of `generate`,
+                whatever else is in the batch, up to the rounding of logits. The default is the sampling of the batch.
+
+        Returns:
+            The number of the text; no two texts of a batch have the same.
+
+        Raises:
+            ArgumentError: as `read_prompt`.
+        """
+        own = None if sampling is None else checked_sampling(sampling)
+        ids = checked_prompt(self._model, "prompt", prompt, state)
+        read_so_far = read(self._model, ids, state)
+        number, self._added = self._added, self._added + 1
+        seen = seen_in([ids], self._model.config.vocab_size, own or self._sampling)
+        generator = None if own is None else own.generator()
+        kind = replace(own or self._sampling, seed=None)
+        self._texts[number] = _Text(read_so_far.position, read_so_far.state, read_so_far.logits, kind, generator, seen)
+        return number
+
+    def remove(self, number: int) -> None:
+        """End a text. Raises ArgumentError unless it is in the batch."""
+        if not isinstance(number, int) or number not in self._texts:
+            raise ArgumentError("number", f"is {number!r}, but must be that of a text in this batch, as `add` returned it.")
+        del self._texts[number]
+        if not self._texts:  # their memory may be large
+            self._joined, self._state = [], None
+
+    def step(self) -> dict[int, int]:
+        """Draw the next token of every text: tokens by the number of the text.
+
+        After an error about one text, the next step goes on with the others, if that one is removed.
+
+        Raises:
+            ArgumentError: if a text is as long as the model can read.
+            LineartimeError: if the logits of a text are not finite.
+        """
+        if not self._texts:
+            return {}
+        with torch.no_grad():
+            self._read([number for number, text in self._texts.items() if text.logits is None])
+            logits = torch.stack([text.logits for text in self._texts.values() if text.logits is not None])
+            for number, finite in zip(self._texts, are_finite(logits).tolist(), strict=True):
+                if not finite:
+                    raise LineartimeError(f"The logits of text {number} are not finite: remove it from the batch.")
+            self._draw(logits.float().cpu())
+        return {number: text.token for number, text in self._texts.items()}
+
+    def _draw(self, logits: Tensor) -> None:
+        """Draw a token of every text, by logits [B, V], in one operation for all texts with the same sampling."""
+        texts = list(self._texts.values())
+        uniform = torch.empty(len(texts), dtype=torch.float64, device="cpu")
+        shared = [place for place, text in enumerate(texts) if text.generator is None]
+        uniform[shared] = uniform_numbers(len(shared), self._generator)
+        kinds: dict[Sampling, list[int]] = {}
+        for place, text in enumerate(texts):
+            kinds.setdefault(text.sampling, []).append(place)
+            if text.generator is not None:
+                uniform[place] = uniform_numbers(1, text.generator)
+        drawn: dict[int, int] = {}
+        for sampling, places in kinds.items():
+            seen = [tokens for place in places if (tokens := texts[place].seen) is not None]
+            of_kind = logits if len(kinds) == 1 else logits[places]
+            tokens_of_kind = pick(of_kind, sampling, uniform[places], torch.cat(seen) if seen else None)
+            drawn.update(zip(places, tokens_of_kind.tolist(), strict=True))
+        for place, text in enumerate(texts):  # after all draws, one of which may fail
+            text.token, text.logits = drawn[place], None
+            if text.seen is not None:
+                text.seen[0, text.token] = True
+
+    def _read(self, numbers: list[int]) -> None:
+        """Read the last token of some texts, and keep the logits after each."""
+        for number in numbers:
+            if self._longest is not None and self._texts[number].position >= self._longest:
+                raise ArgumentError(
+                    "number", f"{number} is a text of {self._longest} tokens, the most this model reads: remove it."
+                )
+        if not numbers:
+            return
+        if numbers != self._joined:
+            self._join(numbers)
+        assert self._state is not None
+        tokens = torch.tensor([self._texts[number].token for number in numbers], device=next(self._model.parameters()).device)
+        read, self._state = self._decoder.extend(tokens, self._state)
+        for number, logits in zip(numbers, read, strict=True):
+            text = self._texts[number]
+            text.position, text.logits = text.position + 1, logits
+
+    def _join(self, numbers: list[int]) -> None:
+        """Let the state of the batch be that of some texts: first those that are in it, then those that were added."""
+        states = [state for number in numbers if (state := self._texts[number].state) is not None]
+        rows = [row for row, number in enumerate(self._joined) if number in self._texts]
+        if self._state is not None and rows:
+            states = [self._state.take(torch.tensor(rows, device=self._state.position.device)), *states]
+        self._state = State.concatenate(states)
+        self._joined = numbers
+        for number in numbers:
+            self._texts[number].state = None

@@ -77,10 +77,6 @@ def _of_flash(mixer: FLASH, normed: Tensor, batch: Batch, visible: Tensor, in_pr
     count = (reach[:, ::size].sum(-1) * size if full else reach.sum(-1)).to(local.dtype)
     divisor = torch.where(both_ways, replace(options, causal=False).linear_divisor(count), options.linear_divisor(count))
     if options.memory == "mesa":
-        q_lin = batch.with_prefix(
-            solved_queries(q_lin, k_lin, batch, causal=options.causal),
-            lambda q, k, inner: solved_queries(q, k, inner, causal=False),
-            q_lin,
-            k_lin,
-        )
+        solved = solved_queries(q_lin, k_lin, batch, causal=options.causal)
+        q_lin = batch.with_prefix(solved, lambda q, k, inner: solved_queries(q, k, inner, causal=False), q_lin, k_lin)
     return {"local": local, "global": (q_lin @ k_lin.mT).to(local.dtype) * reach / divisor[:, None]}
