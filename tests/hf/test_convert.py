@@ -221,11 +221,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another end of the tokenizer": (
         lambda f: change_json(f / "tokenizer_config.json", eos_token="[MASK]"),
-        r"tokenizer_config.json ends texts with eos_token '\[MASK\]', but lineartime ends documents of this tokenizer with '",
-    ),
-    "another end, as earlier versions wrote it": (
-        lambda f: change_json(f / "tokenizer_config.json", eos_token={"content": "a", "special": True}),
-        "ends texts with eos_token 'a'",
+        r"tokenizer_config.json ends texts with eos_token '\[MASK\]', but lineartime ends documents of this",
     ),
 }
 
@@ -254,15 +250,12 @@ def test_a_model_for_a_task_cannot_become_one_of_lineartime(folder: Path, tmp_pa
 
 def test_a_source_that_is_none_and_a_destination_that_is_taken_are_refused(folder: Path, tmp_path: Path) -> None:
     before = set(tmp_path.iterdir())
-    for name in ("empty", "adapter"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
     for source, message in (
         ("nowhere", "source is .*nowhere, which is no folder"),
         ("empty", "source is .*empty, which holds neither a run or checkpoint nor a model of transformers"),
-        ("adapter", "adapter holds only an adapter: merge it into its model"),
     ):
-        with pytest.raises(ValueError if source != "adapter" else LineartimeError, match=message):
+        with pytest.raises(ValueError, match=message):
             convert(tmp_path / source, tmp_path / "new")
     with pytest.raises(ValueError, match=r"checkpoint is last, but .*hf is no run: leave it out"):
         convert(folder, tmp_path / "new", checkpoint="last")
@@ -270,4 +263,4 @@ def test_a_source_that_is_none_and_a_destination_that_is_taken_are_refused(folde
     for source in ("hf", "own"):
         with pytest.raises(ValueError, match=r"destination is .*own, which exists already"):
             convert(tmp_path / source, tmp_path / "own")
-    assert set(tmp_path.iterdir()) == {*before, tmp_path / "empty", tmp_path / "adapter"}
+    assert set(tmp_path.iterdir()) == {*before, tmp_path / "empty"}

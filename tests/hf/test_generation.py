@@ -307,14 +307,12 @@ def test_prompts_and_caches_that_generate_cannot_use_are_named(causal: Lineartim
         ),
         (
             {"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])},
-            r"attention_mask has no token in row 1: begin an empty prompt with",
+            r"attention_mask has padding at the end of a prompt.*begin an empty prompt with",
         ),
     ]
     for options, message in unfit:
         with pytest.raises(ValueError, match=message):
             causal.generate(ids_of(2, 3), **GREEDY, **options)
-    with pytest.raises(lineartime.LineartimeError, match=r"^Continuous batching of transformers needs a cache of keys"):
-        causal.generate_batch([[1, 2, 3]])
 
 
 def test_a_cache_of_other_streams_is_refused(causal: LineartimeForCausalLM) -> None:

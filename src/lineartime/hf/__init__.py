@@ -1,6 +1,6 @@
 """Integration with the transformers library: `import lineartime.hf` registers our models with its Auto classes."""
 
-from lineartime.hf.version import check_generation, check_transformers
+from lineartime.hf.version import check_transformers
 
 check_transformers()  # before anything of transformers is imported
 
@@ -58,4 +58,3 @@ for auto, kind in MODELS.items():
     auto.register(LineartimeConfig, kind, exist_ok=True)
 # With label smoothing, `Trainer` shifts the labels of the classes named here, and teaches all others to copy their input.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LineartimeConfig.model_type] = LineartimeForCausalLM.__name__
-check_generation()

@@ -38,7 +38,7 @@ from lineartime.models.cost import model_tensors
 from lineartime.models.language_model import LanguageModel, build_model
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-ADAPTER, CARD = "adapter_config.json", "README.md"
+CARD = "README.md"
 LOGITS, LOGITS_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "backbone.embedding.weight"
 """The output layer, which is a second name of the token embedding if they are tied, and the token embedding."""
 PADDED = 128
@@ -54,12 +54,9 @@ def convert(source: str | Path, destination: str | Path, *, checkpoint: Checkpoi
     if list_checkpoints(source) or (is_checkpoint(source) and not (source / CONFIG).exists()):
         return to_transformers(source, destination, checkpoint=checkpoint)
     if not (source / CONFIG).exists():
-        if (source / ADAPTER).exists():
-            raise LineartimeError(
-                f"{source} holds only an adapter: merge it into its model with merge_and_unload(), and save that model."
-            )
         problem = "holds neither a run or checkpoint nor a model of transformers" if source.is_dir() else "is no folder"
-        raise ArgumentError("source", f"is {source}, which {problem}: give the folder of a model.")
+        advice = "give the folder of a model, into which adapters have been merged"
+        raise ArgumentError("source", f"is {source}, which {problem}: {advice}.")
     if checkpoint is not None:
         raise ArgumentError("checkpoint", f"is {checkpoint}, but {source} is no run: leave it out.")
     return from_transformers(source, destination)
@@ -226,12 +223,10 @@ def _check_end(source: Path, end: int, definition: str) -> None:
     for name, key in ((CONFIG, "eos_token_id"), (generation, "eos_token_id"), (tokenizer, "eos_token")):
         file = source / name
         given = read_plain(file).get(key) if file.is_file() else None
-        given = given.get("content") if isinstance(given, dict) else given  # earlier versions wrote more than the text
-        found, own = given, f"token {end}"
-        if isinstance(given, str):
-            found, own = known.token_to_id(given), repr(known.id_to_token(end))
+        found = known.token_to_id(given) if isinstance(given, str) else given
         if given is not None and found not in (end, [end]):
+            own = f"lineartime ends documents of this tokenizer with token {end}, {known.id_to_token(end)!r}"
             raise LineartimeError(
-                f"{file} ends texts with {key} {shown(given)}, but lineartime ends documents of this tokenizer with {own}: "
-                f"tune the model with that end, or set {key} to it to convert the model without its own."
+                f"{file} ends texts with {key} {shown(given)}, but {own}: tune the model with that end, or set {key} to it to "
+                "convert the model without its own."
             )

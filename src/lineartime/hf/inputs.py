@@ -20,7 +20,6 @@ def checked_mask(attention_mask: Tensor | None, embedded: Tensor, past: int = 0)
     """
     if attention_mask is None:
         return None
-    check_tensor("attention_mask", attention_mask)
     batch, length = embedded.shape[:2]
     if past and attention_mask.dim() == 2 and attention_mask.shape[1] != length:
         if attention_mask.shape[1] != past + length:
@@ -45,18 +44,11 @@ def real_tokens(mask: Tensor | None, tokens: Tensor) -> Tensor:
     return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
 
 
-def check_tensor(argument: str, given: object) -> None:
-    """Raise ArgumentError unless the argument is a tensor."""
-    if not isinstance(given, Tensor):
-        raise ArgumentError(argument, f"is a {type(given).__name__}, but must be a tensor: convert it.")
-
-
 def check_labels(labels: Tensor, logits: Tensor) -> None:
     """Raise ArgumentError unless there is a label for each of the logits [B, T, V].
 
     Losses flatten both, so that labels [T, B] would be compared with the logits of other tokens.
     """
-    check_tensor("labels", labels)
     if labels.shape != logits.shape[:-1]:
         shape, wanted = list(labels.shape), list(logits.shape[:-1])
         raise ArgumentError("labels", f"has shape {shape}, but must be [B, T] = {wanted}, one for each token.")
@@ -79,9 +71,6 @@ def packed_boundaries(
         ArgumentError: for positions that differ from those that the model computes itself, or documents that are not alone in
             a single row without padding.
     """
-    for name, given in (("position_ids", position_ids), ("seq_idx", seq_idx), ("cu_seq_lens_q", cu_seq_lens_q)):
-        if given is not None:
-            check_tensor(name, given)
     if cu_seq_lens_q is not None:
         return cu_seq_lens_q
     begins = None if position_ids is None else _begins_by_positions(position_ids, mask, embedded)

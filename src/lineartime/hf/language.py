@@ -91,13 +91,6 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             batch["labels"] = _predicted(batch["labels"], batch.get("attention_mask"), **inputs)
         return super().targets(batch)
 
-    def init_continuous_batching(self, *arguments: Any, **options: Any) -> Any:
-        """Raise LineartimeError: continuous batching of transformers needs keys and values in pages."""
-        raise LineartimeError(
-            "Continuous batching of transformers needs a cache of keys and values, which these models do not have: generate or "
-            "serve without it, or use lineartime.generation.TextBatch."
-        )
-
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
@@ -125,11 +118,8 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             )
         mask = model_kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2 and not (mask.shape[1] and bool(mask[:, -1:].all())):
-            empty = (~mask.bool().any(1)).nonzero().flatten().tolist()
-            if empty:
-                what = f"has no token in row {empty[0]}: begin an empty prompt with the end-of-document token, eos_token."
-                raise ArgumentError("attention_mask", what)
-            raise ArgumentError("attention_mask", "has padding at the end of a prompt, where it is continued: pad on the left.")
+            what = "has padding at the end of a prompt, where it is continued: pad on the left, and begin an empty prompt with"
+            raise ArgumentError("attention_mask", f"{what} the end-of-document token, eos_token.")
         given = model_kwargs.pop("cache", None)
         cache = model_kwargs.pop("past_key_values", None) if given is None else given
         if cache is not None:

@@ -17,7 +17,7 @@ from transformers.utils import can_return_tuple
 from lineartime.errors import ArgumentError
 from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.hf.config import LineartimeConfig
-from lineartime.hf.inputs import check_tensor, checked_mask, packed_boundaries, real_tokens
+from lineartime.hf.inputs import checked_mask, packed_boundaries, real_tokens
 from lineartime.layers.residual import ResidualLayer, check_tokens
 from lineartime.models.backbone import Backbone
 
@@ -41,13 +41,6 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         _check_places(getattr(model, "hf_device_map", {}))
         return loaded
-
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, *arguments: Any, every_n_layers: int = 1, **options: Any
-    ) -> None:
-        if enable and every_n_layers != 1:  # transformers would recompute all blocks without a word
-            raise ArgumentError("every_n_layers", f"is {every_n_layers}, but must be 1: all blocks are recomputed, or none.")
-        super()._set_gradient_checkpointing(enable, *arguments, **options)
 
     @property
     def accepts_loss_kwargs(self) -> bool:
@@ -232,7 +225,6 @@ def _check_places(device_map: Mapping[str, Any]) -> None:
 
 def _check_prefix(prefix_lengths: Tensor, tokens: Tensor, past: int) -> None:
     """Raise ArgumentError unless nothing was read before, and the prefix of each row is all of its tokens; both are [B]."""
-    check_tensor("prefix_lengths", prefix_lengths)
     if past:
         what = "is given, but the cache has read tokens, and a prefix comes first: leave it out after the prefix."
         raise ArgumentError("prefix_lengths", what)
