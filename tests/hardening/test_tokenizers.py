@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lineartime.cli import main
 from lineartime.data import read_tokenizer
 from lineartime.errors import LineartimeError
 
@@ -54,11 +53,3 @@ def test_a_panic_of_the_library_is_a_sentence(tmp_path: Path) -> None:
     file.write_text(definition(**CHUNKS_OF_NOTHING))
     with pytest.raises(LineartimeError, match=r"^The tokenizer .*tokenizer.json cannot encode the text \(.+\)\.$"):
         read_tokenizer(file).encode("a")
-
-
-def test_the_command_line_names_it(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, out = tmp_path / "tokenizer.json", tmp_path / "run"
-    file.write_text(definition(**CHUNKS_OF_NOTHING))
-    assert main(["train", "--data", str(text), "--tokenizer", str(file), "--steps", "1", "--out", str(out)]) == 1
-    assert f"error: The tokenizer {file} cannot encode the text (chunk size must be non-zero" in capsys.readouterr().err
-    assert not out.exists()

@@ -3,6 +3,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import lineartime
+from lineartime.errors import ArgumentError
+from lineartime.models import cost as costs
 from lineartime.models.cost import cost, count_parameters, stream_bytes
 from lineartime.models.presets import presets, resolve
 
@@ -54,3 +56,29 @@ def test_token_shift_costs_half_a_token_of_state_and_nothing_else() -> None:
 
 def test_system_that_does_not_stream_has_no_state() -> None:
     assert cost(presets("mlm")["linformer-tiny"], 64).state_bytes is None
+
+
+@pytest.mark.parametrize("preset", ["flash-tiny", "transformer-tiny", "gau-multi-head-tiny"])
+def test_the_size_of_a_model_is_that_of_its_tensors(preset: str) -> None:
+    config = resolve(preset, n_blocks=3)
+    tensors = lineartime.build(config).state_dict()
+    found = costs.model_tensors(config)
+    assert found.n_tensors == len(tensors)
+    assert found.n_elements == sum(tensor.numel() for tensor in tensors.values())
+    assert {name: tensor.shape for name, tensor in found.items()} == {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def test_the_option_that_needs_too_much_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "memory_bytes", lambda device: 4 * 10**9)
+    with pytest.raises(ArgumentError, match=r"^n_blocks is 5,000, with which the model has"):
+        costs.check_memory(resolve("flash-base", n_blocks=5000))
+    with pytest.raises(ArgumentError, match=r"^vocab_size is 100,000,000, with which the model has"):
+        costs.check_memory(resolve("flash-base", vocab_size=10**8))
+    tokens: list[tuple[dict[str, int], str]] = [
+        ({"sequences": 4, "tokens": 4 * 2**20}, r"^context_length puts 1,048,576 tokens in memory .* least 5.7\d* GB"),
+        ({"sequences": 4, "tokens": 4 * 2**18}, r"^batch_size puts 1,048,576 tokens in memory .* least 5.7\d* GB"),
+        ({"sequences": 1, "tokens": 2**10, "step_tokens": 2**28}, r"^tokens_per_batch puts 268,435,456 tokens .* 4.35 GB"),
+    ]
+    for of_a_step, message in tokens:
+        with pytest.raises(ArgumentError, match=message):
+            costs.check_memory(resolve("flash-tiny"), copies=4, **of_a_step)
