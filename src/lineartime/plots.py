@@ -18,12 +18,11 @@ WIDTH, HEIGHT = 4.8, 3.6
 
 @dataclass
 class Panel:
-    """Curves over a power of two by their names, some points of which are circled."""
+    """Curves over a power of two by their names."""
 
     title: str
     y: str  # what the vertical axis shows, with its unit
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    circled: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, name: str, x: float, y: float | None) -> None:
         """Add a point to a curve, unless it has none or one there: the paper's numbers are the same for all texts."""
@@ -57,8 +56,6 @@ def draw_panels(
     for axes, panel in zip(all_axes, panels, strict=True):
         for name, values in panel.curves.items():
             (lines[name],) = axes.plot(*zip(*sorted(values), strict=True), markersize=4, **looks[name])
-        for place in panel.circled:
-            axes.plot(*place, "o", markersize=10, markerfacecolor="none", markeredgecolor="black")
         axes.set_xscale("log", base=2)
         axes.set(title=panel.title, xlabel=x, ylabel=panel.y)
         axes.margins(x=0.08, y=0.08)

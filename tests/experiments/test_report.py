@@ -87,8 +87,6 @@ def test_cost_of_an_approximation_stands_beside_the_papers(tmp_path: Path) -> No
     assert "| wikipedia, 512 tokens | TFM++ -> MC-TFM++ | +0.1000 | +5.00 % | +0.54 |" in text
     # The paper's +0.30 at 4,096 tokens is of Wiki-40B.
     assert "| books, 4,096 tokens | FLASH-Quad -> FLASH | -0.1000 / +0.1000 | -5.00 % / +4.00 % | - |" in text
-    counts = [each.parameters for each in plan.candidates_of(plan.settings[0]) if each.arm.name in ran]
-    assert f"Any two of a setting differ by at most {max(counts) / min(counts) - 1:.1%}." in text  # of those that have run
 
     masked = make_plan(ReproduceConfig("mlm", "cpu", tmp_path))
     text = rendered(masked, report_of(masked, {"flash-quad": [2.0], "flash": [1.9]}))

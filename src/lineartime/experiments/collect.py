@@ -57,7 +57,6 @@ class SystemRow(TypedDict, total=False):
     trial_steps: dict[str, int | None]  # by optimiser
     tokens_per_second: float | None  # the speed that was measured alone
     runs: list[RunData]  # one for each seed
-    chunk_size: int | None  # of the model, if it has chunks
     paper_loss: float | None  # in nats
     relative_loss: float | None  # the relative difference from the baseline's
     paper_relative_loss: float | None
@@ -287,7 +286,6 @@ def _row(plan: Plan, candidate: Candidate, seen: list[Run]) -> SystemRow:
         },
         "tokens_per_second": speed,
         "runs": [_run(run, seed, speed) for seed, run in enumerate(runs)],
-        "chunk_size": next(filter(None, (mixer.options.get("chunk_size") for mixer in candidate.model.mixers)), None),
         "paper_loss": math.log(shared["paper"]["pplx"]) if "pplx" in shared["paper"] else None,
     }
 

@@ -3,14 +3,15 @@
 import json
 import shlex
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import cycle
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from lineartime.errors import LineartimeError
 from lineartime.experiments import catalogue
-from lineartime.experiments.catalogue import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
+from lineartime.experiments.catalogue import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS, Setting
 from lineartime.experiments.collect import (
     Metric,
     Report,
@@ -27,14 +28,34 @@ from lineartime.experiments.collect import (
     within_tolerance,
 )
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.pictures import draw_pictures
 from lineartime.experiments.plan import PLAN_FILE, Plan, plan_options, with_defaults
 from lineartime.files import write_file
 from lineartime.models.registering import imported_names
+from lineartime.plots import Panel, draw_panels, label_axes, legend_below, new_panels, save_figure
 from lineartime.units import NOT_THERE, cell, column_table, size, three_digits
 
 SOURCE = "Transformer Quality in Linear Time (Hua, Dai, Liu and Le), arXiv 2202.10447"
 JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
+LEGEND = (
+    "- Of two or three seeds, all values are shown; of more, the mean ± the standard deviation, and their number.\n"
+    "- Losses per {unit} are on text that was not trained on: *held-out* text, on which the curves and the tuned rates are "
+    "measured, and the *test* split, measured once at the end.\n"
+    "- *loss against the baseline*: the held-out loss over that of {base}, less one; for the paper, the same of the logarithms "
+    "of its perplexities. It compares across tokenizers and sizes better than losses do.\n"
+    "- *speed-up*, as the paper defines it: the time in which {base} reaches its final quality, over the time in which this "
+    "system reaches it; of the same seed, and of training alone. A learning rate is scheduled for the whole run, so a shorter "
+    "run could reach that quality sooner."
+)
+_COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold", "navy"]
+_MARKERS = "osD^v<>PX*dph"
+CURVES = (
+    "Loss on held-out text by the time of training, without evaluations and compilation, at the speed that was measured alone. "
+    "Dotted: the final quality of {base}, which the speed-up refers to. Thin lines are further seeds."
+)
+CONTEXTS = "Final quality by the length of the context, here and in the paper."
+LENGTHS = "Accuracy by the length of a text, of models that were trained at that length."
+STATES = "Accuracy by the bytes of the state of one stream, at the longest text of each task."
+TIMES = "Time of a token by the length of the context, here and in the paper."
 LATENCY = (
     "All systems take turns in each measurement, with the same tokens in a step. A step is forward and backward, without the "
     "optimiser. The paper's times are of whole steps on other machines, so only their ratios compare."
@@ -102,12 +123,12 @@ def _blocks(plan: Plan, report: Report, pictures: Sequence[tuple[Path, str]]) ->
         return
     if plan.experiment.kind == "quality":
         yield from quality_tables(plan, report)
-        yield _legend(plan)
+        yield LEGEND.format(base=plan.experiment.baseline, unit="masked token" if plan.experiment.task == "mlm" else "byte")
         yield from positions_tables(report)
         yield from tests_tables(plan, report)
         yield from pairs_table(plan, report)
         yield "## Setup"
-        yield setup(plan, report)
+        yield setup(plan, report) if plan.tunes else PAPER_SETUP
         yield from rate_tables(report)
     else:
         yield from latency_tables(plan, report)
@@ -157,29 +178,8 @@ def _incomplete(report: Report) -> str:
     return "\n\n".join(lines)
 
 
-def _legend(plan: Plan) -> str:
-    """What the columns of the tables of quality mean."""
-    base = plan.experiment.baseline
-    per = "masked token" if plan.experiment.task == "mlm" else "byte"
-    return "\n".join(
-        [
-            "- Of two or three seeds, all values are shown; of more, the mean ± the standard deviation, and their number.",
-            f"- Losses per {per} are on text that was not trained on: *held-out* text, on which the curves and the tuned rates "
-            "are measured, and the *test* split, measured once at the end.",
-            f"- *loss against the baseline*: the held-out loss over that of {base}, less one; for the paper, the same of the "
-            "logarithms of its perplexities. It compares across tokenizers and sizes better than losses do. "
-            "Like the speed-up, it is over the seeds that both have.",
-            f"- *speed-up*, as the paper defines it: the time in which {base} reaches its final quality, over the time in "
-            "which this system reaches it; of the same seed, and of training alone. A learning rate is scheduled for the whole "
-            "run, so a shorter run could reach that quality sooner.",
-        ]
-    )
-
-
 def setup(plan: Plan, report: Report) -> str:
     """What was the same for all systems, and what was not."""
-    if not plan.tunes:
-        return PAPER_SETUP
     ratios = {catalogue.OPTIMIZERS[name].options.get("adamw_ratio") for name in plan.config.optimizers} - {None}
     muon = "".join(f" With Muon, AdamW trains embeddings and vectors at {ratio:g} times its rate." for ratio in ratios)
     config, scale = plan.config, plan.scale
@@ -190,68 +190,34 @@ def setup(plan: Plan, report: Report) -> str:
             f"- **Batches.** {scale.tokens_per_batch:,} tokens in a step; a longer context is a step of one sequence.",
             f"- **Optimisers.** The same for all: {', '.join(config.optimizers)}, each with a warm-up of a tenth of the steps, "
             f"a linear fall to zero, and the same weight decay and clipping.{muon}",
-            f"- **Learning rates.** Each system's is tuned over the same grid, {config.tuning:g} s of training each. "
-            f"{_trials(plan, report)}The loss on held-out text chooses rate and optimiser. The tables below show every trial.",
-            f"- **Time.** Each run trains for {config.budget:g} s, without evaluations and compilation ({compiled}). A "
-            "schedule must know its length, so the steps are the speed of a system (*tokens/s*) times the budget. Speeds are "
-            f"measured before anything else, by {scale.speed_rounds} runs of {scale.speed_steps} steps for each system and "
-            "optimiser, in turn; the median counts. A system that a later call added was measured in that call. *training (s)* "
-            "and the curves are at this speed: what else the machine does later changes nothing.",
+            f"- **Learning rates.** Each system's is tuned over the same grid, {config.tuning:g} s of training each, or up to "
+            f"{MAX_TRIAL_RATIO} times as long until a trial has {MIN_TRIAL_STEPS} steps.{_short_trials(plan, report)} The loss "
+            "on held-out text chooses rate and optimiser. The tables below show every trial.",
+            f"- **Time.** Each run trains for {config.budget:g} s, without evaluations and compilation ({compiled}). Its "
+            "steps, *training (s)* and the curves follow from the speed of a system (*tokens/s*), the median of "
+            f"{scale.speed_rounds} runs of {scale.speed_steps} steps. Speeds are measured first, in turn.",
             f"- **Parameters.** {parameters_apart(report)}",
-            "- **Not equalised.** Each system has the initialisation, the norm and the other options of its preset. "
-            f"{_scores(plan)}"
-            "On a CPU with a C++ compiler, gated units and mhsa-relu2 compute parts of their tiles in functions in C++; "
-            "other systems are PyTorch's operations alone, with fused softmax attention.",
+            "- **Not equalised.** Each system has the initialisation, the norm and the other options of its preset. On a CPU "
+            "with a C++ compiler, gated units and mhsa-relu2 compute parts of their tiles in functions in C++.",
         ]
     )
 
 
-def _scores(plan: Plan) -> str:
-    """The options of gated units that other presets or publications choose otherwise."""
-
-    def of(options: Mapping[str, Any]) -> str:
-        return ", ".join(str(options[each]) for each in ("normalization", "initial_scores") if each in options)
-
-    gated = {
-        each.arm.name: dict.fromkeys(of(mixer.options) for mixer in each.model.mixers if "normalization" in mixer.options)
-        for each in plan.candidates
-    }
-    said = [f"{name} {' and '.join(options)}" for name, options in gated.items() if options]
-    return f"*normalization* and *initial_scores* of the gated systems: {'; '.join(said)}. " if said else ""
-
-
-def _trials(plan: Plan, report: Report) -> str:
-    """Sentences about trials that were prolonged, and about those that are too short to choose by."""
+def _short_trials(plan: Plan, report: Report) -> str:
+    """A sentence about systems whose trials are too short to choose by."""
     rows = [(setting["name"], row) for setting in settings_with_results(report) for row in setting["rows"]]
-    said = ""
-    if rows:
-        said = (
-            f"Where that is less than {MIN_TRIAL_STEPS} steps, a trial lasts until it has them, "
-            f"but at most {MAX_TRIAL_RATIO} times as long. "
-        )
     steps = {f"{row['name']} ({name})": row["trial_steps"].get(row["optimizer"]) for name, row in rows if row["optimizer"]}
     short = [f"{name}: {count}" for name, count in steps.items() if count is not None and count < MIN_TRIAL_STEPS]
-    if short and plan.config.scale != "trial":
-        said += f"**Fewer than {MIN_TRIAL_STEPS} steps may choose a rate by chance**: {', '.join(short)}. "
-    return said
+    return f" **Fewer may choose a rate by chance**: {', '.join(short)}." if short and plan.config.scale != "trial" else ""
 
 
 def parameters_apart(report: Report) -> str:
     """A sentence about how far the numbers of parameters are apart, of systems that have a run."""
-    of_settings = [
-        [row for row in setting["rows"] if "runs" not in row or any(run["state"] != "missing" for run in row["runs"])]
-        for setting in report["settings"]
-    ]
-    rows = [row for of_setting in of_settings for row in of_setting]
+    rows = [row for setting in settings_with_results(report) for row in setting["rows"]]
     far = sorted({f"{row['name']} ({row['parameters_over_first']:+.2%})" for row in rows if not within_tolerance(row)})
     if not far:
         largest = max((abs(row["parameters_over_first"]) for row in rows), default=0.0)
-        counts = [[row["parameters"] for row in of_setting] for of_setting in of_settings]
-        apart = max((max(each) / min(each) - 1 for each in counts if each), default=0.0)
-        return (
-            f"Checked: all are within 3 % of the first system's (the largest difference is {largest:.1%}). "
-            f"Any two of a setting differ by at most {apart:.1%}."
-        )
+        return f"Checked: all are within 3 % of the first system's (the largest difference is {largest:.1%})."
     why = "as published" if report["scale"] == "paper" else "because a width is a whole number of features for each head"
     return f"**Not within 3 %** of the first system's, {why}: {', '.join(far)}."
 
@@ -454,3 +420,112 @@ def _speedups(row: SystemRow, base: SystemRow | None) -> str:
     if len(known) == len(speedups):
         return _values(known, ".2f")
     return " / ".join("not reached" if speedup is None else f"{speedup:.2f}" for speedup in speedups)
+
+
+def draw_pictures(plan: Plan, report: Report) -> list[tuple[Path, str]]:
+    """Draw all pictures for which there are numbers, and return each with its caption. LineartimeError without matplotlib."""
+
+    def draw(panels: Sequence[Panel], x: str, log: bool = False) -> Any:
+        return draw_panels(panels, x, _looks(plan, (name for panel in panels for name in panel.curves)), log=log)
+
+    if plan.experiment.kind == "latency":
+        figures = [("latency", draw(_latency(report), "tokens of context", log=True), TIMES)]
+    elif plan.experiment.kind == "memory":
+        figures = [
+            ("lengths", draw(_accuracies(plan, report, lambda setting, row: setting.context), "tokens of a text"), LENGTHS),
+            ("states", draw(_accuracies(plan, report, lambda _, row: row["state_bytes"], last=True), "bytes of state"), STATES),
+        ]
+        for axes in (axes for _, figure, _ in figures if figure is not None for axes in figure.axes):
+            axes.set_ylim(-0.05, 1.05)
+    else:
+        figures = [
+            ("quality", _curves(plan, report), CURVES.format(base=plan.experiment.baseline)),
+            ("contexts", draw(_contexts(plan, report), "tokens of context"), CONTEXTS),
+        ]
+    drawn = []
+    for name, figure, caption in figures:
+        file = plan.folder / f"{name}.png"
+        if figure is None:
+            file.unlink(missing_ok=True)  # of an earlier report, perhaps
+        else:
+            drawn.append((save_figure(figure, file, 130), caption))
+    return drawn
+
+
+def _contexts(plan: Plan, report: Report) -> list[Panel]:
+    """Final quality by context: a panel for each text with two contexts or more, and one of the paper."""
+    metric, unit = metric_of_report(plan)
+    panels = {setting["text"]: Panel(f"{setting['text']}, test split", unit) for setting in report["settings"]}
+    paper = Panel("the paper", "perplexity")
+    for setting in report["settings"]:
+        for row in setting["rows"]:
+            found = values_of_row(row, metric_of_test("", metric))
+            panels[setting["text"]].add(row["name"], setting["context"], statistics.fmean(found) if found else None)
+            paper.add(row["name"], setting["context"], row["paper"].get("pplx"))
+    shown = [panel for panel in panels.values() if len(panel.places) > 1]
+    return [*shown, paper] if shown and len(paper.places) > 1 else shown
+
+
+def _accuracies(
+    plan: Plan, report: Report, place: Callable[[Setting, SystemRow], float | None], last: bool = False
+) -> list[Panel]:
+    """Accuracy by a number of each row: a panel for each task, of all lengths or of the last one."""
+    panels: dict[str, Panel] = {}
+    for setting, found in sorted(zip(plan.settings, report["settings"], strict=True), key=lambda pair: pair[0].context):
+        name = f"{setting.task}" + (f", {setting.pairs:,} to remember" if setting.pairs else "")
+        panel = Panel(found["name"], "accuracy") if last else panels.get(name, Panel(name, "accuracy"))
+        for row in found["rows"]:
+            accuracies, x = values_of_row(row, metric_of_test("", "accuracy")), place(setting, row)
+            if accuracies and x is not None:
+                panel.add(row["name"], x, statistics.fmean(accuracies))
+        if panel.curves:
+            panels[name] = panel
+    return [*panels.values()]
+
+
+def _latency(report: Report) -> list[Panel]:
+    """Microseconds a token by context, here and in the paper."""
+    ours, paper = Panel("here", "µs per token"), Panel("the paper", "ms per step of 262,144 tokens")
+    for setting in report["settings"]:
+        for row in setting["rows"]:
+            ours.add(row["name"], setting["context"], row["microseconds_per_token"])
+            paper.add(row["name"], setting["context"], row["paper"].get("latency_ms"))
+    return [panel for panel in (ours, paper) if panel.curves] if ours.curves else []
+
+
+def _curves(plan: Plan, report: Report) -> Any:
+    """Held-out loss by seconds of training, with a panel for each setting; None without any."""
+    metric, unit = metric_of_report(plan)
+    place = 3 if metric == "bits_per_byte" else 2
+    settings = [each for each in report["settings"] if any(run["curve"] for row in each["rows"] for run in row["runs"])]
+    if not settings:
+        return None
+    looks = _looks(plan, (row["name"] for setting in settings for row in setting["rows"]))
+    figure, panels = new_panels(len(settings), len(looks))
+    lines: dict[str, Any] = {}
+    for axes, setting in zip(panels, settings, strict=True):
+        late: list[float] = []
+        base = baseline_row(setting["rows"], plan.experiment.baseline)
+        for row, run in ((each, run) for each in setting["rows"] for run in each["runs"] if run["curve"]):
+            seconds, values = [point[1] for point in run["curve"]], [point[place] for point in run["curve"]]
+            look, first = looks[row["name"]], run["seed"] == 0
+            (line,) = axes.plot(seconds, values, markersize=3 if first else 0, linewidth=1.4 if first else 0.7, **look)
+            lines.setdefault(row["name"], line)
+            late += values[len(values) // 3 :]
+            if row is base and first:
+                axes.axhline(values[-1], color=look["color"], linestyle=":", linewidth=1)
+        low, high = min(late), max(late)  # the first losses would flatten what is compared
+        margin = 0.05 * (high - low) or 0.01
+        axes.set_ylim(low - margin, high + margin)
+        axes.set(title=setting["name"], xlabel="seconds of training", ylabel=unit)
+        label_axes(axes)
+    legend_below(figure, lines, 3 * min(len(settings), 2))
+    return figure
+
+
+def _looks(plan: Plan, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """A colour and a marker for each name: those of its arm, which are the same in all reports of an experiment."""
+    shown = list(dict.fromkeys(names))
+    everything = dict.fromkeys([*(arm.name for arm in plan.experiment.arms), *shown])
+    looks = dict(zip(everything, cycle(zip(_COLOURS, _MARKERS, strict=True)), strict=False))
+    return {name: {"color": looks[name][0], "marker": looks[name][1]} for name in shown}
