@@ -61,7 +61,7 @@ def test_the_threshold_of_squad_2_is_the_best_of_all() -> None:
         }
 
         def f1(threshold: float, found: dict[str, Answer] = found, right: dict[str, list[str]] = right) -> float:
-            return score_answers({key: each.above(threshold) for key, each in found.items()}, right, "squad_v2").f1
+            return score_answers({key: each.above(threshold) for key, each in found.items()}, right, "squad_v2")["f1"]
 
         assert f1(best_threshold(found, right)) == max(map(f1, range(-5, 7)))
 
@@ -96,4 +96,4 @@ def test_answers_score_as_the_official_scripts_score_them(
 
 def test_a_question_without_a_prediction_scores_zero() -> None:
     found = score_answers({"a": "cat", "other": "x"}, {"a": ["cat"], "b": ["dog"]}, "squad")
-    assert (found.exact_match, found.f1, found.questions, found.missing) == (50, 50, 2, 1)
+    assert found == {"exact_match": 50, "f1": 50, "questions": 2, "missing": 1}

@@ -51,7 +51,7 @@ def test_fine_tuning_learns_and_its_model_answers_alone(
     predictions = json.loads((given.out / "predictions.json").read_text())
     held_out = {each.key: each for each in find_questions(questions)["validation"]}
     right = {key: each.answers for key, each in held_out.items()}
-    assert score_answers(predictions, right, "squad").f1 == result.trials[0].metrics["f1"]
+    assert score_answers(predictions, right, "squad")["f1"] == result.trials[0].metrics["f1"]
     assert predict(given.out, questions, tmp_path / "answers.json") == 30
     answers = json.loads((tmp_path / "answers.json").read_text())
     assert {key: answers[key] for key in held_out} == predictions
@@ -159,7 +159,7 @@ def test_mistakes_are_named_and_leave_nothing(config: Configured, tmp_path: Path
         (config(context_length=16), r"^The question .* leaves 7 tokens of the 16 .*: raise `context_length` above 17"),
         (config(resume=True), r"^resume is True, but .* holds no training that has begun"),
         (config(data=tmp_path / "none"), r"^data is .*none, which does not exist"),
-        (config(data=lost), r".*lost.json holds no question whose text holds its answer: give other data"),
+        (config(data=lost), r".*lost.json holds no question to train with whose text holds its answer"),
     ):
         with pytest.raises(LineartimeError, match=message):
             finetune(given, quiet)

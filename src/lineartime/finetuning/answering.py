@@ -11,7 +11,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import groupby
 from operator import itemgetter
@@ -39,28 +39,14 @@ _WITHOUT_MARKS = str.maketrans("", "", _MARKS)
 _CHINESE_OR_WORD = re.compile(r"[\u4e00-\u9fa5]|\d+(?:[.,]\d+)*|[^\W\d\u4e00-\u9fa5]+|\S")
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Means over all questions, in percent.
+def score_answers(predictions: Mapping[str, str], right: Mapping[str, Sequence[str]], metric: Metric) -> dict[str, float]:
+    """Mean exact match and F1 of all questions, in percent: predicted and right answers by the question's key.
 
-    Attributes:
-        exact_match: answers that equal one of the right ones.
-        f1: the overlap of answers with the nearest right one.
-        questions: the number of questions.
-        missing: those without a prediction, which score 0.
+    A question that is `missing` among the predictions scores 0.
     """
-
-    exact_match: float
-    f1: float
-    questions: int
-    missing: int
-
-
-def score_answers(predictions: Mapping[str, str], right: Mapping[str, Sequence[str]], metric: Metric) -> Scores:
-    """Compare the predicted answers of all questions with the right ones, both by the question's key."""
     found = [answer_scores(predictions[key], right[key], metric) for key in right if key in predictions]
     exact, f1 = (100 * sum(each[place] for each in found) / max(len(right), 1) for place in (0, 1))
-    return Scores(exact, f1, len(right), len(right) - len(found))
+    return {"exact_match": exact, "f1": f1, "questions": len(right), "missing": len(right) - len(found)}
 
 
 def answer_scores(prediction: str, right: Sequence[str], metric: Metric) -> tuple[float, float]:
@@ -103,15 +89,11 @@ def _f1(common: int, predicted: int, right: int) -> float:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model answers.
-
-    Attributes:
-        text: a part of the question's text.
-        score: the logits of its first and its last token, less those of [CLS], which stand for no answer.
-    """
+    """What a model answers: a part of the question's text."""
 
     text: str
     score: float
+    """The logits of its first and its last token, less those of [CLS], which stand for no answer."""
 
     def above(self, threshold: float | None) -> str:
         """The text, or an empty one if the score is below a threshold."""
@@ -120,12 +102,11 @@ class Answer:
 
 def best_threshold(found: Mapping[str, Answer], right: Mapping[str, Sequence[str]]) -> float:
     """The score from which on answers are kept so that F1 on SQuAD 2.0 is greatest."""
-
-    def gain(key: str, answer: Answer) -> float:
+    gains = []
+    for key, answer in found.items():
         given, none = (answer_scores(text, right[key], "squad_v2")[1] for text in (answer.text, ""))
-        return given - none
-
-    gains = sorted(((each.score, gain(key, each)) for key, each in found.items()), reverse=True)
+        gains.append((answer.score, given - none))
+    gains.sort(reverse=True)
     best, total, threshold = 0.0, 0.0, gains[0][0] + 1
     for score, together in groupby(gains, key=itemgetter(0)):
         total += sum(each for _, each in together)
@@ -153,7 +134,9 @@ class Answering:
             raise LineartimeError(f"{self.validation.file} holds no question to validate with: give other data.")
         learnable = [not each.answers or bool(each.spans) for each in learnt]
         if not any(learnable):
-            raise LineartimeError(f"{learnt.file} holds no question whose text holds its answer: give other data.")
+            raise LineartimeError(
+                f"{learnt.file} holds no question to train with whose text holds its answer: give other data."
+            )
         self.left_out = learnable.count(False)
         cache = config.out / WINDOWS
         self.train = dataset_of(encoder.for_training, {"questions": learnt, "seed": config.seed}, _TRAINED, cache)
@@ -175,12 +158,12 @@ class Answering:
     def evaluate(self, model: LineartimeForQuestionAnswering, bf16: bool = False) -> dict[str, float]:
         """Answer the questions to validate with, and compare the answers with the right ones."""
         found = best_answers(model, self.held_out, self.validation, self.max_answer_tokens, self.batch_size, bf16)
-        metric, threshold = self.validation.metric, self.null_threshold
-        if metric == "squad_v2" and threshold is None:
-            threshold = best_threshold(found, self.right)
-        scores = {} if metric != "squad_v2" else {"null_threshold": threshold}
-        self.predictions = {key: each.above(scores.get("null_threshold")) for key, each in found.items()}
-        return {**asdict(score_answers(self.predictions, self.right, metric)), **scores}
+        metric, threshold = self.validation.metric, None
+        if metric == "squad_v2":
+            threshold = best_threshold(found, self.right) if self.null_threshold is None else self.null_threshold
+        self.predictions = {key: each.above(threshold) for key, each in found.items()}
+        scores = score_answers(self.predictions, self.right, metric)
+        return scores if threshold is None else {**scores, "null_threshold": threshold}
 
 
 def best_answers(

@@ -29,12 +29,7 @@ _KINDS = {str: "a text", list: "a list", dict: "an object", int: "a whole number
 
 
 def read_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each record of a file, with its place, such as "line 3".
-
-    Raises:
-        ArgumentError: for a file of another kind, by its name.
-        LineartimeError: if the file cannot be read, or a record of it is something else.
-    """
+    """Each record of a file, with its place, such as "line 3". Raises LineartimeError for what cannot be read."""
     if file.suffix not in SUFFIXES:
         raise ArgumentError("data", f"is {file}, but must be a file of records: {', '.join(SUFFIXES)}.")
     with reporting_file_errors("read", file):
@@ -85,19 +80,15 @@ def _parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _one_of_each_split(folder: Path, suffixes: Sequence[str], example: str) -> dict[Split, Path]:
     """The file for training and the one for validation, by their names. Raises ArgumentError unless there is one of each."""
-    found: dict[Split, Path] = {}
-    for file in sorted(each for each in folder.iterdir() if each.suffix in suffixes):
-        split = named_split(file.name)
-        if split in found:
-            names = f"{found[split].name} and {file.name}"
-            raise ArgumentError("data", f"is {folder}, which holds {names} for {split}: leave one of them there.")
-        if split in ("train", "validation"):
-            found[split] = file
-    if len(found) < 2:
-        kinds = " or ".join(suffixes)
-        what = f"is {folder}, which lacks a {kinds} file named for training or for validation"
+    if not folder.is_dir():
+        raise ArgumentError("data", f"is {folder}, which does not exist: give a file, or a folder with {example}.")
+    files = sorted(each for each in folder.iterdir() if each.suffix in suffixes)
+    splits: tuple[Split, ...] = ("train", "validation")
+    found = {split: [file for file in files if named_split(file.name) == split] for split in splits}
+    if any(len(each) != 1 for each in found.values()):
+        what = f"is {folder}, which must have one {' or '.join(suffixes)} file named for training, and one for validation"
         raise ArgumentError("data", f"{what}: give a folder with both, such as {example}, or one file.")
-    return found
+    return {split: each[0] for split, each in found.items()}
 
 
 # Texts with labels -------------------------------------------------------------------------------------------------------
@@ -124,17 +115,13 @@ class Labelled:
 
 @dataclass(frozen=True)
 class LabelledFile:
-    """The texts of a file, or a share of them.
-
-    Attributes:
-        file: the file.
-        columns: the names of the columns of the text, of the second text of pairs, and of the label.
-        held_out: whether every fifth text is left out (False), or alone is read (True); None reads all.
-    """
+    """The texts of a file, or a share of them."""
 
     file: Path
     columns: tuple[str, str | None, str | None]
+    """The names of the columns of the text, of the second text of pairs, and of the label."""
     held_out: bool | None = None
+    """Whether every fifth text is left out (False), or alone is read (True); None reads all."""
 
     def __iter__(self) -> Iterator[Labelled]:
         text, second, label = self.columns
@@ -158,12 +145,10 @@ def find_texts(data: Path, advanced: Advanced) -> dict[Split, LabelledFile]:
     Raises ArgumentError for another path.
     """
     columns = (advanced.text_column, advanced.pair_column, advanced.label_column)
-    if data.is_dir():
-        found = _one_of_each_split(data, SUFFIXES, "train.csv and validation.csv")
-        return {split: LabelledFile(file, columns) for split, file in found.items()}
-    if not data.is_file():
-        raise ArgumentError("data", f"is {data}, which does not exist: give a file of texts with labels, or a folder.")
-    return {"train": LabelledFile(data, columns, False), "validation": LabelledFile(data, columns, True)}
+    if data.is_file():
+        return {"train": LabelledFile(data, columns, False), "validation": LabelledFile(data, columns, True)}
+    found = _one_of_each_split(data, SUFFIXES, "train.csv and validation.csv")
+    return {split: LabelledFile(file, columns) for split, file in found.items()}
 
 
 # Questions ---------------------------------------------------------------------------------------------------------------
@@ -192,20 +177,15 @@ class Question:
 
 @dataclass(frozen=True)
 class QuestionFile:
-    """The questions of one file, or of some of its articles.
-
-    Attributes:
-        file: the file.
-        metric: the official metric.
-        articles: the numbers of the articles to read; None for all.
-    """
+    """The questions of one file, or of a share of its articles, with their official metric."""
 
     file: Path
     metric: Metric
-    articles: tuple[int, ...] | None = None
+    held_out: bool | None = None
+    """Whether every fifth article is left out (False), or alone is read (True); None reads all."""
 
     def __iter__(self) -> Iterator[Question]:
-        return read_questions(self.file, self.articles)
+        return read_questions(self.file, self.held_out)
 
 
 def find_questions(data: Path, domain: Domain = "wikipedia") -> dict[Split, QuestionFile]:
@@ -221,15 +201,8 @@ def find_questions(data: Path, domain: Domain = "wikipedia") -> dict[Split, Ques
         LineartimeError: if a file cannot be read or holds something else.
     """
     if data.is_file():
-        count = len(_item(data, "an object", read_plain(data, _LAYOUTS), "data", list))
-        if count < 2:
-            raise ArgumentError("data", f"is {data}, which holds one article, but one is held out: give a folder of two files.")
-        held_out = tuple(range(0, count, HELD_OUT_EVERY))
-        rest = tuple(place for place in range(count) if place not in held_out)
         metric = _metric(data)
-        return {"train": QuestionFile(data, metric, rest), "validation": QuestionFile(data, metric, held_out)}
-    if not data.is_dir():
-        raise ArgumentError("data", f"is {data}, which does not exist: give a file of questions, or the folder of TriviaQA.")
+        return {"train": QuestionFile(data, metric, False), "validation": QuestionFile(data, metric, True)}
     if (data / "qa").is_dir():
         train, validation = (data / "qa" / f"{domain}-{name}.json" for name in ("train", "dev"))
         for path in (train, validation, data / "evidence"):
@@ -249,14 +222,11 @@ def _metric(file: Path) -> Metric:
     return "cmrc" if 2 * len(re.findall(r"[\u4e00-\u9fa5]", texts)) > len(texts) else "squad"
 
 
-def read_questions(file: Path, articles: Sequence[int] | None = None) -> Iterator[Question]:
+def read_questions(file: Path, held_out: bool | None = None) -> Iterator[Question]:
     """The questions of a file: JSON lines with `question`, `context` and perhaps `id`; the layout of SQuAD; or TriviaQA.
 
-    Of SQuAD, `articles` are the numbers of those to read. The file of TriviaQA is one of its folder `qa`, beside which
-    `evidence` is.
-
-    Raises:
-        LineartimeError: if the file cannot be read, or a record of it is something else.
+    Of SQuAD, `held_out` says which articles, as for `QuestionFile`. The file of TriviaQA is one of its folder `qa`, beside
+    which `evidence` is. Raises LineartimeError if the file cannot be read, or a record of it is something else.
     """
     if file.suffix == ".jsonl":
         for number, (where, record) in enumerate(read_records(file), 1):
@@ -264,7 +234,7 @@ def read_questions(file: Path, articles: Sequence[int] | None = None) -> Iterato
             yield Question(str(record.get("id", number)), question, text, where=where)
         return
     data = read_plain(file, _LAYOUTS)
-    yield from _trivia(file, data) if "Data" in data else _squad(file, data, articles)
+    yield from _trivia(file, data) if "Data" in data else _squad(file, data, held_out)
 
 
 def _item(file: Path, where: str, record: Any, name: str, kind: type[Any]) -> Any:
@@ -276,10 +246,11 @@ def _item(file: Path, where: str, record: Any, name: str, kind: type[Any]) -> An
     return value
 
 
-def _squad(file: Path, data: Mapping[str, Any], chosen: Sequence[int] | None) -> Iterator[Question]:
-    articles = _item(file, "an object", data, "data", list)
-    for place in range(len(articles)) if chosen is None else chosen:
-        for number, part in enumerate(_item(file, f"data[{place}]", articles[place], "paragraphs", list)):
+def _squad(file: Path, data: Mapping[str, Any], held_out: bool | None) -> Iterator[Question]:
+    for place, article in enumerate(_item(file, "an object", data, "data", list)):
+        if held_out not in (None, place % HELD_OUT_EVERY == 0):
+            continue
+        for number, part in enumerate(_item(file, f"data[{place}]", article, "paragraphs", list)):
             paragraph = f"data[{place}].paragraphs[{number}]"
             text = _item(file, paragraph, part, "context", str)
             for count, qa in enumerate(_item(file, paragraph, part, "qas", list)):
