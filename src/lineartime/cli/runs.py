@@ -88,7 +88,7 @@ def _draw(options: RunsOptions, groups: Sequence[Group], problems: list[str]) ->
 def _print(groups: Sequence[Group]) -> None:
     on_screen = sys.stdout.isatty()
     console = output_console(markup=False, width=None if on_screen else UNLIMITED)
-    tables, left_out, more = make_tables(groups, console.width if on_screen else None)
+    tables, left_out = make_tables(groups, console.width if on_screen else None)
     for group, table in zip(groups, tables, strict=True):
         if group.title:
             console.print(group.title, soft_wrap=True)
@@ -97,8 +97,5 @@ def _print(groups: Sequence[Group]) -> None:
     notes = [f"{run.name} failed: {as_options(run.error or '', RunsOptions)}" for run in failed]
     if left_out:
         notes.append(f"The screen is too narrow for {', '.join(left_out)} (--json has everything).")
-    if more:
-        differ = "1 more option differs" if len(more) == 1 else f"{len(more)} more options differ"
-        notes.append(f"{differ}: {', '.join(more)} (--json has everything).")
     for note in notes:
         console.print(note, soft_wrap=True)

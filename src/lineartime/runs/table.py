@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lineartime.checkpoint import checkpoint_path, list_checkpoints
-from lineartime.choices import TEXT_COLUMN
 from lineartime.errors import LineartimeError
-from lineartime.files import RECORD_FILE, TOKENIZER_FILE, is_there
+from lineartime.files import RECORD_FILE, is_there
 from lineartime.runs.curve import DEVIATION, thinned
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_damaged_metrics
 from lineartime.runs.record import WITHOUT_EFFECT, Record, is_locked, last_error, read_record, texts_of
@@ -31,8 +29,6 @@ _OF_A_RUN = ("seed", *WITHOUT_EFFECT)
 """Options that may differ between the seeds of one setting."""
 _MEANS = ("training_loss", "validation_loss", "bits_per_byte", "tokens_per_second", "seconds", "waiting")
 """What a merged run has as the mean of its runs."""
-_MAX_OPTIONS = 4
-"""The maximum number of columns for options that differ, on a screen."""
 UNLIMITED = 100_000
 """The width, in columns, of output that is not a terminal."""
 _NOT_COMPARED = ("preset", "data", "text_column", "include", "exclude", "steps", *WITHOUT_EFFECT)
@@ -48,7 +44,6 @@ class RunSummary:
     name: str  # the name for display
     path: Path
     options: dict[str, Any]  # the options with which it was started; empty if unknown
-    tokenizer: str  # a digest of its tokenizer; empty if unknown
     step: int  # the last recorded step
     tokens: int | None  # the number of tokens trained on
     training_loss: float | None  # the mean of the last 20 steps, in nats per token
@@ -75,18 +70,15 @@ class RunSummary:
 
 def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
     """Find the runs in and below folders, each once, with their names to show; and a sentence for each folder without runs."""
-    found: list[tuple[Path, str]] = []
+    unique: dict[Path, tuple[Path, str]] = {}
     missing: list[str] = []
     for folder in folders:
         runs = list(find_runs(folder))
         if not runs:
             missing.append(f"There is no run in {folder}: give the folder of a run, or one with runs in it.")
         for run in runs:
-            found.append((run, str(run.relative_to(folder) if len(folders) == 1 and run != folder else run)))
-    found.sort(key=lambda each: sum(path.is_symlink() for path in (each[0], *each[0].parents)))  # its own name before links
-    unique: dict[Path, tuple[Path, str]] = {}
-    for run, name in found:
-        unique.setdefault(run.resolve(), (run, name))
+            name = run.relative_to(folder) if len(folders) == 1 and run != folder else run
+            unique.setdefault(run.resolve(), (run, str(name)))
     return dict(unique.values()), missing
 
 
@@ -107,15 +99,12 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
     """Summarise a run; also return a sentence for each of its damaged files."""
     problems: list[str] = []
-    record, tokenizer = Record({}, ()), ""
+    record = Record({}, ())
     if is_there(path / RECORD_FILE):
         try:
             record = read_record(path)
         except LineartimeError as error:
             problems.append(str(error))
-    for checkpoint in list_checkpoints(path)[-1:]:
-        with suppress(OSError):
-            tokenizer = sha256((checkpoint / TOKENIZER_FILE).read_bytes()).hexdigest()[:16]
     options, failure = record.options | record.schedule, last_error(record)
     lines: list[dict[str, float]] = []
     damaged: list[str] = []
@@ -147,7 +136,6 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
         name=name,
         path=path,
         options=options,
-        tokenizer=tokenizer,
         step=int(totals["step"]),
         tokens=int(totals["tokens"]) if "tokens" in totals else None,
         training_loss=statistics.fmean(losses[-AVERAGED:]) if losses else None,
@@ -200,7 +188,7 @@ def merge_seeds(runs: Sequence[RunSummary]) -> list[RunSummary]:
     for place, run in enumerate(runs):
         options = {name: value for name, value in run.options.items() if name not in _OF_A_RUN}
         options["override"] = sorted(map(str, options.get("override") or ()))
-        key = json.dumps([sorted(options.items()), run.tokenizer, run.step])
+        key = json.dumps([sorted(options.items()), run.step])
         with_seed = f"{key} {run.options.get('seed')}"
         if not run.options or run.validation_loss is None or run.options.get("seed") is None or with_seed in seen:
             key = str(place)
@@ -260,17 +248,10 @@ class Group:
 
 def group_runs(runs: Sequence[RunSummary]) -> list[Group]:
     """Group runs by text, tokenizer and task, which are their title. Runs with unknown options form the last group."""
-    named = [(run.tokenizer, str(run.options.get("tokenizer") or "bytes")) for run in runs if run.tokenizer]
-    # The shortest name that a run has for a tokenizer, which is seldom a path.
-    names = dict(sorted(named, key=lambda pair: (len(pair[1]), pair[1]), reverse=True))
     groups: dict[tuple[Any, ...], list[RunSummary]] = {}
     for run in runs:
-        given = run.options.get
-        column = given("text_column")
-        in_column = [] if column in (None, TEXT_COLUMN) else [f"(column {column})"]
-        tokenizer = names.get(run.tokenizer, str(given("tokenizer") or "bytes"))
-        key = (tuple(texts_of(run.options) + in_column), tokenizer, str(given("task") or "clm")) if run.options else ()
-        groups.setdefault(key, []).append(run)
+        names = [str(run.options.get(name) or usual) for name, usual in (("tokenizer", "bytes"), ("task", "clm"))]
+        groups.setdefault((tuple(texts_of(run.options)), *names) if run.options else (), []).append(run)
     texts = {key[0]: " ".join(Path(part).name for part in key[0]) for key in groups if key}
     if len(set(texts.values())) < len(texts):  # different ones would look alike
         texts = {text: " ".join(text) for text in texts}
@@ -291,23 +272,19 @@ def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
     return sorted(runs, key=rank)
 
 
-def make_tables(groups: Sequence[Group], width: int | None = None) -> tuple[list[Table], list[str], list[str]]:
-    """A table for each group; then the columns that were left out, and the options that also differ, but have no column.
-
-    On a screen of `width` characters, there are a few options, and the least important columns are left out if need be.
-    """
+def make_tables(groups: Sequence[Group], width: int | None = None) -> tuple[list[Table], list[str]]:
+    """A table for each group, and the columns that were left out, the least important ones, on a screen of a width."""
     runs = [run for group in groups for run in group.runs]
     in_titles = (*_GROUPED_BY, "seed") if any(run.seeds for run in runs) else _GROUPED_BY
     differing = dict.fromkeys(name for group in groups for name in differing_options(group.runs))
     options = [name for name in differing if name not in in_titles]
-    most = len(options) if width is None else _MAX_OPTIONS
-    columns, left_out = _columns(runs, options[:most]), []
-    for name in (*_FIRST_TO_GO, *reversed(options[:most]), *_LAST_TO_GO):
+    columns, left_out = _columns(runs, options), []
+    for name in (*_FIRST_TO_GO, *reversed(options), *_LAST_TO_GO):
         if width is None or all(_width(table) <= width for table in _tables(groups, columns)):
             break
         if columns.pop(name, None) is not None:
             left_out.append(name)
-    return _tables(groups, columns), left_out, options[most:]
+    return _tables(groups, columns), left_out
 
 
 def _columns(runs: Sequence[RunSummary], options: Sequence[str]) -> dict[str, Sequence[str]]:
