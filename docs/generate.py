@@ -19,14 +19,9 @@ from lineartime.layers.residual import constructor_options
 from lineartime.models.presets import PRESETS, SIZES
 from lineartime.models.systems import SYSTEMS, System
 
-ROOMS = ["layers", "ops", "models", "data", "generation", "text_generation", "evaluation", "inspection", "export", "foreign"]
+ROOMS = ["layers", "ops", "models", "data", "generation", "text_generation", "evaluation", "inspection", "export"]
+ROOMS += ["foreign.mixers", "hf"] if importlib.util.find_spec("transformers") else ["foreign.mixers"]
 """The packages and modules of the API reference, besides the public names and the baselines."""
-
-if importlib.util.find_spec("transformers"):  # which the extra `docs` alone does not install
-    ROOMS.append("hf")
-
-
-# Where mkdocs calls ---------------------------------------------------------------------------------------------------
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -51,9 +46,6 @@ def _generated_entries(page: Any) -> list[Any]:
     if page == "api/":
         return [{"lineartime": "api/index.md"}, *({f"lineartime.{room}": f"api/{room}.md"} for room in (*ROOMS, "baselines"))]
     return [page]
-
-
-# The pages ------------------------------------------------------------------------------------------------------------
 
 
 def pages() -> dict[str, str]:
@@ -140,9 +132,6 @@ def _public(name: str) -> Any:
 
 def _member(path: str) -> str:
     return f"::: {path}"
-
-
-# Parts of the page of a system ----------------------------------------------------------------------------------------
 
 
 def _facts(name: str, system: System) -> str:
