@@ -179,14 +179,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "untied": (lambda f: change_json(f / "config.json", tie_word_embeddings=False), "lacks lm_head.weight"),
     "wrong type": (lambda f: change_json(f / "config.json", d_model="16"), "describes no model .*d_model is '16'"),
     "absurd width": (lambda f: change_json(f / "config.json", d_model=10**6), "but its config.json specifies"),
-    "absurd depth": (
-        lambda f: change_json(f / "config.json", n_blocks=10**5),
-        "2 blocks, but its config.json specifies 100000",
+    "another depth": (
+        lambda f: change_json(f / "config.json", n_blocks=3),
+        "lacks backbone.blocks.2.*: it holds another",
     ),
-    "absurd vocabulary": (
-        lambda f: change_json(f / "config.json", vocab_size=2 * 10**9),
-        "another model|no model that can",
-    ),
+    "absurd vocabulary": (lambda f: change_json(f / "config.json", vocab_size=2 * 10**9), "another model|vocab_size"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), r"config.json is damaged \(it is not JSON"),
     "missing name": (lambda f: change_weights(f, lambda w: w.pop(NORM)), "lacks backbone.norm.weight"),
     "integers": (
