@@ -81,16 +81,13 @@ class MultiHeadMixer(Mixer):
         raise NotImplementedError
 
     def needs(self) -> Needs:
-        """Request rotations."""
         return Needs(rotary_width=self.head_dim if self.rope else None, dtype=acc_dtype(self.any_parameter))
 
     def mix(self, normed: Tensor, batch: Batch) -> Tensor:
-        """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
         q, k, v = self.project(normed, batch)
         return self.combine(normed, self._attend(self.attend, q, k, v, batch))
 
     def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
-        """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
         q, k, v = self.project(normed, batch)
         compute = self.compute_dtype(q, k, v)
         with without_autocast(v):
@@ -186,11 +183,9 @@ class Attention(MultiHeadMixer):
         return _attend(q, k, v, real, self.causal)
 
     def attend_bidirectional(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Bidirectional `attend`, for prefixes."""
         return _attend(q, k, v, real, causal=False)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
-        """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
         state, keys, values, visible = state.append(k, v, batch)
         q = q.to(keys.dtype)
         visible = visible if visible.dim() == 2 else visible[:, None]

@@ -93,7 +93,6 @@ class CrossGAU(ResidualLayer):
         self.to_output = Dense(self.d_value, d_model, **factory(options))
 
     def init_own(self) -> None:
-        """Set gamma and beta to their initial values."""
         # Not N(0, 0.02) and 0 as in a GAU: without a relative bias, scores would start at 1e-6, and their squares would pass
         # no gradient. Here, scores start near beta_q.beta_k / sqrt(s / H) = 1, so every query first averages the whole source.
         nn.init.ones_(self.gamma)

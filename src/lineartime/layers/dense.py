@@ -69,7 +69,6 @@ class Dense(nn.Linear):
         return dense(x, self.weight, self.bias)
 
     def reset_parameters(self) -> None:
-        """Initialise the weights and biases."""
         super().reset_parameters()  # keeps the order of random numbers, so that a seed gives the same weights as before
         nn.init.normal_(self.weight, std=0.02)
         nn.init.zeros_(self.bias)
@@ -83,7 +82,6 @@ class Embedding(nn.Embedding):
         return look_up(self.weight, input)
 
     def reset_parameters(self) -> None:
-        """Initialise the vectors."""
         super().reset_parameters()  # keeps the order of random numbers, as in `Dense`
         nn.init.normal_(self.weight, std=0.02)
 

@@ -95,7 +95,6 @@ class FLASH(GatedUnit):
 
     @property
     def title(self) -> str:
-        """Its name in messages."""
         return super().title if self.memory == "sum" else f"{super().title} with the memory {self.memory}"
 
     @property
@@ -104,7 +103,6 @@ class FLASH(GatedUnit):
         return MixedChunkOptions(self.chunk_size, self.causal, self.activation, self.normalization, self.memory)
 
     def needs(self) -> Needs:
-        """Request rotations and chunks."""
         return Needs(self.chunk_size, self.d_qk if self.rope else None, dtype=acc_dtype(self.gamma))
 
     def chunk_bias(self, batch: Batch) -> Tensor | None:
@@ -121,7 +119,6 @@ class FLASH(GatedUnit):
         return lambda slots: bias(slots.flatten(), keys, batch).view(*slots.shape, self.chunk_size)
 
     def mix(self, normed: Tensor, batch: Batch) -> Tensor:
-        """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
         projection, bias = self.to_gate_value_base, self.chunk_bias(batch)
         # On a CPU, fusing the output projection, too, keeps less for the backward pass.
         fused = torch.is_grad_enabled() and normed.device.type == "cpu" and is_untouched(self.to_output)
@@ -142,7 +139,6 @@ class FLASH(GatedUnit):
         return queries_and_keys(y, before, self.gamma, self.beta)
 
     def init_own_state(self, batch_size: int) -> Any:
-        """The state before the first token of `batch_size` streams."""
         like = self.any_parameter
         return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, like, memory=self.memory)
 
@@ -155,7 +151,6 @@ class FLASH(GatedUnit):
         return gate, v, (*maps[:2], *self._linear_maps(tokens.base(), batch))
 
     def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
-        """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
         tokens, backend = Projected(self.to_gate_value_base(normed), self.gamma, self.beta), self.backend or "auto"
         if self.memory != "sum":
             y = tokens.base()

@@ -125,7 +125,6 @@ class GatedUnit(Mixer):
         raise NotImplementedError
 
     def mix(self, normed: Tensor, batch: Batch) -> Tensor:
-        """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
         gate, v, maps = self.project(normed, batch)
 
         def within(*parts: Any) -> Tensor:
@@ -137,7 +136,6 @@ class GatedUnit(Mixer):
         return out
 
     def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
-        """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
         gate, v, maps = self.project(normed, batch)
         attended, state = self.attend_next(maps, v, state, batch)
         return self.to_output(self.apply_gate(gate, attended)), state
@@ -238,13 +236,11 @@ class GAU(GatedUnit):
             raise ArgumentError("max_length", f"{problem}: build it with a larger max_length, or with None for no limit.")
 
     def init_own_state(self, batch_size: int) -> Any:
-        """The state before the first token of `batch_size` streams."""
         like = self.any_parameter
         keys = torch.zeros(batch_size, 0, self.d_qk, dtype=acc_dtype(like), device=like.device)
         return KVCache(self.first_position(batch_size), keys, keys.new_zeros(batch_size, 0, self.d_value))
 
     def attend_next(self, maps: Sequence[Tensor], v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
-        """Attend to all cached keys and values; return the outputs and the cache extended by N tokens."""
         q, k = maps
         return quadratic_attention_extend(
             q,

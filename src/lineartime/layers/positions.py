@@ -27,7 +27,6 @@ class RelativeBias(nn.Module, ABC):
     """
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters."""
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.02)
 
@@ -50,7 +49,6 @@ class TableBias(RelativeBias):
         self.reset_parameters()
 
     def extra_repr(self) -> str:
-        """The size, shown when the layer is printed."""
         return f"max_length={self.max_length}"
 
     def forward(self, query_positions: Tensor, key_positions: Tensor, batch: Batch | None = None) -> Tensor:
@@ -58,7 +56,6 @@ class TableBias(RelativeBias):
         return table_bias(self.table, query_positions, key_positions)
 
     def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, batch: Batch | None = None) -> Tensor:
-        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ..."""
         first = self.max_length - first_query - n_queries
         return by_distance(self.table[first : first + n_queries + n_keys - 1], n_queries, n_keys)
 
@@ -73,15 +70,12 @@ class RotaryBias(RelativeBias):
         self.reset_parameters()
 
     def extra_repr(self) -> str:
-        """The size, shown when the layer is printed."""
         return f"d_qk={len(self.a)}"
 
     def forward(self, query_positions: Tensor, key_positions: Tensor, batch: Batch | None = None) -> Tensor:
-        """The bias [Q, K] for positions [Q] and [K]."""
         return self.factors(query_positions, key_positions, batch).dense()
 
     def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, batch: Batch | None = None) -> Tensor:
-        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ..."""
         places = torch.arange(max(n_keys, first_query + n_queries), device=self.a.device)
         return self.factors(places[first_query : first_query + n_queries], places[:n_keys], batch).dense()
 
@@ -111,11 +105,9 @@ class ScaledSin(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the scale to its initial value."""
         nn.init.constant_(self.scale, self.d_model**-0.5)
 
     def extra_repr(self) -> str:
-        """The size, shown when the layer is printed."""
         return f"d_model={self.d_model}"
 
     def forward(self, positions: Tensor) -> Tensor:
@@ -134,11 +126,9 @@ class LearnedPositions(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the table."""
         nn.init.normal_(self.table, std=0.02)
 
     def extra_repr(self) -> str:
-        """The size, shown when the layer is printed."""
         return f"max_positions={self.table.shape[0]}, d_model={self.table.shape[1]}"
 
     def forward(self, positions: Tensor) -> Tensor:

@@ -48,15 +48,12 @@ class ScaleNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the scalar to one."""
         nn.init.ones_(self.g)
 
     def extra_repr(self) -> str:
-        """The options, shown when the norm is printed."""
         return f"eps={self.eps}"
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d]."""
         return _rescaled(x, self.g, self.eps)
 
 
@@ -70,15 +67,12 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the gains to one."""
         nn.init.ones_(self.weight)
 
     def extra_repr(self) -> str:
-        """The options, shown when the norm is printed."""
         return f"{len(self.weight)}, eps={self.eps}"
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d]."""
         return _rescaled(x, self.weight, self.eps)
 
 
