@@ -112,12 +112,9 @@ def _tracing(model: LanguageModel, sizes: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        problem = f"torch.export cannot make a program of {_mixers(model)} {sizes} ({typed_first_line(error)})"
+        mixers = " and ".join(dict.fromkeys(block.mixer.title for block in model.backbone.blocks))
+        problem = f"torch.export cannot make a program of {mixers} {sizes} ({typed_first_line(error)})"
         raise LineartimeError(f"{problem}: {EXPORTABLE}") from None
-
-
-def _mixers(model: LanguageModel) -> str:
-    return " and ".join(dict.fromkeys(block.mixer.title for block in model.backbone.blocks))
 
 
 def write_program(program: ExportedProgram, file: str | Path) -> Path:

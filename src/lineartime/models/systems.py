@@ -81,11 +81,6 @@ class System:
         others = [system.mixer for system in SYSTEMS.values() if system.mixer.name in kinds]
         return list(dict.fromkeys([self.mixer, *others]))
 
-    @property
-    def takes_chunk_size(self) -> bool:
-        """Whether a recipe may set the chunk size: the mixer has one, and the row leaves it to the size."""
-        return "chunk_size" in self.sized_options
-
     @cached_property
     def sized_options(self) -> tuple[str, ...]:
         """The options of the mixer that the row leaves to the size."""

@@ -465,7 +465,7 @@ def recipe_config(recipe: RecipeName, preset: str | None = None) -> TrainConfig:
     values = {"preset": TrainConfig.preset, **_RECIPES[recipe], "recipe": recipe}
     preset = values["preset"] = preset or values["preset"]
     system = system_of(preset)
-    if system.takes_chunk_size and recipe in _CHUNK_SIZES:
+    if "chunk_size" in system.sized_options and recipe in _CHUNK_SIZES:
         values["override"] = (f"chunk_size={_CHUNK_SIZES[recipe]}",)
     if not system.clips_gradient and recipe != "quick":
         values["clip_norm"] = 0.0
