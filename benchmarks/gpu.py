@@ -37,12 +37,13 @@ import torch
 import triton
 from gpu_exactness import Computation, compared, op_and_gradients
 from gpu_report import Goal, Report
+from measure import median_seconds
 from torch import Tensor
 from torch.autograd import DeviceType
 
 import lineartime
 from lineartime.bench.config import Mode
-from lineartime.bench.measure import median_seconds, peak_flops, release, separate_compilations, synchronized
+from lineartime.bench.measure import peak_flops, release, separate_compilations, synchronized
 from lineartime.bench.subjects import Case, Subject, check_peer, forward_flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
 from lineartime.generation.decoding import Sampling, continuing, drawing
@@ -176,7 +177,7 @@ class Run:
     def peers(self) -> None:
         """What others have written, at the length that matters most; PyTorch compiles it whole, which takes minutes."""
         try:
-            check_peer("flash-pytorch", self.device)
+            check_peer()
         except LineartimeError as error:
             self.report.add("train", model="flash-pytorch", ms=f"not measured: {error}")
         else:

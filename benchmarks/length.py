@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, save
+from measure import RESULTS, median_seconds, save
 
-from lineartime.bench.measure import median_seconds, synchronized
+from lineartime.bench.measure import synchronized
 from lineartime.bench.subjects import Case, Subject, prepare
 from lineartime.host import freed_memory_kept
 from lineartime.machine import choose_precision

@@ -1,9 +1,7 @@
 """Run a benchmark: choose its cases, measure each, and write the results, which are saved after every case."""
 
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -24,7 +22,7 @@ from lineartime.bench.measure import (
     timed,
 )
 from lineartime.bench.results import REPORT_FILE, Entry, Results, draw_plots, report
-from lineartime.bench.subjects import PEERS, Benchmark, Case, Subject, check_peer, flops_per_token, prepare
+from lineartime.bench.subjects import Benchmark, Case, Subject, check_peer, flops_per_token, prepare
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, typed_first_line
 from lineartime.files import write_file
 from lineartime.host import freed_memory_kept
@@ -39,11 +37,12 @@ from lineartime.machine import (
 )
 from lineartime.models.config import LAYERS, ModelConfig
 from lineartime.models.language_model import build_model
-from lineartime.models.presets import PRESETS, resolve
+from lineartime.models.presets import resolve
 from lineartime.screen import print_markdown, progress_bar
 from lineartime.training.config import TrainConfig
 
 OUT_OF_MEMORY = "out of memory"
+LAYER_OPTIONS = tuple(f"{part}." for part in LAYERS)
 
 
 def run_benchmark(config: BenchConfig) -> Results:
@@ -60,7 +59,7 @@ def run_benchmark(config: BenchConfig) -> Results:
         results.save()
         separate = separate_compilations() if benchmark.compiled else nullcontext()
         try:
-            with _quiet(), separate, freed_memory_kept():  # freed memory is kept as in training
+            with separate, freed_memory_kept():  # freed memory is kept as in training
                 _Measuring(config, results, progress).all_cases()
         except KeyboardInterrupt:
             progress.console.print(f"interrupted: what was measured is in {folder / RESULTS_FILE}")
@@ -81,19 +80,6 @@ def _save(results: Results) -> None:
     write_file(results.folder / REPORT_FILE, report(results))
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence warnings of PyTorch and the peers about their own code, which the user cannot change."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
 def make_benchmark(options: BenchConfig) -> Benchmark:
     """The benchmark that the options describe; raises LineartimeError if it cannot be measured."""
     options.check()
@@ -107,7 +93,7 @@ def make_benchmark(options: BenchConfig) -> Benchmark:
     dtypes: dict[Dtype, None] = dict.fromkeys(chosen if dtype == "auto" else dtype for dtype in options.dtypes)
     cases = []
     for measure in dict.fromkeys(options.measure):
-        subjects = _subjects(options, measure, configs, device)
+        subjects = _subjects(options, measure, configs)
         for dtype in dtypes:
             for length in dict.fromkeys(options.lengths(measure)):
                 batch = options.decode_batch if measure in STREAMED else max(1, options.tokens_per_batch // length)
@@ -117,58 +103,47 @@ def make_benchmark(options: BenchConfig) -> Benchmark:
 
 def _model_configs(options: BenchConfig) -> dict[str, ModelConfig]:
     """The models of the presets, with what `override` changes in all of them or in one."""
-    fields = {name: _fields(options, name) for name in options.presets}
+    presets = {name: resolve(name, options.task) for name in options.presets}
+    fields = {
+        name: [field for field in preset.override_names if field not in ("vocab_size", "task")]
+        for name, preset in presets.items()
+    }
+    known = list(dict.fromkeys(chain(*fields.values())))
     for item in options.override:
-        key, equals, _ = item.partition("=")
-        preset, dot, field = key.partition(".")
-        if not dot or preset in LAYERS:  # an option of a layer
-            preset, field = "", key
-        elif preset not in fields:
-            raise ArgumentError("override", f"has {item!r}, but {preset!r} is not among the presets: {', '.join(fields)}.")
-        known = fields[preset] if preset else list(dict.fromkeys(chain(*fields.values())))
-        if field == "vocab_size":
-            raise ArgumentError("override", "cannot set vocab_size: use `vocab_size`.")
-        if equals and field.rpartition(".")[2] not in known:
-            whose = f"{preset or 'any of these models'}{did_you_mean(field, known)}"
-            raise ArgumentError("override", f"has {field!r}, which is not a field of {whose}; there are {', '.join(known)}.")
-    return {name: _model_config(options, name, known) for name, known in fields.items()}
+        key = item.partition("=")[0]
+        if key not in known and key.partition(".")[0] not in (*presets, *LAYERS):
+            raise ArgumentError(
+                "override", f"has {key!r}, which is no field of these models{did_you_mean(key, known)}: use {', '.join(known)}."
+            )
+    configs = {}
+    for name, preset in presets.items():
+        shared = [item for item in options.override if item.partition("=")[0] in fields[name] or item.startswith(LAYER_OPTIONS)]
+        own = [item.removeprefix(f"{name}.") for item in options.override if item.startswith(f"{name}.")]
+        # Parse the values as training does, to raise the same errors.
+        training = TrainConfig(preset=name, override=(*shared, *own), task=options.task, context_length=1)
+        configs[name] = training.model_config(options.vocab_size or preset.vocab_size)
+        _check_lengths(options, name, configs[name])
+    return configs
 
 
-def _fields(options: BenchConfig, preset: str) -> list[str]:
-    """The fields that `override` can set in the model of a preset."""
-    if preset not in PRESETS and preset in PEERS:
-        raise ArgumentError("presets", f"has {preset}, which is a peer: give it in `peers`.")
-    return [name for name in resolve(preset, options.task).override_names if name not in ("vocab_size", "task")]
-
-
-def _model_config(options: BenchConfig, preset: str, fields: list[str]) -> ModelConfig:
-    parts = tuple(f"{part}." for part in LAYERS)
-    shared = [
-        each for each in options.override if "=" not in each or each.startswith(parts) or each.partition("=")[0] in fields
-    ]
-    own = [item.removeprefix(f"{preset}.") for item in options.override if item.startswith(f"{preset}.")]
-    # Parse the values as training does, to raise the same errors.
-    training = TrainConfig(preset=preset, override=(*shared, *own), task=options.task, context_length=1)
-    config = training.model_config(options.vocab_size or resolve(preset, options.task).vocab_size)
+def _check_lengths(options: BenchConfig, name: str, config: ModelConfig) -> None:
+    """Raise ArgumentError for lengths that a model cannot read."""
     try:
         with shapes_only():
             build_model(config.first_round)
     except ValueError as error:
-        raise ArgumentError("override", f"does not make a model of {preset}: {error}") from None
+        raise ArgumentError("override", f"does not make a model of {name}: {error}") from None
     longest = config.longest_sequence
     for measure in options.measure:
         length = max(options.lengths(measure)) + (2 if measure == "decode" else 0)
         if longest is not None and length > longest:
             field = "max_positions" if longest == config.max_positions else "max_length"
-            found = f"make {preset} read {length} tokens, but it reads at most {longest}: use shorter ones, or "
-            name = "positions" if measure == "decode" else "context_lengths"
-            raise ArgumentError(name, found, f"`override` {field}={length}.")
-    return config
+            found = f"make {name} read {length} tokens, but it reads at most {longest}: use shorter ones, or "
+            argument = "positions" if measure == "decode" else "context_lengths"
+            raise ArgumentError(argument, found, f"`override` {field}={length}.")
 
 
-def _subjects(
-    options: BenchConfig, measure: Measure, configs: dict[str, ModelConfig], device: torch.device
-) -> tuple[Subject, ...]:
+def _subjects(options: BenchConfig, measure: Measure, configs: dict[str, ModelConfig]) -> tuple[Subject, ...]:
     """The models that take part in a measure, in all their modes, and the peers, which have no streams."""
     modes = tuple(dict.fromkeys(options.modes))
     subjects = []
@@ -177,13 +152,11 @@ def _subjects(
         for mode in modes if measure not in STREAMED or steps_in_place else ("eager",):
             subjects.append(Subject(name, mode, config))
     for peer in dict.fromkeys(options.peers) if measure not in STREAMED else ():
-        if peer == "fla" and options.task != "clm":
-            raise ArgumentError("peers", "has fla, which needs `task='clm'`: leave it out, or use that task.")
         gated = [config for config in configs.values() if {"d_qk", "chunk_size"} <= config.mixer.options.keys()]
         if not gated:
             sizes = "which takes its sizes from a preset with d_qk and chunk_size"
             raise ArgumentError("peers", f"has {peer}, {sizes}: add flash-tiny.")
-        check_peer(peer, device)
+        check_peer()
         subjects += [Subject(peer, mode, gated[0], is_peer=True) for mode in modes]
     return tuple(subjects)
 

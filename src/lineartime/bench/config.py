@@ -13,7 +13,7 @@ from lineartime.host import Threads
 Measure = Literal["train", "forward", "prefill", "decode"]
 Dtype = Literal["fp32", "bf16"]
 Mode = Literal["eager", "compiled"]
-Peer = Literal["flash-pytorch", "fla"]
+Peer = Literal["flash-pytorch"]
 Length = Annotated[int, Between(1, MAX_CONTEXT_LENGTH)]
 
 STREAMED: tuple[Measure, ...] = ("prefill", "decode")
@@ -77,8 +77,6 @@ class BenchConfig:
         if self.out is None:
             numbered = (FOLDER.with_name(f"{FOLDER.name}-{number}") for number in count(2))
             return next(folder for folder in chain([FOLDER], numbered) if not folder.exists())
-        if self.out.exists() and not self.out.is_dir():
-            raise ArgumentError("out", f"is {self.out}, which is a file: give a folder.")
         if (self.out / RESULTS_FILE).exists():
             why = "which holds results, and these are never overwritten"
             raise ArgumentError("out", f"is {self.out}, {why}: give another folder.")

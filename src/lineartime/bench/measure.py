@@ -13,8 +13,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from lineartime.machine import is_out_of_memory
-
 Key = TypeVar("Key")
 Clock = Callable[[], float]
 
@@ -96,29 +94,6 @@ def interleaved(
                 failed.add(key)
                 yield key, error
         order.reverse()
-
-
-def median_seconds(
-    steps: Mapping[Key, Callable[[], object]], rounds: int, clock: Clock, min_seconds: float = 0.0
-) -> dict[Key, float | None]:
-    """The median seconds of each step, timed as by `interleaved` after two warm-up calls; None if memory runs out in these.
-
-    A measurement takes `min_seconds` at least: shorter steps are repeated.
-    """
-    ready: dict[Key, tuple[Callable[[], object], int]] = {}
-    times: dict[Key, list[float]] = {key: [] for key in steps}
-    for key, step in steps.items():
-        try:
-            step()
-            ready[key] = step, repetitions(min(timed(step, 1, clock) for _ in range(3 if min_seconds else 1)), min_seconds)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-    for key, result in interleaved(ready, rounds, clock):
-        if isinstance(result, Exception):
-            raise result
-        times[key].append(result)
-    return {key: median_and_spread(values)[0] if values else None for key, values in times.items()}
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float | None]:

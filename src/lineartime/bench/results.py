@@ -77,6 +77,11 @@ class Entry:
         return None if self.median_seconds is None else 1e6 * self.median_seconds / self.tokens
 
     @property
+    def milliseconds(self) -> float | None:
+        """The median time of a step."""
+        return None if self.median_seconds is None else 1e3 * self.median_seconds
+
+    @property
     def label(self) -> str:
         """The subject and its mode, unless that is eager."""
         return self.subject if self.mode == "eager" else f"{self.subject} {self.mode}"
@@ -229,23 +234,14 @@ def draw_plots(results: Results) -> list[Path]:
 
     Raises LineartimeError if matplotlib is missing, or a file cannot be written.
     """
-    files = []
-    for name, x, y, value in (
-        ("latency", "tokens of context", "µs per token", _microseconds),
-        ("memory", "tokens of context", "MB of a step, above the weights", _megabytes),
-        ("decode", "tokens read before", "ms per token", _milliseconds),
-    ):
-        if (figure := _by_length(results.finished, x, y, value)) is not None:
-            files.append(save_figure(figure, results.folder / f"{name}.png", 130))
-    return files
-
-
-def _microseconds(found: Entry) -> float | None:
-    return None if found.measure == "decode" else found.microseconds_per_token
-
-
-def _milliseconds(found: Entry) -> float | None:
-    return 1e3 * found.median_seconds if found.median_seconds is not None and found.measure == "decode" else None
+    streams = [found for found in results.finished if found.measure == "decode"]
+    batches = [found for found in results.finished if found.measure != "decode"]
+    figures = {
+        "latency": _by_length(batches, "tokens of context", "µs per token", lambda found: found.microseconds_per_token),
+        "memory": _by_length(batches, "tokens of context", "MB of a step, above the weights", _megabytes),
+        "decode": _by_length(streams, "tokens read before", "ms per token", lambda found: found.milliseconds),
+    }
+    return [save_figure(figure, results.folder / f"{name}.png", 130) for name, figure in figures.items() if figure is not None]
 
 
 def _megabytes(found: Entry) -> float | None:

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lineartime.bench.config import STREAMED, Dtype, Measure, Mode, Peer
+from lineartime.bench.config import STREAMED, Dtype, Measure, Mode
 from lineartime.bench.measure import RewindingStep
-from lineartime.errors import ArgumentError, is_installed, missing_extra
+from lineartime.errors import is_installed, missing_extra
 from lineartime.generation.decoding import continuing
 from lineartime.generation.prompts import prefill_batch
 from lineartime.machine import autocast, shapes_only
@@ -59,7 +59,7 @@ class Subject:
 
     def build(self) -> nn.Module:
         """The model, freshly initialised, on PyTorch's default device."""
-        return build_peer(self.name, self.config) if self.is_peer else build_model(self.config)
+        return build_peer(self.config) if self.is_peer else build_model(self.config)
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON."""
@@ -192,24 +192,20 @@ def state_after(model: CausalLM, ids: Tensor) -> Any:
 
 
 def flops_per_token(subject: Subject, case: Case) -> float | None:
-    """FLOPs of a step per token; a backward pass counts as two forward passes. None for decode, and if not counted."""
+    """FLOPs of a step per token; a backward pass counts as two forward passes. None for decode."""
     if case.measure == "decode":
         return None
     forward = forward_flops_per_token(subject, case.length)
-    if forward is None:
-        return None
     if case.measure == "prefill":  # with logits of the last token alone
         return forward - 2 * subject.config.d_model * subject.config.vocab_size * (case.length - 1) / case.length
     return 3 * forward if case.measure == "train" else forward
 
 
 @lru_cache
-def forward_flops_per_token(subject: Subject, length: int) -> float | None:
-    """FLOPs per token of the matrix products in a forward pass over `length` tokens; None if they cannot be counted."""
+def forward_flops_per_token(subject: Subject, length: int) -> float:
+    """FLOPs per token of the matrix products in a forward pass over `length` tokens."""
     if not subject.is_peer:
         return cost(subject.config, length).flops_per_token
-    if subject.name == "fla":  # its kernels cannot be counted
-        return None
     with warnings.catch_warnings(), shapes_only(), torch.no_grad(), FlopCounterMode(display=False) as counter:
         warnings.simplefilter("ignore")
         subject.build()(torch.zeros(1, length, dtype=torch.long))
@@ -217,61 +213,27 @@ def forward_flops_per_token(subject: Subject, length: int) -> float | None:
     return flops / length
 
 
-def check_peer(peer: Peer, device: torch.device) -> None:
-    """Raise LineartimeError if the peer is not installed, or cannot run on the device."""
-    if peer == "flash-pytorch" and not is_installed("flash_pytorch"):
+def check_peer() -> None:
+    """Raise LineartimeError if FLASH-pytorch is not installed."""
+    if not is_installed("flash_pytorch"):
         raise missing_extra("FLASH-pytorch", "peers", "The peer flash-pytorch")
-    if peer == "fla" and device.type != "cuda":
-        raise ArgumentError("peers", "has fla, which needs a GPU: leave it out.")
-    if peer == "fla" and not is_installed("fla"):
-        raise ArgumentError(
-            "peers", "has fla, but flash-linear-attention is not installed: pip install flash-linear-attention."
-        )
 
 
-def build_peer(peer: str, config: ModelConfig) -> nn.Module:
-    """Build a peer at the sizes of one of our models: ids [B, T] -> logits [B, T, V]."""
+def build_peer(config: ModelConfig) -> nn.Module:
+    """FLASH-pytorch at the sizes of one of our models: ids [B, T] -> logits [B, T, V]."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about the peer's own code
-        return PEERS[peer](config)
+        warnings.simplefilter("ignore")  # warnings about its own code
+        from flash_pytorch import FLASHTransformer
 
-
-def _flash_pytorch(config: ModelConfig) -> nn.Module:
-    from flash_pytorch import FLASHTransformer
-
-    sizes = config.mixer.options
-    model: nn.Module = FLASHTransformer(
-        dim=config.d_model,
-        num_tokens=config.vocab_size,
-        depth=config.n_blocks,
-        group_size=sizes["chunk_size"],
-        query_key_dim=sizes["d_qk"],
-        expansion_factor=float(sizes["expansion"]),
-        causal=config.task == "clm",
-        norm_type="layernorm" if config.norm == "layernorm" else "scalenorm",
-    )
+        sizes = config.mixer.options
+        model: nn.Module = FLASHTransformer(
+            dim=config.d_model,
+            num_tokens=config.vocab_size,
+            depth=config.n_blocks,
+            group_size=sizes["chunk_size"],
+            query_key_dim=sizes["d_qk"],
+            expansion_factor=float(sizes["expansion"]),
+            causal=config.task == "clm",
+            norm_type="layernorm" if config.norm == "layernorm" else "scalenorm",
+        )
     return model
-
-
-class _GatedLinearAttentionBlock(nn.Module):
-    def __init__(self, d_model: int) -> None:
-        super().__init__()
-        from fla.layers import GatedLinearAttention
-
-        self.norm = nn.LayerNorm(d_model)
-        self.attention: nn.Module = GatedLinearAttention(hidden_size=d_model, num_heads=max(1, d_model // 256))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.attention(self.norm(x))[0]
-        return out
-
-
-def _fla(config: ModelConfig) -> nn.Module:
-    """Gated linear attention with as many layers as the model has blocks; fla has no FLASH."""
-    blocks = [_GatedLinearAttentionBlock(config.d_model) for _ in range(config.n_blocks)]
-    embedding = nn.Embedding(config.vocab_size, config.d_model)
-    logits = nn.Linear(config.d_model, config.vocab_size, bias=False)
-    return nn.Sequential(embedding, *blocks, nn.LayerNorm(config.d_model), logits)
-
-
-PEERS: dict[str, Callable[[ModelConfig], nn.Module]] = {"flash-pytorch": _flash_pytorch, "fla": _fla}

@@ -381,13 +381,12 @@ def _times(plan: Plan, setting: Setting, seen: list[Run]) -> list[SystemRow]:
     rows: list[SystemRow] = []
     for candidate in plan.candidates_of(setting):
         found = measured.get(candidate.options["preset"])
-        seconds = None if found is None else found.median_seconds
         rows.append(
             {
                 **_shared(plan, candidate),
                 "problem": None if found is None else found.problem,
                 "microseconds_per_token": None if found is None else found.microseconds_per_token,
-                "milliseconds": None if seconds is None else 1e3 * seconds,
+                "milliseconds": None if found is None else found.milliseconds,
                 "precision": None if found is None else found.dtype,
             }
         )
