@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-import lineartime
 from lineartime.baselines.kernel_attention import KernelAttention
 from lineartime.choices import ScaleName
 from lineartime.cli import main
@@ -23,8 +21,6 @@ from lineartime.experiments.plan import (
     Plan,
     make_plan,
 )
-from lineartime.experiments.worker import with_chunk_size
-from lineartime.models import CausalLM
 from lineartime.models.presets import PAPER_MILLIONS
 from lineartime.models.registering import VARIABLE
 from lineartime.training.config import TrainConfig
@@ -153,24 +149,6 @@ def test_list_shows_what_is_asked_for_and_each_text_once() -> None:
     assert memory[-2] == "40 runs of 2,000 steps of 4,096 tokens"
     texts = listed(systems=("flash",), books=("b.txt",), data=("d.txt",))
     assert re.findall(r"text: [^)]*", texts) == ["text: d.txt; the option wikipedia gives another", "text: b.txt"]
-
-
-def test_other_chunks_keep_the_biases_of_their_distances() -> None:
-    model = lineartime.build("flash-tiny", chunk_size=16, d_model=16, n_blocks=1, d_qk=8)
-    assert isinstance(model, CausalLM)
-    ids = torch.arange(40)[None]
-    before = model.eval()(ids)
-    for size in (8, 16, 32):
-        other = with_chunk_size(model, size)
-        assert other is not None
-        torch.testing.assert_close(other(ids)[:, :8], before[:, :8])  # the same distances have the same biases
-        if size == 16:
-            torch.testing.assert_close(other(ids), before)
-        else:
-            assert not torch.equal(other(ids)[:, 20:], before[:, 20:])
-    [table] = [weight for name, weight in other.state_dict().items() if name.endswith("bias.table")]
-    assert table[:16].eq(0).all()  # of chunks of 32: distances that training did not see
-    assert with_chunk_size(model, 1024) is None  # whose bias has another form
 
 
 OWN = """

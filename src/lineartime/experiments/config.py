@@ -82,10 +82,7 @@ class ReproduceConfig:
         from lineartime.data import is_corpus_name
 
         for name in TEXT_OPTIONS:
-            value = getattr(self, name)
-            given = [value] if isinstance(value, (str, Path)) else value
-            if isinstance(given, (list, tuple)):  # anything else is refused by `check`
-                object.__setattr__(self, name, tuple(absolute_path(text, is_corpus_name) for text in given))
+            object.__setattr__(self, name, tuple(absolute_path(text, is_corpus_name) for text in getattr(self, name)))
         check_fields(self)
 
     def check(self) -> None:
@@ -96,27 +93,19 @@ class ReproduceConfig:
         for name in ("budget", "tuning") if remembers else MEMORY_OPTIONS if self.name in EXPERIMENTS else ():
             if value := getattr(self, name):
                 raise ArgumentError(name, f"is {shown_option(value)}, which {self.name} does not have: leave it out.")
-        for name in ("budget", "tuning"):
-            value = getattr(self, name)
-            if value is not None and self.scale == "paper":
-                raise ArgumentError(name, f"is {value}, but the scale paper has the paper's steps and rate: leave it out.")
+        for name in ("budget", "tuning", "rates") if self.scale == "paper" else ():
+            if value := getattr(self, name):
+                found = f"is {shown_option(value)}, but the scale paper has the paper's steps and rate: leave it out."
+                raise ArgumentError(name, found)
         if self.compile == "auto" and self.scale != "paper":
             found = "is auto, which compiles long runs alone, but the time of a run follows from the speed of short ones"
             raise ArgumentError("compile", f"{found}: use on or off.")
         check_among("optimizers", self.optimizers, tuple(OPTIMIZERS), "an optimiser")
         if remembers and len(self.optimizers) > 1:
             raise ArgumentError("optimizers", f"is {shown_option(self.optimizers)}, but this experiment uses one: give one.")
-        if self.rates:
-            self._check_rates(remembers)
-
-    def _check_rates(self, remembers: bool) -> None:
-        given = " ".join(f"{rate:g}" for rate in self.rates)
-        if self.scale == "paper":
-            raise ArgumentError("rates", f"is {given}, but the scale paper has the paper's rate: leave it out.")
-        if len({f"{rate:g}" for rate in self.rates}) < len(self.rates):  # as the folders of trials are named
-            raise ArgumentError("rates", f"is {given}, but must be numbers that differ in their first six digits.")
-        if len(self.optimizers) != 1 and not remembers:
-            raise ArgumentError("rates", f"is {given}, but each optimiser has its own: give one in `optimizers`.")
+        if self.rates and len(self.optimizers) != 1 and not remembers:
+            found = f"is {shown_option(self.rates)}, but each optimiser has its own: give one in `optimizers`."
+            raise ArgumentError("rates", found)
 
 
 def shown_option(value: object) -> str:

@@ -122,21 +122,13 @@ def _bytes(text: str) -> Tensor:
 
 @dataclass(frozen=True)
 class TaskTexts:
-    """How the texts of a task are made.
+    """How the texts of a task are made, by functions (rows, length, pairs, generator) -> batch."""
 
-    Attributes:
-        vocab_size: the number of tokens of its vocabulary, from the pairs.
-        draw: the function (rows, length, pairs, generator) -> batch; None for `needle`, which reads a text.
-        training: the same for training, where it differs.
-        takes_pairs: whether it has a number of tokens to remember beside its length.
-        shortest: the fewest tokens of a text, from the pairs.
-    """
-
-    vocab_size: Callable[[int], int]
-    draw: Callable[[int, int, int, torch.Generator], Batch] | None
-    shortest: Callable[[int], int]
-    takes_pairs: bool = False
-    training: Callable[[int, int, int, torch.Generator], Batch] | None = None
+    vocab_size: Callable[[int], int]  # of its vocabulary, from the pairs
+    draw: Callable[[int, int, int, torch.Generator], Batch] | None  # None for `needle`, which reads a text
+    shortest: Callable[[int], int]  # the fewest tokens of a text, from the pairs
+    takes_pairs: bool = False  # whether it has a number of tokens to remember beside its length
+    training: Callable[[int, int, int, torch.Generator], Batch] | None = None  # where training differs
 
 
 TASKS: dict[MemoryTask, TaskTexts] = {

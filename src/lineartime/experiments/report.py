@@ -71,10 +71,6 @@ PAPER_SETUP = (
     "The paper's configuration, the same for all systems: its texts, tokens in a step, steps and learning rate, which is not "
     "tuned here. All runs of a setting read the same text in the same order."
 )
-OTHER_CHUNKS = (
-    "With other chunks than in training, the relative bias keeps the distances that both sizes have, and is zero for those "
-    "that training did not see. Beyond 512 tokens it has another form, which cannot be made from it: those cells are empty."
-)
 ENOUGH = 0.95
 """The accuracy at which a task counts as learnt."""
 APPROXIMATION = (
@@ -167,15 +163,11 @@ def _command(plan: Plan, options: dict[str, Any]) -> str:
 
 
 def _incomplete(report: Report) -> str:
-    lines = ["**Not complete.**"]
-    if report["missing"]:
-        shown = ", ".join(f"`{name}`" for name in report["missing"][:8])
-        more = f", and {len(report['missing']) - 8} more (see {JSON_FILE})" if len(report["missing"]) > 8 else ""
-        lines.append(f"Missing runs: {shown}{more}.")
-    lines += [f"{problem.rstrip('.')}." for problem in report["problems"]]
-    if report["missing"]:
-        lines.append("Settings and systems of which nothing has run are left out of the tables of quality.")
-    return "\n\n".join(lines)
+    lines = ["**Not complete.** Settings and systems of which nothing has run are left out of the tables of quality."]
+    if missing := [f"`{name}`" for name in report["missing"]]:
+        more = f", and {len(missing) - 8} more (see {JSON_FILE})" if len(missing) > 8 else ""
+        lines.append(f"Missing runs: {', '.join(missing[:8])}{more}.")
+    return "\n\n".join([*lines, *(f"{problem.rstrip('.')}." for problem in report["problems"])])
 
 
 def setup(plan: Plan, report: Report) -> str:
@@ -279,8 +271,6 @@ def tests_tables(plan: Plan, report: Report) -> Iterator[str]:
             columns[test.name or "as trained"] = _column(setting["rows"], metric_of_test(test.name, metric))
         yield f"## Tests that differ from training: {setting['name']} ({unit} of the test split)"
         yield column_table(columns)
-    if any(test.chunk_size for test in plan.experiment.tests):
-        yield OTHER_CHUNKS
 
 
 def pairs_table(plan: Plan, report: Report) -> Iterator[str]:

@@ -317,12 +317,9 @@ def _do(job: Job, say: Callable[[str], None], perform: Perform) -> str:
             raise KeyboardInterrupt
         if job.kind == "speed" and run.speed is not None:
             say(f"  {run.speed:,.0f} tokens/s")
-        elif run.final is not None and run.final.accuracy is not None:
-            say(f"  {run.final.accuracy:.1%} of the answers on held-out texts after {run.final.seconds:,.1f} s of training")
-        elif run.final is not None:
-            bits = run.final.bits_per_byte
-            quality = f"{run.final.loss:.4f} nats" if bits is None else f"{bits:.4f} bits per byte"
-            say(f"  {quality} on held-out text after {run.final.seconds:,.1f} s of training")
+        elif (final := run.final) is not None:
+            quality = f"{final.loss:.4f} nats" if final.accuracy is None else f"{final.accuracy:.1%} of the answers"
+            say(f"  {quality} on held-out text after {final.seconds:,.1f} s of training")
         elif run.state in ("missing", "interrupted"):
             problem = f"{job.name} {_why(job, status)}"
     if problem:

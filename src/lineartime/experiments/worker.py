@@ -37,7 +37,7 @@ from lineartime.files import decoded, write_atomically, write_file
 from lineartime.host import cache_folder
 from lineartime.machine import autocast, choose_device, using_threads
 from lineartime.models.cost import stream_bytes
-from lineartime.models.language_model import CausalLM, LanguageModel, build_model
+from lineartime.models.language_model import CausalLM, build_model
 from lineartime.models.presets import SIZES
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.runs.metrics import MetricsLog
@@ -127,13 +127,10 @@ def _measured(job: Job) -> Iterator[FinalResult]:
     corpus = load_corpus(config.data, config.text_column, config.include, config.exclude)
     with using_threads(config.threads):
         for test in job.tests:
-            changed = model if test.chunk_size is None else with_chunk_size(model, test.chunk_size)
-            if changed is None:
-                continue
             length = config.context_length * test.times_context
             tokens = None if job.test_tokens is None else max(job.test_tokens, length)
             result = evaluate_windowed(
-                changed,
+                model,
                 token_stream(corpus, "test", tokenizer, config.cache or cache_folder(), tokens),
                 tokenizer,
                 context_length=length,
@@ -152,26 +149,6 @@ def _measured(job: Job) -> Iterator[FinalResult]:
                 text=result.text,
                 by_position=tuple((each.first, each.last, each.loss) for each in result.by_position),
             )
-
-
-def with_chunk_size(model: LanguageModel, chunk_size: int) -> LanguageModel | None:
-    """A copy of a trained model of FLASH that reads chunks of another size; None if its relative bias does not allow it.
-
-    A table of biases keeps those of the distances that both sizes have; distances that training did not see get zero. Beyond
-    512 tokens the bias is of another form, which cannot be made from a table.
-    """
-    other = build_model(model.config.override(chunk_size=chunk_size)).to(next(model.parameters()).device)
-    weights, wanted = model.state_dict(), other.state_dict()
-    if weights.keys() != wanted.keys():
-        return None
-    for name, weight in weights.items():
-        if weight.shape != wanted[name].shape:
-            kept, table = min(len(weight), len(wanted[name])), torch.zeros_like(wanted[name])
-            old, new = ((len(each) - kept) // 2 for each in (weight, table))
-            table[new : new + kept] = weight[old : old + kept]
-            weights[name] = table
-    other.load_state_dict(weights)
-    return other.eval()
 
 
 def _train_on_task(job: Job) -> Outcome | None:
