@@ -142,7 +142,7 @@ def test_only_the_command_line_knows_that_there_is_one() -> None:
 
 
 def test_every_package_lists_only_names_it_has() -> None:
-    for name in ("ops", "layers", "models", "data", "evaluation", "checkpoint"):
+    for name in ("ops", "layers", "models", "data", "evaluation", "checkpoint", "foreign"):
         package = __import__(f"lineartime.{name}", fromlist=["__all__"])
         assert all(hasattr(package, exported) for exported in package.__all__)
 

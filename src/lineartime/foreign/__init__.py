@@ -1,1 +1,21 @@
 """Checkpoints of other packages, from GAU-alpha and FLASH-pytorch, and the layers that only they need (`mixers`)."""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "ForeignFLASH": "mixers",
+    "ForeignGAU": "mixers",
+    "convert": "conversion",
+    "from_flash_pytorch": "flash_pytorch",
+    "from_gau_alpha": "gau_alpha",
+    "is_foreign": "conversion",
+    "read_weights": "weights",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:  # at first use: models have the layers of `mixers`, and converters have models
+    if name in _HOMES:
+        return getattr(import_module(f"lineartime.foreign.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
