@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lineartime.experiments.catalogue import Job
-from lineartime.experiments.collect import add_relative_losses, baseline_row, collect
+from lineartime.experiments.collect import add_relative_losses, collect
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Plan, make_plan
 from lineartime.experiments.report import _speedups, render
@@ -128,13 +128,18 @@ def test_loss_is_compared_with_the_baseline_over_the_seeds_that_both_have(tmp_pa
     assert [row["relative_loss"] for row in rows] == [0.0, 4 / 6 - 1, 1.5 / 2 - 1, None]
 
 
-def test_speedup_is_of_the_seeds_that_a_system_and_the_baseline_have() -> None:
-    rows: list[Any] = [
-        {"name": "transformer++", "runs": [{"loss": 1.9}, {"loss": 2.1}, {"loss": 2.0}]},
-        {"name": "flash", "runs": [{"loss": 2.0}, {"loss": 2.0}, {"loss": None}], "speedups": [None, 1.5, None]},
+def test_speedup_is_of_the_seeds_that_a_system_and_the_baseline_have(tmp_path: Path) -> None:
+    base, own = points((10, 3.0), (20, 2.0)), points((10, 2.0), (20, 1.9))
+    rows: list[dict[str, Any]] = [
+        {"name": "transformer++", "runs": [{"loss": 2.0, "curve": base}] * 2},
+        {"name": "flash", "runs": [{"loss": 2.1, "curve": []}, *[{"loss": 1.9, "curve": own}] * 2]},
     ]
-    assert _speedups(rows[1], baseline_row(rows, "transformer++")) == "not reached / 1.50"
-    assert _speedups(rows[1], baseline_row(rows, "combiner")) == "-"
+    for row in rows:
+        row["paper_loss"] = None
+    add_relative_losses(make_plan(ReproduceConfig("lm", "cpu", tmp_path)), rows)
+    assert rows[1]["speedups"] == [None, 2.0]
+    assert _speedups(rows[1]["speedups"]) == "not reached / 2.00"
+    assert _speedups([]) == "-"
 
 
 def test_report_says_the_command_that_makes_its_runs(tmp_path: Path) -> None:

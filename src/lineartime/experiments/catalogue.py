@@ -311,19 +311,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         paper_tables=("lm_wiki40b",),
         pairs=_APPROXIMATIONS,
     ),
-    "next": Experiment(
-        "FLASH and what was learnt since",
-        "Is flash-next better than FLASH after the same time of training, on code and on books, at any length?",
-        _each(_FLASH, _FLASH_NEXT, seeds=2, scales=_NOT_PAPER),
-        _settings(
-            (*_in("code", 1024, 4096), *_in("books", 1024, 4096)), (*_in("code", 1024, 8192), *_in("books", 1024, 8192)), ()
-        ),
-        baseline="flash",
-        budget=_FIVE_MINUTES,
-    ),
     "next-ablation": Experiment(
         "The parts of flash-next",
-        "What does each part of flash-next add to FLASH, after the same time of training?",
+        "Is flash-next better than FLASH after the same time of training, and what does each of its parts add?",
         _each(
             _FLASH,
             Arm("flash, published divisor", "flash", {"normalization": "paper"}),

@@ -60,7 +60,7 @@ class SystemRow(TypedDict, total=False):
     paper_loss: float | None  # in nats
     relative_loss: float | None  # the relative difference from the baseline's
     paper_relative_loss: float | None
-    speedups: list[float | None]  # by seed: the baseline's time to its final quality over the time of this system to it
+    speedups: list[float | None]  # by seed of both: the baseline's time to its final quality over the time of this system to it
     # Of runs on tasks, whose trials of a rate are runs with accuracies; means over the seeds:
     state_bytes: int | None  # of a stream after a text
     step_seconds: float | None  # of training
@@ -320,23 +320,24 @@ def add_relative_losses(plan: Plan, rows: list[SystemRow]) -> None:
     """Add to each row its loss relative to the baseline's, and for each seed its speed-up."""
     base = baseline_row(rows, plan.experiment.baseline)
     for row in rows:
-        pairs = list(zip(row["runs"], base["runs"] if base else [], strict=False))  # seed by seed
-        both = [(run["loss"], other["loss"]) for run, other in pairs if run["loss"] is not None and other["loss"] is not None]
-        row["relative_loss"] = sum(loss for loss, _ in both) / sum(other for _, other in both) - 1 if both else None
+        pairs = zip(row["runs"], base["runs"] if base else [], strict=False)  # seed by seed
+        both = [
+            (run["loss"], other["loss"], _speedup(run, other, other["loss"]))
+            for run, other in pairs
+            if run["loss"] is not None and other["loss"] is not None
+        ]
+        row["relative_loss"] = sum(loss for loss, *_ in both) / sum(other for _, other, _ in both) - 1 if both else None
         over_paper = _ratio(row["paper_loss"], base["paper_loss"] if base else None)
         row["paper_relative_loss"] = None if over_paper is None else over_paper - 1
-        row["speedups"] = [_speedup(run, other) for run, other in pairs]
+        row["speedups"] = [speedup for *_, speedup in both]
 
 
 def _ratio(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else value / base
 
 
-def _speedup(run: RunData, baseline: RunData) -> float | None:
-    """The time in which the baseline reaches its final quality, divided by the run's; None if the run does not reach it."""
-    quality = baseline["loss"]
-    if quality is None:
-        return None
+def _speedup(run: RunData, baseline: RunData, quality: float) -> float | None:
+    """The time in which the baseline reaches a quality, divided by the run's; None if the run does not reach it."""
     needed, of_baseline = (seconds_to(each["curve"], quality) for each in (run, baseline))
     return None if needed is None or of_baseline is None else of_baseline / needed
 

@@ -219,7 +219,6 @@ def quality_tables(plan: Plan, report: Report) -> Iterator[str]:
     masked, (metric, _) = plan.experiment.task == "mlm", metric_of_report(plan)
     for setting in settings_with_results(report):
         rows = setting["rows"]
-        base = baseline_row(rows, plan.experiment.baseline)
         columns = {
             "system": [row["name"] for row in rows],
             "parameters": [_parameters(row) for row in rows],
@@ -236,7 +235,7 @@ def quality_tables(plan: Plan, report: Report) -> Iterator[str]:
             "paper: perplexity": [cell(row["paper"].get("pplx"), ".4g") for row in rows],
             "loss against the baseline": [cell(row["relative_loss"], "+.2f", 100, " %") for row in rows],
             "paper: loss against it": [cell(row["paper_relative_loss"], "+.2f", 100, " %") for row in rows],
-            "speed-up": [_speedups(row, base) for row in rows],
+            "speed-up": [_speedups(row["speedups"]) for row in rows],
             "paper: speed-up": [cell(row["paper"].get("speedup"), ".3g") for row in rows],
         }
         yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
@@ -402,10 +401,7 @@ def _rate(row: SystemRow) -> str:
     return f"{row['optimizer'] or ''} {row['rate']:g}{'*' if row['rate_at_edge'] else ''}".strip()
 
 
-def _speedups(row: SystemRow, base: SystemRow | None) -> str:
-    """The speed-ups of the seeds that this row and the baseline's have."""
-    both = zip(row["runs"], row["speedups"], base["runs"] if base else [], strict=False)
-    speedups = [speedup for run, speedup, other in both if run["loss"] is not None and other["loss"] is not None]
+def _speedups(speedups: Sequence[float | None]) -> str:
     known = [speedup for speedup in speedups if speedup is not None]
     if len(known) == len(speedups):
         return _values(known, ".2f")
