@@ -118,7 +118,6 @@ def test_results_hold_options_machine_and_no_paths(finished: tuple[Path, str]) -
     assert str(folder.parent) not in json.dumps(results)
     assert results["subjects"][0]["config"]["mixer"]["kind"] == "flash"
     text = (folder / "results.md").read_text()
-    assert "with context 64, a batch is one sequence, which has more" in text
     assert "## Train: one step, forward and backward, fp32" in text
     assert printed == f"{text}results: {folder}\n"
     pictures = {"latency.png", "decode.png"}
@@ -342,6 +341,5 @@ def test_tables_leave_out_empty_columns(tmp_path: Path) -> None:
     assert "| 8 | 4 | transformer++-tiny | out of memory | - | - | - | - |\n" in text
     assert "| position | batch | model | ms | tokens/s | x first | state |\n" in text
     assert "flash-quad-tiny" not in text
-    assert "The memory of steps is measured on a GPU alone." in text
     pictures = draw_plots(results)
     assert [file.name for file in pictures] == ["latency.png", "memory.png", "decode.png"]

@@ -219,10 +219,8 @@ class _Measuring:
         try:
             ready = prepare(self._subjects[found.label], found.case, self._device)
             found.state_bytes = ready.state_bytes
-            found.first_seconds = seconds = timed(ready.step, 1, self._clock)
-            for _ in range(self._config.warmup):
-                seconds = timed(ready.step, 1, self._clock)
-            found.calls = repetitions(seconds, self._config.min_seconds)
+            found.first_seconds = timed(ready.step, 1, self._clock)
+            found.calls = repetitions(timed(ready.step, 1, self._clock), self._config.min_seconds)
             if self._config.memory and found.measure != "decode":
                 found.weights_bytes = sum(weight.nbytes for weight in ready.model.parameters())
                 if self._device.type == "cuda":

@@ -54,8 +54,6 @@ class BenchConfig:
     """Rounds in which all models are measured in turn, A B A B; medians are taken over the rounds."""
     min_seconds: Annotated[float, Between(0, 3600)] = 0.2
     """Minimum duration of a measurement in seconds; shorter steps are repeated."""
-    warmup: Annotated[int, Between(0)] = 1
-    """Warm-up steps, which are not counted, after the very first step, which may compile."""
     memory: bool = True
     """Whether to measure memory, by the counters of a GPU; on a CPU, it is not measured."""
     device: Device = "auto"

@@ -219,13 +219,6 @@ def _notes(results: Results, columns: set[str]) -> list[str]:
     notes = [f"{name}: {meaning}." for name, meaning in LEGEND.items() if name in columns]
     if any(found.alone for found in results.finished):
         notes.append("\\*: measured after the others, because all together did not fit into memory.")
-    if results.options.get("memory") and results.benchmark.device.type != "cuda":
-        notes.append("The memory of steps is measured on a GPU alone.")
-    wanted = results.options["tokens_per_batch"]
-    batched = [found.length for found in results.finished if found.measure in ("train", "forward")]
-    if longer := sorted({length for length in batched if length > wanted}):
-        lengths = ", ".join(f"{length:,}" for length in longer)
-        notes.append(f"Batches have {wanted:,} tokens; with context {lengths}, a batch is one sequence, which has more.")
     return notes
 
 

@@ -166,20 +166,12 @@ def _cross_entropy(peer: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
 
 
 def state_after(model: CausalLM, ids: Tensor) -> Any:
-    """A state with the shapes, dtypes and position of the state after ids [B, T], but filled with zeros.
-
-    If the shapes cannot be inferred on the meta device, the model reads the ids instead.
-    """
+    """A state with the shapes, dtypes and position of the state after ids [B, T], but filled with zeros."""
     batch, tokens = ids.shape
     with shapes_only():
         shadow = build_model(model.config.first_round)
         assert isinstance(shadow, CausalLM)
-        try:  # this infers only shapes: a context of any length costs nothing
-            _, shape = shadow.extend(ids.to("meta"), shadow.init_state(batch))
-        except RuntimeError:  # an operation depends on values, which meta tensors lack
-            shape = None
-    if shape is None:
-        return prefill_batch(model, ids)[1]
+        _, shape = shadow.extend(ids.to("meta"), shadow.init_state(batch))  # a context of any length costs nothing
     state = model.init_state(batch)
     for at in range(min(2, tokens)):  # after two tokens, every part has its final dtype
         _, state = model.extend(ids[:, at : at + 1], state)
