@@ -5,7 +5,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -98,22 +97,18 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
     """Summarise a run; also return a sentence for each of its damaged files."""
-    problems: list[str] = []
-    record = Record({}, ())
-    if is_there(path / RECORD_FILE):
-        try:
-            record = read_record(path)
-        except LineartimeError as error:
-            problems.append(str(error))
-    options, failure = record.options | record.schedule, last_error(record)
+    record, metrics = Record({}, ()), path / METRICS_FILE
     lines: list[dict[str, float]] = []
     damaged: list[str] = []
-    metrics = path / METRICS_FILE
-    if is_there(metrics):  # otherwise it has not taken a step yet
-        try:
+    problems: list[str] = []
+    try:
+        if is_there(path / RECORD_FILE):
+            record = read_record(path)
+        if is_there(metrics):  # otherwise it has not taken a step yet
             lines, damaged = read_damaged_metrics(path)
-        except LineartimeError as error:
-            problems.append(str(error))
+    except LineartimeError as error:
+        problems.append(str(error))
+    options, failure = record.options | record.schedule, last_error(record)
     whole = not problems
     if damaged:
         what = "1 damaged line" if len(damaged) == 1 else f"{len(damaged):,} damaged lines"
@@ -127,10 +122,7 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
         totals |= {
             name: max(totals.get(name, 0), line[name]) for name in ("step", "tokens", "seconds", "skipped") if name in line
         }
-    changed: list[float] = []
-    for place in (metrics, path):
-        with suppress(OSError):  # a run that fails removes its folder
-            changed.append(place.stat().st_mtime)
+    changed = [place.stat().st_mtime for place in (metrics, path) if is_there(place)]
     silent = max(0.0, time.time() - max(changed, default=time.time()))
     summary = RunSummary(
         name=name,
