@@ -19,7 +19,7 @@ from lineartime.host import described, processor_features
 from lineartime.host import memory_bytes as host_memory
 
 _COMPILE_SECONDS = {"cpu": 13.0, "cuda": 90.0}
-"""The time that torch.compile takes: on a CPU, the longest that benchmarks/speed.py measured; on a GPU, an estimate."""
+"""The seconds that torch.compile takes: on a CPU, the longest that was measured; on a GPU, an estimate."""
 _COMPILE_SAVING = {"cpu": 0.03, "cuda": 0.30}
 """The share of a step that compiling saves: on a CPU, measured on Transformer++ (FLASH gains less); on a GPU, an estimate."""
 _EAGER_FLOPS = {"cpu": 1.5e11, "cuda": 1.0e14}
