@@ -54,7 +54,7 @@ class ReproduceConfig:
     rates: tuple[Rate, ...] = ()
     """Learning rates to try, for one optimiser; the default is the four of the scale."""
     budget: Positive | None = None
-    """Seconds of training of each run, without evaluations; the default is the scale's. Runs of memory have `steps`."""
+    """Seconds of training of each run, without evaluations; the default is the scale's. Runs of memory have steps."""
     tuning: Positive | None = None
     """Seconds of training of each trial of a learning rate; a trial of fewer than 60 steps lasts up to four times as long."""
     tasks: tuple[MemoryTask, ...] = ()
