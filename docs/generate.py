@@ -19,8 +19,8 @@ from lineartime.layers.residual import constructor_options
 from lineartime.models.presets import PRESETS, SIZES
 from lineartime.models.systems import SYSTEMS, System
 
-ROOMS = ["layers", "ops", "models", "data", "generation", "text_generation", "evaluation", "inspection", "export"]
-ROOMS += ["foreign.mixers", "hf"] if importlib.util.find_spec("transformers") else ["foreign.mixers"]
+ROOMS = ["layers", "ops", "models", "data", "generation", "text_generation", "evaluation", "inspection", "export", "foreign"]
+ROOMS += ["hf"] if importlib.util.find_spec("transformers") else []
 """The packages and modules of the API reference, besides the public names and the baselines."""
 
 
