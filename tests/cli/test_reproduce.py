@@ -16,7 +16,7 @@ Fails = Callable[..., None]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["reproduce", "positons"], r"name is 'positons', which is no experiment \(did you mean positions\?\)"),
+        (["reproduce", "positons"], r"name has 'positons', which is not an experiment here \(did you mean positions\?\)"),
         (
             ["reproduce", "lm", "--scale", "paper", "--tuning", "3"],
             "--tuning is 3.0, but the scale paper has the paper's",

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lineartime.choices import BYTE_VOCABULARY, MemoryTask, ScaleName, Task, TextName
-from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.models.presets import SIZES
 from lineartime.models.systems import Size
 from lineartime.training.config import RecipeName
@@ -453,11 +452,3 @@ EXPERIMENTS: dict[str, Experiment] = {
         budget=_FIVE_MINUTES,
     ),
 }
-
-
-def experiment_of(name: str) -> Experiment:
-    """The experiment of a name; ArgumentError for an unknown one."""
-    if name not in EXPERIMENTS:
-        like, known = did_you_mean(name, EXPERIMENTS), ", ".join(EXPERIMENTS)
-        raise ArgumentError("name", f"is {name!r}, which is no experiment{like}: use one of {known}.")
-    return EXPERIMENTS[name]

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from lineartime.choices import ScaleName, Task
 from lineartime.experiments.catalogue import Job, Setting
 from lineartime.experiments.config import TEXT_OPTIONS
-from lineartime.experiments.plan import TOLERANCE, Candidate, Plan, plan_options
+from lineartime.experiments.plan import Candidate, Plan, plan_options
 from lineartime.experiments.runner import Run, State, best_tuning, read_run, read_speed, read_tunings, seconds_to
 from lineartime.host import threads_in_words
 from lineartime.runs.record import texts_of
@@ -134,11 +134,6 @@ def settings_with_results(report: Report) -> list[SettingRows]:
 
     found = [SettingRows({**setting, "rows": list(filter(has_begun, setting["rows"]))}) for setting in report["settings"]]
     return [setting for setting in found if setting["rows"]]
-
-
-def within_tolerance(row: SystemRow) -> bool:
-    """Whether the parameters of a row are within 3 % of the first one's."""
-    return abs(row["parameters_over_first"]) <= TOLERANCE
 
 
 @cache

@@ -35,7 +35,7 @@ def reproduce(config: ReproduceConfig) -> RunsResult:
     """
     config.check()
     given = config
-    if config.name in catalogue.EXPERIMENTS:
+    if config.name:
         config = with_saved_options(config)
     if not config.report:
         check_texts(given if config.list else config)

@@ -89,8 +89,9 @@ class ReproduceConfig:
         """Raise ArgumentError for a value that is not allowed."""
         from lineartime.experiments.catalogue import EXPERIMENTS, OPTIMIZERS
 
-        remembers = self.name in EXPERIMENTS and EXPERIMENTS[self.name].kind == "memory"
-        for name in ("budget", "tuning") if remembers else MEMORY_OPTIONS if self.name in EXPERIMENTS else ():
+        check_among("name", (self.name,) if self.name else (), tuple(EXPERIMENTS), "an experiment")
+        remembers = bool(self.name) and EXPERIMENTS[self.name].kind == "memory"
+        for name in ("budget", "tuning") if remembers else MEMORY_OPTIONS if self.name else ():
             if value := getattr(self, name):
                 raise ArgumentError(name, f"is {shown_option(value)}, which {self.name} does not have: leave it out.")
         for name in ("budget", "tuning", "rates") if self.scale == "paper" else ():

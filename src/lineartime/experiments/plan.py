@@ -190,7 +190,7 @@ def folder_of(config: ReproduceConfig) -> Path:
 
 def with_defaults(config: ReproduceConfig) -> ReproduceConfig:
     """The options with the values of the experiment and the scale in place of those that were not given."""
-    experiment, scale = catalogue.experiment_of(config.name), catalogue.SCALES[config.scale]
+    experiment, scale = catalogue.EXPERIMENTS[config.name], catalogue.SCALES[config.scale]
     if experiment.kind == "memory":
         return replace(
             config,
@@ -211,7 +211,7 @@ def with_defaults(config: ReproduceConfig) -> ReproduceConfig:
 def make_plan(config: ReproduceConfig) -> Plan:
     """The runs that the options ask for. Raises LineartimeError for an unknown experiment, model, text or context."""
     config.check()
-    experiment, scale = catalogue.experiment_of(config.name), catalogue.SCALES[config.scale]
+    experiment, scale = catalogue.EXPERIMENTS[config.name], catalogue.SCALES[config.scale]
     scale = replace(scale, tokenizer=experiment.tokenizer.get(config.scale, scale.tokenizer))
     settings = experiment.settings["cpu" if config.scale == "trial" else config.scale]
     if config.scale == "trial":

@@ -25,10 +25,9 @@ from lineartime.experiments.collect import (
     settings_with_results,
     steps_to,
     values_of_row,
-    within_tolerance,
 )
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.plan import PLAN_FILE, Plan, plan_options, with_defaults
+from lineartime.experiments.plan import PLAN_FILE, TOLERANCE, Plan, plan_options, with_defaults
 from lineartime.files import write_file
 from lineartime.models.registering import imported_names
 from lineartime.plots import Panel, draw_panels, label_axes, legend_below, new_panels, save_figure
@@ -206,7 +205,13 @@ def _short_trials(plan: Plan, report: Report) -> str:
 def parameters_apart(report: Report) -> str:
     """A sentence about how far the numbers of parameters are apart, of systems that have a run."""
     rows = [row for setting in settings_with_results(report) for row in setting["rows"]]
-    far = sorted({f"{row['name']} ({row['parameters_over_first']:+.2%})" for row in rows if not within_tolerance(row)})
+    far = sorted(
+        {
+            f"{row['name']} ({row['parameters_over_first']:+.2%})"
+            for row in rows
+            if abs(row["parameters_over_first"]) > TOLERANCE
+        }
+    )
     if not far:
         largest = max((abs(row["parameters_over_first"]) for row in rows), default=0.0)
         return f"Checked: all are within 3 % of the first system's (the largest difference is {largest:.1%})."
@@ -389,7 +394,7 @@ def _values(values: Sequence[float], form: str, unit: str = "") -> str:
 
 
 def _parameters(row: SystemRow) -> str:
-    mark = "" if within_tolerance(row) else " (!)"
+    mark = "" if abs(row["parameters_over_first"]) <= TOLERANCE else " (!)"
     millions = row["parameters"] / 1e6
     count = f"{millions:.2f} M" if millions < 100 else f"{millions:.0f} M"
     return f"{count}, {row['parameters_over_first']:+.1%}{mark}" if row["parameters_over_first"] else count
