@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.residual import LayerOptions, ResidualLayer
-from lineartime.ops.backends import BACKENDS, Backend, define_operators
+from lineartime.ops.backends import BACKENDS, Backend, note_old_gpus
 from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import as_mask
 from lineartime.ops.context import ContextGroup
@@ -89,7 +89,7 @@ class Mixer(ResidualLayer, ABC):
         self, d_model: int, *, causal: bool = False, token_shift: bool = False, **options: Unpack[LayerOptions]
     ) -> None:
         super().__init__(d_model, **options)
-        define_operators()
+        note_old_gpus()
         if causal and self.why_not_causal is not None:
             raise ArgumentError("causal", f"is True, but {type(self).__name__} must have causal=False: {self.why_not_causal}.")
         if not causal and self.why_only_causal is not None:

@@ -86,7 +86,7 @@ def why_not(
 
 
 @cache
-def define_operators() -> None:
+def note_old_gpus() -> None:
     """Note which GPUs cannot run the kernels, before torch.compile traces what asks for it."""
     if torch.cuda.is_available() and _has_triton():
         _OLD_GPUS.update(index for index in range(torch.cuda.device_count()) if _is_old(torch.device("cuda", index)))

@@ -40,11 +40,11 @@ def test_gpu_without_the_units_of_the_kernels_takes_none_of_them_compiled_or_not
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device.index == 1 else (9, 0))
     monkeypatch.setattr(backends, "_OLD_GPUS", set())
-    backends.define_operators.cache_clear()
+    backends.note_old_gpus.cache_clear()
     try:
-        backends.define_operators()
+        backends.note_old_gpus()
     finally:
-        backends.define_operators.cache_clear()
+        backends.note_old_gpus.cache_clear()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     reasons = [backends.why_not("triton", torch.device("cuda", index), torch.bfloat16, "relu2") for index in (0, 1)]
     assert reasons == [None, "it needs a GPU of compute capability 8.0 or more"]
