@@ -111,6 +111,7 @@ MODULES = {f"module{number}.py": 10 for number in range(9)}
         ("a", {"train.py": 9, "test_a.py": 999, **MODULES}, ["train.py", *MODULES], ["test_a.py"], ""),
         ("a", {"dev-test.txt": 9, "README.md": 99, **MODULES}, [*MODULES], ["dev-test.txt"], ""),
         ("a", {"test/1.txt": 90, "metadata.csv": 20}, [], ["test/1.txt"], "metadata.csv"),
+        ("a", {"train/a.txt": 90, "eval/a.txt": 20}, ["train/a.txt"], ["eval/a.txt"], ""),
         ("a", {"training/a.py": 9, "test/b.py": 9, "src/c.py": 5}, ["training/a.py", "src/c.py"], ["test/b.py"], ""),
         ("a", {"test-run/train.txt": 9, "test-run/valid.txt": 9}, ["test-run/train.txt"], ["test-run/valid.txt"], ""),
         ("test", {"training-day.txt": 9, "dev.py": 9, **MODULES}, [], ["training-day.txt", "dev.py", *MODULES], ""),
@@ -133,10 +134,12 @@ def test_what_is_named_for_testing_is_never_trained_on(
 
 def test_a_split_is_a_whole_word_in_the_nearest_name_or_held_out_in_any() -> None:
     names: dict[Split | None, str] = {
-        "train": "wikitext2_train.txt.xz training_notes.txt test-run/train.txt",
-        "validation": "wiki.valid.tokens enwik8-dev.txt val2.txt",
-        "test": "Testing.TXT test/part-0.jsonl wiki_test/en/0.jsonl training_data/test.txt test/train-robbery.txt dev-test.txt",
-        None: "latest.txt contest tests/a.txt constrain.txt devices.txt étest.txt train-test.txt",
+        "train": "wikitext2_train.txt.xz training_notes.txt test-run/train.txt trainset.csv train-data/a.csv",
+        "validation": "wiki.valid.tokens enwik8-dev.txt val2.txt valset.csv validate.csv dev_set/train-robbery.txt eng.testa",
+        "test": "Testing.TXT test/part-0.jsonl wiki_test/en/0.jsonl training_data/test.txt test/train-robbery.txt dev-test.txt "
+        "eval.jsonl evaluation/train.txt holdout.csv heldout held-out/train.txt held_out.csv testset.csv test-set/train.txt",
+        None: "latest.txt contest tests/a.txt constrain.txt devices.txt étest.txt train-test.txt retrieval.txt medieval/a.txt "
+        "evaluator.py invalid.txt validated.tsv household.txt dataset.txt primeval-evaluations.txt",
     }
     assert {split: [split_of_path(PurePath(name)) for name in given.split()] for split, given in names.items()} == {
         split: [split] * len(given.split()) for split, given in names.items()

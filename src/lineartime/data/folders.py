@@ -152,8 +152,11 @@ def _cut(file: SourceFile, offset: int, stop: int, at_line: bool) -> int:
 
 
 _LETTER = r"[^\W\d_]"
+_TRAIN, _VALIDATION = "train|training|trn", "val|valid|validate|validation|dev|devel|development"
+_TEST = "test|testing|tst|eval|evals|evaluate|evaluation|(?:held|hold)[-_. ]?out"
 _WORDS = re.compile(
-    rf"(?<!{_LETTER})(?:(train|training)|(val|valid|validation|dev)|(test|testing))(?!{_LETTER})", re.IGNORECASE
+    rf"(?<!{_LETTER})(?:({_TRAIN})|({_VALIDATION}|testa)|({_TEST}|testb))(?:[-_. ]?(?:sets?|data|split))?(?!{_LETTER})",
+    re.IGNORECASE,
 )
 _NO_TEXT = re.compile(r"(readme|licen[sc]e|dataset_infos?\.json)", re.IGNORECASE)
 
@@ -163,17 +166,16 @@ Files = dict[Split, list[FilePart]]
 def named_split(name: str) -> Split | None:
     """The split that a name states as a whole word, as in wiki_train.txt; None if it states none.
 
-    The words are train and training; val, valid, validation and dev; test and testing. A word must not be next to another
-    letter. A name with words of two splits states none, unless both are held out, as in dev-test: then it states the test
-    split.
+    The words are those of `_WORDS`, also with set or data, as in testset. A word must not be next to another letter. A name
+    with words of two splits states none, unless both are held out, as in dev-test: then it states the test split.
     """
     found = {SPLITS[(match.lastindex or 1) - 1] for match in _WORDS.finditer(name)}
     return "test" if found == {"validation", "test"} else found.pop() if len(found) == 1 else None
 
 
 def split_of_path(relative: PurePath) -> Split | None:
-    """The split that the name of a file, or of the nearest folder, states; all in a folder test/ or dev/ is held out."""
-    folders = [named_split(name) for name in relative.parts[:-1] if name.isalpha()]
+    """The split that the name of a file, or of the nearest folder, states; all in a folder test/ or held-out/ is held out."""
+    folders = [named_split(name) for name in relative.parts[:-1] if _WORDS.fullmatch(name)]
     nearest = [named_split(name) for name in reversed(relative.parts)]
     held_out = [split for split in folders if split not in (None, "train")]
     return next(filter(None, [*held_out, *nearest]), None)
@@ -234,7 +236,7 @@ def by_path(path: Path, parts: Sequence[FilePart], *, beside: bool) -> Files | N
 def own_split(path: Path) -> Split | None:
     """The split that the name of a file states, or that of a folder as a whole."""
     name = path.absolute().name
-    return named_split(name) if path.is_file() or name.isalpha() else None
+    return named_split(name) if path.is_file() or _WORDS.fullmatch(name) else None
 
 
 def has_no_text(name: str) -> bool:
