@@ -85,8 +85,9 @@ def test_what_is_left_of_a_training_file_is_one_part(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {i}"}}\n' for i in range(100)))
     corpus = load_corpus(tmp_path)
     assert files(corpus)["train"] == [tmp_path / "train.jsonl"]
-    assert len(documents(corpus, "train")) == 95
-    assert documents(corpus, "validation") == [f"train {i}" for i in range(1, 100, 20)]
+    parts = [documents(corpus, split) for split in ("train", "validation")]
+    assert sorted([*parts[0], *parts[1]]) == sorted(f"train {i}" for i in range(100))
+    assert 1 <= len(parts[1]) <= 10
 
 
 def test_links_are_followed_but_not_to_what_is_read_anyway(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ WRITERS: dict[str, Callable[[list[str]], bytes]] = {
     ".json of texts": lambda texts: b"\n" + json.dumps(texts).encode(),
     ".csv": csv_of,
     ".CSV": csv_of,
+    ".json of objects": lambda texts: "\n".join(json.dumps({"text": text}, indent=2) for text in texts).encode(),
     ".json of an object": lambda texts: json.dumps({"id": 1, "text": texts[0]}, indent=1).encode(),
 }
 
@@ -112,32 +113,35 @@ def test_compressed_text_is_read_whole_and_split(tmp_path: Path, suffix: str) ->
     assert 0.85 < len(parts[0][0]) / len(text) < 0.95
 
 
-@pytest.mark.parametrize(("kind", "suffix"), [*zip(WRITERS, [*COMPRESS, ""], strict=True)])
+@pytest.mark.parametrize(("kind", "suffix"), [*zip(WRITERS, [*COMPRESS, "", ""], strict=True)])
 def test_each_record_is_a_document(tmp_path: Path, kind: str, suffix: str) -> None:
     file = tmp_path / f"a{kind.split()[0]}{suffix}"
     for mark in (b"", codecs.BOM_UTF8):
         file.write_bytes(COMPRESS[suffix](mark + WRITERS[kind](TEXTS)))
-        assert read(part_of(file)) == (TEXTS[:1] if "object" in kind else TEXTS)
+        assert read(part_of(file)) == (TEXTS[:1] if "an object" in kind else TEXTS)
     if "texts" not in kind:
-        with pytest.raises(ArgumentError, match=r"^text_column is body, but .* has the columns id, text"):
+        with pytest.raises(ArgumentError, match=r"^text_column is body, but .* has the columns (id, )?text"):
             read(part_of(file, column="body"))
 
 
 def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     file = write_parquet(tmp_path / "a.parquet", text=[*TEXTS, None] * 20, id=list(range(120)))
     assert read(part_of(file)) == [*TEXTS, ""] * 20
-    with pytest.raises(ArgumentError, match=r"^text_column is body, but .*a.parquet has the columns text, id: name the one"):
+    with pytest.raises(
+        ArgumentError, match=r"^text_column is body, but .*a.parquet, row 1, has the columns text, id: name the one"
+    ):
         read(part_of(file, column="body"))
-    with pytest.raises(LineartimeError, match=r'a.parquet, row 0, has 0 in "id" instead of a text'):
+    with pytest.raises(LineartimeError, match=r'a.parquet, row 1, has 0 in "id" instead of a text'):
         read(part_of(file, column="id"))
 
 
 def test_a_tsv_file_knows_no_quotes_and_names_may_hold_separators(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text('id\ttext\n1\t"Yes" he said\n2\t"no, he did not\n')
     assert read(part_of(tmp_path / "a.tsv")) == ['"Yes" he said', '"no, he did not']
-    for header in ('"a;b;c",text', 'text,"size (w;h;d)"', "id, text"):
-        (tmp_path / "a.csv").write_text(f"{header}\nx,x\n")
-        assert read(part_of(tmp_path / "a.csv")) == ["x"]
+    for header in ('"a;b;c",text', 'text,"size (w;h;d)"', "id, text", "id; text", "id\ttext", ",,text"):
+        row = header.replace("id", "x").replace("text", "x")
+        (tmp_path / "a.csv").write_text(f"{header}\n{row}\n", encoding="utf-8-sig")
+        assert [text.strip() for text in read(part_of(tmp_path / "a.csv"))] == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -145,14 +149,16 @@ def test_a_tsv_file_knows_no_quotes_and_names_may_hold_separators(tmp_path: Path
     [
         ("a.json", '[{"text": "a"}, {"body": "b"}]', 'a.json, record 2, has no "text": correct it, or leave it out'),
         ("a.json", '[{"text": "a"},', r"a.json is not JSON \(.+\): correct it"),
-        ("a.json", '{\n"text": "a"}\n{\n"text": "b"}', r"a.json is not JSON \(Extra data\): correct it"),
-        ("a.json", '{"name":\n"x"}', "text_column is text, but .*a.json has the columns name: name the one"),
+        ("a.json", '{\n"text": "a"}\n{\n"text": "b"', r"a.json is not JSON \(.+\): correct it"),
+        ("a.json", '{"text": {"0": "a", "1": "b"}}', r"a.json, line 1, has {'0': 'a', .* in \"text\" instead of a text"),
+        ("a.json", '{"name":\n"x"}', "text_column is text, but .*a.json, record 1, has the columns name: name the one"),
+        ("a.csv", "id;body\n1;a\n", "has the columns id;body: name the one that holds the text"),
+        ("a.csv", "text,id,text\na,1,b\n", "a.csv, line 1, names the column text twice: rename one, or leave the file out"),
         (
-            "a.csv",
-            "id;text\n1;a\n",
-            "has the columns id;text: name the one that holds the text",
+            "a.json",
+            '{"version": 1,\n "data": [{"text": "a"}]}',
+            "a.json, record 1, has the columns version, data: name the one",
         ),
-        ("a.json", '{"version": 1,\n "data": [{"text": "a"}]}', "a.json has the columns version, data: name the one"),
         ("a.json", '{"body": "a"}\n{"body": "b"}\n', "text_column is text, but .*a.json, line 1, has the columns body: name"),
         ("a.jsonl", '{"text": "a"}\n{oops', r"a.jsonl, line 2, is not JSON \(Expecting property name.*\): correct it"),
         ("a.jsonl", '{"text": "\\ud800"}', "line 1, has an incomplete character in its text"),
@@ -169,16 +175,23 @@ def test_a_record_that_is_no_document_is_named(tmp_path: Path, name: str, conten
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet"])
-def test_records_of_a_file_are_split_by_their_numbers(tmp_path: Path, kind: str) -> None:
-    texts = [f"document {i}" for i in range(100)]
-    file = write_parquet(tmp_path / f"a{kind}", text=texts)
-    if kind != ".parquet":
-        file.write_bytes(WRITERS[kind](texts))
-    corpus = load_corpus(file)
-    splits = {split: ["".join(blocks) for blocks in corpus.documents(split)] for split in SPLITS}
-    assert splits["validation"] == texts[1::20]
-    assert splits["test"] == texts[2::20]
+def test_records_are_split_by_their_text_wherever_they_stand(tmp_path: Path, kind: str) -> None:
+    """Held out in file order, a file of five sources in turn has one source alone in each held-out split."""
+    texts = [f"document {i}" for i in range(400)]
+
+    def divided(texts: list[str]) -> dict[Split, list[str]]:
+        file = write_parquet(tmp_path / f"a{kind}", text=texts)
+        if kind != ".parquet":
+            file.write_bytes(WRITERS[kind](texts))
+        corpus = load_corpus(file)
+        return {split: ["".join(blocks) for blocks in corpus.documents(split)] for split in SPLITS}
+
+    splits, turned = divided(texts), divided(texts[::-1])
+    assert turned == {split: found[::-1] for split, found in splits.items()}
     assert sorted(text for split in splits.values() for text in split) == sorted(texts)
+    for split in ("validation", "test"):
+        assert {int(text.split()[1]) % 5 for text in splits[split]} == set(range(5))
+    assert all(all(divided([f"{tag} {i}" for i in range(3)]).values()) for tag in "abcdefgh")  # few, and some in each
 
 
 def test_text_is_the_same_however_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,10 +266,19 @@ def test_a_long_line_is_a_document_like_any_other(tmp_path: Path, monkeypatch: p
 
 def test_the_first_byte_of_a_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
-    file.write_bytes(b"caf\xe9 au lait\n" * 1000)
-    for split, offset in (("train", 3), ("validation", 11_716)):
-        with pytest.raises(LineartimeError, match=rf"byte 0xe9 at offset {offset}\): .* `iconv -f latin1 -t utf-8`"):
-            read(part_of(file, split))
+    start = b"a text" + bytes(i * i % 96 + 32 for i in range(10_000))
+    for content, offset, encoding in (
+        (start + b"caf\xe9 au lait\n" * 1000, 10_009, "latin1"),
+        ("It was dark\r\n".encode("utf-16-le") * 400, 1, "utf-16le"),  # what follows its start passes for UTF-8
+        ("It was dark\r\n".encode("utf-16-be") * 400, 0, "utf-16be"),
+        ("It was dark\r\n".encode("utf-16") * 400, 0, "utf-16"),
+    ):
+        file.write_bytes(content)
+        for split in ("train", "validation", "test"):
+            with pytest.raises(
+                LineartimeError, match=rf"at offset {offset if offset < 9 else '.*'}\): .* `iconv -f {encoding} -t"
+            ):
+                read(part_of(file, split))
     cases = [
         ("日".encode() + b"caf\xe9 au lait", r"a.txt is not UTF-8 text \(byte 0xe9 at offset 6\)"),
         (b"cafe au lait\n" * 1000 + b"\xe9", r"byte 0xe9 at offset 13000\)"),

@@ -5,17 +5,18 @@ import errno
 import hashlib
 import os
 import re
+import zlib
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path, PurePath
 from typing import IO
 
 from lineartime.choices import TEXT_COLUMN, Split
-from lineartime.data.readers import BLOCK, COMPRESSED, RECORDS, SourceFile, file_format, not_utf8, read_records
+from lineartime.data.readers import BLOCK, COMPRESSED, RECORDS, SourceFile, file_format, not_utf8, read_texts
 from lineartime.errors import ArgumentError, file_error
 from lineartime.fields import check_type
 from lineartime.files import RECORD_FILE
@@ -31,16 +32,15 @@ class FilePart:
 
     Attributes:
         file: the file.
-        splits: the splits to read: ranges of a text, or sets of document numbers in records. Empty for the whole file.
+        splits: the splits to read: ranges of a text, or records by a hash of their text. Empty for the whole file.
         at_lines: whether a text is cut at the end of a line; otherwise between any two characters.
-        first_number: the number of the first document of records. With the same for all, the first documents of many small
-            files would all be in the same split.
+        is_alone: whether no other file is divided with it, so that few records must be enough for all splits.
     """
 
     file: SourceFile
     splits: tuple[Split, ...] = ()
     at_lines: bool = True
-    first_number: int = 0
+    is_alone: bool = False
 
     @property
     def path(self) -> Path:
@@ -55,31 +55,47 @@ class FilePart:
     def identity(self) -> str:
         """A string that changes when the file does, or when it is read in another way."""
         splits, file = "+".join(self.splits), self.file
-        read_as = f"{file_format(file)}:{file.format_suffix}:{file.column}:{self.first_number}:{self.at_lines}"
+        read_as = f"{file_format(file)}:{file.format_suffix}:{file.column}:by text:{self.is_alone:d}:{self.at_lines}"
         return f"{self.path.resolve()}:{splits}:{file.version}:{read_as}"
 
     def portable_identity(self) -> str:
         """Like `identity`, but the same for a copy of the file elsewhere: by its name and size."""
         kind = ":csv" if file_format(self.file) == "csv" else ""  # which earlier versions read as text
-        return f"{self.path.name}:{'+'.join(self.splits)}:{self.first_number}:{self.file.column}:{self.file.version[0]}{kind}"
+        return f"{self.path.name}:{'+'.join(self.splits)}:{self.is_alone:d}:{self.file.column}:{self.file.version[0]}{kind}"
 
     def documents(self) -> Iterator[Iterator[str]]:
         """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""
+        if self.is_text:
+            next(_decoded(self.file, 0, None), "")  # what follows the start of UTF-16 could pass for UTF-8
         if self.is_text and not self.splits:
             yield _decoded(self.file, 0, None)
         elif self.is_text:
             cuts = _cuts(self.file, self.at_lines, self.file.version)
             yield from (_decoded(self.file, *cuts[split]) for split in self.splits)
         else:
-            for number, text in enumerate(read_records(self.file), self.first_number):
-                if not self.splits or split_of(number) in self.splits:
+            moved = _moved(self.file, self.file.version) if self.is_alone and self.splits else {}
+            for text in read_texts(self.file):
+                if not self.splits or (moved.get(text) or split_of(text)) in self.splits:
                     yield pieces(text)
 
 
-def split_of(number: int) -> Split:
-    """The split of a document by its number in a file: of every 20 documents, one is for validation and one for test."""
+def split_of(text: str) -> Split:
+    """The split of a record by a hash of its text, wherever it stands: 5% are for validation, and as many for testing."""
     held_out: dict[int, Split] = {1: "validation", 2: "test"}
-    return held_out.get(number % 20, "train")
+    return held_out.get(zlib.crc32(text.encode()) % 20, "train")
+
+
+@lru_cache(maxsize=64)
+def _moved(file: SourceFile, version: tuple[int, int]) -> dict[str, Split]:
+    """Texts of a file of few records that have another split than `split_of`, so that none is empty if there are enough."""
+    found = {text: split_of(text) for text in islice(filter(None, read_texts(file)), 200)}  # of more, each split has some
+    moved: dict[str, Split] = {}
+    for split in SPLITS:
+        givers = [text for text, own in found.items() if (own == "train") != (split == "train")]
+        if split not in found.values() and len(givers) > (split != "train"):
+            text = max(givers, key=lambda each: zlib.crc32(each.encode()))
+            found[text] = moved[text] = split
+    return moved
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -88,7 +104,10 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
-    """Decode the text between two byte offsets of a file, in blocks. Raises LineartimeError if it is not UTF-8."""
+    """Decode the text between two byte offsets of a file, in blocks. Raises LineartimeError if it is not UTF-8.
+
+    Zeros in the first bytes of a file are those of UTF-16 without a mark, or of no text.
+    """
     decoder = getincrementaldecoder("utf-8")()
     position = start
     with file.open() as stream:
@@ -102,6 +121,8 @@ def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 offset = position - held_back + error.start
                 raise not_utf8(f"{file.path}", error.object, error.start, offset) from None
+            if position == 0 and b"\0" in block[:_HEAD]:
+                raise not_utf8(f"{file.path}", block, block.index(b"\0"), block.index(b"\0"))
             if position == 0:
                 text = text.removeprefix("\ufeff")  # which some programs write at the beginning of a UTF-8 file
             position += len(block)
@@ -250,7 +271,7 @@ def completed(named: Files) -> Files:
     if not missing or "train" in missing:
         return named
     kept = tuple(split for split in SPLITS if split not in missing)
-    parts = numbered_apart(named["train"])
+    parts = [replace(part, is_alone=len(named["train"]) == 1) for part in named["train"]]
     cut: Files = {split: [replace(part, splits=(split,)) for part in parts] for split in missing}
     # One part for all that is left of a file: a stream reads every part as often as any other.
     return {**named, **cut, "train": [replace(part, splits=kept) for part in parts]}
@@ -258,14 +279,7 @@ def completed(named: Files) -> Files:
 
 def within_files(parts: Sequence[FilePart]) -> Files:
     """Take all splits from within each file."""
-    return {split: [replace(part, splits=(split,)) for part in numbered_apart(parts)] for split in SPLITS}
-
-
-def numbered_apart(parts: Sequence[FilePart]) -> Sequence[FilePart]:
-    """The same parts, where the records of each file start at a number that depends on its name."""
-    if len(parts) == 1:
-        return parts
-    return [replace(part, first_number=hashlib.sha256(os.fsencode(part.path.name)).digest()[0] % 20) for part in parts]
+    return {split: [replace(part, splits=(split,), is_alone=len(parts) == 1) for part in parts] for split in SPLITS}
 
 
 def by_file_if_fair(root: Path, parts: Sequence[FilePart]) -> Files:

@@ -10,9 +10,10 @@ import csv
 import io
 import json
 import lzma
+import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -30,8 +31,10 @@ BLOCK = 1 << 18  # bytes, or characters, of text in memory at a time
 _COMPRESSED_BLOCK = 1 << 12  # few bytes, because they may expand by a factor of thousands
 _Inflater = type(zlib.decompressobj())
 
-LEAVE_OUT: tuple[str, ...] = ("in a folder leave the file out by ", "`exclude`", ".")
-"""The end of a message about a file that cannot be read, which may be given by itself."""
+LEAVE_OUT = "leave the file out."
+_SEPARATORS = ",;\t|"
+"""Of CSV; the first that makes one of the column that is read."""
+_SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ def _member(archive: zipfile.ZipFile, path: Path) -> str:
     """The name of the only file in an archive."""
     names = [name for name in archive.namelist() if not name.endswith("/")]  # the others are folders
     if len(names) != 1:
-        raise LineartimeError(f"{path} holds {len(names)} files: unpack it and give the folder, or ", *LEAVE_OUT)
+        raise LineartimeError(f"{path} holds {len(names)} files: unpack it and give the folder, or {LEAVE_OUT}")
     return names[0]
 
 
@@ -193,21 +196,22 @@ def reporting(path: Path) -> Iterator[None]:
 
 def damaged(path: Path, error: Exception) -> LineartimeError:
     """The error for a file that a library cannot decode."""
-    return LineartimeError(f"{path} is damaged or cut off ({first_line(error)}): fetch it again, or ", *LEAVE_OUT)
+    return LineartimeError(f"{path} is damaged or cut off ({first_line(error)}): fetch it again, or {LEAVE_OUT}")
 
 
-def missing_column(column: str, where: str, columns: Iterable[str], *otherwise: str) -> ArgumentError:
+def missing_column(column: str, where: str, columns: Iterable[str], otherwise: str = f", or {LEAVE_OUT}") -> ArgumentError:
     """The error for records of which the first lacks the column of the text, so that none is expected to have it."""
     found = f"is {column}, but {where} has the columns {', '.join(columns)}"
-    return ArgumentError("text_column", f"{found}: name the one that holds the text", *(otherwise or (", or ", *LEAVE_OUT)))
+    return ArgumentError("text_column", f"{found}: name the one that holds the text", *(otherwise or (", or {LEAVE_OUT}")))
 
 
 def not_utf8(where: str, content: bytes, place: int, offset: int) -> LineartimeError:
     """The error for a byte that is not UTF-8, `place` in some content of a file and `offset` in the file."""
     byte = content[place]
     found = f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset})"
-    encoding = "utf-16" if offset == 0 and byte in (0xFE, 0xFF) else "latin1"
-    return LineartimeError(f"{found}: convert a text, for example by `iconv -f {encoding} -t utf-8`, or ", *LEAVE_OUT)
+    without_mark = f"utf-16{'le' if offset % 2 else 'be'}" if byte == 0 else "latin1"
+    encoding = "utf-16" if offset == 0 and byte in (0xFE, 0xFF) else without_mark
+    return LineartimeError(f"{found}: convert a text, for example by `iconv -f {encoding} -t utf-8`, or {LEAVE_OUT}")
 
 
 Format = Literal["text", "json lines", "json", "csv", "parquet"]
@@ -237,39 +241,65 @@ def file_format(file: SourceFile) -> Format:
     return "text"
 
 
-def read_records(file: SourceFile) -> Iterator[str]:
-    """Yield the texts of a file of records. Raises LineartimeError, naming file and place, on unreadable text."""
-    match file_format(file):
-        case "json lines":
-            return _json_lines(file)
-        case "json":
-            return _json(file)
-        case "csv":
-            return _csv(file)
-        case "parquet":
-            return _parquet(file)
-    raise ValueError(f"{file.path} has no records.")
+def read_texts(file: SourceFile) -> Iterator[str]:
+    """Yield the text of each record, empty for null. Raises LineartimeError, naming file and place, on unreadable text."""
+    column, is_first = file.column, True
+    for place, record in read_records(file, (column,)):
+        where, wrong, text = f"{file.path}, {place},", "", record.get(column)
+        if column not in record and is_first:
+            raise missing_column(column, where, record)
+        if column not in record:
+            wrong = f'has no "{column}"'  # but the records before it have: another column would not help
+        elif not isinstance(text, str | None):
+            wrong = f'has {text!r:.40} in "{column}" instead of a text'
+        else:
+            try:
+                text = (text or "").encode().decode()
+            except UnicodeEncodeError as error:
+                wrong = f"has an incomplete character in its text ({error.reason})"
+        if wrong:
+            raise LineartimeError(f"{where} {wrong}: correct it, or leave it out.")
+        yield text or ""
+        is_first = False
 
 
-def _json_lines(file: SourceFile) -> Iterator[str]:
-    position, is_first = 0, True
+def read_records(file: SourceFile, columns: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each record of a file with its place, such as "line 3". All commands read records by this function.
+
+    Args:
+        file: the file, whose column decides the separator of CSV.
+        columns: the columns to read; None for all. Others are read as well where leaving them out would save nothing.
+
+    Raises LineartimeError, naming file and place, for what cannot be read, and ArgumentError for a file without records.
+    """
+    readers = {"json lines": _json_lines, "json": _json, "csv": _csv, "parquet": _parquet}
+    read = readers.get(file_format(file))
+    if read is None:
+        raise ArgumentError("data", f"is {file.path}, but must be a file of records: {', '.join(RECORDS)}.")
+    for place, record in read(file, columns):
+        if not isinstance(record, dict):
+            found = f"{file.path}, {place}, is {record!r:.40}, but must be an object"
+            raise LineartimeError(f"{found}: correct it, or leave it out.")
+        yield place, record
+
+
+def _json_lines(file: SourceFile, _: Collection[str] | None) -> Iterator[tuple[str, Any]]:
+    position = 0
     with file.open() as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
-                where = f"{file.path}, line {number},"
-                yield _text(where, _loaded(where, line, position), file.column, is_first)
-                is_first = False
+                for value in _values(f"{file.path}, line {number},", line, position):
+                    yield f"line {number:,}", value
             position += len(line)
 
 
-def _json(file: SourceFile) -> Iterator[str]:
+def _json(file: SourceFile, _: Collection[str] | None) -> Iterator[tuple[str, Any]]:
+    """An array of objects or texts, or objects one after another."""
     with file.open() as stream:
-        whole = _loaded(str(file.path), stream.read(), 0)
-    records = whole if isinstance(whole, list) else [whole]
-    for number, record in enumerate(records, 1):
-        row = {file.column: record} if isinstance(record, str) and isinstance(whole, list) else record
-        where = f"{file.path}, record {number}," if records is whole else str(file.path)
-        yield _text(where, row, file.column, is_first=number == 1)
+        values = _values(str(file.path), stream.read(), 0)
+    is_array = len(values) == 1 and isinstance(values[0], list)
+    for number, value in enumerate(values[0] if is_array else values, 1):
+        yield f"record {number:,}", {file.column: value} if is_array and isinstance(value, str) else value
 
 
 @lru_cache(maxsize=4096)
@@ -283,11 +313,19 @@ def _json_format(file: SourceFile, version: tuple[int, int]) -> Format:
         return "json"
 
 
-def _loaded(where: str, content: bytes, position: int) -> Any:
+def _values(where: str, content: bytes, position: int) -> list[Any]:
+    """The values of a JSON text, one after another, which is `position` bytes after the beginning of its file."""
     if position == 0 and content.startswith(codecs.BOM_UTF8):
         position, content = len(codecs.BOM_UTF8), content.removeprefix(codecs.BOM_UTF8)
+    values: list[Any] = []
     try:
-        return json.loads(content.decode())
+        text, decoder = content.decode().strip(), json.JSONDecoder()
+        end = 0
+        while end < len(text) or not values:
+            value, end = decoder.raw_decode(text, end)
+            values.append(value)
+            end = _SPACE.match(text, end).end()  # type: ignore[union-attr]  # which matches anything
+        return values
     except UnicodeDecodeError as error:
         raise not_utf8(where, content, error.start, position + error.start) from None
     except (ValueError, RecursionError) as error:
@@ -295,63 +333,40 @@ def _loaded(where: str, content: bytes, position: int) -> Any:
         raise LineartimeError(f"{where} is not JSON ({reason.removesuffix(' at')}): correct it, or leave it out.") from None
 
 
-def _text(where: str, record: Any, column: str, is_first: bool) -> str:
-    """The text of a record; empty for null."""
-    wrong = ""
-    if not isinstance(record, dict):
-        wrong = f'is {record!r:.40}, but must be an object with a "{column}"'
-    elif column not in record:
-        if is_first:
-            raise missing_column(column, where, record)
-        wrong = f'has no "{column}"'  # but the records before it have: another column would not help
-    else:
-        text = _value(where, column, record[column])
-        try:
-            text.encode()
-            return text
-        except UnicodeEncodeError as error:
-            wrong = f"has an incomplete character in its text ({error.reason})"
-    raise LineartimeError(f"{where} {wrong}: correct it, or leave it out.")
-
-
-def _value(where: str, column: str, value: object) -> str:
-    """The text in a column of a record; empty for null."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    raise LineartimeError(f'{where} has {value!r:.40} in "{column}" instead of a text: correct it, or leave it out.')
-
-
-def _csv(file: SourceFile) -> Iterator[str]:
-    with _csv_rows(file) as (rows, columns):
-        place = columns.index(file.column)
-        for row in rows:
-            if row and len(row) != len(columns):  # an empty line is no record
-                fields = "1 field" if len(row) == 1 else f"{len(row)} fields"
-                found = f"{file.path}, line {rows.line_num:,}, has {fields}, but line 1 names {len(columns)}"
-                raise LineartimeError(f"{found}: quote fields that have separators in them, or ", *LEAVE_OUT)
-            if row:
-                yield row[place]
-
-
-@contextmanager
-def _csv_rows(file: SourceFile) -> Iterator[tuple[Any, list[str]]]:
-    """The rows after the first one, and the columns that it names, with that of the text."""
+def _csv(file: SourceFile, columns: Collection[str] | None) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(max(_LONGEST_FIELD, csv.field_size_limit()))  # of the whole process: there is no other
     with file.open() as stream:
         lines = _lines(file, stream)
         header = next(lines, "").removeprefix("\ufeff")
+
+        def named(separator: str) -> list[str]:
+            return [name.strip() for name in next(csv.reader([header], delimiter=separator), [])]
+
         if file.format_suffix == ".tsv":  # by its standard, without quotes
             rows = csv.reader(chain([header], lines), delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
         else:
-            rows = csv.reader(chain([header], lines), strict=True)
+            separator = next((each for each in _SEPARATORS if file.column in named(each)), ",")
+            rows = csv.reader(chain([header], lines), delimiter=separator, strict=True)
         try:
-            columns = [name.strip() for name in next(rows, [])]
-            if file.column not in columns:
-                raise missing_column(file.column, f"{file.path}, line 1,", columns)
-            yield rows, columns
+            names = [name.strip() for name in next(rows, [])]
+            _check_once(names, columns, f"{file.path}, line 1,")
+            for row in rows:
+                if row and len(row) != len(names):  # an empty line is no record
+                    fields = "1 field" if len(row) == 1 else f"{len(row)} fields"
+                    found = f"{file.path}, line {rows.line_num:,}, has {fields}, but line 1 names {len(names)}"
+                    raise LineartimeError(f"{found}: quote fields that have separators in them, or {LEAVE_OUT}")
+                if row:
+                    yield f"line {rows.line_num:,}", dict(zip(names, row, strict=True))
         except csv.Error as error:
             where = f"{file.path}, line {rows.line_num:,},"
             raise LineartimeError(f"{where} is not CSV ({error}): correct it, or leave it out.") from None
+
+
+def _check_once(names: Sequence[str], columns: Collection[str] | None, where: str) -> None:
+    """Raise LineartimeError for a column, of those that are read, that a file names twice."""
+    for name in names:
+        if name and names.count(name) > 1 and (columns is None or name in columns):
+            raise LineartimeError(f"{where} names the column {name} twice: rename one, or {LEAVE_OUT}")
 
 
 def _lines(file: SourceFile, stream: IO[bytes]) -> Iterator[str]:
@@ -365,25 +380,24 @@ def _lines(file: SourceFile, stream: IO[bytes]) -> Iterator[str]:
         position += len(line)
 
 
-def _parquet(file: SourceFile) -> Iterator[str]:
-    path, column = file.path, file.column
+def _parquet(file: SourceFile, columns: Collection[str] | None) -> Iterator[tuple[str, Any]]:
+    path, number = file.path, 0
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError:
         raise missing_extra("pyarrow", "data", f"Reading {path}") from None
-    number = 0
     try:
         with reporting(path), path.open("rb") as raw, parquet.ParquetFile(raw) as table:
             names = table.schema_arrow.names
-            if column not in names:
-                raise missing_column(column, str(path), names)
-            for batch in table.iter_batches(batch_size=16, columns=[column]):  # few rows at a time: a row may be a whole book
-                for value in batch.column(0):
-                    yield _value(f"{path}, row {number},", column, value.as_py())
+            _check_once(names, columns, str(path))
+            names = [name for name in names if columns is None or name in columns] or names
+            for batch in table.iter_batches(batch_size=16, columns=names):  # few rows at a time: a row may be a whole book
+                for row in range(batch.num_rows):
                     number += 1
+                    yield f"row {number:,}", {name: each[row].as_py() for name, each in zip(names, batch.columns, strict=True)}
     except UnicodeDecodeError as error:
         byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
-        raise LineartimeError(f"{path}, row {number}, is not UTF-8 text ({byte}): write it anew, or leave it out.") from None
+        raise LineartimeError(f"{path}, row {number:,}, is not UTF-8 text ({byte}): write it anew, or leave it out.") from None
     except arrow.ArrowException as error:
         raise damaged(path, error) from None
