@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import numpy as np
@@ -93,15 +92,6 @@ def test_the_beginning_of_a_text_is_what_its_first_tokens_encode(tokenizer: Toke
         beginning = tokenizer.beginning(TEXT, count)
         assert TEXT.startswith(beginning)
         assert (beginning == whole) if "\ufffd" not in whole else (len(beginning) == len(whole.rstrip("\ufffd")) + 1)
-
-
-def test_a_tokenizer_is_kept_in_json(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
-    again = read_tokenizer(tmp_path)
-    assert type(again) is type(tokenizer)
-    assert again.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
-    if isinstance(tokenizer, JsonTokenizer):
-        assert tokenizer.end_of_document == json.loads(tokenizer.to_json())["model"]["vocab"]["<|endoftext|>"]
 
 
 def test_a_vocabulary_with_gaps_is_as_large_as_its_highest_id() -> None:

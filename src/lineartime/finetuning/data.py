@@ -3,7 +3,6 @@
 Questions are those of SQuAD 1.1 and 2.0, of data in its layout, such as CMRC 2018, and of TriviaQA.
 """
 
-import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,70 +11,17 @@ from typing import Any, Literal
 
 from lineartime.choices import Domain, Split
 from lineartime.data.folders import named_split
-from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
+from lineartime.data.readers import RECORDS, SourceFile, read_records
+from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import shown
-from lineartime.files import parse, read_plain
+from lineartime.files import read_plain
 from lineartime.finetuning.config import Advanced
 
-SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 HELD_OUT_EVERY = 5
 """Of a single file, every fifth article, or text with a label, is held out."""
 Metric = Literal["squad", "squad_v2", "triviaqa", "cmrc"]
 _LAYOUTS = "give JSON in the layout of SQuAD or TriviaQA"
 _KINDS = {str: "a text", list: "a list", dict: "an object", int: "a whole number"}
-
-
-# Records -----------------------------------------------------------------------------------------------------------------
-
-
-def read_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each record of a file, with its place, such as "line 3". Raises LineartimeError for what cannot be read."""
-    if file.suffix not in SUFFIXES:
-        raise ArgumentError("data", f"is {file}, but must be a file of records: {', '.join(SUFFIXES)}.")
-    with reporting_file_errors("read", file):
-        yield from {".jsonl": _json_lines, ".parquet": _parquet}.get(file.suffix, _csv)(file)
-
-
-def _json_lines(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with file.open("rb") as opened:
-        for number, line in enumerate(opened, 1):
-            if line.strip():
-                where = f"line {number:,}"
-                try:
-                    record = parse(line)
-                except ValueError as error:
-                    raise LineartimeError(f"{file} has {where} that cannot be read ({error}): correct it.") from None
-                if not isinstance(record, dict):
-                    raise LineartimeError(f"{file} has {where} that is {shown(record)}, but it must be an object.")
-                yield where, record
-
-
-def _csv(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    csv.field_size_limit(2**31 - 1)  # of the whole process; a text may be a book
-    tabs: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {}
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as opened:
-            rows = csv.DictReader(opened, strict=True, **tabs)
-            for record in rows:
-                where = f"line {rows.line_num:,}"
-                if None in record or None in record.values():
-                    raise LineartimeError(f"{file} has {where} with another number of fields than line 1: correct it.")
-                yield where, record
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise LineartimeError(f"{file} is not CSV in UTF-8 ({first_line(error)}): correct it.") from None
-
-
-def _parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(file) as table:
-            records = (record for batch in table.iter_batches(batch_size=64) for record in batch.to_pylist())
-            for number, record in enumerate(records, 1):
-                yield f"row {number:,}", record
-    except pyarrow.ArrowException as error:
-        raise LineartimeError(f"{file} is damaged or not Parquet ({first_line(error)}): fetch it again.") from None
 
 
 def _one_of_each_split(folder: Path, suffixes: Sequence[str], example: str) -> dict[Split, Path]:
@@ -125,7 +71,7 @@ class LabelledFile:
 
     def __iter__(self) -> Iterator[Labelled]:
         text, second, label = self.columns
-        for number, (place, record) in enumerate(read_records(self.file)):
+        for number, (place, record) in enumerate(read_records(SourceFile(self.file, text))):
             if self.held_out in (None, number % HELD_OUT_EVERY == 0):
                 where = f"{self.file}, {place},"
                 for option, column in (("text_column", text), ("pair_column", second), ("label_column", label)):
@@ -147,7 +93,7 @@ def find_texts(data: Path, advanced: Advanced) -> dict[Split, LabelledFile]:
     columns = (advanced.text_column, advanced.pair_column, advanced.label_column)
     if data.is_file():
         return {"train": LabelledFile(data, columns, False), "validation": LabelledFile(data, columns, True)}
-    found = _one_of_each_split(data, SUFFIXES, "train.csv and validation.csv")
+    found = _one_of_each_split(data, RECORDS, "train.csv and validation.csv")
     return {split: LabelledFile(file, columns) for split, file in found.items()}
 
 
@@ -229,7 +175,7 @@ def read_questions(file: Path, held_out: bool | None = None) -> Iterator[Questio
     which `evidence` is. Raises LineartimeError if the file cannot be read, or a record of it is something else.
     """
     if file.suffix == ".jsonl":
-        for number, (where, record) in enumerate(read_records(file), 1):
+        for number, (where, record) in enumerate(read_records(SourceFile(file, "question")), 1):
             question, text = (_item(file, where, record, name, str) for name in ("question", "context"))
             yield Question(str(record.get("id", number)), question, text, where=where)
         return
