@@ -99,7 +99,8 @@ def _generate(options: GenerateOptions, prompt: str, device: "torch.device") -> 
     if options.max_tokens:  # checks all arguments, before the slow part
         generate_text(model, tokenizer, prompt, options.max_tokens, sampling, options.stop, state)
     if options.save_state is not None:
-        after = read_prompt(model, prompt_ids(tokenizer, prompt, state), state)
+        with Progress("reading the prompt"):
+            after = read_prompt(model, prompt_ids(tokenizer, prompt, state), state)
         save_state(model, after, options.save_state)
         written = size(options.save_state.stat().st_size)
         notes.append(f"{options.save_state}: the state after {after.position:,} tokens, {written}")

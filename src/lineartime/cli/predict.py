@@ -31,8 +31,10 @@ class PredictOptions:
 
 def run(options: PredictOptions) -> None:
     """Answer or label the inputs, and print how many there were."""
+    from lineartime.data.progress import Progress
     from lineartime.finetuning.predict import predict
 
     given = {name: getattr(options, name) for name in ("resume", "batch_size", "device", "precision")}
-    count = predict(options.run, options.file, options.out, **given)
+    with Progress(f"reading {options.file}"):
+        count = predict(options.run, options.file, options.out, **given)
     print(f"{options.out}: {count:,} predictions")

@@ -47,8 +47,5 @@ def run(options: TokenizeOptions) -> None:
         partial.write_text(tokenizer.to_json(), encoding="utf-8")
     print(f"{options.out}: {options.kind} of {tokenizer.vocab_size:,} tokens, from {corpus.name}")
     if tokenizer.vocab_size < options.vocab_size:
-        print(
-            f"The tokenizer has {tokenizer.vocab_size:,} tokens instead of {options.vocab_size:,}, because the text is too "
-            "short for more: use it as it is, or give more text (--data, --max-bytes).",
-            file=SCREEN,
-        )
+        found = f"The tokenizer has {tokenizer.vocab_size:,} tokens instead of {options.vocab_size:,}, because the text is too "
+        print(f"{found}short for more: use it as it is, or give more text (--data, --max-bytes).", file=SCREEN)

@@ -54,6 +54,12 @@ class LocalCorpus:
         """The paths, sizes and modification times of the files."""
         return "\n".join(part.identity() for part in self._parts(split))
 
+    def size(self, split: Split) -> int | None:
+        """About the bytes of a split; None for records and compressed files, which hold more or less than their text."""
+        parts = self._parts(split)
+        known = all(part.is_text and not part.file.is_compressed for part in parts)
+        return round(sum(part.file.version[0] * part.share for part in parts)) if known else None
+
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """The documents of a split, file by file."""
         for part in self._parts(split):
@@ -118,6 +124,12 @@ class Corpus:
     def identity(self, split: Split) -> str:
         """A string that changes when the text of the split does, computed without reading the text. Raises as `having`."""
         return "\n".join(source.identity(split) for source in self.having(split))
+
+    def size(self, split: Split) -> int | None:
+        """About the bytes of a split, for a bar; None if they are unknown."""
+        there = [each for each in self.sources if split == "all" or each.describe(split)]
+        sizes = [size for each in there if isinstance(each, LocalCorpus) and (size := each.size(split)) is not None]
+        return sum(sizes) if len(sizes) == len(there) else None
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """Yield the documents of a split in order, each as blocks of text; an empty document has no blocks.

@@ -52,6 +52,11 @@ class FilePart:
         """Whether the file is a single document, rather than one per record. Raises as `file_format`."""
         return file_format(self.file) == "text"
 
+    @property
+    def share(self) -> float:
+        """About the share of the file that is read."""
+        return sum(SHARES[split] for split in self.splits) or 1.0
+
     def identity(self) -> str:
         """A string that changes when the file does, or when it is read in another way."""
         splits, file = "+".join(self.splits), self.file
@@ -206,7 +211,7 @@ def _stated(root: Path, parts: Iterable[FilePart]) -> dict[FilePart, Split | Non
     """The split that each file states by its path below `root`, without those that describe the others."""
     paths = {part: part.path.relative_to(root) if part.path != root else PurePath(root.name) for part in parts}
     stated = {part: split_of_path(path) for part, path in paths.items()}
-    return {part: split for part, split in stated.items() if split or not has_no_text(part.path.name)}
+    return {part: split for part, split in stated.items() if split or not _NO_TEXT.match(part.path.name)}
 
 
 def side_files(root: Path, parts: Sequence[FilePart]) -> set[FilePart]:
@@ -258,11 +263,6 @@ def own_split(path: Path) -> Split | None:
     """The split that the name of a file states, or that of a folder as a whole."""
     name = path.absolute().name
     return named_split(name) if path.is_file() or _WORDS.fullmatch(name) else None
-
-
-def has_no_text(name: str) -> bool:
-    """Whether a file describes the others, like a README."""
-    return bool(_NO_TEXT.match(name))
 
 
 def completed(named: Files) -> Files:
@@ -321,7 +321,7 @@ def describe_parts(parts: Iterable[FilePart]) -> str:
     """Describe parts in a few words: "5% of text.txt", "120 files (a.txt, b.txt, ...)"."""
     shares: dict[Path, float] = {}
     for part in parts:
-        shares[part.path] = shares.get(part.path, 0.0) + (sum(SHARES[split] for split in part.splits) or 1.0)
+        shares[part.path] = shares.get(part.path, 0.0) + part.share
     groups: dict[float, list[str]] = {}
     for path, share in shares.items():
         groups.setdefault(round(share, 2), []).append(path.name)
@@ -389,7 +389,7 @@ class FilesOfText:
                 parts = self._texts(path, [file for file in sorted(self._chosen(path, path)) if file.stat().st_size])
                 parts = self._without_side_files(path, parts)
             elif path.is_file():
-                parts = [self._part(path)] if path.stat().st_size else []
+                parts = [FilePart(SourceFile(path, self.column))] if path.stat().st_size else []
             else:
                 raise ArgumentError("data", f"is {path}, which is neither a file nor a folder: write the text to a file.")
         except OSError as error:
@@ -406,9 +406,6 @@ class FilesOfText:
             for pattern in patterns
             if pattern not in self.matched
         ]
-
-    def _part(self, path: Path) -> FilePart:
-        return FilePart(SourceFile(path, self.column))
 
     def _no_text(self, path: Path) -> ArgumentError:
         left = f" ({' '.join(self.notes).rstrip('.')})" if self.notes else ""
@@ -440,13 +437,13 @@ class FilesOfText:
         """The files that are text. Raises ArgumentError if most bytes are not."""
         unread = [path for path in paths if _is_binary(path)]
         kept = [path for path in paths if path not in unread]
-        texts = [path for path in kept if not has_no_text(path.name)] or kept
+        texts = [path for path in kept if not _NO_TEXT.match(path.name)] or kept
         if kept and _bytes(unread) > _bytes(texts):
             found = f"is {folder}, most of which is binary, such as {_names(folder, unread)}: give text, or choose files by "
             raise ArgumentError("data", found, "`include`.")
         if unread:
             self.notes.append(f"Left out of {folder}, because binary files are not read: {_names(folder, unread)}.")
-        return [self._part(path) for path in kept]
+        return [FilePart(SourceFile(path, self.column)) for path in kept]
 
     def _without_side_files(self, folder: Path, parts: list[FilePart]) -> list[FilePart]:
         if left_out := side_files(folder, parts):

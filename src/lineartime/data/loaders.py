@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -64,11 +65,6 @@ class Rows:
             rows = range(first + group, first + self.per_step, groups)
             batches += [list(rows[start : start + self.at_once]) for start in range(0, len(rows), self.at_once)]
         return batches
-
-
-def in_order(batches: list[list[int]]) -> list[int]:
-    """The rows of all micro-batches, in the order in which text is read."""
-    return sorted(row for rows in batches for row in rows)
 
 
 class Loader(Protocol):
@@ -148,7 +144,7 @@ class CachedLoader:
         """The micro-batches of the next step."""
         length = self._context_length + 1
         numbers = self._rows.of_step(self._rows_read)
-        starts = {row: self._start(row) for row in in_order(numbers)}
+        starts = {row: self._start(row) for row in sorted(chain(*numbers))}
 
         def windows(rows: list[int]) -> Tensor:
             return torch.stack([read_window(self._stream, starts[row], length) for row in rows])
@@ -275,7 +271,7 @@ class StreamingLoader:
     def next_step(self) -> list[Batch]:
         """The micro-batches of the next step."""
         numbers = self._rows.of_step(self._rows_read)
-        windows = {row: self._window() for row in in_order(numbers)}
+        windows = {row: self._window() for row in sorted(chain(*numbers))}
         batches = [self._make(torch.from_numpy(np.stack([windows[row] for row in rows])), rows) for rows in numbers]
         self._rows_read += self._rows.per_step
         return batches

@@ -1,16 +1,16 @@
-"""Progress of work that takes seconds or hours: a bar after the first second, or a line without a terminal."""
+"""Progress of work that takes seconds or hours: a bar after the first second, or without a terminal a line now and then."""
 
 import threading
 
 from rich.console import Console
 from rich.filesize import decimal
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
-from rich.progress import ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from lineartime.screen import SCREEN
 
-_PATIENCE = 1.0  # seconds before anything is shown
+_PATIENCE, _PAUSE = 1.0, 20.0  # seconds before anything is shown, and between lines
 
 
 class _Counted(ProgressColumn):
@@ -31,29 +31,37 @@ class Progress:
     """
 
     def __init__(self, description: str, total: int | None = None) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), _Counted(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}", markup=False), _Counted(), BarColumn(20), TimeElapsedColumn())
         self._bar = Bar(*columns, console=Console(file=SCREEN), transient=True)
-        self._task = self._bar.add_task(description, total=total)
-        self._description = description
-        self._timer = threading.Timer(_PATIENCE, self._appear)
-        self._timer.daemon = True
+        self._bar.add_task(description, total=total)
+        self._task = self._bar.tasks[0]
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
 
     def __enter__(self) -> "Progress":
-        self._timer.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        self._timer.join()
+        self._done.set()
+        self._thread.join()
         if self._bar.live.is_started:
             self._bar.stop()
 
     def advance(self, count: int) -> None:
         """Add `count` to what is done."""
-        self._bar.advance(self._task, count)
+        self._bar.advance(self._task.id, count)
 
-    def _appear(self) -> None:
-        if SCREEN.isatty():
-            self._bar.start()
-        else:
-            print(f"{self._description} ...", file=SCREEN, flush=True)
+    def begin(self, description: str) -> None:
+        """Go on to something of which nothing is counted."""
+        self._task.description, self._task.total, self._task.completed = description, None, 0
+
+    def _show(self) -> None:
+        pause = _PATIENCE
+        while not self._done.wait(pause):
+            if SCREEN.isatty():
+                return self._bar.start()
+            numbers = f" {_Counted().render(self._task)} after {self._task.elapsed:.0f} s" if pause == _PAUSE else ""
+            print(f"{self._task.description} ...{numbers}", file=SCREEN, flush=True)
+            pause = _PAUSE
+        return None

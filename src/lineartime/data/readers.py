@@ -62,16 +62,10 @@ class SourceFile:
         return self.path.suffix.lower() in COMPRESSED
 
     @property
-    def named_suffix(self) -> str:
-        """The suffix of the format by the file's own name, without that of its compression."""
-        name = Path(self.path.stem) if self.is_compressed else self.path
-        return name.suffix.lower()
-
-    @property
     def format_suffix(self) -> str:
-        """The suffix of the format; for a .zip, that of the file in it, if it is one of records."""
+        """The suffix of the format, without that of a compression; for a .zip, of the file in it, if that is one of records."""
         member = _member_suffix(self.path, self.version) if self.path.suffix.lower() == ".zip" else ""
-        return member if member in RECORDS else self.named_suffix
+        return member if member in RECORDS else Path(self.path.stem if self.is_compressed else self.path).suffix.lower()
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:

@@ -140,7 +140,7 @@ class ShardWriter:
         self._close_shard()
 
     def add(self, documents: Iterable[Iterator[str]], max_tokens: int | None, advance: Callable[[int], None]) -> None:
-        """Encode and write documents, up to `max_tokens` in total, and call `advance` with the characters of each part.
+        """Encode and write documents, up to `max_tokens` in total, and call `advance` with the bytes of each part.
 
         If only the first `max_tokens` are wanted, little is encoded at once: a token is seldom longer than 8 characters.
         """
@@ -156,9 +156,8 @@ class ShardWriter:
                 if max_tokens is not None and self.n_tokens + len(ids) > max_tokens:
                     ids = ids[: max_tokens - self.n_tokens]
                     text = self._tokenizer.beginning(part.around, part.left.before + len(ids))[part.left.end :]
-                self._count(text)
+                advance(self._count(text))
                 self._write(ids.astype(self._dtype))
-                advance(len(text))
             if max_tokens is not None and self.n_tokens >= max_tokens:
                 return
 
@@ -177,13 +176,15 @@ class ShardWriter:
         )
         (self._folder / FACTS).write_text(json.dumps(vars(facts), indent=1))
 
-    def _count(self, text: str) -> None:
-        """Count bytes and words; a word may continue in the next text of the document."""
-        self._n_bytes += len(text.encode())
+    def _count(self, text: str) -> int:
+        """Count bytes, which are returned, and words; a word may continue in the next text of the document."""
+        size = len(text.encode())
+        self._n_bytes += size
         words = len(text.split())
         self._n_words += words - (self._in_word and words > 0 and not text[0].isspace())
         if text:
             self._in_word = not text[-1].isspace()
+        return size
 
     def _write(self, tokens: Integers) -> None:
         while len(tokens):
@@ -351,7 +352,8 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max
             shutil.rmtree(folder)
         partial.mkdir()
         try:
-            with Progress(f"encoding {corpus.name}, {split}") as progress, ShardWriter(partial, tokenizer) as writer:
+            total = corpus.size(split) if max_tokens is None else None
+            with Progress(f"encoding {corpus.name}, {split}", total) as progress, ShardWriter(partial, tokenizer) as writer:
                 writer.add(corpus.documents(split), max_tokens, progress.advance)
             writer.finish()
             try:

@@ -62,8 +62,9 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
     require_packages("tokenizers", extra="tokenizers", purpose="Training a tokenizer")
     import tokenizers
 
-    with Progress(f"reading {corpus.name}") as progress:
-        texts = _texts(corpus, TRAINING_BYTES[kind] if max_bytes is None else max_bytes, progress)
+    limit, size = TRAINING_BYTES[kind] if max_bytes is None else max_bytes, corpus.size("train")
+    with Progress(f"reading {corpus.name}", None if size is None else min(limit, size)) as progress:
+        texts = _texts(corpus, limit, progress)
         first = next(texts, None)
         if first is None:
             raise no_text(f"the train split of {corpus.name}")
@@ -92,7 +93,8 @@ def _texts(corpus: Corpus, limit: int, progress: Progress) -> Iterator[str]:
         progress.advance(size)
         limit -= size
         if limit <= 0:
-            return
+            break
+    progress.begin(f"training a tokenizer on {corpus.name}")
 
 
 def _whole_lines(blocks: Iterator[str]) -> Iterator[str]:
