@@ -44,10 +44,23 @@ def test_fastest_decay_that_a_chunk_allows_is_finite_in_float32() -> None:
     x = drawn(40, per_feature=True, delta=True)
     x = x._replace(g=torch.full_like(x.g, -LONGEST_DECAY / 16).detach().requires_grad_())
     single = x.map(lambda each: each.detach().float().requires_grad_())
-    out, _ = recurrence(single, torch.zeros(KEY, VALUE), chunk_size=16)
-    torch.testing.assert_close(out.double(), recurrence_oracle(x), atol=1e-4, rtol=1e-4)
-    for gradient in torch.autograd.grad(out.sum(), [single.q, single.k, single.v, single.g]):
-        assert gradient.isfinite().all()
+    out, expected = recurrence(single, torch.zeros(KEY, VALUE), chunk_size=16)[0], recurrence_oracle(x)
+    torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
+    for name, scale in product("qkvg", (1.0, 1e-8)):  # of a mean over many tokens, gradients are small
+        found, wanted = (
+            torch.autograd.grad(each.sum() * scale, getattr(of, name), retain_graph=True)[0].double() / scale
+            for each, of in ((out, single), (expected, x))
+        )
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("per_feature", "delta"), list(product([False, True], repeat=2)))
+def test_later_tokens_of_a_chunk_do_not_change_the_rounding_of_earlier_ones(per_feature: bool, delta: bool) -> None:
+    first = drawn(40, per_feature, delta).map(lambda each: each.detach().float())
+    later = first.map(lambda each: torch.cat([each[:19], 3 * each[19:]]))
+    out, other = (recurrence(x, torch.zeros(KEY, VALUE), chunk_size=16)[0] for x in (first, later))
+    assert torch.equal(out[:19], other[:19])
+    assert not torch.equal(out[19:], other[19:])
 
 
 @pytest.mark.parametrize("per_feature", [False, True])

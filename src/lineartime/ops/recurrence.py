@@ -17,7 +17,8 @@ Sources: "Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.064
 Transformers" (arXiv 2312.06635), for decays.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -78,18 +79,21 @@ def recurrence(x: Tokens, state: Tensor, *, chunk_size: int) -> tuple[Tensor, Te
     spare = -length % size
     q, k, v, g, a, b = x.accumulated().map(lambda each: F.pad(each, (0, 0, 0, spare)).unflatten(-2, (-1, size)))
     through = g.cumsum(-2)
-    whole = through[..., -1:, :]
-    reads = q * through.exp()
-    within = products(q, k, through, through).tril() @ v
+    whole, reads = through[..., -1:, :], q * through.exp()
+    rows, columns, before = [(q, through, reads)], [k], through - g
+    if a is not None and b is not None:
+        rows, columns = [*rows, (b, before, b * before.exp())], [k, a]
+    of_stored, *of_others = products(rows, columns, through)
+    within = of_stored.tril() @ v
     added = (k * (whole - through).exp()).mT @ v
     moved = None
     if a is not None and b is not None:
-        before = through - g
-        right = torch.cat([(b * before.exp()).expand(*v.shape[:-1], -1), products(b, k, before, through).tril(-1) @ v], -1)
+        of_moved, stored, once_more = of_others
+        right = torch.cat([rows[1][2].expand(*v.shape[:-1], -1), stored.tril(-1) @ v], -1)
         unit = torch.eye(size, dtype=v.dtype, device=v.device)
-        solved = torch.linalg.solve_triangular(unit - products(b, a, before, through).tril(-1), right, upper=False)
+        solved = torch.linalg.solve_triangular(unit - once_more.tril(-1), right, upper=False)
         of_state, own = solved.split([q.shape[-1], v.shape[-1]], -1)
-        of_moved = products(q, a, through, through).tril()
+        of_moved = of_moved.tril()
         reads, within = reads + of_moved @ of_state, within + of_moved @ own
         to_end = (a * (whole - through).exp()).mT
         added, moved = added + to_end @ own, to_end @ of_state
@@ -103,12 +107,18 @@ def recurrence(x: Tokens, state: Tensor, *, chunk_size: int) -> tuple[Tensor, Te
     return out.flatten(-3, -2)[..., :length, :], state
 
 
-def products(x: Tensor, y: Tensor, of_x: Tensor, of_y: Tensor) -> Tensor:
-    """x[i]^T diag(exp(of_x[i] - of_y[j])) y[j], where that decays; elsewhere any number: [..., C, s] each -> [..., C, C]."""
-    if of_x.shape[-1] == 1:
-        return (x @ y.mT) * (of_x - of_y.mT).clamp(max=0).exp()
-    middle = of_y[..., of_y.shape[-2] // 2, None, :]
-    return (x * (of_x - middle).exp()) @ (y * (middle - of_y).exp()).mT
+def products(rows: Sequence[tuple[Tensor, Tensor, Tensor]], columns: Sequence[Tensor], of_y: Tensor) -> list[Tensor]:
+    """x[i]^T diag(exp(of_x[i] - of_y[j])) y[j], where that decays; elsewhere any number: [..., C, s] each -> [..., C, C].
+
+    For each x, of_x and x exp(of_x) of the rows and each y of the columns. Decays of features are taken relative to the start
+    of the chunk, so that no row depends on later tokens.
+    """
+    if of_y.shape[-1] == 1:
+        return [(x @ y.mT) * (of_x - of_y.mT).clamp(max=0).exp() for x, of_x, _ in rows for y in columns]
+    middle = math.exp(LONGEST_DECAY / 2)  # both factors, and their gradients, are far from the smallest and the largest numbers
+    to_middle, lefts = of_y.exp() * middle, [decayed * middle for _, _, decayed in rows]
+    rights = [(y / to_middle).mT for y in columns]
+    return [left @ right for left in lefts for right in rights]
 
 
 def recurrence_step(x: Tokens, state: Tensor) -> Tensor:
