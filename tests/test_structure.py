@@ -171,10 +171,10 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 35520,
+    "all source": 35490,
     "all tests": 24170,
-    "baselines": 3840,
-    "bench": 1050,
+    "baselines": 3830,
+    "bench": 1040,
     "checkpoint": 720,
     "cli": 1470,
     "data": 3150,
@@ -182,15 +182,15 @@ BUDGETS: dict[str, int] = {
     "experiments": 2970,
     "finetuning": 1440,
     "foreign": 910,
-    "generation": 870,
+    "generation": 880,
     "ground": 1470,
     "hf": 1530,
     "inspection": 330,
     "layers": 2230,
-    "models": 3020,
+    "models": 3010,
     "ops": 5590,
     "runs": 1110,
-    "top": 930,
+    "top": 940,
     "training": 2360,
 }
 

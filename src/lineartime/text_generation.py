@@ -13,6 +13,7 @@ from lineartime.data.tokenizers import MASK_TEXT, Tokenizer, check_vocabulary, e
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_type
 from lineartime.generation import PromptState, Sampling, generate, generate_batch
+from lineartime.generation.decoding import likeliest
 from lineartime.generation.prompts import LAST
 from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM, are_finite, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
@@ -217,7 +218,8 @@ def fill_mask(model: MaskedLM, tokenizer: Tokenizer, text: str, top: int = 5) ->
         hidden = model.backbone(torch.tensor([ids], device=device))[0, places]
         logits = model.logits(hidden).float()  # [M, V]
     check_finite_logits(bool(are_finite(logits).all()))
-    values, tokens = logits.softmax(-1).topk(min(top, known.vocab_size), dim=-1)
+    tokens = likeliest(logits, min(top, known.vocab_size))
+    values = logits.softmax(-1).gather(-1, tokens)
     return [
         [Candidate(token, tokenizer.show(token), value) for token, value in zip(ids, chances, strict=True)]
         for ids, chances in zip(tokens.tolist(), values.tolist(), strict=True)

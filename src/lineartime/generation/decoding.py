@@ -130,25 +130,34 @@ def _picked(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
 def _ranked(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
     """The probabilities of the likeliest tokens, enough for top_p, in descending order, and these tokens: both [B, n].
 
-    If no ranking is needed, the probabilities of all tokens in order, and None.
+    Equal logits rank by id. If no ranking is needed, the probabilities of all tokens in order, and None.
     """
     # Relative to the largest logit, so that no temperature overflows; a GPU multiplies by the inverse, which must be finite.
     temperature = max(sampling.temperature, torch.finfo(logits.dtype).tiny)
     scores = (logits - logits.amax(-1, keepdim=True)) / temperature
     if sampling.top_k:
-        ranked, tokens = scores.topk(min(sampling.top_k, scores.shape[-1]))
-        return ranked.softmax(-1), tokens
+        tokens = likeliest(logits, min(sampling.top_k, logits.shape[-1]))
+        return scores.gather(-1, tokens).softmax(-1), tokens
     probabilities = scores.softmax(-1)
     if logits.device.type == "cpu" and not is_traced():  # what depends on values would make a GPU and a graph wait
         if sampling.top_p == 1:
             return probabilities, None
         head = HEAD
         while 4 * head < probabilities.shape[-1]:
-            ranked, tokens = probabilities.topk(head)
+            tokens = likeliest(logits, head)
+            ranked = probabilities.gather(-1, tokens)
             if bool((ranked.sum(-1, dtype=torch.float64) >= sampling.top_p).all()):
                 return ranked, tokens
             head *= 8
-    return probabilities.sort(-1, descending=True)
+    tokens = logits.argsort(dim=-1, descending=True, stable=True)
+    return probabilities.gather(-1, tokens), tokens
+
+
+def likeliest(logits: Tensor, count: int) -> Tensor:
+    """The tokens of the largest logits in descending order, float32 [..., V] -> int64 [..., count]; equal ones rank by id."""
+    bits = (logits + 0.0).view(torch.int32)  # of -0, which equals 0, that of 0
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # as the logits are
+    return ((ordered << 32) - torch.arange(logits.shape[-1], device=logits.device)).topk(count).indices
 
 
 def continuing(model: CausalLM, state: ModelState) -> Callable[[Tensor], Tensor]:

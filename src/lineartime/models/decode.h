@@ -204,7 +204,7 @@ struct Sampling {
 // `pick` of generation/decoding.py for a row of logits.
 template <class T>
 int64_t pick(const T* logits, int64_t n, double uniform, const Sampling& sampling) {
-  typedef std::pair<float, int64_t> Token;
+  typedef std::pair<float, int64_t> Token;  // a logit and an id: equal logits rank by id
   const auto less_likely = [](const Token& x, const Token& y) {
     return x.first < y.first || (x.first == y.first && x.second > y.second);
   };
@@ -221,14 +221,18 @@ int64_t pick(const T* logits, int64_t n, double uniform, const Sampling& samplin
 
   const float temperature = std::max(float(sampling.temperature), std::numeric_limits<float>::min());
   std::vector<Token> tokens(n);
-  for (int64_t i = 0; i < n; ++i) tokens[i] = {std::exp((float(load(logits[i])) - most) / temperature), i};
+  std::vector<float> shares(n);  // probabilities but for a factor
+  for (int64_t i = 0; i < n; ++i) {
+    tokens[i] = {float(load(logits[i])), i};
+    shares[i] = std::exp((tokens[i].first - most) / temperature);
+  }
   if (sampling.top_k > 0 && sampling.top_k < n) {
     const auto end = tokens.begin() + sampling.top_k;
     std::nth_element(tokens.begin(), end, tokens.end(), [&](const Token& x, const Token& y) { return less_likely(y, x); });
     tokens.resize(sampling.top_k);
   }
   double total = 0;
-  for (const Token& token : tokens) total += token.first;
+  for (const Token& token : tokens) total += shares[token.second];
   const bool ranked = sampling.top_k > 0 || sampling.top_p < 1;
   // Tokens below `least` have a probability of zero or, together, less than what top_p leaves out by more than rounding.
   const float scale = float(1 / total), enough = float(sampling.min_p) * scale;
@@ -236,8 +240,7 @@ int64_t pick(const T* logits, int64_t n, double uniform, const Sampling& samplin
   const float least = std::max(enough, float(unneeded));
   size_t kept = 0;
   for (const Token& token : tokens) {
-    const float probability = token.first * scale;
-    if (probability >= least) tokens[kept++] = {probability, token.second};
+    if (shares[token.second] * scale >= least) tokens[kept++] = token;
   }
   tokens.resize(kept);
   if (ranked) std::make_heap(tokens.begin(), tokens.end(), less_likely);
@@ -249,7 +252,7 @@ int64_t pick(const T* logits, int64_t n, double uniform, const Sampling& samplin
     if (ranked) std::pop_heap(tokens.begin(), tokens.end() - i, less_likely);
     const Token& token = ranked ? tokens[kept - 1 - i] : tokens[i];
     if (sampling.top_p < 1 && i > 0 && !(sum < sampling.top_p)) break;
-    sum += token.first;
+    sum += shares[token.second] * scale;
     sums.emplace_back(sum, token.second);
   }
   const double reached = std::min(uniform * sum, std::nextafter(sum, 0.0));
