@@ -171,10 +171,10 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 35490,
+    "all source": 35500,
     "all tests": 24170,
     "baselines": 3830,
-    "bench": 1040,
+    "bench": 1050,
     "checkpoint": 720,
     "cli": 1470,
     "data": 3150,

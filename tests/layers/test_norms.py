@@ -4,19 +4,11 @@ import torch
 from lineartime.layers import RMSNorm, ScaleNorm
 
 
-def test_scalenorm_divides_by_the_root_mean_square() -> None:
-    x = torch.tensor([[3.0, 4.0]])
-    norm = ScaleNorm()
-    torch.testing.assert_close(norm(x), x / (12.5 + 1e-5) ** 0.5)
-    assert sum(p.numel() for p in norm.parameters()) == 1
-
-
-def test_rmsnorm_scales_each_feature() -> None:
-    norm = RMSNorm(2)
-    with torch.no_grad():
-        norm.weight.copy_(torch.tensor([1.0, 2.0]))
-    x = torch.tensor([[3.0, 4.0]])
-    torch.testing.assert_close(norm(x), x / (12.5 + 1e-5) ** 0.5 * torch.tensor([1.0, 2.0]))
+@pytest.mark.parametrize(("norm", "scale"), [(ScaleNorm(), [1.0]), (RMSNorm(2), [1.0, 2.0])])
+def test_norm_divides_by_the_root_mean_square_and_scales(norm: torch.nn.Module, scale: list[float]) -> None:
+    x, by = torch.tensor([[3.0, 4.0]]), torch.tensor(scale)
+    norm.load_state_dict({name: by.reshape(value.shape) for name, value in norm.state_dict().items()})
+    torch.testing.assert_close(norm(x), x / (12.5 + 1e-5) ** 0.5 * by)
 
 
 @pytest.mark.parametrize("norm", [ScaleNorm(), RMSNorm(8)])

@@ -6,7 +6,7 @@ import lineartime
 from lineartime.errors import ArgumentError
 from lineartime.models import cost as costs
 from lineartime.models.cost import cost, count_parameters, stream_bytes
-from lineartime.models.presets import presets, resolve
+from lineartime.models.presets import resolve
 
 
 def test_operations_are_those_of_the_matrix_products() -> None:
@@ -52,10 +52,6 @@ def test_token_shift_costs_half_a_token_of_state_and_nothing_else() -> None:
     plain, shifted = (cost(resolve("flash-tiny", token_shift=token_shift), 300) for token_shift in (False, True))
     assert plain.state_bytes is not None
     assert shifted == plain._replace(state_bytes=plain.state_bytes + 8 * 128 * 4)  # blocks x half of d x float32
-
-
-def test_system_that_does_not_stream_has_no_state() -> None:
-    assert cost(presets("mlm")["linformer-tiny"], 64).state_bytes is None
 
 
 @pytest.mark.parametrize("preset", ["flash-tiny", "transformer-tiny", "gau-multi-head-tiny"])

@@ -135,13 +135,7 @@ class Reformer(MultiHeadMixer):
     n_maps = 2
 
     def __init__(
-        self,
-        d_model: int,
-        *,
-        n_buckets: int = 8,
-        n_rounds: int = 2,
-        chunk_size: int = 64,
-        **options: Unpack[HeadOptions],
+        self, d_model: int, *, n_buckets: int = 8, n_rounds: int = 2, chunk_size: int = 64, **options: Unpack[HeadOptions]
     ) -> None:
         super().__init__(d_model, **options)
         check_positive(n_buckets=n_buckets, n_rounds=n_rounds, chunk_size=chunk_size)

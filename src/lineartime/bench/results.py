@@ -231,14 +231,15 @@ def draw_plots(results: Results) -> list[Path]:
     batches = [found for found in results.finished if found.measure != "decode"]
     figures = {
         "latency": _by_length(batches, "tokens of context", "µs per token", lambda found: found.microseconds_per_token),
-        "memory": _by_length(batches, "tokens of context", "MB of a step, above the weights", _megabytes),
+        "memory": _by_length(
+            [found for found in batches if not found.problem],
+            "tokens of context",
+            "MB of a step, above the weights",
+            lambda found: None if found.peak_bytes is None else max(found.peak_bytes, 1) / 1e6,
+        ),
         "decode": _by_length(streams, "tokens read before", "ms per token", lambda found: found.milliseconds),
     }
     return [save_figure(figure, results.folder / f"{name}.png", 130) for name, figure in figures.items() if figure is not None]
-
-
-def _megabytes(found: Entry) -> float | None:
-    return max(found.peak_bytes, 1) / 1e6 if found.peak_bytes is not None and not found.problem else None
 
 
 def _by_length(entries: Sequence[Entry], x: str, y: str, value: Callable[[Entry], float | None]) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.bench.config import STREAMED, Dtype, Measure, Mode
 from lineartime.bench.measure import RewindingStep
@@ -23,7 +22,7 @@ from lineartime.generation.prompts import prefill_batch
 from lineartime.machine import autocast, shapes_only
 from lineartime.models.backbone import ModelState
 from lineartime.models.config import ModelConfig
-from lineartime.models.cost import cost
+from lineartime.models.cost import cost, forward_flops
 from lineartime.models.language_model import CausalLM, LanguageModel, build_model
 
 
@@ -198,11 +197,9 @@ def forward_flops_per_token(subject: Subject, length: int) -> float:
     """FLOPs per token of the matrix products in a forward pass over `length` tokens."""
     if not subject.is_peer:
         return cost(subject.config, length).flops_per_token
-    with warnings.catch_warnings(), shapes_only(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with warnings.catch_warnings(), shapes_only():
         warnings.simplefilter("ignore")
-        subject.build()(torch.zeros(1, length, dtype=torch.long))
-    flops: int = counter.get_total_flops()
-    return flops / length
+        return forward_flops(subject.build(), torch.zeros(1, length, dtype=torch.long)) / length
 
 
 def check_peer() -> None:

@@ -205,15 +205,10 @@ def _short_trials(plan: Plan, report: Report) -> str:
 def parameters_apart(report: Report) -> str:
     """A sentence about how far the numbers of parameters are apart, of systems that have a run."""
     rows = [row for setting in settings_with_results(report) for row in setting["rows"]]
-    far = sorted(
-        {
-            f"{row['name']} ({row['parameters_over_first']:+.2%})"
-            for row in rows
-            if abs(row["parameters_over_first"]) > TOLERANCE
-        }
-    )
+    apart = sorted({(row["name"], row["parameters_over_first"]) for row in rows})
+    far = [f"{name} ({over:+.2%})" for name, over in apart if abs(over) > TOLERANCE]
     if not far:
-        largest = max((abs(row["parameters_over_first"]) for row in rows), default=0.0)
+        largest = max((abs(over) for _, over in apart), default=0.0)
         return f"Checked: all are within 3 % of the first system's (the largest difference is {largest:.1%})."
     why = "as published" if report["scale"] == "paper" else "because a width is a whole number of features for each head"
     return f"**Not within 3 %** of the first system's, {why}: {', '.join(far)}."
@@ -282,7 +277,8 @@ def pairs_table(plan: Plan, report: Report) -> Iterator[str]:
     metric, _ = metric_of_report(plan)
     value = metric_of_test("", metric)
     unit = "bits/byte" if metric == "bits_per_byte" else "nats"
-    lines: list[dict[str, str]] = []
+    names = ("context", "from -> to", unit, "loss", "paper: perplexity")
+    lines: list[tuple[str, ...]] = []
     for setting, place in zip(report["settings"], plan.settings, strict=True) if plan.experiment.pairs else ():
         rows = {row["name"]: row for row in setting["rows"]}
         for name, (exact, approximate) in plan.experiment.pairs.items():
@@ -290,18 +286,13 @@ def pairs_table(plan: Plan, report: Report) -> Iterator[str]:
             both = [(value(first), value(second)) for first, second in zip(*runs, strict=False)]
             seeds = [(wanted, found) for wanted, found in both if wanted is not None and found is not None]
             if seeds:
-                lines.append(
-                    {
-                        "context": setting["name"],
-                        "from -> to": name,
-                        unit: _values([found - wanted for wanted, found in seeds], "+.4f"),
-                        "loss": _values([100 * (found / wanted - 1) for wanted, found in seeds], "+.2f", " %"),
-                        "paper: perplexity": cell(paper_cost(plan.experiment.paper_tables, name, place), "+.2f"),
-                    }
-                )
+                more = _values([found - wanted for wanted, found in seeds], "+.4f")
+                loss = _values([100 * (found / wanted - 1) for wanted, found in seeds], "+.2f", " %")
+                paper = cell(paper_cost(plan.experiment.paper_tables, name, place), "+.2f")
+                lines.append((setting["name"], name, more, loss, paper))
     if lines:
         yield "## What the approximation costs"
-        yield column_table({name: [line[name] for line in lines] for name in lines[0]}, left=2)
+        yield column_table(dict(zip(names, map(list, zip(*lines, strict=True)), strict=True)), left=2)
         yield APPROXIMATION
 
 

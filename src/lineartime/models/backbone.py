@@ -176,12 +176,7 @@ class Backbone(nn.Module):
         return ModelState(tuple(block.mixer.init_state(batch_size) for block in self.blocks))
 
     def extend(
-        self,
-        tokens: Tensor,
-        state: ModelState | None = None,
-        mask: Tensor | None = None,
-        *,
-        inputs: list[Tensor] | None = None,
+        self, tokens: Tensor, state: ModelState | None = None, mask: Tensor | None = None, *, inputs: list[Tensor] | None = None
     ) -> tuple[Tensor, ModelState]:
         """Continue streams, or begin them without a state: tokens as of `read` -> [B, N, d], and the state after them."""
         embedded = self.embed(tokens)

@@ -6,7 +6,7 @@ from itertools import cycle
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lineartime.choices import MAX_CONTEXT_LENGTH
 from lineartime.errors import ArgumentError
@@ -64,7 +64,7 @@ def cost(config: ModelConfig, context_length: int) -> Cost:
     if longest is not None and context_length > longest:
         raise ArgumentError("context_length", f"is {context_length}, but the model reads at most {longest} tokens.")
     ids = torch.zeros(1, context_length, dtype=torch.long, device="meta")
-    flops = _over_blocks(config, lambda model: _forward_flops(model, ids))
+    flops = _over_blocks(config, lambda model: forward_flops(model, ids))
     return Cost(count_parameters(config), flops / context_length, stream_bytes(config, context_length))
 
 
@@ -79,7 +79,8 @@ def stream_bytes(config: ModelConfig, context_length: int) -> int | None:
     return sum(own[mixer] * count for mixer, count in config.blocks_of.items())
 
 
-def _forward_flops(model: LanguageModel, ids: Tensor) -> int:
+def forward_flops(model: nn.Module, ids: Tensor) -> int:
+    """Operations in the matrix products of a forward pass, of a model and ids on the meta device."""
     from torch.utils.flop_counter import FlopCounterMode  # which takes a tenth of a second to import
 
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

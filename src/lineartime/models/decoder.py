@@ -132,14 +132,7 @@ class NativeDecoder:
         return out
 
     def draw(
-        self,
-        tokens: Tensor,
-        uniform: Tensor,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        min_p: float,
-        state: ModelState,
+        self, tokens: Tensor, uniform: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, state: ModelState
     ) -> Tensor:
         """Read a token of every stream, int64 [B], and draw the next ones, int64 [B], -1 where the logits are not finite.
 

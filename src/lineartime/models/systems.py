@@ -121,15 +121,9 @@ FLASH_NEXT = {"normalization": "paper", "initial_scores": "unit"}
 
 SYSTEMS: dict[str, System] = {
     "flash": System(FLASH, description="FLASH: gated units with mixed chunk attention"),
-    "flash-quad": System(
-        GAU,
-        scaled=GAU_START,
-        description="FLASH-Quad: gated units with quadratic attention (GAU)",
-    ),
+    "flash-quad": System(GAU, scaled=GAU_START, description="FLASH-Quad: gated units with quadratic attention (GAU)"),
     "flash-next": System(
-        FLASH,
-        options=FLASH_NEXT,
-        description="flash-next: FLASH with the published divisor, and scores that start near 1",
+        FLASH, options=FLASH_NEXT, description="flash-next: FLASH with the published divisor, and scores that start near 1"
     ),
     "flash-memory": System(
         FLASH,

@@ -54,8 +54,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= len(weight)))]
         if len(wrong):
             raise ArgumentError(
-                "targets",
-                f"holds {wrong[0]}, but must be from 0 to vocab_size - 1 = {len(weight) - 1}, or {IGNORED} for none.",
+                "targets", f"holds {wrong[0]}, but must be from 0 to vocab_size - 1 = {len(weight) - 1}, or {IGNORED} for none."
             )
     if under_transform():
         return _in_one_piece(hidden, weight, targets)

@@ -95,12 +95,7 @@ _fused = Fused(
 
 
 def _weigh(
-    inputs: Inputs,
-    q: Tensor,
-    k: Tensor,
-    queries: slice,
-    d_weights: Tensor | None = None,
-    d_bias: Tensor | None = None,
+    inputs: Inputs, q: Tensor, k: Tensor, queries: slice, d_weights: Tensor | None = None, d_bias: Tensor | None = None
 ) -> Tensor:
     """The weights: [b, Q, s] and [b, K, s] -> [b, Q, K], in the dtype of q; `queries` are the places of the queries.
 
