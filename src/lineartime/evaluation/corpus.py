@@ -28,8 +28,8 @@ from lineartime.models.language_model import CausalLM, LanguageModel, check_mode
 
 _Size = Annotated[int, Between(1, 2**40)]
 _CHANGED = (
-    "The held-out text has changed since the model was trained. If the text is split by file, it may have been trained on what "
-    "is measured here."
+    "The held-out text has changed since the model was trained. If the text is split by file, or was split by the numbers of "
+    "records, as earlier versions did, it may have been trained on what is measured here."
 )
 
 

@@ -230,7 +230,8 @@ class Trainer:
         if state.text != self.text.identity:
             raise LineartimeError(
                 f"The text of the run in {self.config.run_directory} has changed: it was {state.text}, and now it is "
-                f"{self.text.identity}; restore the old text, or start another run in another folder."
+                f"{self.text.identity}; restore the old text, or start another run in another folder. What an earlier version "
+                "began on records, and held out by their numbers, goes on with that version alone."
             )
         self.step, self.skipped, self._validation_loss = state.step, state.skipped, checkpoints.read_validation_loss(start)
         self.text.loader.restore(state.data.to_dict())
