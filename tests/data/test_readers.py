@@ -151,8 +151,8 @@ def test_a_tsv_file_knows_no_quotes_and_names_may_hold_separators(tmp_path: Path
         ("a.json", '[{"text": "a"},', r"a.json is not JSON \(.+\): correct it"),
         ("a.json", '{\n"text": "a"}\n{\n"text": "b"', r"a.json is not JSON \(.+\): correct it"),
         ("a.json", '{"text": {"0": "a", "1": "b"}}', r"a.json, line 1, has {'0': 'a', .* in \"text\" instead of a text"),
-        ("a.json", '{"name":\n"x"}', "text_column is text, but .*a.json, record 1, has the columns name: name the one"),
         ("a.csv", "id;body\n1;a\n", "has the columns id;body: name the one that holds the text"),
+        ("a.csv", "t\0e\0x\0t\0\n\0", r"a.csv, line 1, is not UTF-8 text \(byte 0x00 at offset 1\): .*iconv -f utf-16le"),
         ("a.csv", "text,id,text\na,1,b\n", "a.csv, line 1, names the column text twice: rename one, or leave the file out"),
         (
             "a.json",

@@ -287,10 +287,8 @@ def by_file_if_fair(root: Path, parts: Sequence[FilePart]) -> Files:
     if len(parts) < len(SPLITS):
         return within_files(parts)
     splits = by_file(root, parts)
-    total = sum(part.path.stat().st_size for part in parts)
-    fair = all(
-        sum(part.path.stat().st_size for part in splits[split]) <= 2 * SHARES[split] * total for split in ("validation", "test")
-    )
+    most = 2 * _bytes(part.path for part in parts)
+    fair = all(_bytes(part.path for part in splits[split]) <= most * SHARES[split] for split in ("validation", "test"))
     return splits if fair else within_files(parts)
 
 

@@ -60,8 +60,8 @@ class Progress:
         pause = _PATIENCE
         while not self._done.wait(pause):
             if SCREEN.isatty():
-                return self._bar.start()
+                self._bar.start()
+                break
             numbers = f" {_Counted().render(self._task)} after {self._task.elapsed:.0f} s" if pause == _PAUSE else ""
             print(f"{self._task.description} ...{numbers}", file=SCREEN, flush=True)
             pause = _PAUSE
-        return None

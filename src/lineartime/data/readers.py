@@ -248,7 +248,7 @@ def read_texts(file: SourceFile) -> Iterator[str]:
             wrong = f'has {text!r:.40} in "{column}" instead of a text'
         else:
             try:
-                text = (text or "").encode().decode()
+                (text or "").encode()
             except UnicodeEncodeError as error:
                 wrong = f"has an incomplete character in its text ({error.reason})"
         if wrong:
@@ -272,8 +272,9 @@ def read_records(file: SourceFile, columns: Collection[str] | None = None) -> It
         raise ArgumentError("data", f"is {file.path}, but must be a file of records: {', '.join(RECORDS)}.")
     for place, record in read(file, columns):
         if not isinstance(record, dict):
-            found = f"{file.path}, {place}, is {record!r:.40}, but must be an object"
-            raise LineartimeError(f"{found}: correct it, or leave it out.")
+            raise LineartimeError(
+                f"{file.path}, {place}, is {record!r:.40}, but must be an object: correct it, or leave it out."
+            )
         yield place, record
 
 
@@ -291,9 +292,9 @@ def _json(file: SourceFile, _: Collection[str] | None) -> Iterator[tuple[str, An
     """An array of objects or texts, or objects one after another."""
     with file.open() as stream:
         values = _values(str(file.path), stream.read(), 0)
-    is_array = len(values) == 1 and isinstance(values[0], list)
-    for number, value in enumerate(values[0] if is_array else values, 1):
-        yield f"record {number:,}", {file.column: value} if is_array and isinstance(value, str) else value
+    if len(values) == 1 and isinstance(values[0], list):
+        values = [{file.column: value} if isinstance(value, str) else value for value in values[0]]
+    yield from ((f"record {number:,}", value) for number, value in enumerate(values, 1))
 
 
 @lru_cache(maxsize=4096)
@@ -313,8 +314,7 @@ def _values(where: str, content: bytes, position: int) -> list[Any]:
         position, content = len(codecs.BOM_UTF8), content.removeprefix(codecs.BOM_UTF8)
     values: list[Any] = []
     try:
-        text, decoder = content.decode().strip(), json.JSONDecoder()
-        end = 0
+        text, decoder, end = content.decode().strip(), json.JSONDecoder(), 0
         while end < len(text) or not values:
             value, end = decoder.raw_decode(text, end)
             values.append(value)
@@ -332,6 +332,8 @@ def _csv(file: SourceFile, columns: Collection[str] | None) -> Iterator[tuple[st
     with file.open() as stream:
         lines = _lines(file, stream)
         header = next(lines, "").removeprefix("\ufeff")
+        if "\0" in header:  # UTF-16 without a mark
+            raise not_utf8(f"{file.path}, line 1,", header.encode(), header.index("\0"), header.index("\0"))
 
         def named(separator: str) -> list[str]:
             return [name.strip() for name in next(csv.reader([header], delimiter=separator), [])]
