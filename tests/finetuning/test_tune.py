@@ -18,6 +18,7 @@ from lineartime.finetuning.data import find_questions
 from lineartime.finetuning.predict import predict
 from lineartime.finetuning.tune import finetune, tuned_config, with_head
 from lineartime.hf.tasks import LineartimeForQuestionAnswering
+from lineartime.training.optimizers import matrices_of
 
 Configured = Callable[..., FinetuneConfig]
 Say = Callable[[str], None]
@@ -144,6 +145,15 @@ def test_a_smaller_chunk_keeps_the_biases_of_near_tokens(config: Configured, qui
     model = with_head(pretrained, advanced, LineartimeForQuestionAnswering, "QUESTION_ANS")
     ids = torch.randint(0, 256, (2, 8))
     torch.testing.assert_close(model.eval().model(ids).last_hidden_state, pretrained.eval().backbone(ids))
+
+
+def test_decay_is_that_of_matrices_as_in_training(config: Configured) -> None:
+    given = config()
+    model = with_head(lineartime.load(given.run), given.advanced, LineartimeForQuestionAnswering, "QUESTION_ANS")
+    groups = tune._optimizer(model, 1e-3, 0.5).param_groups
+    decayed = {id(each) for group in groups if group["weight_decay"] for each in group["params"]}
+    assert {name.rpartition(".")[2] for name, each in model.named_parameters() if id(each) in decayed} == {"weight"}
+    assert decayed == {id(each) for each in matrices_of(model)}
 
 
 def test_mistakes_are_named_and_leave_nothing(config: Configured, tmp_path: Path, quiet: Say) -> None:

@@ -34,6 +34,7 @@ from lineartime.hf.tokenizer import fast_tokenizer
 from lineartime.machine import choose_device, choose_precision
 from lineartime.models.config import LayerConfig, ModelConfig
 from lineartime.models.language_model import LanguageModel
+from lineartime.training.optimizers import matrices_of
 
 MODEL, PREDICTIONS, RESULT = "model", "predictions.json", "finetune.json"
 PAPER_CHUNK = 128
@@ -294,9 +295,10 @@ def _arguments(config: FinetuneConfig, metric: str, rate: float, folder: Path) -
 
 
 def _optimizer(model: nn.Module, rate: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW, whose weight decay leaves out biases and gains of norms. Each parameter is a group, as in saved states."""
+    """AdamW, which decays matrices alone, as in pre-training. Each parameter is a group, as in saved states."""
+    matrices = {id(each) for each in matrices_of(model)}
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    groups = [{"params": [each], "weight_decay": weight_decay if each.dim() > 1 else 0.0} for each in trained]
+    groups = [{"params": [each], "weight_decay": weight_decay if id(each) in matrices else 0.0} for each in trained]
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.999), eps=1e-6)
 
 
