@@ -171,8 +171,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 35500,
-    "all tests": 24170,
+    "all source": 35520,
+    "all tests": 24150,
     "baselines": 3830,
     "bench": 1050,
     "checkpoint": 720,
@@ -180,7 +180,7 @@ BUDGETS: dict[str, int] = {
     "data": 3150,
     "evaluation": 600,
     "experiments": 2970,
-    "finetuning": 1440,
+    "finetuning": 1460,
     "foreign": 910,
     "generation": 880,
     "ground": 1470,

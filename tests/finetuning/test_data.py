@@ -20,16 +20,23 @@ def ask(answer: str, start: Any, key: str = "k") -> dict[str, Any]:
 
 def test_no_article_is_in_both_parts_of_a_file(questions: Path) -> None:
     found = find_questions(questions)
-    keys = {split: {each.key for each in part} for split, part in found.items()}
-    assert keys["validation"] == {f"q{place}" for place in range(6)}
-    assert keys["train"] == {f"q{place}" for place in range(6, 30)}
+    keys = {split: {each.id for each in part} for split, part in found.items()}
+    assert keys["validation"] == {f"q{place}" for place in range(18, 24)}  # by a hash, in any order of the file
+    assert keys["train"] == {f"q{place}" for place in range(30)} - keys["validation"]
 
 
-def test_an_answer_is_where_its_text_is(tmp_path: Path) -> None:
-    file = tmp_path / "train.json"
-    file.write_text(json.dumps(squad(ask("one", 7), ask("one", 0), ask("lost", 3))))
+def test_an_answer_is_where_its_file_says_or_a_whole_word(tmp_path: Path) -> None:
+    file, text = tmp_path / "train.json", "none one two one, 光荣和光"
+    asked = [("one", 11), ("one", "5"), ("one", 1), ("one", None), ("wo", 10), ("two", -1), ("on", 7), ("光", 19), ("lost", 3)]
+    file.write_text(json.dumps(squad(*[ask(*each) for each in asked], text=text)))
     spans = [each.spans for each in read_questions(file)]
-    assert spans == [((8, 11),), ((0, 3),), ()]
+    assert spans == [((13, 16),), ((5, 8),), ((1, 4),), (), ((10, 12),), ((9, 12),), (), ((18, 19),), ()]
+
+
+def test_a_truth_value_may_be_a_text(tmp_path: Path) -> None:
+    said = [True, False, 1, 0, "true", "false", "True", "False", "1", "0"]
+    (tmp_path / "a.json").write_text(json.dumps(squad(*({**ask("one", 0), "is_impossible": each} for each in said))))
+    assert [each.answers for each in read_questions(tmp_path / "a.json")] == [(), ("one",)] * 5
 
 
 @pytest.mark.parametrize(
@@ -70,18 +77,18 @@ def trivia(tmp_path: Path) -> Path:
 
 def test_triviaqa_has_the_keys_of_its_official_script_and_the_longest_aliases(trivia: Path) -> None:
     first, second = find_questions(trivia)["train"]
-    assert (first.key, second.key) == ("tc", "tc")
+    assert (first.id, second.id, first.key) == ("tc", "tc", second.key)
     assert [first.text[slice(*span)] for span in first.spans] == ["York, UK", "YORK-UK"]
     assert second.spans == ()
     assert first.answers == ("york", "york uk", "Eboracum")
-    assert [each.key for each in find_questions(trivia, "web")["validation"]] == ["tc--A.txt", "tc--B.txt", "tc--1/1.txt"]
-    assert [each.key for each in read_questions(trivia / "qa" / "web-dev.json")] == ["tc--A.txt", "tc--B.txt", "tc--1/1.txt"]
+    assert [each.id for each in find_questions(trivia, "web")["validation"]] == ["tc--A.txt", "tc--B.txt", "tc--1/1.txt"]
+    assert [each.id for each in read_questions(trivia / "qa" / "web-dev.json")] == ["tc--A.txt", "tc--B.txt", "tc--1/1.txt"]
 
 
 def test_questions_without_answers_are_read_from_lines(tmp_path: Path) -> None:
     file = tmp_path / "asked.jsonl"
     file.write_text('{"question": "a?", "context": "x"}\n\n{"question": "b?", "context": "y", "id": 7}\n')
-    assert [(each.key, each.question, each.text) for each in read_questions(file)] == [("1", "a?", "x"), ("7", "b?", "y")]
+    assert [(each.id, each.question, each.text) for each in read_questions(file)] == [("1", "a?", "x"), ("7", "b?", "y")]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +99,9 @@ def test_questions_without_answers_are_read_from_lines(tmp_path: Path) -> None:
             squad({"id": "k", "answers": []}),
             r"a.json has data\[0\].paragraphs\[0\].qas\[0\] without question, but it",
         ),
-        ("a.json", squad(ask("one", "0")), r"qas\[0\] whose answer_start is '0', but it must be a whole number"),
+        ("a.json", squad(ask("one", True)), r"qas\[0\] whose answer_start is True, but it must be a whole number"),
+        ("a.json", squad({**ask("one", 0), "is_impossible": "no"}), r"is_impossible is 'no', but it must be true or false"),
+        ("a.json", {"Data": [{**TRIVIA, "Answer": {"Aliases": "UK"}}]}, r"whose Aliases is 'UK', but it must be a list"),
         ("a.json", {"data": [{"paragraphs": [{"qas": []}]}]}, r"data\[0\].paragraphs\[0\] without context"),
         ("a.json", {"data": [1]}, r"a.json has data\[0\] without paragraphs, but it must be a list"),
         ("a.json", squad(1), r"qas\[0\] without question"),

@@ -12,8 +12,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 from lineartime.errors import LineartimeError
 from lineartime.finetuning.config import Advanced, FinetuneConfig
-from lineartime.finetuning.data import find_texts
-from lineartime.finetuning.labelling import find_labels, label_scores
+from lineartime.finetuning.data import Labelled
+from lineartime.finetuning.labelling import Labels, find_labels, find_texts, label_scores
 from lineartime.finetuning.predict import predict
 from lineartime.finetuning.tune import finetune
 
@@ -60,7 +60,7 @@ def fine_tuning(pretrained: Path, data: Path, **advanced: Any) -> FinetuneConfig
         ("a.csv", lambda x, y: "yes" if x else "no", {}, "accuracy", "label"),
         pytest.param("a.jsonl", lambda x, y: ["x"] * x + ["y"] * y, {}, "f1", "labels", marks=pytest.mark.nightly),
         pytest.param(
-            *("a.parquet", lambda x, y: 100.0 + 10 * x + y, {"mixer": "flash-first-to-all"}, "spearman", "value"),
+            *("a.parquet", lambda x, y: 1.7e9 + 10 * x + y, {"mixer": "flash-first-to-all"}, "spearman", "value"),
             marks=pytest.mark.nightly,
         ),
     ],
@@ -78,11 +78,10 @@ def test_labels_are_learnt_and_predicted(
     assert predict(given.out, data, out, precision="fp32") == 160
     found = [json.loads(line) for line in out.read_text().splitlines()]
     held_out = json.loads((given.out / "predictions.json").read_text())
-    assert list(held_out) == [str(place) for place in range(1, 161, 5)]
-    for each in found[::5]:
+    for each in (each for each in found if each["id"] in held_out):
         mine = held_out[each["id"]]
-        assert each[said] == (pytest.approx(mine[said], rel=1e-3) if said == "value" else mine[said])
-    if said == "value":  # the head gives numbers as they are in the data, not around 0
+        assert each[said] == (pytest.approx(mine[said], abs=1e-2) if said == "value" else mine[said])
+    if said == "value":
         assert np.mean([abs(each["value"] - record["label"]) for each, record in zip(found, records, strict=True)]) < 10
         return
     model, tokenizer = (
@@ -108,19 +107,40 @@ def test_pairs_are_read_together_and_predictions_do_not_depend_on_the_batch(pret
         predict(given.out, data, out, batch_size=size)
     for mine, other in zip(*([json.loads(line) for line in out.read_text().splitlines()] for out in outs), strict=True):
         assert mine["scores"] == pytest.approx(other["scores"], abs=1e-5)
-    cut = data.with_name("cut.jsonl")
-    cut.write_bytes(outs[0].read_bytes()[:300])
-    assert predict(given.out, data, cut, resume=True) == 60
-    assert [json.loads(line)["id"] for line in cut.read_text().splitlines()] == [str(1 + place) for place in range(60)]
 
 
-def test_labels_sort_as_numbers_if_they_are_and_files_are_divided(written: Written) -> None:
-    data = written([{"text": str(place), "label": place % 12} for place in range(60)], "a.csv")
-    files = find_texts(data, Advanced())
-    assert find_labels(files["train"], None).names == tuple(map(str, range(12)))
-    keys = {split: [int(each.key) for each in file] for split, file in files.items()}
-    assert keys["validation"] == list(range(1, 61, 5))
-    assert sorted(keys["train"] + keys["validation"]) == list(range(1, 61))
+@pytest.mark.parametrize("label", [lambda place: place % 12, lambda place: [str(place % 12), "all"], lambda place: place / 8])
+def test_a_fifth_of_each_label_is_held_out_in_any_order(written: Written, label: Callable[[int], Any]) -> None:
+    records = [{"id": place, "text": str(place), "label": label(place)} for place in range(60)]
+    parts: list[dict[Any, set[int]]] = []
+    for order in (records, records[::-1]):
+        files = find_texts(written(order, "a.jsonl"), Advanced())
+        parts.append({split: {int(each.id) for each in file} for split, file in files.items()})
+    held = parts[0]["validation"]
+    assert parts[0] == parts[1] == {"train": set(range(60)) - held, "validation": held}
+    assert isinstance(label(0), float) or {place % 12 for place in held} == set(range(12))
+    assert 10 <= len(held) <= 16
+
+
+def labels_of(*given: Any) -> Labels:
+    return find_labels([Labelled("", "", None, each, f"line {place}") for place, each in enumerate(given)], None)
+
+
+def test_labels_are_read_as_they_were_written() -> None:
+    """Lists that pandas wrote to CSV are lists; those of NumPy, vectors, and numbers that have no finite square are refused."""
+    for given in (["['a', 'b, c']", "['a']", "[]"], [["a", "b, c"], ["a"], []], ["a", "a", "b, c"]):
+        assert (labels_of(*given).names, labels_of(*given).counts) == (("a", "b, c"), (2, 1))
+    for wrong, message in (
+        ("['a' 'b']", r"^line 1 has .* instead of a list like \['a', 'b'\]"),
+        ("[0, 1, 0]", r"^line 1 has the vector .*: give the names of the labels that are 1"),
+        ([True, False, False], r"^line 1 has the vector"),
+        ([1, 0], r"^line 0 and all others have the labels \['0', '1'\]"),
+    ):
+        with pytest.raises(LineartimeError, match=message):
+            labels_of("[0, 1]", wrong)
+    for number in (1e200, 1e-200, 10**400, "nan"):
+        with pytest.raises(LineartimeError, match=r"^line 1 has .* instead of 0 or a number from 1e-100 to 1e100 in size"):
+            labels_of(1.5, number)
 
 
 def test_metrics_by_hand() -> None:
@@ -139,17 +159,11 @@ TWO = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}] * 4
 @pytest.mark.parametrize(
     ("name", "records", "advanced", "message"),
     [
-        ("a.csv", TWO, {"label_column": "lable"}, r"^label_column is lable, but .*a.csv, line 3, has the columns text, label"),
-        (
-            "a.jsonl",
-            [{"text": "a", "label": "new"}, *TWO[1:]],
-            {},
-            r"a.jsonl, line 1, has the label 'new', which no text to train",
-        ),
+        ("a.csv", TWO, {"label_column": "lable"}, r"^label_column is lable, but .*a.csv, line 2, has the columns text, label"),
         ("a.jsonl", [*TWO, {"text": 3, "label": "x"}], {}, r"a.jsonl, line 9, has 3 instead of a text: correct it"),
         ("a.jsonl", [*TWO, {"text": "c", "label": None}], {}, r"a.jsonl, line 9, has None instead of a label"),
-        ("a.csv", TWO, {"labels": "numbers"}, r"a.csv, line 3, has 'y' instead of a number"),
-        ("a.jsonl", TWO[:1] * 8, {}, r"a.jsonl holds texts of one label alone"),
+        ("a.csv", TWO, {"labels": "numbers"}, r"a.csv, line 2, has 'x' instead of 0 or a number"),
+        ("a.jsonl", TWO[:1] * 8, {}, r"a.jsonl, line 1, and all others have the labels \['x'\]"),
         ("a.txt", TWO, {}, r"^data is .*a.txt, but must be a file of records: .jsonl, .ndjson, .json, .parquet"),
     ],
 )

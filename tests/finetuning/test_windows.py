@@ -45,13 +45,9 @@ def test_training_takes_windows_without_the_answer_only_beside_those_with_it() -
     begin = TEXT.index("大小")
     with_answer = Question("a", "?", TEXT, ("大小",), ((begin, begin + 2),))
     nowhere, unanswerable = Question("b", "?", TEXT, ("lost",)), Question("c", "?", TEXT)
-    rows = [list(encoder().for_training([each], seed=0)) for each in (with_answer, nowhere, unanswerable)]
+    too_long = Question("d", "?", TEXT, (TEXT,), ((0, len(TEXT)),))
+    rows = [list(encoder().for_training(each, seed=0)) for each in ([with_answer], [nowhere, too_long, unanswerable])]
     assert [row["start_positions"] > 0 for row in rows[0]] == [True, False]
-    assert rows[1] == []
-    assert [(row["start_positions"], row["end_positions"]) for row in rows[2]] == [(0, 0)]
-    assert rows[2] == list(encoder().for_training([unanswerable], seed=0))
-
-
-def test_a_question_that_fills_a_window_is_named() -> None:
-    with pytest.raises(LineartimeError, match=r"^The question k leaves 11 tokens of the 64 of a window"):
-        encoder().windows(Question("k", "?" * 50, TEXT))
+    assert [(row["question"], row["start_positions"], row["end_positions"]) for row in rows[1]] == [(2, 0, 0)]
+    with pytest.raises(LineartimeError, match=r"^No window of 64 tokens holds an answer to train with whole: raise"):
+        list(encoder().for_training([nowhere, too_long], seed=0))

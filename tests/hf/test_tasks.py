@@ -93,17 +93,6 @@ def test_a_row_that_has_no_single_label_is_refused(task: str) -> None:
             model(torch.zeros(2, length, dtype=torch.long), attention_mask=mask)
 
 
-def test_numbers_and_several_labels_at_once_can_be_learned() -> None:
-    ids, mask = batch()
-    model, numbers = classifier(num_labels=1), torch.tensor([0.5, 2.0])
-    output = model(ids, attention_mask=mask, labels=numbers)
-    torch.testing.assert_close(output.loss, F.mse_loss(output.logits[:, 0], numbers))
-    model = classifier(num_labels=3, problem_type="multi_label_classification")
-    labels = torch.tensor([[1.0, 0, 1], [0, 0, 1]])
-    output = model(ids, attention_mask=mask, labels=labels)
-    torch.testing.assert_close(output.loss, F.binary_cross_entropy_with_logits(output.logits, labels))
-
-
 @pytest.mark.parametrize("kind", [LineartimeForSequenceClassification, LineartimeForTokenClassification])
 def test_bf16_does_not_round_the_mean_of_numbers_away(kind: Any) -> None:
     model, ids = awake(kind(tiny(task="mlm"))), ids_of(2, 14)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
-    DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,
     Trainer,
     TrainingArguments,
@@ -40,32 +39,6 @@ QUIET: dict[str, Any] = {
 def examples() -> list[dict[str, list[int]]]:
     tokenizer = fast_tokenizer(ByteTokenizer())
     return [{"input_ids": tokenizer(f"the square of {i} is {i * i}")["input_ids"]} for i in range(24)]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_trainer_teaches_a_model(packed: bool, checkpointing: str, tmp_path: Path) -> None:
-    """A causal model on packed rows with blocks computed again, or a masked one on padded rows."""
-    tokenizer = fast_tokenizer(ByteTokenizer())
-    sizes: dict[str, Any] = {"vocab_size": 258, "d_model": 32}
-    model = LineartimeForCausalLM(tiny(**sizes)) if packed else LineartimeForMaskedLM(tiny(task="mlm", **sizes))
-    collator = DataCollatorWithFlattening() if packed else DataCollatorForLanguageModeling(tokenizer)
-    arguments = TrainingArguments(
-        str(tmp_path / "run"),
-        max_steps=20,
-        per_device_train_batch_size=6,
-        learning_rate=1e-2,
-        **{checkpointing: packed},
-        logging_steps=10,
-        **QUIET,
-    )
-    trainer = Trainer(model, arguments, data_collator=collator, train_dataset=examples(), processing_class=tokenizer)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[0] < 6
-    assert losses[-1] < losses[0] - 0.4
-    trainer.save_model()
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in (tmp_path / "run").iterdir()}
 
 
 PROBLEMS = ("regression", "multi_label_classification", "single_label_classification")

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from lineartime.errors import LineartimeError
 from lineartime.finetuning.config import FinetuneConfig
-from lineartime.finetuning.data import Metric, Question, QuestionFile, find_questions
+from lineartime.finetuning.data import Metric, Question, QuestionFile, find_questions, names_of
 from lineartime.finetuning.windows import WINDOWS, WindowEncoder, dataset_of, padded, read_windows
 from lineartime.hf.tasks import LineartimeForQuestionAnswering
 
 _NUMBER, _PLACES = datasets.Value("int32"), datasets.Sequence(datasets.Value("int32"))
-_TRAINED = datasets.Features({"input_ids": _PLACES, "first": _NUMBER, "start_positions": _NUMBER, "end_positions": _NUMBER})
+_ENDS = ("start_positions", "end_positions")
+_TRAINED = datasets.Features({"input_ids": _PLACES, **dict.fromkeys(("first", "question", *_ENDS), _NUMBER)})
 _ANSWERED = datasets.Features({"input_ids": _PLACES, "first": _NUMBER, "question": _NUMBER, "starts": _PLACES, "ends": _PLACES})
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _DELETED = str.maketrans("", "", string.punctuation)
@@ -92,8 +93,7 @@ class Answer:
     """What a model answers: a part of the question's text."""
 
     text: str
-    score: float
-    """The logits of its first and its last token, less those of [CLS], which stand for no answer."""
+    score: float  # the logits of its first and its last token, less those of [CLS], which stand for no answer
 
     def above(self, threshold: float | None) -> str:
         """The text, or an empty one if the score is below a threshold."""
@@ -130,16 +130,17 @@ class Answering:
         files = find_questions(config.data, config.advanced.domain)
         learnt, self.validation = files["train"], files["validation"]
         self.right = {question.key: question.answers for question in self.validation}
+        self.ids = {question.key: question.id for question in self.validation}
         if not self.right:
-            raise LineartimeError(f"{self.validation.file} holds no question to validate with: give other data.")
+            raise LineartimeError(f"{self.validation.file} holds no question to validate with: give two articles or more.")
         learnable = [not each.answers or bool(each.spans) for each in learnt]
         if not any(learnable):
             raise LineartimeError(
                 f"{learnt.file} holds no question to train with whose text holds its answer: give other data."
             )
-        self.left_out = learnable.count(False)
         cache = config.out / WINDOWS
         self.train = dataset_of(encoder.for_training, {"questions": learnt, "seed": config.seed}, _TRAINED, cache)
+        self.nowhere, self.left_out = learnable.count(False), len(learnable) - len(set(self.train["question"]))
         self.held_out = dataset_of(encoder.for_answering, {"questions": self.validation}, _ANSWERED, cache)
         lengths = np.array(self.train["end_positions"]) - np.array(self.train["start_positions"]) + 1
         self.max_answer_tokens = config.advanced.max_answer_tokens or int(np.quantile(lengths, 0.99, method="higher"))
@@ -147,13 +148,13 @@ class Answering:
 
     def describe(self) -> str:
         """What is trained with and answered."""
-        left = f"; {self.left_out:,} questions are left out, whose texts do not hold their answers" if self.left_out else ""
+        why = f"the texts of {self.nowhere:,} do not hold their answers, and no window holds those of the others whole"
+        left = f"; {self.left_out:,} questions are left out: {why}" if self.left_out else ""
         return f"{len(self.train):,} windows to train with, {len(self.held_out):,} to answer in{left}"
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """A batch of padded windows, with the places of their answers."""
-        places = ("start_positions", "end_positions")
-        return {**padded(rows), **{name: torch.tensor([each[name] for each in rows]) for name in places}}
+        return {**padded(rows), **{name: torch.tensor([each[name] for each in rows]) for name in _ENDS}}
 
     def evaluate(self, model: LineartimeForQuestionAnswering, bf16: bool = False) -> dict[str, float]:
         """Answer the questions to validate with, and compare the answers with the right ones."""
@@ -161,8 +162,9 @@ class Answering:
         metric, threshold = self.validation.metric, None
         if metric == "squad_v2":
             threshold = best_threshold(found, self.right) if self.null_threshold is None else self.null_threshold
-        self.predictions = {key: each.above(threshold) for key, each in found.items()}
-        scores = score_answers(self.predictions, self.right, metric)
+        answers = {key: each.above(threshold) for key, each in found.items()}
+        self.predictions = dict(zip(names_of(self.ids.values()), answers.values(), strict=True))
+        scores = score_answers(answers, self.right, metric)
         return scores if threshold is None else {**scores, "null_threshold": threshold}
 
 

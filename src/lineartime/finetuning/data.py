@@ -1,36 +1,62 @@
-"""What fine-tuning reads: records of JSON lines, CSV, TSV and Parquet; texts with labels; and questions about texts.
+"""Texts with labels, and questions about texts: SQuAD 1.1 and 2.0, data in its layout, such as CMRC 2018, and TriviaQA."""
 
-Questions are those of SQuAD 1.1 and 2.0, of data in its layout, such as CMRC 2018, and of TriviaQA.
-"""
-
+import hashlib
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lineartime.choices import Domain, Split
-from lineartime.data.folders import named_split
-from lineartime.data.readers import RECORDS, SourceFile, read_records
+from lineartime.data.folders import SPLITS, named_split
+from lineartime.data.readers import SourceFile, read_records
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import shown
 from lineartime.files import read_plain
-from lineartime.finetuning.config import Advanced
 
-HELD_OUT_EVERY = 5
-"""Of a single file, every fifth article, or text with a label, is held out."""
 Metric = Literal["squad", "squad_v2", "triviaqa", "cmrc"]
 _LAYOUTS = "give JSON in the layout of SQuAD or TriviaQA"
-_KINDS = {str: "a text", list: "a list", dict: "an object", int: "a whole number"}
+_KINDS = {str: "a text", list: "a list", dict: "an object", int: "a whole number", bool: "true or false"}
+_TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+_LETTER = r"[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+"""A letter or a digit of a script that has spaces between words: not of Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
 
 
-def _one_of_each_split(folder: Path, suffixes: Sequence[str], example: str) -> dict[Split, Path]:
+def held_out(contents: Iterable[str], classes: Iterable[Iterable[str]]) -> frozenset[int]:
+    """The places of the records to validate with: a fifth of each class, at least one of two, by a hash of their contents."""
+    digests = [hashlib.sha256(each.encode(errors="replace")).digest() for each in contents]
+    of_record = [set(each) or {""} for each in classes]
+    left = Counter(name for each in of_record for name in each)
+    wanted = {name: max(1, count // 5) for name, count in left.items()}
+    chosen = []
+    for place in sorted(range(len(digests)), key=digests.__getitem__):
+        names = of_record[place]
+        if any(wanted[name] > 0 for name in names) and all(left[name] > 1 for name in names):
+            chosen.append(place)
+            for name in names:
+                left[name], wanted[name] = left[name] - 1, wanted[name] - 1
+    return frozenset(chosen)
+
+
+def id_of(record: Mapping[str, Any], otherwise: object) -> str:
+    """The id of a record, which is only written with its prediction; without one, its place."""
+    return str(otherwise if record.get("id") is None else record["id"])
+
+
+def names_of(ids: Iterable[str]) -> list[str]:
+    """The names of records in an object: their ids; if some have the same, their numbers."""
+    names = list(ids)
+    return names if len(set(names)) == len(names) else [str(place) for place in range(1, len(names) + 1)]
+
+
+def one_of_each_split(folder: Path, suffixes: Sequence[str], example: str) -> dict[Split, Path]:
     """The file for training and the one for validation, by their names. Raises ArgumentError unless there is one of each."""
     if not folder.is_dir():
         raise ArgumentError("data", f"is {folder}, which does not exist: give a file, or a folder with {example}.")
     files = sorted(each for each in folder.iterdir() if each.suffix in suffixes)
-    splits: tuple[Split, ...] = ("train", "validation")
-    found = {split: [file for file in files if named_split(file.name) == split] for split in splits}
+    found = {split: [file for file in files if named_split(file.name) == split] for split in SPLITS[:2]}
     if any(len(each) != 1 for each in found.values()):
         what = f"is {folder}, which must have one {' or '.join(suffixes)} file named for training, and one for validation"
         raise ArgumentError("data", f"{what}: give a folder with both, such as {example}, or one file.")
@@ -42,37 +68,27 @@ def _one_of_each_split(folder: Path, suffixes: Sequence[str], example: str) -> d
 
 @dataclass(frozen=True)
 class Labelled:
-    """A text with its label.
+    """A text with its label."""
 
-    Attributes:
-        key: its name in a file of predictions.
-        text: the text, or the first of a pair.
-        second: the second text of a pair.
-        label: the label as it stands in the file; None where it is to be predicted.
-        where: its file and place.
-    """
-
-    key: str
-    text: str
+    id: str  # what is written with its prediction
+    text: str  # or the first of a pair
     second: str | None
-    label: Any
-    where: str
+    label: Any  # as it stands in the file; None where it is to be predicted
+    where: str  # its file and place
 
 
 @dataclass(frozen=True)
 class LabelledFile:
-    """The texts of a file, or a share of them."""
+    """The texts of a file, or those of some numbers."""
 
     file: Path
-    columns: tuple[str, str | None, str | None]
-    """The names of the columns of the text, of the second text of pairs, and of the label."""
-    held_out: bool | None = None
-    """Whether every fifth text is left out (False), or alone is read (True); None reads all."""
+    columns: tuple[str, str | None, str | None]  # of the text, of the second text of pairs, and of the label
+    chosen: frozenset[int] | None = None  # the numbers of the texts to read; None reads all
 
     def __iter__(self) -> Iterator[Labelled]:
         text, second, label = self.columns
         for number, (place, record) in enumerate(read_records(SourceFile(self.file, text))):
-            if self.held_out in (None, number % HELD_OUT_EVERY == 0):
+            if self.chosen is None or number in self.chosen:
                 where = f"{self.file}, {place},"
                 for option, column in (("text_column", text), ("pair_column", second), ("label_column", label)):
                     if column is not None and column not in record:
@@ -81,20 +97,8 @@ class LabelledFile:
                 for value in texts:
                     if not isinstance(value, str):
                         raise LineartimeError(f"{where} has {shown(value)} instead of a text: correct it, or leave it out.")
-                key = str(record.get("id", number + 1))
-                yield Labelled(key, texts[0], (*texts, None)[1], None if label is None else record[label], where)
-
-
-def find_texts(data: Path, advanced: Advanced) -> dict[Split, LabelledFile]:
-    """The texts to train with and to validate with: every fifth of a file is held out; of a folder, names of files say which.
-
-    Raises ArgumentError for another path.
-    """
-    columns = (advanced.text_column, advanced.pair_column, advanced.label_column)
-    if data.is_file():
-        return {"train": LabelledFile(data, columns, False), "validation": LabelledFile(data, columns, True)}
-    found = _one_of_each_split(data, RECORDS, "train.csv and validation.csv")
-    return {split: LabelledFile(file, columns) for split, file in found.items()}
+                value = None if label is None else record[label]
+                yield Labelled(id_of(record, number + 1), texts[0], (*texts, None)[1], value, where)
 
 
 # Questions ---------------------------------------------------------------------------------------------------------------
@@ -102,23 +106,14 @@ def find_texts(data: Path, advanced: Advanced) -> dict[Split, LabelledFile]:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a text.
+    """A question about a text."""
 
-    Attributes:
-        key: its name in a file of predictions; questions about several documents have one key.
-        question: the question.
-        text: the text that holds its answer.
-        answers: the right answers, with which predictions are compared; none if the text does not answer it.
-        spans: where answers begin and end in the text, in characters; none if the text does not hold them word for word.
-        where: its record in the file.
-    """
-
-    key: str
+    key: str  # its place in the file; questions about several documents have one key
     question: str
-    text: str
-    answers: tuple[str, ...] = ()
-    spans: tuple[tuple[int, int], ...] = ()
-    where: str = ""
+    text: str  # that holds its answer
+    answers: tuple[str, ...] = ()  # with which predictions are compared; none if the text does not answer it
+    spans: tuple[tuple[int, int], ...] = ()  # of answers, in characters; none if the text does not hold them word for word
+    id: str = ""  # what is written with its answer
 
 
 @dataclass(frozen=True)
@@ -127,26 +122,22 @@ class QuestionFile:
 
     file: Path
     metric: Metric
-    held_out: bool | None = None
-    """Whether every fifth article is left out (False), or alone is read (True); None reads all."""
+    held_out: bool | None = None  # whether what is held out is left out (False), or alone is read (True); None reads all
 
     def __iter__(self) -> Iterator[Question]:
         return read_questions(self.file, self.held_out)
 
 
 def find_questions(data: Path, domain: Domain = "wikipedia") -> dict[Split, QuestionFile]:
-    """The questions to train with and to validate with, in a file or folder.
+    """The questions to train with and to validate with.
 
-    Args:
-        data: a JSON file in the layout of SQuAD, of which every fifth article is held out; a folder with one for training and
-            one for validation, which their names say (train, dev); or the folder of TriviaQA, with `qa` and `evidence`.
-        domain: of TriviaQA, the documents to read.
-
-    Raises:
-        ArgumentError: for another path.
-        LineartimeError: if a file cannot be read or holds something else.
+    They are those of a JSON file in the layout of SQuAD, of which a fifth of the articles is held out, by a hash of their
+    contents; of a folder with two such files, named train and dev; or of the folder of TriviaQA, with `qa` and `evidence`, of
+    which `domain` says the documents to read. Raises ArgumentError for another path, and LineartimeError for other contents.
     """
     if data.is_file():
+        if data.suffix == ".jsonl":
+            raise ArgumentError("data", f"is {data}, but questions to train with have other files: {_LAYOUTS}.")
         metric = _metric(data)
         return {"train": QuestionFile(data, metric, False), "validation": QuestionFile(data, metric, True)}
     if (data / "qa").is_dir():
@@ -155,7 +146,7 @@ def find_questions(data: Path, domain: Domain = "wikipedia") -> dict[Split, Ques
             if not path.exists():
                 raise ArgumentError("data", f"is {data}, which has no {path.relative_to(data)}: give the unpacked archive.")
         return {"train": QuestionFile(train, "triviaqa"), "validation": QuestionFile(validation, "triviaqa")}
-    of_split = _one_of_each_split(data, (".json",), "train-v1.1.json and dev-v1.1.json")
+    of_split = one_of_each_split(data, (".json",), "train-v1.1.json and dev-v1.1.json")
     return {split: QuestionFile(file, _metric(file)) for split, file in of_split.items()}
 
 
@@ -168,72 +159,89 @@ def _metric(file: Path) -> Metric:
     return "cmrc" if 2 * len(re.findall(r"[\u4e00-\u9fa5]", texts)) > len(texts) else "squad"
 
 
-def read_questions(file: Path, held_out: bool | None = None) -> Iterator[Question]:
+def read_questions(file: Path, part: bool | None = None) -> Iterator[Question]:
     """The questions of a file: JSON lines with `question`, `context` and perhaps `id`; the layout of SQuAD; or TriviaQA.
 
-    Of SQuAD, `held_out` says which articles, as for `QuestionFile`. The file of TriviaQA is one of its folder `qa`, beside
+    Of SQuAD, `part` says which articles, as for `QuestionFile`. The file of TriviaQA is one of its folder `qa`, beside
     which `evidence` is. Raises LineartimeError if the file cannot be read, or a record of it is something else.
     """
     if file.suffix == ".jsonl":
         for number, (where, record) in enumerate(read_records(SourceFile(file, "question")), 1):
             question, text = (_item(file, where, record, name, str) for name in ("question", "context"))
-            yield Question(str(record.get("id", number)), question, text, where=where)
+            yield Question(where, question, text, id=id_of(record, number))
         return
     data = read_plain(file, _LAYOUTS)
-    yield from _trivia(file, data) if "Data" in data else _squad(file, data, held_out)
+    yield from _trivia(file, data) if "Data" in data else _squad(file, data, part)
 
 
-def _item(file: Path, where: str, record: Any, name: str, kind: type[Any]) -> Any:
-    """A field of a record. Raises LineartimeError, naming the record, unless it is there and of this type."""
+def _item(file: Path, where: str, record: Any, name: str, kind: type[Any], otherwise: Any = None) -> Any:
+    """A field of a record; a number and a truth value may also be a text. `otherwise` stands for one that is not there.
+
+    Raises LineartimeError, naming the record, unless it is of this type.
+    """
     value = record.get(name) if isinstance(record, dict) else None
-    if not isinstance(value, kind):
+    found = otherwise if value is None else value
+    if kind is bool and value is not None:
+        found = _TRUTH.get(str(value).strip().lower())
+    if kind is int and value is not None:
+        number = re.fullmatch(r"(-?\d{1,18})(\.0*)?", str(value).strip())
+        found = number and int(number[1])
+    if not isinstance(found, kind):
         what = f"without {name}" if value is None else f"whose {name} is {shown(value)}"
         raise LineartimeError(f"{file} has {where} {what}, but it must be {_KINDS[kind]}.")
-    return value
+    return found
 
 
-def _squad(file: Path, data: Mapping[str, Any], held_out: bool | None) -> Iterator[Question]:
-    for place, article in enumerate(_item(file, "an object", data, "data", list)):
-        if held_out not in (None, place % HELD_OUT_EVERY == 0):
+def _squad(file: Path, data: Mapping[str, Any], part: bool | None) -> Iterator[Question]:
+    articles = _item(file, "an object", data, "data", list)
+    chosen = () if part is None else held_out((json.dumps(each) for each in articles), [""] * len(articles))
+    for place, article in enumerate(articles):
+        if part not in (None, place in chosen):
             continue
-        for number, part in enumerate(_item(file, f"data[{place}]", article, "paragraphs", list)):
-            paragraph = f"data[{place}].paragraphs[{number}]"
-            text = _item(file, paragraph, part, "context", str)
-            for count, qa in enumerate(_item(file, paragraph, part, "qas", list)):
-                where = f"{paragraph}.qas[{count}]"
+        for number, paragraph in enumerate(_item(file, f"data[{place}]", article, "paragraphs", list)):
+            above = f"data[{place}].paragraphs[{number}]"
+            text = _item(file, above, paragraph, "context", str)
+            for count, qa in enumerate(_item(file, above, paragraph, "qas", list)):
+                where = f"{above}.qas[{count}]"
                 question = _item(file, where, qa, "question", str)
-                key = str(qa.get("id", where))
-                given = _item(file, where, qa, "answers", list) if qa.get("answers") and not qa.get("is_impossible") else []
+                given = (
+                    [] if _item(file, where, qa, "is_impossible", bool, False) else _item(file, where, qa, "answers", list, [])
+                )
                 answers = tuple(_item(file, where, answer, "text", str) for answer in given)
-                starts = [_item(file, where, answer, "answer_start", int) for answer in given]
+                starts = [_item(file, where, answer, "answer_start", int, -1) for answer in given]
                 spans = [span for each in zip(answers, starts, strict=True) if (span := _place(text, *each))]
-                yield Question(key, question, text, answers, tuple(spans), where)
+                yield Question(where, question, text, answers, tuple(spans), id_of(qa, where))
 
 
 def _place(text: str, answer: str, start: int) -> tuple[int, int] | None:
-    """The place of an answer nearest to where it is said to start: files say other places, and answers that are nowhere."""
-    places = [found.start() for found in re.finditer(re.escape(answer), text)] if answer else []
-    nearest = min(places, key=lambda place: abs(place - start), default=None)
-    return None if nearest is None else (nearest, nearest + len(answer))
+    """Where an answer is said to start; if it is not there, its nearest place as a whole word, and, below 0, its only one."""
+    if answer and start >= 0 and text.startswith(answer, start):
+        return start, start + len(answer)
+    before = rf"(?<!{_LETTER})" if re.match(_LETTER, answer[:1]) else ""
+    after = rf"(?!{_LETTER})" if re.match(_LETTER, answer[-1:]) else ""
+    places = [found.span() for found in re.finditer(before + re.escape(answer) + after, text)] if answer else []
+    return min(places, key=lambda place: abs(place[0] - start)) if len(places) == 1 or (places and start >= 0) else None
 
 
 def _trivia(file: Path, data: Mapping[str, Any]) -> Iterator[Question]:
-    """The questions of TriviaQA, once for each of their documents; keys are those of its official script."""
+    """The questions of TriviaQA, once for each of their documents; ids are those of its official script."""
     evidence, by_question = file.absolute().parent.parent / "evidence", data.get("Domain") == "Wikipedia"
     for place, record in enumerate(_item(file, "an object", data, "Data", list)):
         where = f"Data[{place}]"
-        key, question = _item(file, where, record, "QuestionId", str), _item(file, where, record, "Question", str)
-        answer = _item(file, where, record, "Answer", dict) if "Answer" in record else {}  # the test split has none
-        given, human, aliases = (answer.get(name) or () for name in ("NormalizedAliases", "HumanAnswers", "Aliases"))
-        right = tuple(map(str, (*given, *human)))
-        matching = _matcher([*right, *map(str, aliases)])
+        asked, question = _item(file, where, record, "QuestionId", str), _item(file, where, record, "Question", str)
+        answer = _item(file, where, record, "Answer", dict, {})  # the test split has none
+        names = ("NormalizedAliases", "HumanAnswers", "Aliases")
+        given, human, aliases = (list(map(str, _item(file, where, answer, name, list, []))) for name in names)
+        right = (*given, *human)
+        matching = _matcher([*right, *aliases])
         for kind, folder in (("EntityPages", "wikipedia"), ("SearchResults", "web")):
-            for page in _item(file, where, record, kind, list) if record.get(kind) else ():
+            for page in _item(file, where, record, kind, list, []):
                 name = _item(file, f"{where}.{kind}", page, "Filename", str)
                 with reporting_file_errors("read", evidence / folder / name):
                     text = (evidence / folder / name).read_text("utf-8", errors="replace")
                 spans = tuple(found.span() for found in matching.finditer(text)) if right else ()
-                yield Question(key if by_question else "--".join((key, name)), question, text, right, spans, where)
+                key, own = (where, asked) if by_question else ("--".join((where, name)), "--".join((asked, name)))
+                yield Question(key, question, text, right, spans, own)
 
 
 def _matcher(aliases: Sequence[str]) -> re.Pattern[str]:

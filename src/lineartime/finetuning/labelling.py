@@ -6,9 +6,14 @@ their logits.
 Shapes: K labels.
 """
 
+import ast
+import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -17,10 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lineartime.choices import Split
+from lineartime.data.readers import RECORDS
 from lineartime.errors import LineartimeError
 from lineartime.fields import shown
-from lineartime.finetuning.config import FinetuneConfig, LabelKind
-from lineartime.finetuning.data import Labelled, find_texts
+from lineartime.finetuning.config import Advanced, FinetuneConfig, LabelKind
+from lineartime.finetuning.data import Labelled, LabelledFile, held_out, names_of, one_of_each_split
 from lineartime.finetuning.windows import WINDOWS, WindowEncoder, dataset_of, padded, read_windows
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.tasks import LineartimeForSequenceClassification
@@ -40,40 +47,41 @@ _LABELLED = datasets.Features(
 
 @dataclass(frozen=True)
 class Labels:
-    """What the labels of a data set are.
-
-    Attributes:
-        kind: one for each text, several, or a number.
-        names: the labels; none for numbers.
-        mean, deviation: of numbers; the head learns numbers with mean 0 and deviation 1.
-    """
+    """What the labels of a data set are."""
 
     kind: LabelKind
-    names: tuple[str, ...] = ()
-    mean: float = 0.0
+    names: tuple[str, ...] = ()  # none for numbers
+    mean: float = 0.0  # of numbers; the head learns numbers with mean 0 and deviation 1
     deviation: float = 1.0
+    counts: tuple[int, ...] = ()  # the number of texts with each of the names
 
     @classmethod
     def of_model(cls, config: LineartimeConfig) -> "Labels":
-        """The labels of a fine-tuned model, whose numbers are as in the data."""
+        """The labels of a fine-tuned model. The heads of earlier versions give numbers as they are in the data."""
         kind = next(kind for kind, problem in _PROBLEMS.items() if problem == config.problem_type)
-        return cls(kind, () if kind == "numbers" else tuple(config.id2label[place] for place in range(config.num_labels)))
+        if kind == "numbers":
+            return cls(kind, (), getattr(config, "label_mean", 0.0), getattr(config, "label_deviation", 1.0))
+        return cls(kind, tuple(config.id2label[place] for place in range(config.num_labels)))
 
-    def target(self, value: Any, where: str) -> list[float]:
-        """What the head learns for a label: [1] or [K]. Raises LineartimeError for one that is none of the names."""
-        if self.kind == "numbers":
-            return [(_number(value, where) - self.mean) / self.deviation]
+    def of(self, value: Any, where: str) -> list[str]:
+        """The names of a text's labels. Raises LineartimeError for one that no text to train with has."""
         given = _several(value, where) if self.kind == "multiple" else [_single(value, where)]
         for name in given:
             if name not in self.names:
                 raise LineartimeError(f"{where} has the label {shown(name)}, which no text to train with has: leave it out.")
-        places = [self.names.index(name) for name in given]
-        return [float(places[0])] if self.kind == "single" else [float(each in places) for each in range(len(self.names))]
+        return given
+
+    def target(self, value: Any, where: str) -> list[float]:
+        """What the head learns for a label: [1] or [K]. Raises LineartimeError as `of`."""
+        if self.kind == "numbers":
+            return [(_number(value, where) - self.mean) / self.deviation]
+        given = self.of(value, where)
+        return [float(self.names.index(given[0]))] if self.kind == "single" else [float(name in given) for name in self.names]
 
     def predicted(self, logits: NDArray[np.float64]) -> dict[str, Any]:
         """What a model says about a text, from logits [K]."""
         if self.kind == "numbers":
-            return {"value": float(logits[0])}
+            return {"value": float(logits[0]) * self.deviation + self.mean}
         scores = np.exp(logits - np.logaddexp(0, logits) if self.kind == "multiple" else logits - np.logaddexp.reduce(logits))
         by_name = dict(zip(self.names, map(float, scores), strict=True))
         if self.kind == "single":
@@ -84,16 +92,41 @@ class Labels:
 def find_labels(texts: Iterable[Labelled], kind: LabelKind | None) -> Labels:
     """The labels of texts to train with. If no kind is given, lists are several labels, and fractions are numbers."""
     given = [(each.label, each.where) for each in texts]
+    if not given:
+        raise LineartimeError("There is no text with a label to train with: give other data.")
     if kind is None:
-        types = {type(label) for label, _ in given}
+        types = {type(_as_list(*each)) for each in given}
         kind = "multiple" if list in types else "numbers" if float in types else "single"
     if kind == "numbers":
         numbers = np.array([_number(*each) for each in given])
         return Labels(kind, (), float(numbers.mean()), float(numbers.std()) or 1.0)
-    several = [_several(*each) if kind == "multiple" else [_single(*each)] for each in given]
-    names = {name for each in several for name in each}
-    numeric = all(name.lstrip("-").isdecimal() for name in names)
-    return Labels(kind, tuple(sorted(names, key=int if numeric else str)))
+    found = Counter(name for each in given for name in ({*_several(*each)} if kind == "multiple" else {_single(*each)}))
+    names = sorted(found, key=int if all(name.lstrip("-").isdecimal() for name in found) else str)
+    if set(found.values()) == {len(given)}:
+        raise LineartimeError(f"{given[0][1]} and all others have the labels {shown(names)}: give texts of at least two.")
+    return Labels(kind, tuple(names), counts=tuple(found[name] for name in names))
+
+
+def find_texts(data: Path, advanced: Advanced) -> dict[Split, LabelledFile]:
+    """The texts to train with and to validate with. Of a folder, the names of files say which.
+
+    Of a file, a fifth of each label, and of each tenth of the numbers by size, is held out, by a hash of the text.
+    Raises ArgumentError for another path.
+    """
+    columns = (advanced.text_column, advanced.pair_column, advanced.label_column)
+    if not data.is_file():
+        found = one_of_each_split(data, RECORDS, "train.csv and validation.csv")
+        return {split: LabelledFile(file, columns) for split, file in found.items()}
+    whole = LabelledFile(data, columns)
+    labels, given = find_labels(whole, advanced.labels), [(each.label, each.where) for each in whole]
+    if labels.kind == "numbers":
+        ranks, parts = np.argsort(np.argsort([_number(*each) for each in given])), max(1, min(10, len(given) // 5))
+        classes = [[str(rank * parts // len(given))] for rank in ranks]
+    else:
+        classes = [labels.of(*each) for each in given]
+    chosen = held_out((f"{each.text}\0{each.second}" for each in whole), classes)
+    rest = frozenset(range(len(given))) - chosen
+    return {"train": replace(whole, chosen=rest), "validation": replace(whole, chosen=chosen)}
 
 
 def _single(value: Any, where: str) -> str:
@@ -104,19 +137,33 @@ def _single(value: Any, where: str) -> str:
 
 def _several(value: Any, where: str) -> list[str]:
     """The labels of a text: a list, or, as in CSV, a text with commas between them."""
+    value = _as_list(value, where)
     found = [each.strip() for each in value.split(",") if each.strip()] if isinstance(value, str) else value
     if not isinstance(found, list):
         raise LineartimeError(f"{where} has {shown(value)} instead of a list of labels: correct it, or leave it out.")
-    return [_single(each, where) for each in found]
+    names = [_single(each, where) for each in found]
+    if len({*names}) < len(names) and {*names} <= {"0", "1", "False", "True"}:
+        raise LineartimeError(f"{where} has the vector {shown(value)}: give the names of the labels that are 1.")
+    return names
+
+
+def _as_list(value: Any, where: str) -> Any:
+    """The list that pandas wrote to CSV as a text, or the value. Raises LineartimeError for one of NumPy, without commas."""
+    if not isinstance(value, str) or not re.fullmatch(r"\[.*\]", value, re.DOTALL):
+        return value
+    with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        if not re.search(r"""['"]\s+['"]""", value):  # which Python joins to one text
+            return ast.literal_eval(value)
+    raise LineartimeError(f"{where} has {shown(value)} instead of a list like ['a', 'b']: correct it, or leave it out.")
 
 
 def _number(value: Any, where: str) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = float("nan")
-    if not np.isfinite(number):
-        raise LineartimeError(f"{where} has {shown(value)} instead of a number: correct it, or leave it out.")
+    if number and not 1e-100 <= abs(number) <= 1e100:  # so that squares are finite, and not 0
+        raise LineartimeError(f"{where} has {shown(value)} instead of 0 or a number from 1e-100 to 1e100 in size: correct it.")
     return number
 
 
@@ -131,10 +178,10 @@ class Labelling:
     def __init__(self, config: FinetuneConfig, encoder: WindowEncoder) -> None:
         files = find_texts(config.data, config.advanced)
         self.labels = find_labels(files["train"], config.advanced.labels)
-        if self.labels.kind != "numbers" and len(self.labels.names) < 2:
-            raise LineartimeError(f"{files['train'].file} holds texts of one label alone: give texts of at least two.")
         self.batch_size, self.metric = config.batch_size, _METRICS[self.labels.kind]
-        self.keys = [each.key for each in files["validation"]]
+        self.keys = names_of(each.id for each in files["validation"])
+        if not self.keys:
+            raise LineartimeError(f"{files['validation'].file} holds no text to validate with: give two of each label.")
         self.right = np.array([self.labels.target(each.label, each.where) for each in files["validation"]])
         options, cache = {"encoder": encoder, "labels": self.labels}, config.out / WINDOWS
         self.train, self.held_out = (
@@ -146,14 +193,17 @@ class Labelling:
         """A model with a new head for these labels."""
         labels = self.labels
         config.problem_type = _PROBLEMS[labels.kind]
+        config.label_mean, config.label_deviation = labels.mean, labels.deviation  # in fp32, weights would lose their digits
         config.id2label = dict(enumerate(labels.names or ("value",)))
         config.label2id = {name: place for place, name in config.id2label.items()}
         return LineartimeForSequenceClassification(config)
 
     def describe(self) -> str:
         """What is trained with and labelled."""
-        names = ", ".join(self.labels.names[:5]) + (", ..." if len(self.labels.names) > 5 else "")
-        kind = "numbers" if self.labels.kind == "numbers" else f"{len(self.labels.names):,} labels ({names})"
+        labels = self.labels
+        names = [f"{name!r}: {count:,}" for name, count in zip(labels.names, labels.counts, strict=True)]
+        shortened = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+        kind = "numbers" if labels.kind == "numbers" else f"{len(names):,} labels ({shortened})"
         return f"{len(self.train):,} windows to train with, {len(self.keys):,} texts to validate with; {kind}"
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -164,17 +214,9 @@ class Labelling:
     def evaluate(self, model: LineartimeForSequenceClassification, bf16: bool = False) -> dict[str, float]:
         """Label the texts to validate with, and compare."""
         logits = mean_logits(model, self.held_out, len(self.keys), self.batch_size, bf16)
-        labels = self.labels
-        found, right = (each * labels.deviation + labels.mean for each in (logits, self.right))
-        self.predictions = {key: labels.predicted(each) for key, each in zip(self.keys, found, strict=True)}
-        return label_scores(found, right, labels.kind)
-
-    def unscale(self, model: LineartimeForSequenceClassification) -> None:
-        """Let the head give numbers as they are in the data."""
-        with torch.no_grad():
-            model.score.weight *= self.labels.deviation
-            model.score.bias *= self.labels.deviation
-            model.score.bias += self.labels.mean
+        found, right = (each * self.labels.deviation + self.labels.mean for each in (logits, self.right))
+        self.predictions = {key: self.labels.predicted(each) for key, each in zip(self.keys, logits, strict=True)}
+        return label_scores(found, right, self.labels.kind)
 
 
 def label_windows(texts: Iterable[Labelled], encoder: WindowEncoder, labels: Labels | None = None) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ from lineartime.choices import Device, Precision
 from lineartime.errors import ArgumentError, reporting_file_errors
 from lineartime.files import read_file, write_file
 from lineartime.finetuning.answering import best_answers
-from lineartime.finetuning.data import LabelledFile, read_questions
+from lineartime.finetuning.data import LabelledFile, names_of, read_questions
 from lineartime.finetuning.labelling import Labels, label_windows, mean_logits
 from lineartime.finetuning.tune import MODEL, RESULT, FinetuneResult
 from lineartime.finetuning.windows import WindowEncoder
@@ -75,7 +75,8 @@ def predict(
                 count += len(block)
     if lines != out:
         records = [json.loads(line) for line in lines.read_text("utf-8").splitlines()]
-        shown = {each["id"]: next(each[name] for name in _SAID if name in each) for each in records}
+        said = [next(each[name] for name in _SAID if name in each) for each in records]
+        shown = dict(zip(names_of(each["id"] for each in records), said, strict=True))
         write_file(out, json.dumps(shown, ensure_ascii=False, indent=1) + "\n")
         lines.unlink()
     return count
@@ -93,7 +94,9 @@ def _answers(
     for groups in _blocks(by_key, done):
         block = [question for group in groups for question in group]
         found = best_answers(loaded, list(encoder.for_answering(block)), block, result.max_answer_tokens, batch_size, bf16)
-        yield [{"id": key, "answer": each.above(threshold), "score": each.score} for key, each in found.items()]
+        ids = {question.key: question.id for question in block}
+        said = ((key, each.above(threshold), each.score if each.text else None) for key, each in found.items())
+        yield [{"id": ids[key], "answer": answer, "score": score} for key, answer, score in said]
 
 
 def _labels(
@@ -105,7 +108,7 @@ def _labels(
     columns = (result.config["text_column"], result.config["pair_column"], None)
     for block in _blocks(LabelledFile(file, columns), done):
         logits = mean_logits(loaded, list(label_windows(block, encoder)), len(block), batch_size, bf16)
-        yield [{"id": text.key, **labels.predicted(each)} for text, each in zip(block, logits, strict=True)]
+        yield [{"id": text.id, **labels.predicted(each)} for text, each in zip(block, logits, strict=True)]
 
 
 def _load(kind: Any, model: Path, result: FinetuneResult, device: torch.device) -> tuple[Any, WindowEncoder]:

@@ -30,18 +30,11 @@ WINDOWS = "windows"
 
 @dataclass(frozen=True)
 class Window:
-    """A question and a part of its text.
-
-    Attributes:
-        ids: the tokens.
-        first: the place of the first token of the text.
-        starts: where each token of the text begins in it, in characters.
-        ends: where each token of the text ends.
-    """
+    """A question and a part of its text."""
 
     ids: list[int]
-    first: int
-    starts: NDArray[np.int64]
+    first: int  # the place of the first token of the text
+    starts: NDArray[np.int64]  # where each token of the text begins in it, in characters
     ends: NDArray[np.int64]
 
     def tokens_of(self, spans: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
@@ -57,21 +50,13 @@ class Window:
 
 @dataclass(frozen=True)
 class WindowEncoder:
-    """Divides questions and their texts into windows.
+    """Divides questions and their texts into windows."""
 
-    Attributes:
-        definition: the JSON of a tokenizer of the tokenizers library.
-        cls: the first token of a window.
-        sep: the token after the question, and after the text.
-        context_length: the maximum number of tokens in a window.
-        stride: the tokens of a text that a window has in common with the one before.
-    """
-
-    definition: str
-    cls: str
-    sep: str
-    context_length: int
-    stride: int
+    definition: str  # the JSON of a tokenizer of the tokenizers library
+    cls: str  # the first token of a window
+    sep: str  # the token after the question, and after the text
+    context_length: int  # the maximum number of tokens in a window
+    stride: int  # the tokens of a text that a window has in common with the one before
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast, context_length: int, stride: int) -> "WindowEncoder":
@@ -107,7 +92,7 @@ class WindowEncoder:
 
     def windows(self, question: Question) -> list[Window]:
         """The windows of a question. Raises LineartimeError if it leaves too little room for a text."""
-        where = f"The question {question.key}" + f" ({question.where})" * bool(question.where)
+        where = f"The question {question.id}" + f" ({question.key})" * (question.id != question.key)
         found = []
         for each in self.encodings(question.question, question.text, where):
             first = each.type_ids.index(1)
@@ -118,18 +103,25 @@ class WindowEncoder:
     def for_training(self, questions: Sequence[Question], seed: int) -> Iterator[dict[str, Any]]:
         """Windows with the tokens of an answer, and at most as many without, of which [CLS] is the answer.
 
-        A question whose text does not hold its answer is left out. One without an answer has a single window.
+        A question whose answer no window holds whole is left out. One without an answer has a single window.
+        Raises LineartimeError if there is no window.
         """
-        for question in questions:
+        found = False
+        for number, question in enumerate(questions):
             if question.answers and not question.spans:
                 continue
             windows = [(window, window.tokens_of(question.spans)) for window in self.windows(question)]
             with_answer, without = ([each for each in windows if (each[1] is None) == empty] for empty in (False, True))
             count = min(len(without), len(with_answer) if question.spans else 1)
-            chosen = random.Random(f"{seed} {question.key}").sample(without, count)
+            chosen = random.Random(f"{seed} {question.id}").sample(without, count)
             for window, place in (*with_answer, *chosen):
                 start, end = place or (0, 0)
-                yield {"input_ids": window.ids, "first": window.first, "start_positions": start, "end_positions": end}
+                ends = {"start_positions": start, "end_positions": end}
+                yield {"input_ids": window.ids, "first": window.first, "question": number, **ends}
+                found = True
+        if not found:
+            size = f"{self.context_length:,} tokens"
+            raise LineartimeError(f"No window of {size} holds an answer to train with whole: raise `context_length`.")
 
     def for_answering(self, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
         """All windows, with the number of their question and the places of their tokens in its text."""
@@ -141,7 +133,6 @@ class WindowEncoder:
 
 def dataset_of(generate: Any, options: dict[str, Any], features: datasets.Features, cache: Path) -> datasets.Dataset:
     """Windows on the disk."""
-    bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         return datasets.Dataset.from_generator(generate, features=features, gen_kwargs=options, cache_dir=str(cache))
@@ -149,9 +140,6 @@ def dataset_of(generate: Any, options: dict[str, Any], features: datasets.Featur
         if isinstance(error.__cause__, LineartimeError):
             raise error.__cause__ from None
         raise
-    finally:
-        if not bars:
-            datasets.enable_progress_bars()
 
 
 def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
