@@ -151,7 +151,6 @@ def test_a_split_is_a_whole_word_in_the_nearest_name_or_held_out_in_any() -> Non
     ("name", "given"),
     [
         ("test.txt", "test.txt"),
-        ("folder/my_test_0.txt", "folder"),
         ("test/a.txt", "test"),
         ("folder/test/en/a.txt", "folder"),
     ],

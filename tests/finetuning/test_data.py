@@ -137,5 +137,5 @@ def test_wrong_data_is_named(tmp_path: Path, trivia: Path) -> None:
         find_questions(trivia)
     with pytest.raises(LineartimeError, match=r"^data is .*, which must have one .json file named for training, and"):
         find_questions(tmp_path / "evidence")
-    with pytest.raises(LineartimeError, match=r"^data is .*none, which does not exist: give a file, or a folder"):
+    with pytest.raises(LineartimeError, match=r"^data is .*none, which does not exist, or is held out by its name: give a"):
         find_questions(tmp_path / "none")

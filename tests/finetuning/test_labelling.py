@@ -110,7 +110,7 @@ def test_pairs_are_read_together_and_predictions_do_not_depend_on_the_batch(pret
 
 
 @pytest.mark.parametrize("label", [lambda place: place % 12, lambda place: [str(place % 12), "all"], lambda place: place / 8])
-def test_a_fifth_of_each_label_is_held_out_in_any_order(written: Written, label: Callable[[int], Any]) -> None:
+def test_a_fifth_of_each_label_is_held_out_in_any_order(written: Written, tmp_path: Path, label: Callable[[int], Any]) -> None:
     records = [{"id": place, "text": str(place), "label": label(place)} for place in range(60)]
     parts: list[dict[Any, set[int]]] = []
     for order in (records, records[::-1]):
@@ -120,6 +120,9 @@ def test_a_fifth_of_each_label_is_held_out_in_any_order(written: Written, label:
     assert parts[0] == parts[1] == {"train": set(range(60)) - held, "validation": held}
     assert isinstance(label(0), float) or {place % 12 for place in held} == set(range(12))
     assert 10 <= len(held) <= 16
+    (tmp_path / "a.jsonl").rename(tmp_path / "train.jsonl")
+    (tmp_path / "eval.jsonl").write_text("no record, and for neither training nor validation")
+    assert {int(each.id) for each in find_texts(tmp_path, Advanced())["validation"]} == held
 
 
 def labels_of(*given: Any) -> Labels:

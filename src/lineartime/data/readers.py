@@ -210,9 +210,6 @@ def not_utf8(where: str, content: bytes, place: int, offset: int) -> LineartimeE
 
 Format = Literal["text", "json lines", "json", "csv", "parquet"]
 
-_LONGEST_FIELD = 1 << 30
-"""The maximum length of a field of CSV, which may be a book; Python's default is 128 KiB."""
-
 
 def file_format(file: SourceFile) -> Format:
     """The format of a file; all formats except "text" hold records.
@@ -328,7 +325,7 @@ def _values(where: str, content: bytes, position: int) -> list[Any]:
 
 
 def _csv(file: SourceFile, columns: Collection[str] | None) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(max(_LONGEST_FIELD, csv.field_size_limit()))  # of the whole process: there is no other
+    csv.field_size_limit(max(1 << 30, csv.field_size_limit()))  # of the whole process; a field may be a book
     with file.open() as stream:
         lines = _lines(file, stream)
         header = next(lines, "").removeprefix("\ufeff")

@@ -5,12 +5,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from lineartime.choices import Domain, Split
-from lineartime.data.folders import SPLITS, named_split
+from lineartime.data.folders import named_split
 from lineartime.data.readers import SourceFile, read_records
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import shown
@@ -51,16 +51,19 @@ def names_of(ids: Iterable[str]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(place) for place in range(1, len(names) + 1)]
 
 
-def one_of_each_split(folder: Path, suffixes: Sequence[str], example: str) -> dict[Split, Path]:
-    """The file for training and the one for validation, by their names. Raises ArgumentError unless there is one of each."""
-    if not folder.is_dir():
-        raise ArgumentError("data", f"is {folder}, which does not exist: give a file, or a folder with {example}.")
-    files = sorted(each for each in folder.iterdir() if each.suffix in suffixes)
-    found = {split: [file for file in files if named_split(file.name) == split] for split in SPLITS[:2]}
-    if any(len(each) != 1 for each in found.values()):
-        what = f"is {folder}, which must have one {' or '.join(suffixes)} file named for training, and one for validation"
+def one_of_each_split(data: Path, suffixes: Sequence[str], example: str) -> tuple[Path, Path | None]:
+    """The files to train and to validate with, by their names; None for a share of the first. Raises ArgumentError."""
+    if data.is_file() and named_split(data.name) in (None, "train"):
+        return data, None
+    if not data.is_dir():
+        what = f"is {data}, which does not exist, or is held out by its name"
+        raise ArgumentError("data", f"{what}: give a file, or a folder with {example}.")
+    named = [(named_split(each.name), each) for each in sorted(data.iterdir()) if each.suffix in suffixes]
+    train, held_out, others = ([file for split, file in named if split == name] for name in ("train", "validation", None))
+    if len(train) != 1 or len(held_out) > 1 or (others and not held_out):
+        what = f"is {data}, which must have one {' or '.join(suffixes)} file named for training, and one for validation"
         raise ArgumentError("data", f"{what}: give a folder with both, such as {example}, or one file.")
-    return {split: each[0] for split, each in found.items()}
+    return train[0], held_out[0] if held_out else None
 
 
 # Texts with labels -------------------------------------------------------------------------------------------------------
@@ -135,19 +138,19 @@ def find_questions(data: Path, domain: Domain = "wikipedia") -> dict[Split, Ques
     contents; of a folder with two such files, named train and dev; or of the folder of TriviaQA, with `qa` and `evidence`, of
     which `domain` says the documents to read. Raises ArgumentError for another path, and LineartimeError for other contents.
     """
-    if data.is_file():
-        if data.suffix == ".jsonl":
-            raise ArgumentError("data", f"is {data}, but questions to train with have other files: {_LAYOUTS}.")
-        metric = _metric(data)
-        return {"train": QuestionFile(data, metric, False), "validation": QuestionFile(data, metric, True)}
     if (data / "qa").is_dir():
         train, validation = (data / "qa" / f"{domain}-{name}.json" for name in ("train", "dev"))
         for path in (train, validation, data / "evidence"):
             if not path.exists():
                 raise ArgumentError("data", f"is {data}, which has no {path.relative_to(data)}: give the unpacked archive.")
         return {"train": QuestionFile(train, "triviaqa"), "validation": QuestionFile(validation, "triviaqa")}
-    of_split = one_of_each_split(data, (".json",), "train-v1.1.json and dev-v1.1.json")
-    return {split: QuestionFile(file, _metric(file)) for split, file in of_split.items()}
+    file, other = one_of_each_split(data, (".json",), "train-v1.1.json and dev-v1.1.json")
+    if file.suffix == ".jsonl":
+        raise ArgumentError("data", f"is {data}, but questions to train with have other files: {_LAYOUTS}.")
+    whole = QuestionFile(file, _metric(file))
+    if other is not None:
+        return {"train": whole, "validation": QuestionFile(other, _metric(other))}
+    return {"train": replace(whole, held_out=False), "validation": replace(whole, held_out=True)}
 
 
 def _metric(file: Path) -> Metric:

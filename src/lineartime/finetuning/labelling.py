@@ -114,10 +114,10 @@ def find_texts(data: Path, advanced: Advanced) -> dict[Split, LabelledFile]:
     Raises ArgumentError for another path.
     """
     columns = (advanced.text_column, advanced.pair_column, advanced.label_column)
-    if not data.is_file():
-        found = one_of_each_split(data, RECORDS, "train.csv and validation.csv")
-        return {split: LabelledFile(file, columns) for split, file in found.items()}
-    whole = LabelledFile(data, columns)
+    train, validation = one_of_each_split(data, RECORDS, "train.csv and validation.csv")
+    whole = LabelledFile(train, columns)
+    if validation is not None:
+        return {"train": whole, "validation": LabelledFile(validation, columns)}
     labels, given = find_labels(whole, advanced.labels), [(each.label, each.where) for each in whole]
     if labels.kind == "numbers":
         ranks, parts = np.argsort(np.argsort([_number(*each) for each in given])), max(1, min(10, len(given) // 5))
