@@ -26,12 +26,7 @@ from lineartime.baselines.linformer import Linformer, linformer_attention_oracle
 from lineartime.baselines.longformer import Longformer, longformer_attention_oracle
 from lineartime.baselines.mc_tfm import MCTFM, mc_tfm_attention_oracle
 from lineartime.baselines.mixed_chunk import MixedChunk, mixed_chunk_scheme_oracle
-from lineartime.baselines.nystromformer import (
-    Nystromformer,
-    convolution_oracle,
-    nystromformer_attention_oracle,
-    pseudo_inverse,
-)
+from lineartime.baselines.nystromformer import Nystromformer, convolution_oracle, nystromformer_attention_oracle, pseudo_inverse
 from lineartime.baselines.performer import Performer
 from lineartime.baselines.reformer import Reformer, reformer_attention_oracle
 from lineartime.baselines.sparse import Sparse, sparse_attention_oracle

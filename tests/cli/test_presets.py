@@ -6,6 +6,11 @@ import pytest
 
 import lineartime
 from lineartime.cli import main
+from lineartime.models.cost import COSTS, COSTS_LENGTH, cost, preset_cost
+from lineartime.models.presets import PRESETS, presets
+
+MODELS = presets("mlm") | presets("clm")
+SOME = ("flash-tiny", "transformer-tiny", "linformer-tiny", "hybrid-gau-tiny", "gau-ablation")
 
 
 def test_presets_lists_sizes_operations_and_memory(capfd: pytest.CaptureFixture[str]) -> None:
@@ -31,3 +36,19 @@ def test_presets_prints_json_for_other_programs(capsys: pytest.CaptureFixture[st
     assert (flash["name"], flash["context_length"], flash["n_blocks"], flash["d_model"]) == ("flash-tiny", 1030, 8, 256)
     assert 2 * flash["parameters"] < flash["flops_per_token"] < 4 * flash["parameters"]
     assert (linformer["context_length"], linformer["state_bytes"]) == (512, None)
+    assert set(json.loads(COSTS.read_text())) == set(PRESETS)  # of which none is counted by default
+
+
+@pytest.mark.parametrize(
+    "name", [*SOME, *(pytest.param(name, marks=pytest.mark.nightly) for name in sorted({*PRESETS} - {*SOME}))]
+)
+def test_stored_costs_of_presets_are_those_of_their_models(name: str) -> None:
+    length, found = preset_cost(name, MODELS[name], COSTS_LENGTH)
+    assert length == min(COSTS_LENGTH, MODELS[name].longest_sequence or COSTS_LENGTH)
+    assert found == cost(MODELS[name], length)
+
+
+if __name__ == "__main__":
+    COSTS.write_text("{}")
+    rows = {name: preset_cost(name, MODELS[name], COSTS_LENGTH) for name in PRESETS}
+    COSTS.write_text(json.dumps({name: [length, *values] for name, (length, values) in rows.items()}) + "\n")

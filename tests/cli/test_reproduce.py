@@ -17,10 +17,7 @@ Fails = Callable[..., None]
     ("arguments", "message"),
     [
         (["reproduce", "positons"], r"name has 'positons', which is not an experiment here \(did you mean positions\?\)"),
-        (
-            ["reproduce", "lm", "--scale", "paper", "--tuning", "3"],
-            "--tuning is 3.0, but the scale paper has the paper's",
-        ),
+        (["reproduce", "lm", "--scale", "paper", "--tuning", "3"], "--tuning is 3.0, but the scale paper has the paper's"),
         (["reproduce", "lm", "--systems", "flash-quat"], r"--systems has 'flash-quat'.*\(did you mean flash-quad"),
         (["reproduce", "lm", "--books", "/none"], "--books is /none, which is neither a file or folder"),
         (["reproduce", "--list", "--books", "/none"], "--books is /none, which is neither a file or folder"),

@@ -16,11 +16,7 @@ from lineartime.experiments import catalogue, command
 from lineartime.experiments.catalogue import Setting
 from lineartime.experiments.collect import paper_cost, paper_numbers, paper_tables
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.plan import (
-    TOLERANCE,
-    Plan,
-    make_plan,
-)
+from lineartime.experiments.plan import TOLERANCE, Plan, make_plan
 from lineartime.models.presets import PAPER_MILLIONS
 from lineartime.models.registering import VARIABLE
 from lineartime.training.config import TrainConfig

@@ -40,11 +40,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"chunk_size": 513},  # the rotary bias
         {"memory": "mesa"},
     ],
-    "gau": [
-        {},
-        {"max_length": 128},
-        {"normalization": "paper"},
-    ],
+    "gau": [{}, {"max_length": 128}, {"normalization": "paper"}],
     "flash-foreign": [
         {"bias_form": "buckets", "rotary_width": 4, "normalization": "paper_sum"},
         {"activation": "laplace", "rotary_width": 2},

@@ -12,13 +12,7 @@ from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops import (
-    FactoredBias,
-    KVCache,
-    quadratic_attention,
-    quadratic_attention_extend,
-    quadratic_attention_oracle,
-)
+from lineartime.ops import FactoredBias, KVCache, quadratic_attention, quadratic_attention_extend, quadratic_attention_oracle
 from lineartime.ops.activations import ACTIVATIONS
 from lineartime.ops.make_batch import stream_batch
 from lineartime.ops.quadratic import attend_rows, cpu

@@ -48,14 +48,13 @@ def _entries(names: Sequence[str], context_length: int) -> Iterator[dict[str, An
 
     Operations are those of the matrix products of a forward pass; the state is None for a bidirectional model.
     """
-    from lineartime.models.cost import cost
+    from lineartime.models.cost import preset_cost
     from lineartime.models.presets import presets, system_of
 
     causal, bidirectional = presets("clm"), presets("mlm")
     for name in names:
         model = causal.get(name) or bidirectional[name]
-        length = min(context_length, model.longest_sequence or context_length)
-        parameters, flops, state = cost(model, length)
+        length, (parameters, flops, state) = preset_cost(name, model, context_length)
         yield {
             "name": name,
             "description": system_of(name).describe(),

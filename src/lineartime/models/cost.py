@@ -1,8 +1,10 @@
 """What a model costs: parameters, operations, and memory, on the meta device, where tensors have shapes but no values."""
 
+import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from lineartime.fields import Between, check_limits
 from lineartime.machine import memory_bytes, shapes_only
 from lineartime.models.config import LayerConfig, ModelConfig
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
-from lineartime.models.language_model import CausalLM, LanguageModel, build_model
+from lineartime.models.language_model import CausalLM, build_model
 from lineartime.models.presets import values_of
 from lineartime.ops.checks import check_positive
 from lineartime.units import size
@@ -36,17 +38,36 @@ class Cost(NamedTuple):
     state_bytes: int | None
 
 
+COSTS = Path(__file__).with_name("costs.json")
+"""The costs of all presets at 4,096 tokens or as many as one reads, which `python tests/cli/test_presets.py` computes anew."""
+COSTS_LENGTH = 4096
+
+
+def preset_cost(name: str, config: ModelConfig, context_length: int) -> tuple[int, Cost]:
+    """The cost of a preset at so many tokens or, if it reads fewer, at those, whose number is returned with it."""
+    known = json.loads(COSTS.read_text("utf-8")) if context_length == COSTS_LENGTH else {}
+    if name in known:
+        return known[name][0], Cost(*known[name][1:])
+    length = min(context_length, config.longest_sequence or context_length)
+    return length, cost(config, length)
+
+
 def count_parameters(config: ModelConfig) -> int:
-    """The number of parameters of a model."""
-    return _over_blocks(config, lambda model: model.n_parameters)
+    """The number of parameters of a model, of which all blocks of a mixer are alike."""
+    with shapes_only():
+        model = build_model(config.first_round)
+    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.backbone.blocks]
+    of_all = sum(blocks[place % len(blocks)] for place in range(config.n_blocks))
+    return model.n_parameters - sum(blocks) + of_all
 
 
-def _over_blocks(config: ModelConfig, measure: Callable[[LanguageModel], int]) -> int:
-    """A measure of the whole model, from models of one and two blocks of each mixer, whose blocks are identical."""
+def _flops(config: ModelConfig, ids: Tensor) -> int:
+    """Operations of the whole model, from models of one and two blocks of each mixer, whose blocks are identical."""
     rest, blocks = 0, 0
     for mixer, count in config.blocks_of.items():
         with shapes_only():
-            one, two = (measure(build_model(replace(config, mixer=mixer, pattern=(), n_blocks=n))) for n in (1, 2))
+            models = (build_model(replace(config, mixer=mixer, pattern=(), n_blocks=n)) for n in (1, 2))
+            one, two = (forward_flops(model, ids) for model in models)
         rest, blocks = 2 * one - two, blocks + count * (two - one)
     return rest + blocks
 
@@ -64,8 +85,7 @@ def cost(config: ModelConfig, context_length: int) -> Cost:
     if longest is not None and context_length > longest:
         raise ArgumentError("context_length", f"is {context_length}, but the model reads at most {longest} tokens.")
     ids = torch.zeros(1, context_length, dtype=torch.long, device="meta")
-    flops = _over_blocks(config, lambda model: forward_flops(model, ids))
-    return Cost(count_parameters(config), flops / context_length, stream_bytes(config, context_length))
+    return Cost(count_parameters(config), _flops(config, ids) / context_length, stream_bytes(config, context_length))
 
 
 def stream_bytes(config: ModelConfig, context_length: int) -> int | None:
