@@ -136,7 +136,7 @@ def test_labels_are_read_as_they_were_written() -> None:
     for wrong, message in (
         ("['a' 'b']", r"^line 1 has .* instead of a list like \['a', 'b'\]"),
         ("[0, 1, 0]", r"^line 1 has the vector .*: give the names of the labels that are 1"),
-        ([True, False, False], r"^line 1 has the vector"),
+        ([1.0, 0.0, 0.0], r"^line 1 has the vector"),
         ([1, 0], r"^line 0 and all others have the labels \['0', '1'\]"),
     ):
         with pytest.raises(LineartimeError, match=message):

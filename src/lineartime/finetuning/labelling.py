@@ -141,10 +141,9 @@ def _several(value: Any, where: str) -> list[str]:
     found = [each.strip() for each in value.split(",") if each.strip()] if isinstance(value, str) else value
     if not isinstance(found, list):
         raise LineartimeError(f"{where} has {shown(value)} instead of a list of labels: correct it, or leave it out.")
-    names = [_single(each, where) for each in found]
-    if len({*names}) < len(names) and {*names} <= {"0", "1", "False", "True"}:
+    if len(found) > len(bits := {*map(str, found)}) and bits <= {"0", "1", "0.0", "1.0", "False", "True"}:
         raise LineartimeError(f"{where} has the vector {shown(value)}: give the names of the labels that are 1.")
-    return names
+    return [_single(each, where) for each in found]
 
 
 def _as_list(value: Any, where: str) -> Any:
