@@ -17,7 +17,7 @@ class PredictOptions:
     run: tyro.conf.Positional[Path]
     """Folder that `lineartime finetune` wrote."""
     file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
-    """JSON lines with question and context, or the layout of SQuAD or TriviaQA; or texts as in training."""
+    """JSON lines or CSV with question and context, or the layout of SQuAD or TriviaQA; or texts as in training."""
     out: Path
     """New file of JSON lines with id, and answer or label; one in .json gets answers by id, for official scripts."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from lineartime.choices import Domain, Split
 from lineartime.data.folders import named_split
-from lineartime.data.readers import SourceFile, read_records
+from lineartime.data.readers import RECORDS, SourceFile, read_records
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import shown
 from lineartime.files import read_plain
@@ -145,7 +145,7 @@ def find_questions(data: Path, domain: Domain = "wikipedia") -> dict[Split, Ques
                 raise ArgumentError("data", f"is {data}, which has no {path.relative_to(data)}: give the unpacked archive.")
         return {"train": QuestionFile(train, "triviaqa"), "validation": QuestionFile(validation, "triviaqa")}
     file, other = one_of_each_split(data, (".json",), "train-v1.1.json and dev-v1.1.json")
-    if file.suffix == ".jsonl":
+    if file.suffix in {*RECORDS} - {".json"}:
         raise ArgumentError("data", f"is {data}, but questions to train with have other files: {_LAYOUTS}.")
     whole = QuestionFile(file, _metric(file))
     if other is not None:
@@ -163,12 +163,12 @@ def _metric(file: Path) -> Metric:
 
 
 def read_questions(file: Path, part: bool | None = None) -> Iterator[Question]:
-    """The questions of a file: JSON lines with `question`, `context` and perhaps `id`; the layout of SQuAD; or TriviaQA.
+    """The questions of a file: records with `question`, `context` and perhaps `id`; the layout of SQuAD; or TriviaQA.
 
     Of SQuAD, `part` says which articles, as for `QuestionFile`. The file of TriviaQA is one of its folder `qa`, beside
     which `evidence` is. Raises LineartimeError if the file cannot be read, or a record of it is something else.
     """
-    if file.suffix == ".jsonl":
+    if file.suffix in {*RECORDS} - {".json"}:
         for number, (where, record) in enumerate(read_records(SourceFile(file, "question")), 1):
             question, text = (_item(file, where, record, name, str) for name in ("question", "context"))
             yield Question(where, question, text, id=id_of(record, number))
