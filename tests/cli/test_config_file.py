@@ -71,19 +71,6 @@ def test_command_line_wins_over_a_file_and_a_file_over_a_recipe(tmp_path: Path, 
     assert printed(capsys, "--config", str(file), "--data", "docs")["data"].endswith("docs")
 
 
-def test_override_on_the_command_line_changes_one_field_of_the_model_in_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "run.json"
-    file.write_text('{"preset": "flash-tiny", "override": ["d_model=32", "n_blocks=2"]}')
-    found = printed(capsys, "--config", str(file), "--override", "n_blocks=1", "dropout=0.1")
-    assert found["override"] == ["d_model=32", "n_blocks=1", "dropout=0.1"]
-    assert printed(capsys, "--config", str(file))["override"] == ["d_model=32", "n_blocks=2"]
-    file.write_text('{"recipe": "lm-pg19", "preset": "flash-base", "override": ["n_blocks=2"]}')
-    found = printed(capsys, "--config", str(file), "--override", "dropout=0.1")
-    assert found["override"] == ["chunk_size=512", "n_blocks=2", "dropout=0.1"]
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
 def test_printed_options_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {**TrainConfig(preset="gau-tiny", data=('é "x".txt', "b"), override=("d_model=8",), out=Path("runs/ü")).to_dict()}

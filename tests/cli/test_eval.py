@@ -75,24 +75,6 @@ def test_model_that_was_passed_on_alone_is_evaluated_and_generates(
     assert main(["generate", str(model), "--prompt", "the square", "--max-tokens", "3"]) == 0
 
 
-def test_context_longer_than_the_model_reads_ends_in_a_sentence(
-    folder: Path, tmp_path: Path, options: list[str], fails: Fails
-) -> None:
-    arguments = [argument for argument in options if not argument.startswith(("d_qk", "chunk_size"))]
-    arguments[arguments.index("n_blocks=1")] = "max_positions=30"
-    run = str(tmp_path / "learned")
-    assert main(["train", "--preset", "transformer-tiny", *arguments, "--out", run, "--steps", "1"]) == 0
-    message = r"There are \d+ tokens in .*, but this model reads at most 30 in one sequence"
-    fails(["eval", run, "--context", "carried", "--cache", str(folder / "cache")], message)
-    message = "--context-length is 40, but this model reads at most 30 tokens"
-    fails(["eval", run, "--context-length", "40", "--cache", str(folder / "cache")], message)
-    message = "--max-tokens is 28 after a prompt of 4 tokens, which makes 31 tokens to read, but this model reads at most 30"
-    fails(["generate", run, "--prompt", "the ", "--max-tokens", "28", "--temperature", "0"], message)
-    assert main(["generate", run, "--prompt", "the ", "--max-tokens", "27", "--temperature", "0"]) == 0
-    (tmp_path / "long.txt").write_text("a" * 31)
-    fails(["generate", run, "--prompt-file", str(tmp_path / "long.txt"), "--max-tokens", "1"], "--prompt-file has 31 tokens")
-
-
 def test_masked_model_cannot_generate_or_carry(masked: str, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
     assert main(["eval", masked]) == 0
     assert " per masked token" in capsys.readouterr().out
@@ -102,16 +84,8 @@ def test_masked_model_cannot_generate_or_carry(masked: str, capsys: pytest.Captu
 
 def test_perplexity_of_a_word_is_shown(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("a word and another word.\n" * 40)
-    options = [
-        "--max-tokens",
-        "200",
-        "--split",
-        "all",
-        "--cache",
-        str(tmp_path / "cache"),
-        "--data",
-        str(tmp_path / "text.txt"),
-    ]
+    where = ["--cache", str(tmp_path / "cache"), "--data", str(tmp_path / "text.txt")]
+    options = ["--max-tokens", "200", "--split", "all", *where]
     assert main(["eval", str(folder / "run"), *options]) == 0
     assert " per word" in capsys.readouterr().out
     assert main(["eval", str(folder / "run"), *options, "--json"]) == 0

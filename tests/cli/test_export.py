@@ -25,10 +25,8 @@ def test_a_run_becomes_a_file(
     assert "text.onnx: ids [B, T] to logits [B, T, V], in ONNX" in capsys.readouterr().out
     fails(["export", run, "step.pt2"], "file is step.pt2, which exists already")
     fails(["export", run, "step.zip"], "file is step.zip, but must end in .pt2")
-    fails(
-        ["export", run, "a.pt2", "--part", "text", "--format", "package"],
-        "--format is package, but .* use program or onnx, or --part step",
-    )
+    package = ["--part", "text", "--format", "package"]
+    fails(["export", run, "a.pt2", *package], "--format is package, but .* use program or onnx, or --part step")
     fails(["export", run], "FILE", status=2)
 
 

@@ -10,12 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from lineartime.cli import main
-from lineartime.layers.dense import Dense
-from lineartime.models.backbone import Backbone
-from lineartime.models.language_model import CausalLM
 
 Fails = Callable[..., None]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -28,60 +24,6 @@ def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(folder: Pa
         shown.append(capsys.readouterr().out)
     assert all(text.startswith("the square") for text in shown)
     assert shown[0] == shown[1] != shown[2]
-
-
-def test_the_step_is_compiled_where_it_can_be_and_else_the_note_says_why_not(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Not compiled for real, which takes long: tests/models/test_compile.py does that.
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    compiled: list[CausalLM] = []
-    compile_step = CausalLM.compile_step
-    monkeypatch.setattr(CausalLM, "compile_step", lambda model: (compiled.append(model), compile_step(model)))
-    monkeypatch.setattr("lineartime.machine.why_not_compile", lambda device: "")
-    monkeypatch.setattr("lineartime.models.language_model.native_decoder", lambda *_: None)
-    arguments = ["generate", str(folder / "run"), "--prompt", "the", "--max-tokens", "12", "--temperature", "0"]
-    assert main(arguments) == 0
-    plain = capsys.readouterr()
-    assert not compiled
-    assert main([*arguments, "--compile"]) == 0
-    with_step = capsys.readouterr()
-    assert with_step.out == plain.out
-    assert with_step.err.endswith("cpu, fp32, compiled: the first token waits for it\n")
-    assert len(compiled) == 1
-    monkeypatch.setattr("lineartime.machine.why_not_compile", lambda device: "there is no C++ compiler here")
-    assert main([*arguments, "--compile"]) == 0
-    without = capsys.readouterr()
-    assert without.out == plain.out
-    assert without.err.endswith("cpu, fp32, not compiled: there is no C++ compiler here\n")
-    monkeypatch.setattr(Backbone, "constant_state", False)
-    assert main([*arguments, "--compile"]) == 0
-    why = "only steps with a state of constant size can be compiled, such as those of FLASH"
-    assert capsys.readouterr().err.endswith(f"not compiled: {why}\n")
-    assert len(compiled) == 1
-
-
-def test_generation_computes_in_the_precision_and_with_the_threads_that_are_asked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before, seen = torch.get_num_threads(), []
-    multiply = Dense.forward
-
-    def forward(self: Dense, x: torch.Tensor) -> torch.Tensor:
-        out = multiply(self, x)
-        seen.append((out.dtype, torch.get_num_threads()))
-        return out
-
-    monkeypatch.setattr(Dense, "forward", forward)
-    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        asked = ["--prompt", "the", "--max-tokens", "3", "--precision", precision, "--threads", str(before + 1)]
-        assert main(["generate", str(folder / "run"), *asked]) == 0
-        assert set(seen) == {(dtype, before + 1)}
-        seen.clear()
-        shown = capsys.readouterr()  # the text alone is on standard output
-        assert (shown.out.startswith("the"), "cpu" in shown.out) == (True, False)
-        assert re.fullmatch(rf".*/step-\d+: cpu, {precision}\n", shown.err)
-    assert torch.get_num_threads() == before
 
 
 def test_several_samples_are_printed_with_headers_or_as_a_line_of_json_each(

@@ -208,26 +208,3 @@ for arguments in (["--version"], ["--help"], ["train", "--help"], ["runs", {str(
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-
-
-def test_a_warning_is_one_line_without_code() -> None:
-    script = """
-import sys, warnings
-sys.argv = ["lineartime", "--version"]
-from lineartime.__main__ import main
-main()
-warnings.warn("the compiler fails", RuntimeWarning)
-"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert result.stderr == "warning: the compiler fails\n"
-
-
-def test_a_tokenizer_is_not_trained_for_a_folder_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text.txt").write_text("abc\n" * 1000)
-    monkeypatch.setattr("lineartime.data.train_tokenizer", None)
-    out = tmp_path / "text.txt" / "tokenizer.json"
-    assert main(["tokenize", "--data", str(tmp_path / "text.txt"), "--out", str(out)]) == 1
-    assert f"Cannot write {out}" in " ".join(capsys.readouterr().err.split())
-    assert [file.name for file in tmp_path.iterdir()] == ["text.txt"]

@@ -50,14 +50,6 @@ def test_an_adapter_on_the_embedding_runs_and_generates(settings: dict[str, Any]
     assert adapted.generate(input_ids=ids, **GREEDY).tolist() == text.tolist()
 
 
-def test_peft_warns_of_merging_an_adapter_on_a_tied_embedding(causal: LineartimeForCausalLM) -> None:
-    settings = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["embedding"])
-    with pytest.warns(UserWarning, match="a tied layer is part of the adapter, but `ensure_weight_tying` is not"):
-        adapted = peft.get_peft_model(causal, settings)
-    with pytest.warns(UserWarning, match=r"tied_target_modules=\['model.backbone.embedding'\] are part of the adapter"):
-        adapted.merge_and_unload()
-
-
 def test_a_learned_prompt_is_read_once(causal: LineartimeForCausalLM) -> None:
     settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_attention_heads=1)
     tuned, ids = peft.get_peft_model(causal, settings).eval(), ids_of(1, 5)

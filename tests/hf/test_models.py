@@ -14,7 +14,7 @@ import torch
 from tests.hf.tiny import KINDS, awake, causal_model, close, ids_of, masked_model, own, tiny
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, DataCollatorWithFlattening
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, DataCollatorWithFlattening
 
 import lineartime
 from lineartime.hf import (
@@ -27,7 +27,6 @@ from lineartime.hf import (
     LineartimeModel,
 )
 from lineartime.hf.cache import CACHE
-from lineartime.machine import choose_device
 from lineartime.models.systems import SYSTEMS
 
 every_kind = pytest.mark.parametrize("system", KINDS)
@@ -274,17 +273,6 @@ def test_tokens_can_be_added_and_the_logits_follow(tied: bool, tmp_path: Path) -
     assert model.get_input_embeddings() is new
 
 
-def test_a_model_is_loaded_in_bf16_and_on_a_device(causal: LineartimeForCausalLM, tmp_path: Path) -> None:
-    causal.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map="auto")
-    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
-    assert loaded.device.type == choose_device("auto").type
-    ids = ids_of(2, 9)
-    close(loaded(ids.to(loaded.device)).logits.float().cpu(), causal(ids).logits, 3e-2)
-    loaded.save_pretrained(tmp_path / "bf16")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "bf16").dtype == torch.bfloat16
-
-
 def test_a_model_on_several_devices_is_refused(causal: LineartimeForCausalLM, tmp_path: Path) -> None:
     causal.save_pretrained(tmp_path / "model")
     places = {"model.backbone.blocks.1": "disk", "": "cpu"}
@@ -329,18 +317,6 @@ def test_a_fresh_model_starts_as_lineartime_starts_it() -> None:
         spread = 4 / tensor.numel() ** 0.5
         torch.testing.assert_close(fresh[name].std(correction=0), tensor.std(correction=0), rtol=spread, atol=1e-6)
         torch.testing.assert_close(fresh[name].mean(), tensor.mean(), rtol=0, atol=0.02)
-
-
-def test_auto_classes_know_the_configuration(tmp_path: Path) -> None:
-    config = tiny("transformer", dropout=0.1)
-    assert (config.hidden_size, config.num_hidden_layers, config.max_positions) == (16, 2, 1024)
-    config.save_pretrained(tmp_path)
-    loaded = AutoConfig.from_pretrained(tmp_path)
-    assert type(loaded) is LineartimeConfig
-    assert loaded.to_model_config() == config.to_model_config()
-    assert AutoConfig.for_model("lineartime", n_blocks=3).n_blocks == 3
-    model = AutoModel.from_config(loaded, dtype=torch.bfloat16)
-    assert (type(model), model.dtype) == (LineartimeModel, torch.bfloat16)
 
 
 @pytest.mark.nightly

@@ -1,6 +1,5 @@
 """Tokenizers there and back, and chats."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from transformers import AutoConfig, AutoTokenizer, DataCollatorForLanguageModel
 import lineartime
 from lineartime.data import ByteTokenizer, JsonTokenizer, Tokenizer
 from lineartime.hf import convert, fast_tokenizer
-from lineartime.hf.tokenizer import plain_tokenizer
 
 TEXTS = ["the square of 3 is 9", " leading, and  two spaces\n\ttabs", "añ é 漢字 \U0001f600", "", "a , b ."]
 
@@ -81,11 +79,6 @@ def test_a_tokenizer_gives_the_same_ids_in_transformers_and_comes_back(kind: str
     assert type(back) is type(own)
     assert (back.end_of_document, back.mask, back.vocab_size) == (own.end_of_document, own.mask, own.vocab_size)
     assert all(back.encode(text).tolist() == own.encode(text).tolist() for text in TEXTS)
-
-
-def test_a_definition_needs_no_more_than_its_model() -> None:
-    definition = json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}})
-    assert plain_tokenizer(definition, "given").encode("ab").tolist() == [0, 1]
 
 
 def test_a_tokenizer_knows_the_longest_text_of_its_model(tmp_path: Path) -> None:
