@@ -38,6 +38,7 @@ from lineartime.machine import (
 from lineartime.models.config import LAYERS, ModelConfig
 from lineartime.models.language_model import build_model
 from lineartime.models.presets import resolve
+from lineartime.runs.record import locked
 from lineartime.screen import print_markdown, progress_bar
 from lineartime.training.config import TrainConfig
 
@@ -54,7 +55,7 @@ def run_benchmark(config: BenchConfig) -> Results:
     """
     benchmark, folder = make_benchmark(config), config.folder()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with using_threads(config.threads), progress_bar(*columns) as progress:
+    with locked(folder), using_threads(config.threads), progress_bar(*columns) as progress:
         results = Results(folder, config.to_dict(), benchmark)
         results.save()
         separate = separate_compilations() if benchmark.compiled else nullcontext()

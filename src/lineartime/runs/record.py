@@ -21,7 +21,7 @@ from lineartime.checkpoint import list_checkpoints
 from lineartime.checkpoint.format import checked_options
 from lineartime.choices import DEFAULT_TEXT
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors, typed_first_line
-from lineartime.files import RECORD_FILE, read_file, write_file
+from lineartime.files import RECORD_FILE, is_there, read_file, write_file
 from lineartime.host import installed_version, processor_name
 
 WITHOUT_EFFECT = ("out", "resume", "auto_resume", "cache", "track", "timeout", "max_time", "keep_every")
@@ -206,6 +206,25 @@ def is_locked(run: Path) -> bool | None:
     except OSError:  # no lock, one that may not be read, or a file system without locks
         return None
     return False if machine == platform.node() != "" else None
+
+
+@contextmanager
+def locked(folder: Path, *, keep: bool = False) -> Iterator[None]:
+    """Lock a folder as `lock_run`, for a `with` block; then delete the lock, which else says where a run was trained.
+
+    With `keep`, it stays unless nothing else is there. A folder that was created for it and is empty is deleted.
+    """
+    existed = is_there(folder)
+    lock = lock_run(folder)
+    try:
+        yield
+    finally:
+        # A process that opens the file before it is deleted cannot lock it yet. Windows deletes no open file.
+        with lock, suppress(OSError):
+            if not keep or [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+                (folder / LOCK_FILE).unlink()
+                if not existed:
+                    folder.rmdir()
 
 
 def lock_run(run: Path) -> IO[str]:

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -27,7 +27,7 @@ from lineartime.errors import ArgumentError, LineartimeError, first_line, report
 from lineartime.files import is_folder, is_there, os_error_behind, synchronise, synchronise_folder
 from lineartime.models.language_model import LanguageModel
 from lineartime.models.presets import PRESETS, resolve
-from lineartime.runs.record import LOCK_FILE, last_error, lock_run, read_record
+from lineartime.runs.record import last_error, locked, read_record
 from lineartime.training.config import TrainConfig, merged_override, options_of, recipe_config, with_other_steps
 from lineartime.training.optimizers import ModelOptimizer
 from lineartime.training.parallel import World
@@ -179,23 +179,12 @@ def check_folder(config: TrainConfig) -> None:
 @contextmanager
 def locked_run(config: TrainConfig, world: World) -> Iterator[None]:
     """Lock a run's folder against other processes of this machine. Raises LineartimeError if it cannot be used."""
-    run = config.run_directory
-    lock = None
-    with world.raise_on_all_ranks():
-        check_folder(config)
-        existed = is_there(run)
-        if world.is_main:
-            lock = lock_run(run)
-    try:
+    with ExitStack() as held:
+        with world.raise_on_all_ranks():
+            check_folder(config)
+            if world.is_main:
+                held.enter_context(locked(config.run_directory, keep=True))
         yield
-    finally:
-        if lock is not None:
-            # A process that opens the file before it is deleted cannot lock it yet. Windows deletes no open file.
-            with lock, suppress(OSError):
-                if [path.name for path in run.iterdir()] == [LOCK_FILE]:  # the run failed before it wrote anything
-                    (run / LOCK_FILE).unlink()
-                    if not existed:
-                        run.rmdir()
 
 
 def starting_point(config: TrainConfig) -> Path | None:
