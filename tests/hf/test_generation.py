@@ -1,6 +1,7 @@
 """`generate` of transformers, and the cache of streams that it continues."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ import lineartime
 from lineartime.generation.prompts import PREFILL
 from lineartime.hf import LineartimeCache, LineartimeForCausalLM
 from lineartime.hf.cache import CACHE
-from lineartime.ops.state import State
 
 every_kind = pytest.mark.parametrize("system", KINDS)
 
@@ -187,21 +187,6 @@ def test_flash_remembers_as_much_after_a_long_text_as_after_a_short_one(causal: 
     assert (len(cache), cache.batch_size, cache.is_compileable) == (2, 2, False)
 
 
-@pytest.mark.parametrize("prompts", ["of one length", "padded on the left"])
-def test_tokens_update_the_state_of_flash_in_place(
-    prompts: str, causal: LineartimeForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids, mask = left_padded()
-    mask = torch.ones_like(ids) if prompts == "of one length" else mask
-    monkeypatch.setattr(State, "map", None)  # by which states are copied, selected and joined
-    options = {"do_sample": False, "return_dict_in_generate": True}
-    cache = causal.generate(ids, attention_mask=mask, max_new_tokens=9, **options).past_key_values
-    before = [(block.summary.data_ptr(), block.keys.data_ptr()) for block in cache.state.blocks]
-    with torch.no_grad():
-        causal(ids[:, :1], past_key_values=cache)
-    assert [(block.summary.data_ptr(), block.keys.data_ptr()) for block in cache.state.blocks] == before
-
-
 @torch.no_grad()
 def test_a_cache_reads_a_batch_of_padding_alone(causal: LineartimeForCausalLM) -> None:
     ids, nothing = ids_of(2, 7), torch.zeros(2, 7, dtype=torch.long)
@@ -209,47 +194,6 @@ def test_a_cache_reads_a_batch_of_padding_alone(causal: LineartimeForCausalLM) -
     assert {tuple(hidden.shape) for hidden in begun.hidden_states} == {(2, 7, causal.config.d_model)}
     assert not any(hidden.any() for hidden in begun.hidden_states)
     close(causal(ids, past_key_values=begun.past_key_values).logits, causal(ids).logits)
-
-
-@torch.no_grad()
-def test_many_tokens_after_steps_in_place_are_read_at_once(causal: LineartimeForCausalLM) -> None:
-    ids = ids_of(2, 60)
-    expected, embedded = causal(ids).logits, causal.get_input_embeddings()(ids)
-    cache = causal(ids[:, :9], use_cache=True).past_key_values
-    for at in range(9, 14):
-        step = {"inputs_embeds": embedded[:, at, None]} if at % 2 else {"input_ids": ids[:, at, None]}
-        close(causal(**step, past_key_values=cache).logits[:, 0], expected[:, at])
-    close(causal(ids[:, 14:50], past_key_values=cache).logits, expected[:, 14:50])
-
-
-@pytest.mark.parametrize("change", ["copied", "selected"])
-def test_a_cache_that_was_changed_in_inference_mode_is_continued_outside(
-    change: str, causal: LineartimeForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LINEARTIME_NATIVE", "0")  # PyTorch's own operations check what they update
-    ids = ids_of(3, 12)
-    with torch.inference_mode():
-        cache = causal(ids[:, :9], use_cache=True).past_key_values
-        causal(ids[:, 9:10], past_key_values=cache)
-        if change == "copied":
-            cache = cache.copy()
-        else:
-            cache.batch_select_indices(torch.arange(3))
-    with torch.no_grad():
-        close(causal(ids[:, 10:11], past_key_values=cache).logits, causal(ids[:, :11]).logits[:, -1:])
-
-
-@pytest.mark.parametrize("native", ["1", "0"])
-def test_a_gradient_of_what_a_token_overwrote_is_refused(
-    native: str, causal: LineartimeForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LINEARTIME_NATIVE", native)
-    ids = ids_of(2, 9)  # a chunk, which is read with a gradient, and the first token of the next one
-    begun = causal(ids[:, :8], use_cache=True)
-    with torch.no_grad():
-        causal(ids[:, 8:], past_key_values=begun.past_key_values)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        begun.logits.sum().backward()
 
 
 @torch.no_grad()
@@ -313,6 +257,17 @@ def test_prompts_and_caches_that_generate_cannot_use_are_named(causal: Lineartim
     for options, message in unfit:
         with pytest.raises(ValueError, match=message):
             causal.generate(ids_of(2, 3), **GREEDY, **options)
+
+
+def test_weights_that_are_not_finite_are_neither_loaded_nor_drawn_from(causal: LineartimeForCausalLM, tmp_path: Path) -> None:
+    with torch.no_grad():
+        causal.model.backbone.norm.weight[3] = torch.nan
+    for mode in ({"do_sample": False}, {"do_sample": True}, {"num_beams": 2}):
+        with pytest.raises(lineartime.LineartimeError, match=r"^The logits are not finite"):
+            causal.generate(ids_of(2, 3), max_new_tokens=4, **mode)
+    causal.save_pretrained(tmp_path)
+    with pytest.raises(lineartime.LineartimeError, match=r"holds numbers that are not finite in model.backbone.norm.weight"):
+        LineartimeForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_cache_of_other_streams_is_refused(causal: LineartimeForCausalLM) -> None:

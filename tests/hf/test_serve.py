@@ -71,6 +71,10 @@ def test_a_client_of_openais_protocol_gets_the_text_that_generate_gives(server: 
         # A chat is continued at the turn of the assistant.
         hello: Any = [{"role": "user", "content": "hello"}]
         answer = client.chat.completions.create(model=str(folder), messages=hello, max_tokens=4)
+        assert [model.id for model in client.models.list()] == [str(folder)]
+        for wrong, message in (({"prompt": ""}, "begin an empty prompt with"), ({"max_tokens": -5}, "must be greater than 0")):
+            with pytest.raises(openai.BadRequestError, match=message):
+                ask(**wrong)
     drawn = drawn_by_generate(folder, b"user: hello\nassistant:")
     expected = fast_tokenizer(ByteTokenizer()).decode(drawn, skip_special_tokens=True)
     assert answer.choices[0].message.content == expected

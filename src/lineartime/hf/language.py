@@ -13,6 +13,7 @@ from transformers import Cache, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
+from lineartime.checkpoint.format import all_finite
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.hf.config import LineartimeConfig
@@ -131,6 +132,13 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
         if cache is not None:
             model_kwargs[CACHE] = cache
 
+    def _update_model_kwargs_for_generation(self, outputs: Any, *arguments: Any, **kwargs: Any) -> dict[str, Any]:
+        """As in transformers, after each token. Raises LineartimeError for logits that are not finite: any would be drawn."""
+        if not all_finite(outputs.logits[:, -1]):
+            raise LineartimeError("The logits are not finite: restore the weights of the model, or train it with a lower rate.")
+        updated: dict[str, Any] = super()._update_model_kwargs_for_generation(outputs, *arguments, **kwargs)
+        return updated
+
     def prepare_inputs_for_generation(  # transformers inspects the names of these arguments
         self, input_ids: Tensor, *arguments: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
@@ -142,8 +150,10 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
         cache: LineartimeCache | None = inputs.get(CACHE)
         if cache is not None:
             inputs["past_key_values"] = cache  # where PEFT looks whether a learned prompt was read, with every transformers
+        tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+        if not tokens.shape[1]:
+            raise ArgumentError("input_ids", "has no tokens: begin an empty prompt with the end-of-document token, eos_token.")
         if self.config.task == "prefix-lm" and cache is not None and cache.get_seq_length() == 0:
-            tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
             inputs["prefix_lengths"] = real_tokens(inputs.get("attention_mask"), tokens).sum(1)
         return inputs
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
-from lineartime.errors import ArgumentError
+from lineartime.checkpoint.format import all_finite
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.inputs import checked_mask, packed_boundaries, real_tokens
@@ -34,12 +35,20 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
 
     @classmethod
     def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
-        """As in transformers; raises ArgumentError if device_map splits the model or leaves it on disk."""
+        """As in transformers.
+
+        Raises ArgumentError if device_map splits the model or leaves it on disk, and LineartimeError for weights not finite.
+        """
         given = options.get("device_map")
         _check_places(given if isinstance(given, dict) else {})  # before transformers fails on parts that stay on disk
         loaded = super().from_pretrained(*arguments, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         _check_places(getattr(model, "hf_device_map", {}))
+        for name, weight in model.state_dict().items():  # not in forward, which a graph or shards may hold
+            if weight.is_floating_point() and not weight.is_meta and not all_finite(weight):
+                raise LineartimeError(
+                    f"{model.name_or_path} holds numbers that are not finite in {name}: restore it from a copy."
+                )
         return loaded
 
     @property
