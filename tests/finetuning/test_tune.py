@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -6,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForQuestionAnswering
 
 import lineartime
@@ -18,6 +21,7 @@ from lineartime.finetuning.data import find_questions
 from lineartime.finetuning.predict import predict
 from lineartime.finetuning.tune import finetune, tuned_config, with_head
 from lineartime.hf.tasks import LineartimeForQuestionAnswering
+from lineartime.runs.record import locked
 from lineartime.training.optimizers import matrices_of
 
 Configured = Callable[..., FinetuneConfig]
@@ -60,23 +64,6 @@ def test_fine_tuning_learns_and_its_model_answers_alone(
     assert type(AutoModelForQuestionAnswering.from_pretrained(given.out / "model")).__name__ == "LineartimeForQuestionAnswering"
 
 
-def test_predicting_goes_on_after_a_kill(config: Configured, questions: Path, tmp_path: Path, quiet: Say) -> None:
-    given = config(epochs=1)
-    finetune(given, quiet)
-    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    predict(given.out, questions, whole)
-    cut.write_bytes(whole.read_bytes()[:500])
-    assert predict(given.out, questions, cut, resume=True, batch_size=3) == 30
-    for mine, other in zip(
-        *([json.loads(line) for line in file.read_text().splitlines()] for file in (cut, whole)), strict=True
-    ):
-        assert mine == {**other, "score": pytest.approx(other["score"], abs=1e-5)}
-    with pytest.raises(ArgumentError, match=r"^out is .*cut.jsonl, which exists already"):
-        predict(given.out, questions, cut)
-    with pytest.raises(ArgumentError, match=r"^run is .*, which holds no fine-tuned model: give the folder that `finetune"):
-        predict(tmp_path, questions, tmp_path / "new.jsonl")
-
-
 def test_a_fine_tuning_that_was_killed_resumes_to_the_same_losses(
     config: Configured, monkeypatch: pytest.MonkeyPatch, quiet: Say
 ) -> None:
@@ -93,13 +80,34 @@ def test_a_fine_tuning_that_was_killed_resumes_to_the_same_losses(
     monkeypatch.setattr(tune.Answering, "evaluate", killed)
     with pytest.raises(KeyboardInterrupt):
         finetune(config("cut", **options), quiet)
-    partial = config("cut").out / "rate-0.03" / "checkpoint-99"
-    partial.mkdir()
-    (partial / "trainer_state.json").write_text("{")  # killed while it was written
-    resumed = finetune(config("cut", resume=True, **options), quiet)
+    place = config("cut").out.rename(config("cut").out.with_name("moved"))
+    [checkpoint] = (place / "rate-0.03").glob("checkpoint-*")
+    shutil.copytree(checkpoint, checkpoint.with_name("checkpoint-99"))
+    os.truncate(checkpoint.with_name("checkpoint-99") / "optimizer.pt", 2000)
+    resumed = finetune(config("moved", resume=True, **options), quiet)
     assert resumed.trials == whole.trials
-    with pytest.raises(ArgumentError, match=r"^epochs is 9.0, but .*cut was begun with 3.0: resume with the same options"):
-        finetune(config("cut", resume=True, **{**options, "epochs": 9.0}), quiet)
+    weights = [load_file(config(each).out / "model" / "model.safetensors") for each in ("whole", "moved")]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    with pytest.raises(ArgumentError, match=r"^epochs is 9.0, but .*moved was begun with 3.0: resume with the same options"):
+        finetune(config("moved", resume=True, **{**options, "epochs": 9.0}), quiet)
+    other = shutil.copy(config().data, config().out.with_name("other.json"))
+    finetune(config("other", data=other, epochs=1), quiet)
+    other.write_text(other.read_text().replace("which?", "what?"))
+    with pytest.raises(ArgumentError, match=r"^data is .*other.json, but .*other was begun with another one or another"):
+        finetune(config("other", data=other, epochs=1, resume=True), quiet)
+    with locked(config("whole").out), pytest.raises(ArgumentError, match=r"^out is .*whole, which another run is using"):
+        finetune(config("whole", resume=True, **options), quiet)
+
+
+def test_a_rate_that_diverges_loses_and_alone_is_an_error(config: Configured) -> None:
+    said: list[str] = []
+    found = finetune(config(learning_rates=(1e5, 1e-3)), said.append)
+    assert (found.best, found.trials[0].metrics) == (1, {})
+    assert said[2].startswith("rate 100000, epoch ")
+    assert "diverged" in said[2]
+    with pytest.raises(ArgumentError, match=r"^learning_rates is 100000, with which training diverged: give smaller ones"):
+        finetune(config("none", learning_rates=(1e5,)), said.append)
+    assert not config("none").out.exists()
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it

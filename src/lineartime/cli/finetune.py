@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Column, Table
 
 from lineartime.finetuning.config import Advanced, FinetuneConfig
+from lineartime.finetuning.folder import MODEL, check_finetuning
 from lineartime.screen import output_console
 
 
@@ -26,16 +27,17 @@ class FinetuneOptions(FinetuneConfig):
 def run(options: FinetuneOptions) -> None:
     """Fine-tune, and print the metrics of each rate."""
     config = FinetuneConfig(**vars(options))
-
-    from lineartime.finetuning.tune import MODEL, finetune
+    check_finetuning(config)  # before the slow part
+    from lineartime.finetuning.tune import finetune
 
     result = finetune(config)
-    headers = ("rate", *result.trials[0].metrics, "epoch")
+    headers = ("rate", *result.best_trial().metrics, "epoch")
     right = [Column(header.replace("_", " "), justify="right") for header in headers]
     table = Table(*right, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for place, trial in enumerate(result.trials):
         values = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in trial.metrics.values()]
         style = "bold" if place == result.best else ""
+        values = values or ["diverged", *[""] * (len(headers) - 3)]
         table.add_row(f"{trial.learning_rate:g}", *values, f"{trial.epoch:g}", style=style)
     output_console().print(table)
     print(f"the best model: {options.out / MODEL}")

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from itertools import groupby, islice
+from contextlib import contextmanager
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,16 +11,18 @@ import torch
 from transformers import AutoTokenizer
 
 from lineartime.choices import Device, Precision
-from lineartime.errors import ArgumentError, reporting_file_errors
-from lineartime.files import read_file, write_file
+from lineartime.errors import LineartimeError, first_line, reporting_file_errors
+from lineartime.files import TOKENIZER_FILE, DamagedFileError, parse, read_plain, remove, write_file
 from lineartime.finetuning.answering import best_answers
 from lineartime.finetuning.data import LabelledFile, names_of, read_questions
+from lineartime.finetuning.folder import BEGUN, MODEL, FinetuneResult, begun_folder, check_prediction, check_same, digest
 from lineartime.finetuning.labelling import Labels, label_windows, mean_logits
-from lineartime.finetuning.tune import MODEL, RESULT, FinetuneResult
+from lineartime.finetuning.tune import check_outputs
 from lineartime.finetuning.windows import WindowEncoder
-from lineartime.hf.convert import quietly
+from lineartime.hf.convert import CONFIG, WEIGHTS, quietly, read_config
 from lineartime.hf.tasks import LineartimeForQuestionAnswering, LineartimeForSequenceClassification
-from lineartime.machine import choose_device, choose_precision
+from lineartime.machine import choose_device, choose_precision, is_out_of_memory
+from lineartime.runs.record import locked
 
 BLOCK = 64
 """The questions that are answered, or the texts that are labelled, and then written, at once."""
@@ -56,66 +59,96 @@ def predict(
         ArgumentError: for an `out` that exists, or a folder that holds no fine-tuned model.
         LineartimeError: if the file cannot be read.
     """
-    lines = out.with_name(f"{out.name}l.partial") if out.suffix == ".json" else out
-    if out.exists() and (not resume or lines != out):
-        raise ArgumentError("out", f"is {out}, which exists already: delete it, or choose another file.")
-    result = read_file(model / RESULT, FinetuneResult) if (model / RESULT).is_file() else None
-    if result is None or result.best is None:
-        what = f"is {model}, which holds no fine-tuned model: give the folder that `finetune()` wrote to its end."
-        raise ArgumentError("run", what)
-    predicted = _labels if result.max_answer_tokens is None else _answers
+    result = check_prediction(model, inputs, out, resume)
     place = choose_device(device)
     bf16 = choose_precision(precision, place) == "bf16"
-    with reporting_file_errors("write", lines):
+    begun = begun_folder(out)
+    lines = begun / "lines.jsonl" if out.suffix == ".json" else out
+    with locked(begun):
+        given = {"file": digest(inputs), "run": digest(model / MODEL), "precision": "bf16" if bf16 else "fp32"}
+        resume = resume and (begun / BEGUN).is_file()
         count = _kept(lines) if resume else 0
-        with lines.open("a" if resume else "w", encoding="utf-8") as file:
-            for block in predicted(model / MODEL, result, inputs, count, batch_size, place, bf16):
-                file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in block)
-                file.flush()
+        if resume:
+            paths = {"file": inputs, "run": model, "precision": given["precision"]}
+            check_same(given, read_plain(begun / BEGUN), paths, out)
+        kind = LineartimeForSequenceClassification if result.max_answer_tokens is None else LineartimeForQuestionAnswering
+        loaded, encoder = _load(kind, model / MODEL, result, place)
+        predicted = (_labels if result.max_answer_tokens is None else _answers)(
+            loaded, encoder, result, inputs, count, batch_size, bf16
+        )
+        first = next(predicted, [])  # before anything is written
+        write_file(begun / BEGUN, json.dumps(given) + "\n")
+        with reporting_file_errors("write", lines):
+            file = lines.open("a" if resume else "w", encoding="utf-8")
+        with file:
+            for block in chain([first], predicted):
+                with reporting_file_errors("write", lines):
+                    file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in block)
+                    file.flush()
                 count += len(block)
-    if lines != out:
-        records = [json.loads(line) for line in lines.read_text("utf-8").splitlines()]
-        said = [next(each[name] for name in _SAID if name in each) for each in records]
-        shown = dict(zip(names_of(each["id"] for each in records), said, strict=True))
-        write_file(out, json.dumps(shown, ensure_ascii=False, indent=1) + "\n")
-        lines.unlink()
+        if lines != out:
+            records = [json.loads(line) for line in lines.read_bytes().splitlines()]
+            said = [next(each[name] for name in _SAID if name in each) for each in records]
+            shown = dict(zip(names_of(each["id"] for each in records), said, strict=True))
+            write_file(out, json.dumps(shown, ensure_ascii=False, indent=1) + "\n")
+        remove(begun)
     return count
 
 
 def _answers(
-    model: Path, result: FinetuneResult, file: Path, done: int, batch_size: int, device: torch.device, bf16: bool
+    model: Any, encoder: WindowEncoder, result: FinetuneResult, file: Path, done: int, batch_size: int, bf16: bool
 ) -> Iterator[list[dict[str, Any]]]:
     """The answers to the questions of a file after the first `done`, in blocks."""
-    loaded, encoder = _load(LineartimeForQuestionAnswering, model, result, device)
     assert result.max_answer_tokens is not None
-    threshold = result.best_trial().metrics.get("null_threshold")
+    longest, threshold = result.max_answer_tokens, result.best_trial().metrics.get("null_threshold")
     # All documents of a question have its key, and are in one block.
     by_key = (list(group) for _, group in groupby(read_questions(file), lambda each: each.key))
     for groups in _blocks(by_key, done):
         block = [question for group in groups for question in group]
-        found = best_answers(loaded, list(encoder.for_answering(block)), block, result.max_answer_tokens, batch_size, bf16)
+        found = best_answers(model, list(encoder.for_answering(block)), block, longest, batch_size, bf16)
         ids = {question.key: question.id for question in block}
         said = ((key, each.above(threshold), each.score if each.text else None) for key, each in found.items())
         yield [{"id": ids[key], "answer": answer, "score": score} for key, answer, score in said]
 
 
 def _labels(
-    model: Path, result: FinetuneResult, file: Path, done: int, batch_size: int, device: torch.device, bf16: bool
+    model: Any, encoder: WindowEncoder, result: FinetuneResult, file: Path, done: int, batch_size: int, bf16: bool
 ) -> Iterator[list[dict[str, Any]]]:
     """The labels of the texts of a file after the first `done`, in blocks."""
-    loaded, encoder = _load(LineartimeForSequenceClassification, model, result, device)
-    labels = Labels.of_model(loaded.config)
+    labels = Labels.of_model(model.config)
     columns = (result.config["text_column"], result.config["pair_column"], None)
     for block in _blocks(LabelledFile(file, columns), done):
-        logits = mean_logits(loaded, list(label_windows(block, encoder)), len(block), batch_size, bf16)
+        logits = mean_logits(model, list(label_windows(block, encoder)), len(block), batch_size, bf16)
         yield [{"id": text.id, **labels.predicted(each)} for text, each in zip(block, logits, strict=True)]
 
 
 def _load(kind: Any, model: Path, result: FinetuneResult, device: torch.device) -> tuple[Any, WindowEncoder]:
-    with quietly():
-        loaded = kind.from_pretrained(model).to(device)
+    """The model and the windows that it reads. Raises LineartimeError, naming the file, for one that is missing or damaged."""
+    read_config(model)
+    with _naming(model / TOKENIZER_FILE):
         tokenizer = AutoTokenizer.from_pretrained(model)
-    return loaded, WindowEncoder.of(tokenizer, result.config["context_length"], result.config["stride"])
+        encoder = WindowEncoder.of(tokenizer, result.config["context_length"], result.config["stride"])
+    with _naming(model / WEIGHTS):
+        loaded, lacking = kind.from_pretrained(model, output_loading_info=True)
+        if names := sorted(map(str, chain(lacking["missing_keys"], lacking["mismatched_keys"]))):
+            raise ValueError(f"{names[0]} is missing or has another shape")
+    if kind is LineartimeForSequenceClassification:
+        with _naming(model / CONFIG):
+            Labels.of_model(loaded.config)
+    loaded.register_forward_hook(check_outputs)
+    return loaded.to(device), encoder
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Turn what other libraries raise for a damaged file into an error that names it."""
+    try:
+        with quietly():
+            yield
+    except Exception as error:
+        if isinstance(error, LineartimeError) or is_out_of_memory(error):
+            raise
+        raise DamagedFileError(file, first_line(error)) from None
 
 
 def _blocks(inputs: Iterable[Item], done: int) -> Iterator[list[Item]]:
@@ -126,11 +159,19 @@ def _blocks(inputs: Iterable[Item], done: int) -> Iterator[list[Item]]:
 
 
 def _kept(file: Path) -> int:
-    """The number of answers in a file, from which a last line that was not written to its end is removed."""
+    """The number of predictions in a file, from which a last line that was not written to its end is removed.
+
+    Raises LineartimeError for a line that is no prediction.
+    """
     if not file.exists():
         return 0
     content = file.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            parse(line)["id"]
+        except (ValueError, TypeError, KeyError):
+            raise DamagedFileError(file, f"line {number:,} is no prediction", "delete it, and begin anew") from None
     if len(whole) < len(content):
         file.write_bytes(whole)
     return whole.count(b"\n")

@@ -10,22 +10,25 @@ import math
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
+from zipfile import BadZipFile, ZipFile
 
 import torch
 import transformers
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers.modeling_outputs import ModelOutput
 
 from lineartime.checkpoint import load_with_tokenizer
+from lineartime.checkpoint.format import WEIGHTS, all_finite
 from lineartime.data.tokenizers import FRAME, Tokenizer
-from lineartime.errors import ArgumentError, reporting_file_errors, require_packages
-from lineartime.fields import shown
-from lineartime.files import read_file, removed_on_failure, write_file
+from lineartime.errors import ArgumentError, DivergedError, LineartimeError
+from lineartime.files import read_plain, removed_on_failure, write_file
 from lineartime.finetuning.answering import Answering
 from lineartime.finetuning.config import Advanced, FinetuneConfig, OfFLASH
+from lineartime.finetuning.folder import MODEL, PREDICTIONS, RESULT, FinetuneResult, Trial, begun, check_finetuning
 from lineartime.finetuning.labelling import Labelling
 from lineartime.finetuning.windows import WINDOWS, WindowEncoder
 from lineartime.hf.config import LineartimeConfig
@@ -34,46 +37,16 @@ from lineartime.hf.tokenizer import fast_tokenizer
 from lineartime.machine import choose_device, choose_precision
 from lineartime.models.config import LayerConfig, ModelConfig
 from lineartime.models.language_model import LanguageModel
+from lineartime.runs.record import locked
 from lineartime.training.optimizers import matrices_of
 
-MODEL, PREDICTIONS, RESULT = "model", "predictions.json", "finetune.json"
+_STATE = "trainer_state.json"
 PAPER_CHUNK = 128
 """The tokens in a chunk when the paper fine-tunes FLASH (section 4.3)."""
 FEW_STEPS = 500  # of a small set, 28 steps gave 52 to 64 % accuracy, and 560 gave 91 %
 TABLE = "bias.table"
 """The relative biases within a chunk, which has 2 C - 1 of them."""
-_SAME_RESULT = ("resume", "out", "device", "advanced")
-"""Options that do not decide the result, and the place of more options."""
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The best evaluation of one peak learning rate."""
-
-    metrics: dict[str, float]  # on what is validated with
-    epoch: float  # when they were measured
-    losses: tuple[float, ...]  # the mean training loss since the evaluation before, for each evaluation
-    learning_rate: float  # the peak
-
-
-@dataclass(frozen=True)
-class FinetuneResult:
-    """What fine-tuning found."""
-
-    config: dict[str, Any]
-    trials: tuple[Trial, ...]  # the learning rates that are done
-    best: int | None  # the place of the best trial; None until all are done
-    max_answer_tokens: int | None  # the longest answer to a question that is given; None for another task
-
-    def best_trial(self) -> Trial:
-        """The best of the trials, of a fine-tuning that is done."""
-        assert self.best is not None
-        return self.trials[self.best]
-
-    def write(self, folder: Path) -> None:
-        """Write finetune.json."""
-        write_file(folder / RESULT, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
 def finetune(config: FinetuneConfig, say: Say = print) -> FinetuneResult:
@@ -90,10 +63,15 @@ def finetune(config: FinetuneConfig, say: Say = print) -> FinetuneResult:
         ArgumentError: for options that do not fit the model or the data.
         LineartimeError: if a file cannot be read or written, or a package is missing.
     """
-    require_packages("accelerate", "peft", "scipy", "sklearn", extra="finetune", purpose="Fine-tuning")
-    done = _begun(config)
-    if done is not None and done.best is not None:
-        return done
+    check_finetuning(config)
+    with locked(config.out):
+        return _finetune(config, begun(config), say)
+
+
+def _finetune(config: FinetuneConfig, result: FinetuneResult, say: Say) -> FinetuneResult:
+    """Go on from what was found, in a folder that no other process writes to."""
+    if result.best is not None:
+        return result
     loaded = load_with_tokenizer(config.run)
     if loaded.model.config.task != "mlm":
         problem = f"is {config.run}, a causal language model, which does not see what follows a token"
@@ -102,64 +80,34 @@ def finetune(config: FinetuneConfig, say: Say = print) -> FinetuneResult:
     tokenizer = paired_tokenizer(loaded.tokenizer)
     encoder = WindowEncoder.of(tokenizer, config.context_length, config.advanced.stride)
     tokenizer.backend_tokenizer.post_processor = encoder.backend.post_processor
-    with removed_on_failure(config.out) if done is None else nullcontext():
+    with nullcontext() if config.resume else removed_on_failure(config.out):
         task = (Labelling if config.task == "classify" else Answering)(config, encoder)
     say(task.describe())
     steps = math.ceil(math.ceil(len(task.train) / config.batch_size) * config.epochs)
     say(f"{steps:,} steps with each rate" + (f"; below {FEW_STEPS}, more epochs may help" if steps < FEW_STEPS else ""))
-    longest = task.max_answer_tokens if isinstance(task, Answering) else None
-    result = done or FinetuneResult(_plain_options(config), (), None, longest)
+    if not config.resume:
+        result = dataclasses.replace(result, max_answer_tokens=getattr(task, "max_answer_tokens", None))
     result.write(config.out)
     for rate in config.learning_rates[len(result.trials) :]:
         folder = config.out / f"rate-{rate:g}"
         trial = _train(config, loaded.model, task, rate, folder, say)
-        best = max((each.metrics[task.metric] for each in result.trials), default=-math.inf)
-        if trial.metrics[task.metric] > best:
+        if trial.score(task.metric) > max((each.score(task.metric) for each in result.trials), default=-math.inf):
             tokenizer.save_pretrained(folder / MODEL)
             shutil.rmtree(config.out / MODEL, ignore_errors=True)
             for name in (MODEL, PREDICTIONS):
                 (folder / name).replace(config.out / name)
         result = dataclasses.replace(result, trials=(*result.trials, trial))
         result.write(config.out)
-        shutil.rmtree(folder)
-    place = max(range(len(result.trials)), key=lambda each: result.trials[each].metrics[task.metric])
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(config.out / WINDOWS)
+    place = max(range(len(result.trials)), key=lambda each: result.trials[each].score(task.metric))
+    if not result.trials[place].metrics:
+        (config.out / RESULT).unlink()
+        rates = " and ".join(f"{each:g}" for each in config.learning_rates)
+        raise ArgumentError("learning_rates", f"is {rates}, with which training diverged: give smaller ones.")
     result = dataclasses.replace(result, best=place)
     result.write(config.out)
-    shutil.rmtree(config.out / WINDOWS)
     return result
-
-
-def _begun(config: FinetuneConfig) -> FinetuneResult | None:
-    """What a fine-tuning that is resumed has found; None for a new one, for whose folder it makes room.
-
-    Raises ArgumentError for a folder that is not empty or, to resume, holds no fine-tuning that has begun with these options.
-    """
-    out = config.out
-    if not config.resume:
-        with reporting_file_errors("write", out):
-            out.mkdir(parents=True, exist_ok=True)
-            if any(out.iterdir()):
-                what = f"is {out}, which is not empty: give `resume=True` to go on there, or choose another folder."
-                raise ArgumentError("out", what)
-        return None
-    if not (out / RESULT).is_file():
-        raise ArgumentError("resume", f"is True, but {out} holds no training that has begun: leave it out.")
-    found = read_file(out / RESULT, FinetuneResult)
-    for option, value in _plain_options(config).items():
-        before = found.config.get(option)
-        if value != before:
-            was = f"{out} was begun with {shown(before)}"
-            raise ArgumentError(option, f"is {shown(value)}, but {was}: resume with the same options.")
-    return found
-
-
-def _plain_options(config: FinetuneConfig) -> dict[str, Any]:
-    """The options that decide the result, with advanced ones among them, as plain data."""
-    options = dataclasses.asdict(config)
-    options |= options["advanced"]
-    decisive = {name: value for name, value in options.items() if name not in _SAME_RESULT}
-    plain: dict[str, Any] = json.loads(json.dumps(decisive, default=str))
-    return plain
 
 
 def paired_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
@@ -222,6 +170,7 @@ def _train(
     advanced = config.advanced
     torch.manual_seed(config.seed)
     model = with_head(pretrained, advanced, task.head, task.peft_task)
+    model.register_forward_hook(check_outputs)
     verbosity = transformers.logging.get_verbosity()  # which `log_level` changes for the whole process
     try:
         trainer = TaskTrainer(
@@ -237,6 +186,10 @@ def _train(
         trainer.remove_callback(transformers.PrinterCallback)
         with quietly():
             trainer.train(resume_from_checkpoint=_last_whole(folder))
+    except DivergedError:
+        losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+        trainer.say(f"epoch {trainer.state.epoch:.3g}: diverged: the loss, the logits or the weights are not finite")
+        return Trial({}, trainer.state.epoch, losses, rate)
     finally:
         transformers.logging.set_verbosity(verbosity)
     steps, history = trainer.state.best_global_step, trainer.state.log_history
@@ -300,7 +253,10 @@ class TaskTrainer(Trainer):  # type: ignore[misc]  # transformers has no types h
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """The metrics on the held-out data. Says the last loss and the first two of them."""
-        found = self.task.evaluate(self.accelerator.unwrap_model(self.model), self.args.bf16)
+        model = self.accelerator.unwrap_model(self.model)
+        found = self.task.evaluate(model, self.args.bf16)
+        if not all(all_finite(each) for each in model.parameters()):
+            raise DivergedError("The weights are not finite.")
         self.evaluated = self.state.global_step
         losses = [f"loss {entry['loss']:.4f}" for entry in self.state.log_history if "loss" in entry]
         first = [f"{name.replace('_', ' ')} {value:.2f}" for name, value in list(found.items())[:2]]
@@ -311,13 +267,38 @@ class TaskTrainer(Trainer):  # type: ignore[misc]  # transformers has no types h
         return metrics
 
 
+def check_outputs(_model: nn.Module, _inputs: Any, outputs: ModelOutput) -> None:
+    """A forward hook that raises DivergedError unless what a model returns is finite."""
+    if not all(all_finite(each) for each in outputs.values() if isinstance(each, Tensor)):
+        raise DivergedError("What the model returns is not finite: train it again, with a lower rate.")
+
+
 def _last_whole(folder: Path) -> str | None:
-    """The last checkpoint that was written to its end, which is the state of `Trainer`; others are deleted."""
-    found: list[Path] = []
-    for checkpoint in sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2])):
-        try:
-            json.loads((checkpoint / "trainer_state.json").read_text("utf-8"))
-            found.append(checkpoint)
-        except (OSError, ValueError):
-            shutil.rmtree(checkpoint)
-    return str(found[-1]) if found else None
+    """The last checkpoint of `Trainer` that was written to its end and is whole; others are deleted.
+
+    The best one, which `Trainer` loads at the end, must be there too, wherever the folder was when it was written.
+    """
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    whole = {each: state for each in found if (state := _state(each)) is not None}
+    for checkpoint in reversed(found):
+        state = whole.get(checkpoint, {})
+        best = folder / Path(state.get("best_model_checkpoint") or "").name
+        if best in whole:
+            write_file(checkpoint / _STATE, json.dumps({**state, "best_model_checkpoint": str(best)}))
+            return str(checkpoint)
+        shutil.rmtree(checkpoint)
+    return None
+
+
+def _state(checkpoint: Path) -> dict[str, Any] | None:
+    """The state of `Trainer` in a checkpoint; None if any of its files is missing or damaged."""
+    try:
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            with ZipFile(checkpoint / name) as archive:
+                if archive.testzip() is not None:
+                    return None
+        [weights] = checkpoint.glob(f"*{WEIGHTS}")  # or those of an adapter
+        with safe_open(weights, framework="pt"):
+            return read_plain(checkpoint / _STATE)
+    except (OSError, ValueError, LineartimeError, SafetensorError, BadZipFile):
+        return None

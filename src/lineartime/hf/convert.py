@@ -133,7 +133,7 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
 
 
 def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
-    config = _read_config(source)
+    config = read_config(source)
     state: dict[str, Tensor] = {}
     for file in _weight_files(source):
         state |= {name.removeprefix("model."): tensor for name, tensor in read_weights(file).items()}
@@ -161,7 +161,7 @@ def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
     return model, tokenizer
 
 
-def _read_config(source: Path) -> ModelConfig:
+def read_config(source: Path) -> ModelConfig:
     """The model that config.json describes."""
     data = read_plain(source / CONFIG)
     if data.get("model_type") != LineartimeConfig.model_type:
