@@ -171,27 +171,27 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 35520,
-    "all tests": 24150,
+    "all source": 35750,
+    "all tests": 23920,
     "baselines": 3810,
     "bench": 1050,
     "checkpoint": 720,
-    "cli": 1470,
+    "cli": 1480,
     "data": 3150,
     "evaluation": 600,
     "experiments": 2970,
-    "finetuning": 1460,
+    "finetuning": 1620,
     "foreign": 910,
     "generation": 880,
     "ground": 1470,
-    "hf": 1530,
+    "hf": 1580,
     "inspection": 330,
     "layers": 2230,
     "models": 3030,
     "ops": 5590,
-    "runs": 1110,
+    "runs": 1130,
     "top": 940,
-    "training": 2360,
+    "training": 2350,
 }
 
 

@@ -37,19 +37,6 @@ def test_an_adapter_of_peft_learns_on_the_projections(causal: LineartimeForCausa
     assert merged.generate(ids, **GREEDY).tolist() == continued.tolist()
 
 
-@pytest.mark.filterwarnings("ignore:Model has .tie_word:UserWarning")
-@pytest.mark.parametrize(
-    "settings",
-    [{"target_modules": ["to_output"], "trainable_token_indices": [3]}, {"target_modules": ["embedding", "to_output"]}],
-)
-def test_an_adapter_on_the_embedding_runs_and_generates(settings: dict[str, Any], causal: LineartimeForCausalLM) -> None:
-    ids = ids_of(1, 5)
-    before, text = causal(ids).logits, causal.generate(ids, **GREEDY)
-    adapted = peft.get_peft_model(causal, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **settings)).eval()
-    torch.testing.assert_close(adapted(ids).logits, before)
-    assert adapted.generate(input_ids=ids, **GREEDY).tolist() == text.tolist()
-
-
 def test_a_learned_prompt_is_read_once(causal: LineartimeForCausalLM) -> None:
     settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_attention_heads=1)
     tuned, ids = peft.get_peft_model(causal, settings).eval(), ids_of(1, 5)

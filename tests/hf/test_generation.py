@@ -188,15 +188,6 @@ def test_flash_remembers_as_much_after_a_long_text_as_after_a_short_one(causal: 
 
 
 @torch.no_grad()
-def test_a_cache_reads_a_batch_of_padding_alone(causal: LineartimeForCausalLM) -> None:
-    ids, nothing = ids_of(2, 7), torch.zeros(2, 7, dtype=torch.long)
-    begun = causal(ids, attention_mask=nothing, use_cache=True, output_hidden_states=True)
-    assert {tuple(hidden.shape) for hidden in begun.hidden_states} == {(2, 7, causal.config.d_model)}
-    assert not any(hidden.any() for hidden in begun.hidden_states)
-    close(causal(ids, past_key_values=begun.past_key_values).logits, causal(ids).logits)
-
-
-@torch.no_grad()
 def test_a_call_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PREFILL, "cpu", 2)
     model, ids = causal_model("transformer", max_positions=12), ids_of(2, 12)

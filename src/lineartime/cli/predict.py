@@ -32,9 +32,8 @@ class PredictOptions:
 
 def run(options: PredictOptions) -> None:
     """Answer or label the inputs, and print how many there were."""
-    from lineartime.data.progress import Progress
-
     check_prediction(options.run, options.file, options.out, options.resume)  # before the slow part
+    from lineartime.data.progress import Progress
     from lineartime.finetuning.predict import predict
 
     given = {name: getattr(options, name) for name in ("resume", "batch_size", "device", "precision")}

@@ -21,7 +21,7 @@ BEGUN = "inputs.json"
 """The file that says of predictions what they are made from, in the folder `begun_folder`, until all are made."""
 _SAME_RESULT = ("resume", "out", "device", "advanced")
 """Options that do not decide the result, and the place of more options."""
-_READ = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".safetensors")
+_READ = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".safetensors")
 
 
 @dataclass(frozen=True)
