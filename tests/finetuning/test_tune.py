@@ -81,7 +81,7 @@ def test_a_fine_tuning_that_was_killed_resumes_to_the_same_losses(
     with pytest.raises(KeyboardInterrupt):
         finetune(config("cut", **options), quiet)
     place = config("cut").out.rename(config("cut").out.with_name("moved"))
-    [checkpoint] = (place / "rate-0.03").glob("checkpoint-*")
+    checkpoint = max((place / "rate-0.03").glob("checkpoint-*"), key=lambda each: int(each.name[11:]))
     shutil.copytree(checkpoint, checkpoint.with_name("checkpoint-99"))
     os.truncate(checkpoint.with_name("checkpoint-99") / "optimizer.pt", 2000)
     resumed = finetune(config("moved", resume=True, **options), quiet)
