@@ -171,8 +171,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 35750,
-    "all tests": 23920,
+    "all source": 35740,
+    "all tests": 23930,
     "baselines": 3810,
     "bench": 1050,
     "checkpoint": 720,
