@@ -334,6 +334,7 @@ def test_system_of_ones_own_joins_a_finished_experiment(options: Options, preten
     file, report, _ = write_report(plan)
     states = {row["name"]: row["runs"][0]["state"] for row in report["settings"][0]["rows"]}
     assert states == {"flash": "finished", "transformer++": "finished", "relu": "finished", "flash:chunk_size=8": "missing"}
+    assert report["missing"] == []  # of what was asked for
     text = file.read_text()
     assert "--add relu flash:chunk_size=8" in text
     assert "flash:" not in text[text.index("**Parameters.**") :].split("\n")[0]  # which has no run

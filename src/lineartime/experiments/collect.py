@@ -17,7 +17,7 @@ from lineartime.choices import ScaleName, Task
 from lineartime.experiments.catalogue import Job, Setting
 from lineartime.experiments.config import TEXT_OPTIONS
 from lineartime.experiments.plan import Candidate, Plan, plan_options
-from lineartime.experiments.runner import Run, State, best_tuning, read_run, read_speed, read_tunings, seconds_to
+from lineartime.experiments.runner import Run, State, all_jobs, best_tuning, read_run, read_speed, read_tunings, seconds_to
 from lineartime.host import threads_in_words
 from lineartime.runs.record import texts_of
 
@@ -91,7 +91,7 @@ class Report(TypedDict):
     scale: ScaleName
     options: dict[str, Any]  # what its runs depend on, by the names of `reproduce`; texts are names of files
     complete: bool
-    missing: list[str]  # runs
+    missing: list[str]  # runs that were asked for
     problems: list[str]  # a sentence for each run that failed or is damaged
     machines: list[str]
     precisions: list[str]  # of matrix products
@@ -185,7 +185,8 @@ def collect(plan: Plan) -> Report:
     ]
     given = {name: _names(getattr(plan.config, name)) for name in TEXT_OPTIONS}
     marks = {"missing": "", "interrupted": " (interrupted)"}
-    missing = [f"{run.job.name}{marks[run.state]}" for run in runs if run.state in marks]
+    asked = {job.folder for _, job in all_jobs(plan)}
+    missing = [f"{run.job.name}{marks[run.state]}" for run in runs if run.state in marks and run.job.folder in asked]
     problems = [run.problem for run in runs if run.problem]
     processes = [process for run in runs for process in _processes(run)]
     precisions = {str(run.options["precision"]) for run in runs if "precision" in run.options}
