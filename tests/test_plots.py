@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from lineartime.plots import label_axes
+from lineartime.plots import label_axes, looks_of
 
 pytestmark = pytest.mark.pictures
 
@@ -23,6 +23,10 @@ def test_steps_are_whole_numbers_in_full() -> None:
     axes.plot([0, 60_000], [2.0, 3.1])
     label_axes(axes, whole_x=True)
     assert labels(axes.xaxis) == ["0", "10,000", "20,000", "30,000", "40,000", "50,000", "60,000"]
+    one = Figure().subplots()
+    one.plot([3], [2.0], "o")
+    label_axes(one, whole_x=True)
+    assert labels(one.xaxis) == ["2", "3", "4"]
 
 
 def test_logarithmic_axis_has_numbers_in_full() -> None:
@@ -31,3 +35,10 @@ def test_logarithmic_axis_has_numbers_in_full() -> None:
         axes.loglog(values, values)
         label_axes(axes)
         assert expected <= set(labels(axes.yaxis))
+
+
+def test_system_has_one_colour_in_every_picture() -> None:
+    alone = {name: looks_of([name])[name] for name in ("flash", "transformer++", "flash-quad", "flash-next", "combiner")}
+    assert looks_of(["chunks of 64", *reversed(alone)]) | alone == looks_of(["chunks of 64", *reversed(alone)])
+    assert looks_of(["runs/transformer++-tiny-3"]).popitem()[1] == alone["transformer++"]
+    assert len({look["color"] for look in looks_of(["a", "b", *alone]).values()}) == 7

@@ -1,10 +1,12 @@
 """Plots with matplotlib, which may be missing: one look, and files that are whole or as they were."""
 
 import io
+import re
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,30 @@ from lineartime.errors import LineartimeError, missing_extra, reporting_file_err
 from lineartime.files import is_there, write_atomically
 from lineartime.units import counted
 
+_COLOURS = "#4477aa #ee6677 #228833 #aa3377 #66ccee #ee7733 #332288 #009988 #777777 #aa8866 #000000"
+_MARKERS, _LINES = "osD^v<>PX*d", ("-", "--", ":", "-.")
+_SYSTEMS = (
+    "flash transformer++ flash-quad flash-next transformer transformer+ performer performer-chunked combiner mc-tfm++ "
+    "flash-memory linear-elu cosformer flowformer linformer retnet gla mamba2 gated-deltanet rwkv7 deltanet hybrid-gau"
+)
+"""The systems by their colours, which begin again after the last: those that share one are in few pictures together."""
 WIDTH, HEIGHT = 4.8, 3.6
 """The size of a panel, in inches."""
+
+
+def looks_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The colour, marker and line of each name: a system's and its preset's colour is the same in every picture."""
+    systems = {name: re.sub(r"-(tiny|base|large|qa|ablation|scaling)\b.*", "", Path(name).name) for name in names}
+    colours, table = _COLOURS.split(), _SYSTEMS.split()
+    known = {name: table.index(system) for name, system in systems.items() if system in table}
+    count, taken = len(colours), {place % len(colours) for place in known.values()}
+    left = cycle([place for place in range(count) if place not in taken] or range(count))
+    looks: dict[str, dict[str, str]] = {}
+    for name in systems:
+        place = known[name] if name in known else next(left)
+        look = {"color": colours[place % count], "marker": _MARKERS[(place + place // count) % len(_MARKERS)]}
+        looks[name] = {**look, "linestyle": _LINES[sum(look.items() <= other.items() for other in looks.values()) % 4]}
+    return looks
 
 
 @dataclass
@@ -107,6 +131,8 @@ def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = 
             axis.set_minor_locator(NullLocator())
             axis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
     if whole_x:
+        low, high = axes.get_xlim()
+        axes.set_xlim(min(low, (low + high) / 2 - 1), max(high, (low + high) / 2 + 1))  # there is no whole number between
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(lambda x, _: counted(x))
     if x_values:

@@ -15,7 +15,7 @@ from lineartime.baselines.lact import LaCT, lact_oracle
 from lineartime.baselines.mamba2 import Mamba2
 from lineartime.baselines.recurrent import RecurrentMixer, with_earlier
 from lineartime.baselines.retnet import RetNet
-from lineartime.baselines.rwkv7 import RWKV7, rwkv7_oracle
+from lineartime.baselines.rwkv7 import RWKV7
 from lineartime.ops.positions import rotary_table, rotate
 from lineartime.ops.recurrence import Tokens, recurrence_oracle
 
@@ -59,7 +59,8 @@ def rwkv7(layer: RWKV7, head: int, maps: Sequence[Tensor], _: Tensor) -> Tensor:
     removal, replacement = (part.view(HEADS, -1)[head] for part in (layer.removal, layer.replacement))
     c = k * removal
     k = k * (1 + (a - 1) * replacement)
-    return rwkv7_oracle(r, (-torch.tensor(-0.5).double().exp() * w.sigmoid()).exp(), k, v, a, c / c.norm(dim=-1, keepdim=True))
+    c, g = c / c.norm(dim=-1, keepdim=True), -torch.tensor(-0.5).double().exp() * w.sigmoid()
+    return recurrence_oracle(Tokens(r, k, v, g, -a * c, c))
 
 
 ROWS: list[tuple[type[RecurrentMixer], dict[str, Any], Definition]] = [

@@ -272,12 +272,6 @@ def test_state_of_zeros_is_like_the_real_one() -> None:
             model.extend(ids[:, :1], zeros)
 
 
-def test_states_are_those_of_one_stream_after_so_many_tokens() -> None:
-    states = [prepare(subject("transformer++-tiny"), Case("decode", n, "fp32", 3), CPU).state_bytes for n in (100, 200)]
-    # Of one stream of the three, in each of two blocks: keys and values, and the position.
-    assert states == [2 * (2 * n * 16 * 4 + 8) for n in (100, 200)]
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

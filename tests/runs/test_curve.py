@@ -36,4 +36,5 @@ def test_mean_of_the_last_steps_begins_where_there_are_as_many(
     found = [list(zip(*line.get_data(), strict=True)) for line in means]
     assert found == ([[(step, step - 9.5) for step in range(20, steps + 1)]] if steps >= 20 else [])
     lines = [{"step": step, "loss": float(step)} for step in range(1, steps + 1)]
-    assert [(line["step"], line["loss"]) for line in thinned(lines)] == [(step, step - 9.5) for step in range(20, steps + 1)]
+    averaged = [{"step": step, "loss": step - 9.5} for step in range(20, steps + 1)]
+    assert thinned(lines) == (averaged or lines)  # a short run shows each step

@@ -18,7 +18,7 @@ from lineartime.bench.subjects import Benchmark, Case
 from lineartime.fields import AtLeastOne, Count
 from lineartime.files import write_file
 from lineartime.host import installed_version, processor_name, threads_in_words
-from lineartime.plots import Panel, draw_panels, save_figure
+from lineartime.plots import Panel, draw_panels, looks_of, save_figure
 from lineartime.units import NOT_THERE, cell, column_table, size, three_digits, without_empty
 
 REPORT_FILE = "results.md"
@@ -246,13 +246,13 @@ def _by_length(entries: Sequence[Entry], x: str, y: str, value: Callable[[Entry]
     """Curves by length: a panel for each measure and precision. None if there are no values."""
     panels: dict[tuple[Measure, Dtype], Panel] = {}
     looks: dict[str, dict[str, Any]] = {}
-    names = list(dict.fromkeys(found.subject for found in entries))
+    colours = {name: look["color"] for name, look in looks_of(dict.fromkeys(found.subject for found in entries)).items()}
     for found in entries:
         if (number := value(found)) is not None:
             panel = panels.setdefault((found.measure, found.dtype), Panel(f"{found.measure}, {found.dtype}", y))
             panel.add(found.label, found.length, number)
             style = {"linestyle": "-", "marker": "o"} if found.mode == "eager" else {"linestyle": "--", "marker": "s"}
-            looks[found.label] = {"color": f"C{names.index(found.subject) % 10}", **style}
+            looks[found.label] = {"color": colours[found.subject], **style}
     measures = dict.fromkeys(measure for measure, _ in panels)
     dtypes = dict.fromkeys(dtype for _, dtype in panels)
     shown = [panels[measure, dtype] for dtype in dtypes for measure in measures if (measure, dtype) in panels]

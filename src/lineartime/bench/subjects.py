@@ -124,12 +124,14 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
         compile_model()
     if case.measure == "forward":
         return Ready(model, partial(infer, model, context))
-    loss = model.loss if isinstance(model, LanguageModel) else partial(_cross_entropy, model)
 
     def train() -> None:
         model.zero_grad()
         with autocast(device, bf16):
-            value = loss(context, ids[:, 1:])
+            if isinstance(model, LanguageModel):
+                value = model.loss(context, ids[:, 1:])
+            else:
+                value = F.cross_entropy(model(context).float().flatten(0, 1), ids[:, 1:].flatten())
         value.backward()
 
     return Ready(model, train)
@@ -157,11 +159,6 @@ def _decoding(model: CausalLM, state: ModelState, tokens: Tensor) -> Callable[[]
         return step
     burst = max(8, position // 32 - 1)
     return RewindingStep(step, rewind, burst if longest is None else min(burst, longest - position - 1))
-
-
-def _cross_entropy(peer: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy of targets [B, T] in nats, for a peer."""
-    return F.cross_entropy(peer(ids).float().flatten(0, 1), targets.flatten())
 
 
 def state_after(model: CausalLM, ids: Tensor) -> Any:

@@ -131,16 +131,12 @@ class Plan:
         options = self._training(candidate, optimizer, rate, seed, steps)
         return Job(folder, "run", options, tests, self.scale.test_tokens, self.config.budget)
 
-    @property
-    def longer_tests(self) -> dict[str, int]:
-        """The tests of a run on a task by name, each with the length of its texts as a multiple of that in training."""
-        return {"": 1} | {f"at {times} times the length": times for times in self.config.longer}
-
     def memory_job(self, candidate: Candidate, rate: float, seed: int) -> Job:
         """The run of a model on the task of its setting."""
         setting, config, scale = candidate.setting, self.config, self.scale
         options = self._training(candidate, config.optimizers[0], rate, seed, config.steps) | MEMORY_TRAINING
-        folder, longer = candidate.folder / f"rate-{rate:g}-seed-{seed}", self.longer_tests
+        folder = candidate.folder / f"rate-{rate:g}-seed-{seed}"
+        longer = {"": 1} | {f"at {times} times the length": times for times in config.longer}
         tests = [FinalTest(name, times) for name, times in longer.items()]
         for depth in DEPTHS if setting.task == "needle" else ():
             tests += [FinalTest(f"depth {depth:.0%} {name}".strip(), times, depth=depth) for name, times in longer.items()]

@@ -3,8 +3,7 @@
 import json
 import shlex
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import cycle
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import PLAN_FILE, TOLERANCE, Plan, plan_options, with_defaults
 from lineartime.files import write_file
 from lineartime.models.registering import imported_names
-from lineartime.plots import Panel, draw_panels, label_axes, legend_below, new_panels, save_figure
+from lineartime.plots import Panel, draw_panels, label_axes, legend_below, looks_of, new_panels, save_figure
 from lineartime.units import NOT_THERE, cell, column_table, size, three_digits
 
 SOURCE = "Transformer Quality in Linear Time (Hua, Dai, Liu and Le), arXiv 2202.10447"
@@ -45,8 +44,6 @@ LEGEND = (
     "system reaches it; of the same seed, and of training alone. A learning rate is scheduled for the whole run, so a shorter "
     "run could reach that quality sooner."
 )
-_COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold", "navy"]
-_MARKERS = "osD^v<>PX*dph"
 CURVES = (
     "Loss on held-out text by the time of training, without evaluations and compilation, at the speed that was measured alone. "
     "Dotted: the final quality of {base}, which the speed-up refers to. Thin lines are further seeds."
@@ -408,7 +405,7 @@ def draw_pictures(plan: Plan, report: Report) -> list[tuple[Path, str]]:
     """Draw all pictures for which there are numbers, and return each with its caption. LineartimeError without matplotlib."""
 
     def draw(panels: Sequence[Panel], x: str, log: bool = False) -> Any:
-        return draw_panels(panels, x, _looks(plan, (name for panel in panels for name in panel.curves)), log=log)
+        return draw_panels(panels, x, _looks(plan, [name for panel in panels for name in panel.curves]), log=log)
 
     if plan.experiment.kind == "latency":
         figures = [("latency", draw(_latency(report), "tokens of context", log=True), TIMES)]
@@ -482,7 +479,7 @@ def _curves(plan: Plan, report: Report) -> Any:
     settings = [each for each in report["settings"] if any(run["curve"] for row in each["rows"] for run in row["runs"])]
     if not settings:
         return None
-    looks = _looks(plan, (row["name"] for setting in settings for row in setting["rows"]))
+    looks = _looks(plan, [row["name"] for setting in settings for row in setting["rows"]])
     figure, panels = new_panels(len(settings), len(looks))
     lines: dict[str, Any] = {}
     for axes, setting in zip(panels, settings, strict=True):
@@ -496,18 +493,15 @@ def _curves(plan: Plan, report: Report) -> Any:
             late += values[len(values) // 3 :]
             if row is base and first:
                 axes.axhline(values[-1], color=look["color"], linestyle=":", linewidth=1)
-        low, high = min(late), max(late)  # the first losses would flatten what is compared
-        margin = 0.05 * (high - low) or 0.01
-        axes.set_ylim(low - margin, high + margin)
+        margin = 0.05 * (max(late) - min(late)) or 0.01
+        axes.set_ylim(min(late) - margin, max(late) + margin)  # the first losses would flatten what is compared
         axes.set(title=setting["name"], xlabel="seconds of training", ylabel=unit)
         label_axes(axes)
     legend_below(figure, lines, 3 * min(len(settings), 2))
     return figure
 
 
-def _looks(plan: Plan, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """A colour and a marker for each name: those of its arm, which are the same in all reports of an experiment."""
-    shown = list(dict.fromkeys(names))
-    everything = dict.fromkeys([*(arm.name for arm in plan.experiment.arms), *shown])
-    looks = dict(zip(everything, cycle(zip(_COLOURS, _MARKERS, strict=True)), strict=False))
-    return {name: {"color": looks[name][0], "marker": looks[name][1]} for name in shown}
+def _looks(plan: Plan, names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The looks of names, which are the same in all reports of an experiment."""
+    looks = looks_of([*(arm.name for arm in plan.experiment.arms), *names])
+    return {name: looks[name] for name in names}

@@ -127,7 +127,7 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
     if prefixes is not None and int(prefixes) > 1:  # the first is the end of a document
         notes.append(f"The first {int(prefixes) - 1:,} tokens are the prefix, which is read in both directions.")
     if any("global" in layer.weights and not layer.weights["global"].any() for layer in layers):
-        notes.append("The text is no longer than a chunk, so the global part of FLASH is empty.")
+        notes.append("The text is no longer than a chunk, so the global part of FLASH is empty: inspect a longer text.")
     return Inspection(
         tuple([frame[0], *tokens, frame[1]] if frame else tokens),
         losses.masked_fill(batch.targets[0] == IGNORED, math.nan),

@@ -200,8 +200,8 @@ def check_memory(
         needed = f"with which the model has {tensors.n_elements:,} parameters and needs at least {size(weights)}"
         in_blocks = 2 * _n_elements(tensors.rest) < tensors.n_elements
         raise too_large(config, f"{needed}, but there are {size(memory)} of memory", _EMBEDDED if in_blocks else ())
-    features = tensors._replace(n_blocks=kept_blocks).of_blocks(_n_features)
-    token = features * number_bytes
+    kept = tensors._replace(n_blocks=kept_blocks)  # of linear maps, the features that they compute
+    token = number_bytes * kept.of_blocks(lambda block: sum(each.shape[0] for each in block.values() if each.dim() > 1))
     one, at_once = weights + tokens // sequences * token, weights + tokens * token
     for option, count, least in (
         ("context_length", tokens // sequences, one),
@@ -222,8 +222,3 @@ def too_large(config: ModelConfig | EncoderDecoderConfig, why: str, excluded: Co
 
 def _n_elements(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
-
-
-def _n_features(block: dict[str, Tensor]) -> int:
-    """The number of features that the linear maps of a block compute."""
-    return sum(tensor.shape[0] for tensor in block.values() if tensor.dim() > 1)

@@ -2,12 +2,11 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineartime.errors import LineartimeError
-from lineartime.plots import drawable, label_axes, legend_below, new_figure, save_figure
+from lineartime.plots import drawable, label_axes, legend_below, looks_of, new_figure, save_figure
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, losses, read_metrics
 from lineartime.runs.record import read_record, texts_of
 
@@ -90,33 +89,35 @@ def _draw_positions(axes: Any, evaluation: "Evaluation") -> None:
 
 
 def thinned(lines: Sequence[Line]) -> list[Line]:
-    """The lines of a run for `draw_comparison`: all evaluations, and averaged training losses at a limited number of steps."""
+    """The lines of a run for `draw_comparison`: all evaluations, and training losses, averaged unless there are few."""
     training = [line for line in lines if "loss" in line]
     values = _trailing_means([line["loss"] for line in training])
     means = [{**line, "loss": mean} for line, mean in zip(training[len(training) - len(values) :], values, strict=True)]
     every = -(-len(means) // _MAX_POINTS) or 1
-    return [*means[::-every][::-1], *(line for line in lines if "validation_loss" in line)]
+    return [*(means or training)[::-every][::-1], *(line for line in lines if "validation_loss" in line)]
 
 
 def draw_comparison(groups: Mapping[str, Runs], file: Path) -> Path:
     """Plot the validation losses of runs, and faintly their training losses, by step, tokens and time; return the file.
 
-    Each group of runs with comparable losses has its own row, with a title. Raises LineartimeError without matplotlib, or if
-    the file cannot be written.
+    Each group of runs with comparable losses has its own row or, of more than two, panel, with a title. Raises LineartimeError
+    without matplotlib, or if the file cannot be written.
     """
     columns, names = 3, [name for runs in groups.values() for name in runs]
-    figure = new_figure(13, 4.2 * len(groups) + 0.25 * -(-len(names) // columns))
-    lines_and_markers = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))
-    looks = [{"color": f"C{n}", "linestyle": line, "marker": marker} for line, marker in lines_and_markers for n in range(10)]
-    look = dict(zip(names, cycle(looks), strict=False))
+    rows = len(groups) if len(groups) < columns else -(-len(groups) // columns)  # many groups have a panel each, by step
+    figure = new_figure(13, 4.2 * rows + 0.25 * -(-len(names) // columns))
+    look = looks_of(names)
     legend: dict[str, Any] = {}
-    grid = figure.subplots(len(groups), columns, sharey="row", squeeze=False)
-    for row, (title, runs) in zip(grid, groups.items(), strict=True):
+    grid = figure.subplots(rows, columns, sharey="row" if rows == len(groups) else False, squeeze=False)
+    grid = grid if rows == len(groups) else grid.reshape(-1, 1)
+    for unused in grid[len(groups) :].flat:
+        unused.remove()
+    for row, (title, runs) in zip(grid, groups.items(), strict=False):
         legend |= _draw_group(row, runs, look)
         row[0].set_ylabel("loss (nats per token)")
-        row[1].set_title(drawable(title), fontsize="medium")
+        row[len(row) // 2].set_title(drawable(title), fontsize="medium")
     averaged = any("loss" in line for runs in groups.values() for lines in runs.values() for line in lines)
-    faint = f"; faint: training loss, mean of the last {AVERAGED} steps" if averaged else ""
+    faint = f"; faint: training loss, of {AVERAGED} steps and more the mean of the last {AVERAGED}" if averaged else ""
     figure.suptitle(f"validation loss{faint}", fontsize="medium")
     legend_below(figure, legend, columns)
     return save_figure(figure, file)
@@ -129,7 +130,7 @@ def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, dict[str, str
     unit, seconds = next((unit for unit in (("hours", 3600), ("minutes", 60)) if longest > 2 * unit[1]), ("seconds", 1))
     legend: dict[str, Any] = {}
     for axes, name, label, scale in zip(
-        row, ("step", "tokens", "seconds"), ("step", "tokens", f"{unit} of training"), (1, 1, seconds), strict=True
+        row, ("step", "tokens", "seconds"), ("step", "tokens", f"{unit} of training"), (1, 1, seconds), strict=False
     ):
         for run, lines in runs.items():
             training = [(line[name] / scale, line["loss"]) for line in lines if {name, "loss"} <= line.keys()]
@@ -149,7 +150,9 @@ def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, dict[str, str
         label_axes(axes, whole_x=name != "seconds")
     evaluations = [line["validation_loss"] for line in every if "validation_loss" in line]
     if len(set(evaluations)) > 1:  # the first training losses are so high that they would flatten the curves
-        low, high = min(evaluations + [line["loss"] for line in every if "loss" in line]), max(evaluations)
+        unmeasured = [lines for lines in runs.values() if not any("validation_loss" in line for line in lines)]
+        low = min([*evaluations, *(line["loss"] for line in every if "loss" in line)])
+        high = max([*evaluations, *(line["loss"] for lines in unmeasured for line in lines if "loss" in line)])
         row[0].set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
     return legend
 

@@ -19,7 +19,10 @@ def attend(heads: Heads, bias: Tensor | None, batch: Batch, options: MixedChunkO
     compute = matmul_dtype(*heads)
     with without_autocast(heads.v):
         q_quad, k_quad, q_lin, k_lin, v = (batch.cut(x.to(compute)) for x in heads)
-        out = chunk_attention(q_quad, k_quad, v, batch, bias, options) + _linear_part(q_lin, k_lin, v, batch, options)
+        out = chunk_attention(q_quad, k_quad, v, batch, bias, options)
+        reach: Reach = "before" if options.causal else "all"
+        elsewhere = batch.elsewhere(options.causal)
+        out = out + summary_attention(q_lin, k_lin, v, batch, options, reach=reach, elsewhere=elsewhere)
         return batch.join(out.to(output_dtype(heads.v, compute)))
 
 
@@ -32,11 +35,6 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, bias: Tensor 
     return attend_visible(
         q, k, v, visible=visible, bias=bias, activation=options.activation, published_length=options.published_length
     )
-
-
-def _linear_part(q: Tensor, k: Tensor, v: Tensor, batch: Batch, options: MixedChunkOptions) -> Tensor:
-    reach: Reach = "before" if options.causal else "all"
-    return summary_attention(q, k, v, batch, options, reach=reach, elsewhere=batch.elsewhere(options.causal))
 
 
 def summary_attention(
