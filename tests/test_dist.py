@@ -41,7 +41,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_distributions_hold_every_file_of_the_package(built: Path) -> None:
     package = ROOT / "src" / "lineartime"
-    files = [file for pattern in ("*.py", "*.cpp", "*.h", "py.typed", "paper_tables.json") for file in package.rglob(pattern)]
+    files = [file for pattern in ("*.py", "*.cpp", "*.h", "py.typed", "*.json") for file in package.rglob(pattern)]
     names = {file.relative_to(ROOT / "src").as_posix() for file in files}
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as opened:

@@ -171,15 +171,15 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 35740,
-    "all tests": 23930,
-    "baselines": 3800,
-    "bench": 1050,
+    "all source": 35770,
+    "all tests": 23910,
+    "baselines": 3830,
+    "bench": 1040,
     "checkpoint": 720,
     "cli": 1480,
     "data": 3150,
     "evaluation": 600,
-    "experiments": 2960,
+    "experiments": 2950,
     "finetuning": 1620,
     "foreign": 910,
     "generation": 880,
@@ -187,11 +187,11 @@ BUDGETS: dict[str, int] = {
     "hf": 1580,
     "inspection": 330,
     "layers": 2230,
-    "models": 3030,
+    "models": 3020,
     "ops": 5590,
     "runs": 1130,
     "top": 940,
-    "training": 2350,
+    "training": 2340,
 }
 
 

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from lineartime.baselines.deltanet import DeltaNet, delta_rule_oracle
 from lineartime.baselines.gated_deltanet import GatedDeltaNet
-from lineartime.baselines.gla import GLA
+from lineartime.baselines.gla import GLA, gla_oracle
 from lineartime.baselines.lact import LaCT, lact_oracle
-from lineartime.baselines.mamba2 import Mamba2
+from lineartime.baselines.mamba2 import Mamba2, ssd_oracle
 from lineartime.baselines.recurrent import RecurrentMixer, with_earlier
-from lineartime.baselines.retnet import RetNet
-from lineartime.baselines.rwkv7 import RWKV7
+from lineartime.baselines.retnet import RetNet, retention_oracle
+from lineartime.baselines.rwkv7 import RWKV7, rwkv7_oracle
 from lineartime.ops.positions import rotary_table, rotate
-from lineartime.ops.recurrence import Tokens, recurrence_oracle
 
 D_MODEL, HEADS, LENGTH = 16, 2, 70  # more than a chunk of 64
 
@@ -28,14 +27,13 @@ Definition = Callable[[Any, int, Sequence[Tensor], Tensor], Tensor]
 def retnet(_: Any, head: int, maps: Sequence[Tensor], __: Tensor) -> Tensor:
     q, k, v = maps
     turned = rotary_table(torch.arange(len(v)), q.shape[1] // 2, q.dtype)
-    gamma = torch.full((len(v), 1), 1 - 2.0 ** (-5 - head), dtype=v.dtype)
-    return recurrence_oracle(Tokens(rotate(q, turned) / q.shape[1] ** 0.5, rotate(k, turned), v, gamma.log()))
+    return retention_oracle(rotate(q, turned), rotate(k, turned), v, head)
 
 
 def gla(layer: GLA, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
     q, k, v = maps
     alpha = layer.heads(layer.to_decay(layer.to_rank(normed)).sigmoid() ** (1 / 16))[0, :, head]
-    return recurrence_oracle(Tokens(q / q.shape[1] ** 0.5, k, v, alpha.log()))
+    return gla_oracle(q, k, v, alpha)
 
 
 def deltanet(layer: DeltaNet, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
@@ -51,7 +49,7 @@ def deltanet(layer: DeltaNet, head: int, maps: Sequence[Tensor], normed: Tensor)
 def mamba2(layer: Mamba2, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
     c, b, x = maps
     step = F.softplus(normed @ layer.decay.weight.mT + layer.decay.bias)[0, :, head]
-    return recurrence_oracle(Tokens(c, step[:, None] * b, x, -layer.decay.log_a[head].exp() * step[:, None]))
+    return ssd_oracle(b, c, x, step, layer.decay.log_a[head].exp())
 
 
 def rwkv7(layer: RWKV7, head: int, maps: Sequence[Tensor], _: Tensor) -> Tensor:
@@ -59,8 +57,7 @@ def rwkv7(layer: RWKV7, head: int, maps: Sequence[Tensor], _: Tensor) -> Tensor:
     removal, replacement = (part.view(HEADS, -1)[head] for part in (layer.removal, layer.replacement))
     c = k * removal
     k = k * (1 + (a - 1) * replacement)
-    c, g = c / c.norm(dim=-1, keepdim=True), -torch.tensor(-0.5).double().exp() * w.sigmoid()
-    return recurrence_oracle(Tokens(r, k, v, g, -a * c, c))
+    return rwkv7_oracle(r, (-torch.tensor(-0.5).double().exp() * w.sigmoid()).exp(), k, v, a, c / c.norm(dim=-1, keepdim=True))
 
 
 ROWS: list[tuple[type[RecurrentMixer], dict[str, Any], Definition]] = [

@@ -5,7 +5,6 @@ import io
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from typing import Any
 import pytest
 
 import lineartime
-from lineartime.plots import drawable
-from lineartime.runs.curve import draw_comparison, draw_curve
 
 
 class Broken(io.StringIO):
@@ -37,20 +34,6 @@ def test_training_goes_on_where_messages_cannot_be_written(
     result = lineartime.train(config(steps=2, out=tmp_path / "日本"))
     assert result.finished
     assert (tmp_path / "日本" / "loss.png").exists()
-
-
-def test_titles_are_text_and_no_formulas(tmp_path: Path) -> None:
-    assert drawable("a$b$c") == r"a\$b\$c"
-    assert drawable("a\udcffb\x07") == "a\ufffdb\ufffd"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for title in ("$\\frac{$", "日本 🚀", "\udcff", "_a", "$", "\\$x$"):
-            run = tmp_path / title
-            run.mkdir()
-            (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "validation_loss": 2.0}\n')
-            assert draw_curve(run).exists()
-            lines = {f"{title}{number}": [{"step": 1, "tokens": 1, "seconds": 1, "loss": 2.0}] for number in (1, 2)}
-            assert draw_comparison({title: lines}, tmp_path / "runs.png").exists()
 
 
 @pytest.mark.slow

@@ -65,8 +65,6 @@ def test_second_run_in_the_same_process_is_a_run_of_its_own(
 def test_misspelt_option_is_named_with_the_nearest_one() -> None:
     with pytest.raises(TypeError, match=r"train has no option 'stepz' \(did you mean steps"):
         train(stepz=3)
-    with pytest.raises(TypeError, match=r"train has no option 'model': use preset\.$"):
-        lineartime.train(model="flash-tiny")
 
 
 @pytest.mark.parametrize("task", ["clm", "mlm"])

@@ -8,6 +8,7 @@ Source: "Gated Linear Attention Transformers with Hardware-Efficient Training" (
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
@@ -21,6 +22,15 @@ from lineartime.ops.recurrence import LONGEST_DECAY, Tokens
 
 RANK = 16
 SMOOTHING = 16
+
+
+def gla_oracle(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
+    """The definition for one head of one document, one token at a time: q, k, alpha [T, s], v [T, e] -> [T, e]."""
+    s, rows = v.new_zeros(k.shape[1], v.shape[1]), []
+    for t in range(len(v)):
+        s = alpha[t][:, None] * s + torch.outer(k[t], v[t])
+        rows.append(s.mT @ q[t] / q.shape[1] ** 0.5)
+    return torch.stack(rows)
 
 
 class GLA(RecurrentMixer):

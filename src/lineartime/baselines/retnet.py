@@ -20,6 +20,14 @@ from lineartime.ops.positions import rotate
 from lineartime.ops.recurrence import Tokens
 
 
+def retention_oracle(q: Tensor, k: Tensor, v: Tensor, head: int) -> Tensor:
+    """The definition for one head of one document, one query at a time: q, k [T, s], v [T, e] -> [T, e]."""
+    gamma, rows = 1 - 2.0 ** (-5 - head), []
+    for t in range(len(v)):
+        rows.append(sum(gamma ** (t - j) * (q[t] @ k[j]) / q.shape[1] ** 0.5 * v[j] for j in range(t + 1)))
+    return torch.stack(rows)
+
+
 class RetNet(RecurrentMixer):
     """RetNet: rotary positions, and one decay a head.
 

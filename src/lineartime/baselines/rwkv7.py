@@ -28,6 +28,15 @@ MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 """The inputs, and the powers by which the features of each begin to read the token before."""
 
 
+def rwkv7_oracle(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, c: Tensor) -> Tensor:
+    """The definition for one head of one document, one token at a time: v [T, e], the others [T, s] -> [T, e]."""
+    s, rows = v.new_zeros(k.shape[1], v.shape[1]), []
+    for t in range(len(v)):
+        s = (torch.diag(w[t]) - torch.outer(a[t] * c[t], c[t])) @ s + torch.outer(k[t], v[t])
+        rows.append(s.mT @ r[t])
+    return torch.stack(rows)
+
+
 class LowRank(nn.Module):
     """f(x W1) W2, a linear map through a few features: [..., d] -> [..., d]."""
 

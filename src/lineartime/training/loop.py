@@ -45,15 +45,6 @@ from lineartime.training.saving import (
 )
 from lineartime.training.setup import Setup, precision_notes, set_up, start_notes
 
-_OTHER_NAMES = {
-    "model": "preset",
-    "context": "context_length",
-    "lr": "learning_rate",
-    "max_steps": "steps",
-    "output_dir": "out",
-}
-"""What options are called on the command line and elsewhere, and their names here."""
-
 
 @dataclass(frozen=True)
 class TrainingResult:
@@ -117,9 +108,7 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     for name in options:
         if name not in names:
-            meant = _OTHER_NAMES.get(name)
-            like = did_you_mean(name, names) if meant is None else f": use {meant}"
-            raise TypeError(f"train has no option {name!r}{like}.")
+            raise TypeError(f"train has no option {name!r}{did_you_mean(name, names)}.")
     if not isinstance(options.get("preset", ""), str):  # a `ModelConfig` sets several options
         described = TrainConfig(**options)
         options |= {name: getattr(described, name) for name in ("preset", "task", "override")}
