@@ -15,29 +15,11 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.training.loop import train
 
 SMALL = {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}
-OPTIONS: dict[str, Any] = {
-    "override": SMALL,
-    "context_length": 16,
-    "batch_size": 2,
-    "eval_windows": 2,
-    "steps": 4,
-    "track": (),
-    "device": "cpu",
-    "precision": "fp32",
-}
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("Some words, and a few more of them.\n" * 200)
-    return file
-
-
-@pytest.fixture(scope="module")
-def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    return train(**OPTIONS, data=str(text), cache=folder / "cache", out=folder / "run").run
+@pytest.fixture
+def run(whole: Path) -> Path:
+    return whole
 
 
 def moments(run: Path) -> Path:
