@@ -24,8 +24,6 @@ from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.ops.checks import check_positive
 
 PACKAGE = "FLASH-pytorch"
-ROTATED = 32
-"""The maximum number of features that FLASHTransformer rotates."""
 NORM_EPS: dict[Norm, float] = {"scalenorm": 1e-10, "layernorm": 1e-5}
 """The epsilon of our norm that corresponds to theirs."""
 IN_WEIGHTS = ("dim", "num_tokens", "depth", "query_key_dim", "expansion_factor", "norm_type", "attn_dropout")
