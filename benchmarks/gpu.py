@@ -49,7 +49,7 @@ from lineartime.errors import LineartimeError
 from lineartime.generation.decoding import Sampling, continuing, drawing
 from lineartime.generation.prompts import prefill_batch
 from lineartime.models import CausalLM
-from lineartime.models.presets import resolve
+from lineartime.models.systems import resolve
 from lineartime.ops import gated_mixed_chunk_attention, mixed_chunk_attention, quadratic_attention
 from lineartime.ops.triton import common, score_kernels
 

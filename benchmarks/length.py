@@ -17,7 +17,7 @@ from lineartime.bench.measure import synchronized
 from lineartime.bench.subjects import Case, Subject, prepare
 from lineartime.host import freed_memory_kept
 from lineartime.machine import choose_precision
-from lineartime.models.presets import resolve
+from lineartime.models.systems import resolve
 from lineartime.plots import label_axes
 from lineartime.units import markdown_table
 

@@ -16,8 +16,7 @@ from mkdocs.structure.files import File, Files
 
 import lineartime
 from lineartime.layers.residual import constructor_options
-from lineartime.models.presets import PRESETS, SIZES
-from lineartime.models.systems import SYSTEMS, System
+from lineartime.models.systems import PRESETS, SIZES, SYSTEMS, System
 
 ROOMS = ["layers", "ops", "models", "data", "generation", "text_generation", "evaluation", "inspection", "export", "foreign"]
 ROOMS += ["hf"] if importlib.util.find_spec("transformers") else []
@@ -179,7 +178,7 @@ def source(mixer: type[Any]) -> str:
 
 def _options(system: System) -> str:
     described = described_options(system.mixer)
-    tiny, base = (system.mixer_options(SIZES[size]) for size in ("tiny", "base"))
+    tiny, base = (system.layer(SIZES[size]).options for size in ("tiny", "base"))
     rows = []
     for name, option in constructor_options(system.mixer).items():
         cells = [_code(value) for value in (option.default, tiny.get(name, option.default), base.get(name, option.default))]

@@ -177,7 +177,7 @@ def tiny() -> "Callable[..., Any]":
     With `noise`, its weights are far from their small initial values, so that all of them matter.
     """
     import lineartime
-    from lineartime.models.presets import resolve
+    from lineartime.models.systems import resolve
 
     def build(system: str = "flash", task: Any = "clm", noise: float = 0.0, **overrides: Any) -> Any:
         options = resolve(f"{system}-tiny", task).mixer.options
@@ -251,12 +251,10 @@ def only_systems_of_the_library_afterwards(monkeypatch: pytest.MonkeyPatch) -> I
     """Forget the systems that a test registers, and the files that it imports."""
     from lineartime.models import registering
     from lineartime.models.config import KINDS
-    from lineartime.models.presets import PRESETS
-    from lineartime.models.systems import SYSTEMS
+    from lineartime.models.systems import PRESETS, SYSTEMS
 
     tables: list[dict[str, Any]] = [SYSTEMS, PRESETS, KINDS["mixer"]]
     before = [set(table) for table in tables]
-    monkeypatch.setattr(registering, "_registered", set())
     monkeypatch.setenv(registering.VARIABLE, "")  # which restores it, too
     yield
     for table, names in zip(tables, before, strict=True):

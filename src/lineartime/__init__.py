@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from lineartime.layers import FLASH, GAU
     from lineartime.models import CausalLM, LayerConfig, MaskedLM, ModelConfig, register_system
-    from lineartime.models.presets import build, presets
+    from lineartime.models.systems import build, presets
     from lineartime.text_generation import fill_mask, generate_samples, generate_text
     from lineartime.training.config import TrainConfig
     from lineartime.training.loop import TrainingResult, train

@@ -23,7 +23,7 @@ from lineartime.bench.subjects import Benchmark, Case, Ready, Subject, flops_per
 from lineartime.errors import LineartimeError
 from lineartime.generation.prompts import prefill_batch
 from lineartime.models.cost import cost
-from lineartime.models.presets import presets
+from lineartime.models.systems import presets
 
 CPU = torch.device("cpu")
 SMALL = ("d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "n_heads=2")

@@ -7,7 +7,7 @@ import pytest
 import lineartime
 from lineartime.cli import main
 from lineartime.models.cost import COSTS, COSTS_LENGTH, cost, preset_cost
-from lineartime.models.presets import PRESETS, presets
+from lineartime.models.systems import PRESETS, presets
 
 MODELS = presets("mlm") | presets("clm")
 SOME = ("flash-tiny", "transformer-tiny", "linformer-tiny", "hybrid-gau-tiny", "gau-ablation")

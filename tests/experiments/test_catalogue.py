@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models.test_presets import MILLIONS
 from torch import Tensor
 
 from lineartime.baselines.kernel_attention import KernelAttention
@@ -17,7 +18,6 @@ from lineartime.experiments.catalogue import Setting
 from lineartime.experiments.collect import paper_cost, paper_numbers, paper_tables
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import TOLERANCE, Plan, make_plan
-from lineartime.models.presets import PAPER_MILLIONS
 from lineartime.models.registering import VARIABLE
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
@@ -71,7 +71,7 @@ def test_scale_paper_is_the_papers_configuration() -> None:
             assert (options["steps"], options["tokens_per_batch"], options["learning_rate"]) == (125_000, 2**18, 7e-4)
             assert (options["context_length"], options["compile"]) == (each.setting.context, "auto")
             assert TrainConfig.from_dict(options).model_config(32_000) == each.model
-            stated = PAPER_MILLIONS.get(options["preset"])
+            stated = MILLIONS.get(options["preset"])
             if stated is not None and options["preset"] != "transformer-base":  # whose learned positions follow the context
                 assert round(each.parameters / 1e6) == stated, options["preset"]
     assert "chunk_size=512" in plan_of("pg19", "paper").candidates[0].options["override"]

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.models import ModelConfig, build_model
-from lineartime.models.presets import model_of
 from lineartime.models.systems import SYSTEMS, Size
 
 PAIRS, LENGTH, KEYS, VALUES, MEASURED = 8, 64, 8, 8, 20
@@ -50,7 +49,7 @@ ADAPTED: dict[str, dict[str, int]] = {
 def small(system: str) -> ModelConfig:
     """The system, causal if it can be, without a sinusoid, which would drown embeddings that are as small as at first."""
     row = SYSTEMS[system]
-    config = model_of(row, SIZE, "clm" if row.mixer.why_not_causal is None else "mlm")
+    config = row.model(SIZE, "clm" if row.mixer.why_not_causal is None else "mlm")
     if config.absolute_position == "scaled_sin":
         config = config.override(absolute_position="none")
     return config.override(**ADAPTED.get(system, {}))
@@ -143,5 +142,5 @@ def test_system_that_loses_the_pairs_recalls_them_with_another_chunk(system: str
 @pytest.mark.nightly
 @pytest.mark.parametrize("other", ["gau", "attention"])
 def test_hybrid_recalls_by_its_other_mixer_what_its_first_one_loses(other: str) -> None:
-    config = model_of(SYSTEMS[LOCAL], SIZE, "clm", pattern=(LOCAL, other), absolute_position="none")
+    config = SYSTEMS[LOCAL].model(SIZE, "clm", pattern=(LOCAL, other), absolute_position="none")
     assert recall_after_training(config) > LEARNED

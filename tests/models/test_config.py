@@ -8,8 +8,7 @@ import pytest
 
 from lineartime.models import LayerConfig, ModelConfig, presets
 from lineartime.models.config import KINDS
-from lineartime.models.presets import resolve
-from lineartime.models.systems import SYSTEMS
+from lineartime.models.systems import SYSTEMS, resolve
 
 SIZES = {"n_heads": 4, "d_qk": 64, "chunk_size": 128}
 

@@ -6,7 +6,7 @@ import lineartime
 from lineartime.errors import ArgumentError
 from lineartime.models import cost as costs
 from lineartime.models.cost import cost, count_parameters, stream_bytes
-from lineartime.models.presets import resolve
+from lineartime.models.systems import resolve
 
 
 def test_operations_are_those_of_the_matrix_products() -> None:

@@ -15,8 +15,14 @@ from torch import Tensor
 import lineartime
 from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.models.config import LayerConfig
-from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, beam_search, greedy
-from lineartime.models.presets import PRESETS, build, encoder_decoder_config
+from lineartime.models.encoder_decoder import (
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    beam_search,
+    encoder_decoder_config,
+    greedy,
+)
+from lineartime.models.systems import PRESETS, build
 
 TINY = EncoderDecoderConfig(
     vocab_size=20,

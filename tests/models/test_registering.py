@@ -18,9 +18,8 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.flash import FLASH
 from lineartime.layers.mixer import Mixer
 from lineartime.models.config import KINDS, LayerConfig
-from lineartime.models.presets import PRESETS
 from lineartime.models.registering import VARIABLE, register_system
-from lineartime.models.systems import SYSTEMS
+from lineartime.models.systems import PRESETS, SYSTEMS
 from lineartime.training.config import TrainConfig
 
 FILE = """

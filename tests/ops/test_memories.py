@@ -11,7 +11,7 @@ import lineartime
 from lineartime.errors import ArgumentError
 from lineartime.layers import FLASH, set_backend
 from lineartime.models import ModelConfig
-from lineartime.models.presets import resolve
+from lineartime.models.systems import resolve
 from lineartime.ops.mixed_chunk import cpu
 from lineartime.ops.mixed_chunk.memories import fold
 

@@ -14,7 +14,7 @@ import torch
 import lineartime
 from lineartime.cli import main
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.models.presets import presets
+from lineartime.models.systems import presets
 from lineartime.runs.metrics import read_metrics
 from lineartime.runs.table import summarize
 from lineartime.training.config import TrainConfig, learning_rate, recipe_config, with_other_steps

@@ -12,8 +12,7 @@ from lineartime.baselines.reformer import Reformer
 from lineartime.choices import Task
 from lineartime.layers import GLU, Attention, CrossGAU
 from lineartime.models import LanguageModel, build_model
-from lineartime.models.presets import resolve
-from lineartime.models.systems import SYSTEMS
+from lineartime.models.systems import SYSTEMS, resolve
 from lineartime.training.config import OptimizerName, TrainConfig
 from lineartime.training.optimizers import COEFFICIENTS, ITERATIONS, Muon, build_optimizer, hidden_maps, orthogonal
 

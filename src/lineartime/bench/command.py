@@ -37,7 +37,7 @@ from lineartime.machine import (
 )
 from lineartime.models.config import LAYERS, ModelConfig
 from lineartime.models.language_model import build_model
-from lineartime.models.presets import resolve
+from lineartime.models.systems import resolve
 from lineartime.runs.record import locked
 from lineartime.screen import print_markdown, progress_bar
 from lineartime.training.config import TrainConfig

@@ -27,7 +27,7 @@ class PresetsOptions:
 def run(options: PresetsOptions) -> None:
     """Print the presets; raises LineartimeError if no name matches."""
     from lineartime.models.cost import check_context_length
-    from lineartime.models.presets import PRESETS
+    from lineartime.models.systems import PRESETS
 
     check_context_length(options.context_length)
     names = [name for name in PRESETS if not options.names or any(part in name for part in options.names)]
@@ -49,7 +49,7 @@ def _entries(names: Sequence[str], context_length: int) -> Iterator[dict[str, An
     Operations are those of the matrix products of a forward pass; the state is None for a bidirectional model.
     """
     from lineartime.models.cost import preset_cost
-    from lineartime.models.presets import presets, system_of
+    from lineartime.models.systems import presets, system_of
 
     causal, bidirectional = presets("clm"), presets("mlm")
     for name in names:

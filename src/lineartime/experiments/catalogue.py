@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lineartime.choices import BYTE_VOCABULARY, MemoryTask, ScaleName, Task, TextName
-from lineartime.models.presets import SIZES
-from lineartime.models.systems import Size
+from lineartime.models.systems import SIZES, Size
 from lineartime.training.config import RecipeName
 
 JobKind = Literal["speed", "tune", "run", "latency", "memory"]

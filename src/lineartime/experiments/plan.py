@@ -20,8 +20,7 @@ from lineartime.files import read_file, write_file
 from lineartime.machine import choose_device, choose_precision
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import count_parameters
-from lineartime.models.presets import PRESETS, TINY, model_of, resolve, values_of
-from lineartime.models.systems import SYSTEMS, Size
+from lineartime.models.systems import PRESETS, SIZES, SYSTEMS, Size, resolve
 from lineartime.training.config import TrainConfig, merged_override, read_override, recipe_config, written
 
 PLAN_FILE = "plan.json"
@@ -281,7 +280,7 @@ def _added_arm(item: str, task: Task, seeds: int) -> Arm:
         for name in ("task", "vocab_size", "d_model", "max_positions"):
             if name in arm.override:
                 raise ArgumentError(name, "is the same, or follows from the parameters, for all systems: leave it out.")
-        model_of(SYSTEMS[system], TINY, task, **arm.override)
+        SYSTEMS[system].model(SIZES["tiny"], task, **arm.override)
     except ArgumentError as error:
         raise ArgumentError("add", f"has {item!r}, but {error}") from None
     return arm
@@ -318,7 +317,7 @@ def model_at(arm: Arm, size: Size, task: Task, setting: Setting, vocab_size: int
 
     Unless its parameters are within 3 % of the target, its width becomes the one that brings them nearest.
     """
-    config = model_of(SYSTEMS[arm.system], size, task, vocab_size=vocab_size, **arm.override)
+    config = SYSTEMS[arm.system].model(size, task, vocab_size=vocab_size, **arm.override)
     if config.max_positions is not None:
         config = config.override(max_positions=setting.context)
     if target is None or abs(parameters_of(config) - target) <= TOLERANCE * target:
@@ -339,9 +338,9 @@ def wide_enough(size: Size, pairs: int) -> Size:
 def training_options(arm: Arm, config: ModelConfig) -> dict[str, Any]:
     """The preset and the overrides that make a model, as options of training."""
     preset = f"{arm.system}-tiny"
-    usual = values_of(resolve(preset, config.task))
+    usual = resolve(preset, config.task).values
     usual["vocab_size"] = config.vocab_size  # which follows from the tokenizer
-    different = {name: value for name, value in values_of(config).items() if name not in usual or usual[name] != value}
+    different = {name: value for name, value in config.values.items() if name not in usual or usual[name] != value}
     return {"preset": preset, "task": config.task, "override": written(different)}
 
 

@@ -38,7 +38,7 @@ from lineartime.host import cache_folder
 from lineartime.machine import autocast, choose_device, using_threads
 from lineartime.models.cost import stream_bytes
 from lineartime.models.language_model import CausalLM, build_model
-from lineartime.models.presets import SIZES
+from lineartime.models.systems import SIZES
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.runs.metrics import MetricsLog
 from lineartime.runs.record import RunRecord

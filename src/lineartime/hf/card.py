@@ -8,7 +8,7 @@ from lineartime.choices import Task
 from lineartime.errors import ArgumentError
 from lineartime.host import installed_version
 from lineartime.models.config import ModelConfig
-from lineartime.models.presets import nearest_preset, system_of
+from lineartime.models.systems import nearest_preset, system_of
 from lineartime.runs.record import texts_of
 
 _KINDS: dict[Task, str] = {

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from lineartime.choices import VOCAB_SIZE, Task
 from lineartime.errors import ArgumentError
 from lineartime.models.config import ModelConfig
-from lineartime.models.presets import resolve
+from lineartime.models.systems import resolve
 
 FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 """The fields of a `ModelConfig`. This configuration has them under the same names, with layers as plain dictionaries."""

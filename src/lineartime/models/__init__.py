@@ -1,10 +1,16 @@
 """Language models built from configurations."""
 
 from lineartime.models.config import LayerConfig, ModelConfig
-from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, beam_search, greedy
+from lineartime.models.encoder_decoder import (
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    beam_search,
+    encoder_decoder_config,
+    greedy,
+)
 from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM, build_model
-from lineartime.models.presets import build, encoder_decoder_config, presets
 from lineartime.models.registering import import_modules, imported_names, register_system
+from lineartime.models.systems import build, presets
 
 __all__ = [
     "CausalLM",

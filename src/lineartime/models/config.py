@@ -1,7 +1,7 @@
 """The configuration of a model as plain data: its layers, with the options of their constructors, and its sizes."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import Parameter
@@ -19,18 +19,14 @@ from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.mixer import READ_PREFIX, Mixer
 from lineartime.layers.residual import LayerOptions, Norm, Option, constructor_options
 from lineartime.machine import shapes_only
-from lineartime.models.systems import SYSTEMS
 from lineartime.units import number_or_text
 
 KINDS: dict[str, dict[str, type[Any]]] = {
-    "mixer": {
-        **{system.mixer.name: system.mixer for system in SYSTEMS.values()},
-        **{layer.name: layer for layer in (ForeignFLASH, ForeignGAU)},
-    },
+    "mixer": {ForeignFLASH.name: ForeignFLASH, ForeignGAU.name: ForeignGAU},
     "feed_forward": {MLP.name: MLP, GLU.name: GLU},
     "cross": {CrossGAU.name: CrossGAU, ForeignCrossGAU.name: ForeignCrossGAU},
 }
-"""The layers allowed for each part of a model, by name."""
+"""The layers allowed for each part of a model, by name; the table of systems adds its mixers."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -154,6 +150,15 @@ class PartsConfig:
         return list(dict.fromkeys([*vars(self), *(option for part in self.layers.values() for option in part.options)]))
 
     @property
+    def values(self) -> dict[str, Any]:
+        """All values by their names in `override`, except the task and the layers themselves."""
+        values = {name: value for name, value in vars(self).items() if name not in ("task", "mixer", "feed_forward")}
+        pattern: tuple[LayerConfig, ...] = values.get("pattern", ())
+        for part, layer in self.layers.items():
+            values |= {f"{part}.{option}" if pattern else option: value for option, value in layer.options.items()}
+        return values | ({"pattern": tuple(layer.kind for layer in pattern)} if pattern else {})
+
+    @property
     def layers(self) -> dict[str, LayerConfig]:
         """The layers by their names in `override`."""
         return {name: value for name, value in vars(self).items() if isinstance(value, LayerConfig)}
@@ -194,23 +199,20 @@ class PartsConfig:
 def as_layer(name: str, value: Any, kinds: Mapping[str, type[Any]]) -> LayerConfig:
     """The layer that a value describes: itself, a name or a dictionary. Raises ArgumentError for a layer of another kind."""
     if isinstance(value, (dict, str)):
-        value = _decoded(name, {"kind": value} if isinstance(value, str) else dict(value), kinds)
+        options = {"kind": value} if isinstance(value, str) else dict(value)
+        kind = options.pop("kind", None)
+        if not isinstance(kind, str) or kind not in kinds:
+            advice = f"import the module that registers it, by `import`, or use one of {', '.join(kinds)}"
+            found = f"is {shown(kind)}{did_you_mean(str(kind), kinds)}, which is not known here"
+            raise ArgumentError(f"{name}.kind", f"{found}: {advice}.")
+        try:
+            return LayerConfig(kind, **options)
+        except ArgumentError as error:
+            raise ArgumentError(f"{name}.{error.argument}", error.predicate) from None
     if not (isinstance(value, LayerConfig) and value.kind in kinds):
         allowed = f"a LayerConfig, or the name, of one of these kinds: {', '.join(kinds)}"
         raise ArgumentError(name, f"is {shown(value)}, but must be {allowed}.")
     return value
-
-
-def _decoded(name: str, options: dict[str, Any], kinds: Mapping[str, type[Any]]) -> LayerConfig:
-    kind = options.pop("kind", None)
-    if not isinstance(kind, str) or kind not in kinds:
-        like, own = did_you_mean(str(kind), kinds), "`import`"
-        advice = f"import the module that registers it, by {own}, or use one of {', '.join(kinds)}"
-        raise ArgumentError(f"{name}.kind", f"is {shown(kind)}{like}, which is not known here: {advice}.")
-    try:
-        return LayerConfig(kind, **options)
-    except ArgumentError as error:
-        raise ArgumentError(f"{name}.{error.argument}", error.predicate) from None
 
 
 LAYERS = ("mixer", "feed_forward", "pattern")
@@ -228,16 +230,15 @@ def why_not_learned(mixer: type[Mixer], task: Task) -> str | None:
     return None
 
 
-def read_pattern(pattern: object, known: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """The mixers of a pattern, a tuple or a text with commas; a name stands for the first `known` mixer of this kind."""
+def read_pattern(pattern: object, known: Mapping[str, LayerConfig]) -> tuple[LayerConfig, ...]:
+    """The mixers of a pattern, a tuple or a text with commas, in which a name stands for the `known` mixer of this kind."""
     if isinstance(pattern, str):
         names = pattern.strip().removesuffix(",")  # as a tuple may be written
         pattern = [name.strip() for name in names.split(",")] if names else []
     if not isinstance(pattern, (list, tuple)):
         found = f"is {shown(pattern)}, but must be a tuple of mixers, or their names, as in flash,flash,gau."
         raise ArgumentError("pattern", found)
-    by_name = {mixer.kind: mixer for mixer in reversed(list(known))}
-    mixers = [by_name.get(each, each) if isinstance(each, str) else each for each in pattern]
+    mixers = [known.get(each, each) if isinstance(each, str) else each for each in pattern]
     return tuple(as_layer(f"pattern[{place}]", mixer, KINDS["mixer"]) for place, mixer in enumerate(mixers))
 
 
@@ -292,8 +293,8 @@ class ModelConfig(PartsConfig):
     pattern: tuple[LayerConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        pattern = read_pattern(self.pattern, [as_layer("mixer", self.mixer, KINDS["mixer"])])
-        object.__setattr__(self, "pattern", pattern)
+        mixer = as_layer("mixer", self.mixer, KINDS["mixer"])
+        object.__setattr__(self, "pattern", read_pattern(self.pattern, {mixer.kind: mixer}))
         super().__post_init__()
         if self.pattern and self.pattern[0] != self.mixer:
             wanted = f"but must equal the first one of the pattern, {self.pattern[0].kind}, in all options"
@@ -346,14 +347,8 @@ class ModelConfig(PartsConfig):
 
         To set it in a single one, name its place in the pattern, from 0: `config.override(**{"pattern.3.d_qk": 64})`.
         """
-        if "pattern" in values and (pattern := read_pattern(values["pattern"], self.mixers)):
+        if pattern := read_pattern(values.get("pattern", ()), {mixer.kind: mixer for mixer in reversed(self.mixers)}):
             values = {"mixer": pattern[0], **values, "pattern": pattern}
-        places = range(len(values.get("pattern", self.pattern)))
-        for name in values:
-            part = name.rpartition(".")[0]
-            if part.startswith("pattern.") and part not in [f"pattern.{place}" for place in places]:
-                there = f"its places are 0 to {places[-1]}" if places else "this model has none"
-                raise ArgumentError(name, f"names a place that is not in the pattern: {there}.")
         return super().override(**values)
 
     @property

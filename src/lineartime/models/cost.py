@@ -17,7 +17,6 @@ from lineartime.machine import memory_bytes, shapes_only
 from lineartime.models.config import LayerConfig, ModelConfig
 from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from lineartime.models.language_model import CausalLM, build_model
-from lineartime.models.presets import values_of
 from lineartime.ops.checks import check_positive
 from lineartime.units import size
 
@@ -215,7 +214,7 @@ def check_memory(
 
 def too_large(config: ModelConfig | EncoderDecoderConfig, why: str, excluded: Collection[str] = ()) -> ArgumentError:
     """The error for a model that is too large. It names the largest number in the model's config that is not `excluded`."""
-    numbers = {name: value for name, value in values_of(config).items() if type(value) is int and name not in excluded}
+    numbers = {name: value for name, value in config.values.items() if type(value) is int and name not in excluded}
     name = max(numbers, key=numbers.__getitem__)
     return ArgumentError(name, f"is {numbers[name]:,}, {why}: use a smaller model.")
 

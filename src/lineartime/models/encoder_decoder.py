@@ -21,6 +21,7 @@ from lineartime.layers.residual import Norm, build_norm
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import LayerConfig, ModelConfig, PartsConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model, check_evaluates
+from lineartime.models.systems import PRESETS, system_of
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import as_mask, check_positive
 from lineartime.ops.make_batch import stream_batch
@@ -182,6 +183,33 @@ class EncoderDecoder(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         return dense(self.norm(x), self.encoder.output_weight(x))
+
+
+def encoder_decoder_config(preset: str, **overrides: Any) -> EncoderDecoderConfig:
+    """The config of an encoder-decoder with the layers and the size of a preset, half of whose blocks are on each side.
+
+    Gated units read the source with one gated head. Transformers read it with as many heads as they have, softmax, and no gate.
+
+    Args:
+        preset: the name of a preset, such as "flash-tiny".
+        **overrides: other values for fields, or for options of layers, as `EncoderDecoderConfig.override` takes them.
+
+    Raises:
+        ArgumentError: for an unknown preset, or one that makes no encoder-decoder; or as `override`.
+    """
+    system = system_of(preset)
+    if system.fields:
+        fields = ", ".join(system.fields)
+        raise ArgumentError("preset", f"is {preset!r}, which sets {fields}, but encoder-decoders do not: use another preset.")
+    # With scores that start near 1, small models learn to reverse strings or to map two words only much later, if at all.
+    size = replace(PRESETS[preset][1], initial_scores="small")
+    model = system.model(size, "clm" if system.why_not_learned("clm") is None else "mlm")
+    cross, half = LayerConfig("cross-gau", d_qk=size.d_qk), model.n_blocks // 2
+    if model.feed_forward is not None:
+        heads = model.mixer.options.get("n_heads", size.n_heads)
+        cross = cross.override(n_heads=heads, d_qk=size.d_model, expansion=1, activation="softmax", gated=False)
+    config = EncoderDecoderConfig(size.vocab_size, size.d_model, half, half, model.mixer, cross, model.feed_forward)
+    return config.override(**overrides)
 
 
 def build_described(config: ModelConfig | EncoderDecoderConfig) -> CausalLM | MaskedLM | EncoderDecoder:

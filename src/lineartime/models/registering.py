@@ -18,14 +18,13 @@ from lineartime.layers.mixer import Mixer
 from lineartime.machine import shapes_only
 from lineartime.models.config import KINDS, LayerConfig, ModelConfig, own_options
 from lineartime.models.language_model import build_model
-from lineartime.models.presets import PRESETS, SIZES, model_of
-from lineartime.models.systems import SYSTEMS, Size, System
+from lineartime.models.systems import PRESETS, SIZES, SYSTEMS, Size, System
 
 VARIABLE = "LINEARTIME_IMPORT"
 """The environment variable that names modules to import with the models, so that all processes know the same systems."""
 
 FeedForward = Literal["mlp", "glu"]
-_registered: set[str] = set()
+_OF_THE_LIBRARY = frozenset(SYSTEMS)
 
 
 def register_system(
@@ -57,19 +56,18 @@ def register_system(
     """
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9+-]*", name):
         raise ArgumentError("name", f"is {name!r}, but must begin with a-z, and consist of a-z, 0-9, + and -.")
-    if name in SYSTEMS and name not in _registered:
+    if name in _OF_THE_LIBRARY:
         raise ArgumentError("name", f"is {name!r}, which is a system of the library: choose another one.")
-    _check_mixer(mixer)
     if feed_forward is not None:
         check_choice("feed_forward", feed_forward, get_args(FeedForward))
     layer = None if feed_forward is None else KINDS["feed_forward"][feed_forward]
-    _check_option_names(mixer, layer)
+    _check_mixer(mixer, layer)
     fixed = ("task", "vocab_size", "d_model", "n_blocks", "mixer", "feed_forward")  # by the size and the arguments
     check_names(fields or {}, [field for field in ModelConfig.__dataclass_fields__ if field not in fixed], "fields")
     pattern = (fields or {}).get("pattern", ())
     if not (isinstance(pattern, (list, tuple)) and all(isinstance(each, (str, LayerConfig)) for each in pattern)):
         raise ArgumentError("fields", f"has the pattern {pattern!r}, but it must be a tuple of names and LayerConfigs.")
-    system = System(mixer, layer, options or {}, scaled or {}, fields or {}, description=description)
+    system = System(mixer, layer, {**(options or {}), **(scaled or {})}, fields or {}, description=description)
     mixers = KINDS["mixer"]
     before = dict(mixers)
     mixers[mixer.name] = mixer  # a class that is defined again replaces the one before
@@ -80,13 +78,12 @@ def register_system(
         mixers.clear()
         mixers.update(before)
         raise
-    _registered.add(name)
     SYSTEMS[name] = system
     PRESETS.update({f"{name}-{size}": (name, SIZES[size]) for size in ("tiny", "base")})
 
 
-def _check_mixer(mixer: object) -> None:
-    """Raise ArgumentError unless `mixer` is the class of a mixer with a name of its own."""
+def _check_mixer(mixer: object, feed_forward: type[Any] | None) -> None:
+    """Raise ArgumentError unless `mixer` is the class of a mixer whose name, and the names of whose options, are its own."""
     if not (isinstance(mixer, type) and issubclass(mixer, Mixer)):
         raise ArgumentError("mixer", f"is {mixer!r}, but must be a class derived from lineartime.layers.Mixer.")
     if not isinstance(getattr(mixer, "name", None), str):
@@ -95,24 +92,23 @@ def _check_mixer(mixer: object) -> None:
     if other is not None and _origin(other) != _origin(mixer):
         found = f"is {mixer.__name__}, whose name, {mixer.name!r}, is that of {other.__name__}"
         raise ArgumentError("mixer", f"{found}: give the class an attribute `name` of its own.")
-
-
-def _check_option_names(mixer: type[Mixer], feed_forward: type[Any] | None) -> None:
-    """Raise ArgumentError for an option with the name of one elsewhere in the model: `ModelConfig.override` names no layer."""
     others = {} if feed_forward is None else own_options(feed_forward)
-    for option in own_options(mixer):
+    for option in own_options(mixer):  # `ModelConfig.override` names no layer
         if option in {"kind", *others, *ModelConfig.__dataclass_fields__}:
-            owner = "the feed-forward layer" if option in others else "the model"
-            raise ArgumentError(
-                "mixer", f"is {mixer.__name__}, whose option {option} has the name of one of {owner}: rename it."
-            )
+            found = f"is {mixer.__name__}, whose option {option} has the name of one of"
+            raise ArgumentError("mixer", f"{found} {'the feed-forward layer' if option in others else 'the model'}: rename it.")
+
+
+def _origin(layer: type[Any]) -> tuple[str, str]:
+    """Where a class was defined: the same for a class that is defined again, also in a file that is imported in another way."""
+    place = getattr(sys.modules.get(layer.__module__), "__file__", layer.__module__)  # in a notebook, there is no file
+    return place, layer.__qualname__
 
 
 def _check_builds(system: System, size: Size) -> None:
     """Raise ArgumentError unless a model of the system can be built, and restored from what model.json records."""
     name = system.mixer.__name__
-    can_be_causal = all(mixer.why_not_causal is None for mixer in system.mixers)
-    config = model_of(system, size, "clm" if can_be_causal else "mlm").first_round
+    config = system.model(size, "clm" if system.why_not_learned("clm") is None else "mlm").first_round
     try:
         ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     except (TypeError, ArgumentError) as error:
@@ -125,12 +121,6 @@ def _check_builds(system: System, size: Size) -> None:
             build_model(config)
     except TypeError as error:  # an abstract class, for instance
         raise ArgumentError("mixer", f"is {name}, which cannot be built with these options: {error}.") from None
-
-
-def _origin(layer: type[Any]) -> tuple[str, str]:
-    """Where a class was defined: the same for a class that is defined again, also in a file that is imported in another way."""
-    place = getattr(sys.modules.get(layer.__module__), "__file__", layer.__module__)  # in a notebook, there is no file
-    return place, layer.__qualname__
 
 
 def import_modules(names: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""All systems of the paper and of its related work, in a table with one row per system.
+"""All systems of the paper and of its related work, and the sizes of their models: one row each.
 
 A row states what the class of its mixer does not: the rest of the block, and the options that differ from the class's
 defaults. To add a system, add a row to `SYSTEMS`.
@@ -6,17 +6,19 @@ defaults. To add a system, add a row to `SYSTEMS`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import Any, Literal, overload
 
 import lineartime.baselines as baselines
-from lineartime.choices import VOCAB_SIZE
+from lineartime.choices import BYTE_VOCABULARY, VOCAB_SIZE, Task
+from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.layers.attention import Attention
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.flash import FLASH
 from lineartime.layers.gau import GAU, InitialScores
 from lineartime.layers.mixer import Mixer
-from lineartime.layers.residual import ResidualLayer, constructor_options
+from lineartime.layers.residual import ResidualLayer
+from lineartime.models.config import KINDS, LayerConfig, ModelConfig, own_options, read_pattern, why_not_learned
+from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,22 @@ class Size:
     initial_scores: InitialScores = "small"
 
 
+# Our own size, for laptops. GAU starts with large scores: with the published initialisation, attention would take longer to
+# become useful than such runs last.
+TINY = Size(256, 8, 4, n_heads=4, d_qk=64, chunk_size=128, vocab_size=BYTE_VOCABULARY, initial_scores="unit")
+
+# The sizes of arXiv 2202.10447.
+SIZES: dict[str, Size] = {
+    "tiny": TINY,
+    "base": Size(768, gated_blocks=24, attention_blocks=12, n_heads=12),
+    "large": Size(1024, gated_blocks=72, attention_blocks=36, n_heads=16, chunk_size=512),
+    "qa": Size(768, gated_blocks=24, attention_blocks=12, n_heads=12, d_qk=512, chunk_size=128),  # of table 4
+    "ablation": Size(768, gated_blocks=22, attention_blocks=12, n_heads=12),
+    "scaling-512": Size(512, gated_blocks=15, attention_blocks=8, n_heads=8),
+    "scaling-768": Size(768, gated_blocks=22, attention_blocks=12, n_heads=12),
+    "scaling-1024": Size(1024, gated_blocks=46, attention_blocks=24, n_heads=16),
+}
+
 SIZED = ("d_qk", "n_heads", "chunk_size")
 """The options of mixers that are taken from the size, unless a row sets them."""
 
@@ -56,11 +74,9 @@ class System:
         mixer: the class of the layer that moves information between tokens.
         feed_forward: the class of the layer after the mixer in a Transformer block; None for gated units, which need none and
             have twice as many blocks instead.
-        options: options of the mixer that differ from its class's defaults and from the size.
-        scaled: options of the mixer that are computed from the size, instead of copied from its field of the same name.
-        fields: fields of the model that differ from the usual ones, such as the `pattern` of a hybrid. A name in it stands for
-            the mixer of this row or, of another kind, of the row that sets the fewest options.
-        places: options of single mixers of the pattern, such as "pattern.2.memory".
+        options: options of the mixer that differ from its class's defaults and from the size; a function computes one from it.
+        fields: fields of the model that differ from the usual ones, such as the `pattern` of a hybrid: a tuple of its mixers.
+            Each is a name, as in `model`, a LayerConfig, or a dictionary of options in which it differs from `mixer`.
         clips_gradient: whether the paper's recipes clip its gradient.
         description: a one-line description; the default is the first line of the mixer's docstring.
     """
@@ -68,9 +84,7 @@ class System:
     mixer: type[Mixer]
     feed_forward: type[ResidualLayer] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    scaled: Mapping[str, Callable[[Size], int | str]] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
-    places: Mapping[str, Any] = field(default_factory=dict)
     clips_gradient: bool = True
     description: str = ""
 
@@ -78,19 +92,44 @@ class System:
     def mixers(self) -> list[type[Mixer]]:
         """The classes of all its mixers: those in the pattern among its fields, too."""
         kinds = [getattr(each, "kind", each) for each in self.fields.get("pattern", ())]
-        others = [system.mixer for system in SYSTEMS.values() if system.mixer.name in kinds]
-        return list(dict.fromkeys([self.mixer, *others]))
+        return list(dict.fromkeys([self.mixer, *(mixer for kind, mixer in KINDS["mixer"].items() if kind in kinds)]))
 
-    @cached_property
-    def sized_options(self) -> tuple[str, ...]:
+    @property
+    def sized_options(self) -> list[str]:
         """The options of the mixer that the row leaves to the size."""
-        own = {*self.options, *self.scaled}
-        return tuple(name for name in SIZED if name in constructor_options(self.mixer) and name not in own)
+        return [name for name in SIZED if name in own_options(self.mixer) and name not in self.options]
 
-    def mixer_options(self, size: Size) -> dict[str, Any]:
-        """The options of the mixer at a size that differ from its class's defaults."""
-        sized = {name: getattr(size, name) for name in self.sized_options}
-        return {**sized, **self.options, **{name: of(size) for name, of in self.scaled.items()}}
+    def why_not_learned(self, task: Task) -> str | None:
+        """Why its models cannot learn a task, as the end of a sentence; None if they can."""
+        return next(filter(None, (why_not_learned(mixer, task) for mixer in self.mixers)), None)
+
+    def layer(self, size: Size) -> LayerConfig:
+        """Its mixer at a size."""
+        options = {name: value(size) if callable(value) else value for name, value in self.options.items()}
+        return LayerConfig(self.mixer.name, **{name: getattr(size, name) for name in self.sized_options}, **options)
+
+    def model(self, size: Size, task: Task, **overrides: Any) -> ModelConfig:
+        """The config of its model at a size, with other values for some fields and options.
+
+        A name in `mixer` or `pattern` stands for the system's own mixer or, of another kind, for that of the system that sets
+        the fewest options of it, at this size.
+        """
+        own, blocks, feed_forward = self.layer(size), size.gated_blocks, None
+        if self.feed_forward is not None:
+            blocks, feed_forward = size.attention_blocks, LayerConfig(self.feed_forward.name)
+        usual = {"n_blocks": blocks, "feed_forward": feed_forward, "norm": "scalenorm" if task == "mlm" else "layernorm"}
+        # Set before the others, because other mixers may learn what the system's cannot.
+        layers: dict[str, Any] = {name: overrides.pop(name) for name in ("mixer", "pattern") if name in overrides}
+        pattern = self.fields.get("pattern", ())
+        layers.setdefault("pattern", tuple(own.override(**each) if isinstance(each, dict) else each for each in pattern))
+        if layers != {"pattern": ()}:
+            rows = [self, *sorted(SYSTEMS.values(), key=lambda row: len(row.options))]
+            known = {row.mixer.name: row.layer(size) for row in reversed(rows)}  # the first of each kind
+            layers["pattern"] = pattern = read_pattern(layers["pattern"], known)
+            mixer = layers.get("mixer", pattern[0] if pattern else own)
+            layers["mixer"] = known.get(mixer, mixer) if isinstance(mixer, str) else mixer
+        values: dict[str, Any] = {"mixer": own, **usual, **self.fields, **layers}
+        return ModelConfig(task, size.vocab_size, size.d_model, **values).override(**overrides)
 
     def describe(self) -> str:
         """A one-line description of the system."""
@@ -98,13 +137,13 @@ class System:
 
 
 # The paper's sizes for fine-tuning (arXiv 2202.10447, section 4.3): s = 512 and chunks of 128 at the base size.
-FINE_TUNING: dict[str, Callable[[Size], int]] = {
+FINE_TUNING: dict[str, Any] = {
     "d_qk": lambda size: 4 * size.d_qk,
     "chunk_size": lambda size: size.chunk_size // 2,
 }
 
 # GAU and its ablations share their initialisation.
-GAU_START: dict[str, Callable[[Size], str]] = {"initial_scores": lambda size: size.initial_scores}
+GAU_START: dict[str, Any] = {"initial_scores": lambda size: size.initial_scores}
 
 
 def heads_of(width: int) -> Callable[[Size], int]:
@@ -121,15 +160,14 @@ FLASH_NEXT = {"normalization": "paper", "initial_scores": "unit"}
 
 SYSTEMS: dict[str, System] = {
     "flash": System(FLASH, description="FLASH: gated units with mixed chunk attention"),
-    "flash-quad": System(GAU, scaled=GAU_START, description="FLASH-Quad: gated units with quadratic attention (GAU)"),
+    "flash-quad": System(GAU, options=GAU_START, description="FLASH-Quad: gated units with quadratic attention (GAU)"),
     "flash-next": System(
         FLASH, options=FLASH_NEXT, description="flash-next: FLASH with the published divisor, and scores that start near 1"
     ),
     "flash-memory": System(
         FLASH,
         options=FLASH_NEXT,
-        fields={"pattern": ("flash", "flash", "flash", "flash")},
-        places={"pattern.2.memory": "mesa"},
+        fields={"pattern": ("flash", "flash", {"memory": "mesa"}, "flash")},
         description="flash-memory: flash-next with a memory that recalls, in every fourth unit",
     ),
     "hybrid-gau": System(
@@ -169,13 +207,13 @@ SYSTEMS: dict[str, System] = {
     "flash-global": System(baselines.FLASHGlobal, options={"chunk_size": 64}),
     "flash-overlapping": System(baselines.FLASHOverlapping),
     "flash-weighted": System(baselines.FLASHWeighted),
-    "flash-first-to-all": System(baselines.FLASHFirstToAll, scaled=FINE_TUNING),
-    "flash-cls": System(baselines.FLASHCLS, scaled=FINE_TUNING),
+    "flash-first-to-all": System(baselines.FLASHFirstToAll, options=FINE_TUNING),
+    "flash-cls": System(baselines.FLASHCLS, options=FINE_TUNING),
     "gau-softmax": System(
-        GAU, options={"activation": "softmax"}, scaled=GAU_START, description="GAU with softmax instead of relu^2"
+        GAU, options={"activation": "softmax", **GAU_START}, description="GAU with softmax instead of relu^2"
     ),
-    "gau-multi-head": System(baselines.GAUMultiHead, options={"n_heads": 4}, scaled=GAU_START),
-    "gau-ungated": System(baselines.GAUUngated, scaled=GAU_START),
+    "gau-multi-head": System(baselines.GAUMultiHead, options={"n_heads": 4, **GAU_START}),
+    "gau-ungated": System(baselines.GAUUngated, options=GAU_START),
     "mhsa-relu2": System(baselines.MHSARelu2, GLU, description="Transformer++ with relu^2 instead of softmax"),
     "mhsa-single-head": System(Attention, GLU, options={"n_heads": 1}, description="Transformer++ with a single head"),
     "mhsa-gated": System(baselines.MHSAGated, GLU, description="Transformer++ with a gate on attention"),
@@ -186,16 +224,107 @@ SYSTEMS: dict[str, System] = {
     "flowformer": System(baselines.Flowformer, MLP, options={"rope": False}),
     "linformer": System(baselines.Linformer, MLP),
     "nystromformer": System(baselines.Nystromformer, MLP),
-    "sparse": System(baselines.Sparse, MLP, scaled={"stride": lambda size: size.chunk_size // 2}),
-    "longformer": System(baselines.Longformer, MLP, scaled={"window": lambda size: size.chunk_size}),
-    "bigbird": System(baselines.BigBird, MLP, scaled={"block_size": lambda size: size.chunk_size // 4}),
+    "sparse": System(baselines.Sparse, MLP, options={"stride": lambda size: size.chunk_size // 2}),
+    "longformer": System(baselines.Longformer, MLP, options={"window": lambda size: size.chunk_size}),
+    "bigbird": System(baselines.BigBird, MLP, options={"block_size": lambda size: size.chunk_size // 4}),
     "explicit-topk": System(baselines.ExplicitTopK, MLP),
     "reformer": System(baselines.Reformer, MLP, options={"chunk_size": 64}),
-    "retnet": System(baselines.RetNet, GLU, scaled={"n_heads": heads_of(128)}),
+    "retnet": System(baselines.RetNet, GLU, options={"n_heads": heads_of(128)}),
     "gla": System(baselines.GLA, GLU, options={"n_heads": 4}),
-    "mamba2": System(baselines.Mamba2, scaled={"n_heads": heads_of(32)}),
-    "deltanet": System(baselines.DeltaNet, GLU, scaled={"n_heads": heads_of(128)}),
-    "gated-deltanet": System(baselines.GatedDeltaNet, GLU, scaled={"n_heads": heads_of(128)}),
-    "rwkv7": System(baselines.RWKV7, MLP, scaled={"n_heads": heads_of(64)}),
+    "mamba2": System(baselines.Mamba2, options={"n_heads": heads_of(32)}),
+    "deltanet": System(baselines.DeltaNet, GLU, options={"n_heads": heads_of(128)}),
+    "gated-deltanet": System(baselines.GatedDeltaNet, GLU, options={"n_heads": heads_of(128)}),
+    "rwkv7": System(baselines.RWKV7, MLP, options={"n_heads": heads_of(64)}),
     "lact": System(baselines.LaCT, GLU),
 }
+
+# The systems that the paper reports at sizes other than tiny and base.
+MORE_SIZES: dict[str, tuple[str, ...]] = {
+    "large": ("flash", "flash-quad", "transformer+", "transformer++", "combiner"),
+    "qa": ("flash", "flash-quad"),
+    "ablation": ("gau", "gau-softmax", "gau-multi-head", "gau-ungated"),
+    "scaling-512": ("gau", "transformer+", "transformer++"),
+    "scaling-768": ("gau", "transformer+", "transformer++"),
+    "scaling-1024": ("gau", "transformer+", "transformer++"),
+}
+
+PRESETS: dict[str, tuple[str, Size]] = {f"{name}-{size}": (name, SIZES[size]) for size in ("tiny", "base") for name in SYSTEMS}
+"""The system and the size of every preset, by its name."""
+
+for _size, _names in MORE_SIZES.items():
+    # In the paper's ablations and scaling figure, GAU means a model of GAUs, which is FLASH-Quad.
+    PRESETS |= {f"{name}-{_size}": ("flash-quad" if name == "gau" else name, SIZES[_size]) for name in _names}
+KINDS["mixer"] = {system.mixer.name: system.mixer for system in SYSTEMS.values()} | KINDS["mixer"]
+
+
+def system_of(preset: str) -> System:
+    """The system of a preset, a row of the table of systems. Raises ArgumentError for an unknown preset."""
+    if preset not in PRESETS:
+        like = did_you_mean(preset, PRESETS)
+        raise ArgumentError("preset", f"is {preset!r}, which is not a preset{like}: use a name listed by `presets()`.")
+    return SYSTEMS[PRESETS[preset][0]]
+
+
+def presets(task: Task = "clm") -> dict[str, ModelConfig]:
+    """The configurations that `build` knows by name, except those of systems that cannot learn the task."""
+    rows = {name: (SYSTEMS[system], size) for name, (system, size) in PRESETS.items()}
+    return {name: row.model(size, task) for name, (row, size) in rows.items() if row.why_not_learned(task) is None}
+
+
+def resolve(preset_or_config: str | ModelConfig, task: Task | None = None, **overrides: Any) -> ModelConfig:
+    """The configuration that `build` builds from the same arguments."""
+    if isinstance(preset_or_config, ModelConfig):
+        return preset_or_config.override(**({} if task is None else {"task": task}), **overrides)
+    if not isinstance(preset_or_config, str):
+        raise ArgumentError("preset_or_config", f"is {preset_or_config!r}, but must be the name of a preset or a ModelConfig.")
+    return system_of(preset_or_config).model(PRESETS[preset_or_config][1], task or "clm", **overrides)
+
+
+def nearest_preset(config: ModelConfig) -> str:
+    """The preset with the same layers that needs the fewest overrides to equal this config.
+
+    `resolve(nearest_preset(config), config.task, **config.values)` equals the config.
+
+    Raises:
+        ArgumentError: if no preset has these layers.
+    """
+
+    def kinds(other: ModelConfig) -> tuple[str, str | None]:
+        mixer = "" if config.pattern else other.mixer.kind  # a pattern can be overridden in any preset
+        return mixer, None if other.feed_forward is None else other.feed_forward.kind
+
+    def differences(other: ModelConfig) -> int:
+        values = other.values
+        return sum(values.get(field) != value for field, value in wanted.items())
+
+    wanted, (mixer, feed_forward) = config.values, kinds(config)
+    alike = {name: differences(other) for name, other in presets(config.task).items() if kinds(other) == (mixer, feed_forward)}
+    if not alike:
+        raise ArgumentError(
+            "preset",
+            f"is a ModelConfig with the mixer {mixer!r} and the feed-forward layer {feed_forward!r}, which no preset has "
+            "together: add a row to the table of systems (docs/systems.md), or train the model in a loop of your own.",
+        )
+    return min(alike, key=alike.__getitem__)
+
+
+@overload
+def build(preset_or_config: str, task: Literal["clm", "prefix-lm"] = "clm", **overrides: Any) -> CausalLM: ...
+@overload
+def build(preset_or_config: str, task: Literal["mlm"], **overrides: Any) -> MaskedLM: ...
+@overload
+def build(preset_or_config: ModelConfig, task: Task | None = None, **overrides: Any) -> CausalLM | MaskedLM: ...
+def build(preset_or_config: str | ModelConfig, task: Task | None = None, **overrides: Any) -> CausalLM | MaskedLM:
+    """Build a freshly initialised model: ids [B, T] -> logits [B, T, V].
+
+    Args:
+        preset_or_config: a name from `presets()`, or a `ModelConfig`.
+        task: "clm", a causal language model; "mlm", a masked one; or "prefix-lm", a causal one that reads a prefix
+            bidirectionally. The default is "clm" for a preset, and the config's own task for a config.
+        **overrides: other values for fields of the model, or for options of its mixer or feed-forward layer, as in
+            `build("flash-base", vocab_size=50257, chunk_size=512)`.
+
+    Raises:
+        ArgumentError: for an unknown preset, field or value, or a system that cannot learn the task.
+    """
+    return build_model(resolve(preset_or_config, task, **overrides))

@@ -250,7 +250,7 @@ class TrainConfig:
 
     def model_config(self, vocab_size: int) -> "ModelConfig":
         """The config of the model that these options describe. Raises LineartimeError, naming the argument, if invalid."""
-        from lineartime.models.presets import resolve
+        from lineartime.models.systems import resolve
 
         values = dict(read_override(item) for item in self.override)
         if "task" in values:
@@ -401,15 +401,15 @@ def options_of(model: object, task: Task, *, all_values: bool) -> dict[str, Any]
     ArgumentError for anything but a `ModelConfig`, a contradicting task, or a model that no preset resembles.
     """
     from lineartime.models.config import ModelConfig
-    from lineartime.models.presets import nearest_preset, resolve, values_of
+    from lineartime.models.systems import nearest_preset, resolve
 
     if not isinstance(model, ModelConfig):
         raise ArgumentError("preset", f"is of type {type(model).__name__}, but must be the name of a preset, or a ModelConfig.")
     if task not in ("clm", model.task):
         raise ArgumentError("task", f"is {task!r}, but that of the ModelConfig is {model.task!r}: leave one of them out.")
     preset = nearest_preset(model)
-    usual = {} if all_values else values_of(resolve(preset, model.task))
-    values = {name: value for name, value in values_of(model).items() if name not in usual or usual[name] != value}
+    usual = {} if all_values else resolve(preset, model.task).values
+    values = {name: value for name, value in model.values.items() if name not in usual or usual[name] != value}
     return {"preset": preset, "task": model.task, "override": {**values, "vocab_size": model.vocab_size}}
 
 
@@ -459,7 +459,7 @@ def recipe_config(recipe: RecipeName, preset: str | None = None) -> TrainConfig:
     In the paper's recipes, the model gets the recipe's chunk size unless its system fixes one, and the gradients of the vanilla
     Transformer are not clipped. Raises ArgumentError for an unknown recipe or preset.
     """
-    from lineartime.models.presets import system_of
+    from lineartime.models.systems import system_of
 
     check_choice("recipe", recipe, tuple(_RECIPES))
     values = {"preset": TrainConfig.preset, **_RECIPES[recipe], "recipe": recipe}

@@ -26,7 +26,7 @@ from lineartime.data import Tokenizer
 from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
 from lineartime.files import is_folder, is_there, os_error_behind, synchronise, synchronise_folder
 from lineartime.models.language_model import LanguageModel
-from lineartime.models.presets import PRESETS, resolve
+from lineartime.models.systems import PRESETS, resolve
 from lineartime.runs.record import last_error, locked, read_record
 from lineartime.training.config import TrainConfig, merged_override, options_of, recipe_config, with_other_steps
 from lineartime.training.optimizers import ModelOptimizer

@@ -48,7 +48,7 @@ from lineartime.models.backbone import Block
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import check_memory
 from lineartime.models.language_model import LanguageModel, build_model
-from lineartime.models.presets import nearest_preset, resolve
+from lineartime.models.systems import nearest_preset, resolve
 from lineartime.training.config import TrainConfig, errors_in_override
 from lineartime.training.parallel import Objective, World
 
