@@ -171,9 +171,9 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 35770,
-    "all tests": 23910,
-    "baselines": 3830,
+    "all source": 35780,
+    "all tests": 23900,
+    "baselines": 3840,
     "bench": 1040,
     "checkpoint": 720,
     "cli": 1480,

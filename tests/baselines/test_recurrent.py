@@ -16,6 +16,7 @@ from lineartime.baselines.mamba2 import Mamba2, ssd_oracle
 from lineartime.baselines.recurrent import RecurrentMixer, with_earlier
 from lineartime.baselines.retnet import RetNet, retention_oracle
 from lineartime.baselines.rwkv7 import RWKV7, rwkv7_oracle
+from lineartime.models import build
 from lineartime.ops.positions import rotary_table, rotate
 
 D_MODEL, HEADS, LENGTH = 16, 2, 70  # more than a chunk of 64
@@ -75,7 +76,7 @@ ROWS: list[tuple[type[RecurrentMixer], dict[str, Any], Definition]] = [
 @torch.no_grad()
 def test_head_computes_what_its_paper_defines(mixer: Any, options: dict[str, Any], definition: Definition) -> None:
     torch.manual_seed(0)
-    layer: RecurrentMixer = mixer(D_MODEL, n_heads=HEADS, **options).double()
+    layer: Any = mixer(D_MODEL, n_heads=HEADS, **options).double()
     for parameter in layer.parameters():
         parameter.add_(0.3 * torch.randn_like(parameter))
     x = torch.randn(1, LENGTH, D_MODEL, dtype=torch.float64)
@@ -93,6 +94,26 @@ def test_head_computes_what_its_paper_defines(mixer: Any, options: dict[str, Any
         out = (found * scale * layer.head_norm.weight).flatten(2)
         out = out if layer.to_gate is None else out * F.silu(layer.to_gate(normed))
         torch.testing.assert_close(layer(x), x + layer.to_output(out), atol=1e-9, rtol=1e-9)
+
+
+def test_rwkv7_starts_by_depth_as_its_authors() -> None:
+    n = D_MODEL
+    layers: list[tuple[int, int, Any]] = [(0, 1, RWKV7(n, n_heads=2))]
+    for mixers in (["rwkv7"], ["rwkv7", "retnet", "rwkv7"]):
+        model = build("rwkv7-tiny", pattern=mixers, d_model=n, n_heads=2, n_blocks=3)
+        layers += [(i, 3, block.mixer) for i, block in enumerate(model.backbone.blocks) if isinstance(block.mixer, RWKV7)]
+    for block, n_blocks, layer in layers:
+        layer.reset_parameters()
+        place, zigzag = torch.arange(n) / (n - 1), torch.linspace(-1, 1, n // 2).repeat(2)
+        zigzag = zigzag * zigzag.abs()
+        past = [(torch.arange(n) / n) ** (power * (1 - block / n_blocks)) for power in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)]
+        for found, expected in (
+            (layer.mixture, 1 - torch.stack(past)),
+            (layer.decay, -6 + 6 * place ** (1 + (block / max(n_blocks - 1, 1)) ** 0.3) + 0.5 + 2.5 * zigzag),
+            (layer.rate, -0.19 + 0.3 * zigzag + 0.4 * (place - 0.5)),
+            (layer.removal, 0.71 - 0.1 * (place - 0.5)),
+        ):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()

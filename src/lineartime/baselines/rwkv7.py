@@ -6,7 +6,7 @@ Source: "RWKV-7 Goose with Expressive Dynamic State Evolution" (arXiv 2503.14456
     w = exp(-exp(-1/2) sigmoid(.))        a = sigmoid(.)        c = k' * kappa / |k' * kappa|        k = k' (1 + (a - 1) alpha)
 
 Every input is a mixture of a token and the one before it. The layers of the paper also share the values of the first one, which
-is left out here. Initial values are those of the first layer.
+is left out here. Mixtures and decays start by the depth of a layer, as its authors'.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,6 +69,8 @@ class RWKV7(RecurrentMixer):
     """
 
     name = "rwkv7"
+    depth = 0, 1
+    """The block that it is in, and their number, by which it is initialised."""
 
     def __init__(self, d_model: int, *, n_heads: int = 12, **options: Unpack[MixerOptions]) -> None:
         widths, made = (d_model, d_model), factory(options)
@@ -85,15 +87,19 @@ class RWKV7(RecurrentMixer):
         self.head_norm = nn.GroupNorm(n_heads, d_model, eps=1e-5 * d_model / n_heads, **made)
         self.init_own()
 
+    def init_at_depth(self, block: int, n_blocks: int) -> None:
+        self.depth = block, n_blocks
+        self.init_own()
+
     def init_own(self) -> None:
-        """Begin with the features of every head spread over slow and fast decays, as the authors do in the first layer."""
+        """Begin as the authors: slow and fast decays in each head; deeper layers forget less, and mix in less of the past."""
         feature, width = torch.arange(self.d_model, dtype=torch.float64, device="cpu"), self.d_model // self.n_heads
         place, within = feature / max(1, self.d_model - 1), feature % width / max(1, width - 1) * 2 - 1
-        curve = within * within.abs()
-        powers = torch.tensor(list(MIXED.values()), dtype=torch.float64, device="cpu")
+        curve, (block, n_blocks) = within * within.abs(), self.depth
+        powers = torch.tensor(list(MIXED.values()), dtype=torch.float64, device="cpu") * (1 - block / n_blocks)
         with torch.no_grad():
-            self.mixture.copy_(1 - place ** powers[:, None])
-            self.decay.copy_(-5.5 + 6 * place + 2.5 * curve)
+            self.mixture.copy_(1 - (feature / self.d_model) ** powers[:, None])
+            self.decay.copy_(-5.5 + 6 * place ** (1 + (block / max(1, n_blocks - 1)) ** 0.3) + 2.5 * curve)
             self.rate.copy_(-0.39 + 0.4 * place + 0.3 * curve)
             self.removal.copy_(0.76 - 0.1 * place)
             self.replacement.fill_(1.02)

@@ -113,6 +113,9 @@ class Mixer(ResidualLayer, ABC):
         """One of the parameters, which tells the dtype and device of new states; any projection may be another module."""
         return next(self.parameters())
 
+    def init_at_depth(self, block: int, n_blocks: int) -> None:
+        """Initialise again what depends on the depth, block 0 ... n_blocks - 1; a layer that is built alone is block 0 of 1."""
+
     @abstractmethod
     def mix(self, normed: Tensor, batch: Batch) -> Tensor:
         """Map whole sequences of normed tokens to what is added to the tokens: [B, T, d] -> [B, T, d]."""

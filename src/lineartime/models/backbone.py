@@ -28,10 +28,11 @@ from lineartime.ops.state import State
 class Block(nn.Module):
     """A mixer and an optional feed-forward layer. Each contains its own norm and residual connection."""
 
-    def __init__(self, config: ModelConfig, mixer: LayerConfig) -> None:
+    def __init__(self, config: ModelConfig, mixer: LayerConfig, place: int = 0) -> None:
         super().__init__()
         options: dict[str, Any] = {name: getattr(config, name) for name in ("norm", "norm_eps", "norm_position", "dropout")}
         self.mixer: Mixer = mixer.build(config.d_model, causal=config.task != "mlm", **options)
+        self.mixer.init_at_depth(place, config.n_blocks)
         self.feed_forward: nn.Module = nn.Identity()
         if config.feed_forward is not None:
             self.feed_forward = config.feed_forward.build(config.d_model, **options)
@@ -89,7 +90,7 @@ class Backbone(nn.Module):
             self.embedding_norm = build_norm(config.norm, config.d_model, config.norm_eps)
         # Annotated with the type of its elements: to type checkers, a ModuleList holds arbitrary modules.
         self.blocks: Iterable[Block] = nn.ModuleList(  # type: ignore[assignment]
-            Block(config, mixer) for mixer in islice(cycle(config.mixers), config.n_blocks)
+            Block(config, mixer, place) for place, mixer in enumerate(islice(cycle(config.mixers), config.n_blocks))
         )
         self.norm: nn.Module = nn.Identity()
         if config.final_norm == "same":

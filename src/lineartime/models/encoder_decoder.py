@@ -72,10 +72,11 @@ class EncoderDecoderConfig(PartsConfig):
 class DecoderBlock(nn.Module):
     """A causal mixer, cross-attention and an optional feed-forward layer, each with its own norm and residual."""
 
-    def __init__(self, config: EncoderDecoderConfig) -> None:
+    def __init__(self, config: EncoderDecoderConfig, place: int) -> None:
         super().__init__()
         options: dict[str, Any] = {"norm": config.norm, "dropout": config.dropout}
         self.mixer: Mixer = config.mixer.build(config.d_model, causal=True, **options)
+        self.mixer.init_at_depth(place, config.n_decoder_blocks)
         self.cross: CrossGAU = config.cross.build(config.d_model, **options)
         self.feed_forward: nn.Module = nn.Identity()
         if config.feed_forward is not None:
@@ -116,7 +117,7 @@ class EncoderDecoder(nn.Module):
         self.encoder = Backbone(config.encoder())
         # Annotated with the type of its elements: to type checkers, a ModuleList holds arbitrary modules.
         self.blocks: Iterable[DecoderBlock] = nn.ModuleList(  # type: ignore[assignment]
-            DecoderBlock(config) for _ in range(config.n_decoder_blocks)
+            DecoderBlock(config, place) for place in range(config.n_decoder_blocks)
         )
         self.norm = build_norm(config.norm, config.d_model)
 
