@@ -18,8 +18,8 @@ import lineartime
 from lineartime.layers.residual import constructor_options
 from lineartime.models.systems import PRESETS, SIZES, SYSTEMS, System
 
-ROOMS = ["layers", "ops", "models", "data", "generation", "text_generation", "evaluation", "inspection", "export", "foreign"]
-ROOMS += ["hf"] if importlib.util.find_spec("transformers") else []
+ROOMS = ["layers", "ops", "models", "seq2seq", "data", "generation", "text_generation", "evaluation", "inspection", "export"]
+ROOMS += ["foreign"] + (["hf"] if importlib.util.find_spec("transformers") else [])
 """The packages and modules of the API reference, besides the public names and the baselines."""
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lineartime.models import EncoderDecoder, beam_search, encoder_decoder_config, greedy
+from lineartime.seq2seq import EncoderDecoder, beam_search, encoder_decoder_config, greedy
 
 VOCAB_SIZE = 128  # characters of ASCII are their own ids
 END = 0  # before every target, and after every source and target

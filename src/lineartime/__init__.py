@@ -90,6 +90,7 @@ _SUBMODULES = (
     "models",
     "ops",
     "runs",
+    "seq2seq",
     "text_generation",
     "training",
 )

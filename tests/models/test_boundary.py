@@ -13,7 +13,7 @@ from lineartime.errors import ArgumentError
 from lineartime.generation import Sampling, generate, generate_batch
 from lineartime.models.backbone import ModelState
 from lineartime.models.config import LayerConfig
-from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from lineartime.seq2seq import EncoderDecoder, EncoderDecoderConfig
 
 V = 50
 SIZES: dict[str, Any] = {"d_model": 16, "n_blocks": 2, "vocab_size": V, "d_qk": 8}

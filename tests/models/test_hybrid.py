@@ -12,10 +12,11 @@ import lineartime
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError
 from lineartime.export import Step
-from lineartime.models import CausalLM, LayerConfig, ModelConfig, encoder_decoder_config
+from lineartime.models import CausalLM, LayerConfig, ModelConfig
 from lineartime.models.cost import cost, model_tensors
 from lineartime.models.systems import nearest_preset, presets, resolve
 from lineartime.ops.context import ContextGroup
+from lineartime.seq2seq import encoder_decoder_config
 
 PATTERNS = {
     "flash and gau": ("flash", "flash", "flash", "gau"),

@@ -42,8 +42,8 @@ if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     import torch
 
     from lineartime.data import Tokenizer
-    from lineartime.models.encoder_decoder import EncoderDecoder
     from lineartime.models.language_model import CausalLM, MaskedLM
+    from lineartime.seq2seq import EncoderDecoder
 
 __all__ = [
     "CheckpointChoice",

@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
 
     from lineartime.data import Tokenizer
     from lineartime.models.config import ModelConfig
-    from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
     from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM
+    from lineartime.seq2seq import EncoderDecoder, EncoderDecoderConfig
 
 FORMAT = 1
 """The version of the format, which every JSON file of a checkpoint states."""
@@ -168,7 +168,6 @@ def read_any_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM | EncoderDeco
     """Build the model of a checkpoint with its weights, on the CPU, and its tokenizer. Raises as `load` does."""
     from lineartime.data import read_tokenizer
     from lineartime.models.cost import check_memory
-    from lineartime.models.encoder_decoder import build_described
 
     config = _read_config(checkpoint)
     try:
@@ -177,7 +176,7 @@ def read_any_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM | EncoderDeco
             check_memory(config)
         except ArgumentError as error:
             raise LineartimeError(f"{checkpoint} holds a model that is too large for this machine: {error}") from None
-        model = build_described(config).float()  # whatever PyTorch's default dtype is
+        model = config.build().float()  # whatever PyTorch's default dtype is
         load_weights(checkpoint / WEIGHTS, model)
     except UnfitWeightsError as error:
         raise damaged(checkpoint, str(error)) from None
@@ -211,7 +210,7 @@ def read_model_config(checkpoint: Path) -> "ModelConfig":
 
 def _read_config(checkpoint: Path) -> "ModelConfig | EncoderDecoderConfig":
     from lineartime.models.config import ModelConfig
-    from lineartime.models.encoder_decoder import EncoderDecoderConfig
+    from lineartime.seq2seq import EncoderDecoderConfig
 
     description = _read(checkpoint / _MODEL)
     try:
@@ -343,7 +342,7 @@ def check_weights(file: Path, config: "ModelConfig | EncoderDecoderConfig") -> N
     except (SafetensorError, OSError) as error:
         raise damaged(file.parent, f"{file.name}: {error}") from None
     if len(header) != size.n_tensors:
-        what = f"{len(header):,} tensors, but a model of n_blocks = {size.n_blocks:,} has {size.n_tensors:,}"
+        what = f"{len(header):,} tensors, but its model has {size.n_tensors:,}"
         raise UnfitWeightsError(f"{file.name} has {what}")
     tensors = dict(size.items())
     for name, (shape, dtype) in sorted(header.items()):

@@ -9,8 +9,8 @@ from lineartime.files import new_folder, os_error_behind
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     from lineartime.data import Tokenizer
-    from lineartime.models.encoder_decoder import EncoderDecoder
     from lineartime.models.language_model import LanguageModel
+    from lineartime.seq2seq import EncoderDecoder
 
     AnyModel = LanguageModel | EncoderDecoder
 
@@ -34,8 +34,8 @@ def save(model: "AnyModel", tokenizer: "Tokenizer", folder: str | Path) -> Path:
         LineartimeError: if it cannot be written.
     """
     from lineartime.data.tokenizers import check_vocabulary
-    from lineartime.models.encoder_decoder import EncoderDecoder
     from lineartime.models.language_model import LanguageModel, check_model
+    from lineartime.seq2seq import EncoderDecoder
 
     if not isinstance(model, EncoderDecoder):
         model = check_model(model, LanguageModel, "be saved", computes=False)
@@ -65,10 +65,9 @@ def check_layers(model: "AnyModel") -> None:
     from torch import nn
 
     from lineartime.machine import shapes_only
-    from lineartime.models.encoder_decoder import build_described
 
     with shapes_only():
-        built = build_described(model.config)
+        built = model.config.build()
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, wanted in built.named_modules(remove_duplicate=False):
         found = modules.get(name)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from inspect import Parameter
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
+from torch import nn
 from typing_extensions import Self
 
 from lineartime.choices import Task
@@ -20,6 +21,9 @@ from lineartime.layers.mixer import READ_PREFIX, Mixer
 from lineartime.layers.residual import LayerOptions, Norm, Option, constructor_options
 from lineartime.machine import shapes_only
 from lineartime.units import number_or_text
+
+if TYPE_CHECKING:
+    from lineartime.models.language_model import CausalLM, MaskedLM
 
 KINDS: dict[str, dict[str, type[Any]]] = {
     "mixer": {ForeignFLASH.name: ForeignFLASH, ForeignGAU.name: ForeignGAU},
@@ -143,6 +147,10 @@ class PartsConfig:
             ArgumentError: naming the field, for anything unknown, missing or of the wrong type.
         """
         return from_fields(cls, dict(data))
+
+    def build(self) -> nn.Module:
+        """Build the model, freshly initialised."""
+        raise NotImplementedError
 
     @property
     def override_names(self) -> list[str]:
@@ -308,6 +316,12 @@ class ModelConfig(PartsConfig):
                 f"is {self.max_positions} with absolute_position = {self.absolute_position!r}, but learned positions need a "
                 "number of them, and no others have one.",
             )
+
+    def build(self) -> "CausalLM | MaskedLM":
+        """Build the model, freshly initialised."""
+        from lineartime.models.language_model import build_model  # which takes a config
+
+        return build_model(self)
 
     @property
     def mixers(self) -> tuple[LayerConfig, ...]:

@@ -14,8 +14,7 @@ from lineartime.choices import MAX_CONTEXT_LENGTH
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_limits
 from lineartime.machine import memory_bytes, shapes_only
-from lineartime.models.config import LayerConfig, ModelConfig
-from lineartime.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from lineartime.models.config import LayerConfig, ModelConfig, PartsConfig
 from lineartime.models.language_model import CausalLM, build_model
 from lineartime.ops.checks import check_positive
 from lineartime.units import size
@@ -146,13 +145,12 @@ class ModelTensors(NamedTuple):
             yield from ((f"{_BLOCKS}{number}.{name}", tensor) for name, tensor in block.items())
 
 
-def model_tensors(config: ModelConfig | EncoderDecoderConfig) -> ModelTensors:
+def model_tensors(config: PartsConfig) -> ModelTensors:
     """The tensors of a model. Raises ArgumentError, naming its largest option, if they are too large for PyTorch."""
     try:
         with shapes_only():
-            if isinstance(config, EncoderDecoderConfig):  # which has two kinds of blocks: all are among the rest
-                blocks = config.n_encoder_blocks + config.n_decoder_blocks
-                return ModelTensors((), EncoderDecoder(config).state_dict(), blocks)
+            if not isinstance(config, ModelConfig):  # an encoder-decoder has two kinds of blocks: all are among the rest
+                return ModelTensors((), config.build().state_dict(), 0)
             model = build_model(config.first_round)
             tensors = model.state_dict()
         if _n_elements(tensors) > 2**60:
@@ -164,7 +162,7 @@ def model_tensors(config: ModelConfig | EncoderDecoderConfig) -> ModelTensors:
 
 
 def check_memory(
-    config: ModelConfig | EncoderDecoderConfig,
+    config: PartsConfig,
     device: torch.device | None = None,
     *,
     copies: int = 1,
@@ -212,7 +210,7 @@ def check_memory(
             raise ArgumentError(option, f"{what}, but there are {size(memory)} of memory: use a smaller one.")
 
 
-def too_large(config: ModelConfig | EncoderDecoderConfig, why: str, excluded: Collection[str] = ()) -> ArgumentError:
+def too_large(config: PartsConfig, why: str, excluded: Collection[str] = ()) -> ArgumentError:
     """The error for a model that is too large. It names the largest number in the model's config that is not `excluded`."""
     numbers = {name: value for name, value in config.values.items() if type(value) is int and name not in excluded}
     name = max(numbers, key=numbers.__getitem__)

@@ -15,14 +15,8 @@ from torch import Tensor
 import lineartime
 from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.models.config import LayerConfig
-from lineartime.models.encoder_decoder import (
-    EncoderDecoder,
-    EncoderDecoderConfig,
-    beam_search,
-    encoder_decoder_config,
-    greedy,
-)
 from lineartime.models.systems import PRESETS, build
+from lineartime.seq2seq import EncoderDecoder, EncoderDecoderConfig, beam_search, encoder_decoder_config, greedy
 
 TINY = EncoderDecoderConfig(
     vocab_size=20,

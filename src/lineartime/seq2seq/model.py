@@ -20,7 +20,7 @@ from lineartime.layers.mixer import Mixer
 from lineartime.layers.residual import Norm, build_norm
 from lineartime.models.backbone import Backbone
 from lineartime.models.config import LayerConfig, ModelConfig, PartsConfig
-from lineartime.models.language_model import CausalLM, MaskedLM, build_model, check_evaluates
+from lineartime.models.language_model import check_evaluates
 from lineartime.models.systems import PRESETS, system_of
 from lineartime.ops.batch import Batch
 from lineartime.ops.checks import as_mask, check_positive
@@ -61,6 +61,10 @@ class EncoderDecoderConfig(PartsConfig):
             raise ArgumentError("mixer", f"is {self.mixer.kind}, but the decoder must be causal: {reason}; use another kind.")
         if (reason := self.mixer.layer.why_only_causal) is not None:
             raise ArgumentError("mixer", f"is {self.mixer.kind}, but the encoder is not causal: {reason}; use another kind.")
+
+    def build(self) -> "EncoderDecoder":
+        """Build the model, freshly initialised."""
+        return EncoderDecoder(self)
 
     def encoder(self) -> ModelConfig:
         """The config of the encoder, which is the backbone of a masked language model."""
@@ -211,11 +215,6 @@ def encoder_decoder_config(preset: str, **overrides: Any) -> EncoderDecoderConfi
         cross = cross.override(n_heads=heads, d_qk=size.d_model, expansion=1, activation="softmax", gated=False)
     config = EncoderDecoderConfig(size.vocab_size, size.d_model, half, half, model.mixer, cross, model.feed_forward)
     return config.override(**overrides)
-
-
-def build_described(config: ModelConfig | EncoderDecoderConfig) -> CausalLM | MaskedLM | EncoderDecoder:
-    """Build the model of any config, freshly initialised."""
-    return EncoderDecoder(config) if isinstance(config, EncoderDecoderConfig) else build_model(config)
 
 
 @torch.no_grad()
