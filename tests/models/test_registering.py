@@ -110,8 +110,8 @@ def test_hybrid_is_registered_with_a_pattern_and_learns_what_its_mixers_can() ->
     config = lineartime.presets("mlm")["squared-hybrid-tiny"]
     assert [mixer.kind for mixer in config.pattern] == ["squared", "flash", "linformer"]
     assert (config.mixer.options["floor"], config.pattern[1].options["d_qk"]) == (0.5, 16)
-    with pytest.raises(ArgumentError, match=r"^fields has the pattern 'squared,gau', but it must be a tuple of names"):
-        register_system("other", Squared, fields={"pattern": "squared,gau"})
+    with pytest.raises(ArgumentError, match=r"^pattern\[1\].kind is 'nothing', which is not known here"):
+        register_system("other", Squared, fields={"pattern": ("squared", "nothing")})
 
 
 def test_class_that_is_defined_again_replaces_the_first() -> None:

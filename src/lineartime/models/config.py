@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import Parameter
+from itertools import cycle, islice
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -115,9 +116,11 @@ def _own_options(layer: type[Any]) -> dict[str, Option]:
 own_options: Callable[[Any], dict[str, Option]] = cache(_own_options)  # to type checkers, a class is not hashable
 
 
-@dataclass(frozen=True)
 class PartsConfig:
     """Base of the configurations of models: plain values, and a LayerConfig for each part named in `KINDS`."""
+
+    mixer: LayerConfig
+    pattern: tuple[LayerConfig, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ArgumentError unless all fields have valid types and values. A part may be its name, or its dictionary."""
@@ -125,6 +128,10 @@ class PartsConfig:
             if (value := getattr(self, part, None)) is not None:
                 object.__setattr__(self, part, as_layer(part, value, kinds))
         check_fields(self)
+
+    def build(self) -> nn.Module:
+        """Build the model, freshly initialised."""
+        raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dictionary for JSON, from which `from_dict` restores an equal config.
@@ -148,59 +155,68 @@ class PartsConfig:
         """
         return from_fields(cls, dict(data))
 
-    def build(self) -> nn.Module:
-        """Build the model, freshly initialised."""
-        raise NotImplementedError
+    @property
+    def mixers(self) -> tuple[LayerConfig, ...]:
+        """The mixers of the blocks in turn, which repeat: those of the pattern, or `mixer` alone."""
+        return self.pattern or (self.mixer,)
+
+    @property
+    def layers(self) -> dict[str, LayerConfig]:
+        """The layers by their names in `override`: "mixer" or, with a pattern, "pattern.0", "pattern.1" and so on."""
+        layers = {f"pattern.{place}": mixer for place, mixer in enumerate(self.pattern)}
+        others = {name: value for name, value in vars(self).items() if isinstance(value, LayerConfig)}
+        return layers | {name: layer for name, layer in others.items() if name != "mixer" or not self.pattern}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All values by their names in `override`, except the task and the layers themselves."""
+        values = {name: value for name, value in vars(self).items() if name not in ("task", "mixer", "feed_forward")}
+        for part, layer in self.layers.items():
+            values |= {f"{part}.{option}" if self.pattern else option: value for option, value in layer.options.items()}
+        return values | ({"pattern": tuple(layer.kind for layer in self.pattern)} if self.pattern else {})
 
     @property
     def override_names(self) -> list[str]:
         """The names that `override` accepts: fields of the model, then options of its layers."""
         return list(dict.fromkeys([*vars(self), *(option for part in self.layers.values() for option in part.options)]))
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """All values by their names in `override`, except the task and the layers themselves."""
-        values = {name: value for name, value in vars(self).items() if name not in ("task", "mixer", "feed_forward")}
-        pattern: tuple[LayerConfig, ...] = values.get("pattern", ())
-        for part, layer in self.layers.items():
-            values |= {f"{part}.{option}" if pattern else option: value for option, value in layer.options.items()}
-        return values | ({"pattern": tuple(layer.kind for layer in pattern)} if pattern else {})
-
-    @property
-    def layers(self) -> dict[str, LayerConfig]:
-        """The layers by their names in `override`."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, LayerConfig)}
-
     def with_layers(self, layers: Mapping[str, LayerConfig]) -> Self:
         """Return a copy with other layers, named as in `layers`."""
-        return self.from_dict({**vars(self), **layers})
+        values = vars(self) | {name: layer for name, layer in layers.items() if name in vars(self)}
+        if self.pattern:
+            pattern = [layers.get(f"pattern.{place}", mixer) for place, mixer in enumerate(self.pattern)]
+            values |= {"mixer": pattern[0], "pattern": pattern}
+        return self.from_dict(values)
 
     def override(self, /, **values: Any) -> Self:
         """Return a copy with other values for fields of the model, or for options of its layers.
 
         For instance, `config.override(vocab_size=32000, chunk_size=512)`. An option that several parts have is named with its
-        part: `config.override(**{"cross.n_heads": 4})`.
+        part: `config.override(**{"cross.n_heads": 4})`. A pattern also sets `mixer`, and an option of a mixer is set in every
+        one that has it or, with its place in the pattern, in one: `config.override(**{"pattern.3.d_qk": 64})`.
 
         Raises:
             ArgumentError: for a name that no part of this config has, a name that two parts have, or an invalid value.
         """
         if not values:
             return self
+        if pattern := read_pattern(values.get("pattern", ()), {mixer.kind: mixer for mixer in reversed(self.mixers)}):
+            values = {"mixer": pattern[0], **values, "pattern": pattern}
         fields = {name: value for name, value in values.items() if name in vars(self)}
         changed = self.from_dict({**vars(self), **fields})
         # An option of one mixer of a pattern is set after those of all.
         for name in sorted((name for name in values if name not in fields), key=lambda name: name.count(".")):
             part, _, option = name.rpartition(".")
-            owners = {each: layer for each, layer in changed.layers.items() if option in layer.options}
-            parts = {each: "mixer" if each.startswith("pattern.") else each for each in owners}
-            owners = {each: layer for each, layer in owners.items() if part in ("", each, parts[each])}
-            several = list(dict.fromkeys(parts[each] for each in owners))
+            layers = {each: layer for each, layer in changed.layers.items() if option in layer.options}
+            kinds = {each: "mixer" if each.startswith("pattern.") else each for each in layers}
+            owners = {each: kind for each, kind in kinds.items() if part in ("", each, kind)}
+            several = list(dict.fromkeys(owners.values()))
             if len(several) > 1:
                 choices = " or ".join(f"{owner}.{name}" for owner in several)
                 raise ArgumentError(name, f"is an option of both {' and '.join(several)}: set {choices}.")
             if not owners:
                 check_names([name], changed.override_names, "this model")
-            changed = changed.with_layers({each: layer.override(**{option: values[name]}) for each, layer in owners.items()})
+            changed = changed.with_layers({each: layers[each].override(**{option: values[name]}) for each in owners})
         return changed
 
 
@@ -324,46 +340,14 @@ class ModelConfig(PartsConfig):
         return build_model(self)
 
     @property
-    def mixers(self) -> tuple[LayerConfig, ...]:
-        """The mixers of the blocks in turn, which repeat: those of the pattern, or `mixer` alone."""
-        return self.pattern or (self.mixer,)
-
-    @property
     def blocks_of(self) -> Counter[LayerConfig]:
         """The number of blocks of each mixer."""
-        counts: Counter[LayerConfig] = Counter()
-        for place, mixer in enumerate(self.mixers[: self.n_blocks]):
-            counts[mixer] += len(range(place, self.n_blocks, len(self.mixers)))
-        return counts
+        return Counter(islice(cycle(self.mixers), self.n_blocks))
 
     @property
     def first_round(self) -> Self:
         """The same model with one block of each mixer in the pattern, which all others repeat."""
         return replace(self, n_blocks=min(self.n_blocks, len(self.mixers)))
-
-    @property
-    def layers(self) -> dict[str, LayerConfig]:
-        """The layers by their names in `override`: "mixer" or, with a pattern, "pattern.0", "pattern.1" and so on."""
-        layers = super().layers
-        if self.pattern:
-            del layers["mixer"]
-        return {f"pattern.{place}": mixer for place, mixer in enumerate(self.pattern)} | layers
-
-    def with_layers(self, layers: Mapping[str, LayerConfig]) -> Self:
-        """Return a copy with other layers, named as in `layers`."""
-        pattern = tuple(layers.get(f"pattern.{place}", mixer) for place, mixer in enumerate(self.pattern))
-        others = {name: layer for name, layer in layers.items() if name in vars(self)}
-        mixer = pattern[0] if pattern else self.mixer
-        return self.from_dict({**vars(self), "mixer": mixer, **others, "pattern": pattern})
-
-    def override(self, /, **values: Any) -> Self:
-        """As for all models. A pattern also sets `mixer`, and an option of a mixer is set in every one that has it.
-
-        To set it in a single one, name its place in the pattern, from 0: `config.override(**{"pattern.3.d_qk": 64})`.
-        """
-        if pattern := read_pattern(values.get("pattern", ()), {mixer.kind: mixer for mixer in reversed(self.mixers)}):
-            values = {"mixer": pattern[0], **values, "pattern": pattern}
-        return super().override(**values)
 
     @property
     def longest_sequence(self) -> int | None:

@@ -16,7 +16,7 @@ from lineartime.errors import ArgumentError, LineartimeError, check_choice, firs
 from lineartime.fields import check_names
 from lineartime.layers.mixer import Mixer
 from lineartime.machine import shapes_only
-from lineartime.models.config import KINDS, LayerConfig, ModelConfig, own_options
+from lineartime.models.config import KINDS, ModelConfig, own_options
 from lineartime.models.language_model import build_model
 from lineartime.models.systems import PRESETS, SIZES, SYSTEMS, Size, System
 
@@ -64,9 +64,6 @@ def register_system(
     _check_mixer(mixer, layer)
     fixed = ("task", "vocab_size", "d_model", "n_blocks", "mixer", "feed_forward")  # by the size and the arguments
     check_names(fields or {}, [field for field in ModelConfig.__dataclass_fields__ if field not in fixed], "fields")
-    pattern = (fields or {}).get("pattern", ())
-    if not (isinstance(pattern, (list, tuple)) and all(isinstance(each, (str, LayerConfig)) for each in pattern)):
-        raise ArgumentError("fields", f"has the pattern {pattern!r}, but it must be a tuple of names and LayerConfigs.")
     system = System(mixer, layer, {**(options or {}), **(scaled or {})}, fields or {}, description=description)
     mixers = KINDS["mixer"]
     before = dict(mixers)

@@ -57,10 +57,10 @@ class EncoderDecoderConfig(PartsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (reason := self.mixer.layer.why_not_causal) is not None:
-            raise ArgumentError("mixer", f"is {self.mixer.kind}, but the decoder must be causal: {reason}; use another kind.")
-        if (reason := self.mixer.layer.why_only_causal) is not None:
-            raise ArgumentError("mixer", f"is {self.mixer.kind}, but the encoder is not causal: {reason}; use another kind.")
+        kind, layer = self.mixer.kind, self.mixer.layer
+        for side, why in (("decoder must be", layer.why_not_causal), ("encoder is not", layer.why_only_causal)):
+            if why is not None:
+                raise ArgumentError("mixer", f"is {kind}, but the {side} causal: {why}; use another kind.")
 
     def build(self) -> "EncoderDecoder":
         """Build the model, freshly initialised."""
@@ -145,7 +145,7 @@ class EncoderDecoder(nn.Module):
             shape = list(target_ids.shape)
             raise ArgumentError("target_ids", f"has shape {shape}, but must have {source_ids.shape[0]} rows, like source_ids.")
         target_mask = as_mask("target_mask", target_mask, target_ids.shape[0], target_ids.shape[1], target_ids.device)
-        batch = self._mixer.describe(target_ids.shape, target_mask, device=target_ids.device)
+        batch = self.decoder_mixer.describe(target_ids.shape, target_mask, device=target_ids.device)
         x = batch.unpack(self._embed(batch.pack(target_ids), batch))
         for block, source in zip(self.blocks, sources, strict=True):
             x = block(x, batch, source, target_mask)
@@ -163,8 +163,8 @@ class EncoderDecoder(nn.Module):
             raise ArgumentError(
                 "state", "is of another model: give the state that init_state or extend of this model returned."
             )
-        self._mixer.check_state(state.mixers[0], target_ids)
-        batch = stream_batch(state.position, target_ids.shape, needs=self._mixer.needs())
+        self.decoder_mixer.check_state(state.mixers[0], target_ids)
+        batch = stream_batch(state.position, target_ids.shape, needs=self.decoder_mixer.needs())
         x = self._embed(target_ids, batch)
         mixers = []
         for block, mixer, source in zip(self.blocks, state.mixers, state.sources, strict=True):
@@ -179,7 +179,7 @@ class EncoderDecoder(nn.Module):
         return tuple(block.cross.project_source(hidden, source_mask) for block in self.blocks)
 
     @property
-    def _mixer(self) -> Mixer:
+    def decoder_mixer(self) -> Mixer:
         """The mixer of the decoder's first block; all blocks have the same kind of mixer."""
         return next(iter(self.blocks)).mixer
 
@@ -217,7 +217,6 @@ def encoder_decoder_config(preset: str, **overrides: Any) -> EncoderDecoderConfi
     return config.override(**overrides)
 
 
-@torch.no_grad()
 def greedy(
     model: EncoderDecoder,
     source_ids: Tensor,
@@ -227,7 +226,7 @@ def greedy(
     stop_token: int | None,
     max_tokens: int,
 ) -> list[list[int]]:
-    """Decode the target of every source greedily: always choose the most likely token.
+    """Decode the target of every source greedily, always by the most likely token: `beam_search` with one beam.
 
     Args:
         model: an encoder-decoder in evaluation mode.
@@ -243,20 +242,8 @@ def greedy(
         ArgumentError: for another kind of model, if shapes do not match, a token is outside the vocabulary, `max_tokens` is
             below 1 or more than the decoder can read, or the model is in training mode with dropout.
     """
-    _check_decoding(model, start_token, stop_token, max_tokens)
-    state = model.init_state(source_ids, source_mask)
-    tokens = source_ids.new_full((source_ids.shape[0], 1), start_token)
-    ended = torch.zeros_like(tokens, dtype=torch.bool)
-    written = []
-    for _ in range(max_tokens):
-        logits, state = model.extend(tokens, state)
-        tokens = logits.argmax(-1)
-        written.append(tokens)
-        if stop_token is not None:
-            ended |= tokens == stop_token
-            if ended.all():
-                break
-    return [_cut(row, stop_token) for row in torch.cat(written, 1).tolist()]  # targets end at different steps
+    tokens: dict[str, Any] = {"start_token": start_token, "stop_token": stop_token, "max_tokens": max_tokens}
+    return beam_search(model, source_ids, source_mask, beams=1, **tokens)
 
 
 @torch.no_grad()
@@ -287,9 +274,18 @@ def beam_search(
     Raises:
         ArgumentError: as `greedy`, or if `beams` is below 1 or `length_penalty` is below 0.
     """
-    _check_decoding(model, start_token, stop_token, max_tokens)
-    check_positive(beams=beams)
+    if not isinstance(model, EncoderDecoder):
+        found = type(model).__name__
+        raise ArgumentError("model", f"is of type {found}, but must be an EncoderDecoder: for a language model, use generate.")
+    check_positive(max_tokens=max_tokens, beams=beams)
     check_limits("length_penalty", length_penalty, [Between(0)])
+    for name, given in {"start_token": start_token, "stop_token": stop_token}.items():
+        check_type(name, given, int if name == "start_token" else int | None)
+        check_limits(name, given, [Between(0, model.config.vocab_size - 1)])
+    check_evaluates(model, model.config.dropout)
+    longest = model.decoder_mixer.longest_sequence
+    if longest is not None and max_tokens > longest:
+        raise ArgumentError("max_tokens", f"is {max_tokens}, but the decoder of this model reads at most {longest} tokens.")
     rows, vocab_size = source_ids.shape[0], model.config.vocab_size
     first = beams * torch.arange(rows, device=source_ids.device)[:, None]  # the first stream of each row, of B * K
     state = model.init_state(source_ids, source_mask)
@@ -314,25 +310,8 @@ def beam_search(
         best, scores = torch.maximum(best, values), scores.masked_fill(ended, -math.inf)
         if (best >= scores.amax(1) / max_tokens**length_penalty).all():  # likelihoods fall: no continuation can be better
             break
-        streams = (first + beam).flatten()
-        state = replace(state, mixers=tuple(mixer.take(streams) for mixer in state.mixers))  # the source stays that of the row
+        if beams > 1:
+            streams = (first + beam).flatten()  # of the same source
+            state = replace(state, mixers=tuple(mixer.take(streams) for mixer in state.mixers))
         tokens = token.view(-1, 1)
-    return [_cut(row, stop_token) for row in found]
-
-
-def _check_decoding(model: object, start_token: int, stop_token: int | None, max_tokens: int) -> None:
-    if not isinstance(model, EncoderDecoder):
-        found = type(model).__name__
-        raise ArgumentError("model", f"is of type {found}, but must be an EncoderDecoder: for a language model, use generate.")
-    check_positive(max_tokens=max_tokens)
-    for name, token in (("start_token", start_token), ("stop_token", stop_token)):
-        check_type(name, token, int if name == "start_token" else int | None)
-        check_limits(name, token, [Between(0, model.config.vocab_size - 1)])
-    check_evaluates(model, model.config.dropout)
-    longest = next(iter(model.blocks)).mixer.longest_sequence
-    if longest is not None and max_tokens > longest:
-        raise ArgumentError("max_tokens", f"is {max_tokens}, but the decoder of this model reads at most {longest} tokens.")
-
-
-def _cut(tokens: list[int], stop_token: int | None) -> list[int]:
-    return tokens[: tokens.index(stop_token)] if stop_token in tokens else tokens
+    return [tokens[: tokens.index(stop_token)] if stop_token in tokens else tokens for tokens in found]
