@@ -131,7 +131,7 @@ def test_class_that_is_defined_again_replaces_the_first() -> None:
         ("flash", Squared, {}, r"^name is 'flash', which is a system of the library"),
         ("Mine", Squared, {}, r"^name is 'Mine', but must begin with a-z"),
         ("mine", torch.nn.Linear, {}, r"^mixer is <class .*Linear'>, but must be a class derived from lineartime.layers.Mixer"),
-        ("mine", Incomplete, {}, r"^mixer is Incomplete, which cannot be built .*: .*method '?features"),
+        ("mine", Incomplete, {}, r"^mixer is Incomplete, of which no model can be built .*method '?features"),
         ("mine", Unnamed, {}, r"^mixer is Unnamed, whose name, 'flash', is that of FLASH: give the class an attribute `name`"),
         ("mine", with_option("kind", str, default="soft"), {}, r"^mixer is Own, whose option kind .* of the model: rename it"),
         ("mine", with_option("expansion", int, default=2), {"feed_forward": "mlp"}, r"^mixer is Own, .* of the feed-forward"),
@@ -139,7 +139,7 @@ def test_class_that_is_defined_again_replaces_the_first() -> None:
             "mine",
             with_option("sizes", list[int], default=[1]),
             {},
-            r"^mixer is Own, which model.json cannot record .mixer.sizes",
+            r"^mixer is Own, of which no model can .*mixer.sizes",
         ),
     ],
 )

@@ -17,7 +17,6 @@ from lineartime.fields import check_names
 from lineartime.layers.mixer import Mixer
 from lineartime.machine import shapes_only
 from lineartime.models.config import KINDS, ModelConfig, own_options
-from lineartime.models.language_model import build_model
 from lineartime.models.systems import PRESETS, SIZES, SYSTEMS, Size, System
 
 VARIABLE = "LINEARTIME_IMPORT"
@@ -107,17 +106,12 @@ def _check_builds(system: System, size: Size) -> None:
     name = system.mixer.__name__
     config = system.model(size, "clm" if system.why_not_learned("clm") is None else "mlm").first_round
     try:
-        ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
-    except (TypeError, ArgumentError) as error:
-        found = f"is {name}, which model.json cannot record ({first_line(error).rstrip('.')})"
-        raise ArgumentError(
-            "mixer", f"{found}: give its options the types bool, int, float, str, Literal, None or tuple[..., ...] of these."
-        ) from None
-    try:
         with shapes_only():
-            build_model(config)
-    except TypeError as error:  # an abstract class, for instance
-        raise ArgumentError("mixer", f"is {name}, which cannot be built with these options: {error}.") from None
+            ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))).build()
+    except (TypeError, ArgumentError) as error:  # of an abstract class, or of an option that JSON cannot hold
+        types = "the types bool, int, float, str, Literal, None or tuple[..., ...] of these"
+        found = f"is {name}, of which no model can be built from model.json ({first_line(error).rstrip('.')})"
+        raise ArgumentError("mixer", f"{found}: complete the class, and give its options {types}.") from None
 
 
 def import_modules(names: Iterable[str]) -> None:

@@ -40,10 +40,6 @@ def test_every_system_has_a_base_and_a_tiny_preset_of_bytes() -> None:
         assert 2 <= millions(f"{system}-tiny", task) <= 4.5, system
 
 
-def test_norms_follow_the_task() -> None:
-    assert [presets(task)["flash-base"].norm for task in ("clm", "mlm")] == ["layernorm", "scalenorm"]
-
-
 def test_presets_of_a_task_are_of_systems_that_can_learn_it() -> None:
     known = {task: presets(task) for task in get_args(Task)}
     able = {task: {system for system in SYSTEMS if f"{system}-base" in known[task]} for task in known}
@@ -67,13 +63,11 @@ def test_system_is_what_its_name_says() -> None:
     assert presets("mlm")["transformer-tiny"].norm == "layernorm"
     assert (plus.absolute_position, plus.feed_forward) == ("scaled_sin", LayerConfig("mlp"))
     assert plus_plus == replace(plus, feed_forward=LayerConfig("glu"))
-    for name in (
-        *("performer", "performer-matmul", "performer-chunked", "combiner", "linear-elu", "cosformer", "flowformer"),
-        *("sparse", "longformer", "bigbird", "explicit-topk", "reformer"),
-    ):
+    for name in ("performer-chunked", "combiner", "cosformer", "reformer"):
         assert replace(presets()[f"{name}-tiny"], mixer=plus.mixer) == plus
-    for name in ("mc-tfm++", "mixed-chunk", "mhsa-relu2", "mhsa-gated", "mhsa-single-head"):
+    for name in ("mc-tfm++", "mhsa-relu2"):
         assert replace(presets()[f"{name}-tiny"], mixer=plus_plus.mixer) == plus_plus
+    assert [presets(task)["flash-base"].norm for task in ("clm", "mlm")] == ["layernorm", "scalenorm"]
     # fine-tuning: s = 512 and chunks of 128 (section 4.3 of the paper)
     assert presets("mlm")["flash-first-to-all-base"].mixer == LayerConfig("flash-first-to-all", d_qk=512, chunk_size=128)
 
