@@ -202,20 +202,20 @@ class PartsConfig:
             values = {"mixer": pattern[0], **values, "pattern": pattern}
         fields = {name: value for name, value in values.items() if name in vars(self)}
         changed = self.from_dict({**vars(self), **fields})
+        layers = changed.layers
         # An option of one mixer of a pattern is set after those of all.
         for name in sorted((name for name in values if name not in fields), key=lambda name: name.count(".")):
             part, _, option = name.rpartition(".")
-            layers = {each: layer for each, layer in changed.layers.items() if option in layer.options}
             kinds = {each: "mixer" if each.startswith("pattern.") else each for each in layers}
-            owners = {each: kind for each, kind in kinds.items() if part in ("", each, kind)}
-            several = list(dict.fromkeys(owners.values()))
+            owners = [each for each in layers if option in layers[each].options and part in ("", each, kinds[each])]
+            several = list(dict.fromkeys(kinds[each] for each in owners))
             if len(several) > 1:
                 choices = " or ".join(f"{owner}.{name}" for owner in several)
                 raise ArgumentError(name, f"is an option of both {' and '.join(several)}: set {choices}.")
             if not owners:
                 check_names([name], changed.override_names, "this model")
-            changed = changed.with_layers({each: layers[each].override(**{option: values[name]}) for each in owners})
-        return changed
+            layers |= {each: layers[each].override(**{option: values[name]}) for each in owners}
+        return changed.with_layers(layers)
 
 
 def as_layer(name: str, value: Any, kinds: Mapping[str, type[Any]]) -> LayerConfig:
