@@ -1,7 +1,12 @@
 """What has to be installed, and what is imported."""
 
+import subprocess
+import sys
+from importlib import reload
+
 import pytest
 
+from lineartime import hf
 from lineartime.errors import LineartimeError
 from lineartime.hf import version
 
@@ -15,5 +20,24 @@ def test_other_versions_and_a_missing_package_are_named(monkeypatch: pytest.Monk
         with pytest.raises(LineartimeError, match=f"5.20 or newer and below 6, but version {found} is installed"):
             version.check_transformers()
     monkeypatch.setattr(version, "installed_version", lambda _: None)
-    with pytest.raises(LineartimeError, match=r"needs transformers, which is not installed: pip install 'lineartime\[hf\]'"):
-        version.check_transformers()
+    for started, error in (("a.py", LineartimeError), ("-m", SystemExit)):  # a script, and `python -m lineartime.hf`
+        monkeypatch.setattr(sys, "argv", [started])
+        with pytest.raises(error, match=r"lineartime.hf needs transformers, which is not .*: pip install 'lineartime\[hf\]'"):
+            reload(hf)
+
+
+SCRIPT = """
+import pkgutil, sys
+from importlib import import_module
+import lineartime
+sys.modules["transformers"] = None  # importing it fails
+needing = ("lineartime.hf", "lineartime.finetuning.", "lineartime.__main__", "lineartime.experiments.__main__")
+for module in pkgutil.walk_packages(lineartime.__path__, "lineartime.", onerror=lambda name: None):
+    if not module.name.startswith(needing):
+        import_module(module.name)
+"""
+
+
+@pytest.mark.nightly
+def test_transformers_is_imported_by_hf_and_fine_tuning_alone() -> None:
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True)

@@ -1,8 +1,16 @@
 """Integration with the transformers library: `import lineartime.hf` registers our models with its Auto classes."""
 
+import sys
+
+from lineartime.errors import LineartimeError
 from lineartime.hf.version import check_transformers
 
-check_transformers()  # before anything of transformers is imported
+try:
+    check_transformers()  # before anything of transformers is imported
+except LineartimeError as error:
+    if sys.argv[0] == "-m":  # which it is while `python -m lineartime.hf` starts
+        sys.exit(f"error: {error}")
+    raise
 
 from transformers import (
     AutoConfig,
