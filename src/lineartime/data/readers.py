@@ -305,13 +305,19 @@ def _json_format(file: SourceFile, version: tuple[int, int]) -> Format:
         return "json"
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise json.JSONDecodeError("an object has one name twice", "", 0)
+    return found
+
+
 def _values(where: str, content: bytes, position: int) -> list[Any]:
     """The values of a JSON text, one after another, which is `position` bytes after the beginning of its file."""
     if position == 0 and content.startswith(codecs.BOM_UTF8):
         position, content = len(codecs.BOM_UTF8), content.removeprefix(codecs.BOM_UTF8)
     values: list[Any] = []
     try:
-        text, decoder, end = content.decode().strip(), json.JSONDecoder(), 0
+        text, decoder, end = content.decode().strip(), json.JSONDecoder(object_pairs_hook=_object), 0
         while end < len(text) or not values:
             value, end = decoder.raw_decode(text, end)
             values.append(value)
