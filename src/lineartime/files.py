@@ -230,10 +230,10 @@ def read_file(file: Path, content: type[Content], advice: str = "restore it from
         raise DamagedFileError(file, str(error), advice) from None
 
 
-def read_plain(file: Path, advice: str = "restore it from a copy") -> dict[str, Any]:
-    """Read the object in a JSON file without checking its fields. Raises as `read_file`."""
+def read_plain(file: Path, advice: str = "restore it from a copy", content: bytes | None = None) -> dict[str, Any]:
+    """Read the object in a JSON file, or its content, without checking its fields. Raises as `read_file`."""
     with reporting_file_errors("read", file):
-        content = file.read_bytes()
+        content = file.read_bytes() if content is None else content
     try:
         found = parse(content)
         if not isinstance(found, dict):

@@ -1,3 +1,4 @@
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,9 @@ def test_a_truth_value_may_be_a_text(tmp_path: Path) -> None:
     ],
 )
 def test_the_metric_is_that_of_the_data(tmp_path: Path, qas: list[dict[str, Any]], metric: str) -> None:
-    for name in ("train.json", "dev.json"):
-        (tmp_path / name).write_text(json.dumps(squad(*qas, text="one 光荣")))
+    content = json.dumps(squad(*qas, text="one 光荣")).encode()
+    (tmp_path / "train.json").write_bytes(content)
+    (tmp_path / "dev.json.gz").write_bytes(gzip.compress(content))
     found = find_questions(tmp_path)
     assert {part.metric for part in found.values()} == {metric}
 

@@ -58,7 +58,7 @@ def one_of_each_split(data: Path, suffixes: Sequence[str], example: str) -> tupl
     if not data.is_dir():
         what = f"is {data}, which does not exist, or is held out by its name"
         raise ArgumentError("data", f"{what}: give a file, or a folder with {example}.")
-    named = [(named_split(each.name), each) for each in sorted(data.iterdir()) if each.suffix in suffixes]
+    named = [(named_split(each.name), each) for each in sorted(data.iterdir()) if SourceFile(each).format_suffix in suffixes]
     train, held_out, others = ([file for split, file in named if split == name] for name in ("train", "validation", None))
     if len(train) != 1 or len(held_out) > 1 or (others and not held_out):
         what = f"is {data}, which must have one {' or '.join(suffixes)} file named for training, and one for validation"
@@ -145,7 +145,7 @@ def find_questions(data: Path, domain: Domain = "wikipedia") -> dict[Split, Ques
                 raise ArgumentError("data", f"is {data}, which has no {path.relative_to(data)}: give the unpacked archive.")
         return {"train": QuestionFile(train, "triviaqa"), "validation": QuestionFile(validation, "triviaqa")}
     file, other = one_of_each_split(data, (".json",), "train-v1.1.json and dev-v1.1.json")
-    if file.suffix in {*RECORDS} - {".json"}:
+    if SourceFile(file).format_suffix in {*RECORDS} - {".json"}:
         raise ArgumentError("data", f"is {data}, but questions to train with have other files: {_LAYOUTS}.")
     whole = QuestionFile(file, _metric(file))
     if other is not None:
@@ -168,12 +168,13 @@ def read_questions(file: Path, part: bool | None = None) -> Iterator[Question]:
     Of SQuAD, `part` says which articles, as for `QuestionFile`. The file of TriviaQA is one of its folder `qa`, beside
     which `evidence` is. Raises LineartimeError if the file cannot be read, or a record of it is something else.
     """
-    if file.suffix in {*RECORDS} - {".json"}:
+    if SourceFile(file).format_suffix in {*RECORDS} - {".json"}:
         for number, (where, record) in enumerate(read_records(SourceFile(file, "question")), 1):
             question, text = (_item(file, where, record, name, str) for name in ("question", "context"))
             yield Question(where, question, text, id=id_of(record, number))
         return
-    data = read_plain(file, _LAYOUTS)
+    with SourceFile(file).open() as stream:
+        data = read_plain(file, _LAYOUTS, stream.read())
     yield from _trivia(file, data) if "Data" in data else _squad(file, data, part)
 
 

@@ -21,7 +21,6 @@ BEGUN = "inputs.json"
 """The file that says of predictions what they are made from, in the folder `begun_folder`, until all are made."""
 _SAME_RESULT = ("resume", "out", "device", "advanced")
 """Options that do not decide the result, and the place of more options."""
-_READ = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".safetensors")
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def digest(path: Path) -> str:
         if not path.is_dir():
             return sha256(path)
         files = sorted(file for places in ("*", "qa/*", "evidence/*/*") for file in path.glob(places) if file.is_file())
-        found = [(str(each), sha256(each) if each.suffix in _READ else each.stat().st_size) for each in files]
+        found = [(str(each), each.stat().st_size if each.suffix == ".txt" else sha256(each)) for each in files]
         return hashlib.sha256(json.dumps([(name[len(str(path)) :], of) for name, of in found]).encode()).hexdigest()
 
 
