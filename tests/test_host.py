@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lineartime.errors import LineartimeError
-from lineartime.host import cache_folder
 from lineartime.native import why_not_native
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -61,16 +59,6 @@ def test_freed_memory_is_kept_for_the_next_step_and_returned_at_the_end() -> Non
     assert inside < pages // 100
     assert outside > pages // 2
     assert held < 12 * 16 * 2**20
-
-
-def test_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(LineartimeError, match=r"no cache folder \(Could not .*\): set XDG_CACHE_HOME to a folder"):
-        cache_folder()
 
 
 def test_command_line_says_how_threads_wait_before_pytorch_is_loaded() -> None:

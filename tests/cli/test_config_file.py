@@ -61,6 +61,9 @@ def test_command_line_wins_over_a_file_and_a_file_over_a_recipe(tmp_path: Path, 
     assert (found["steps"], found["learning_rate"]) == (7, 0.2)
     assert found["data"].endswith("README.md")
     assert printed(capsys, "--config", str(file), "--data", "docs")["data"].endswith("docs")
+    file.write_text('{"recipe": "lm-pg19", "preset": "flash-base", "override": ["d_model=32", "n_blocks=2"]}')
+    found = printed(capsys, "--config", str(file), "--override", "n_blocks=1", "dropout=0.1")  # fields of the model alike
+    assert found["override"] == ["chunk_size=512", "d_model=32", "n_blocks=1", "dropout=0.1"]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")

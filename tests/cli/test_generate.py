@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from lineartime.cli import main
+from lineartime.layers.dense import Dense
 
 Fails = Callable[..., None]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -60,6 +62,22 @@ def test_the_prompt_may_come_from_a_file_or_from_standard_input(
     (tmp_path / "latin.txt").write_bytes(b"\xe9")
     fails([*arguments, "--prompt-file", str(tmp_path / "latin.txt")], "--prompt-file is .*latin.txt, which is not UTF-8 text")
     fails([*arguments, "--prompt-file", "-", "--prompt", "a"], "--prompt-file cannot be combined with --prompt")
+
+
+def test_precision_and_threads_are_those_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen, multiply = torch.get_num_threads(), [], Dense.forward
+
+    def forward(self: Dense, x: torch.Tensor) -> torch.Tensor:
+        out = multiply(self, x)
+        seen.append((out.dtype, torch.get_num_threads()))
+        return out
+
+    monkeypatch.setattr(Dense, "forward", forward)
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        asked = ["--max-tokens", "3", "--precision", precision, "--threads", str(before + 1)]
+        assert main(["generate", str(folder / "run"), *asked]) == 0
+        assert {seen.pop() for _ in seen[:]} == {(dtype, before + 1)}
+    assert torch.get_num_threads() == before
 
 
 def test_a_stop_text_ends_the_text_and_is_not_shown(folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:

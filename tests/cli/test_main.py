@@ -92,33 +92,30 @@ def test_wrong_input_is_answered_with_the_option_and_what_it_allows(
     fails([argument.format(**places) for argument in arguments], message)
 
 
-STARTING = """
+def test_an_interrupt_says_that_the_command_stopped_and_nothing_else() -> None:
+    script = """
 import os, signal, sys, time
-from lineartime import __main__
-def interrupted():
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(1)
-import lineartime.cli
-{action}
+import lineartime.cli, lineartime.__main__
+def main():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+    except KeyboardInterrupt:  # what is being imported may turn an interrupt into an error of its own
+        raise ImportError("half")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 lineartime.cli.main = main
-sys.exit(__main__.main())
+sys.exit(lineartime.__main__.main())
 """
-
-
-def test_an_interrupt_says_that_the_command_stopped_and_nothing_else() -> None:
-    # What is being imported may turn an interrupt into an error of its own.
-    action = "def main():\n    try:\n        interrupted()\n    except KeyboardInterrupt:\n        raise ImportError('half')"
-    script = STARTING.format(action=action)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "stopped\n")
 
 
-def test_an_error_of_the_program_is_no_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> int:
+def test_an_error_of_the_program_is_neither_interrupt_nor_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(options: object) -> None:
         raise RuntimeError("a mistake in the program")
 
-    monkeypatch.setattr("lineartime.cli.main", broken)
+    monkeypatch.setattr("lineartime.cli.info.run", broken)
+    monkeypatch.setattr(sys, "argv", ["lineartime", "info"])
     with pytest.raises(RuntimeError, match="a mistake"):
         run_command()
 
@@ -177,13 +174,6 @@ def test_too_little_memory_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, f
         with monkeypatch.context() as patch:
             patch.setattr(train, "run", lambda options, arguments: run(options))
             fails(["train"], "too little memory: use a smaller --batch-size or --context-length.")
-
-    def broken(options: object) -> None:
-        raise RuntimeError("a mistake in the program")
-
-    monkeypatch.setattr(info, "run", broken)
-    with pytest.raises(RuntimeError, match="a mistake"):
-        main(["info"])
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

@@ -1,19 +1,23 @@
+import gzip
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as arrow
 import pytest
+import torch
 from pyarrow import parquet
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from lineartime.errors import LineartimeError
+from lineartime.finetuning import labelling
 from lineartime.finetuning.config import Advanced, FinetuneConfig
 from lineartime.finetuning.data import Labelled
-from lineartime.finetuning.labelling import Labels, find_labels, find_texts, label_scores
+from lineartime.finetuning.labelling import Labels, find_labels, find_texts, label_scores, mean_logits
 from lineartime.finetuning.predict import predict
 from lineartime.finetuning.tune import finetune
 
@@ -120,7 +124,8 @@ def test_a_fifth_of_each_label_is_held_out_in_any_order(written: Written, tmp_pa
     assert parts[0] == parts[1] == {"train": set(range(60)) - held, "validation": held}
     assert isinstance(label(0), float) or {place % 12 for place in held} == set(range(12))
     assert 10 <= len(held) <= 16
-    (tmp_path / "a.jsonl").rename(tmp_path / "train.jsonl")
+    (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    (tmp_path / "a.jsonl").unlink()
     (tmp_path / "eval.jsonl").write_text("no record, and for neither training nor validation")
     assert {int(each.id) for each in find_texts(tmp_path, Advanced())["validation"]} == held
 
@@ -144,6 +149,14 @@ def test_labels_are_read_as_they_were_written() -> None:
     for number in (1e200, 1e-200, 10**400, "nan"):
         with pytest.raises(LineartimeError, match=r"^line 1 has .* instead of 0 or a number from 1e-100 to 1e100 in size"):
             labels_of(1.5, number)
+
+
+def test_text_has_the_mean_of_its_windows_in_the_scale_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = [{"text": 0}, {"text": 1}, {"text": 0}], SimpleNamespace(logits=torch.tensor([[1.0], [5.0], [2.0]]))
+    monkeypatch.setattr(labelling, "read_windows", lambda *_: [read])
+    model: Any = SimpleNamespace(config=SimpleNamespace(num_labels=1))
+    found = [Labels("numbers", (), 10.0, 2.0).predicted(each) for each in mean_logits(model, None, 2, 8)]
+    assert found == [{"value": 13.0}, {"value": 20.0}]
 
 
 def test_metrics_by_hand() -> None:

@@ -150,12 +150,15 @@ def test_a_smaller_chunk_keeps_the_biases_of_near_tokens(config: Configured, qui
     torch.testing.assert_close(model.eval().model(ids).last_hidden_state, pretrained.eval().backbone(ids))
 
 
-def test_decay_is_that_of_matrices_as_in_training(config: Configured) -> None:
-    given = config()
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("rank", [0, 2])
+def test_decay_is_that_of_matrices_as_in_training(rank: int, config: Configured) -> None:
+    given = config(advanced={"lora_rank": rank})
     model = with_head(lineartime.load(given.run), given.advanced, LineartimeForQuestionAnswering, "QUESTION_ANS")
     groups = tune._optimizer(model, 1e-3, 0.5).param_groups
     decayed = {id(each) for group in groups if group["weight_decay"] for each in group["params"]}
-    assert decayed == {id(each) for each in matrices_of(model)}
+    assert decayed == {id(each) for each in matrices_of(model) if each.requires_grad}
+    assert {id(each) for name, each in model.named_parameters() if "lora_" in name} <= decayed
 
 
 def test_mistakes_are_named_and_leave_nothing(config: Configured, tmp_path: Path, quiet: Say) -> None:

@@ -22,19 +22,14 @@ SMALL = {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}
 
 
 @pytest.fixture
-def run(whole: Path) -> Path:
-    return whole
-
-
-@pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return lineartime.save(lineartime.build("flash-tiny", **SMALL), ByteTokenizer(), tmp_path / "model")
 
 
 @pytest.fixture
-def nothing_built(run: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_built(whole: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, no model is built but that of the run: one of these sizes would take all memory."""
-    build, known = language_model.build_model, [lineartime.load(folder).config for folder in (run, saved)]
+    build, known = language_model.build_model, [lineartime.load(folder).config for folder in (whole, saved)]
 
     def build_known(config: ModelConfig) -> Any:
         return build(config) if config in known else pytest.fail(f"a model of {config} is built")
@@ -64,10 +59,10 @@ TOO_LARGE = {
 @pytest.mark.usefixtures("nothing_built")
 @pytest.mark.parametrize("command", TOO_LARGE)
 def test_a_size_that_no_machine_has_is_refused_at_once(
-    command: str, run: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, whole: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine, "host_memory", lambda: 32 * 10**9)
-    arguments = [str(run) if word == "RUN" else word for word in command.split()]
+    arguments = [str(whole) if word == "RUN" else word for word in command.split()]
     if arguments[0] == "train":
         places = ["--data", str(text), "--cache", str(tmp_path), "--out", str(tmp_path / "out")]
         arguments += [*places, "--device", "cpu", "--track"]

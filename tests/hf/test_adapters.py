@@ -37,6 +37,17 @@ def test_an_adapter_of_peft_learns_on_the_projections(causal: LineartimeForCausa
     assert merged.generate(ids, **GREEDY).tolist() == continued.tolist()
 
 
+@pytest.mark.filterwarnings("ignore:Model has .tie_word:UserWarning")
+@pytest.mark.parametrize("settings", [{"trainable_token_indices": [3]}, {"target_modules": ["embedding", "to_output"]}])
+def test_adapter_on_the_embedding_begins_with_the_same_text(settings: dict[str, Any], causal: LineartimeForCausalLM) -> None:
+    ids = ids_of(1, 5)
+    before, text = causal(ids).logits, causal.generate(ids, **GREEDY)
+    options = {"r": 2, "task_type": "CAUSAL_LM", "target_modules": ["to_output"], **settings}
+    adapted = peft.get_peft_model(causal, peft.LoraConfig(**options)).eval()
+    torch.testing.assert_close(adapted(ids).logits, before)
+    assert adapted.generate(input_ids=ids, **GREEDY).tolist() == text.tolist()
+
+
 def test_a_learned_prompt_is_read_once(causal: LineartimeForCausalLM) -> None:
     settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_attention_heads=1)
     tuned, ids = peft.get_peft_model(causal, settings).eval(), ids_of(1, 5)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.hf.tiny import change_weights, masked_model, own
+from tests.hf.tiny import change_weights, close, masked_model, own
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import lineartime
@@ -60,7 +60,9 @@ def test_a_run_goes_there_and_back_unchanged(config: Callable[..., Any], tmp_pat
 def test_a_masked_model_in_several_bf16_files_comes_back(system: str, tmp_path: Path) -> None:
     lineartime.save(own(masked_model(system, vocab_size=258)), ByteTokenizer(), tmp_path / "own")
     convert(tmp_path / "own", tmp_path / "hf")
-    loaded = LineartimeForMaskedLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
+    exact, loaded = (LineartimeForMaskedLM.from_pretrained(tmp_path / "hf", dtype=kind) for kind in ("auto", torch.bfloat16))
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    close(loaded(torch.arange(20)[None]).logits.float(), exact(torch.arange(20)[None]).logits, 3e-2)
     loaded.save_pretrained(tmp_path / "hf16", max_shard_size="20KB")
     shutil.copy(tmp_path / "hf" / "tokenizer.json", tmp_path / "hf16")
     assert (tmp_path / "hf16" / "model.safetensors.index.json").exists()

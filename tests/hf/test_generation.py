@@ -187,6 +187,19 @@ def test_flash_remembers_as_much_after_a_long_text_as_after_a_short_one(causal: 
     assert (len(cache), cache.batch_size, cache.is_compileable) == (2, 2, False)
 
 
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_gradient_of_what_a_token_overwrote_is_refused(
+    native: str, causal: LineartimeForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LINEARTIME_NATIVE", native)
+    ids = ids_of(2, 9)  # a chunk, which is read with a gradient, and the first token of the next one
+    begun = causal(ids[:, :8], use_cache=True)
+    with torch.no_grad():
+        causal(ids[:, 8:], past_key_values=begun.past_key_values)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        begun.logits.sum().backward()
+
+
 @torch.no_grad()
 def test_a_call_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PREFILL, "cpu", 2)

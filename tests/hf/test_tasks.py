@@ -117,7 +117,7 @@ def test_an_answer_has_a_beginning_and_an_end() -> None:
     torch.testing.assert_close(output.loss, torch.stack(losses).mean())
 
 
-def test_pipelines_continue_and_fill_texts() -> None:
+def test_pipelines_continue_fill_and_classify_texts() -> None:
     tokenizer = fast_tokenizer(ByteTokenizer())
     sizes: dict[str, Any] = {"vocab_size": 258, "n_blocks": 1}
     write = pipeline("text-generation", model=causal_model(**sizes), tokenizer=tokenizer)
@@ -131,3 +131,9 @@ def test_pipelines_continue_and_fill_texts() -> None:
     best = masked(tokenizer("the squ[MASK]re", return_tensors="pt").input_ids).logits[0, 7].softmax(-1).topk(3)
     assert [candidate["token"] for candidate in found] == best.indices.tolist()
     assert [candidate["score"] for candidate in found] == pytest.approx(best.values.tolist())
+
+    labelling = awake(LineartimeForSequenceClassification(tiny(task="mlm", **sizes)))
+    classify = pipeline("text-classification", model=labelling, tokenizer=tokenizer)
+    for found, text in zip(classify(prompts, batch_size=2), prompts, strict=True):
+        score, best = labelling(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1).max(-1)
+        assert found == {"label": f"LABEL_{int(best)}", "score": pytest.approx(score.item())}

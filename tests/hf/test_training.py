@@ -155,12 +155,18 @@ def test_a_token_after_padding_is_not_predicted(task: str) -> None:
         close(found, torch.stack([losses[i] for i in predicted]).mean())
 
 
-def test_a_packed_batch_has_the_loss_of_its_documents() -> None:
+def test_a_packed_batch_has_the_loss_of_its_documents(tmp_path: Path) -> None:
     model, documents = causal_model(vocab_size=258), examples()[:4]
-    packed = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(documents)
+    pack = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     losses, counts = [], []
     for document in documents:
         ids = torch.tensor([document["input_ids"]])
         losses.append(model(ids, labels=ids).loss * (ids.shape[1] - 1))
         counts.append(ids.shape[1] - 1)
-    torch.testing.assert_close(model(**packed).loss, sum(losses) / sum(counts))
+    expected: Any = sum(losses) / sum(counts)
+    torch.testing.assert_close(model(**pack(documents)).loss, expected)
+    steps: dict[str, Any] = {"max_steps": 1, "logging_steps": 1, "per_device_train_batch_size": 4}
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), **steps, **QUIET), data_collator=pack, train_dataset=documents)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert model(**pack(documents)).loss < expected

@@ -25,8 +25,8 @@ def test_operations_of_flash_are_those_inside_chunks_and_of_their_sums() -> None
     assert cost(config, length).flops_per_token == pytest.approx(n_blocks * (maps + inside + across) + 2 * d * 258)
 
 
-@pytest.mark.parametrize("name", ["flash-tiny", "transformer+-tiny", "hybrid-gau-tiny", "gla-tiny"])
-def test_costs_found_on_the_first_blocks_are_those_of_the_whole_model(name: str) -> None:
+@pytest.mark.parametrize("name", ["flash-tiny", "transformer+-tiny"])
+def test_costs_found_on_two_blocks_are_those_of_the_whole_model(name: str) -> None:
     config = resolve(name)
     found = cost(config, 300)
     assert found.parameters == count_parameters(config)

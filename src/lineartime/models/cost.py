@@ -1,21 +1,20 @@
 """What a model costs: parameters, operations, and memory, on the meta device, where tensors have shapes but no values."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import override
 
 from lineartime.choices import MAX_CONTEXT_LENGTH
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_limits
 from lineartime.machine import memory_bytes, shapes_only
-from lineartime.models.config import ModelConfig, PartsConfig
+from lineartime.models.config import LayerConfig, ModelConfig, PartsConfig
 from lineartime.models.language_model import CausalLM, build_model
 from lineartime.ops.checks import check_positive
 from lineartime.units import size
@@ -56,26 +55,19 @@ def count_parameters(config: ModelConfig) -> int:
     with shapes_only():
         model = build_model(config.first_round)
     blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.backbone.blocks]
-    return model.n_parameters - sum(blocks) + _of_all(config, blocks)
-
-
-def _of_all(config: ModelConfig, first_round: Sequence[int]) -> int:
-    """The sum of a number over all blocks, from those of the first round, which all others repeat."""
-    return sum(first_round[place % len(first_round)] for place in range(config.n_blocks))
+    of_all = sum(blocks[place % len(blocks)] for place in range(config.n_blocks))
+    return model.n_parameters - sum(blocks) + of_all
 
 
 def _flops(config: ModelConfig, ids: Tensor) -> int:
-    """Operations of the whole model, from those of its first round."""
-    found: list[int] = []
-    counter = _Shapes()
-    with shapes_only():
-        model = build_model(config.first_round)
-    with torch.no_grad(), counter:
-        for block in model.backbone.blocks:
-            block.register_forward_pre_hook(lambda *_: found.append(-counter.flops))
-            block.register_forward_hook(lambda *_: found.append(found.pop() + counter.flops))
-        model(ids)
-    return counter.flops - sum(found) + _of_all(config, found)
+    """Operations of the whole model, from models of one and two blocks of each mixer, whose blocks are identical."""
+    rest, blocks = 0, 0
+    for mixer, count in config.blocks_of.items():
+        with shapes_only():
+            models = (build_model(replace(config, mixer=mixer, pattern=(), n_blocks=n)) for n in (1, 2))
+            one, two = (forward_flops(model, ids) for model in models)
+        rest, blocks = 2 * one - two, blocks + count * (two - one)
+    return rest + blocks
 
 
 def check_context_length(context_length: int) -> None:
@@ -96,57 +88,23 @@ def cost(config: ModelConfig, context_length: int) -> Cost:
 
 def stream_bytes(config: ModelConfig, context_length: int) -> int | None:
     """The size of the state of one stream after `context_length` tokens; None for a model that cannot stream."""
-    with shapes_only(), torch.no_grad(), _Shapes():
+    with shapes_only(), torch.no_grad():
         model = build_model(config.first_round)
         if not isinstance(model, CausalLM):
             return None
         _, state = model.extend(torch.zeros(1, context_length, dtype=torch.long), model.init_state(1))
-    return _of_all(config, [block.nbytes for block in state.blocks])
+    own: dict[LayerConfig, int] = {mixer: block.nbytes for mixer, block in zip(config.mixers, state.blocks, strict=False)}
+    return sum(own[mixer] * count for mixer, count in config.blocks_of.items())
 
 
 def forward_flops(model: nn.Module, ids: Tensor) -> int:
     """Operations in the matrix products of a forward pass, of a model and ids on the meta device."""
-    counter = _Shapes()
-    with torch.no_grad(), counter:
+    from torch.utils.flop_counter import FlopCounterMode  # which takes a tenth of a second to import
+
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(ids)
-    return counter.flops
-
-
-class _Shapes(TorchDispatchMode):
-    """Run operations on the meta device, and count those of matrix products in `flops`.
-
-    PyTorch takes a tenth of a millisecond or more for the shape of a result, so that results are kept by the shapes of the
-    inputs. Those of views and of operations in place, which belong to their inputs, are not.
-    """
-
-    _results: ClassVar[dict[Any, Tensor]] = {}
-
-    def __init__(self) -> None:
-        from torch.utils.flop_counter import flop_registry  # which takes a tenth of a second to import
-
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops, self._formulas = 0, flop_registry
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        key = func, _signature(args), _signature([*options.items()])
-        if (result := self._results.get(key)) is not None:
-            result = result.detach()
-        else:
-            result = func(*args, **options)
-            if isinstance(result, Tensor) and not func.is_view and not func._schema.is_mutable:
-                self._results[key] = result
-        if func.overloadpacket in self._formulas:
-            self.flops += self._formulas[func.overloadpacket](*args, **options, out_val=result)
-        return result
-
-
-def _signature(value: Any) -> Any:
-    """All of an input on which the shape of a result depends, as a key."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    return tuple(map(_signature, value)) if isinstance(value, (tuple, list)) else (type(value), value)
+    flops: int = counter.get_total_flops()
+    return flops
 
 
 _WEIGHT_BYTES = 4
