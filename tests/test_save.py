@@ -51,7 +51,7 @@ def test_model_that_could_not_be_read_back_is_not_saved(tiny: Tiny, tmp_path: Pa
         (infinite, TOKENIZER, "model has numbers in backbone.embedding.weight that are not finite"),
         (beyond, TOKENIZER, "model has numbers in backbone.embedding.weight that are not finite"),
         (tiny(vocab_size=300), TOKENIZER, "tokenizer has 258 tokens, but the model's vocabulary has 300"),
-        (extended, TOKENIZER, "model could not be loaded again: model.safetensors has [0-9]+ tensors, but its model has"),
+        (extended, TOKENIZER, "model could not be loaded again: model.safetensors has the tensor 'backbone.more'"),
         (tiny().to("meta"), TOKENIZER, "model has backbone.embedding.weight on the meta device, where it has no values"),
         (tiny().to(torch.float8_e4m3fn), TOKENIZER, "model could not be loaded again: .* is of type F8_E4M3, but must be"),
         (torch.nn.Linear(2, 2), TOKENIZER, "model is of type Linear, but must be a language model"),

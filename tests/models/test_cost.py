@@ -25,8 +25,8 @@ def test_operations_of_flash_are_those_inside_chunks_and_of_their_sums() -> None
     assert cost(config, length).flops_per_token == pytest.approx(n_blocks * (maps + inside + across) + 2 * d * 258)
 
 
-@pytest.mark.parametrize("name", ["flash-tiny", "transformer+-tiny"])
-def test_costs_found_on_two_blocks_are_those_of_the_whole_model(name: str) -> None:
+@pytest.mark.parametrize("name", ["flash-tiny", "transformer+-tiny", "hybrid-gau-tiny", "gla-tiny"])
+def test_costs_found_on_the_first_blocks_are_those_of_the_whole_model(name: str) -> None:
     config = resolve(name)
     found = cost(config, 300)
     assert found.parameters == count_parameters(config)
@@ -58,9 +58,7 @@ def test_token_shift_costs_half_a_token_of_state_and_nothing_else() -> None:
 def test_the_size_of_a_model_is_that_of_its_tensors(preset: str) -> None:
     config = resolve(preset, n_blocks=3)
     tensors = lineartime.build(config).state_dict()
-    found = costs.model_tensors(config)
-    assert found.n_tensors == len(tensors)
-    assert found.n_elements == sum(tensor.numel() for tensor in tensors.values())
+    found = dict(costs.model_tensors(config))
     assert {name: tensor.shape for name, tensor in found.items()} == {name: tensor.shape for name, tensor in tensors.items()}
 
 

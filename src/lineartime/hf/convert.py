@@ -193,7 +193,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _check_state(source: Path, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
     """Raise LineartimeError unless the tensors are those of the model."""
-    wanted = dict(model_tensors(config).items())
+    wanted = dict(model_tensors(config))
     problems = [f"lacks {name}" for name in wanted if name not in state]
     problems += [f"holds {name}, which a language model does not have" for name in state if name not in wanted]
     problems += [

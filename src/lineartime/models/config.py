@@ -1,11 +1,9 @@
 """The configuration of a model as plain data: its layers, with the options of their constructors, and its sizes."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import Parameter
-from itertools import cycle, islice
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -338,11 +336,6 @@ class ModelConfig(PartsConfig):
         from lineartime.models.language_model import build_model  # which takes a config
 
         return build_model(self)
-
-    @property
-    def blocks_of(self) -> Counter[LayerConfig]:
-        """The number of blocks of each mixer."""
-        return Counter(islice(cycle(self.mixers), self.n_blocks))
 
     @property
     def first_round(self) -> Self:

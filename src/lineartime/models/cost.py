@@ -1,21 +1,22 @@
 """What a model costs: parameters, operations, and memory, on the meta device, where tensors have shapes but no values."""
 
 import json
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
-from itertools import cycle
+from collections.abc import Collection, Iterable, Iterator
+from itertools import cycle, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from lineartime.choices import MAX_CONTEXT_LENGTH
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, check_limits
 from lineartime.machine import memory_bytes, shapes_only
-from lineartime.models.config import LayerConfig, ModelConfig, PartsConfig
-from lineartime.models.language_model import CausalLM, build_model
+from lineartime.models.config import ModelConfig, PartsConfig
+from lineartime.models.language_model import CausalLM, LanguageModel, build_model
 from lineartime.ops.checks import check_positive
 from lineartime.units import size
 
@@ -55,19 +56,26 @@ def count_parameters(config: ModelConfig) -> int:
     with shapes_only():
         model = build_model(config.first_round)
     blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.backbone.blocks]
-    of_all = sum(blocks[place % len(blocks)] for place in range(config.n_blocks))
-    return model.n_parameters - sum(blocks) + of_all
+    return model.n_parameters - sum(blocks) + _of_all(blocks, config.n_blocks)
+
+
+def _of_all(first_round: Iterable[int], n_blocks: int) -> int:
+    """The sum of a number over all blocks, from those of the first round, which all others repeat."""
+    return sum(islice(cycle(first_round), n_blocks))
 
 
 def _flops(config: ModelConfig, ids: Tensor) -> int:
-    """Operations of the whole model, from models of one and two blocks of each mixer, whose blocks are identical."""
-    rest, blocks = 0, 0
-    for mixer, count in config.blocks_of.items():
-        with shapes_only():
-            models = (build_model(replace(config, mixer=mixer, pattern=(), n_blocks=n)) for n in (1, 2))
-            one, two = (forward_flops(model, ids) for model in models)
-        rest, blocks = 2 * one - two, blocks + count * (two - one)
-    return rest + blocks
+    """Operations of the whole model, from those of its first round."""
+    found: list[int] = []
+    counter = _Shapes()
+    with shapes_only():
+        model = build_model(config.first_round)
+    with torch.no_grad(), counter:
+        for block in model.backbone.blocks:
+            block.register_forward_pre_hook(lambda *_: found.append(-counter.flops))
+            block.register_forward_hook(lambda *_: found.append(found.pop() + counter.flops))
+        model(ids)
+    return counter.flops - sum(found) + _of_all(found, config.n_blocks)
 
 
 def check_context_length(context_length: int) -> None:
@@ -88,23 +96,57 @@ def cost(config: ModelConfig, context_length: int) -> Cost:
 
 def stream_bytes(config: ModelConfig, context_length: int) -> int | None:
     """The size of the state of one stream after `context_length` tokens; None for a model that cannot stream."""
-    with shapes_only(), torch.no_grad():
+    with shapes_only(), torch.no_grad(), _Shapes():
         model = build_model(config.first_round)
         if not isinstance(model, CausalLM):
             return None
         _, state = model.extend(torch.zeros(1, context_length, dtype=torch.long), model.init_state(1))
-    own: dict[LayerConfig, int] = {mixer: block.nbytes for mixer, block in zip(config.mixers, state.blocks, strict=False)}
-    return sum(own[mixer] * count for mixer, count in config.blocks_of.items())
+    return _of_all([block.nbytes for block in state.blocks], config.n_blocks)
 
 
 def forward_flops(model: nn.Module, ids: Tensor) -> int:
     """Operations in the matrix products of a forward pass, of a model and ids on the meta device."""
-    from torch.utils.flop_counter import FlopCounterMode  # which takes a tenth of a second to import
-
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    counter = _Shapes()
+    with torch.no_grad(), counter:
         model(ids)
-    flops: int = counter.get_total_flops()
-    return flops
+    return counter.flops
+
+
+class _Shapes(TorchDispatchMode):
+    """Run operations on the meta device, and count those of matrix products in `flops`.
+
+    PyTorch takes a tenth of a millisecond or more for the shape of a result, so that results are kept by the shapes of the
+    inputs. Those of views and of operations in place, which belong to their inputs, are not.
+    """
+
+    _results: ClassVar[dict[Any, Tensor]] = {}
+
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # which takes a tenth of a second to import
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops, self._formulas = 0, flop_registry
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        key = func, _signature(args), _signature([*options.items()])
+        if (result := self._results.get(key)) is not None:
+            result = result.detach()
+        else:
+            result = func(*args, **options)
+            if isinstance(result, Tensor) and not func.is_view and not func._schema.is_mutable:
+                self._results[key] = result
+        if func.overloadpacket in self._formulas:
+            self.flops += self._formulas[func.overloadpacket](*args, **options, out_val=result)
+        return result
+
+
+def _signature(value: Any) -> Any:
+    """All of an input on which the shape of a result depends, as a key."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return tuple(map(_signature, value)) if isinstance(value, (tuple, list)) else (type(value), value)
 
 
 _WEIGHT_BYTES = 4
@@ -116,49 +158,31 @@ _EMBEDDED = ("vocab_size", "max_positions")
 """The options on which the size of blocks does not depend."""
 
 
-class ModelTensors(NamedTuple):
-    """The tensors of a model on the meta device: those of the blocks that repeat, by their names in a block, and the rest."""
-
-    blocks: tuple[dict[str, Tensor], ...]
-    rest: dict[str, Tensor]
-    n_blocks: int
-
-    @property
-    def n_tensors(self) -> int:
-        """The number of tensors in the whole model."""
-        return len(self.rest) + self.of_blocks(len)
-
-    @property
-    def n_elements(self) -> int:
-        """The number of elements in all tensors."""
-        return _n_elements(self.rest) + self.of_blocks(_n_elements)
-
-    def of_blocks(self, measure: Callable[[dict[str, Tensor]], int]) -> int:
-        """The sum of a measure of a block over all blocks."""
-        round_ = len(self.blocks)
-        return sum(measure(block) * len(range(place, self.n_blocks, round_)) for place, block in enumerate(self.blocks))
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors on the meta device by their names in the model."""
-        yield from self.rest.items()
-        for number, block in zip(range(self.n_blocks), cycle(self.blocks), strict=False):
-            yield from ((f"{_BLOCKS}{number}.{name}", tensor) for name, tensor in block.items())
+def model_tensors(config: PartsConfig) -> Iterator[tuple[str, Tensor]]:
+    """The names of all tensors of a model, block after block, and tensors on the meta device. Raises as `_first_tensors`."""
+    rest, blocks, n_blocks = _first_tensors(config)
+    yield from rest.items()
+    for number, block in enumerate(islice(cycle(blocks), n_blocks)):
+        yield from ((f"{_BLOCKS}{number}.{name}", tensor) for name, tensor in block.items())
 
 
-def model_tensors(config: PartsConfig) -> ModelTensors:
-    """The tensors of a model. Raises ArgumentError, naming its largest option, if they are too large for PyTorch."""
+def _first_tensors(config: PartsConfig) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], int]:
+    """The tensors outside of blocks that repeat, those of the first of these blocks, on the meta device, and their number.
+
+    Raises ArgumentError, naming the model's largest option, if they are too large for PyTorch.
+    """
     try:
         with shapes_only():
-            if not isinstance(config, ModelConfig):  # an encoder-decoder has two kinds of blocks: all are among the rest
-                return ModelTensors((), config.build().state_dict(), 0)
-            model = build_model(config.first_round)
+            model = build_model(config.first_round) if isinstance(config, ModelConfig) else config.build()
             tensors = model.state_dict()
         if _n_elements(tensors) > 2**60:
             raise OverflowError
     except (RuntimeError, OverflowError, MemoryError):
         raise too_large(config, "which no tensor can have") from None
+    if not (isinstance(config, ModelConfig) and isinstance(model, LanguageModel)):  # an encoder-decoder, with all its blocks
+        return tensors, [], 0
     rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(_BLOCKS)}
-    return ModelTensors(tuple(block.state_dict() for block in model.backbone.blocks), rest, config.n_blocks)
+    return rest, [block.state_dict() for block in model.backbone.blocks], config.n_blocks
 
 
 def check_memory(
@@ -188,17 +212,17 @@ def check_memory(
         number_bytes: bytes per activation value.
         step_tokens: the number of tokens of a whole step, of which only the ids are in memory: inputs and targets.
     """
-    tensors = model_tensors(config)
-    memory = memory_bytes(device or torch.device("cpu"))
+    (rest, blocks, n_blocks), memory = _first_tensors(config), memory_bytes(device or torch.device("cpu"))
     if memory is None:
         return
-    weights = tensors.n_elements * _WEIGHT_BYTES * copies // processes
+    parameters = _n_elements(rest) + _of_all(map(_n_elements, blocks), n_blocks)
+    weights = parameters * _WEIGHT_BYTES * copies // processes
     if weights > memory:
-        needed = f"with which the model has {tensors.n_elements:,} parameters and needs at least {size(weights)}"
-        in_blocks = 2 * _n_elements(tensors.rest) < tensors.n_elements
+        needed = f"with which the model has {parameters:,} parameters and needs at least {size(weights)}"
+        in_blocks = 2 * _n_elements(rest) < parameters
         raise too_large(config, f"{needed}, but there are {size(memory)} of memory", _EMBEDDED if in_blocks else ())
-    kept = tensors._replace(n_blocks=kept_blocks)  # of linear maps, the features that they compute
-    token = number_bytes * kept.of_blocks(lambda block: sum(each.shape[0] for each in block.values() if each.dim() > 1))
+    features = [sum(each.shape[0] for each in block.values() if each.dim() > 1) for block in blocks]  # of linear maps
+    token = number_bytes * _of_all(features, kept_blocks)
     one, at_once = weights + tokens // sequences * token, weights + tokens * token
     for option, count, least in (
         ("context_length", tokens // sequences, one),
