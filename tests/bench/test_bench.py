@@ -18,7 +18,7 @@ from lineartime.bench import command
 from lineartime.bench.command import make_benchmark, run_benchmark
 from lineartime.bench.config import BenchConfig, Measure
 from lineartime.bench.measure import RewindingStep, interleaved, median_and_spread, repetitions, timed
-from lineartime.bench.results import Entry, Results, draw_plots, report
+from lineartime.bench.results import Entry, Results, _by_length, draw_plots, report
 from lineartime.bench.subjects import Benchmark, Case, Ready, Subject, flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
 from lineartime.generation.prompts import prefill_batch
@@ -122,6 +122,13 @@ def test_results_hold_options_machine_and_no_paths(finished: tuple[Path, str]) -
     assert printed == f"{text}results: {folder}\n"
     pictures = {"latency.png", "decode.png"}
     assert {path.name for path in folder.iterdir()} == {"results.json", "results.md", *pictures}
+
+
+def test_systems_of_one_colour_differ_in_markers(tmp_path: Path) -> None:
+    entries = [measured(name, 1.0) for name in ("flash-tiny", "flash-memory-tiny", "linformer-tiny", "flash-memory-large")]
+    (axes,) = _by_length(entries, "x", "y", lambda found: 1.0).axes
+    looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.lines]
+    assert len(set(looks)) == len(looks)
 
 
 def test_subjects_take_turns_until_they_fail() -> None:

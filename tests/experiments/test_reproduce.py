@@ -23,7 +23,7 @@ from lineartime.experiments.catalogue import INTERRUPTED, Job, Optimizer
 from lineartime.experiments.collect import Report, collect
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import make_plan, with_device, with_saved_options, write_plan
-from lineartime.experiments.report import write_report
+from lineartime.experiments.report import _curves, write_report
 from lineartime.experiments.runner import RunsResult, all_jobs, in_own_process, read_run, run_all
 from lineartime.models.registering import register_system
 from lineartime.runs.metrics import read_metrics
@@ -115,6 +115,8 @@ def test_report_of_a_finished_experiment_has_everything(story: Story, options: O
     assert transformer["relative_loss"] == 0
     plan = make_plan(options())
     assert (plan.folder / "quality.png").stat().st_size > 10_000
+    flash["runs"][0]["curve"] = [[step, step, 40.0 - step, 40.0 - step] for step in range(11)]
+    assert _curves(plan, report).axes[0].get_ylim()[1] > 39  # all of it but the first tenth can be seen
     for each in plan.candidates:  # of tuning, only the numbers are kept; of a run, its last checkpoint too
         assert not list_checkpoints(each.folder / "adamw-tune-0.001")
         assert len(list_checkpoints(each.folder / "seed-0")) == 1

@@ -245,15 +245,12 @@ def draw_plots(results: Results) -> list[Path]:
 def _by_length(entries: Sequence[Entry], x: str, y: str, value: Callable[[Entry], float | None]) -> Any:
     """Curves by length: a panel for each measure and precision. None if there are no values."""
     panels: dict[tuple[Measure, Dtype], Panel] = {}
-    looks: dict[str, dict[str, Any]] = {}
-    colours = {name: look["color"] for name, look in looks_of(dict.fromkeys(found.subject for found in entries)).items()}
     for found in entries:
         if (number := value(found)) is not None:
             panel = panels.setdefault((found.measure, found.dtype), Panel(f"{found.measure}, {found.dtype}", y))
             panel.add(found.label, found.length, number)
-            style = {"linestyle": "-", "marker": "o"} if found.mode == "eager" else {"linestyle": "--", "marker": "s"}
-            looks[found.label] = {"color": colours[found.subject], **style}
     measures = dict.fromkeys(measure for measure, _ in panels)
     dtypes = dict.fromkeys(dtype for _, dtype in panels)
     shown = [panels[measure, dtype] for dtype in dtypes for measure in measures if (measure, dtype) in panels]
+    looks = looks_of(found.label for found in entries)
     return draw_panels(shown, x, looks, columns=len(measures) if len(measures) > 1 else None, log=True, share_y=True)

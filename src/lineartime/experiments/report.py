@@ -490,7 +490,7 @@ def _curves(plan: Plan, report: Report) -> Any:
             look, first = looks[row["name"]], run["seed"] == 0
             (line,) = axes.plot(seconds, values, markersize=3 if first else 0, linewidth=1.4 if first else 0.7, **look)
             lines.setdefault(row["name"], line)
-            late += values[len(values) // 3 :]
+            late += [value for second, value in zip(seconds, values, strict=True) if second >= seconds[-1] / 10]
             if row is base and first:
                 axes.axhline(values[-1], color=look["color"], linestyle=":", linewidth=1)
         margin = 0.05 * (max(late) - min(late)) or 0.01
