@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 35710,
-    "all tests": 23970,
+    "all source": 35700,
+    "all tests": 23980,
     "baselines": 3840,
     "bench": 1040,
     "checkpoint": 710,
@@ -184,11 +184,11 @@ BUDGETS: dict[str, int] = {
     "finetuning": 1620,
     "foreign": 910,
     "generation": 880,
-    "ground": 1500,
+    "ground": 1510,
     "hf": 1590,
-    "inspection": 330,
+    "inspection": 340,
     "layers": 2230,
-    "models": 2660,
+    "models": 2640,
     "ops": 5590,
     "runs": 1130,
     "seq2seq": 350,

@@ -121,7 +121,7 @@ def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = 
 
     `whole_x` allows only integers on the horizontal axis; `x_values` are its numbers, if they are few.
     """
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     axes.grid(alpha=0.3)
     for axis in (axes.xaxis, axes.yaxis):
@@ -133,11 +133,18 @@ def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = 
     if whole_x:
         low, high = axes.get_xlim()
         axes.set_xlim(min(low, (low + high) / 2 - 1), max(high, (low + high) / 2 + 1))  # there is no whole number between
-        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
-        axes.xaxis.set_major_formatter(lambda x, _: counted(x))
+        whole_numbers(axes.xaxis)
     if x_values:
         axes.set_xticks(sorted(set(x_values)))
         axes.xaxis.set_tick_params(labelsize="small")
+
+
+def whole_numbers(axis: Any) -> None:
+    """Allow only integers on an axis, such as 12,000."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(lambda x, _: counted(x))
 
 
 def legend_below(figure: Any, lines: Mapping[str, Any], columns: int) -> None:

@@ -12,7 +12,7 @@ Fails = Callable[..., None]
 
 def test_inspect_draws_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(folder / "run"), "--text", "7 * 7"]) == 0
-    short = "The text is no longer than a chunk, so the global part of FLASH is empty: inspect a longer text."
+    short = "The text is no longer than a chunk of 8 tokens, so the global part of FLASH is empty: inspect a longer text."
     assert capsys.readouterr().out == f"inspection.png: 5 tokens. {short}\n"
     assert Path("inspection.png").read_bytes().startswith(b"\x89PNG")
     file = str(folder / "text.txt")

@@ -17,6 +17,7 @@ from lineartime.errors import ArgumentError
 from lineartime.evaluation.perplexity import token_losses
 from lineartime.fields import Between, check_limits
 from lineartime.inspection.weights import open_attention
+from lineartime.layers.flash import FLASH
 from lineartime.layers.mixer import Mixer, ShiftedState
 from lineartime.models.language_model import LanguageModel, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
@@ -126,8 +127,10 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
         notes.append("15% of the tokens are predicted, most of them masked.")
     if prefixes is not None and int(prefixes) > 1:  # the first is the end of a document
         notes.append(f"The first {int(prefixes) - 1:,} tokens are the prefix, which is read in both directions.")
+    chunks = [block.mixer.chunk_size for block in backbone.blocks if isinstance(block.mixer, FLASH)]
     if any("global" in layer.weights and not layer.weights["global"].any() for layer in layers):
-        notes.append("The text is no longer than a chunk, so the global part of FLASH is empty: inspect a longer text.")
+        chunk = f"a chunk of {max(chunks):,} tokens"
+        notes.append(f"The text is no longer than {chunk}, so the global part of FLASH is empty: inspect a longer text.")
     return Inspection(
         tuple([frame[0], *tokens, frame[1]] if frame else tokens),
         losses.masked_fill(batch.targets[0] == IGNORED, math.nan),

@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from lineartime.inspection.look import Inspection, LayerView
-from lineartime.plots import drawable, label_axes, new_figure
+from lineartime.plots import drawable, label_axes, new_figure, whole_numbers
 
 _LABELLED = 72
 """The maximum number of tokens that are written below the losses."""
@@ -15,21 +15,22 @@ _LABELLED = 72
 def draw(inspection: Inspection, title: str = "") -> Any:
     """Draw the losses and each layer's attention weights, the mean over heads, and state, as a matplotlib figure.
 
-    Raises LineartimeError without matplotlib.
+    A part of the attention that no layer uses has no map. Raises LineartimeError without matplotlib.
     """
-    maps = max(len(layer.weights) for layer in inspection.layers)
-    columns, rows = max(1, maps + 1), len(inspection.layers)
+    parts = {part for layer in inspection.layers for part, weights in layer.weights.items() if weights.any()}
+    maps = [{part: layer.weights[part] for part in layer.weights if part in parts} for layer in inspection.layers]
+    columns, rows = max(map(len, maps)) + 1, len(maps)
     figure = new_figure(max(9.0, 4.0 * columns), 2.9 + 3.4 * rows)
     above, below = figure.subfigures(2, 1, height_ratios=[2.9, 3.4 * rows])
     _draw_losses(above.subplots(), inspection)
     figure.suptitle("\n".join(drawable(line) for line in (title, *inspection.notes) if line), fontsize="medium")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
     grid = below.subplots(rows, columns, squeeze=False)
-    for number, (layer, panels) in enumerate(zip(inspection.layers, grid, strict=True), 1):
+    for number, (layer, shown, panels) in enumerate(zip(inspection.layers, maps, grid, strict=True), 1):
         name = f"layer {number}, {layer.name}"
-        for axes, (part, weights) in zip(panels, layer.weights.items(), strict=False):
+        for axes, (part, weights) in zip(panels, shown.items(), strict=False):
             _draw_weights(below, axes, weights.mean(0), name if part == "attention" else f"{name}: {part} part")
-        for unused in panels[len(layer.weights) : -1]:
+        for unused in panels[len(shown) : -1]:
             unused.remove()
         _draw_state(panels[-1], layer, name)
     return figure
@@ -46,8 +47,10 @@ def _draw_losses(axes: Any, inspection: Inspection) -> None:
     axes.set(xlabel="token of the text", ylabel="nats", xlim=(-0.5, len(losses) - 0.5), ylim=(0, None))
     label_axes(axes, whole_x=True)
     if len(losses) <= _LABELLED:
-        axes.set_xticks(places, [drawable(token.replace("\n", "↵").replace(" ", "␣")) for token in inspection.tokens])
-        axes.tick_params("x", labelsize="small", length=0)
+        labels = [drawable(token.replace("\n", "↵").replace(" ", "␣")) for token in inspection.tokens]
+        axes.set_xticks(places, labels)
+        rotation = 90 if len(labels) * max(map(len, labels)) > 2 * _LABELLED else 0  # where they would touch
+        axes.tick_params("x", labelsize="small", length=0, rotation=rotation)
 
 
 def _draw_weights(figure: Any, axes: Any, weights: Tensor, title: str) -> None:
@@ -65,6 +68,8 @@ def _draw_weights(figure: Any, axes: Any, weights: Tensor, title: str) -> None:
         vmax=largest,
     )
     image = axes.imshow(weights.numpy(), cmap="RdBu_r" if signed else "Blues", norm=roots, interpolation="nearest")
+    whole_numbers(axes.xaxis)
+    whole_numbers(axes.yaxis)
     ticks = [-largest, 0, largest] if signed else [0, largest / 4, largest]
     figure.colorbar(image, ax=axes, shrink=0.8, ticks=ticks, format="%.2g")
 
