@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,10 @@ from typing_extensions import override
 
 from lineartime.choices import MAX_CONTEXT_LENGTH
 from lineartime.errors import ArgumentError
-from lineartime.fields import Between, check_limits
+from lineartime.fields import Between, check_type
 from lineartime.machine import memory_bytes, shapes_only
 from lineartime.models.config import ModelConfig, PartsConfig
 from lineartime.models.language_model import CausalLM, LanguageModel, build_model
-from lineartime.ops.checks import check_positive
 from lineartime.units import size
 
 
@@ -79,9 +78,8 @@ def _flops(config: ModelConfig, ids: Tensor) -> int:
 
 
 def check_context_length(context_length: int) -> None:
-    """Raise ArgumentError unless the context length is an integer from 1 to 2^30."""
-    check_positive(context_length=context_length)
-    check_limits("context_length", context_length, [Between(most=MAX_CONTEXT_LENGTH)])
+    """Raise ArgumentError unless the context length is an integer from 1 to 2^24."""
+    check_type("context_length", context_length, Annotated[int, Between(1, MAX_CONTEXT_LENGTH)])
 
 
 def cost(config: ModelConfig, context_length: int) -> Cost:
