@@ -6,7 +6,8 @@
                  compiled step; a prompt beside a forward pass
     kernels      each kernel alone: TFLOP/s, GB/s, registers and spills
     lengths      the models at 1K and 64K, flash-quad, and flash-base without compilation
-    ops          quadratic attention by kernels, beside the compiled PyTorch form; mixed chunk attention, compiled and not
+    ops          quadratic attention by kernels, beside the compiled PyTorch form; mixed chunk attention and a FLASH layer,
+                 compiled and not
     peers        training steps of FLASH-pytorch
     exactness    smoke at more shapes
     tuning       the kernels of flash-quad-base tuned, and what that gains
@@ -38,7 +39,7 @@ import triton
 from gpu_exactness import Computation, compared, op_and_gradients
 from gpu_report import Goal, Report
 from measure import median_seconds
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 import lineartime
@@ -48,9 +49,12 @@ from lineartime.bench.subjects import Case, Subject, check_peer, forward_flops_p
 from lineartime.errors import LineartimeError
 from lineartime.generation.decoding import Sampling, continuing, drawing
 from lineartime.generation.prompts import prefill_batch
+from lineartime.layers import FLASH, set_backend
 from lineartime.models import CausalLM
 from lineartime.models.systems import resolve
-from lineartime.ops import gated_mixed_chunk_attention, mixed_chunk_attention, quadratic_attention
+from lineartime.ops import MixedChunkOptions, Scales, attend, describe
+from lineartime.ops.backends import Backend
+from lineartime.ops.mixed_chunk import reciprocal
 from lineartime.ops.triton import common, score_kernels
 
 LENGTHS = {1024: "1K", 8192: "8K", 65536: "64K"}
@@ -148,9 +152,9 @@ class Run:
         for dtype in (DTYPES[name] for name in self.dtypes):
             for length, d_qk, d_value in sizes:
                 inputs = [torch.randn(2, length, width, device=self.device) for width in (d_qk, d_qk, d_value)]
-                bias = torch.randn(length, length, device=self.device)
+                bias = torch.randn(2 * length - 1, device=self.device)
                 for each in causal:
-                    run = op_and_gradients(dtype, inputs, bias, partial(quadratic_attention, causal=each))
+                    run = op_and_gradients(dtype, inputs, bias, partial(attention, causal=each))
                     self._add_errors(f"quadratic, causal={each}", dtype, [*inputs[0].shape, d_value], run)
 
     def _add_errors(self, what: str, dtype: torch.dtype, shape: list[int], run: Computation) -> None:
@@ -308,7 +312,7 @@ class Run:
         dtype = torch.float32 if self.small else torch.bfloat16
         q, k = (torch.randn(count, length, d_qk, device=self.device, dtype=dtype) for _ in range(2))
         v, d_out = (torch.randn(count, length, d_value, device=self.device, dtype=dtype) for _ in range(2))
-        bias, rows = torch.randn(length, length, device=self.device), torch.rand(count, length, device=self.device)
+        bias, rows = torch.randn(2 * length - 1, device=self.device), torch.rand(count, length, device=self.device)
         options: dict[str, Any] = {"causal": True, "activation": "relu2"}
         of_pairs = partial(score_kernels.attention_weights, q, k, bias, rows, 0.1, dtype=dtype, **options)
         weights = of_pairs()
@@ -357,26 +361,22 @@ class Run:
             batch = 1 if self.small else TOKENS // length
             widths = (d_qk, d_qk, d_qk, d_qk, d_value)
             maps = [torch.randn(batch, length, n, device=self.device, dtype=dtype).requires_grad_() for n in widths]
-            tokens = torch.randn(batch, length, 2 * d_value + d_qk, device=self.device, dtype=dtype).requires_grad_()
-            tables = [torch.rand(4, d_qk, device=self.device, dtype=dtype).requires_grad_() for _ in range(2)]
-            mixed = partial(mixed_chunk_attention, chunk_size=chunk, causal=True)
-            positions = torch.arange(length, device=self.device)
-            gated = partial(gated_mixed_chunk_attention, chunk_size=chunk, causal=True, positions=positions)
-            plain = partial(quadratic_attention, causal=True)
-            cases = {
-                "mixed chunk": (mixed, maps),
-                "gated mixed chunk": (gated, [tokens, *tables]),
-                "quadratic": (plain, [*maps[:2], maps[4]]),
+            tokens = torch.randn(batch, length, d_value // 2, device=self.device, dtype=dtype).requires_grad_()
+            layer = FLASH(d_value // 2, d_qk=d_qk, chunk_size=chunk, causal=True).to(self.device, dtype)
+            set_backend(layer, "torch")
+            cases: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+                "mixed chunk": (partial(attention, chunk_size=chunk), maps),
+                "FLASH": (layer, [tokens]),
+                "quadratic": (attention, [*maps[:2], maps[4]]),
             }
-            for name, (attend, inputs) in cases.items():
+            for name, (op, inputs) in cases.items():
                 if name == "quadratic" and length > 16384:
                     continue
-                torch_form = partial(attend, backend="torch")
-                compiled = torch.compile(torch_form, dynamic=False, backend="aot_eager" if self.small else "inductor")
-                forms: dict[str, Callable[..., Tensor]] = {"compiled": compiled, "plain": torch_form}
+                compiled = torch.compile(op, dynamic=False, backend="aot_eager" if self.small else "inductor")
+                forms = {"compiled": compiled, "plain": op}
                 if name == "quadratic":
-                    forms["kernels"] = partial(attend, backend="triton")
-                seconds = {form: self.seconds(partial(forward_and_backward, op, inputs)) for form, op in forms.items()}
+                    forms["kernels"] = partial(op, backend="triton")
+                seconds = {form: self.seconds(partial(forward_and_backward, run, inputs)) for form, run in forms.items()}
                 ms = {f"{form}_ms": None if s is None else round(1e3 * s, 3) for form, s in seconds.items()}
                 self.report.add("ops", op=name, length=length, batch=batch, **ms)
 
@@ -387,7 +387,7 @@ class Run:
         common.pin_configurations(False)
         try:
             self._time_model(self._subject("flash-quad", "eager" if self.small else "compiled"), 64 if self.small else 8192)
-            for tuner in common.tuners():
+            for tuner in common.TUNERS:
                 for key, config in tuner.cache.items():
                     self.report.add("tuned", kernel=tuner.fn.__name__, key=str(key)[:200], chosen=str(config))
         finally:
@@ -399,14 +399,31 @@ def last_logits(model: CausalLM, ids: Tensor) -> Tensor:
     return model.logits(model.backbone(ids)[:, -1])
 
 
+def attention(
+    *inputs: Tensor, bias: Tensor | None = None, chunk_size: int | None = None, causal: bool = True, backend: Backend = "torch"
+) -> Tensor:
+    """Attention of rows [B, T, ...]: of queries, keys and values or, in chunks, of both parts' queries and keys, and values.
+
+    `bias` is that of each distance, [2 T - 1].
+    """
+    packing = describe(inputs[0].shape, device=inputs[0].device)
+    q, k, *linear, v = map(packing.pack, inputs)
+    q_lin, k_lin = linear or (None, None)
+    scales, of_length = Scales(q.shape[-1] ** -0.5, reciprocal, reciprocal), None if bias is None else lambda n: bias
+    out, _ = attend(
+        q, k, q_lin, k_lin, v, packing, MixedChunkOptions(chunk_size, causal, scales, bias=of_length, backend=backend)
+    )
+    return packing.unpack(out)
+
+
 def forward_and_backward(op: Callable[..., Tensor], inputs: list[Tensor]) -> None:
-    out = op(*inputs)
-    torch.autograd.grad(out, inputs, out.detach())
+    out, parameters = op(*inputs), op.parameters() if isinstance(op, nn.Module) else ()
+    torch.autograd.grad(out, [*inputs, *parameters], out.detach())
 
 
 def compiled_kernels() -> Iterator[dict[str, Any]]:
     """Registers, spills and shared memory of every kernel that was launched; none in the interpreter."""
-    for tuner in common.tuners():
+    for tuner in common.TUNERS:
         for compiled in getattr(tuner.fn, "device_caches", {}).values():
             for kernel in compiled[0].values():
                 yield {

@@ -125,11 +125,12 @@ def test_mechanism_in_a_file_of_its_own_is_registered_as_its_page_says(tmp_path:
 
 
 def test_whole_mixer_of_its_page_keeps_its_promises(only_systems_of_the_library_afterwards: None) -> None:
-    page, session = "adding-a-mechanism.md", {"__name__": "gated_convolution"}
-    for title in ("gated_convolution.py", "check"):
+    page, session = "adding-a-mechanism.md", {"__name__": "retention"}
+    for title in ("retention.py", "check"):
         (code,) = blocks(page, title)
+        assert len(code.splitlines()) <= 60
         exec(code, session)
-    kind: Any = session["GatedConvolution"]
+    kind: Any = session["Retention"]
     check_mixer(kind(16, causal=False))
     nothing, _ = kind(16, causal=True).extend(
         torch.randn(2, 5, 16), None, torch.zeros(2, 5, dtype=torch.bool)
@@ -137,4 +138,4 @@ def test_whole_mixer_of_its_page_keeps_its_promises(only_systems_of_the_library_
     assert not nothing.any()
     half = kind(16, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
-    assert len(hidden_maps(lineartime.build("gated-convolution-tiny", n_blocks=1))) == 5
+    assert len(hidden_maps(lineartime.build("retention-tiny", n_blocks=1))) == 4

@@ -24,6 +24,8 @@ MAX_STREAMS = 2**16
 """The maximum batch size of a program."""
 LONGEST = 2**20
 """The maximum length of a program's text, in tokens, unless the model reads less."""
+SHORTEST = 3
+"""The minimum length of a program's text, in tokens, of a model without chunks."""
 EXPORTABLE = "FLASH with the memory sum, GAU and softmax attention can be exported."
 """The end of the exporters' error messages."""
 MAX_ONNX_BYTES = 3 * 2**29
@@ -68,20 +70,27 @@ class Step(nn.Module):
 
 
 def export_text(model: LanguageModel) -> ExportedProgram:
-    """Export a program from ids, int64 [B, T] of any batch size and length, to logits [B, T, V].
+    """Export a program from ids, int64 [B, T] of any batch size, to logits [B, T, V], for texts of a chunk or more.
+
+    Models without chunks read any T from `SHORTEST` on. A program refuses a shorter text: pad it, which changes no logit at its
+    tokens if the model is causal, or gets the mask.
 
     The program of a masked language model also takes a mask, bool [B, T], True for real tokens. A causal model needs no mask
     for padding after a text. The program is plain PyTorch, whatever the backend, and needs nothing else.
 
     Raises:
-        LineartimeError: for a mixer whose code torch.export cannot trace for every length.
+        LineartimeError: for a mixer whose code torch.export cannot trace for every length, or chunks that are longer than the
+            texts that the model reads.
     """
     model = check_model(model, LanguageModel, "be exported")
     longest = min(LONGEST, model.config.longest_sequence or LONGEST)
-    chunk_size = max(block.mixer.needs().chunk_size or 0 for block in model.backbone.blocks)
-    ids = torch.zeros(2, min(longest, 2 * chunk_size + 37), dtype=torch.long, device=next(model.parameters()).device)
+    shortest = max(getattr(block.mixer, "chunk_size", None) or SHORTEST for block in model.backbone.blocks)
+    if shortest >= longest:
+        problem = f"An exported program reads texts of at least a chunk, {shortest} tokens, but this model at most {longest}"
+        raise LineartimeError(f"{problem}: build it with a smaller chunk_size.")
+    ids = torch.zeros(2, min(longest, 2 * shortest + 37), dtype=torch.long, device=next(model.parameters()).device)
     inputs = (ids, torch.ones_like(ids, dtype=torch.bool)) if isinstance(model, MaskedLM) else (ids,)
-    sizes = {0: Dim("batch", min=1, max=MAX_STREAMS), 1: Dim("length", min=1, max=longest)}
+    sizes = {0: Dim("batch", min=1, max=MAX_STREAMS), 1: Dim("length", min=shortest, max=longest)}
     with _tracing(model, "for every batch size and length"):
         return torch.export.export(model, inputs, dynamic_shapes=(sizes,) * len(inputs))
 

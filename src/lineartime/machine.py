@@ -187,11 +187,7 @@ class _WithoutInitialValues(TorchFunctionMode):
 
     @override
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
         if getattr(func, "__module__", None) == nn.init.__name__:

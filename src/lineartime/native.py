@@ -12,6 +12,7 @@ import stat
 import subprocess
 import tempfile
 import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,11 @@ class NativeFunctions:
         function = self._by_name.get((name, dtype))
         if function is None:
             function = getattr(self._library, f"{name}_{str(dtype).removeprefix('torch.')}")
-            function.restype, function.argtypes = None, [*map(_type_in_c, arguments), ctypes.c_int64]
+            types = [
+                ctypes.c_double if isinstance(x, float) else ctypes.c_int64 if isinstance(x, int) else ctypes.c_void_p
+                for x in arguments
+            ]
+            function.restype, function.argtypes = None, [*types, ctypes.c_int64]
             self._by_name[name, dtype] = function
         function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments], torch.get_num_threads())
 
@@ -97,12 +102,6 @@ class NativeFunctions:
         function = self._library[f"{name}_{str(dtype).removeprefix('torch.')}"]  # an item is a new object at each access
         function.restype, function.argtypes = ctypes.c_int64, types
         return function
-
-
-def _type_in_c(argument: Tensor | int | float | None) -> type:
-    if argument is None or isinstance(argument, Tensor):
-        return ctypes.c_void_p
-    return ctypes.c_double if isinstance(argument, float) else ctypes.c_int64
 
 
 @cache
@@ -133,23 +132,15 @@ def _library(source: Path, compiler: str, openmp: Path) -> ctypes.CDLL:
     capability, features = torch.backends.cpu.get_cpu_capability(), processor_features() or ()
     bf16 = [option for unit, option in _BF16_UNITS.items() if capability == "AVX512" and unit in features]
     options = (*_OPTIONS, "-include", str(_HEADER), *_UNITS.get(capability, ()), *bf16)
-    library = cache_folder() / "native" / _name(source, [*options, compiler, openmp.name, platform.machine()])
-    return _opened(library) or _built([compiler, *options], source, openmp, library)
-
-
-def _name(source: Path, options: list[str]) -> str:
-    """The name of a library, which differs if the source, a header or an option does."""
-    texts = [source, *sorted(_HEADER.parent.rglob("*.h"))]
-    parts = (*(file.read_bytes() for file in texts), *map(str.encode, options))
-    return f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
-
-
-def _opened(library: Path) -> ctypes.CDLL | None:
-    """Open a library; None if it is missing, damaged, or in a folder that others can write to."""
-    try:
-        return ctypes.CDLL(str(library)) if _is_own(library.parent) else None
-    except OSError:
-        return None
+    # The name differs if the source, a header or an option does.
+    texts, facts = [source, *sorted(_HEADER.parent.rglob("*.h"))], [*options, compiler, openmp.name, platform.machine()]
+    parts = (*(file.read_bytes() for file in texts), *map(str.encode, facts))
+    name = f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    library = cache_folder() / "native" / name
+    with suppress(OSError):  # it is missing or damaged
+        if _is_own(library.parent):
+            return ctypes.CDLL(str(library))
+    return _built([compiler, *options], source, openmp, library)
 
 
 def _is_own(folder: Path) -> bool:

@@ -21,9 +21,8 @@ def test_layer_is_the_definition_on_its_projections(
 
     def definition(x: Tensor) -> Tensor:
         normed = mixer.norm(x)
-        q, k, v = mixer.project(normed, mixer.describe(x.shape, device=x.device))
-        own = v[0, ..., :4]
-        heads = combiner_attention_oracle(q[0], k[0], own, normed[0], mixer.key_summary, chunk_size=4, causal=causal)
+        q, k, v = (heads.transpose(0, 1) for heads in mixer.project(normed[0], mixer.describe(x.shape, device=x.device)))
+        heads = combiner_attention_oracle(q, k, v[..., :4], normed[0], mixer.key_summary, chunk_size=4, causal=causal)
         return torch.as_tensor(x + mixer.to_output(heads.transpose(0, 1).flatten(1))[None])
 
     assert_same_function(mixer, definition, torch.randn(1, length, 8))

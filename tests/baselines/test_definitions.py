@@ -164,11 +164,12 @@ def test_sums_over_several_chunks_are_the_definition(mixer: Any, causal: bool) -
 def check(layer: Any, oracle: Definition, length: int) -> None:
     lengths = [length, (length + 1) // 2]
     real = torch.arange(length) < torch.tensor(lengths)[:, None]
-    tokens = real[:, None, :, None]
     # Some feature of every query and key is positive: a query that is similar to no key has no mean.
     shifted = [torch.randn(2, 2, length, 6).double() + torch.tensor([5.0, 0, 0, 0, 0, 0]) * part for part in (1, 1, 0)]
     inputs = [x.requires_grad_() for x in shifted]
-    fast = layer.attend(*(x * tokens for x in inputs), real) * tokens
+    packing = layer.describe((2, length), real, device=real.device)
+    read, _ = layer.attend_heads(tuple(packing.pack(x.transpose(1, 2)) for x in inputs), packing, None)
+    fast = packing.unpack(read).unflatten(-1, (2, 6)).transpose(1, 2)
     rows = [
         torch.stack([oracle(layer, head, *(x[row, head, :n] for x in inputs)) for head in range(2)])
         for row, n in enumerate(lengths)

@@ -13,13 +13,9 @@ from lineartime.baselines.flash_first_to_all import FLASHFirstToAll, flash_first
 from lineartime.baselines.flash_global import FLASHGlobal
 from lineartime.baselines.flash_local import FLASHLocal
 from lineartime.baselines.flash_overlapping import FLASHOverlapping, flash_overlapping_oracle
-from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.baselines.flash_weighted import FLASHWeighted, flash_weighted_oracle, weighted_summaries
+from lineartime.baselines.flash_weighted import FLASHWeighted, flash_weighted_oracle
 from lineartime.layers import FLASH, GAU
-from lineartime.ops.batch import cut_chunks
-from lineartime.ops.mixed_chunk import mixed_chunk_attention_oracle
-from lineartime.ops.mixed_chunk.chunked import summary_attention
-from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
+from lineartime.ops import Packing, attend, describe, oracle
 
 CHUNK = 4
 LENGTHS = [1, 4, 5, 17]
@@ -34,21 +30,13 @@ def far_from_silent(layer: FLASH) -> FLASH:
     return layer
 
 
-def bias_of(layer: FLASHInParts) -> Tensor:
-    bias = layer.chunk_bias(cut_chunks(torch.zeros(1, CHUNK), CHUNK))
-    assert bias is not None
-    return bias
+def one_document(v: Tensor) -> Packing:
+    return describe((1, len(v)), device=v.device)
 
 
-def quadratic_part(layer: FLASHInParts, method: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
-    """The quadratic part of a layer, or of a base of it, for one document: [T, s], [T, s], [T, e] -> [T, e]."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-        chunks = cut_chunks(v[None], CHUNK)
-        cut = (chunks.cut(x[None]) for x in (q, k, v))
-        return chunks.join((method or type(layer).quadratic_part)(layer, *cut, chunks, bias_of(layer)))[0]
-
-    return attend
+def quadratic_part(layer: FLASH) -> Callable[..., Tensor]:
+    """The quadratic part of a layer for one document: [T, s], [T, s], [T, e] -> [T, e]."""
+    return lambda q, k, v: layer.attend([q, k, 0 * q, k], v, one_document(v), None)[0]
 
 
 @every_pair(causal=[False, True], length=LENGTHS, normalization=["count", "paper"])
@@ -79,8 +67,8 @@ def test_overlapping_attention_is_the_definition(
     causal: bool, length: int, activation: Any, assert_same_function: Callable[..., None]
 ) -> None:
     layer = FLASHOverlapping(8, d_qk=4, chunk_size=CHUNK, causal=causal, activation=activation).double()
-    bias = bias_of(layer)
-    assert bias.shape == (CHUNK, 2 * CHUNK if causal else 3 * CHUNK)
+    assert layer.bias is not None
+    bias = layer.bias(2 * CHUNK)
 
     def oracle(*qkv: Tensor) -> Tensor:
         return flash_overlapping_oracle(*qkv, bias, chunk_size=CHUNK, causal=causal, activation=activation)
@@ -90,12 +78,9 @@ def test_overlapping_attention_is_the_definition(
 
 @every_pair(causal=[False, True], length=LENGTHS)
 def test_weighted_summaries_are_the_definition(causal: bool, length: int, assert_same_function: Callable[..., None]) -> None:
-    def fast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        chunks = cut_chunks(v[None], CHUNK)
-        return chunks.join(weighted_summaries(*(chunks.cut(x[None]) for x in (q, k, v)), chunks, causal=causal))[0]
-
+    layer = FLASHWeighted(8, d_qk=4, chunk_size=CHUNK, causal=causal)
     assert_same_function(
-        fast,
+        lambda q, k, v: layer.attend_across(q, k, v, one_document(v), None)[0],
         lambda q, k, v: flash_weighted_oracle(q, k, v, chunk_size=CHUNK, causal=causal),
         *(2 * torch.randn(length, width) for width in (4, 4, 5)),
     )
@@ -105,78 +90,64 @@ def test_weighted_summaries_are_the_definition(causal: bool, length: int, assert
 @pytest.mark.parametrize("normalization", ["count", "paper"])
 def test_equal_weights_of_summaries_are_the_linear_part_of_flash(causal: bool, normalization: Any) -> None:
     """Queries and keys whose chunks have means of zero weigh all summaries equally, whatever the summaries hold."""
-    chunks = cut_chunks(torch.randn(2, 4 * CHUNK, 5), CHUNK)
-    half = torch.randn(2, 2, 4, CHUNK // 2, 4)
-    q, k = torch.cat([half, -half], -2)
-    v = torch.randn(2, 4, CHUNK, 5)
-    options = MixedChunkOptions(CHUNK, causal=causal, normalization=normalization)
-    plain = summary_attention(q, k, v, chunks, options, reach="before" if causal else "all")
-    size = CHUNK if normalization == "paper" else None
-    torch.testing.assert_close(weighted_summaries(q, k, v, chunks, causal=causal, published_size=size), plain)
+    layer = FLASHWeighted(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization)
+    half = torch.randn(2, 8, CHUNK // 2, 4)
+    q, k = torch.cat([half, -half], -2).flatten(1, 2)
+    v, packing = torch.randn(8 * CHUNK, 5), describe((2, 4 * CHUNK), device=q.device)
+    plain, _ = attend(None, None, q, k, v, packing, layer.options(packing))
+    torch.testing.assert_close(layer.attend_across(q, k, v, packing, None)[0], plain)
     assert plain.abs().max() > 0.1
 
 
 def test_published_divisor_of_summaries_counts_a_chunk_as_full() -> None:
-    chunks = cut_chunks(torch.randn(1, CHUNK - 1, 5), CHUNK)
-    q, k, v = (chunks.cut(torch.randn(1, CHUNK - 1, width)) for width in (4, 4, 5))
-    counted = weighted_summaries(q, k, v, chunks, causal=False)
-    published = weighted_summaries(q, k, v, chunks, causal=False, published_size=float(CHUNK))
+    q, k, v = (torch.randn(CHUNK - 1, width) for width in (4, 4, 5))
+    layers = (FLASHWeighted(8, d_qk=4, chunk_size=CHUNK, normalization=normalization) for normalization in ("count", "paper"))
+    counted, published = (layer.attend_across(q, k, v, one_document(v), None)[0] for layer in layers)
     torch.testing.assert_close(published * CHUNK, counted * (CHUNK - 1))
 
 
 @pytest.mark.parametrize("variant", [FLASHCLS, FLASHFirstToAll])
 @lengths
 def test_first_tokens_attend_with_softmax_and_others_as_before(
-    length: int, variant: type[FLASHInParts], assert_same_function: Callable[..., None]
+    length: int, variant: type[FLASH], assert_same_function: Callable[..., None]
 ) -> None:
     layer = variant(8, d_qk=4, chunk_size=CHUNK).double()
-    bias = bias_of(layer)
+    assert layer.bias is not None
+    bias = layer.bias(CHUNK)
 
-    def oracle(*qkv: Tensor) -> Tensor:
-        out = quadratic_part(layer, FLASHInParts.quadratic_part)(*qkv)
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = oracle.of_document(q, k, None, None, v, layer.options(one_document(v)))
         if variant is FLASHCLS:
-            changed = flash_cls_oracle(*qkv, bias, chunk_size=CHUNK)
+            changed = flash_cls_oracle(q, k, v, bias, chunk_size=CHUNK)
         else:
-            changed = flash_first_to_all_oracle(*qkv, chunk_size=CHUNK)
+            changed = flash_first_to_all_oracle(q, k, v, chunk_size=CHUNK)
         return torch.stack([changed.get(t, out[t]) for t in range(length)])
 
-    assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
-
-
-@directions
-def test_flash_in_parts_is_flash(causal: bool) -> None:
-    whole = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal))
-    parts = FLASHInParts(8, d_qk=4, chunk_size=CHUNK, causal=causal)
-    parts.load_state_dict(whole.state_dict())
-    x, mask = torch.randn(2, 17, 8), torch.rand(2, 17) > 0.3
-    torch.testing.assert_close(parts(x, mask=mask), whole(x, mask=mask))
+    assert_same_function(quadratic_part(layer), definition, *(torch.randn(length, width) for width in (4, 4, 5)))
 
 
 @every_pair(causal=[False, True], length=LENGTHS)
 def test_each_part_alone_is_the_definition_without_the_other(
     causal: bool, length: int, assert_same_function: Callable[..., None]
 ) -> None:
-    local = FLASHLocal(8, d_qk=4, chunk_size=CHUNK, causal=causal, relative_bias=False).double()
-    across = FLASHGlobal(8, d_qk=4, chunk_size=CHUNK, causal=causal).double()
+    layers: list[FLASH] = [
+        FLASHLocal(8, d_qk=4, chunk_size=CHUNK, causal=causal, relative_bias=False),
+        FLASHGlobal(8, d_qk=4, chunk_size=CHUNK, causal=causal),
+    ]
+    for layer, before in zip(layers, (0, 2), strict=True):
 
-    def alone(layer: FLASHInParts) -> Callable[..., Tensor]:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            chunks = cut_chunks(v, CHUNK)
-            return chunks.join(layer.attend_chunks([chunks.cut(q), chunks.cut(k)], chunks.cut(v), chunks, None))
+        def definition(q: Tensor, k: Tensor, v: Tensor, layer: FLASH = layer, before: int = before) -> Tensor:
+            maps = [None] * before + [q, k] + [None] * (2 - before)
+            return oracle.of_document(*maps, v, layer.options(one_document(v)))
 
-        return attend
+        def alone(q: Tensor, k: Tensor, v: Tensor, layer: FLASH = layer) -> Tensor:
+            return layer.attend([q, k], v, one_document(v), None)[0]
 
-    def oracle(*x: Tensor) -> Tensor:
-        return mixed_chunk_attention_oracle(*x, chunk_size=CHUNK, causal=causal)
-
-    inputs = [torch.randn(2, length, width) for width in (4, 4, 5)]
-    # relu(0)^2 is zero, and so is a linear query of zero.
-    assert_same_function(alone(local), lambda q, k, v: oracle(q, k, 0 * q, k, v), *inputs)
-    assert_same_function(alone(across), lambda q, k, v: oracle(0 * q, k, q, k, v), *inputs)
+        assert_same_function(alone, definition, *(torch.randn(length, width) for width in (4, 4, 5)))
 
 
 @pytest.mark.parametrize("variant", [FLASHOverlapping, FLASHWeighted, FLASHFirstToAll, FLASHCLS, FLASHLocal])
-def test_documents_of_a_pack_cannot_harm_each_other(variant: type[FLASHInParts]) -> None:
+def test_documents_of_a_pack_cannot_harm_each_other(variant: type[FLASH]) -> None:
     layer, x = variant(8, d_qk=4, chunk_size=CHUNK), torch.randn(1, 20, 8)
     broken = x.clone()
     broken[:, 10:] = torch.inf

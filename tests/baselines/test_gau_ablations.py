@@ -6,6 +6,7 @@ from typing import TypeVar
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import definitions
 from torch import Tensor
 
 from lineartime.baselines.gau_multi_head import GAUMultiHead
@@ -14,7 +15,7 @@ from lineartime.baselines.mhsa_gated import MHSAGated
 from lineartime.baselines.mhsa_relu2 import MHSARelu2
 from lineartime.layers import GAU, Attention, set_backend
 from lineartime.layers.mixer import Mixer
-from lineartime.ops import quadratic_attention_oracle, rope
+from lineartime.ops import rope
 
 POSITIONS = torch.arange(7)
 
@@ -41,7 +42,7 @@ def test_every_head_of_a_gau_attends_by_itself(causal: bool, assert_same_functio
         for h in range(2):
             part = slice(4 * h, 4 * h + 4)
             q, k = (rope(z[..., part] * layer.gamma[m, part] + layer.beta[m, part], POSITIONS) for m in range(2))
-            heads.append(quadratic_attention_oracle(q, k, v[..., 16 * h : 16 * h + 16], causal=causal))
+            heads.append(definitions.quadratic(q, k, v[..., 16 * h : 16 * h + 16], causal=causal))
         out: Tensor = x + layer.to_output(u * torch.cat(heads, -1))
         return out
 
@@ -63,7 +64,7 @@ def test_gau_without_gate_has_values_of_twice_the_width(causal: bool, assert_sam
     def formula(x: Tensor) -> Tensor:
         v, z = F.silu(layer.to_gate_value_base(layer.norm(x))).split([64, 8], -1)
         q, k = (rope(z * layer.gamma[m] + layer.beta[m], POSITIONS) for m in range(2))
-        out: Tensor = x + layer.to_output(quadratic_attention_oracle(q, k, v, causal=causal))
+        out: Tensor = x + layer.to_output(definitions.quadratic(q, k, v, causal=causal))
         return out
 
     assert_same_function(layer, formula, X)
@@ -78,7 +79,7 @@ def test_relu2_attention_is_quadratic_attention_of_every_head(causal: bool, asse
         heads = []
         for part in (slice(0, 8), slice(8, 16)):
             turned = (rope(q[..., part], POSITIONS), rope(k[..., part], POSITIONS))
-            heads.append(quadratic_attention_oracle(*turned, v[..., part], causal=causal))
+            heads.append(definitions.quadratic(*turned, v[..., part], causal=causal))
         out: Tensor = x + layer.to_output(torch.cat(heads, -1))
         return out
 
@@ -104,8 +105,7 @@ def test_gate_multiplies_what_attention_gives(causal: bool, assert_same_function
 
 def test_scores_of_every_head_start_near_one_if_asked() -> None:
     layer = GAUMultiHead(64, d_qk=64, n_heads=4, initial_scores="unit", rope=False)
-    base = F.silu(torch.randn(1, 50, 64))
-    q, k = (x[0].unflatten(-1, (4, 16)) for x in layer.queries_and_keys(base, None))
+    q, k = layer.rotated(F.silu(torch.randn(50, 64)), layer.describe((1, 50), device=torch.device("cpu")), 2)
     scores = (q[1:] * k[:-1]).sum(-1).mean(0) / 16**0.5
     assert ((scores > 0.7) & (scores < 3)).all()
     torch.testing.assert_close((layer.beta[0] * layer.beta[1]).unflatten(0, (4, 16)).sum(-1) / 16**0.5, torch.ones(4))

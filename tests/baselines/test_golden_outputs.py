@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from lineartime import baselines
-from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.layers import Mixer
+from lineartime.layers import FLASH, Mixer
 
 FILE = Path(__file__).parents[1] / "assets" / "golden_baselines.json"
 LAYERS: dict[str, type[Mixer]] = {
-    "flash-parts": FLASHInParts,
+    "flash-parts": FLASH,  # the class of that time had the same function
     **{
         layer.name: layer
         for layer in (

@@ -14,7 +14,8 @@ from lineartime.baselines.kernel_attention import KernelAttention
 from lineartime.baselines.linear_elu import LinearELU
 from lineartime.baselines.linear_taylor import LinearTaylor
 from lineartime.baselines.performer import Performer
-from lineartime.ops.positions import rope, rotary_table
+from lineartime.ops.packing import describe
+from lineartime.ops.positions import rope
 
 LAYERS: list[Callable[..., KernelAttention]] = [Performer, partial(Performer, causal_sums="matmul"), LinearELU, LinearTaylor]
 
@@ -39,13 +40,12 @@ def test_performer_with_matmul_sums_forms_all_products_and_none_with_prefix_sums
 def test_efficient_attention_with_rotated_features_is_the_definition(
     causal: bool, length: int, assert_same_function: Callable[..., None]
 ) -> None:
-    layer, rotations = (
-        Efficient(4, n_heads=1, causal=causal, rotated="features"),
-        rotary_table(torch.arange(length), 2, torch.float64),
-    )
+    layer = Efficient(4, n_heads=1, causal=causal, rotated="features")
+    packing = describe((1, length), device=torch.device("cpu"))
 
     def fast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return layer.attend(*layer.rotate(q[None, None], k[None, None], rotations[:, None]), v[None, None], None)[0, 0]
+        q, k = (x.transpose(0, 1)[None] for x in layer.rotate(q[:, None], k[:, None], packing))
+        return layer.attend(q, k, v[None, None], None)[0, 0]
 
     def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return efficient_attention_oracle(q, k, v, causal=causal, rotated=True)

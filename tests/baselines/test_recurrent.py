@@ -13,7 +13,7 @@ from lineartime.baselines.gated_deltanet import GatedDeltaNet
 from lineartime.baselines.gla import GLA, gla_oracle
 from lineartime.baselines.lact import LaCT, lact_oracle
 from lineartime.baselines.mamba2 import Mamba2, ssd_oracle
-from lineartime.baselines.recurrent import RecurrentMixer, with_earlier
+from lineartime.baselines.recurrent import RecurrentMixer
 from lineartime.baselines.retnet import RetNet, retention_oracle
 from lineartime.baselines.rwkv7 import RWKV7, rwkv7_oracle
 from lineartime.models import build
@@ -33,7 +33,7 @@ def retnet(_: Any, head: int, maps: Sequence[Tensor], __: Tensor) -> Tensor:
 
 def gla(layer: GLA, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
     q, k, v = maps
-    alpha = layer.heads(layer.to_decay(layer.to_rank(normed)).sigmoid() ** (1 / 16))[0, :, head]
+    alpha = layer.heads(layer.to_decay(layer.to_rank(normed)).sigmoid() ** (1 / 16))[:, head]
     return gla_oracle(q, k, v, alpha)
 
 
@@ -41,15 +41,15 @@ def deltanet(layer: DeltaNet, head: int, maps: Sequence[Tensor], normed: Tensor)
     q, k, v = maps
     alpha = torch.ones(len(v), dtype=v.dtype)
     if layer.decay is not None:
-        step = F.softplus(normed @ layer.decay.weight.mT + layer.decay.bias)[0, :, head]
+        step = F.softplus(normed @ layer.decay.weight.mT + layer.decay.bias)[:, head]
         alpha = (-layer.decay.log_a[head].exp() * step).exp()
-    beta = layer.to_beta(normed).sigmoid()[0, :, head]
+    beta = layer.to_beta(normed).sigmoid()[:, head]
     return delta_rule_oracle(q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True), v, beta, alpha)
 
 
 def mamba2(layer: Mamba2, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
     c, b, x = maps
-    step = F.softplus(normed @ layer.decay.weight.mT + layer.decay.bias)[0, :, head]
+    step = F.softplus(normed @ layer.decay.weight.mT + layer.decay.bias)[:, head]
     return ssd_oracle(b, c, x, step, layer.decay.log_a[head].exp())
 
 
@@ -80,20 +80,21 @@ def test_head_computes_what_its_paper_defines(mixer: Any, options: dict[str, Any
     for parameter in layer.parameters():
         parameter.add_(0.3 * torch.randn_like(parameter))
     x = torch.randn(1, LENGTH, D_MODEL, dtype=torch.float64)
-    batch, normed = layer.describe(x.shape, device=x.device), layer.before(x)
-    maps = layer.read(with_earlier(layer.remember(normed), layer.recent_shape[0], None))
-    tokens = layer.tokens(normed, maps, batch)
-    found, _ = layer.recur(tokens, None)
+    packing, normed = layer.describe(x.shape, device=x.device), layer.before(x)[0]
+    own = layer.remember(normed)
+    maps = layer.project([own, *packing.earlier(own, layer.recent_shape[0])[0]])
+    rows, _ = layer.recur(layer.tokens(normed, maps, packing).map(lambda each: each[None]), None)
+    found = rows[0]
     for head in range(HEADS):
         # the heads of Mamba-2 share their queries and keys
-        own = [each[0] if each.shape[-1] == options.get("d_state") else layer.heads(each)[0, :, head] for each in maps]
-        torch.testing.assert_close(found[0, :, head], definition(layer, head, own, normed), atol=1e-9, rtol=1e-9)
+        of_head = [each if each.shape[-1] == options.get("d_state") else layer.heads(each)[:, head] for each in maps]
+        torch.testing.assert_close(found[:, head], definition(layer, head, of_head, normed), atol=1e-9, rtol=1e-9)
     # and what follows is the norm of a head, the gate and the projection
     if mixer in (RetNet, GLA, DeltaNet, GatedDeltaNet):
         scale = (found.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-        out = (found * scale * layer.head_norm.weight).flatten(2)
+        out = (found * scale * layer.head_norm.weight).flatten(1)
         out = out if layer.to_gate is None else out * F.silu(layer.to_gate(normed))
-        torch.testing.assert_close(layer(x), x + layer.to_output(out), atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(layer(x)[0], x[0] + layer.to_output(out), atol=1e-9, rtol=1e-9)
 
 
 def test_rwkv7_starts_by_depth_as_its_authors() -> None:
@@ -124,9 +125,9 @@ def test_networks_of_lact_descend_as_autograd_says() -> None:
     for parameter in layer.parameters():
         parameter.add_(0.3 * torch.randn_like(parameter))
     for length in (1, 4, 15):
-        _, fast, _ = layer.split_maps(torch.randn(1, length, D_MODEL, dtype=torch.float64))
-        found = layer.read_fast(fast.flatten(2), None).unflatten(-1, (HEADS, width))
+        _, fast, _ = layer.split_maps(torch.randn(length, D_MODEL, dtype=torch.float64))
+        found, _ = layer.read_fast(fast.transpose(0, 1)[None], 0, None)
         for head in range(HEADS):
-            q, k, v, rates, m = fast[0, :, head].split([width, width, width, 3, 1], -1)
+            q, k, v, rates, m = fast[:, head].split([width, width, width, 3, 1], -1)
             expected = lact_oracle(layer.weights[head], q, k, v, rates, m[:, 0], chunk_size=size)
-            torch.testing.assert_close(found[0, :, head], expected, atol=1e-10, rtol=1e-9)
+            torch.testing.assert_close(found[0, head], expected, atol=1e-10, rtol=1e-9)

@@ -66,7 +66,7 @@ def test_the_parser_refuses_what_is_no_option_or_value(arguments: list[str], fai
         (["bench", "--context-lengths", "8", "0"], "--context-lengths is 0, but must be at least 1"),
         (["train", "--data", ""], "--data is empty: give a path"),
         (["generate", "{run}", "--top-p", "2"], "--top-p is 2.0, but must be above 0 and at most 1"),
-        (["presets", "--context-length", str(10**12)], "--context-length is 1000000000000, but must be at most"),
+        (["presets", "--context-length", str(10**12)], "--context-length is 1000000000000, but must be at least 1 and at most"),
         # Options that do not fit together, which a message writes as options, too.
         (["train", "--warmup-steps", "600"], "--warmup-steps is 600, but must be below --steps 600"),
         (["train", "--clip", "local", "--parallel", "fsdp"], "with --parallel fsdp .* --clip global or --parallel ddp"),

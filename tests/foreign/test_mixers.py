@@ -9,17 +9,18 @@ from tests.peers.packages import randomized
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.foreign.mixers import BucketBias, ForeignFLASH, ForeignGAU, distance_buckets, in_part, post_norm
+from lineartime.foreign.mixers import BucketBias, ForeignFLASH, ForeignGAU, distance_buckets, post_norm
 from lineartime.layers import GAU, GLU, MLP, set_backend
-from lineartime.ops import rope
-from lineartime.ops.activations import attention_weights
-from lineartime.ops.positions import rotary_table, rotate
-from lineartime.ops.quadratic.blocked import attend_visible
+from lineartime.ops import Scales, describe, rope
+from lineartime.ops.activations import FUNCTIONS
+from lineartime.ops.mixed_chunk import attention_weights, reciprocal
+from lineartime.ops.positions import by_distance
 
 
 def weights(products: list[float], activation: Any) -> list[float]:
     row = torch.tensor([products], dtype=torch.float64)
-    found = attention_weights(row, d_qk=4, visible=None, bias=None, activation=activation, published_length=None)
+    count, scales = torch.tensor(len(products)), Scales(0.5, reciprocal, reciprocal)
+    found = attention_weights(row, None, count, None, activation, scales)
     return found[0].tolist()
 
 
@@ -44,16 +45,14 @@ def test_buckets_of_distances_are_those_of_t5() -> None:
 
 
 def test_a_bias_by_buckets_depends_on_the_distance_alone_and_has_no_limit() -> None:
-    bias, near = BucketBias(causal=False), torch.arange(300)
-    table = bias(near, near)
-    assert torch.equal(table[0, 1:], bias.values[distance_buckets(near[1:], causal=False)])
-    assert torch.equal(table[:-1, :-1], table[1:, 1:])
-    assert torch.equal(bias(near + 10**6, near + 10**6), table)
+    bias = BucketBias(causal=False)
+    assert torch.equal(bias(300)[300:], bias.values[distance_buckets(torch.arange(1, 300), causal=False)])
+    assert torch.equal(bias(10_000)[9_700:-9_700], bias(300))
 
 
 def test_a_partial_rotation_leaves_the_other_features_as_they_are() -> None:
     x, positions = torch.randn(5, 12, dtype=torch.float64), torch.arange(5)
-    turned = rotate(x, in_part(rotary_table(positions, 2, torch.float64), 12))
+    turned = describe((1, 5), device=x.device).rotate(x, 4)
     moving = [0, 1, 6, 7]
     still = [place for place in range(12) if place not in moving]
     assert torch.equal(turned[:, still], x[:, still])
@@ -85,9 +84,9 @@ def test_every_form_rotates_the_same_features_and_has_the_same_buckets(layer: An
 class Alone(ForeignGAU):
     """Its attention alone."""
 
-    def mix(self, normed: Tensor, batch: Any) -> Tensor:
-        q, k, v = normed.split(4, -1)
-        return self.attend([q, k], v, batch, self.causal)
+    def read(self, x: Tensor, packing: Any, state: Any = None) -> tuple[Tensor, Any]:
+        q, k, v = x.split(4, -1)
+        return self.attend([q, k], v, packing, state)
 
     def before(self, x: Tensor) -> Tensor:
         return x
@@ -104,8 +103,7 @@ def test_a_bias_that_is_divided_too_is_that_of_a_text_of_its_length(activation: 
     out = layer(x, mask)
     for row, length in enumerate((9, 5)):
         q, k, v = x[row, :length].split(4, -1)
-        bias = layer.bias.consecutive(length, length) / length
-        own = attend_visible(q, k, v, visible=None, bias=bias, activation=activation, published_length=float(length))
+        own = FUNCTIONS[activation]((q @ k.mT + by_distance(layer.bias(length), length)) / length) @ v
         torch.testing.assert_close(out[row, :length], own, atol=1e-12, rtol=0)
 
 

@@ -181,8 +181,9 @@ def test_hidden_states_are_what_each_block_reads_and_the_last_ones(causal: Linea
     assert len(whole.hidden_states) == causal.config.num_hidden_layers + 1
     torch.testing.assert_close(causal.lm_head(whole.hidden_states[-1]), whole.logits)
     blocks = list(causal.model.backbone.blocks)
-    second = blocks[0](whole.hidden_states[0], blocks[0].mixer.describe(ids.shape, device=ids.device))
-    torch.testing.assert_close(second, whole.hidden_states[1])
+    packing = blocks[0].mixer.describe(ids.shape, device=ids.device)
+    second = blocks[0](packing.pack(whole.hidden_states[0]), packing)
+    torch.testing.assert_close(packing.unpack(second), whole.hidden_states[1])
     whole.hidden_states[0].retain_grad()
     whole.logits.sum().backward()
     assert whole.hidden_states[0].grad is not None

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import lineartime
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError
 from lineartime.inspection import draw, inspect, open_attention
-from lineartime.layers import FLASH, GAU
+from lineartime.layers import FLASH, GAU, FLASHMesa
 from lineartime.layers.attention import Attention
 
 TEXT = "for each line in text:\n    print(line)\n"
@@ -26,7 +27,7 @@ SHORT = {"d_qk": 8, "chunk_size": 8}
         (FLASH, SHORT),
         (FLASH, {**SHORT, "normalization": "paper"}),
         (FLASH, {**SHORT, "normalization": "paper_sum", "activation": "softmax"}),
-        (FLASH, {**SHORT, "memory": "mesa", "token_shift": True}),
+        (FLASHMesa, {**SHORT, "token_shift": True}),
         (GAU, {"d_qk": 8}),
         (GAU, {"d_qk": 8, "normalization": "paper", "max_length": 40}),
         (Attention, {"n_heads": 2, "qk_norm": True}),
@@ -38,15 +39,16 @@ def test_weights_times_values_are_the_layer(kind: Any, options: dict[str, Any], 
         parameter.add_(0.3 * torch.randn_like(parameter))
     lengths = None if prefix is None else torch.tensor([prefix])
     parts = open_attention(mixer, x, lengths)
-    assert set(parts) == ({"local", "global"} if kind is FLASH else {"attention"})
-    weights, batch = sum(parts.values()), mixer.describe(x.shape, prefix_lengths=lengths, device=x.device)
-    normed = mixer.normed(x, batch)
+    assert set(parts) == ({"attention"} if kind in (GAU, Attention) else {"local", "global"})
+    weights, packing = sum(parts.values()), mixer.describe(x.shape, prefix_lengths=lengths, device=x.device)
+    normed, _ = mixer.shifted(mixer.before(x[0]), packing, None)
     if kind is Attention:
-        added = mixer.combine(normed, (weights @ mixer.project(normed, batch)[2]).transpose(1, 2).flatten(2))
+        v = mixer.project(normed, packing)[2].transpose(0, 1)
+        added = mixer.combine(normed, (weights @ v).transpose(0, 1).flatten(1))
     else:
-        gate, v, _ = mixer.project(normed, batch)
-        added = mixer.to_output(gate * (weights @ v))
-    torch.testing.assert_close(x + added, mixer(x, prefix_lengths=lengths), atol=1e-10, rtol=0)
+        gate, v = mixer.to_gate_value_base(normed)[:, : 2 * mixer.d_value].chunk(2, -1)
+        added = mixer.to_output(F.silu(gate) * (weights[0] @ F.silu(v)))
+    torch.testing.assert_close(x[0] + added, mixer(x, prefix_lengths=lengths)[0], atol=1e-10, rtol=0)
 
 
 def test_losses_and_states_are_those_of_the_model(tiny: Any) -> None:

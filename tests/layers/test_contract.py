@@ -12,6 +12,7 @@ from lineartime.layers import FLASH, GAU, check_mixer
 from lineartime.layers.contract import BrokenPromiseError
 from lineartime.layers.mixer import Mixer
 from lineartime.ops.linear import LinearState
+from lineartime.ops.packing import Packing
 
 
 class Average(Mixer):
@@ -23,9 +24,14 @@ class Average(Mixer):
         super().__init__(d_model, **options)
         self.map = nn.Linear(d_model, d_model)
 
-    def mix(self, normed: Tensor, batch: Any) -> Tensor:
-        mixed: Tensor = self.map(batch.by_row(self.of_rows, normed))
-        return mixed
+    def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
+        if state is None:
+            return self.map(packing.by_row(self.of_rows, x)), None
+        (grid,) = packing.grids(None, causal=True)
+        sums = state.summary[:, None] + grid.queries(x).cumsum(1)
+        counts = torch.arange(1, packing.longest + 1)[:, None] + (packing.common_start or 0)
+        last = sums[:, -1] if packing.longest else state.summary
+        return self.map(grid.tokens(sums / counts)), LinearState(state.position + packing.new, last)
 
     def of_rows(self, rows: Tensor, real: Tensor | None) -> Tensor:
         shown = torch.ones_like(rows[..., :1]) if real is None else real[..., None].to(rows.dtype)
@@ -34,12 +40,6 @@ class Average(Mixer):
 
     def init_own_state(self, batch_size: int) -> LinearState:
         return LinearState(torch.zeros(batch_size, dtype=torch.long), self.map.weight.new_zeros(batch_size, self.d_model))
-
-    def mix_next(self, normed: Tensor, state: LinearState, batch: Any) -> tuple[Tensor, LinearState]:
-        sums = state.summary[:, None] + normed.cumsum(1)
-        counts = torch.arange(1, normed.shape[1] + 1)[:, None] + batch.first_position
-        last = sums[:, -1] if normed.shape[1] else state.summary
-        return self.map(sums / counts), LinearState(batch.after(state.position), last)
 
 
 def reading(read: Callable[[Tensor, Tensor | None, Callable[..., Tensor]], Tensor]) -> type[Average]:
@@ -57,21 +57,21 @@ InSingle = reading(lambda rows, real, average: average(rows, real).float())  # a
 
 
 class MixesRows(Average):
-    def mix(self, normed: Tensor, batch: Any) -> Tensor:
-        return super().mix(normed - normed.mean(0), batch)
+    def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
+        return super().read(x - x.mean(0), packing, state)
 
 
 class CrossesDocuments(Average):
-    def mix(self, normed: Tensor, batch: Any) -> Tensor:
-        if batch.shape[0] > 1:  # rows with padding, which are documents, too
-            return super().mix(normed, batch)
-        mixed: Tensor = self.map(self.of_rows(normed, None))
-        return mixed
+    def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
+        if state is not None or packing.shape[0] > 1:  # rows with padding, which are documents, too
+            return super().read(x, packing, state)
+        return self.map(self.of_rows(x[None], None)[0]), None
 
 
 class ForgetsItsState(Average):
-    def mix_next(self, normed: Tensor, state: LinearState, batch: Any) -> tuple[Tensor, LinearState]:
-        return super().mix_next(normed, LinearState(state.position, torch.zeros_like(state.summary)), batch)
+    def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
+        forgotten = None if state is None else LinearState(state.position, torch.zeros_like(state.summary))
+        return super().read(x, packing, forgotten)
 
 
 class RemembersBesideItsState(Average):
@@ -79,10 +79,10 @@ class RemembersBesideItsState(Average):
 
     calls = 0
 
-    def mix_next(self, normed: Tensor, state: LinearState, batch: Any) -> tuple[Tensor, LinearState]:
-        self.calls += 1
-        out, after = super().mix_next(normed, state, batch)
-        return out * self.calls, after
+    def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
+        self.calls += state is not None
+        out, after = super().read(x, packing, state)
+        return out if state is None else out * self.calls, after
 
 
 class MixesStreams(Average):
@@ -90,17 +90,20 @@ class MixesStreams(Average):
 
     any_positions = True
 
-    def mix_next(self, normed: Tensor, state: LinearState, batch: Any) -> tuple[Tensor, LinearState]:
-        return super().mix_next(normed, state, replace(batch, start=int(state.position[0]), counts=None))
+    def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
+        return super().read(x, replace(packing, starts=(packing.starts or [])[:1]), state)
 
 
 class CannotStream(Average):
-    mix_next = Mixer.mix_next
+    def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
+        if state is not None:
+            raise NotImplementedError
+        return super().read(x, packing)
 
 
 class HasCausalPrefixes(GAU):
-    def attend(self, maps: Any, v: Tensor, batch: Any, causal: bool) -> Tensor:
-        return super().attend(maps, v, batch, True)
+    def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
+        return super().read(x, replace(packing, prefix=None), state)
 
 
 class BeginsWrongly(GAU):

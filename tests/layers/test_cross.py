@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.definitions import cross_attention_oracle
 from torch import Tensor
 
 from lineartime.layers.cross import CrossGAU
-from lineartime.ops.cross import cross_attention_oracle
 
 
 def make_layer(**arguments: Any) -> CrossGAU:

@@ -17,7 +17,7 @@ from lineartime.layers.mixer import Mixer
 # PyTorch's own, within torch.export, where a user does not see them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(treespec|LeafSpec|isinstance).*:FutureWarning")
 
-SIZES = [(1, 1), (2, 16), (5, 48), (2, 60), (4, 5)]
+SIZES = [(1, 0), (2, 8), (5, 40), (2, 52), (4, 5)]  # rows, and tokens beyond a chunk
 DAILY = [("flash", True, True), ("flash, chunk_size=513", False, False), ("gau", True, False)]
 # Another memory than the sum cannot be exported.
 OF_UNITS = ("flash", "gau", "flash-foreign", "gau-foreign")
@@ -33,8 +33,14 @@ def tokens(batch: int, length: int) -> Tensor:
     return torch.randn(batch, length, D_MODEL, dtype=torch.float64, requires_grad=True)
 
 
+def shortest_of(layer: Any) -> int:
+    """The minimum length of a program of a layer: a chunk."""
+    return getattr(layer, "chunk_size", None) or 3
+
+
 def exported(layer: Any, *example: Tensor) -> Any:
-    batch, length = Dim("batch", min=1, max=64), Dim("length", min=1, max=60)
+    shortest = shortest_of(layer)
+    batch, length = Dim("batch", min=1, max=64), Dim("length", min=shortest, max=shortest + 60)
     return export(layer, example, dynamic_shapes=tuple({0: batch, 1: length} for _ in example))
 
 
@@ -43,10 +49,12 @@ def exported(layer: Any, *example: Tensor) -> Any:
 )
 def test_exported_layer_is_the_definition_at_other_batch_sizes_and_lengths(name: str, causal: bool, masked: bool) -> None:
     layer = build(name, causal)
-    example = (tokens(3, 37), torch.rand(3, 37) > 0.3) if masked else (tokens(3, 37),)
+    shortest = shortest_of(layer)
+    example = (tokens(3, shortest + 29), torch.rand(3, shortest + 29) > 0.3) if masked else (tokens(3, shortest + 29),)
     program = exported(layer, *example).module()
     set_backend(layer, "oracle")
-    for batch, length in SIZES:
+    for batch, more in SIZES:
+        length = shortest + more
         x, mask = tokens(batch, length), torch.rand(batch, length) > 0.3
         given = (x, mask) if masked else (x,)
         out, expected = program(*given), layer(*given)
@@ -59,7 +67,7 @@ def test_exported_layer_is_the_definition_at_other_batch_sizes_and_lengths(name:
 @pytest.mark.parametrize("name", ["flash", pytest.param("gau", marks=pytest.mark.nightly)])
 def test_exported_layer_reads_packs_and_refuses_what_the_layer_refuses(name: str) -> None:
     layer = build(name, causal=True)
-    length, count = Dim("length", min=1, max=4096), Dim("count", min=3, max=64)  # two documents or more
+    length, count = Dim("length", min=3, max=4096), Dim("count", min=3, max=64)  # two documents or more
     example = (tokens(1, 40), None, torch.tensor([0, 5, 40]))
     program = export(layer, example, dynamic_shapes=({1: length}, None, {0: count})).module()
     set_backend(layer, "oracle")
@@ -120,7 +128,7 @@ def test_layer_streams_before_and_after_a_stream_is_exported(layer: Mixer, used:
 @pytest.mark.parametrize("name", ["flash", pytest.param("gau", marks=pytest.mark.nightly)])
 def test_program_has_prefixes_and_every_derivative(name: str) -> None:
     layer = build(name, causal=True)
-    batch, length = Dim("batch", min=1, max=64), Dim("length", min=1, max=60)
+    batch, length = Dim("batch", min=1, max=64), Dim("length", min=8, max=60)
     example, sizes = (tokens(3, 37), None, None, torch.tensor([0, 5, 20])), ({0: batch, 1: length}, None, None, {0: batch})
     program = export(layer, example, dynamic_shapes=sizes).module()
     set_backend(layer, "torch")

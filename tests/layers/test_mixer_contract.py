@@ -19,12 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lineartime.foreign.mixers import PostNorm, post_norm
+from lineartime.layers import FLASH
 from lineartime.layers.contract import NO_FUTURE, check_mixer
+from lineartime.layers.mesa import FLASHMesa
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.residual import constructor_options
 from lineartime.models.config import KINDS
-from lineartime.ops import make_batch as maker
-from lineartime.ops.batch import Batch
+from lineartime.ops import packing as packings
+from lineartime.ops.packing import Grid, Packing
 from lineartime.ops.state import State
 
 D_MODEL, CHUNK = 16, 8
@@ -38,8 +40,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"normalization": "paper_sum"},
         {"activation": "softmax"},
         {"chunk_size": 513},  # the rotary bias
-        {"memory": "mesa"},
     ],
+    "flash-mesa": [{}],
     "gau": [{}, {"max_length": 128}, {"normalization": "paper"}],
     "flash-foreign": [
         {"bias_form": "buckets", "rotary_width": 4, "normalization": "paper_sum"},
@@ -90,15 +92,18 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+MIXERS = KINDS["mixer"] | {FLASHMesa.name: FLASHMesa}  # whose config is that of FLASH
+
+
 def case_name(kind: str, options: dict[str, Any]) -> str:
     return ", ".join([kind, *(f"{name}={value}" for name, value in options.items())])
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    case_name(kind, options): (KINDS["mixer"][kind], options) for kind, row in ROWS.items() for options in row
+    case_name(kind, options): (MIXERS[kind], options) for kind, row in ROWS.items() for options in row
 }
 CASES |= {f"{kind}, post-norm": (post_norm(KINDS["mixer"][kind]), {"norm": "scalenorm"}) for kind in ("flash", "gau")}
-ONE_OF_EACH = [*(case_name(kind, row[0]) for kind, row in ROWS.items()), "flash, memory=mesa"]
+ONE_OF_EACH = [case_name(kind, row[0]) for kind, row in ROWS.items()]
 ONLY_BIDIRECTIONAL = [name for name, (mixer, _) in CASES.items() if mixer.why_not_causal is not None]
 ONLY_CAUSAL = [name for name, (mixer, _) in CASES.items() if mixer.why_only_causal is not None]
 CAUSAL = [name for name in CASES if name not in ONLY_BIDIRECTIONAL]
@@ -143,7 +148,7 @@ def close(a: Tensor, b: Tensor) -> None:
 
 
 def test_every_mixer_that_a_model_can_have_is_held_to_the_contract() -> None:
-    assert set(ROWS) == set(KINDS["mixer"])
+    assert set(ROWS) == set(MIXERS)
 
 
 @every_case
@@ -266,7 +271,7 @@ def test_mask_of_zeros_and_ones_is_that_of_true_and_false(name: str) -> None:
 @contextmanager
 def small_parts() -> Iterator[None]:
     """Packs of a few tokens are cut as those of thousands are: documents of other lengths apart, in chunks of few slots."""
-    with patch.multiple(maker, GROUP_COST=0, WASTE=100, MIN_CHUNK_SIZE=1):
+    with patch.multiple(packings, GROUP_COST=0, WASTE=100):
         yield
 
 
@@ -428,26 +433,24 @@ def test_mixer_that_cannot_be_causal_says_why(name: str) -> None:
             stream()
 
 
-def without_values(batch: Any) -> Any:
-    """The same batch on the meta device."""
-    if isinstance(batch, tuple):
-        return tuple(map(without_values, batch))
-    if not isinstance(batch, Batch):
-        return batch.to("meta") if isinstance(batch, Tensor) else batch
-    parts = {field.name: without_values(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
-    return dataclasses.replace(batch, **parts)
+def without_values(part: Any) -> Any:
+    """The same packing on the meta device."""
+    if not isinstance(part, (Packing, Grid)):
+        return part.to("meta") if isinstance(part, Tensor) else part
+    parts = {field.name: without_values(getattr(part, field.name)) for field in dataclasses.fields(part)}
+    return dataclasses.replace(part, **parts | ({"memo": {}} if isinstance(part, Packing) else {}))
 
 
 @every_mechanism_in_both_directions
-def test_reading_a_described_batch_copies_nothing_to_the_host(name: str, causal: bool) -> None:
+def test_reading_a_packing_copies_nothing_to_the_host(name: str, causal: bool) -> None:
     """On the meta device there are no values to copy: whatever looks at one fails."""
     mixer = build(name, causal, token_shift=True)
     mask = torch.rand(1, LENGTH) > 0.3
     with small_parts():
-        batch = mixer.describe((1, LENGTH), mask, torch.tensor([0, 3, 3, LENGTH]), device=mask.device)
-    far = without_values(batch)
+        packing = mixer.describe((1, LENGTH), mask, torch.tensor([0, 3, 3, LENGTH]), device=mask.device)
+    far = without_values(packing)
     x = torch.zeros(1, LENGTH, D_MODEL, device="meta", requires_grad=True)
-    out = far.unpack(mixer.to("meta")(far.pack(x), batch=far))
+    out = far.unpack(mixer.to("meta")(far.pack(x), packing=far))
     out.sum().backward()
     assert out.shape == x.shape
 
@@ -460,11 +463,11 @@ class ShiftedNorm(nn.Module):
         self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
+        normed = self.norm(x).view(-1, LENGTH, D_MODEL)
         shifted = normed.clone()
-        for token in range(x.shape[1]):
+        for token in range(LENGTH):
             shifted[:, token, : D_MODEL // 2] = normed[:, token - 1, : D_MODEL // 2] if token else 0.0
-        return shifted
+        return shifted.flatten(0, 1)
 
 
 @some_mixers_in_both_directions
@@ -476,6 +479,10 @@ def test_token_shift_takes_the_token_before_of_the_same_document(name: str, caus
     definition.token_shift, definition.norm = False, ShiftedNorm(mixer.norm)
     x = torch.randn(3, LENGTH, D_MODEL, dtype=torch.float64)
     torch.testing.assert_close(mixer(x), definition(x), atol=1e-10, rtol=1e-10)
+
+
+def test_half_of_an_odd_width_is_the_larger_one() -> None:
+    assert FLASH(7, d_qk=4, token_shift=True).shifted_width == torch.zeros(7).chunk(2)[0].shape[0]
 
 
 class OfAUser(nn.Module):

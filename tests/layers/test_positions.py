@@ -8,9 +8,10 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
-from lineartime.foreign.mixers import BucketBias, ForeignGAU
+from lineartime.foreign.mixers import BucketBias, ForeignGAU, distance_buckets
 from lineartime.layers import FLASH
 from lineartime.layers.positions import LearnedPositions, RelativeBias, RotaryBias, TableBias
+from lineartime.ops import rope
 
 
 def test_compiled_code_refuses_more_tokens_than_it_has_learned_positions() -> None:
@@ -20,19 +21,19 @@ def test_compiled_code_refuses_more_tokens_than_it_has_learned_positions() -> No
         positions(torch.arange(5))
 
 
-@pytest.mark.parametrize("bias", [TableBias(300), RotaryBias(8), BucketBias(causal=True), BucketBias(causal=False)])
-def test_bias_of_tokens_side_by_side_is_that_of_their_positions(bias: RelativeBias) -> None:
-    for sizes in ((1, 1, 0), (7, 7, 0), (3, 9, 6), (4, 12, 4), (1, 300, 299), (300, 300, 0)):
-        check_tokens_side_by_side(bias.double(), *sizes)
+DEFINITIONS: list[tuple[RelativeBias, Any]] = [
+    (TableBias(300), lambda bias, distance: bias.table[distance + 299]),
+    (RotaryBias(8), lambda bias, distance: rope(bias.b.expand(len(distance), 8), distance) @ bias.a),
+    *((BucketBias(c), lambda bias, distance: bias.values[distance_buckets(distance, bias.causal)]) for c in (False, True)),
+]
 
 
-def check_tokens_side_by_side(bias: RelativeBias, n_queries: int, n_keys: int, first: int) -> None:
-    queries, keys = torch.arange(first, first + n_queries), torch.arange(n_keys)
-    weights = torch.randn(n_queries, n_keys, dtype=torch.float64)
-    parameters = list(bias.parameters())
-    results = []
-    for out in (bias.consecutive(n_queries, n_keys, first), bias(queries, keys)):
-        results.append((out.detach(), *torch.autograd.grad((out * weights).sum(), parameters)))
+@pytest.mark.parametrize(("bias", "definition"), DEFINITIONS)
+@pytest.mark.parametrize("n", [1, 7, 300])
+def test_bias_is_that_of_each_distance(bias: RelativeBias, definition: Any, n: int) -> None:
+    bias, weights, results = bias.double(), torch.randn(2 * n - 1, dtype=torch.float64), []
+    for out in (bias(n), definition(bias, torch.arange(1 - n, n))):
+        results.append((out.detach(), *torch.autograd.grad((out * weights).sum(), list(bias.parameters()))))
     torch.testing.assert_close(*results, atol=1e-12, rtol=0)
 
 

@@ -141,7 +141,7 @@ def test_transforms_of_torch_func_read_prefixes(name: str) -> None:
 
 
 def exported(layer: Mixer) -> Any:
-    sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=60)}
+    sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=8, max=60)}
     example = tokens(3, 21), torch.rand(3, 21) > 0.3, None, torch.tensor([0, 1, 2])
     return export(layer, example, dynamic_shapes=(sizes, sizes, None, {0: sizes[0]})).module()
 

@@ -17,10 +17,10 @@ def backbone() -> Backbone:
 def chain(backbone: Backbone, inputs: list[Tensor], hidden: Tensor) -> None:
     """Each block's output is what the next one reads, and the norm of the last one's is what comes out."""
     first, second = backbone.blocks
-    batch = first.mixer.describe(hidden.shape, device=hidden.device)
+    packing = first.mixer.describe(hidden.shape, device=hidden.device)
     assert len(inputs) == 2
-    torch.testing.assert_close(first(inputs[0], batch), inputs[1])
-    torch.testing.assert_close(backbone.norm(second(inputs[1], batch)), hidden)
+    torch.testing.assert_close(packing.unpack(first(packing.pack(inputs[0]), packing)), inputs[1])
+    torch.testing.assert_close(backbone.norm(packing.unpack(second(packing.pack(inputs[1]), packing))), hidden)
 
 
 def test_every_way_to_read_hands_out_what_each_block_reads(backbone: Backbone) -> None:

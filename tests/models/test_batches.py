@@ -8,23 +8,22 @@ import torch
 import lineartime
 from lineartime.layers import mixer
 from lineartime.models import CausalLM, LayerConfig, backbone
-from lineartime.ops import quadratic
-from lineartime.ops.mixed_chunk import stream
+from lineartime.ops.packing import describe
 from lineartime.ops.state import State
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the functions that described batches, in order."""
-    names: list[str] = []
+def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each description of a batch, in order, whether it is of streams."""
+    streams: list[bool] = []
 
-    def counting(name: str, original: Any) -> Any:
-        return lambda *args, **options: names.append(name) or original(*args, **options)
+    def counting(*args: Any, **options: Any) -> Any:
+        streams.append("position" in options)
+        return describe(*args, **options)
 
-    for module in (mixer, backbone, quadratic, stream):  # an operation that a layer calls must not make one
-        for name in {"make_batch", "stream_batch"} & set(vars(module)):
-            monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
-    return names
+    for module in (mixer, backbone):
+        monkeypatch.setattr(module, "describe", counting)
+    return streams
 
 
 def build(preset: str) -> CausalLM:
@@ -32,22 +31,22 @@ def build(preset: str) -> CausalLM:
 
 
 @pytest.mark.parametrize("preset", ["flash-tiny", "flash-quad-tiny", "transformer++-tiny", "flash-weighted-tiny"])
-def test_model_makes_one_batch_for_all_its_layers(preset: str, made: list[str]) -> None:
+def test_model_describes_a_batch_once_for_all_its_layers(preset: str, made: list[bool]) -> None:
     model = build(preset)
     ids = torch.randint(0, 258, (1, 40))
     model(ids)
     model(ids, mask=torch.rand(1, 40) > 0.3, cu_seqlens=torch.tensor([0, 7, 40]))
-    assert made == ["make_batch"] * 2
+    assert made == [False] * 2
     model.extend(ids)
-    assert made[2:] == ["stream_batch"]
+    assert made[2:] == [True]
     state = State.concatenate([model.extend(torch.zeros(1, length, dtype=torch.long))[1] for length in (5, 2)])
     made.clear()
     model.extend(torch.zeros(2, 1, dtype=torch.long), state)  # at different positions, which some mixers take one by one
-    assert (made == ["stream_batch"]) == (preset != "flash-weighted-tiny")
+    assert (made == [True]) == (preset != "flash-weighted-tiny")
 
 
 @pytest.mark.parametrize("other", [{"chunk_size": 4}, {"kind": "gau"}])
-def test_blocks_with_other_mixers_get_batches_of_their_own(other: dict[str, Any]) -> None:
+def test_blocks_of_other_mixers_read_the_same_packing(other: dict[str, Any]) -> None:
     """A stack of different mixers reads padding, packs and streams as each mixer does."""
     model = lineartime.build("flash-tiny", d_model=16, n_blocks=2, d_qk=8, chunk_size=8).double()
     config = LayerConfig(other.pop("kind", "flash"), d_qk=8, **other)

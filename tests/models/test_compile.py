@@ -76,7 +76,7 @@ def test_compiled_layer_reads_other_packs_without_a_graph_break_or_compiling_aga
     with pytest.raises(RuntimeError, match="cu_seqlens must be nondecreasing from 0 to the number of tokens of the row"):
         compiled(torch.randn(1, 50, 16, dtype=torch.float64), None, torch.tensor([0, 30, 20, 50]))
     if name == "gau with a table":
-        with pytest.raises(RuntimeError, match="max_length is 36, but a sequence has more tokens"):
+        with pytest.raises(RuntimeError, match=r"max_length is 36, .* but a sequence has more tokens"):
             compiled(torch.randn(1, 50, 16, dtype=torch.float64), None, torch.tensor([0, 40, 45, 50]))
 
 

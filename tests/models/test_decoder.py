@@ -186,7 +186,7 @@ def hooked(model: CausalLM) -> None:
 
 def replaced(model: CausalLM) -> None:
     layer: Any = next(iter(model.backbone.blocks)).mixer
-    layer.split = layer.split
+    layer.queries_and_keys = layer.queries_and_keys
 
 
 def adapted(model: CausalLM) -> None:

@@ -20,6 +20,7 @@ from lineartime.layers.mixer import Mixer
 from lineartime.models.config import KINDS, LayerConfig
 from lineartime.models.registering import VARIABLE, register_system
 from lineartime.models.systems import PRESETS, SYSTEMS
+from lineartime.ops.packing import Packing
 from lineartime.training.config import TrainConfig
 
 FILE = """
@@ -192,8 +193,8 @@ class Leaky(Squared):
 
     name = "leaky"
 
-    def mix(self, normed: Tensor, batch: Any) -> Tensor:
-        return super().mix(normed.roll(-1, 1), batch)
+    def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
+        return super().read(x.roll(-1, 0), packing, state)
 
 
 class Unstreamed(Squared):
@@ -201,8 +202,10 @@ class Unstreamed(Squared):
 
     name = "unstreamed"
 
-    def mix_next(self, *_: Any) -> Any:
-        raise NotImplementedError("later")
+    def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
+        if state is not None:
+            raise NotImplementedError("later")
+        return super().read(x, packing)
 
 
 def test_mixer_that_breaks_a_promise_is_not_trained_or_noted(

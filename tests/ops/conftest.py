@@ -10,14 +10,8 @@ from lineartime.ops import quadratic
 def work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test of quadratic attention twice: with what lies between matrix products in C++, and in plain PyTorch."""
     if request.param == "plain":
-        monkeypatch.setattr(quadratic.cpu, "native_functions", lambda source: None)
+        monkeypatch.setattr(quadratic, "native_functions", lambda source: None)
     else:
-        request.getfixturevalue("compiler")
-
-
-@pytest.fixture(autouse=True)
-def tiles(request: pytest.FixtureRequest) -> None:
-    if hasattr(request.node, "callspec") and "tiled" in request.node.callspec.params.values():
         request.getfixturevalue("compiler")
 
 

@@ -39,7 +39,7 @@ def test_gpu_takes_the_kernels_that_it_can_run(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_kernels_that_cannot_run_say_why(installed: bool, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_has_triton", lambda: installed)
-    monkeypatch.setattr(backends, "_is_interpreted", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=f"backend is 'triton', which cannot run here: {reason}; use 'auto' or 'torch'"):
         choose_backend("triton", ALL, torch.empty(1), torch.float32, "relu2")
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from tests.ops.cases import options_of, packing_of
 from torch import Tensor
 
-from lineartime.ops import KVCache, quadratic_attention_extend
-from lineartime.ops.batch import Batch
-from lineartime.ops.make_batch import stream_batch
+from lineartime.ops import KVCache
+from lineartime.ops.mixed_chunk import attend_cached
+from lineartime.ops.packing import Packing
 from lineartime.ops.state import MIN_ROOM, State
 
 
@@ -19,10 +20,10 @@ def empty(heads: tuple[int, ...] = ()) -> KVCache:
     return KVCache(torch.zeros(2, dtype=torch.long), *tokens(0, heads=heads))
 
 
-def new(cache: KVCache, count: int, counts: list[int] | None = None) -> Batch:
+def new(cache: KVCache, count: int, counts: list[int] | None = None) -> Packing:
     """`count` tokens of each stream, of which the first `counts` are real."""
     mask = None if counts is None else torch.arange(count) < torch.tensor(counts)[:, None]
-    return stream_batch(cache.position, (2, count), mask)
+    return packing_of(2, count, position=cache.position, mask=mask)
 
 
 def grown(cache: KVCache, k: Tensor, v: Tensor) -> KVCache:
@@ -35,11 +36,11 @@ def test_token_by_token_memory_is_allocated_only_when_it_has_doubled() -> None:
     cache, memory = empty(), set()
     for place in range(k.shape[1]):
         here = slice(place, place + 1)
-        cache, keys, values, visible = cache.append(k[:, here], v[:, here], new(cache, 1))
+        cache, keys, values, last = cache.append(k[:, here], v[:, here], new(cache, 1))
         memory.add(cache.k.untyped_storage().data_ptr())
         assert torch.equal(keys, k[:, : place + 1])
         assert torch.equal(values, v[:, : place + 1])
-        assert visible.tolist() == [[True] * (place + 1)]
+        assert last.tolist() == [place]
     assert len(memory) <= 4  # room for 64, 128, 256 and 512 tokens
 
 
@@ -51,14 +52,12 @@ def test_tokens_follow_those_of_their_stream_at_any_positions(gradients: bool, h
         for seed, (size, counts) in enumerate(pieces):
             before = cache.position.clone()
             k, v = tokens(size, seed, heads)
-            cache, keys, values, visible = cache.append(k, v, new(cache, size, counts))
+            cache, keys, values, last = cache.append(k, v, new(cache, size, counts))
             for row, count in enumerate(counts or [size] * 2):
                 read[row].append(k[row, ..., :count, :])
                 whole = torch.cat(read[row], -2)
                 assert torch.equal(keys[row, ..., : whole.shape[-2], :], whole)
-                seen = visible if visible.dim() == 2 else visible[row]
-                expected = torch.arange(keys.shape[-2]) <= (before[row] + torch.arange(count))[:, None]
-                assert torch.equal(seen[:count], expected)
+                assert torch.equal(last.expand(2, size)[row, :count], before[row] + torch.arange(count))
             assert keys.isfinite().all()
             assert values.isfinite().all()
     assert cache.position.tolist() == [sum(part.shape[-2] for part in parts) for parts in read]
@@ -86,10 +85,14 @@ def test_gradients_flow_through_a_cache() -> None:
 
 
 def test_cache_without_gradients_keeps_what_the_gradients_of_queries_need() -> None:
-    q = torch.randn(2, 4, 3, requires_grad=True)
-    k, v = tokens(4)
-    before, state = quadratic_attention_extend(q[:, :2], k[:, :2], v[:, :2], empty())
-    after, _ = quadratic_attention_extend(q[:, 2:], k[:, 2:], v[:, 2:], state)
+    q, (k, v), options = torch.randn(2, 4, 3, requires_grad=True), tokens(4), options_of(None, True, d_qk=4)
+
+    def read(cache: KVCache, places: slice) -> tuple[Tensor, KVCache]:
+        packing = new(cache, len(range(4)[places]))
+        return attend_cached(*(x[:, places].flatten(0, 1) for x in (q, k, v)), packing, options, cache)
+
+    before, cache = read(empty(), slice(2))
+    after, _ = read(cache, slice(2, 4))
     (gradient,) = torch.autograd.grad(before.sum() + after.sum(), q)
-    at_once, _ = quadratic_attention_extend(q, k, v, empty())
+    at_once, _ = read(empty(), slice(4))
     torch.testing.assert_close(gradient, torch.autograd.grad(at_once.sum(), q)[0])

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.definitions import cross_attention_oracle
 from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.ops.activations import ACTIVATIONS
-from lineartime.ops.cross import cross_attention, cross_attention_oracle
+from lineartime.ops.cross import cross_attention
 
 
 def make_inputs(queries: int, source: int, heads: tuple[int, ...] = (), grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,158 +1,189 @@
-"""FLASH's attention: the chunked form against the definition.
+"""Mixed chunk attention and, without chunks, GAU's: whole sequences against the definition."""
 
-C = 4 here, so that lengths around the chunk size and several chunks stay cheap.
-"""
-
-from types import ModuleType
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from tests.ops.cases import CASES, CHUNK, D_QK, NORMALIZATIONS, bias_of, maps_of, options_of, packing_of
 from tests.pairs import every_pair
 from torch import Tensor
 
-from lineartime.ops import mixed_chunk_attention, mixed_chunk_attention_oracle, quadratic_attention
+from lineartime.layers import GAU, set_backend
+from lineartime.ops import mixed_chunk
 from lineartime.ops.activations import ACTIVATIONS
-from lineartime.ops.batch import Needs
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.make_batch import make_batch
-from lineartime.ops.mixed_chunk import chunked, reference
-from lineartime.ops.mixed_chunk.inputs import Heads, MixedChunkOptions
-
-CHUNK, D_QK, D_VALUE = 4, 6, 5
-LENGTHS = [0, 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
-MASKS = ["none", "right", "left", "holes", "all padding"]
+from lineartime.ops.mixed_chunk import MixedChunkOptions, Scales, attend, attention_weights, reciprocal
+from lineartime.ops.packing import Packing
 
 
-def make_inputs(batch: int, length: int, dtype: torch.dtype = torch.float64, grad: bool = False) -> tuple[Tensor, ...]:
-    widths = (D_QK, D_QK, D_QK, D_QK, D_VALUE)
-    return tuple(torch.randn(batch, length, width, dtype=dtype).requires_grad_(grad) for width in widths)
-
-
-def make_mask(kind: str, batch: int, length: int) -> Tensor | None:
-    tokens = torch.arange(length).expand(batch, -1)
-    padding = torch.arange(batch)[:, None] * 3  # row 0 is full, row 1 lacks 3 tokens, ...
-    return {
-        "none": None,
-        "right": tokens < length - padding,
-        "left": tokens >= padding,
-        "holes": torch.rand(batch, length) > 0.4,
-        "all padding": (tokens >= 0) & (torch.arange(batch)[:, None] > 0),
-    }[kind]
-
-
-def bias_() -> Tensor:
-    return torch.randn(CHUNK, CHUNK, dtype=torch.float64)
-
-
-@every_pair(length=LENGTHS, causal=[False, True], mask_kind=MASKS)
-def test_chunked_form_is_the_definition_under_every_mask(length: int, causal: bool, mask_kind: str) -> None:
-    inputs = make_inputs(3, length)
-    options: dict[str, Any] = {"chunk_size": CHUNK, "causal": causal, "bias": bias_(), "mask": make_mask(mask_kind, 3, length)}
-    torch.testing.assert_close(
-        mixed_chunk_attention(*inputs, **options), mixed_chunk_attention_oracle(*inputs, **options), atol=1e-10, rtol=0
-    )
-
-
-@every_pair(length=LENGTHS, causal=[False, True], activation=ACTIVATIONS, normalization=["count", "paper", "paper_sum"])
-def test_chunked_form_is_the_definition_for_every_activation_and_normalization(
-    length: int, causal: bool, activation: Any, normalization: Any
-) -> None:
-    inputs = make_inputs(2, length)
-    options: dict[str, Any] = {"chunk_size": CHUNK, "causal": causal, "bias": bias_(), "mask": make_mask("right", 2, length)}
-    options |= {"activation": activation, "normalization": normalization}
-    torch.testing.assert_close(
-        mixed_chunk_attention(*inputs, **options), mixed_chunk_attention_oracle(*inputs, **options), atol=1e-10, rtol=0
-    )
+def attended(packing: Packing, options: MixedChunkOptions, *maps: Tensor) -> Tensor:
+    """The attention of q_quad, k_quad, q_lin, k_lin, v or, without chunks, q, k, v."""
+    out, _ = attend(*(maps if len(maps) == 5 else (*maps[:2], None, None, maps[2])), packing, options)
+    return out
 
 
 @every_pair(
-    ends=[[0, 4, 4, 5, 17], [0, 0, 1, 2, 3, 16, 17]],
+    case=CASES,
+    chunk_size=[CHUNK, None],
     causal=[False, True],
-    normalization=["count", "paper", "paper_sum"],
-    padded=[False, True],
+    activation=ACTIVATIONS,
+    normalization=NORMALIZATIONS,
+    biased=[True, False],
+    backend=["torch", "auto"],
 )
-def test_packed_documents_are_the_definition(ends: list[int], causal: bool, normalization: Any, padded: bool) -> None:
-    inputs = make_inputs(1, 17)
-    mask = torch.rand(1, 17) > 0.3 if padded else None
-    options: dict[str, Any] = {"chunk_size": CHUNK, "causal": causal, "bias": bias_(), "normalization": normalization}
-    options |= {"mask": mask, "cu_seqlens": torch.tensor(ends)}
-    torch.testing.assert_close(
-        mixed_chunk_attention(*inputs, **options), mixed_chunk_attention_oracle(*inputs, **options), atol=1e-10, rtol=0
+def test_values_and_gradients_are_the_definition(
+    case: str, chunk_size: int | None, causal: bool, activation: Any, normalization: Any, biased: bool, backend: Any,
+    assert_same_function: Callable[..., None],
+) -> None:  # fmt: skip
+    packing = CASES[case]()
+    causal, chunk_size = causal or packing.prefix is not None, CHUNK if normalization == "paper_sum" else chunk_size
+
+    def run(chosen: Any, *inputs: Tensor) -> Tensor:
+        maps, bias = (inputs[:-1], inputs[-1]) if biased else (inputs, None)
+        options: dict[str, Any] = {"activation": activation, "normalization": normalization, "backend": chosen}
+        return attended(packing, options_of(chunk_size, causal, bias, **options), *maps)
+
+    inputs = [*maps_of(packing.count, chunk_size), *([bias_of(chunk_size)] if biased else [])]
+    assert_same_function(lambda *x: run(backend, *x), lambda *x: run("oracle", *x), *inputs)
+
+
+@pytest.mark.parametrize("backend", ["oracle", "torch"])
+def test_definition_is_the_formula_of_the_paper(backend: Any) -> None:
+    """By masks over all pairs: t sees the tokens of its chunk up to itself, and the chunks before."""
+    q_quad, k_quad, q_lin, k_lin, v = maps_of(11)
+    t, j = torch.arange(11)[:, None], torch.arange(11)
+    near, far, distance = (j <= t) & (j // CHUNK == t // CHUNK), j // CHUNK < t // CHUNK, (j - t).clamp(1 - CHUNK, CHUNK - 1)
+    bias = bias_of(CHUNK)
+    weights = (q_quad @ k_quad.mT / math.sqrt(D_QK) + bias[distance + CHUNK - 1]).relu().square() * near
+    expected = (weights / near.sum(1, keepdim=True)) @ v
+    expected += (q_lin @ k_lin.mT * far / far.sum(1, keepdim=True).clamp(min=1)) @ v
+    options = options_of(CHUNK, True, bias, backend=backend)
+    found = attended(packing_of(1, 11), options, q_quad, k_quad, q_lin, k_lin, v)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["oracle", "torch"])
+def test_softmax_with_prefixes_is_that_of_a_prefix_model(backend: Any) -> None:
+    q, k, v = maps_of(4 * 14, None)
+    packing, t, j = CASES["prefixes"](), torch.arange(14)[:, None], torch.arange(14)
+    assert packing.prefix is not None
+    found = attended(packing, options_of(None, True, activation="softmax", backend=backend), q, k, v)
+    prefix = packing.prefix[:, None, None]
+    exact = F.scaled_dot_product_attention(
+        *(x.view(4, 14, -1) for x in (q, k, v)), attn_mask=(j <= t) | ((t < prefix) & (j < prefix))
     )
+    torch.testing.assert_close(found.view_as(exact), exact, atol=1e-12, rtol=0)
 
 
-@every_pair(length=[1, CHUNK, 3 * CHUNK + 5], causal=[False, True], case=["mask", "pack", "plain"])
-def test_gradients_are_those_of_the_definition(length: int, causal: bool, case: str) -> None:
-    batch = 1 if case == "pack" else 2
-    inputs, bias = make_inputs(batch, length, grad=True), bias_().requires_grad_()
-    options: dict[str, Any] = {"chunk_size": CHUNK, "causal": causal}
-    if case == "mask":
-        options["mask"] = make_mask("right", batch, length)
-    if case == "pack":
-        options["cu_seqlens"] = torch.tensor([0, length // 2, length])
-    direction = torch.randn(batch, length, D_VALUE, dtype=torch.float64)
-
-    def gradients(attention: Any) -> tuple[Tensor, ...]:
-        out = (attention(*inputs, bias=bias, **options) * direction).sum()
-        return torch.autograd.grad(out, (*inputs, bias), materialize_grads=True)
-
-    for fast, exact in zip(gradients(mixed_chunk_attention), gradients(mixed_chunk_attention_oracle), strict=True):
-        torch.testing.assert_close(fast, exact, atol=1e-10, rtol=0)
+def test_published_length_is_a_divisor_inside_the_square() -> None:
+    q, v = torch.full((2, 1), 3.0), torch.ones(2, 1)
+    for causal, longest, n in ((False, None, 2), (True, 6, 6), (True, None, 512)):
+        scales = GAU(4, d_qk=2, causal=causal, normalization="paper", max_length=longest).scales()
+        out = attended(packing_of(1, 2), MixedChunkOptions(None, causal, scales), q, q, v)
+        torch.testing.assert_close(out, (9 / n) ** 2 * torch.tensor([[1.0 + (not causal)], [2.0]]))
 
 
-def test_one_chunk_without_linear_part_is_quadratic_attention() -> None:
-    q, k, q_lin, k_lin, v = make_inputs(2, CHUNK)
-    mixed = mixed_chunk_attention(q, k, 0 * q_lin, k_lin, v, chunk_size=CHUNK)
-    torch.testing.assert_close(mixed, quadratic_attention(q, k, v))
+def test_prefix_of_nothing_is_causal_attention_to_the_bit_and_one_of_everything_reads_both_ways() -> None:
+    for chunk_size in (CHUNK, None):
+        maps, bias = maps_of(28, chunk_size), bias_of(chunk_size)
+        causal, both_ways = (
+            attended(packing_of(2, 14), options_of(chunk_size, causal, bias), *maps) for causal in (True, False)
+        )
+        nothing, everything = (
+            attended(packing_of(2, 14, prefix=[n, n]), options_of(chunk_size, True, bias), *maps) for n in (0, 14)
+        )
+        assert torch.equal(nothing, causal)
+        torch.testing.assert_close(everything, both_ways, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_as_exact_as_its_inputs(dtype: torch.dtype) -> None:
-    inputs = make_inputs(2, 50, torch.float32)
-    rounded = [x.to(dtype) for x in inputs]
-    out = mixed_chunk_attention(*rounded, chunk_size=CHUNK, causal=True)
-    exact = mixed_chunk_attention_oracle(*(x.double() for x in rounded), chunk_size=CHUNK, causal=True)
+@every_pair(case=["ragged", "left", "pack"], chunk_size=[CHUNK, None], dtype=[torch.float16, torch.bfloat16])
+def test_half_precision_is_as_exact_as_its_inputs(case: str, chunk_size: int | None, dtype: torch.dtype) -> None:
+    packing = CASES[case]()
+    maps = maps_of(packing.count, chunk_size, dtype)
+    out = attended(packing, options_of(chunk_size, True), *maps)
+    exact = attended(packing, options_of(chunk_size, True, backend="oracle"), *(x.double() for x in maps))
     assert out.dtype == dtype
     assert (out - exact).abs().max() < 4 * torch.finfo(dtype).eps * exact.abs().max()
 
 
-def test_states_and_counts_accumulate_in_float32() -> None:
+def test_states_and_counts_accumulate_in_float32_also_under_autocast() -> None:
     # 1 + 1 + ... stops at 256 in bfloat16: the mean over 600 chunks of ones would come out as less than a half.
-    ones = torch.ones(1, 600, 1, dtype=torch.bfloat16)
-    out = mixed_chunk_attention(0 * ones, ones, ones, ones, ones, chunk_size=1, causal=True)
-    assert out[0, -1].item() == 1.0
+    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
+        ones = torch.ones(600, 1, dtype=dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            out = attended(packing_of(1, 600), options_of(1, True, d_qk=2), 0 * ones, ones, ones, ones, ones)
+        assert out.dtype == torch.bfloat16
+        assert out[-1].item() == 1.0
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"chunk_size": 0}, "chunk_size is 0"),
-        ({"bias": torch.zeros(3, 3)}, r"bias has shape \[3, 3\], but must be \[C, C\] = \[4, 4\]"),
-        ({"mask": torch.ones(4, 4, dtype=torch.bool)}, r"mask has shape \[4, 4\], but must be \[B, T\] = \[1, 4\]"),
-        ({"k_lin": torch.zeros(1, 5, D_QK)}, r"k_lin has shape \[1, 5, 6\], but must be \[B, T, s\] = \[1, 4, 6\]"),
-        ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens is \[0, 3\], but must be nondecreasing from 0 to the 4 tokens"),
-    ],
+@every_pair(
+    dtype=[torch.float16, torch.bfloat16, torch.float32],
+    chunk_size=[8, None],
+    backend=["torch", "auto"],
+    activation=ACTIVATIONS,
+    case=["rows", "pack"],
 )
-def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
-    inputs: dict[str, Any] = dict(zip(("q_quad", "k_quad", "q_lin", "k_lin", "v"), make_inputs(1, 4), strict=True))
-    with pytest.raises(ValueError, match=message):
-        mixed_chunk_attention(**{**inputs, "chunk_size": CHUNK, **change})
-    with pytest.raises(ValueError, match="packs documents into one row, but the batch has 2 rows"):
-        mixed_chunk_attention(*make_inputs(2, 4), chunk_size=CHUNK, cu_seqlens=torch.tensor([0, 4]))
+def test_later_tokens_however_large_change_no_bit(
+    dtype: torch.dtype, chunk_size: int | None, backend: Any, activation: Any, case: str
+) -> None:
+    """Scores that overflow once squared stand behind the mask."""
+    packing = packing_of(1, 40) if case == "rows" else packing_of(1, 40, ends=[0, 3, 29, 40])
+    options = options_of(chunk_size, True, bias_of(chunk_size, 40), activation=activation, backend=backend)
+    maps, ends = maps_of(40, chunk_size, dtype), (21, 26)  # the first tokens of the second document, or of a row
+    before = attended(packing, options, *maps)
+    huge = torch.finfo(dtype).max ** 0.5 if dtype != torch.float16 else torch.finfo(dtype).max
+    for end in ends:
+        after = attended(packing, options, *(torch.where(torch.arange(40)[:, None] < end, x, huge * x.sign()) for x in maps))
+        assert torch.equal(after[:end], before[:end])
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("normalization", ["count", "paper"])
-@pytest.mark.parametrize("form", [chunked, reference])
-def test_divisors_count_tokens_that_other_processes_hold(causal: bool, normalization: Any, form: ModuleType) -> None:
-    inputs = make_inputs(2, 4 * CHUNK)
-    options = MixedChunkOptions(CHUNK, causal, normalization=normalization)
-    needs = Needs(CHUNK)
-    here, there = Heads(*(x[:, 2 * CHUNK :] for x in inputs)), Heads(*(x[:, : 2 * CHUNK] for x in inputs))
-    second = make_batch(here.v.shape, device=here.v.device, needs=needs, context=ContextGroup("", rank=1, size=2))
-    whole = form.attend(Heads(*inputs), None, make_batch((2, 4 * CHUNK), device=here.v.device, needs=needs), options)
-    part = form.attend(here, None, second, options)
-    before = torch.arange(2 * CHUNK) // CHUNK * CHUNK if causal else torch.tensor([2 * CHUNK])
-    read = here.q_lin @ (there.k_lin.mT @ there.v) / (2 * CHUNK + before)[:, None]
-    torch.testing.assert_close(part + read, whole[:, 2 * CHUNK :], atol=1e-10, rtol=0)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_slice_of_a_sequence_reads_what_other_processes_hold(
+    causal: bool, normalization: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps, bias = [x.view(2, 4 * CHUNK, -1) for x in maps_of(8 * CHUNK)], bias_of(CHUNK)
+    options = options_of(CHUNK, causal, bias, normalization=normalization)
+    whole = attended(packing_of(2, 4 * CHUNK), replace(options, backend="oracle"), *(x.flatten(0, 1) for x in maps))
+    k_lin, v = (x[:, : 2 * CHUNK] for x in maps[3:])
+
+    def of_the_first(sums: Tensor, group: ContextGroup, reach: str) -> Tensor:
+        assert reach == ("before" if causal else "others")
+        return k_lin.mT @ v
+
+    monkeypatch.setattr(mixed_chunk, "sum_elsewhere", of_the_first)
+    second = packing_of(2, 2 * CHUNK, context=ContextGroup("", rank=1, size=2))
+    part = attended(second, options, *(x[:, 2 * CHUNK :].flatten(0, 1) for x in maps))
+    torch.testing.assert_close(part.view(2, 2 * CHUNK, -1), whole.view(2, 4 * CHUNK, -1)[:, 2 * CHUNK :], atol=1e-10, rtol=0)
+
+
+# One row of weights ---------------------------------------------------------------------------------------------------
+
+
+def weights(products: list[float], activation: str, visible: list[bool] | None = None) -> list[float]:
+    hidden = None if visible is None else ~torch.tensor([visible])
+    count = torch.tensor([len(products) if visible is None else max(1, sum(visible))])
+    scales = Scales(0.5, reciprocal, reciprocal)
+    return attention_weights(torch.tensor([products], dtype=torch.float64), hidden, count, None, activation, scales)[0].tolist()
+
+
+def test_weights_by_hand() -> None:
+    assert weights([4.0, -4.0], "relu2") == [2.0, 0.0]  # (4 / 2)^2 / 2 keys
+    assert weights([4.0, 9.0], "relu2", [True, False]) == [4.0, 0.0]  # of which one is visible
+    assert math.isclose(sum(weights([1.0, 2.0, 3.0], "softmax", [True, True, False])), 1.0)
+    for activation in ACTIVATIONS:
+        assert weights([1.0, 2.0], activation, [False, False]) == [0.0, 0.0]
+
+
+def test_oracle_and_tiles_are_chosen_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, ran = GAU(8, d_qk=4), torch.randn(1, 5, 8), []
+    monkeypatch.setattr(mixed_chunk.quadratic, "tiled", lambda inputs: (ran.append("tiled"), inputs.v)[1])
+    monkeypatch.setattr(mixed_chunk.oracle, "attend", lambda *inputs: (ran.append("oracle"), inputs[4])[1])
+    for backend in ("torch", "tiled", "auto", "oracle"):
+        set_backend(layer, backend)
+        layer(x)
+    assert ran == ["tiled", "tiled", "oracle"]

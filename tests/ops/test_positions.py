@@ -2,10 +2,12 @@ import math
 
 import pytest
 import torch
+from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops import rope, rotary_bias, sinusoid, table_bias
+from lineartime.ops import rope, sinusoid
+from lineartime.ops.positions import by_distance, sum_by_distance
 
 
 def test_rope_turns_a_pair_by_its_angle() -> None:
@@ -19,47 +21,34 @@ def test_rope_pairs_the_two_halves() -> None:
     torch.testing.assert_close(rope(x, torch.tensor([2])), expected)
 
 
-def test_products_of_rotated_vectors_depend_on_the_distance_alone_even_far_out() -> None:
+@pytest.mark.parametrize("far", [10**6, 10**8])
+def test_products_of_rotated_vectors_depend_on_the_distance_alone_even_far_out(far: int) -> None:
     q, k = torch.randn(2, 1, 64)
 
     def product(start: int) -> Tensor:
         return (rope(q, torch.tensor([start + 5])) * rope(k, torch.tensor([start]))).sum()
 
-    torch.testing.assert_close(product(0), product(1_000_000), atol=1e-4, rtol=0)
+    torch.testing.assert_close(product(0), product(far), atol=1e-4, rtol=0)
 
 
-def test_offset_zero_of_the_table_means_the_same_at_every_length() -> None:
-    table = torch.arange(9.0)  # n_max = 5: the centre is 4
-    for length in (1, 3, 5):
-        positions = torch.arange(length)
-        bias = table_bias(table, positions, positions)
-        assert bias.diagonal().unique().item() == 4.0
-    assert table_bias(table, torch.tensor([3]), torch.tensor([1])).item() == 2.0  # key two before the query: w[-2 + 4]
-
-
-def test_rotary_bias_is_its_formula_and_depends_on_the_distance_alone() -> None:
-    a, b = torch.randn(2, 8, dtype=torch.float64)
-    positions = torch.arange(6)
-    bias = rotary_bias(a, b, positions, positions).dense()
-    t, j = 4, 1
-    expected = rope(a[None], torch.tensor([t]))[0] @ rope(b[None], torch.tensor([j]))[0]
-    torch.testing.assert_close(bias[t, j], expected)
-    torch.testing.assert_close(bias, rotary_bias(a, b, positions + 7, positions + 7).dense())
+@every_pair(queries=[1, 2, 5], keys=[1, 3, 7])
+def test_bias_by_distance_is_read_at_key_minus_query_and_its_gradient_is_the_sum_of_each_distance(
+    queries: int, keys: int
+) -> None:
+    values = torch.randn(queries + keys - 1, dtype=torch.float64, requires_grad=True)
+    bias, weights = by_distance(values, queries), torch.randn(queries, keys, dtype=torch.float64)
+    distance = torch.arange(keys) - torch.arange(queries)[:, None] + queries - 1
+    assert torch.equal(bias, values[distance])
+    (gradient,) = torch.autograd.grad((bias * weights).sum(), values)
+    exact = torch.zeros_like(values).index_add(0, distance.flatten(), weights.flatten())
+    for found in (gradient, sum_by_distance(weights)):
+        torch.testing.assert_close(found, exact, atol=1e-12, rtol=0)
 
 
 def test_sinusoid_holds_sines_then_cosines() -> None:
     table = sinusoid(torch.tensor([0, 2]), 4, torch.float64)
     expected = torch.tensor([[0, 0, 1, 1], [math.sin(2), math.sin(0.02), math.cos(2), math.cos(0.02)]], dtype=torch.float64)
     torch.testing.assert_close(table, expected)
-
-
-def test_table_of_biases_is_never_read_beyond_its_ends() -> None:
-    """Indices below zero would wrap around to the values of the other direction."""
-    table = torch.arange(5.0)
-    assert table_bias(table, torch.tensor([2]), torch.tensor([0])).item() == 0
-    for query, key in ((4, 0), (0, 4)):
-        with pytest.raises(ArgumentError, match="table has values for offsets up to 2, but there is one of 4: make it longer"):
-            table_bias(table, torch.tensor([query]), torch.tensor([key]))
 
 
 def test_odd_widths_have_no_pairs_of_features() -> None:

@@ -16,7 +16,7 @@ from tests.peers.packages import peer, randomized
 from torch import Tensor
 
 from lineartime.baselines import GLA, RWKV7, DeltaNet, GatedDeltaNet, Mamba2, RetNet
-from lineartime.baselines.recurrent import RecurrentMixer, with_earlier
+from lineartime.baselines.recurrent import RecurrentMixer
 from lineartime.ops.recurrence import Tokens
 
 # flash-linear-attention warns when it is imported without a GPU, and what it imports warns too
@@ -28,9 +28,11 @@ def read(mixer: Any) -> tuple[Tokens, Tensor]:
     """What a layer's recurrence reads, in heads of tokens, [1, H, T, ...], and what it returns, [1, T, H, e]."""
     torch.manual_seed(0)
     layer: RecurrentMixer = randomized(mixer(D_MODEL, n_heads=HEADS)).float()
-    x = torch.randn(1, LENGTH, D_MODEL)
-    maps = layer.read(with_earlier(layer.remember(layer.before(x)), layer.recent_shape[0], None))
-    tokens = layer.tokens(layer.before(x), maps, layer.describe(x.shape, device=x.device))
+    packing = layer.describe((1, LENGTH, D_MODEL), device=torch.device("cpu"))
+    normed = layer.before(torch.randn(LENGTH, D_MODEL))
+    own = layer.remember(normed)
+    before, _ = packing.earlier(own, layer.recent_shape[0])
+    tokens = layer.tokens(normed, layer.project([own, *before]), packing).map(packing.to_rows)
     return tokens.map(lambda each: each.transpose(1, 2)), layer.recur(tokens, None)[0]
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from lineartime.baselines.flash_overlapping import FLASHOverlapping
 from lineartime.baselines.sparse import Sparse
-from lineartime.ops import mixed_chunk_attention
-from lineartime.ops.batch import Needs
-from lineartime.ops.make_batch import make_batch
+from lineartime.ops import MixedChunkOptions, Scales, attend, describe
+from lineartime.ops.mixed_chunk import reciprocal
 
 WINDOW = 4
 
@@ -44,9 +43,10 @@ def near(q: Tensor, k: Tensor, v: Tensor, causal: bool, chunks: int, **options: 
 @pytest.mark.parametrize("length", [8, 18])
 def test_quadratic_part_of_flash_with_softmax_is_local_attention(length: int, causal: bool) -> None:
     q, k, v = tokens(length)
-    zeros = torch.zeros_like(q)
-    out = mixed_chunk_attention(q, k, zeros, zeros, v, chunk_size=WINDOW, causal=causal, activation="softmax")
-    torch.testing.assert_close(out, near(q, k, v, causal, 0), atol=1e-10, rtol=0)
+    packing = describe(v.shape, device=v.device)
+    options = MixedChunkOptions(WINDOW, causal, Scales(q.shape[-1] ** -0.5, reciprocal, reciprocal), "softmax")
+    out, _ = attend(packing.pack(q), packing.pack(k), None, None, packing.pack(v), packing, options)
+    torch.testing.assert_close(packing.unpack(out), near(q, k, v, causal, 0), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -54,9 +54,9 @@ def test_quadratic_part_of_flash_with_softmax_is_local_attention(length: int, ca
 def test_overlapping_chunks_with_softmax_are_local_attention_that_looks_around(length: int, causal: bool) -> None:
     q, k, v = tokens(length)
     layer = FLASHOverlapping(8, d_qk=8, chunk_size=WINDOW, causal=causal, activation="softmax", relative_bias=False)
-    chunks = make_batch(v.shape, device=v.device, needs=Needs(WINDOW))
-    cut = [chunks.cut(x) for x in (q, k, v)]
-    out = chunks.join(layer.quadratic_part(*cut, chunks, None))
+    packing = describe(v.shape, device=v.device)
+    near_ones, _ = layer.attend_near(*map(packing.pack, (q, k, v)), packing, None)
+    out = packing.unpack(near_ones)
     torch.testing.assert_close(out, near(q, k, v, causal, 1), atol=1e-10, rtol=0)
 
 

@@ -1,6 +1,6 @@
 """BigBird: attention to near, global and random blocks.
 
-Shapes: B batch, N new tokens of a stream, R rows (one for each document), H heads, L tokens of the longest row, h head width,
+Shapes: R rows (one for each document or stream), H heads, L tokens of the longest row, h head width,
 S block size, G blocks of a row, n global blocks, r random blocks.
 Source: "Big Bird: Transformers for Longer Sequences" (arXiv 2007.14062), with global tokens from the sequence itself: here, its
 first blocks.
@@ -23,6 +23,7 @@ from lineartime.baselines.blocks import (
     join_blocks,
     joint_softmax,
     masked_products,
+    open_chunk_pieces,
     real_tokens,
     scaled_products,
     with_global_queries,
@@ -30,9 +31,9 @@ from lineartime.baselines.blocks import (
 )
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.layers.dense import factory
-from lineartime.ops.batch import Batch, open_chunk_pieces
 from lineartime.ops.checks import check_positive
 from lineartime.ops.modes import acc_dtype
+from lineartime.ops.packing import Packing
 from lineartime.ops.state import KVCache
 
 
@@ -91,7 +92,7 @@ def _take(x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _read(cache: Tensor, places: Tensor) -> Tensor:
-    """Gather the tokens of a cache [B, H, T, h] at positions [H, K], clamped to the last token -> [B, H, K, h]."""
+    """Gather the tokens of a cache [R, H, T, h] at positions [H, K], clamped to the last token -> [R, H, K, h]."""
     index = places.clamp(max=cache.shape[2] - 1)[..., None].expand(len(cache), -1, -1, cache.shape[-1])
     return cache.gather(2, index)
 
@@ -172,9 +173,9 @@ class BigBird(MultiHeadMixer):
         # In a causal row, the first blocks already contain all tokens before them.
         return out if causal else with_global_queries(out, q, k, v, first_tokens, real)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
-        block_size, position, compute = self.block_size, batch.first_position, acc_dtype(q)
-        state, *cached, _ = state.append(k, v, batch)
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, packing: Packing) -> tuple[Tensor, KVCache]:
+        block_size, position, compute = self.block_size, packing.common_start or 0, acc_dtype(q)
+        state, *cached, _ = state.append(k, v, packing)
         outputs = [v[:, :, :0].to(compute)]
         for new, first, last in open_chunk_pieces(position, q.shape[2], block_size):
             start = position + new.start - first  # of the block

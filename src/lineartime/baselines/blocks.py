@@ -1,10 +1,11 @@
 """What the baselines share that cut a row into blocks, or in which a token attends to only some of the others.
 
-Shapes: B batch, R rows, L tokens of a row, H heads, S block size, G blocks, C chunk size, Q queries, K keys, h head width;
+Shapes: B streams, R rows, L tokens of a row, H heads, S block size, G blocks, C chunk size, Q queries, K keys, h head width;
 tensors of the functions may have other leading dimensions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,10 @@ from typing_extensions import Unpack
 
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.checks import check_positive
-from lineartime.ops.modes import acc_dtype
+from lineartime.ops.mixed_chunk import MixedChunkOptions, attend_cached, quadratic_part
+from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.packing import Packing
+from lineartime.ops.state import KVCache
 
 
 def scaled_products(q: Tensor, k: Tensor) -> Tensor:
@@ -34,6 +38,23 @@ def cut_blocks(x: Tensor, size: int) -> Tensor:
     blocks = max(1, -(-length // size))
     cut: Tensor = F.pad(x, (0, 0, 0, blocks * size - length)).unflatten(-2, (blocks, size))
     return cut
+
+
+def open_chunk_pieces(position: int, new: int, chunk_size: int) -> Iterator[tuple[slice, int, int]]:
+    """Cut new tokens where a chunk fills up: yield the tokens, and where they begin and end in the open chunk."""
+    start = 0
+    while start < new:
+        first = (position + start) % chunk_size
+        last = min(chunk_size, first + new - start)
+        yield slice(start, start + last - first), first, last
+        start += last - first
+
+
+def fill(rows: Tensor, first: int, x: Tensor) -> Tensor:
+    """An open chunk's rows [..., C, f] with x [..., n, f] from `first` on, in a copy, or x itself if it fills the chunk."""
+    if x.shape[-2] == rows.shape[-2]:
+        return x.to(rows.dtype)
+    return torch.cat([rows[..., :first, :], x.to(rows.dtype), rows[..., first + x.shape[-2] :, :]], -2)
 
 
 def real_tokens(x: Tensor, real: Tensor | None) -> Tensor:
@@ -75,6 +96,25 @@ def with_global_queries(out: Tensor, q: Tensor, k: Tensor, v: Tensor, n_global: 
     """
     everything = masked_products(q[..., :n_global, :], k, real[:, None, None, :])
     return torch.cat([joint_softmax([(everything, v)]), out[..., n_global:, :]], -2)
+
+
+def attend_by_head(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: MixedChunkOptions, state: KVCache | None
+) -> tuple[Tensor, KVCache | None]:
+    """The attention of a GAU for each head, [N, H, s], [N, H, s], [N, H, e] -> [N, H, e], and the state of streams."""
+    if state is not None:
+        return attend_cached(q, k, v, packing, options, state)
+    compute, heads, outputs = matmul_dtype(q, k, v), q.shape[1], []
+    dtype = output_dtype(v, compute)
+    with without_autocast(v):
+        for grid, *own in packing.by_grid(None, options.causal, *(x.to(compute) for x in (q, k, v))):
+            # Each head of a document becomes a document.
+            of, begin = (x.repeat_interleave(heads, output_size=heads * len(x)) for x in (grid.of, grid.begin))
+            folded = replace(grid, of=of, begin=begin, count=heads * grid.count)
+            q, k, v = (grid.queries(x).transpose(1, 2).flatten(0, 1) for x in own)
+            out = quadratic_part(q, k, v, folded, options)
+            outputs.append(grid.tokens(out.unflatten(0, (-1, heads)).transpose(1, 2)).to(dtype))
+    return torch.cat(outputs), None
 
 
 class ChunkedHeadOptions(HeadOptions, total=False):

@@ -1,6 +1,6 @@
 """Combiner, rowmajor-axial: softmax over the tokens of a query's own chunk and over its column's summaries of the other chunks.
 
-Shapes: B batch, T tokens, N new tokens of a stream, R documents, H heads, L tokens of a document, h head width, C chunk size,
+Shapes: B streams, T tokens, R documents, H heads, L tokens of a document, h head width, C chunk size,
 G chunks, d = H h model width.
 Source: "Combiner: Full Attention Transformer with Sparse Computation Cost" (arXiv 2107.05768).
 
@@ -21,11 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import ChunkedHeadOptions, ChunkedHeads, masked_products, scaled_products
-from lineartime.layers.attention import merge_heads, split_heads
+from lineartime.baselines.blocks import (
+    ChunkedHeadOptions,
+    ChunkedHeads,
+    cut_blocks,
+    fill,
+    join_blocks,
+    masked_products,
+    open_chunk_pieces,
+    real_tokens,
+    scaled_products,
+)
+from lineartime.layers.attention import merge_heads
 from lineartime.layers.dense import Dense, factory, is_untouched
 from lineartime.layers.residual import LayerNorm
-from lineartime.ops.batch import Batch, cut_chunks, fill, open_chunk_pieces
+from lineartime.ops.packing import Packing
 from lineartime.ops.positions import rope
 from lineartime.ops.state import State
 
@@ -92,45 +102,42 @@ class Combiner(ChunkedHeads):
         self.summary_norm = LayerNorm(d_model, **factory(options))
         self.summary_to_key = Dense(d_model, d_model, **factory(options))
 
-    def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [B, H, T, h], and values followed by the normed tokens, split into heads, [B, H, T, 2 h]."""
-        q, k, v = super().project(x, batch)
-        return q, k, torch.cat([v, split_heads(x, self.n_heads)], -1)
+    def project(self, x: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [N, H, h], and values followed by the normed tokens, split into heads, [N, H, 2 h]."""
+        q, k, v = super().project(x, packing)
+        return q, k, torch.cat([v, x.view_as(v)], -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attend in time L (C + L / C): q, k [R, H, L, h] and v [R, H, L, 2 h] -> [R, H, L, h]."""
-        n_heads, causal = self.n_heads, self.causal
-        chunk_size = max(1, min(self.chunk_size, q.shape[2]))  # a larger chunk would only be padded
+        length, causal = q.shape[2], self.causal
+        chunk_size = max(1, min(self.chunk_size, length))  # a larger chunk would only be padded
         v, x = v.chunk(2, -1)
-        x = merge_heads(x)
-        chunks = cut_chunks(x, chunk_size, real)
-        x = chunks.cut(x)  # [R, G, C, d]
-        q, k, v = (chunks.cut(merge_heads(heads)).unflatten(-1, (n_heads, -1)).transpose(2, 3) for heads in (q, k, v))
-        holds_token = chunks.holds_token(v.device)  # [R or 1, G, C]
-        in_row = holds_token[:, :, None, None, :]
-        scores = scaled_products(q, k)  # [R, G, H, C, C]
+        in_row = cut_blocks(real_tokens(v, real)[:, None, :, None], chunk_size).mT  # [R or 1, 1, G, 1, C]
+        q, k, v, x = (cut_blocks(each, chunk_size) for each in (q, k, v, x))  # [R, H, G, C, h]
+        scores = scaled_products(q, k)  # [R, H, G, C, C]
         lowest = torch.finfo(scores.dtype).min
 
-        o = scores.masked_fill(~in_row, lowest).softmax(-1).to(v.dtype) @ v  # [R, G, H, C, h]
-        positions = torch.arange(chunks.n_chunks * chunk_size, device=x.device).view(-1, chunk_size)
-        k_sum = self.key_summary(o.transpose(2, 3).flatten(-2), x, positions)  # [R, G, C, H, h]
+        o = scores.masked_fill(~in_row, lowest).softmax(-1).to(v.dtype) @ v
+        positions = torch.arange(v.shape[2] * chunk_size, device=x.device).view(-1, chunk_size)
+        of_tokens, x = (each.permute(0, 2, 3, 1, 4).flatten(3) for each in (o, x))  # [R, G, C, d]
+        k_sum = self.key_summary(of_tokens, x, positions)  # [R, G, C, H, h]
 
         near = in_row
         if causal:  # the triangle is enough: empty slots come after real ones
             near = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
-        row = torch.arange(chunks.n_chunks, device=v.device)
+        row = torch.arange(v.shape[2], device=v.device)
         others = row < row[:, None] if causal else row != row[:, None]  # [G, G]
-        in_column = others & holds_token.mT[:, None, :, None, :]  # [R or 1, 1, C, G, G]
-        columns, summaries = q.permute(0, 2, 3, 1, 4), o.permute(0, 2, 3, 1, 4)  # [R, H, C, G, h]
-        far = masked_products(columns, k_sum.permute(0, 3, 2, 1, 4), in_column).permute(0, 3, 1, 2, 4)  # [R, G, H, C, G]
+        in_column = others & in_row.transpose(2, 4)  # [R or 1, 1, C, G, G]
+        columns, summaries = q.transpose(2, 3), o.transpose(2, 3)  # [R, H, C, G, h]
+        far = masked_products(columns, k_sum.permute(0, 3, 2, 1, 4), in_column).transpose(2, 3)  # [R, H, G, C, G]
         weights = torch.cat([scores.masked_fill(~near, lowest), far], -1).softmax(-1).to(v.dtype)
-        of_row, of_column = weights.split([chunk_size, chunks.n_chunks], -1)
-        out = of_row @ v + (of_column.permute(0, 2, 3, 1, 4) @ summaries).permute(0, 3, 1, 2, 4)
-        joined = chunks.join(out.transpose(2, 3).flatten(-2))  # [R, L, d]
-        return split_heads(joined, n_heads)
+        of_row, of_column = weights.split([chunk_size, v.shape[2]], -1)
+        return join_blocks(of_row @ v + (of_column.transpose(2, 3) @ summaries).transpose(2, 3), length)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: CombinerState, batch: Batch) -> tuple[Tensor, CombinerState]:
-        chunk_size, start = self.chunk_size, batch.first_position
+    def attend_next(
+        self, q: Tensor, k: Tensor, v: Tensor, state: CombinerState, packing: Packing
+    ) -> tuple[Tensor, CombinerState]:
+        chunk_size, start = self.chunk_size, packing.common_start or 0
         v, x = v.chunk(2, -1)
         q, k, v, x = (each.to(state.k.dtype) for each in (q, k, v, merge_heads(x)))
         outputs = [v[..., :0, :]]

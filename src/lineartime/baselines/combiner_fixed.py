@@ -1,6 +1,6 @@
 """Combiner, fixed: one softmax over the tokens of a query's own chunk and one summary of every other chunk.
 
-Shapes: B batch, T tokens, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, C chunk size, G chunks.
+Shapes: B streams, T tokens, R rows, H heads, L tokens of a row, h head width, C chunk size, G chunks.
 Source: "Combiner: Full Attention Transformer with Sparse Computation Cost" (arXiv 2107.05768).
 
     chunk g:  q_bar[g], k_bar[g] = maxpool(queries), maxpool(keys)
@@ -13,9 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineartime.baselines.blocks import ChunkedHeads, joint_softmax, masked_products, scaled_products
-from lineartime.layers.attention import merge_heads, split_heads
-from lineartime.ops.batch import Batch, cut_chunks, fill, open_chunk_pieces
+from lineartime.baselines.blocks import (
+    ChunkedHeads,
+    cut_blocks,
+    fill,
+    join_blocks,
+    joint_softmax,
+    masked_products,
+    open_chunk_pieces,
+    real_tokens,
+    scaled_products,
+)
+from lineartime.ops.packing import Packing
 from lineartime.ops.state import State
 
 
@@ -41,14 +50,8 @@ def combiner_fixed_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_si
     return torch.stack(rows, 1)
 
 
-def _split(x: Tensor, n_heads: int) -> Tensor:
-    """[R, G, C, d] -> [R, G, H, C, h]."""
-    heads: Tensor = x.unflatten(-1, (n_heads, -1)).transpose(2, 3)
-    return heads
-
-
 def _summarise(q: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """k_bar and v_bar [R, G, H, h] of chunks [R, G, H, C, h]; `slots`, [R or 1, G, 1, 1, C], tells which slots hold a token."""
+    """k_bar and v_bar [R, H, G, h] of chunks [R, H, G, C, h]; `slots`, [R or 1, 1, G, 1, C], tells which slots hold a token."""
     empty = ~slots.mT
     lowest = torch.finfo(q.dtype).min
     pooled_q, pooled_k = (x.masked_fill(empty, lowest).amax(-2).masked_fill(empty[..., 0, :], 0.0) for x in (q, k))
@@ -91,31 +94,26 @@ class CombinerFixed(ChunkedHeads):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attend in time L (C + L / C): q, k, v [R, H, L, h] -> [R, H, L, h]."""
-        n_heads, causal = self.n_heads, self.causal
-        chunk_size = max(1, min(self.chunk_size, q.shape[2]))  # a larger chunk would only be padded
-        chunks = cut_chunks(merge_heads(v), chunk_size, real)
-        q, k, v = (_split(chunks.cut(merge_heads(x)), n_heads) for x in (q, k, v))  # [R, G, H, C, h]
-        slots = chunks.holds_token(v.device)
-        holds_token = slots[:, :, 0]  # [R or 1, G]: a chunk holds tokens if its first slot does
-        slots = slots[:, :, None, None]  # [R or 1, G, 1, 1, C]
-        k_bar, v_bar = _summarise(q, k, v, slots)  # [R, G, H, h]
+        length, causal = q.shape[2], self.causal
+        chunk_size = max(1, min(self.chunk_size, length))  # a larger chunk would only be padded
+        slots = cut_blocks(real_tokens(v, real)[:, None, :, None], chunk_size).mT  # [R or 1, 1, G, 1, C]
+        q, k, v = (cut_blocks(x, chunk_size) for x in (q, k, v))  # [R, H, G, C, h]
+        k_bar, v_bar = _summarise(q, k, v, slots)  # [R, H, G, h]
 
         near = slots
         if causal:  # the triangle is enough: empty slots come after real ones
             near = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
-        own = torch.arange(v.shape[1], device=v.device)
-        others = own[None, :] < own[:, None] if causal else own[None, :] != own[:, None]  # [G, G]
-        far = others[:, None, None] & holds_token[:, None, None, None]  # [R or 1, G, 1, 1, G]
-
-        k_bar, v_bar = k_bar.transpose(1, 2)[:, None], v_bar.transpose(1, 2)[:, None]  # [R, 1, H, G, h]
+        own = torch.arange(v.shape[2], device=v.device)
+        others = own < own[:, None] if causal else own != own[:, None]  # [G, G]
+        far = (others & slots[..., 0].mT)[:, :, :, None]  # [R or 1, 1, G, 1, G]: a chunk holds tokens if its first slot does
+        k_bar, v_bar = k_bar[:, :, None], v_bar[:, :, None]  # [R, H, 1, G, h]
         out = joint_softmax([(masked_products(q, k, near), v), (masked_products(q, k_bar, far), v_bar)])
-        joined = chunks.join(out.transpose(2, 3).flatten(3))  # [R, L, d]
-        return split_heads(joined, n_heads)
+        return join_blocks(out, length)
 
     def attend_next(
-        self, q: Tensor, k: Tensor, v: Tensor, state: CombinerFixedState, batch: Batch
+        self, q: Tensor, k: Tensor, v: Tensor, state: CombinerFixedState, packing: Packing
     ) -> tuple[Tensor, CombinerFixedState]:
-        chunk_size, start = self.chunk_size, batch.first_position
+        chunk_size, start = self.chunk_size, packing.common_start or 0
         q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
         outputs = [v[..., :0, :]]
         triangle = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()

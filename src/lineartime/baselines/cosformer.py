@@ -36,7 +36,7 @@ def cosformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, max_length: i
 
 
 def weigh_by_cosine(features: Tensor, first: int, max_length: int) -> Tensor:
-    """Multiply the features [..., T, f] of tokens from position `first` on by the cosine and by the sine: [..., T, 2 f]."""
+    """Multiply the features [..., L, f] of tokens from position `first` on by the cosine and by the sine: [..., L, 2 f]."""
     positions = torch.arange(first, first + features.shape[-2], dtype=acc_dtype(features), device=features.device)
     angles = (math.pi / 2 / max_length * positions)[:, None]
     return torch.cat([features * angles.cos().to(features.dtype), features * angles.sin().to(features.dtype)], -1)
@@ -70,6 +70,6 @@ class CosFormer(KernelAttention):
         return x.relu()
 
     def weigh(self, features: Tensor, first: int) -> Tensor:
-        """[..., T, h] -> [..., T, 2 h]; ArgumentError beyond `max_length` tokens."""
+        """[..., L, h] -> [..., L, 2 h]; ArgumentError beyond `max_length` tokens."""
         check_fits("CosFormer", first + features.shape[-2], self.max_length)
         return weigh_by_cosine(features, first, self.max_length)

@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from lineartime.baselines.recurrent import RecurrentMixer, SoftplusDecay
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import MixerOptions
-from lineartime.ops.batch import Batch
+from lineartime.ops.packing import Packing
 from lineartime.ops.recurrence import Tokens
 
 
@@ -51,7 +51,7 @@ class DeltaNet(RecurrentMixer):
         self.to_beta = Dense(d_model, n_heads, **factory(options))
         self.decay = SoftplusDecay(d_model, n_heads, **factory(options)) if self.forgets else None
 
-    def tokens(self, normed: Tensor, maps: Sequence[Tensor], batch: Batch) -> Tokens:
+    def tokens(self, normed: Tensor, maps: Sequence[Tensor], packing: Packing) -> Tokens:
         q, k, v = (self.heads(each) for each in maps)
         q, k = (F.normalize(each, dim=-1, eps=1e-6) for each in (q, k))
         beta = self.to_beta(normed).sigmoid()[..., None]

@@ -1,6 +1,6 @@
 """Efficient attention: softmax over the features of a query, softmax over the positions of the keys' features.
 
-Shapes: B batch, N new tokens of a stream, R rows, H heads, T tokens, h head width (features f are the h of queries and keys).
+Shapes: N tokens, R rows, L tokens of a row, H heads, h head width (features f are the h of queries and keys).
 Source: "Efficient Attention" (arXiv 1812.01243); the causal form, by running sums, is ours.
 
     out[t] = sum over features f of softmax(q[t])[f] context[f],  context[f] = sum over visible j of softmax(k[:, f])[j] v[j]
@@ -23,11 +23,11 @@ from typing_extensions import Unpack
 from lineartime.baselines.kernel_attention import Rotated
 from lineartime.errors import check_choice
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
-from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_n_heads
 from lineartime.ops.linear import LinearState, continued_sums
 from lineartime.ops.modes import acc_dtype
-from lineartime.ops.positions import over_heads, rope, rotate
+from lineartime.ops.packing import Packing
+from lineartime.ops.positions import rope
 
 MAX_KEY = 20.0
 
@@ -50,8 +50,8 @@ class Features(NamedTuple):
     """What the sums are made of: out[t] = sum over f of (q[t, f] / sum of weights[:, f]) (sum over j of k[j, f] v[j]).
 
     Attributes:
-        q, k: [..., T, f] of queries and keys.
-        weights: [..., T, f], the exponentials whose sum normalises a feature of k.
+        q, k: [..., f] of queries and keys.
+        weights: [..., f], the exponentials whose sum normalises a feature of k.
     """
 
     q: Tensor
@@ -60,20 +60,9 @@ class Features(NamedTuple):
 
 
 def efficient_features(q: Tensor, k: Tensor) -> Features:
-    """The features of queries and keys [..., T, h], in float32 or better."""
+    """The features of queries and keys [..., h], in float32 or better."""
     weights = k.to(acc_dtype(k)).clamp(-MAX_KEY, MAX_KEY).exp()
     return Features(q.to(acc_dtype(q)).softmax(-1), weights, weights)
-
-
-def rotated_features(features: Features, rotations: Tensor | None) -> Features:
-    """The 2 h features whose sums equal those of rotated softmaxes; `rotations` as for `rotate`, None for no rotation."""
-    q, _, weights = features
-    cos, sin = rotations.to(q.dtype).unbind(0) if rotations is not None else (q.new_ones(1), q.new_zeros(1))
-    q = rotate(q, rotations)
-    first, second = q.chunk(2, -1)
-    lower, upper = weights.chunk(2, -1)
-    k = torch.cat([lower * cos, upper * cos, lower * sin, upper * sin], -1)
-    return Features(torch.cat([q, second, -first], -1), k, torch.cat([weights, weights], -1))
 
 
 def _without_padding(features: Features, real: Tensor | None) -> Features:
@@ -112,12 +101,17 @@ class Efficient(MultiHeadMixer):
         if rotated == "features":
             check_n_heads(self.n_heads, {"d_model": d_model}, in_pairs=True)
 
-    def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rotated queries and keys [B, H, T, h]; or their rotated features, [B, H, T, 2 h] and [B, H, T, 4 h]."""
+    def rotate(self, q: Tensor, k: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys [N, H, h]; or 2 h features, whose sums are those of rotated softmaxes, and weights."""
         if self.rotated == "inputs":
-            return super().rotate(q, k, rotations)
-        features = rotated_features(efficient_features(q, k), over_heads(rotations))
-        return features.q, torch.cat([features.k, features.weights], -1)
+            return super().rotate(q, k, packing)
+        q, _, weights = efficient_features(q, k)
+        turns = packing.rotations(self.head_dim, q.dtype) if self.rope else q.new_tensor([1.0, 0.0])[:, None, None]
+        halves = weights.view(packing.rows, packing.position.shape[0], self.n_heads, 1, 2, self.head_dim // 2)
+        of_keys = (halves * turns.transpose(0, 1)[:, None, :, None]).flatten(3).flatten(0, 1)  # by cosines, then by sines
+        q = packing.rotate(q) if self.rope else q
+        first, second = q.chunk(2, -1)
+        return torch.cat([q, second, -first], -1), torch.cat([of_keys, weights, weights], -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attend in time linear in L: q, k as `rotate` returns them, and v [R, H, L, h] -> [R, H, L, h]."""
@@ -129,9 +123,10 @@ class Efficient(MultiHeadMixer):
         totals = weights.sum(-2, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
         return of_queries.to(v.dtype) @ ((of_keys / totals).to(v.dtype).mT @ v)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState, batch: Batch) -> tuple[Tensor, LinearState]:
-        out, summary = _causal(_without_padding(self._features(q, k), batch.is_real), v, state.summary)
-        return out, LinearState(batch.after(state.position), summary)
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState, packing: Packing) -> tuple[Tensor, LinearState]:
+        real = None if packing.even else packing.grids(None, causal=True)[0].real
+        out, summary = _causal(_without_padding(self._features(q, k), real), v, state.summary)
+        return out, LinearState(state.position + packing.new, summary)
 
     def _features(self, q: Tensor, k: Tensor) -> Features:
         if self.rotated == "inputs":

@@ -1,7 +1,6 @@
 """Explicit sparse Transformer: softmax attention to the k tokens with the largest scores.
 
-Shapes: B batch, T tokens, N new tokens of a stream, R rows (one for each document), H heads, L tokens of the longest row,
-h head width.
+Shapes: T tokens, R rows (one for each document or stream), H heads, L tokens of the longest row, h head width.
 Source: "Explicit Sparse Transformer: Concentrated Attention Through Explicit Selection" (arXiv 1912.11637).
 
     o[i] = sum over j in A(i) of softmax over j (s[i, j]) v[j]        s[i, j] = q[i].k[j] / sqrt(h)
@@ -16,10 +15,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.baselines.blocks import masked_products, real_tokens
-from lineartime.layers.attention import HeadOptions, MultiHeadMixer
-from lineartime.ops.batch import Batch
+from lineartime.layers.attention import HeadOptions, MultiHeadMixer, append
 from lineartime.ops.checks import check_positive
 from lineartime.ops.modes import acc_dtype
+from lineartime.ops.packing import Packing
 from lineartime.ops.state import KVCache
 
 COMPARED = 2**20
@@ -62,9 +61,8 @@ class ExplicitTopK(MultiHeadMixer):
             visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
         return self._read_largest(q, k, v, visible)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
-        state, keys, values, visible = state.append(k, v, batch)
-        visible = visible if visible.dim() == 2 else visible[:, None]
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, packing: Packing) -> tuple[Tensor, KVCache]:
+        state, keys, values, visible = append(state, k, v, packing)
         at_a_time = max(1, COMPARED // max(1, keys.shape[2]))
         values = values.to(acc_dtype(q))
         outputs = [

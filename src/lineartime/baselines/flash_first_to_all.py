@@ -1,6 +1,6 @@
 """FLASH for fine-tuning: the first token of every chunk attends to the whole document with softmax instead of relu^2.
 
-Shapes: B batch, T tokens, G chunks, C chunk size, s query/key width, e value width.
+Shapes: T tokens, R rows, L tokens of a row, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 4.3.
 
     o_quad[t] = sum over all j of softmax over j (q_quad[t].k_quad[j] / sqrt(s)) v[j]        for the first token t of a chunk
@@ -11,11 +11,11 @@ only defined for positions inside a chunk.
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from lineartime.baselines.flash_parts import FLASHInParts, softmax_attention
-from lineartime.ops.batch import Batch, join_documents, split_documents
+from lineartime.baselines.blocks import masked_products
+from lineartime.baselines.flash_parts import FLASHBySoftmax
+from lineartime.ops.packing import Packing
 
 
 def flash_first_to_all_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int) -> dict[int, Tensor]:
@@ -23,7 +23,7 @@ def flash_first_to_all_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: in
     return {t: (k @ q[t] / q.shape[-1] ** 0.5).softmax(0) @ v for t in range(0, len(v), chunk_size)}
 
 
-class FLASHFirstToAll(FLASHInParts):
+class FLASHFirstToAll(FLASHBySoftmax):
     """FLASH for fine-tuning: the first token of each chunk attends to all tokens.
 
     These tokens attend to the whole document with softmax. The options are those of `FLASH`.
@@ -32,11 +32,6 @@ class FLASHFirstToAll(FLASHInParts):
     name = "flash-first-to-all"
     why_not_causal: ClassVar[str] = "the first token of a chunk has to see the whole sequence"
 
-    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
-        """Replace the first row of every chunk, in time T^2 / C."""
-        plain = super().quadratic_part(q, k, v, chunks, bias)
-        queries = split_documents(q[:, :, 0], chunks)  # [B, D, g, s]
-        documents = (split_documents(x, chunks) for x in (k, v, chunks.holds_token(v.device)))
-        keys, values, real = (x.flatten(2, 3) for x in documents)  # [B, D, g C, ...]
-        first = join_documents(softmax_attention(queries, keys, values, real, None), chunks)  # [B, G, e]
-        return torch.cat([first[:, :, None], plain[:, :, 1:]], 2)
+    def by_softmax(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, packing: Packing) -> Tensor:
+        """In time T^2 / C."""
+        return masked_products(q[:, :: self.chunk_size], k, real[:, None]).softmax(-1).to(v.dtype) @ v

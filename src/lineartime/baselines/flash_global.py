@@ -1,23 +1,22 @@
 """FLASH global-only: the linear part alone. A causal token does not attend to its own chunk, so chunks are small.
 
-Shapes: B batch, N new tokens of a stream, C chunk size, s query/key width, e value width.
+Shapes: N tokens, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "global only", with chunks of 64.
 
     out[t] = o_lin[t]
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.flash_parts import FLASHInParts
+from lineartime.baselines.flash_parts import FLASHVariant
 from lineartime.layers.mixer import MixerOptions
 from lineartime.ops.activations import Normalization
-from lineartime.ops.batch import Batch
-from lineartime.ops.mixed_chunk import stream
-from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
+from lineartime.ops.mixed_chunk import MixedChunkState, attend, mixed_chunk_state
+from lineartime.ops.packing import Packing
 
 
 class FLASHGlobalOptions(MixerOptions, total=False):
@@ -29,7 +28,7 @@ class FLASHGlobalOptions(MixerOptions, total=False):
     rope: bool
 
 
-class FLASHGlobal(FLASHInParts):
+class FLASHGlobal(FLASHVariant):
     """FLASH with linear attention across chunks of 64 alone.
 
     Args:
@@ -46,16 +45,9 @@ class FLASHGlobal(FLASHInParts):
             d_model, chunk_size=chunk_size, activation="relu2", relative_bias=False, initial_scores="small", **options
         )
 
-    def attend_chunks(self, maps: Sequence[Tensor], v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
+    def attend(self, maps: Sequence[Tensor], v: Tensor, packing: Packing, state: Any) -> tuple[Tensor, Any]:
         q, k = maps
-        return self.linear_part(q, k, v, chunks)
-
-    def attend_next(
-        self, maps: Sequence[Tensor], v: Tensor, state: MixedChunkState, batch: Batch
-    ) -> tuple[Tensor, MixedChunkState]:
-        q, k = maps
-        nothing = torch.zeros_like(q)  # relu(0)^2, the weight of every key of the open chunk, is zero
-        return stream.extend(nothing, q, [k], v, None, self.options, state, batch)
+        return attend(None, None, q, k, v, packing, self.options(packing), state)
 
     def init_own_state(self, batch_size: int) -> MixedChunkState:
         return mixed_chunk_state(batch_size, self.chunk_size, self.d_qk, self.d_value, self.any_parameter, maps=1)

@@ -1,6 +1,6 @@
 """FLASH with overlapping local attention: a chunk also attends to its neighbours or, if causal, to the previous chunk.
 
-Shapes: B batch, T tokens, N new tokens of a stream, G chunks, C chunk size, s query/key width, e value width,
+Shapes: N tokens, D documents, G chunks, C chunk size, Q queries of a chunk, s query/key width, e value width,
 M = 2 (causal) or 3 chunks in reach.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), which mentions this variant as better but slower.
 
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.ops.activations import Activation, attention_weights, attention_weights_oracle
-from lineartime.ops.batch import Batch, fill, open_chunk_pieces, shift_chunks
+from lineartime.baselines.flash_parts import FLASHVariant
+from lineartime.ops.activations import Activation, relu2
+from lineartime.ops.mixed_chunk import MixedChunkState, attend, attention_weights
 from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.packing import Grid, Packing
 from lineartime.ops.state import State
 
 
@@ -25,36 +26,14 @@ def flash_overlapping_oracle(
 ) -> Tensor:
     """The definition of the quadratic part for one document, one query at a time: [T, s], [T, s], [T, e] -> [T, e].
 
-    bias: [C, M C]; the row is the place of t in its chunk, and column C + j is the key at place j from the start of that chunk.
+    bias: [4 C - 1], for the distances from 1 - 2 C to 2 C - 1.
     """
     rows = []
     for t in range(len(v)):
-        chunk = t // chunk_size
-        near = [j for j in range(len(v)) if abs(j // chunk_size - chunk) <= 1 and (j <= t or not causal)]
-        weights = attention_weights_oracle(
-            k[near] @ q[t],
-            bias[t % chunk_size, [j - (chunk - 1) * chunk_size for j in near]],
-            d_qk=q.shape[-1],
-            activation=activation,
-            published_length=None,
-        )
-        rows.append(weights @ v[near])
+        near = [j for j in range(len(v)) if abs(j // chunk_size - t // chunk_size) <= 1 and (j <= t or not causal)]
+        scores = k[near] @ q[t] / q.shape[-1] ** 0.5 + bias[[j - t + 2 * chunk_size - 1 for j in near]]
+        rows.append((scores.softmax(0) if activation == "softmax" else relu2(scores) / len(near)) @ v[near])
     return torch.stack(rows)
-
-
-def with_neighbours(x: Tensor, chunks: Batch, causal: bool) -> Tensor:
-    """Concatenate every chunk with its neighbours, or zeros where there is none: [B, G, C, f] -> [B, G, M C, f]."""
-    before, after = shift_chunks(x, chunks, 1), shift_chunks(x, chunks, -1)
-    return torch.cat([before, x] if causal else [before, x, after], 2)
-
-
-def visible_neighbours(chunks: Batch, causal: bool, like: Tensor) -> Tensor:
-    """Which keys in reach are visible to the queries of a chunk: bool [B or 1, G, C or 1, M C]."""
-    visible = with_neighbours(chunks.holds_token(like.device)[..., None], chunks, causal).mT
-    if not causal:
-        return visible
-    earlier = torch.ones(chunks.chunk_size, 2 * chunks.chunk_size, dtype=torch.bool, device=like.device).tril(chunks.chunk_size)
-    return visible & earlier
 
 
 @dataclass(eq=False)
@@ -62,10 +41,10 @@ class FLASHOverlappingState(State):
     """The state of causal streams, of constant size; slots that hold no token hold any numbers.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
-        summary: [B, s, e], the sum of k_lin v^T over all complete chunks.
-        k_quad, v: [B, 2 C, s] and [B, 2 C, e] of the previous chunk and the open one.
-        k_lin: [B, C, s] of the open chunk.
+        position: int64 [D], the number of tokens that each stream has read.
+        summary: [D, s, e], the sum of k_lin v^T over all complete chunks.
+        k_quad, v: [D, 2 C, s] and [D, 2 C, e] of the previous chunk and the open one.
+        k_lin: [D, C, s] of the open chunk.
     """
 
     position: Tensor
@@ -75,7 +54,7 @@ class FLASHOverlappingState(State):
     k_lin: Tensor
 
 
-class FLASHOverlapping(FLASHInParts):
+class FLASHOverlapping(FLASHVariant):
     """FLASH whose chunks also read their neighbours.
 
     A causal chunk attends to itself and to the previous chunk. The options are those of `FLASH`. The relative bias is a table
@@ -84,62 +63,62 @@ class FLASHOverlapping(FLASHInParts):
 
     name = "flash-overlapping"
     bias_chunks = 2
-    any_positions = False
     constant_state = False
 
-    def chunk_bias(self, batch: Batch) -> Tensor | None:
-        """The relative bias, [C, M C], or None; C is the chunk size of the batch."""
-        if self.bias is None:
-            return None
-        size = batch.chunk_size or self.chunk_size
-        return self.bias.consecutive(size, (2 if self.causal else 3) * size, size, batch)
+    def attend(
+        self, maps: Sequence[Tensor], v: Tensor, packing: Packing, state: FLASHOverlappingState | None
+    ) -> tuple[Tensor, FLASHOverlappingState | None]:
+        q_quad, k_quad, q_lin, k_lin = maps
+        local, kept = self.attend_near(q_quad, k_quad, v, packing, state)
+        own = None
+        if state is not None:
+            own = MixedChunkState(state.position, state.summary, state.k_lin[:, None], state.v[:, self.chunk_size :])
+        across, own = attend(None, None, q_lin, k_lin, v, packing, self.options(packing), own)
+        if own is None:
+            return local + across, None
+        keys, values = kept
+        return local + across, FLASHOverlappingState(own.position, own.summary, keys, values, own.keys[:, 0])
 
-    def quadratic_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Batch, bias: Tensor | None) -> Tensor:
-        weights = self._weights(
-            q @ with_neighbours(k, chunks, self.causal).mT, visible_neighbours(chunks, self.causal, v), bias
-        )
-        return weights.to(v.dtype) @ with_neighbours(v, chunks, self.causal)
-
-    def _weights(self, products: Tensor, visible: Tensor, bias: Tensor | None) -> Tensor:
-        return attention_weights(
-            products,
-            d_qk=self.d_qk,
-            visible=visible,
-            bias=bias,
-            activation=self.activation,
-            published_length=self.options.published_length,
-        )
-
-    def attend_next(
-        self, maps: Sequence[Tensor], v: Tensor, state: FLASHOverlappingState, batch: Batch
-    ) -> tuple[Tensor, FLASHOverlappingState]:
-        size, compute = self.chunk_size, matmul_dtype(*maps, v)
-        q_quad, new_keys, q_lin, new_lin = maps
-        summary, k_quad, values, k_lin = state.summary, state.k_quad, state.v, state.k_lin
-        bias = self.chunk_bias(batch)
-        places = torch.arange(2 * size, device=v.device)
-        outputs = [v[:, :0].to(output_dtype(v, compute))]
+    def attend_near(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, state: FLASHOverlappingState | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The quadratic part, [N, s], [N, s], [N, e] -> [N, e], and the keys and values that streams keep for it."""
+        compute, options, outputs, kept = matmul_dtype(q, k, v), self.options(packing), [], []
+        old = (None, None) if state is None else (state.k_quad, state.v)
         with without_autocast(v):
-            for new, first, last in open_chunk_pieces(batch.first_position, v.shape[1], size):
-                complete = batch.first_position + new.start - first
-                if not first:  # the last chunk, which is full, becomes the previous one
-                    k_quad, values = (x.roll(-size, 1) for x in (k_quad, values))
-                k_quad, values = fill(k_quad, size + first, new_keys[:, new]), fill(values, size + first, v[:, new])
-                k_lin = fill(k_lin, first, new_lin[:, new])
-                visible = places[: size + last] <= places[size + first : size + last, None]
-                if not complete:  # the first chunk has no previous one
-                    visible = visible & (places[: size + last] >= size)
-                weights = self._weights(
-                    q_quad[:, new].to(compute) @ k_quad[:, : size + last].to(compute).mT,
-                    visible,
-                    None if bias is None else bias[first:last, : size + last],
-                )
-                mean = (summary / self.options.linear_divisor(torch.tensor(complete))).to(compute)
-                out = weights.to(compute) @ values[:, : size + last].to(compute) + q_lin[:, new].to(compute) @ mean
-                outputs.append(out.to(outputs[0].dtype))
-                if last == size:
-                    summary = summary + k_lin.mT @ values[:, size:]
-        return torch.cat(outputs, 1), FLASHOverlappingState(batch.after(state.position), summary, k_quad, values, k_lin)
+            for grid, queries, *own in packing.by_grid(self.chunk_size, self.causal, *(x.to(compute) for x in (q, k, v))):
+                keys, values = (self.with_neighbours(x, grid, before) for x, before in zip(own, old, strict=True))
+                queries, size, slot = grid.queries(queries), grid.size, torch.arange(keys.shape[1], device=v.device)
+                place = grid.begin[:, None] + slot - size  # of each key in its document
+                visible = ((place >= 0) & (place < grid.end[grid.of][:, None]))[:, None]
+                if self.causal:
+                    visible = visible & (slot <= grid.query_slot[..., None] + size)
+                bias = None if options.bias is None else options.bias(2 * size)[: keys.shape[1] + size - 1]
+                if bias is not None and grid.width < size:
+                    bias = bias[slot + size - 1 - grid.query_slot[..., None]]
+                count, scores = visible.sum(-1).clamp(min=1), queries @ keys.mT
+                weights = attention_weights(scores, ~visible, count, bias, self.activation, options.scales)
+                outputs.append(grid.tokens(weights.to(values.dtype) @ values).to(output_dtype(v, compute)))
+                for x, before in zip((keys, values), old, strict=True):
+                    if before is not None:  # streams without new tokens keep what they have
+                        last = x.index_select(0, grid.final).to(before.dtype)
+                        kept.append(torch.where((packing.new == 0)[:, None, None], before, last))
+        return torch.cat(outputs), kept
+
+    def with_neighbours(self, x: Tensor, grid: Grid, old: Tensor | None) -> Tensor:
+        """The chunks of keys or values [n, f], each with its neighbours, zeros where there is none: [G, M C, f].
+
+        `old`, [D, 2 C, f], is what streams keep.
+        """
+        chunks, chunk = grid.keys(x, None if old is None else old[:, grid.size :]), torch.arange(len(grid.of), device=x.device)
+        before = x.new_zeros(())
+        if old is not None:  # the chunk before, or the last one, if it is full
+            full = (grid.start % grid.size == 0)[:, None, None]
+            before = grid.of_documents(torch.where(full, old[:, grid.size :], old[:, : grid.size])).to(x.dtype)
+        parts = [torch.where((chunk == grid.first[grid.of])[:, None, None], before, chunks.roll(1, 0)), chunks]
+        if not self.causal:
+            parts.append(torch.where((chunk == grid.final[grid.of])[:, None, None], 0, chunks.roll(-1, 0)))
+        return torch.cat(parts, 1)
 
     def init_own_state(self, batch_size: int) -> FLASHOverlappingState:
         size, like = self.chunk_size, self.any_parameter

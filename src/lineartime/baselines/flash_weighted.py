@@ -14,17 +14,18 @@ Equal scores give the mean over tokens, as in FLASH. A stream keeps the summarie
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.baselines.flash_parts import FLASHInParts
-from lineartime.ops.activations import NORMALIZATIONS, attention_weights
-from lineartime.ops.batch import Batch, join_documents, open_chunk_pieces, shift_chunks, split_documents
-from lineartime.ops.mixed_chunk import stream
-from lineartime.ops.mixed_chunk.stream import MixedChunkState, mixed_chunk_state
+from lineartime.baselines.blocks import masked_products
+from lineartime.baselines.flash_parts import FLASHVariant
+from lineartime.ops.activations import NORMALIZATIONS
+from lineartime.ops.mixed_chunk import MixedChunkState, attend, mixed_chunk_state
 from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.packing import Grid, Packing
 from lineartime.ops.state import State
 
 
@@ -48,40 +49,24 @@ def flash_weighted_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, c
     return torch.stack(rows)
 
 
-def weighted_summaries(
-    q: Tensor, k: Tensor, v: Tensor, chunks: Batch, *, causal: bool, published_size: float | None = None
-) -> Tensor:
-    """Attend from every chunk to a weighted mean of summaries: [B, G, C, s], [B, G, C, s], [B, G, C, e] -> [B, G, C, e].
-
-    `published_size` is the C that divides each summary, as published; None divides by the number of tokens of the chunk.
-    """
-    accumulate = acc_dtype(v)
-    tokens = chunks.sizes(q.new_empty(0, dtype=accumulate))  # [B or 1, G]
-    sizes = tokens.clamp(min=1)
-    q_bar, k_bar = (x.to(accumulate).sum(2) / sizes[..., None] for x in (q, k))
-    if published_size is not None:
-        sizes = torch.full_like(sizes, published_size)  # every chunk counts as full
-    summaries = (k.mT @ v).to(accumulate) / sizes[..., None, None]
-    if causal:
-        q_bar = shift_chunks(q_bar, chunks, 1)
-    q_bar, k_bar, sizes, tokens, flat = (
-        split_documents(x, chunks) for x in (q_bar, k_bar, sizes, tokens, summaries.flatten(2))
-    )
-    visible = (tokens > 0)[..., None, :].expand(-1, -1, tokens.shape[-1], -1)
-    weights = _chunk_weights(q_bar, k_bar, sizes.clamp(min=1), visible.tril(-1) if causal else visible)
-    return q @ join_documents(weights @ flat, chunks).view_as(summaries).to(q.dtype)
+def by_document(x: Tensor, grid: Grid) -> Tensor:
+    """Make each document a row of its chunks, with zeros after those of shorter ones: [G, ...] -> [D, longest, ...]."""
+    if isinstance(grid.chunks, int):
+        return x.view(len(grid.end), grid.chunks, *x.shape[1:])
+    longest, place = _places(grid)
+    rows = x.new_zeros(len(grid.end) * longest, *x.shape[1:]).index_copy(0, place, x)
+    return rows.view(len(grid.end), longest, *x.shape[1:])
 
 
-def _chunk_weights(q_bar: Tensor, k_bar: Tensor, sizes: Tensor, visible: Tensor | None) -> Tensor:
-    """A: [..., Q, s], [..., G, s] and sizes [..., G] -> [..., Q, G]."""
-    return attention_weights(
-        q_bar @ k_bar.mT,
-        d_qk=q_bar.shape[-1],
-        visible=visible,
-        bias=sizes.log()[..., None, :],
-        activation="softmax",
-        published_length=None,
-    )
+def of_chunks(x: Tensor, grid: Grid) -> Tensor:
+    """The inverse of `by_document`: [D, longest, ...] -> [G, ...]."""
+    return x.flatten(0, 1) if isinstance(grid.chunks, int) else x.flatten(0, 1).index_select(0, _places(grid)[1])
+
+
+def _places(grid: Grid) -> tuple[int, Tensor]:
+    """The chunks of the longest document, or a bound, and the place of each chunk among D times as many."""
+    longest = max(grid.chunks, default=0) if isinstance(grid.chunks, list) else len(grid.of)
+    return longest, grid.of * longest + torch.arange(len(grid.of), device=grid.of.device) - grid.first[grid.of]
 
 
 @dataclass(eq=False)
@@ -104,7 +89,7 @@ class FLASHWeightedState(State):
     open_chunk: MixedChunkState
 
 
-class FLASHWeighted(FLASHInParts):
+class FLASHWeighted(FLASHVariant):
     """FLASH with attention between chunk summaries.
 
     Its state grows by s x e numbers with every chunk. The options are those of `FLASH`.
@@ -115,31 +100,59 @@ class FLASHWeighted(FLASHInParts):
     any_positions = False
     constant_state = False
 
-    def linear_part(self, q: Tensor, k: Tensor, v: Tensor, chunks: Batch) -> Tensor:
-        return weighted_summaries(q, k, v, chunks, causal=self.causal, published_size=self.options.published_length)
+    def attend(
+        self, maps: Sequence[Tensor], v: Tensor, packing: Packing, state: FLASHWeightedState | None
+    ) -> tuple[Tensor, FLASHWeightedState | None]:
+        q_quad, k_quad, q_lin, k_lin = maps
+        across, kept = self.attend_across(q_lin, k_lin, v, packing, state)
+        if state is None:
+            local, _ = attend(q_quad, k_quad, None, None, v, packing, self.options(packing))
+            return local + across, None
+        local, own = attend(q_quad, k_quad, None, k_lin, v, packing, self.options(packing), state.open_chunk)
+        assert own is not None
+        summary, summaries, k_bar, q_sum = kept
+        return local + across, FLASHWeightedState(own.position, summary, summaries, k_bar, q_sum, own)
 
-    def attend_next(
-        self, maps: Sequence[Tensor], v: Tensor, state: FLASHWeightedState, batch: Batch
-    ) -> tuple[Tensor, FLASHWeightedState]:
-        size, compute, start = self.chunk_size, matmul_dtype(*maps, v), batch.first_position
-        summary, q_sum, own, bias = state.summary, state.q_sum, state.open_chunk, self.slot_bias(batch)
-        summaries, k_bar = state.summaries[:, : start // size], state.k_bar[:, : start // size]
-        outputs = [v[:, :0].to(output_dtype(v, compute))]
-        for new, _, last in open_chunk_pieces(start, v.shape[1], size):
-            q_quad, k_quad, q_lin, k_lin = (x[:, new] for x in maps)
-            here = replace(batch, start=start + new.start)
-            local, own = stream.extend(q_quad, None, [k_quad, k_lin], v[:, new], bias, self.options, own, here)
-            with without_autocast(v):
-                outputs.append(local + (q_lin.to(compute) @ summary.to(compute)).to(local.dtype))
-                q_sum = q_sum + q_lin.to(q_sum.dtype).sum(1)
-                if last == size:  # the chunk is full: summarise it, and compute the context of the next one
-                    keys, values = own.keys[:, 1].to(summary.dtype), own.values.to(summary.dtype)
-                    summaries = torch.cat([summaries, (keys.mT @ values / size)[:, None]], 1)
-                    k_bar = torch.cat([k_bar, keys.mean(1, keepdim=True)], 1)
-                    weights = _chunk_weights(q_sum[:, None] / size, k_bar, torch.full_like(k_bar[:1, :, 0], size), None)
-                    summary, q_sum = (weights @ summaries.flatten(2)).view_as(summary), torch.zeros_like(q_sum)
-        position = batch.after(state.position)
-        return torch.cat(outputs, 1), FLASHWeightedState(position, summary, summaries, k_bar, q_sum, own)
+    def attend_across(
+        self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, state: FLASHWeightedState | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The linear part, [N, s], [N, s], [N, e] -> [N, e], and what streams keep for it, in the order of their state."""
+        size, compute, exact, outputs, kept = self.chunk_size, matmul_dtype(q, k, v), acc_dtype(v), [], []
+        start = packing.common_start or 0
+        open_keys, open_values = (None, None) if state is None else (state.open_chunk.keys[:, 1], state.open_chunk.values)
+        with without_autocast(v):
+            for grid, queries, keys, values in packing.by_grid(size, self.causal, *(x.to(compute) for x in (q, k, v))):
+                queries, keys, values = grid.queries(queries), grid.keys(keys, open_keys), grid.keys(values, open_values)
+                tokens, counts = grid.sizes, grid.sizes.clamp(min=1).to(exact)[:, None]
+                counted = counts if self.normalization == "count" else torch.full_like(counts, size)  # "paper": all are full
+                summaries = by_document((keys.mT @ values).to(exact) / counted[..., None], grid)  # [D, g, s, e]
+                k_bar = by_document(keys.to(exact).sum(1) / counts, grid)
+                q_sum = by_document(queries.to(exact).sum(1), grid)
+                if not self.causal:
+                    q_bar = q_sum / by_document(counts, grid).clamp(min=1)
+                    scores = masked_products(q_bar, k_bar, (by_document(tokens, grid) > 0)[:, None])
+                    weights = (scores + by_document(counted, grid).clamp(min=1).log().mT).softmax(-1)
+                    means = (weights @ summaries.flatten(2)).view_as(summaries)
+                else:
+                    first, old, n_chunks = summaries.new_zeros(len(grid.end), *summaries.shape[2:]), 0, q_sum.shape[1]
+                    if state is not None:
+                        old, first = start // size, state.summary
+                        q_sum = torch.cat([q_sum[:, :1] + state.q_sum[:, None], q_sum[:, 1:]], 1)
+                        summaries = torch.cat([state.summaries[:, :old], summaries], 1)
+                        k_bar = torch.cat([state.k_bar[:, :old], k_bar], 1)
+                    # Of each chunk, for the next one, which attends only if this one is full.
+                    q_bar = (q_sum if state is not None else q_sum[:, :-1]) / size
+                    earlier = torch.ones(q_bar.shape[1], k_bar.shape[1], dtype=torch.bool, device=v.device).tril(old)
+                    weights = masked_products(q_bar, k_bar, earlier).softmax(-1)
+                    following = (weights @ summaries.flatten(2)).unflatten(-1, first.shape[1:])
+                    means = torch.cat([first[:, None], following], 1)
+                    if state is not None:
+                        full = (start % size + packing.longest) // size
+                        rest = F.pad(q_sum, (0, 0, 0, 1))[:, full]
+                        kept = [means[:, full], summaries[:, : old + full], k_bar[:, : old + full], rest]
+                    means = means[:, :n_chunks]
+                outputs.append(grid.tokens(queries @ of_chunks(means, grid).to(compute)).to(output_dtype(v, compute)))
+        return torch.cat(outputs), kept
 
     def init_own_state(self, batch_size: int) -> FLASHWeightedState:
         like = self.any_parameter

@@ -1,7 +1,7 @@
 """Flowformer: linear attention with competition among keys and an allocation to each query.
 
-Shapes: B batch, T tokens, N new tokens of a stream, R rows (one for each document), H heads, L tokens of the longest row,
-h head width; tensors may have leading dimensions.
+Shapes: T tokens, R rows (one for each document or stream), H heads, L tokens of the longest row, h head width; tensors may have
+leading dimensions.
 Source: "Flowformer: Linearizing Transformers with Conservation Flows" (arXiv 2202.06258), and its authors' code, the
 source of eps and of the bound (that of their language model).
 
@@ -28,9 +28,9 @@ from torch import Tensor
 
 from lineartime.baselines.blocks import real_tokens
 from lineartime.layers.attention import MultiHeadMixer
-from lineartime.ops.batch import Batch
 from lineartime.ops.linear import continued_sums
 from lineartime.ops.modes import acc_dtype
+from lineartime.ops.packing import Packing
 from lineartime.ops.state import State
 
 EPS = 1e-6
@@ -108,7 +108,7 @@ def empty_state(keys: Tensor, d_value: int) -> FlowformerState:
 def _continued(
     q: Tensor, k: Tensor, v: Tensor, state: FlowformerState, position: Tensor | int, real: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The outputs [..., N, h] of N tokens after `position` others, and the new sums; `real`, bool [B, N], comes first."""
+    """The outputs [..., L, h] of L tokens after `position` others, and the new sums; `real`, bool [R, L], comes first."""
 
     def kept(x: Tensor) -> Tensor:
         return x if real is None else x.masked_fill(~real[:, None, :, None], 0.0)
@@ -156,10 +156,11 @@ class Flowformer(MultiHeadMixer):
         return _allot(out, sinks)
 
     def attend_next(
-        self, q: Tensor, k: Tensor, v: Tensor, state: FlowformerState, batch: Batch
+        self, q: Tensor, k: Tensor, v: Tensor, state: FlowformerState, packing: Packing
     ) -> tuple[Tensor, FlowformerState]:
-        out, *sums = _continued(q, k, v, state, state.position[:, None, None, None], batch.is_real)
-        return out, FlowformerState(batch.after(state.position), *sums)
+        real = None if packing.even else packing.grids(None, causal=True)[0].real
+        out, *sums = _continued(q, k, v, state, state.position[:, None, None, None], real)
+        return out, FlowformerState(state.position + packing.new, *sums)
 
     def init_own_state(self, batch_size: int) -> FlowformerState:
         return empty_state(self.empty_cache(batch_size), self.head_dim)

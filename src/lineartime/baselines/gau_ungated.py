@@ -8,7 +8,7 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "n
 
 from torch import Tensor
 
-from lineartime.layers.gau import GAU
+from lineartime.layers.flash import GAU
 
 
 class GAUUngated(GAU):

@@ -16,8 +16,8 @@ from typing_extensions import Unpack
 from lineartime.baselines.recurrent import RecurrentMixer
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import MixerOptions
-from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_positive
+from lineartime.ops.packing import Packing
 from lineartime.ops.recurrence import LONGEST_DECAY, Tokens
 
 RANK = 16
@@ -57,7 +57,7 @@ class GLA(RecurrentMixer):
         self.to_rank = Dense(d_model, RANK, **factory(options))
         self.to_decay = Dense(RANK, keys, **factory(options))
 
-    def tokens(self, normed: Tensor, maps: Sequence[Tensor], batch: Batch) -> Tokens:
+    def tokens(self, normed: Tensor, maps: Sequence[Tensor], packing: Packing) -> Tokens:
         q, k, v = (self.heads(each) for each in maps)
         g = F.logsigmoid(self.to_decay(self.to_rank(normed))) / SMOOTHING
         return Tokens(q * q.shape[-1] ** -0.5, k, v, self.heads(g).clamp(min=-LONGEST_DECAY / self.chunk))

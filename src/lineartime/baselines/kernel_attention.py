@@ -1,6 +1,6 @@
 """Multi-head linear attention with a feature map that a subclass defines.
 
-Shapes: B batch, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, f features.
+Shapes: N tokens, D streams, R rows, H heads, L tokens of a row, h head width, f features.
 The definition is in `lineartime.ops.linear`; its q and k are features(q) and features(k) here.
 """
 
@@ -13,9 +13,9 @@ from typing_extensions import Unpack
 
 from lineartime.errors import check_choice
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
-from lineartime.ops.batch import Batch
 from lineartime.ops.linear import LinearState, chunked_sums, linear_attention, linear_attention_extend
 from lineartime.ops.modes import acc_dtype
+from lineartime.ops.packing import Packing
 
 Rotated = Literal["inputs", "features"]
 """What rotary positions rotate in a linear attention."""
@@ -53,7 +53,7 @@ class KernelAttention(MultiHeadMixer):
         """Map queries or keys [..., h] to features [..., f], which must not be negative."""
 
     def weigh(self, features: Tensor, first: int) -> Tensor:
-        """Weight the features [..., T, f] of tokens at positions `first`, `first` + 1, ... by their positions: [..., T, g].
+        """Weight the features [..., L, f] of tokens at positions `first`, `first` + 1, ... by their positions: [..., L, g].
 
         By default, they are returned unchanged. A mixer that changes them has any_positions = False.
         """
@@ -63,26 +63,26 @@ class KernelAttention(MultiHeadMixer):
         """The causal sums over tokens: q [..., L, f], k [..., L, f], v [..., L, h] -> [..., L, h]."""
         return chunked_sums(q, k, v)
 
-    def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rotated queries and keys [B, H, T, h]; or their features, plain ones before rotated ones, [B, H, T, 2 f]."""
+    def rotate(self, q: Tensor, k: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys [N, H, h]; or their features, plain ones before rotated ones, [N, H, 2 f]."""
         if self.rotated == "inputs":
-            return super().rotate(q, k, rotations)
+            return super().rotate(q, k, packing)
         q, k = self.features(q), self.features(k)
-        turned_q, turned_k = self.rotate_features(q, k, rotations)
+        turned_q, turned_k = self.rotate_features(q, k, packing)
         return torch.cat([q, turned_q], -1), torch.cat([k, turned_k], -1)
 
-    def rotate_features(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rotate features of queries and keys [B, H, T, f] by their positions."""
-        return super().rotate(q, k, rotations)
+    def rotate_features(self, q: Tensor, k: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        """Rotate features of queries and keys [N, H, f] by their positions."""
+        return super().rotate(q, k, packing)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         q, k, plain = self._features(q, k, first=0)
         real = None if real is None else real[:, None]
         return linear_attention(q, k, v, causal=self.causal, real=real, causal_sums=self.sums, plain=plain)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState, batch: Batch) -> tuple[Tensor, LinearState]:
-        q, k, plain = self._features(q, k, first=0 if self.any_positions else batch.first_position)
-        return linear_attention_extend(q, k, v, state, counts=batch.counts, plain=plain)
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState, packing: Packing) -> tuple[Tensor, LinearState]:
+        q, k, plain = self._features(q, k, first=packing.common_start or 0)
+        return linear_attention_extend(q, k, v, state, counts=packing.counts, plain=plain)
 
     def _features(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """The features of what `rotate` returned, and of the denominator if they differ; `first` is the first position."""

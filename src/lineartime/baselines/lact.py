@@ -2,7 +2,7 @@
 
 Source: "Test-Time Training Done Right" (arXiv 2505.23884), its language model.
 
-Shapes: B batch, T tokens, N new tokens of a stream, R rows, L tokens of a row, C chunk size, F networks, f = d / F their width.
+Shapes: N tokens, B streams, R rows, L tokens of a row, C chunk size, F networks, f = d / F their width.
 
     o[t] = window attention + scale[t] norm(net(W[g], q[t]))        for t in chunk g; W[0] are parameters
     net(W, x) = W1 (silu(W0 x) * (W2 x))
@@ -24,14 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from lineartime.baselines.blocks import fill, open_chunk_pieces
 from lineartime.baselines.longformer import Longformer, LongformerState
 from lineartime.errors import ArgumentError
-from lineartime.layers.attention import HeadOptions, merge_heads, split_heads
+from lineartime.layers.attention import HeadOptions
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.residual import RMSNorm
-from lineartime.ops.batch import Batch, fill, open_chunk_pieces
 from lineartime.ops.checks import check_positive
-from lineartime.ops.modes import acc_dtype, output_dtype, without_autocast
+from lineartime.ops.modes import acc_dtype, without_autocast
+from lineartime.ops.packing import Packing
 from lineartime.ops.state import State
 
 FIRST_RATE = 1e-3
@@ -140,7 +141,7 @@ class LaCT(Longformer):
         nn.init.zeros_(self.offsets)
 
     def split_maps(self, normed: Tensor) -> tuple[Sequence[Tensor], Tensor, Tensor]:
-        """Queries, keys and values of the attention, [B, T, d]; those of the networks with their rates; and their scales."""
+        """Queries, keys and values of the attention, [N, d]; those of the networks with their rates; and their scales."""
         q, k, v = self.to_qkv(normed).chunk(3, -1)
         fast_q, fast_k = (
             F.normalize(F.silu(x * scale + offset).unflatten(-1, (self.n_nets, -1)), dim=-1, eps=1e-5)
@@ -160,58 +161,40 @@ class LaCT(Longformer):
         changed = weights + orthogonalised(momentum)
         return changed / (changed.norm(dim=-1, keepdim=True) + 1e-5) * lengths, momentum
 
-    def begin(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The weights and the momentum before the first chunk."""
-        weights = self.weights.to(dtype).expand(rows, *self.weights.shape)
-        return weights, torch.zeros_like(weights)
+    def begin(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The weights, the momentum and the open chunk before the first token."""
+        weights = self.weights.to(acc_dtype(self.weights)).expand(rows, *self.weights.shape)
+        chunk = weights.new_zeros(rows, self.n_nets, self.chunk_size, 2 * weights.shape[-1] + 4)
+        return weights, torch.zeros_like(weights), chunk
 
-    def read_fast(self, fast: Tensor, real: Tensor | None) -> Tensor:
-        """The networks over rows, [R, L, F (3 f + 4)] -> [R, L, F f]."""
-        x = split_heads(fast, self.n_nets)
-        width, dtype = self.weights.shape[-1], acc_dtype(x)
-        outputs = []
+    def read_fast(self, x: Tensor, position: int, state: LaCTState | None) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The networks over rows that begin at a position, [R, F, L, 3 f + 4] -> [R, F, L, f], and the new state of streams."""
+        width, dtype, outputs = self.weights.shape[-1], acc_dtype(self.weights), []
+        weights, momentum, chunk = self.begin(len(x)) if state is None else (state.weights, state.momentum, state.open_chunk)
+        for new, first, last in open_chunk_pieces(position, x.shape[2], self.chunk_size):
+            outputs.append(net(weights, x[:, :, new, :width].to(dtype)))
+            if state is None and new.stop == x.shape[2]:
+                break  # nobody reads what is learnt of the last chunk
+            chunk = fill(chunk, first, x[:, :, new, width:])
+            if last == self.chunk_size:
+                weights, momentum = self.learn(weights, momentum, chunk)
+        return torch.cat(outputs, 2) if outputs else x[..., :width], (weights, momentum, chunk)
+
+    def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
+        maps, fast, scale = self.split_maps(x)
+        q, k, v = (each.unflatten(1, (self.n_heads, -1)) for each in maps)
+        near, of_window = self.attend_heads((*self.rotate(q, k, packing), v), packing, None if state is None else state.near)
+        outputs: list[Tensor] = []
+        learnt: tuple[Tensor, ...] = ()
         with without_autocast(x):
-            weights, momentum = self.begin(x.shape[0], dtype)
-            for start in range(0, x.shape[2], self.chunk_size):
-                if start:
-                    before = x[:, :, start - self.chunk_size : start, width:]
-                    weights, momentum = self.learn(weights, momentum, before.to(dtype))
-                outputs.append(net(weights, x[:, :, start : start + self.chunk_size, :width].to(dtype)))
-        return merge_heads(torch.cat(outputs, 2) if outputs else x[..., :width])
-
-    def add(self, near: Tensor, fast: Tensor, scale: Tensor) -> Tensor:
-        """The sum of the window attention [B, T, d] and of the networks' outputs [B, T, F, f]."""
-        normed: Tensor = self.net_norm(fast)
-        return near + (scale * normed).flatten(2).to(near.dtype)
-
-    def mix(self, normed: Tensor, batch: Batch) -> Tensor:
-        maps, fast, scale = self.split_maps(normed)
-        q, k, v = (split_heads(x, self.n_heads) for x in maps)
-        near = self._attend(self.attend, *self.rotate(q, k, batch.rotations), v, batch)
-        read = batch.by_row(self.read_fast, fast.flatten(2))
-        return self.combine(normed, self.add(near, read.unflatten(-1, (self.n_nets, -1)), scale))
-
-    def mix_next(self, normed: Tensor, state: LaCTState, batch: Batch) -> tuple[Tensor, LaCTState]:
-        maps, fast, scale = self.split_maps(normed)
-        q, k, v = (split_heads(x, self.n_heads) for x in maps)
-        q, k = self.rotate(q, k, batch.rotations)
-        compute = self.compute_dtype(q, k, v)
-        with without_autocast(v):
-            near, near_state = self.attend_next(q.to(compute), k.to(compute), v.to(compute), state.near, batch)
-            x, width, dtype = fast.transpose(1, 2), self.weights.shape[-1], state.weights.dtype
-            weights, momentum, chunk, outputs = state.weights, state.momentum, state.open_chunk, []
-            for new, first, last in open_chunk_pieces(batch.first_position, x.shape[2], self.chunk_size):
-                outputs.append(net(weights, x[:, :, new, :width].to(dtype)))
-                chunk = fill(chunk, first, x[:, :, new, width:])
-                if last == self.chunk_size:
-                    weights, momentum = self.learn(weights, momentum, chunk)
-        read = torch.cat(outputs, 2).transpose(1, 2) if outputs else fast[..., :width]
-        added = self.add(merge_heads(near.to(output_dtype(v, compute))), read, scale)
-        return self.combine(normed, added), LaCTState(batch.after(state.position), near_state, weights, momentum, chunk)
+            for grid, own in packing.by_grid(None, True, fast):
+                out, learnt = self.read_fast(grid.queries(own).transpose(1, 2), packing.common_start or 0, state)
+                outputs.append(grid.tokens(out.transpose(1, 2)))
+        normed = self.net_norm(torch.cat(outputs))
+        added = self.combine(x, near + (scale * normed).flatten(1).to(near.dtype))
+        return added, None if state is None else LaCTState(state.position + packing.new, of_window, *learnt)
 
     def init_own_state(self, batch_size: int) -> Any:
-        weights, momentum = self.begin(batch_size, acc_dtype(self.weights))
-        width = self.weights.shape[-1]
-        chunk = weights.new_zeros(batch_size, self.n_nets, self.chunk_size, 2 * width + 4)
+        weights, momentum, chunk = self.begin(batch_size)
         near = super().init_own_state(batch_size)
         return LaCTState(self.first_position(batch_size), near, weights.clone(), momentum, chunk)

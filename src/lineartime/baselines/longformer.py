@@ -1,7 +1,7 @@
 """Longformer: a sliding window, and global tokens that attend to all tokens and to which all tokens attend.
 
-Shapes: B batch, N new tokens of a stream, R rows (one for each document), H heads, L tokens of the longest row, h head width,
-W window, n global tokens.
+Shapes: B streams, R rows (one for each document or stream), H heads, L tokens of the longest row, h head width, W window,
+n global tokens.
 Source: "Longformer: The Long-Document Transformer" (arXiv 2004.05150), with the same projections for global tokens and without
 dilation.
 
@@ -26,9 +26,9 @@ from lineartime.baselines.blocks import (
     with_neighbours,
 )
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
-from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_positive
 from lineartime.ops.modes import acc_dtype
+from lineartime.ops.packing import Packing
 from lineartime.ops.state import State
 
 
@@ -104,9 +104,9 @@ class Longformer(MultiHeadMixer):
         return out if causal else with_global_queries(out, q, k, v, n_global, real)
 
     def attend_next(
-        self, q: Tensor, k: Tensor, v: Tensor, state: LongformerState, batch: Batch
+        self, q: Tensor, k: Tensor, v: Tensor, state: LongformerState, packing: Packing
     ) -> tuple[Tensor, LongformerState]:
-        window, n_global, compute, position = self.window, self.n_global, acc_dtype(q), batch.first_position
+        window, n_global, compute, position = self.window, self.n_global, acc_dtype(q), packing.common_start or 0
         k_global, v_global, k_near, v_near = (x[:, :, :position] for x in (state.k_global, state.v_global, state.k, state.v))
         outputs = []
         for queries, keys, values in zip(*(x.split(window, 2) for x in (q, k, v)), strict=True):

@@ -17,8 +17,8 @@ from lineartime.baselines.recurrent import RecurrentMixer, SoftplusDecay
 from lineartime.layers.dense import factory
 from lineartime.layers.mixer import MixerOptions
 from lineartime.layers.residual import RMSNorm
-from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_positive
+from lineartime.ops.packing import Packing
 from lineartime.ops.recurrence import Tokens
 
 
@@ -65,13 +65,13 @@ class Mamba2(RecurrentMixer):
     def init_own(self) -> None:
         nn.init.ones_(self.skip)
 
-    def tokens(self, normed: Tensor, maps: Sequence[Tensor], batch: Batch) -> Tokens:
+    def tokens(self, normed: Tensor, maps: Sequence[Tensor], packing: Packing) -> Tokens:
         q, k, v = maps
         step, g = self.decay(normed)
-        return Tokens(q[:, :, None], k[:, :, None], step * self.heads(v), g)
+        return Tokens(q[:, None], k[:, None], step * self.heads(v), g)
 
     def combine(self, normed: Tensor, maps: Sequence[Tensor], x: Tokens, out: Tensor) -> Tensor:
         assert self.to_gate is not None
-        out = (out + self.skip[:, None] * self.heads(maps[2])).flatten(2)
+        out = (out + self.skip[:, None] * self.heads(maps[2])).flatten(1)
         added: Tensor = self.to_output(self.head_norm(out * F.silu(self.to_gate(normed))))
         return added

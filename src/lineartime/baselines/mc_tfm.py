@@ -1,6 +1,6 @@
 """MC-TFM++: the heads of a Transformer with mixed chunk attention, softmax inside a chunk and linear across chunks.
 
-Shapes: B batch, T tokens, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, C chunk size.
+Shapes: N tokens, D documents, G chunks, C chunk size, Q queries of a chunk, H heads, h head width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), its comparison of approximation costs.
 
     out[t] = sum over j in L(t) of softmax(q[t].k[j] / sqrt(h)) v[j]  +  q[t] / sqrt(h) . mean over j in R(t) of k[j] v[j]^T
@@ -9,18 +9,15 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), its comparison 
     R(t) = tokens of all other chunks; causal: of the chunks before t's
 """
 
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lineartime.baselines.blocks import ChunkedHeads
-from lineartime.layers.attention import fold_heads
-from lineartime.ops.batch import Batch, Reach, cut_chunks
-from lineartime.ops.mixed_chunk.chunked import chunk_attention, summary_attention
-from lineartime.ops.mixed_chunk.inputs import MixedChunkOptions
-from lineartime.ops.mixed_chunk.stream import MixedChunkState, extend, mixed_chunk_state
-from lineartime.ops.modes import acc_dtype
+from lineartime.ops.mixed_chunk import MixedChunkState, Scales, attend_visible, reciprocal
+from lineartime.ops.modes import acc_dtype, output_dtype, without_autocast
+from lineartime.ops.packing import Packing
 
 
 def mc_tfm_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
@@ -45,35 +42,31 @@ class MCTFM(ChunkedHeads):
     name = "mc-tfm"
     any_positions = True
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        shape, dtype, size = v.shape, v.dtype, max(1, min(self.chunk_size, v.shape[2]))  # a larger chunk would only be padded
-        q, k, v = (fold_heads(x) for x in (q, k, v))
-        chunks = cut_chunks(v, size, None if real is None else real.repeat_interleave(self.n_heads, 0))
-        q, k, v = (chunks.cut(x) for x in (q, k, v))
-        options = MixedChunkOptions(size, self.causal, activation="softmax")
-        reach: Reach = "before" if self.causal else "others"
-        local = chunk_attention(q, k, v, chunks, None, options)
-        across = summary_attention(q * q.shape[-1] ** -0.5, k, v, chunks, options, reach=reach)
-        return chunks.join((local + across).to(dtype)).view(shape)
-
-    def attend_next(
-        self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkState, batch: Batch
-    ) -> tuple[Tensor, MixedChunkState]:
-        heads = v.shape[:2]
-
-        def of_heads(x: Tensor) -> Tensor:
-            return x.repeat_interleave(self.n_heads)
-
-        q, k, v, *parts = (fold_heads(x) for x in (q, k, v, state.summary, state.keys, state.values))
-        folded = MixedChunkState(of_heads(state.position), *parts)
-        batch = replace(batch, counts=None if batch.counts is None else of_heads(batch.counts))
-        options = MixedChunkOptions(self.chunk_size, causal=True, activation="softmax")
-        out, new = extend(q, q * q.shape[-1] ** -0.5, [k], v, None, options, folded, batch)  # both parts share their keys
-        out, *parts = (x.unflatten(0, heads) for x in (out, new.summary, new.keys, new.values))
-        return out, MixedChunkState(new.position[:: self.n_heads], *parts)
+    def attend_heads(self, maps: tuple[Tensor, Tensor, Tensor], packing: Packing, state: Any) -> tuple[Tensor, Any]:
+        compute, scale, outputs = self.compute_dtype(*maps), self.head_dim**-0.5, []
+        scales = Scales(scale, reciprocal, reciprocal)
+        opened = (None, None) if state is None else (state.keys[:, :, 0].transpose(1, 2), state.values.transpose(1, 2))
+        with without_autocast(maps[-1]):
+            for grid, q, k, v in packing.by_grid(self.chunk_size, self.causal, *(x.to(compute) for x in maps)):
+                # [G, H, Q, h], [G, H, C, h] and [G, H, C, h]
+                q, k, v = (x.transpose(1, 2) for x in (grid.queries(q), grid.keys(k, opened[0]), grid.keys(v, opened[1])))
+                local = attend_visible(q, k, v, grid.last[:, None], None, "softmax", scales)
+                sums = (k.mT @ v).to(acc_dtype(v))  # [G, H, h, h]
+                if self.causal:
+                    others, count = grid.sum_before(sums), grid.begin
+                    others = others if state is None else others + grid.of_documents(state.summary)
+                else:
+                    others, count = grid.of_documents(grid.sum_of(sums)) - sums, grid.end[grid.of] - grid.sizes
+                mean = (others * scales.sum(count.to(sums.dtype))[:, None, None, None]).to(compute)
+                outputs.append(grid.tokens((local + scale * q @ mean).transpose(1, 2)))
+                if state is not None:
+                    full = (grid.begin + grid.size <= grid.end[grid.of])[:, None, None, None]
+                    summary = state.summary + grid.sum_of(torch.where(full, sums, 0))
+                    keys, values = (x.index_select(0, grid.final).to(state.keys.dtype) for x in (k, v))
+                    state = MixedChunkState(state.position + packing.new, summary, keys[:, :, None], values)
+        return torch.cat(outputs).flatten(1).to(output_dtype(maps[-1], compute)), state
 
     def init_own_state(self, batch_size: int) -> MixedChunkState:
-        like = self.empty_cache(0, acc_dtype(self.any_parameter))
-        folded = mixed_chunk_state(batch_size * self.n_heads, self.chunk_size, self.head_dim, self.head_dim, like, maps=1)
-        parts = (x.unflatten(0, (batch_size, self.n_heads)) for x in (folded.summary, folded.keys, folded.values))
-        return MixedChunkState(self.first_position(batch_size), *parts)
+        chunk = self.empty_chunk(batch_size)
+        summary = chunk.new_zeros(batch_size, self.n_heads, self.head_dim, self.head_dim)
+        return MixedChunkState(self.first_position(batch_size), summary, chunk[:, :, None], chunk)

@@ -1,6 +1,5 @@
 """Softmax attention with a gate on its output, like that of a GAU: an ablation of the Transformer.
 
-Shapes: B batch, T tokens, d model width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), the ablation "add gating".
 
     out = input + (silu(x Wu + bu) * (o of all heads)) Wo + bo

@@ -1,6 +1,6 @@
 """Mixed chunk attention as a scheme: a local part with softmax and a global part with features, each with several choices.
 
-Shapes: B batch, T tokens, N new tokens of a stream, R rows, H heads, L tokens of a row, h head width, f features, C chunk size,
+Shapes: B streams, T tokens, R rows, H heads, L tokens of a row, h head width, f features, C chunk size,
 G chunks, M chunks that a causal token attends to in the local part.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.2, with the global part of a linear attention.
 
@@ -23,8 +23,10 @@ from lineartime.baselines.blocks import (
     ChunkedHeadOptions,
     ChunkedHeads,
     cut_blocks,
+    fill,
     join_blocks,
     masked_products,
+    open_chunk_pieces,
     real_tokens,
     with_neighbours,
 )
@@ -32,10 +34,10 @@ from lineartime.baselines.cosformer import weigh_by_cosine
 from lineartime.baselines.linear_elu import elu_features
 from lineartime.baselines.performer import relu_features
 from lineartime.errors import check_choice
-from lineartime.ops.batch import Batch, exclusive_cumsum, fill, open_chunk_pieces
 from lineartime.ops.checks import check_fits, check_positive
-from lineartime.ops.linear import normalized, with_ones
+from lineartime.ops.linear import exclusive_cumsum, normalized, with_ones
 from lineartime.ops.modes import acc_dtype
+from lineartime.ops.packing import Packing
 from lineartime.ops.state import State
 
 Local = Literal["own", "overlapping"]
@@ -165,10 +167,10 @@ class MixedChunk(ChunkedHeads):
         return join_blocks(normalized(q @ others.to(q.dtype)), length)
 
     def attend_next(
-        self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkSchemeState, batch: Batch
+        self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkSchemeState, packing: Packing
     ) -> tuple[Tensor, MixedChunkSchemeState]:
         q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
-        position, chunk_size, features = batch.first_position, self.chunk_size, self.map_features
+        position, chunk_size, features = packing.common_start or 0, self.chunk_size, self.map_features
         start = state.k.shape[-2] - chunk_size  # of the open chunk
         places = torch.arange(start + chunk_size, device=v.device)
         summary, keys, values = state.summary, state.k, state.v

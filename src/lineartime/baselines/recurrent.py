@@ -1,6 +1,7 @@
 """The base of linear models whose state a recurrence updates: projections, short convolution, streams, norm, gate, output.
 
-Shapes: B batch or streams, T tokens, N new tokens of a stream, H heads, s key width, e value width of a head, f features.
+Shapes: N tokens, D documents or streams, H heads, s key width, e value width of a head, f features, d model width; R rows (one
+for each document), L tokens of the longest row.
 The definition is in `lineartime.ops.recurrence`.
 """
 
@@ -17,9 +18,9 @@ from typing_extensions import Unpack
 from lineartime.layers.dense import Dense, FactoryOptions, factory
 from lineartime.layers.mixer import Mixer, MixerOptions
 from lineartime.layers.residual import RMSNorm
-from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_n_heads
 from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.packing import Packing
 from lineartime.ops.recurrence import Tokens, recurrence, recurrence_step
 from lineartime.ops.state import State, in_place, writable
 
@@ -27,16 +28,8 @@ CONVOLVED = 4
 """The tokens that a short convolution reads, as published."""
 
 
-def with_earlier(x: Tensor, count: int, positions: Tensor | None) -> list[Tensor]:
-    """The tokens [B, T, f], and those 1, 2, ..., `count` before each, with zeros before the first token of a document."""
-    earlier = [x, *(F.pad(x, (0, 0, by, 0))[:, : x.shape[1]] for by in range(1, count + 1))]
-    if positions is not None:
-        earlier = [each.masked_fill((positions < by)[..., None], 0) if by else each for by, each in enumerate(earlier)]
-    return earlier
-
-
 class ShortConvolution(nn.Module):
-    """silu of a causal convolution of each feature over a few tokens: tokens as of `with_earlier` -> [B, T, f]."""
+    """silu of a causal convolution of each feature over a few tokens: tokens, and those 1, 2, ... before -> [N, f]."""
 
     def __init__(self, width: int, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
@@ -55,7 +48,7 @@ class ShortConvolution(nn.Module):
 
 
 class SoftplusDecay(nn.Module):
-    """The time step of each head and token, and the logarithm of its decay: [B, T, d] -> [B, T, H, 1] each.
+    """The time step of each head and token, and the logarithm of its decay: [N, d] -> [N, H, 1] each.
 
         step = softplus(x W + b)        log_decay = -step A
 
@@ -91,9 +84,9 @@ class RecurrentState(State):
     """What causal streams remember, of constant size.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
-        summary: [B, H, s, e], the state of the recurrence, in float32 or better.
-        recent: [B, n, f], what is kept of the last n tokens, the last one at the end.
+        position: int64 [D], the number of tokens that each stream has read.
+        summary: [D, H, s, e], the state of the recurrence, in float32 or better.
+        recent: [D, n, f], what is kept of the last n tokens, the last one at the end.
     """
 
     position: Tensor
@@ -149,13 +142,13 @@ class RecurrentMixer(Mixer):
         return (CONVOLVED - 1 if self.short_convolution else 0), sum(self.map_widths)
 
     def remember(self, normed: Tensor) -> Tensor:
-        """What later tokens read of a token beside the state, [B, T, d] -> [B, T, f]."""
+        """What later tokens read of a token beside the state, [N, d] -> [N, f]."""
         assert self.to_maps is not None
         maps: Tensor = self.to_maps(normed)
         return maps
 
-    def read(self, earlier: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The maps of each token, [B, T, ...], of what `remember` returned for it and for the tokens before it."""
+    def project(self, earlier: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The maps of each token, [N, ...], of what `remember` returned for it and for the tokens before it."""
         if self.convolution is not None:
             maps = self.convolution(earlier)
         else:
@@ -164,41 +157,42 @@ class RecurrentMixer(Mixer):
         return parts
 
     def heads(self, x: Tensor) -> Tensor:
-        """[B, T, H f] -> [B, T, H, f]."""
+        """[N, H f] -> [N, H, f]."""
         split: Tensor = x.unflatten(-1, (self.n_heads, -1))
         return split
 
     @abstractmethod
-    def tokens(self, normed: Tensor, maps: Sequence[Tensor], batch: Batch) -> Tokens:
-        """What the recurrence reads, [B, T, H, ...] each."""
+    def tokens(self, normed: Tensor, maps: Sequence[Tensor], packing: Packing) -> Tokens:
+        """What the recurrence reads, [N, H, ...] each."""
 
     def combine(self, normed: Tensor, maps: Sequence[Tensor], x: Tokens, out: Tensor) -> Tensor:
-        """What is added to the tokens, [B, T, d], given the recurrence's output [B, T, H, e]: norm, gate, projection."""
-        out = torch.flatten(self.head_norm(out), 2)
+        """What is added to the tokens, [N, d], given the recurrence's output [N, H, e]: norm, gate, projection."""
+        out = torch.flatten(self.head_norm(out), 1)
         if self.to_gate is not None:
             out = out * F.silu(self.to_gate(normed))
         added: Tensor = self.to_output(out)
         return added
 
-    def _maps(self, normed: Tensor, batch: Batch) -> tuple[Sequence[Tensor], Tokens]:
-        positions = None if batch.document is None else batch.positions
-        maps = self.read(with_earlier(self.remember(normed), self.recent_shape[0], positions))
-        return maps, self.tokens(normed, maps, batch)
-
-    def mix(self, normed: Tensor, batch: Batch) -> Tensor:
-        maps, x = self._maps(normed, batch)
-        heads = [each.shape[2] for each in x if each is not None]
-
-        def attend(*of_rows: Tensor | None) -> Tensor:
-            parts = zip(of_rows, heads, strict=False)  # the last one says which tokens are real: others are zeros
-            out, _ = self.recur(Tokens(*(each.unflatten(-1, (count, -1)) for each, count in parts if each is not None)), None)
-            return out.flatten(2)
-
-        out = batch.by_row(attend, *(each.flatten(2) for each in x if each is not None))
-        return self.combine(normed, maps, x, self.heads(out))
+    def read(self, x: Tensor, packing: Packing, state: RecurrentState | None = None) -> tuple[Tensor, RecurrentState | None]:
+        own, (kept, _) = self.remember(x), self.recent_shape
+        summary, recent = (None, None) if state is None else (state.summary, state.recent)
+        before, recent = packing.earlier(own, kept, recent) if kept else ([], recent)
+        maps = self.project([own, *before])
+        inputs, outputs = self.tokens(x, maps, packing), []
+        for grid, *parts in packing.by_grid(None, True, *inputs):  # zeros where no token stands change no state
+            out, after = self.recur(Tokens(*parts).map(grid.queries), summary)
+            outputs.append(grid.tokens(out))
+        added = self.combine(x, maps, inputs, torch.cat(outputs) if len(outputs) > 1 else outputs[0])
+        if state is None or recent is None:
+            return added, None
+        if packing.longest == 1 and in_place(own, state.summary):
+            position = writable(state.position)
+            position += packing.new
+            return added, RecurrentState(position, after, writable(state.recent).copy_(recent))
+        return added, RecurrentState(state.position + packing.new, after, recent)
 
     def recur(self, x: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The recurrence over rows [B, T, H, ...] -> [B, T, H, e], and the state [B, H, s, e]."""
+        """The recurrence over rows, [R, L, H, ...] -> [R, L, H, e], and the state [R, H, s, e] after them."""
         inputs = x.map(lambda each: each.transpose(1, 2))
         values = inputs.v
         with without_autocast(values):
@@ -206,28 +200,11 @@ class RecurrentMixer(Mixer):
                 shape = values.shape[0], self.n_heads, inputs.k.shape[-1], values.shape[-1]
                 state = values.new_zeros(shape, dtype=acc_dtype(values))
             if values.shape[2] == 1 and in_place(*(each for each in inputs if each is not None), state):
+                state = writable(state)
                 out = recurrence_step(inputs, state)
             else:
                 out, state = recurrence(inputs, state, chunk_size=self.chunk)
             return out.transpose(1, 2).to(output_dtype(x.q, matmul_dtype(x.q))), state
-
-    def mix_next(self, normed: Tensor, state: RecurrentState, batch: Batch) -> tuple[Tensor, RecurrentState]:
-        (kept, _), new = self.recent_shape, normed.shape[1]
-        known = torch.cat([state.recent.to(normed.dtype), self.remember(normed)], 1)
-        maps = self.read([known[:, kept - by : kept - by + new] for by in range(kept + 1)])
-        x = self.tokens(normed, maps, batch)
-        if batch.counts is not None:
-            real = (torch.arange(new, device=normed.device) < batch.counts[:, None])[:, :, None, None]
-            x = x._replace(**{name: each * real for name, each in x._asdict().items() if name in "kga" and each is not None})
-        stepping = new == 1 and in_place(known, state.summary)
-        position, recent, summary = (
-            writable(each) if stepping else each for each in (state.position, state.recent, state.summary)
-        )
-        out, summary = self.recur(x, summary)
-        last = known[:, new:] if batch.counts is None else _last(known, batch.counts, kept)
-        recent = recent.copy_(last) if stepping else last.to(recent.dtype)
-        position = position.copy_(batch.after(position)) if stepping else batch.after(position)
-        return self.combine(normed, maps, x, out), RecurrentState(position, summary, recent)
 
     def init_own_state(self, batch_size: int) -> RecurrentState:
         like, (keys, values) = self.any_parameter, self.widths
@@ -235,9 +212,3 @@ class RecurrentMixer(Mixer):
         summary = torch.zeros(shape, dtype=acc_dtype(like), device=like.device)
         recent = torch.zeros(batch_size, *self.recent_shape, dtype=like.dtype, device=like.device)
         return RecurrentState(self.first_position(batch_size), summary, recent)
-
-
-def _last(known: Tensor, counts: Tensor, size: int) -> Tensor:
-    """The last `size` of the real tokens [B, n + N, f], of which n were before `counts` new ones: [B, size, f]."""
-    places = counts[:, None] + torch.arange(size, device=known.device)
-    return known.gather(1, places[..., None].expand(-1, -1, known.shape[-1]))

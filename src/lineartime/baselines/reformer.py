@@ -1,7 +1,7 @@
 """Reformer: attention among tokens that a random hash puts into the same bucket, with one vector for query and key.
 
-Shapes: B batch, T tokens, N new tokens of a stream, H heads, h head width, n buckets, P rounds of hashing, C chunk size,
-G chunks of a round, R rows (one for each document), L tokens of the longest row.
+Shapes: N tokens, B streams, T tokens of a stream, H heads, h head width, n buckets, P rounds of hashing, C chunk size,
+G chunks of a round, R rows (one for each document or stream), L tokens of the longest row.
 Source: "Reformer: The Efficient Transformer" (arXiv 2001.04451), with chunks that are cut inside each bucket.
 
     bucket(i) = argmax of [x[i] W; -x[i] W]        W random [h, n / 2], another one for every round; x before rotary positions
@@ -25,9 +25,10 @@ from typing_extensions import Unpack
 from lineartime.baselines.blocks import masked_products
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.layers.dense import factory
-from lineartime.ops.batch import Batch, exclusive_cumsum
 from lineartime.ops.checks import check_even, check_positive
+from lineartime.ops.linear import exclusive_cumsum
 from lineartime.ops.modes import acc_dtype
+from lineartime.ops.packing import Packing
 from lineartime.ops.state import State
 
 SELF_SCORE = -1e5
@@ -96,12 +97,12 @@ class ReformerState(State):
 
 
 def _extend_slice(q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, chunk_size: int) -> tuple[Tensor, ReformerState]:
-    """Compare all new tokens with the whole cache, with N T scores."""
+    """Compare all new tokens with the whole cache, with L T scores."""
     read = state.k.shape[2]
     tokens = torch.arange(read + q.shape[2], device=q.device)
     new = tokens[read:, None]
     all_buckets = torch.cat([state.buckets, buckets], -1)
-    together = (buckets[..., None] == all_buckets[..., None, :]) & (tokens <= new)  # [B, H, P, N, T]
+    together = (buckets[..., None] == all_buckets[..., None, :]) & (tokens <= new)  # [R, H, P, L, T]
     ranks = together.sum(-1) - 1
     state = ReformerState(
         state.position + q.shape[2],
@@ -151,10 +152,9 @@ class Reformer(MultiHeadMixer):
     def init_own(self) -> None:
         nn.init.normal_(self.directions)
 
-    def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The shared query/key vectors, [B, H, T, h], rotated by their positions, and the same vectors unrotated."""
-        rotated, _ = super().rotate(q, k, rotations)
-        return rotated, k
+    def rotate(self, q: Tensor, k: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        """The shared query/key vectors, [N, H, h], rotated by their positions, and the same vectors unrotated."""
+        return packing.rotate(q) if self.rope else q, k
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attend inside buckets, with 2 C scores per token and round: q, k, v [R, H, L, h] -> [R, H, L, h]; k is hashed."""
@@ -208,8 +208,10 @@ class Reformer(MultiHeadMixer):
         share = unchunked(log_sum).softmax(2)
         return (share * unchunked(attended)).sum(2).to(v.dtype)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: ReformerState, batch: Batch) -> tuple[Tensor, ReformerState]:
-        start, buckets = batch.first_position, reformer_buckets(k, self.directions)
+    def attend_next(
+        self, q: Tensor, k: Tensor, v: Tensor, state: ReformerState, packing: Packing
+    ) -> tuple[Tensor, ReformerState]:
+        start, buckets = packing.common_start or 0, reformer_buckets(k, self.directions)
         keys, values = state.k[:, :, :start], state.v[:, :, :start]
         state = ReformerState(state.position, keys, values, state.buckets[..., :start], state.ranks[..., :start])
         outputs = []

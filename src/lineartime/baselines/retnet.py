@@ -13,10 +13,9 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.recurrent import RecurrentMixer
 from lineartime.layers.mixer import MixerOptions
-from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import check_n_heads
 from lineartime.ops.modes import acc_dtype
-from lineartime.ops.positions import rotate
+from lineartime.ops.packing import Packing
 from lineartime.ops.recurrence import Tokens
 
 
@@ -46,12 +45,8 @@ class RetNet(RecurrentMixer):
         super().__init__(d_model, n_heads, (d_model, d_model), short_convolution=short_convolution, **options)
         check_n_heads(n_heads, {"d_model": d_model}, in_pairs=True)
 
-    def needs(self) -> Needs:
-        return Needs(rotary_width=self.d_model // self.n_heads, dtype=acc_dtype(self.any_parameter))
-
-    def tokens(self, normed: Tensor, maps: Sequence[Tensor], batch: Batch) -> Tokens:
+    def tokens(self, normed: Tensor, maps: Sequence[Tensor], packing: Packing) -> Tokens:
         q, k, v = (self.heads(each) for each in maps)
-        rotations = None if batch.rotations is None else batch.rotations.unsqueeze(-2)
         powers = 5 + torch.arange(self.n_heads, device=v.device, dtype=acc_dtype(v))
         g = torch.log1p(-(2**-powers))[:, None].expand(*v.shape[:-1], 1)
-        return Tokens(rotate(q, rotations) * q.shape[-1] ** -0.5, rotate(k, rotations), v, g)
+        return Tokens(packing.rotate(q) * q.shape[-1] ** -0.5, packing.rotate(k), v, g)

@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from lineartime.baselines.recurrent import RecurrentMixer
 from lineartime.layers.dense import Dense, FactoryOptions, factory
 from lineartime.layers.mixer import MixerOptions
-from lineartime.ops.batch import Batch
+from lineartime.ops.packing import Packing
 from lineartime.ops.recurrence import Tokens
 
 FASTEST = 0.6065306597126334
@@ -112,7 +112,7 @@ class RWKV7(RecurrentMixer):
     def remember(self, normed: Tensor) -> Tensor:
         return normed
 
-    def read(self, earlier: Sequence[Tensor]) -> Sequence[Tensor]:
+    def project(self, earlier: Sequence[Tensor]) -> Sequence[Tensor]:
         x, before = earlier
         r, w, k, v, a, g = (torch.addcmul(x, before - x, share) for share in self.mixture)
         return (
@@ -124,7 +124,7 @@ class RWKV7(RecurrentMixer):
             self.to_low_gate(g),
         )
 
-    def tokens(self, normed: Tensor, maps: Sequence[Tensor], batch: Batch) -> Tokens:
+    def tokens(self, normed: Tensor, maps: Sequence[Tensor], packing: Packing) -> Tokens:
         r, w, k, v, a, _ = maps
         removed = F.normalize(self.heads(k * self.removal), dim=-1, eps=1e-6)
         g = -FASTEST * w.sigmoid()
@@ -134,6 +134,5 @@ class RWKV7(RecurrentMixer):
 
     def combine(self, normed: Tensor, maps: Sequence[Tensor], x: Tokens, out: Tensor) -> Tensor:
         own = (x.q * x.k * self.heads(self.bonus)).sum(-1, keepdim=True) * x.v
-        read: Tensor = self.head_norm(out.flatten(2).flatten(0, 1)).view(normed.shape) + own.flatten(2)
-        added: Tensor = self.to_output(read * maps[5])
+        added: Tensor = self.to_output((self.head_norm(out.flatten(1)) + own.flatten(1)) * maps[5])
         return added

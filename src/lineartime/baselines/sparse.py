@@ -1,7 +1,7 @@
 """The strided pattern of the Sparse Transformer: nearby tokens, and every S-th token.
 
-Shapes: B batch, T tokens, N new tokens of a stream, H heads, h head width, S stride, R rows (one for each document),
-L tokens of the longest row, G blocks of S tokens, K keys that a token attends to at most.
+Shapes: T tokens, H heads, h head width, S stride, R rows (one for each document or stream), L tokens of the longest row,
+G blocks of S tokens, K keys that a token attends to at most.
 Source: "Generating Long Sequences with Sparse Transformers" (arXiv 1904.10509), both of its heads' patterns in one softmax.
 
     o[i] = sum over j in A(i) of softmax over j (q[i].k[j] / sqrt(h)) v[j]
@@ -14,9 +14,9 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.blocks import cut_blocks, join_blocks, masked_products, real_tokens, visible_band, with_neighbours
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
-from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_positive
 from lineartime.ops.modes import acc_dtype
+from lineartime.ops.packing import Packing
 from lineartime.ops.state import KVCache
 
 GATHERED = 8192
@@ -71,9 +71,9 @@ class Sparse(MultiHeadMixer):
         near, far = weights.split([near.shape[-1], blocks], -1)
         return join_blocks(near @ with_neighbours(v, causal) + columns(columns(far) @ columns(v)), length)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
-        first, stride = batch.first_position, self.stride
-        state, *cached, _ = state.append(k, v, batch)
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, packing: Packing) -> tuple[Tensor, KVCache]:
+        first, stride = packing.common_start or 0, self.stride
+        state, *cached, _ = state.append(k, v, packing)
         length = first + q.shape[2]
         # The distances that a token attends to: its window, then every S-th token before it.
         window = torch.arange(min(stride, length), device=q.device)
@@ -83,8 +83,8 @@ class Sparse(MultiHeadMixer):
         for new in q.split(at_a_time, 2):
             queries = torch.arange(first, first + new.shape[2], device=q.device)
             first += new.shape[2]
-            reads = queries[:, None] - distances  # [N, K]
-            keys, values = (x[:, :, reads.clamp(min=0)].to(acc_dtype(q)) for x in cached)  # [B, H, N, K, h]
+            reads = queries[:, None] - distances  # [L, K]
+            keys, values = (x[:, :, reads.clamp(min=0)].to(acc_dtype(q)) for x in cached)  # [R, H, L, K, h]
             scores = masked_products(new[..., None, :].to(keys.dtype), keys, (reads >= 0)[:, None, :])
             outputs.append((scores.softmax(-1) @ values)[..., 0, :])
         return torch.cat(outputs, 2), state

@@ -129,10 +129,10 @@ def tuned_config(pretrained: ModelConfig, advanced: Advanced) -> ModelConfig:
         raise ArgumentError("chunk_size", what)
     if set(kinds) & set(get_args(OfFLASH)):
         chunk_size = chunk_size or min(before, PAPER_CHUNK)
-        others = {each.options.get("memory", "sum") for each in pretrained.mixers} - {"sum"}
-        if others and mixer not in (None, "flash"):
-            raise ArgumentError("mixer", f"is {mixer}, but the model has the memory {others.pop()}: leave it out.")
-        mixer = mixer or ("flash-cls" if "flash" in kinds and not others else None)
+        recalls = any(each.options.get("memory") == "mesa" for each in pretrained.mixers)
+        if recalls and mixer not in (None, "flash"):
+            raise ArgumentError("mixer", f"is {mixer}, but the model has the memory mesa: leave it out.")
+        mixer = mixer or ("flash-cls" if "flash" in kinds and not recalls else None)
     elif mixer is not None:
         raise ArgumentError("mixer", f"is {mixer}, but the model is one of {kinds[0]}: leave it out.")
     if chunk_size is not None:
@@ -140,7 +140,7 @@ def tuned_config(pretrained: ModelConfig, advanced: Advanced) -> ModelConfig:
     layers = {}
     for name, each in changed.layers.items():
         if each.kind in get_args(OfFLASH):
-            kind, options = mixer or each.kind, dict(each.options)
+            kind, options = mixer or each.kind, each.options
             if kind != "flash":
                 options.pop("memory", None)  # an option of flash alone
             layers[name] = LayerConfig(kind, **options)

@@ -1,8 +1,6 @@
 """Layers with the options that only checkpoints of other packages need; the core does not know them.
 
 Importing this module adds their activations to those of `lineartime.ops`.
-
-Shapes: B batch, T tokens, N new tokens of a stream, L slots of a row, R rows, Q queries, K keys, s query/key width.
 """
 
 import math
@@ -16,15 +14,13 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError, check_choice
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.dense import FactoryOptions
-from lineartime.layers.flash import FLASH
-from lineartime.layers.gau import GAU, GatedUnit
+from lineartime.layers.flash import FLASH, GAU
 from lineartime.layers.positions import RelativeBias
 from lineartime.layers.residual import ResidualLayer
-from lineartime.ops.activations import FUNCTIONS, NORMALIZATIONS, SOFTMAXES, Normalization
-from lineartime.ops.batch import Batch, Needs
-from lineartime.ops.modes import look_up
-from lineartime.ops.positions import FactoredBias, by_distance
-from lineartime.ops.quadratic.inputs import QuadraticOptions
+from lineartime.ops.activations import FUNCTIONS, NORMALIZATIONS, SOFTMAXES
+from lineartime.ops.mixed_chunk import MixedChunkOptions
+from lineartime.ops.modes import acc_dtype
+from lineartime.ops.packing import Packing
 
 ForeignActivation = Literal["relu2", "softmax", "softmax_plus", "laplace"]
 BiasForm = Literal["auto", "buckets"]
@@ -60,18 +56,16 @@ class BucketBias(RelativeBias):
         self.values = nn.Parameter(torch.empty(N_BUCKETS, **factory))
         self.reset_parameters()
 
-    def forward(self, query_positions: Tensor, key_positions: Tensor, batch: Batch | None = None) -> Tensor:
-        """The bias [Q, K] for positions [Q] and [K]."""
-        offsets = torch.arange(-FARTHEST_BUCKET, FARTHEST_BUCKET + 1, device=self.values.device)
-        table = look_up(self.values, distance_buckets(offsets, self.causal))
-        wanted = key_positions[None, :] - query_positions[:, None]
-        return look_up(table, wanted.clamp(-FARTHEST_BUCKET, FARTHEST_BUCKET) + FARTHEST_BUCKET)
+    def forward(self, n: int, packing: Packing | None = None) -> Tensor:
+        """The values for the distances 1 - n, ..., n - 1, [2 n - 1]."""
 
-    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, batch: Batch | None = None) -> Tensor:
-        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ..., without indexing: see `by_distance`."""
-        offsets = torch.arange(max(0, n_queries + n_keys - 1), device=self.values.device) - (first_query + n_queries - 1)
-        chosen = distance_buckets(offsets, self.causal)[:, None] == torch.arange(N_BUCKETS, device=self.values.device)
-        return by_distance(torch.where(chosen, self.values, 0.0).sum(-1), n_queries, n_keys)
+        def buckets() -> Tensor:
+            offsets = torch.arange(max(0, 2 * n - 1), device=self.values.device) + (1 - n)
+            return distance_buckets(offsets, self.causal)[:, None] == torch.arange(N_BUCKETS, device=self.values.device)
+
+        # By no index: on a GPU, the gradient of indexing is summed in a different order at each call.
+        chosen = buckets() if packing is None else packing.shared(("buckets", self.causal, n), buckets)
+        return torch.where(chosen, self.values.to(acc_dtype(self.values)), 0).sum(-1)
 
 
 def distance_buckets(offsets: Tensor, causal: bool) -> Tensor:
@@ -90,16 +84,7 @@ def distance_buckets(offsets: Tensor, causal: bool) -> Tensor:
     return bucket if causal else bucket + (offsets > 0) * buckets
 
 
-def in_part(rotations: Tensor, width: int) -> Tensor:
-    """Extend the rotations of some features by angles of zero for the others, [2, ..., f] -> [2, ..., width / 2].
-
-    The first f features of each half of vectors of that width are rotated.
-    """
-    still = rotations.new_ones(*rotations.shape[1:-1], width // 2 - rotations.shape[-1])
-    return torch.cat([rotations, torch.stack([still, torch.zeros_like(still)])], -1)
-
-
-class ForeignUnit(GatedUnit):
+class ForeignUnit(GAU):
     """A gated unit with the options of other packages, the first of the two bases of a layer.
 
     Args:
@@ -133,27 +118,6 @@ class ForeignUnit(GatedUnit):
         if bias_form == "buckets" and self.bias is not None:
             self.bias = BucketBias(self.causal, device=self.gamma.device, dtype=self.gamma.dtype)
 
-    def needs(self) -> Needs:
-        """Request rotations of the features that are rotated."""
-        needs = super().needs()
-        return needs if self.rotary_width is None or not self.rope else needs._replace(rotary_width=self.rotary_width)
-
-    def mix(self, normed: Tensor, batch: Batch) -> Tensor:
-        """Compute whole sequences of normed tokens: [B, T, d] -> [B, T, d]."""
-        return super().mix(normed, self._rotating(batch))
-
-    def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
-        """Compute N more normed tokens of streams: [B, N, d] -> [B, N, d] and the new state."""
-        return super().mix_next(normed, state, self._rotating(batch))
-
-    def _rotating(self, batch: Batch) -> Batch:
-        """The batch with rotations of all features."""
-        rotations, width = batch.rotations, self.d_qk
-        if rotations is None or self.rotary_width is None:
-            return batch
-        whole = batch.shared(("rotations", width), lambda: in_part(rotations, width))
-        return replace(batch, rotations=whole, prefix=None if batch.prefix is None else self._rotating(batch.prefix))
-
 
 class ForeignFLASH(ForeignUnit, FLASH):
     """FLASH with the options of `ForeignUnit`, such as that of FLASH-pytorch."""
@@ -161,7 +125,7 @@ class ForeignFLASH(ForeignUnit, FLASH):
     name = "flash-foreign"
 
 
-class ForeignGAU(ForeignUnit, GAU):
+class ForeignGAU(ForeignUnit):
     """GAU with the options of `ForeignUnit`, such as that of GAU-alpha.
 
     Args:
@@ -177,29 +141,10 @@ class ForeignGAU(ForeignUnit, GAU):
     ) -> None:
         super().__init__(d_model, normalization=normalization, **options)
 
-    def divisor(self) -> Normalization | int:
-        """The normalization of its attention, which is "paper" with a bias that is divided before."""
-        found: Any = super().divisor()
-        return "paper" if found == "paper_bias" else found
-
-    def bias_of_rows(self, length: int, real: Tensor | None, batch: Batch) -> Tensor | FactoredBias | None:
-        """The relative bias within rows of `length` slots, of which those are tokens that `real` marks: [L, L] or [R, L, L]."""
-        bias = super().bias_of_rows(length, real, batch)
-        if bias is None or not self._divides_bias:
-            return bias
-        n = QuadraticOptions(normalization=self.divisor()).published_length(length, real)
-        assert n is not None
-        return (bias.dense() if isinstance(bias, FactoredBias) else bias) / n
-
-    def bias_of_streams(self, batch: Batch, n_keys: int) -> Tensor | None:
-        """The bias of new tokens of streams for the first `n_keys` places, [N, K] or [B, N, K]."""
-        bias, n = super().bias_of_streams(batch, n_keys), self.divisor()
-        return bias / n if self._divides_bias and bias is not None and isinstance(n, int) else bias
-
-    @property
-    def _divides_bias(self) -> bool:
+    def options(self, packing: Packing) -> MixedChunkOptions:
+        """The options of its attention, whose bias may be divided, too."""
         normalization: str = self.normalization
-        return normalization == "paper_bias" and self.activation not in SOFTMAXES
+        return replace(super().options(packing), scales_bias=normalization == "paper_bias" and self.activation not in SOFTMAXES)
 
 
 class ForeignCrossGAU(CrossGAU):

@@ -5,11 +5,11 @@ Shapes: B texts, N tokens of a prompt, V vocabulary.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import index
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from lineartime.fields import check_type
 from lineartime.files import new_file, os_error_behind
 from lineartime.models.backbone import ModelState
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
-from lineartime.ops.state import State
+from lineartime.ops.state import leaves, rebuilt
 
 Ids = Iterable[int] | Tensor
 """Token ids: any sequence of integers, a numpy array [N], or a tensor [N]."""
@@ -185,12 +185,11 @@ def save_state(model: LanguageModel, state: PromptState, path: str | Path) -> No
     check_type("path", path, str | Path)
     causal = check_model(model, CausalLM, "continue a text")
     check_prompt_state(causal, state)
-    parts: dict[str, Any] = {"logits": state.logits}
-    _mapped(state.state.blocks, parts.setdefault)
+    parts: dict[str, Any] = {"logits": state.logits, **dict(leaves(state.state.blocks))}
     numbers = {name: part for name, part in parts.items() if isinstance(part, int)}
     tensors = {name: part.detach().cpu().contiguous().clone() for name, part in parts.items() if isinstance(part, Tensor)}
     known = {"numbers": numbers, "last": state.last}
-    facts = {**known, "model": _digest_of_model(causal), "dtype": _dtype(causal), "contents": _digest(known, tensors)}
+    facts = {**known, **_facts_of_model(causal), "contents": _digest(known, tensors)}
     with new_file("path", Path(path)) as file:
         try:
             save_file(tensors, file, {"format": _FORMAT, "facts": json.dumps(facts)})
@@ -231,26 +230,17 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
         raise _damaged(file, "its facts cannot be read") from None
     if _digest({"numbers": numbers, "last": last}, tensors) != digest:
         raise _damaged(file, "its contents differ from what was written")
-    if dtype != _dtype(causal):
-        found = f"is {file}, which a model with weights in {dtype} wrote, but these are in {_dtype(causal)}"
+    own = _facts_of_model(causal)
+    if dtype != own["dtype"]:
+        found = f"is {file}, which a model with weights in {dtype} wrote, but these are in {own['dtype']}"
         raise ArgumentError("state", f"{found}: use the same precision.")
-    if of_model != _digest_of_model(causal):
+    if of_model != own["model"]:
         raise ArgumentError("state", f"is {file}, which a model with other weights wrote: load it with that model.")
     logits = tensors.pop("logits").to(device)
     parts = {name: tensor.to(device) for name, tensor in tensors.items()} | numbers
-    return PromptState(ModelState(_mapped(causal.init_state(0).blocks, lambda name, _: parts[name])), logits, tuple(last))
-
-
-def _mapped(state: Any, function: Callable[[str, Any], Any], name: str = "") -> Any:
-    """A state with a function of the name and value of each tensor and number. Names are paths of fields: "0.own.position"."""
-    if isinstance(state, tuple):
-        parts = [(str(place), part) for place, part in enumerate(state)]
-    elif isinstance(state, State):
-        parts = [(field.name, getattr(state, field.name)) for field in fields(cast("Any", state))]
-    else:
-        return None if state is None else function(name, state)
-    made = [_mapped(part, function, f"{name}.{field}" if name else field) for field, part in parts]
-    return tuple(made) if isinstance(state, tuple) else type(state)(*made)
+    like = causal.init_state(0).blocks
+    made = (None if part is None else parts[name] for name, part in leaves(like))
+    return PromptState(ModelState(rebuilt(like, made)), logits, tuple(last))
 
 
 def _digest(facts: Any, tensors: Mapping[str, Tensor]) -> str:
@@ -262,14 +252,10 @@ def _digest(facts: Any, tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def _digest_of_model(model: CausalLM) -> str:
-    """A digest of the config and the weights, without which a state means nothing."""
-    return _digest(model.config.to_dict(), model.state_dict())
-
-
-def _dtype(model: CausalLM) -> str:
-    """The dtype of the weights: "float32"."""
-    return str(next(model.parameters()).dtype).removeprefix("torch.")
+def _facts_of_model(model: CausalLM) -> dict[str, str]:
+    """The dtype of the weights, "float32", and a digest of them and the config, without which a state means nothing."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return {"dtype": dtype, "model": _digest(model.config.to_dict(), model.state_dict())}
 
 
 def _damaged(file: Path, why: str) -> LineartimeError:

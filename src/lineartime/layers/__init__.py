@@ -4,8 +4,8 @@ from lineartime.layers.attention import Attention
 from lineartime.layers.contract import check_mixer
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
-from lineartime.layers.flash import FLASH
-from lineartime.layers.gau import GAU, set_backend
+from lineartime.layers.flash import FLASH, GAU, set_backend
+from lineartime.layers.mesa import FLASHMesa
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.positions import LearnedPositions, RotaryBias, ScaledSin, TableBias
 from lineartime.layers.residual import RMSNorm, ScaleNorm
@@ -17,6 +17,7 @@ __all__ = [
     "MLP",
     "Attention",
     "CrossGAU",
+    "FLASHMesa",
     "LearnedPositions",
     "Mixer",
     "RMSNorm",

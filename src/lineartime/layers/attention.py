@@ -1,7 +1,7 @@
 """Multi-head attention: the base of all such layers, and softmax attention, the baseline for GAU and FLASH.
 
-Shapes: B batch, T tokens, N new tokens of a stream, H heads, h = d / H head width, d model width,
-R rows (one for each document), L tokens of the longest row.
+Shapes: N tokens, H heads, h = d / H head width, d model width, R rows (one for each document or stream), L tokens of the
+longest row.
 
     q, k, v = rope(x Wq + bq), rope(x Wk + bk), x Wv + bv, cut into H heads        x = norm(input)
     with qk_norm, q and k are rope(rmsnorm(.)) of each head instead
@@ -9,10 +9,8 @@ R rows (one for each document), L tokens of the longest row.
     out = input + (o of all heads) Wo + bo
 """
 
-from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,10 +22,9 @@ from typing_extensions import Unpack
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import Mixer, MixerOptions
 from lineartime.layers.residual import RMSNorm
-from lineartime.ops.batch import Batch, Needs
 from lineartime.ops.checks import check_n_heads
 from lineartime.ops.modes import acc_dtype, common_dtype, matmul_dtype, output_dtype, under_transform, without_autocast
-from lineartime.ops.positions import over_heads, rotate
+from lineartime.ops.packing import Packing
 from lineartime.ops.state import KVCache
 
 MANY_KEYS = 2048
@@ -64,38 +61,49 @@ class MultiHeadMixer(Mixer):
         self.to_qkv = Dense(d_model, *[d_model] * self.n_maps, **factory(options))
         self.to_output = Dense(d_model, d_model, **factory(options))
 
-    @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attend: queries, keys and values [R, H, L, h] -> [R, H, L, h], all of the same dtype and with autocast off.
 
         `real`, bool [R, L], is False for the padding at the end of shorter rows, where the inputs are zeros. It is None if
         there is no padding.
         """
+        raise NotImplementedError
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
-        """Do the same for N more tokens of streams, [B, H, N, h], and return the new state; `state` may be overwritten."""
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: Any, packing: Packing) -> tuple[Tensor, Any]:
+        """Do the same for more tokens of streams, [R, H, L, h], and return the new state; `state` may be overwritten."""
         raise NotImplementedError
 
     def attend_bidirectional(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Bidirectional `attend`, for prefixes, if the mixer `reads_prefix`."""
         raise NotImplementedError
 
-    def needs(self) -> Needs:
-        return Needs(rotary_width=self.head_dim if self.rope else None, dtype=acc_dtype(self.any_parameter))
+    def prepare(self, packing: Packing) -> None:
+        super().prepare(packing)
+        if self.rope:
+            packing.rotations(self.head_dim, acc_dtype(self.any_parameter))
 
-    def mix(self, normed: Tensor, batch: Batch) -> Tensor:
-        q, k, v = self.project(normed, batch)
-        return self.combine(normed, self._attend(self.attend, q, k, v, batch))
+    def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
+        attended, state = self.attend_heads(self.project(x, packing), packing, state)
+        return self.combine(x, attended), state
 
-    def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
-        q, k, v = self.project(normed, batch)
-        compute = self.compute_dtype(q, k, v)
-        with without_autocast(v):
-            attended, state = self.attend_next(q.to(compute), k.to(compute), v.to(compute), state, batch)
-        return self.combine(normed, merge_heads(attended.to(output_dtype(v, compute)))), state
+    def attend_heads(self, maps: tuple[Tensor, Tensor, Tensor], packing: Packing, state: Any) -> tuple[Tensor, Any]:
+        """Attend with queries, keys and values [N, H, h]: the outputs of all heads, [N, d], and the state of streams."""
+        compute = self.compute_dtype(*maps)
+        dtype = output_dtype(maps[-1], compute)
+        with without_autocast(maps[-1]):
+            q, k, v = (heads.to(compute) for heads in maps)
+            if state is None:
+                out = packing.by_row(self._in_rows(self.attend), q, k, v)
+                if packing.prefix is not None:
+                    out = self._with_prefix(out, q, k, v, packing)
+            else:
+                q, k, v = (split_rows(packing.to_rows(heads)) for heads in (q, k, v))
+                attended, state = self.attend_next(q, k, v, state, packing)
+                out = packing.tokens(attended.transpose(1, 2))
+        return out.flatten(1).to(dtype), state
 
     def combine(self, normed: Tensor, attended: Tensor) -> Tensor:
-        """Apply the output projection: normed tokens and the attention's output, [B, T, d] each -> [B, T, d]."""
+        """Apply the output projection: normed tokens and the attention's output, [N, d] each -> [N, d]."""
         out: Tensor = self.to_output(attended)
         return out
 
@@ -103,16 +111,15 @@ class MultiHeadMixer(Mixer):
         """The dtype of the inputs of `attend`."""
         return matmul_dtype(q, k, v)
 
-    def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Project normed tokens [B, T, d] to queries, keys and values [B, H, T, h]."""
-        maps = [split_heads(part, self.n_heads) for part in self.to_qkv(x).chunk(self.n_maps, dim=-1)]
-        q, k = self.rotate(maps[0], maps[-2], batch.rotations)
+    def project(self, x: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+        """Project normed tokens [N, d] to queries, keys and values [N, H, h]."""
+        maps = [part.unflatten(1, (self.n_heads, -1)) for part in self.to_qkv(x).chunk(self.n_maps, dim=1)]
+        q, k = self.rotate(maps[0], maps[-2], packing)
         return q, k, maps[-1]
 
-    def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys [B, H, T, h] by their positions, if the layer uses rotary positions."""
-        rotations = over_heads(rotations)
-        return rotate(q, rotations), rotate(k, rotations)
+    def rotate(self, q: Tensor, k: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys [N, H, h] by their positions, if the layer uses rotary positions."""
+        return (packing.rotate(q), packing.rotate(k)) if self.rope else (q, k)
 
     def empty_cache(self, batch_size: int, dtype: torch.dtype | None = None) -> Tensor:
         """Keys or values of zero tokens, [B, H, 0, h]."""
@@ -124,26 +131,26 @@ class MultiHeadMixer(Mixer):
         empty = self.empty_cache(batch_size)
         return KVCache(self.first_position(batch_size), empty, empty)
 
-    def _attend(self, form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Apply `attend`, or a form of it, to every document, and bidirectionally to prefixes: [B, H, T, h] -> [B, T, d]."""
-        if batch.document is None and batch.prefix is None and batch.is_real is None:
-            return self._in_heads(form, q, k, v, None)
+    def _with_prefix(self, causal: Tensor, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+        """The outputs [N, H, h] of causal attention, and in prefixes those of a bidirectional one to the prefix."""
+        assert packing.prefix is not None
+        in_prefix = packing.position < packing.prefix[packing.document] if packing.rows == 1 else None
+        if in_prefix is None:
+            in_prefix = (packing.position < packing.prefix[:, None]).flatten()
+        marks = in_prefix[:, None, None]
 
-        def of_rows(form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-            q, k, v = (split_heads(x, self.n_heads) for x in (q, k, v))
-            return self._in_heads(form, q, k, v, real)
+        def attend(q: Tensor, k: Tensor, v: Tensor, inside: Tensor, real: Tensor | None) -> Tensor:
+            return self._in_rows(self.attend_bidirectional)(q, k, v, inside[..., 0, 0])
 
-        def within(q: Tensor, k: Tensor, v: Tensor, inner: Batch) -> Tensor:
-            return inner.by_row(partial(of_rows, self.attend_bidirectional), q, k, v)
+        return torch.where(marks, packing.by_row(attend, *(x.masked_fill(~marks, 0) for x in (q, k, v)), marks), causal)
 
-        tokens = [merge_heads(heads) for heads in (q, k, v)]
-        return batch.with_prefix(batch.by_row(partial(of_rows, form), *tokens), within, *tokens)
+    def _in_rows(self, form: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A form of `attend` for rows whose heads come after their tokens, [R, L, H, h]."""
 
-    def _in_heads(self, form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Apply a form to rows, [R, H, L, h] -> [R, L, d], in the dtype that the layer computes in."""
-        compute = self.compute_dtype(q, k, v)
-        with without_autocast(v):
-            return merge_heads(form(q.to(compute), k.to(compute), v.to(compute), real).to(output_dtype(v, compute)))
+        def attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+            return form(split_rows(q), split_rows(k), split_rows(v), real).transpose(1, 2)
+
+        return attend
 
 
 class AttentionOptions(HeadOptions, total=False):
@@ -174,9 +181,9 @@ class Attention(MultiHeadMixer):
         self.q_norm: nn.Module = RMSNorm(self.head_dim, **factory(options)) if qk_norm else nn.Identity()
         self.k_norm: nn.Module = RMSNorm(self.head_dim, **factory(options)) if qk_norm else nn.Identity()
 
-    def rotate(self, q: Tensor, k: Tensor, rotations: Tensor | None) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Tensor, k: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
         """Normalise queries and keys, if the layer does so, and rotate them by their positions."""
-        return super().rotate(self.q_norm(q), self.k_norm(k), rotations)
+        return super().rotate(self.q_norm(q), self.k_norm(k), packing)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Softmax attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
@@ -185,17 +192,28 @@ class Attention(MultiHeadMixer):
     def attend_bidirectional(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         return _attend(q, k, v, real, causal=False)
 
-    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
-        state, keys, values, visible = state.append(k, v, batch)
+    def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, packing: Packing) -> tuple[Tensor, KVCache]:
+        state, keys, values, visible = append(state, k, v, packing)
         q = q.to(keys.dtype)
-        visible = visible if visible.dim() == 2 else visible[:, None]
         if q.shape[2] == 1:
-            return _attend_last(q, keys, values, None if batch.start is not None and batch.counts is None else visible), state
+            return _attend_last(q, keys, values, None if packing.even and packing.common_start is not None else visible), state
         return _softmax_attention(q, keys, values, visible), state
 
     def compute_dtype(self, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
         """The dtype of autocast or of the values, float16 included: this softmax computes its scores in float32."""
         return common_dtype(v)
+
+
+def append(state: KVCache, k: Tensor, v: Tensor, packing: Packing) -> tuple[KVCache, Tensor, Tensor, Tensor]:
+    """`KVCache.append` of [R, H, L, h], with which keys each new token sees, bool [L, K] or [R, 1, L, K]."""
+    state, keys, values, last = state.append(k, v, packing)
+    visible = torch.arange(keys.shape[2], device=k.device) <= last[..., None]
+    return state, keys, values, visible if visible.dim() == 2 else visible[:, None]
+
+
+def split_rows(x: Tensor) -> Tensor:
+    """[R, L, H, h] -> [R, H, L, h]."""
+    return x.transpose(1, 2)
 
 
 def split_heads(x: Tensor, n_heads: int) -> Tensor:

@@ -75,8 +75,13 @@ class _Probe:
     """A mixer to check, and the tokens [B, T, d] that it reads."""
 
     def __init__(self, mixer: Mixer) -> None:
-        self.mixer, self.as_it_is = _awake(mixer).double(), copy.deepcopy(mixer).cpu().eval()
-        chunk_size = self.mixer.needs().chunk_size or 64
+        self.as_it_is, self.mixer = (copy.deepcopy(mixer).cpu().eval() for _ in range(2))
+        with torch.no_grad():  # weights that let everything in it have a say
+            for parameter in self.mixer.requires_grad_().parameters():
+                deviation = max(1, parameter.shape[-1]) ** -0.5 if parameter.dim() > 1 else 0.3
+                parameter.add_(deviation * torch.randn_like(parameter))
+        self.mixer.double()
+        chunk_size = getattr(self.mixer, "chunk_size", None) or 64
         self.length = min(2 * chunk_size + 5, MOST_TOKENS, self.mixer.longest_sequence or MOST_TOKENS)
         self.x = torch.randn(ROWS, self.length, self.mixer.d_model, dtype=torch.float64)
         self.tolerance = 1e-6  # a part of the mixer may compute in float32
@@ -106,8 +111,11 @@ class _Probe:
             del checks["streams can begin with a prefix"]
         return checks
 
-    def read(self, x: Tensor, **options: Any) -> Tensor:
-        return _read(self.mixer, x, **options)
+    @torch.no_grad()
+    def read(self, x: Tensor, mixer: Mixer | None = None, **options: Any) -> Tensor:
+        torch.random.default_generator.manual_seed(0)  # a mixer that draws numbers draws the same
+        out: Tensor = (mixer or self.mixer)(x, **options)
+        return out
 
     @cached_property
     def whole(self) -> Tensor:
@@ -134,11 +142,11 @@ class _Probe:
 
     def check_causal(self) -> None:
         for mixer in (self.mixer, self.as_it_is):  # its own weights, too: others may amplify, and hide what is small
-            whole = _read(mixer, self.x)
+            whole = self.read(self.x, mixer)
             for cut in sorted({1, self.length // 3, self.length // 2, self.length - 1} - {0}):
                 changed = torch.cat([self.x[:, :cut], torch.randn_like(self.x[:, cut:])], 1)
                 what = f"if the tokens from {cut} on change, earlier outputs do, too"
-                self.equal(_read(mixer, changed)[:, :cut], whole[:, :cut], what)
+                self.equal(self.read(changed, mixer)[:, :cut], whole[:, :cut], what)
 
     def check_rows(self) -> None:
         alone = torch.cat([self.read(row) for row in self.x.split(1)])
@@ -216,20 +224,3 @@ class _Probe:
         if count > 1 and torch.equal(self.mixer.read_prefix(changed[:, :count])[0][:, :-1], begun[:, :-1]):
             raise _DifferenceError("no token of a prefix reads a later one")
         self.equal(torch.cat([begun, rest], 1), whole, f"with a prefix of {count} tokens, a stream has other outputs")
-
-
-@torch.no_grad()
-def _read(mixer: Mixer, x: Tensor, **options: Any) -> Tensor:
-    torch.random.default_generator.manual_seed(0)  # a mixer that draws numbers draws the same
-    read: Tensor = mixer(x, **options)
-    return read
-
-
-def _awake(mixer: Mixer) -> Mixer:
-    """A copy in evaluation mode, on the CPU, whose weights let everything in it have a say."""
-    awake = copy.deepcopy(mixer).cpu().eval().requires_grad_()
-    with torch.no_grad():
-        for parameter in awake.parameters():
-            deviation = max(1, parameter.shape[-1]) ** -0.5 if parameter.dim() > 1 else 0.3
-            parameter.add_(deviation * torch.randn_like(parameter))
-    return awake

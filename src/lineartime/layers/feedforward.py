@@ -27,8 +27,8 @@ class MLP(ResidualLayer):
         self.to_output = Dense(expansion * d_model, d_model, **factory(options))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, d] -> [B, T, d], each token independently."""
-        self.check_input(x)
+        """[..., d] -> [..., d], each token independently."""
+        self.check_input(x, shape="[..., d_model]")
         return self.after(x, self.to_output(F.gelu(self.to_hidden(self.before(x)))))
 
 
@@ -53,7 +53,7 @@ class GLU(ResidualLayer):
         self.to_output = Dense(hidden, d_model, **factory(options))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, d] -> [B, T, d], each token independently."""
-        self.check_input(x)
+        """[..., d] -> [..., d], each token independently."""
+        self.check_input(x, shape="[..., d_model]")
         gate, value = self.to_gate_value(self.before(x)).chunk(2, dim=-1)
         return self.after(x, self.to_output(F.gelu(gate) * value))

@@ -1,6 +1,6 @@
-"""The base of a mixer, a layer that moves information between tokens: one verb for whole sequences, one for streams.
+"""The base of a mixer, a layer that moves information between tokens: one verb reads rows, packs, prefixes and streams.
 
-Shapes: B batch or streams, T tokens, N new tokens of a stream, D documents of a pack, d model width.
+Shapes: B batch or streams, T tokens of a row, N real tokens, D documents, d model width.
 """
 
 from abc import ABC, abstractmethod
@@ -15,12 +15,10 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.residual import LayerOptions, ResidualLayer
 from lineartime.ops.backends import BACKENDS, Backend, note_old_gpus
-from lineartime.ops.batch import Batch, Needs
-from lineartime.ops.checks import as_mask
-from lineartime.ops.context import ContextGroup
-from lineartime.ops.make_batch import make_batch, stream_batch
-from lineartime.ops.state import State
-from lineartime.ops.token_shift import shift_next, shift_tokens, shifted_width
+from lineartime.ops.checks import as_mask, check_documents
+from lineartime.ops.context import ContextGroup, sum_elsewhere
+from lineartime.ops.packing import Packing, describe
+from lineartime.ops.state import State, in_place, writable
 
 READ_PREFIX = "GAU, FLASH with the memory sum or mesa, and softmax attention"  # the mixers that can, for messages
 
@@ -58,13 +56,13 @@ class Mixer(ResidualLayer, ABC):
     """Base of the layers that move information between tokens: the contract they share.
 
     y = mixer(x, mask=None, cu_seqlens=None) reads whole sequences. A causal mixer also reads streams, by any number of new
-    tokens: y, state = mixer.extend(x, state). The norm, the token shift, padding, packs and the residual are done here. A
-    subclass implements what is between them: `mix` and, if it can be causal, `mix_next` and `init_own_state`.
+    tokens: y, state = mixer.extend(x, state). Padding, packs, the norm, the token shift and the residual are done here. A
+    subclass implements what is between them: `read` and, if it can be causal, `init_own_state`.
 
     Args:
         causal: whether a token attends only to itself and earlier tokens; required for streaming.
         token_shift: whether the first half of each normed token's features is taken from the previous token, with zeros for the
-            first token of a document; see `lineartime.ops.token_shift`.
+            first token of a document. The half is that of FLASH-pytorch (`shift_tokens`) and, for odd d, of `torch.chunk`.
         **options: the options of `ResidualLayer`.
     """
 
@@ -77,7 +75,7 @@ class Mixer(ResidualLayer, ABC):
     reads_prefix: bool = False
     """Whether a causal mixer can attend bidirectionally within the first tokens of a sequence."""
     any_positions: ClassVar[bool] = False
-    """Whether `mix_next` takes streams at different positions and with padding; others get one such group after another."""
+    """Whether `read` takes streams at different positions and with padding; others get one such group after another."""
     constant_state: bool = False
     """Whether one token of each stream updates the state in place, so that a step can be recorded or exported."""
     backend: Backend | None = None
@@ -113,28 +111,36 @@ class Mixer(ResidualLayer, ABC):
         """One of the parameters, which tells the dtype and device of new states; any projection may be another module."""
         return next(self.parameters())
 
+    @property
+    def shifted_width(self) -> int:
+        """How many features of a token are taken from the one before; 0 without a token shift."""
+        return (self.d_model + 1) // 2 if self.token_shift else 0
+
     def init_at_depth(self, block: int, n_blocks: int) -> None:
         """Initialise again what depends on the depth, block 0 ... n_blocks - 1; a layer that is built alone is block 0 of 1."""
 
     @abstractmethod
-    def mix(self, normed: Tensor, batch: Batch) -> Tensor:
-        """Map whole sequences of normed tokens to what is added to the tokens: [B, T, d] -> [B, T, d]."""
+    def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
+        """Map normed tokens, [N, d], to what is added to the tokens, [N, d], and to the state of streams after them.
 
-    def mix_next(self, normed: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
-        """Do the same for N more tokens of streams, [B, N, d], and return the new state; `state` may be overwritten."""
-        raise NotImplementedError
+        Args:
+            x: the real tokens of all documents, one after the other.
+            packing: where they stand.
+            state: of streams, what `init_own_state` or this method returned; it may be overwritten. None for whole sequences.
+        """
 
     def init_own_state(self, batch_size: int) -> Any:
-        """The state before the first token of `batch_size` streams, for `mix_next`; only called for a causal mixer."""
+        """The state before the first token of `batch_size` streams, for `read`; only called for a causal mixer."""
         raise NotImplementedError
 
     def first_position(self, batch_size: int) -> Tensor:
         """The position of streams before their first token, int64 [B]."""
         return torch.zeros(batch_size, dtype=torch.long, device=self.any_parameter.device)
 
-    def needs(self) -> Needs:
-        """What the mixer needs to know of a batch."""
-        return Needs()
+    def prepare(self, packing: Packing) -> None:
+        """Make what layers share of a packing, which compiled blocks cannot keep: by default, the rows of documents."""
+        if not packing.even:
+            packing.grids(None, causal=True)
 
     def forward(
         self,
@@ -143,7 +149,7 @@ class Mixer(ResidualLayer, ABC):
         cu_seqlens: Tensor | None = None,
         prefix_lengths: Tensor | None = None,
         *,
-        batch: Batch | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         """Process whole sequences at once.
 
@@ -153,22 +159,21 @@ class Mixer(ResidualLayer, ABC):
             cu_seqlens: int [D + 1], the boundaries of D documents packed into a single row.
             prefix_lengths: int [B], or [D] with `cu_seqlens`, for a causal mixer: the number of real tokens at the start of
                 each row, or document, that attend to each other bidirectionally. Later tokens attend causally.
-            batch: inside a model, all of these in one, for tokens that it has packed: see `Batch.pack`.
+            packing: inside a model, all of these in one, for the tokens x [N, d] that it has packed.
 
         Returns:
-            [B, T, d].
+            [B, T, d], or [N, d].
 
         Raises:
             ArgumentError: if shapes do not match, or a sequence is longer than the mixer allows.
             LineartimeError: if prefixes are given and the mixer does not support them.
         """
-        in_model = batch is not None
-        if batch is None:
+        if packing is None:
             self.check_input(x)
-            batch = self.describe(x.shape, mask, cu_seqlens, prefix_lengths, device=x.device)
-            x = batch.pack(x)
-        y = self.after(x, batch.by_part(self.mix, self.normed(x, batch)))
-        return y if in_model else batch.unpack(y)
+            packing = self.describe(x.shape, mask, cu_seqlens, prefix_lengths, device=x.device)
+            return packing.unpack(self.forward(packing.pack(x), packing=packing))
+        normed, _ = self.shifted(self.before(x), packing, None)
+        return self.after(x, self.read(normed, packing)[0])
 
     def describe(
         self,
@@ -179,40 +184,57 @@ class Mixer(ResidualLayer, ABC):
         *,
         device: torch.device,
         context: ContextGroup | None = None,
-        whole_chunks: bool = False,
-    ) -> Batch:
-        """Describe a batch [B, T, ...] with all that this mixer needs; see `make_batch`. Mixers with equal needs can share it.
+        one_grid: bool = False,
+    ) -> Packing:
+        """Check what describes the sequences of a batch [B, T, ...], and describe it; see `lineartime.ops.packing.describe`.
 
         Raises:
             ArgumentError: if `mask`, `cu_seqlens` or `prefix_lengths` do not match the batch, or this mixer cannot split
                 sequences over the processes of a `context`.
             LineartimeError: if prefixes are given and this mixer does not support them.
         """
+        if torch.jit.is_tracing():
+            raise LineartimeError("A layer cannot be recorded by torch.jit.trace, for a single length: use torch.export.")
         if prefix_lengths is not None:
             self.check_prefix()
+        for name, value in (("mask", mask), ("cu_seqlens", cu_seqlens), ("prefix_lengths", prefix_lengths)):
+            if context is not None and value is not None:
+                raise ArgumentError(
+                    name,
+                    "is given, but sequences that are split over processes can have neither padding, document boundaries nor "
+                    f"prefixes: pass slices of whole sequences to every process, without {name}.",
+                )
         if context is not None and not self.splits_context:
             raise ArgumentError(
                 "context",
                 f"is given, but {self.title} needs its whole sequence in one process: only FLASH can split sequences "
                 "over several.",
             )
-        return make_batch(
-            shape,
-            mask,
-            cu_seqlens,
-            prefix_lengths,
-            device=device,
-            needs=self.needs(),
-            context=context,
-            whole_chunks=whole_chunks,
-        )
+        mask = as_mask("mask", mask, shape[0], shape[1], device)
+        lengths = check_documents(shape, cu_seqlens)
+        return describe(
+            shape, device=device, mask=mask, cu_seqlens=cu_seqlens, document_lengths=lengths, prefix=prefix_lengths,
+            context=context, one_grid=one_grid,
+        )  # fmt: skip
 
-    def normed(self, x: Tensor, batch: Batch) -> Tensor:
-        """The input of `mix`: tokens after the norm and, if it is on, the token shift."""
-        normed = self.before(x)
-        if self.token_shift:
-            normed = shift_tokens(normed, None if batch.document is None else batch.positions, batch.context)
-        return normed
+    def shifted(self, normed: Tensor, packing: Packing, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Take the first half of the features from the token before, if the token shift is on.
+
+        `last` is what streams keep for it, [D, h]; it is returned for the tokens after these.
+        """
+        if not self.token_shift:
+            return normed, last
+        width = self.shifted_width
+        first, recent = normed[:, :width], None if last is None else last[:, None]
+        if packing.context is not None:  # this slice continues that of the previous process, like a stream
+            ends = first.view(packing.shape[0], -1, width)[:, -1:].sum(1)  # zeros for a slice without tokens
+            recent = sum_elsewhere(ends, packing.context, "just before")[:, None]
+        (before,), after = packing.earlier(first, 1, recent)
+        shifted = torch.cat([before, normed[:, width:]], 1)
+        if last is None or after is None:
+            return shifted, None
+        in_memory = packing.longest == 1 and in_place(normed, last)
+        return shifted, writable(last).copy_(after[:, 0]) if in_memory else after[:, 0].contiguous()
 
     def init_state(self, batch_size: int) -> Any:
         """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""
@@ -226,10 +248,10 @@ class Mixer(ResidualLayer, ABC):
         if not self.token_shift:
             return own
         like = self.any_parameter
-        return ShiftedState(torch.zeros(batch_size, shifted_width(self.d_model), dtype=like.dtype, device=like.device), own)
+        return ShiftedState(torch.zeros(batch_size, self.shifted_width, dtype=like.dtype, device=like.device), own)
 
     def extend(
-        self, x: Tensor, state: Any = None, mask: Tensor | None = None, *, batch: Batch | None = None
+        self, x: Tensor, state: Any = None, mask: Tensor | None = None, *, packing: Packing | None = None
     ) -> tuple[Tensor, Any]:
         """Continue streams, at any positions, by N tokens; each has the same outputs as if it were continued alone.
 
@@ -239,33 +261,31 @@ class Mixer(ResidualLayer, ABC):
                 so that `state.clone()` must be made before to continue it in another way, too.
             mask: [B, N], bool or integers 0 and 1, True for real tokens. Positions count only real tokens, so prompts of
                 different lengths can be padded on the left, read in one call and continued without a mask.
-            batch: inside a model, the description of the tokens, which it has packed.
+            packing: inside a model, where the tokens x [N, d] stand, which it has packed.
 
         Returns:
-            [B, N, d], with zeros at padding, and the new state.
+            [B, N, d], with zeros at padding, or [N, d], and the new state.
 
         Raises:
             ArgumentError: if the mixer is not causal, shapes do not match, or the state has another batch size or layer.
         """
-        in_model = batch is not None
-        if batch is None:
+        if packing is None:
             self.check_causal()
             self.check_input(x)
             mask = as_mask("mask", mask, x.shape[0], x.shape[1], x.device)
             state = self.init_state(x.shape[0]) if state is None else state
             self.check_state(state, x)
-            batch = stream_batch(state.position, x.shape, mask, needs=self.needs())
-            x = batch.pack(x)
-        normed, last = self.before(x), None
-        if isinstance(state, ShiftedState):
-            normed, last = shift_next(normed, state.last, batch.counts)
-            state = state.own
-        if self.any_positions or (batch.start is not None and batch.counts is None):
-            out, state = self.mix_next(normed, state, batch)
+            packing = describe(x.shape, device=x.device, mask=mask, position=state.position)
+            y, state = self.extend(packing.pack(x), state, packing=packing)
+            return packing.unpack(y), state
+        last = state.last if isinstance(state, ShiftedState) else None
+        own = state.own if isinstance(state, ShiftedState) else state
+        normed, last = self.shifted(self.before(x), packing, last)
+        if self.any_positions or (packing.even and packing.common_start is not None):
+            out, own = self.read(normed, packing, own)
         else:
-            out, state = by_position(self.mix_next, normed, state, batch, self.needs())
-        y = self.after(x, out)
-        return y if in_model else batch.unpack(y), state if last is None else ShiftedState(last, state)
+            out, own = by_position(self.read, normed, own, packing)
+        return self.after(x, out), own if last is None else ShiftedState(last, own)
 
     def read_prefix(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Any]:
         """Begin streams with tokens that attend to each other bidirectionally; `extend` continues them causally.
@@ -316,31 +336,28 @@ class Mixer(ResidualLayer, ABC):
 
 
 def by_position(
-    mix_next: Callable[[Tensor, Any, Batch], tuple[Tensor, Any]], x: Tensor, state: Any, batch: Batch, needs: Needs
+    read: Callable[[Tensor, Packing, Any], tuple[Tensor, Any]], x: Tensor, state: Any, packing: Packing
 ) -> tuple[Tensor, Any]:
-    """Continue streams in groups that stand at one position and get the same number of tokens: [B, N, d] -> [B, N, d].
-
-    Real tokens come first in their row. The outputs of others are zeros.
-    """
-    streams, new = x.shape[:2]
-    counts = [new] * streams if batch.counts is None else batch.counts.tolist()
+    """Continue streams in groups that stand at one position and get the same number of tokens: [N, d] -> [N, d]."""
+    positions = zip(state.position.tolist(), packing.new.tolist(), strict=True)
     groups: dict[tuple[int, int], list[int]] = {}
-    for row, group in enumerate(zip(state.position.tolist(), counts, strict=True)):
+    for row, group in enumerate(positions):
         groups.setdefault(group, []).append(row)
-    out, parts = torch.zeros_like(x), []
-    for (start, count), rows in groups.items():
-        index = torch.tensor(rows, device=x.device)
+    rows, parts = packing.to_rows(x), []
+    out = torch.zeros_like(rows)
+    for (position, count), chosen in groups.items():
+        index = torch.tensor(chosen, device=x.device)
         own = state.take(index)
         if count:
-            here = replace(stream_batch(own.position, (len(rows), count), needs=needs), start=start)
-            read, own = mix_next(x[index, :count], own, here)
-            tokens = torch.arange(count, device=x.device)
-            out = out.to(read.dtype).index_put((index[:, None], tokens), read)
+            here = describe((len(chosen), count), device=x.device, position=own.position)
+            here = replace(here, starts=[position] * len(chosen), lengths=[count] * len(chosen))  # also on a GPU
+            y, own = read(rows[index, :count].flatten(0, 1), here, own)
+            out = out.to(y.dtype).index_put((index[:, None], torch.arange(count, device=x.device)), y.unflatten(0, (-1, count)))
         parts.append(own)
     if not parts:
-        return out, state
+        return x, state
     order = torch.tensor([row for rows in groups.values() for row in rows], device=x.device)
-    return out, State.concatenate(parts).take(order.argsort())
+    return packing.tokens(out), State.concatenate(parts).take(order.argsort())
 
 
 def check_state(state: Any, template: Any, layer: str, device: torch.device, name: str = "state") -> None:

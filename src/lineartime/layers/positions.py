@@ -1,6 +1,6 @@
 """Learned positional modules: the two relative biases, the scaled sinusoid and the table of absolute positions.
 
-Shapes: Q queries, K keys, s query/key width, d model width.
+Shapes: s query/key width, d model width.
 """
 
 from abc import ABC, abstractmethod
@@ -10,37 +10,34 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.layers.dense import FactoryOptions
-from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_even, require
-from lineartime.ops.modes import acc_dtype, is_exporting, look_up
-from lineartime.ops.positions import FactoredBias, by_distance, rotary_bias, rotary_table, sinusoid, table_bias
+from lineartime.ops.modes import acc_dtype, is_exporting, is_traced, look_up
+from lineartime.ops.packing import Packing
+from lineartime.ops.positions import rotary_table, sinusoid
 
 MAX_TABLE_LENGTH = 512
 """The largest length for which a relative bias is a table; above it, the bias is rotary (arXiv 2202.10447)."""
 
 
 class RelativeBias(nn.Module, ABC):
-    """A learned bias of scores that depends on the offset of a key from the query.
+    """A learned bias of scores for each distance of a key from the query, key position minus query position."""
 
-    The layers of a `batch` share the rotations of its rotary forms. The positions of keys are then 0, 1, ..., and those of
-    queries are among them.
-    """
+    max_length: int | None = None
+    """The longest sequence that it has values for; None for no limit."""
 
     def reset_parameters(self) -> None:
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.02)
 
     @abstractmethod
-    def forward(self, query_positions: Tensor, key_positions: Tensor, batch: Batch | None = None) -> Tensor:
-        """The bias [Q, K] for positions [Q] and [K]."""
-
-    @abstractmethod
-    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, batch: Batch | None = None) -> Tensor:
-        """The bias [Q, K] for queries first_query, ..., and keys 0, 1, ...; its gradient is summed in a fixed order."""
+    def forward(self, n: int, packing: Packing | None = None) -> Tensor:
+        """The values [2 n - 1] for the distances 1 - n, ..., n - 1, in float32 or better. Layers share what `packing` keeps."""
 
 
 class TableBias(RelativeBias):
-    """A learned relative bias for each offset between -(n-1) and n-1, n being `max_length`."""
+    """A learned relative bias for each distance between -(n-1) and n-1, n being `max_length`."""
+
+    max_length: int
 
     def __init__(self, max_length: int, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
@@ -51,17 +48,16 @@ class TableBias(RelativeBias):
     def extra_repr(self) -> str:
         return f"max_length={self.max_length}"
 
-    def forward(self, query_positions: Tensor, key_positions: Tensor, batch: Batch | None = None) -> Tensor:
-        """The bias [Q, K] for positions [Q] and [K] within `max_length`."""
-        return table_bias(self.table, query_positions, key_positions)
-
-    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, batch: Batch | None = None) -> Tensor:
-        first = self.max_length - first_query - n_queries
-        return by_distance(self.table[first : first + n_queries + n_keys - 1], n_queries, n_keys)
+    def forward(self, n: int, packing: Packing | None = None) -> Tensor:
+        return self.table[self.max_length - n : self.max_length + n - 1].to(acc_dtype(self.table))
 
 
 class RotaryBias(RelativeBias):
-    """A learned relative bias of any length, rope(a)_t . rope(b)_j, with a and b in R^s."""
+    """A learned relative bias of any length, rope(a)_t . rope(b)_j, with a and b in R^s (arXiv 2202.10447, `rel_pos_bias`).
+
+    With the halves a1, a2 and b1, b2 of both and the angles of the distance j - t, that is
+    (a1 b1 + a2 b2) . cos + (a2 b1 - a1 b2) . sin.
+    """
 
     def __init__(self, d_qk: int, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
@@ -72,19 +68,17 @@ class RotaryBias(RelativeBias):
     def extra_repr(self) -> str:
         return f"d_qk={len(self.a)}"
 
-    def forward(self, query_positions: Tensor, key_positions: Tensor, batch: Batch | None = None) -> Tensor:
-        return self.factors(query_positions, key_positions, batch).dense()
+    def forward(self, n: int, packing: Packing | None = None) -> Tensor:
+        exact, half = acc_dtype(self.a), self.a.shape[0] // 2
 
-    def consecutive(self, n_queries: int, n_keys: int, first_query: int = 0, batch: Batch | None = None) -> Tensor:
-        places = torch.arange(max(n_keys, first_query + n_queries), device=self.a.device)
-        return self.factors(places[first_query : first_query + n_queries], places[:n_keys], batch).dense()
+        def table() -> Tensor:
+            return rotary_table(torch.arange(n, device=self.a.device), half, exact)
 
-    def factors(self, query_positions: Tensor, key_positions: Tensor, batch: Batch | None = None) -> FactoredBias:
-        """The same bias as two factors, without computing their product."""
-        width, places, table = self.a.shape[0], key_positions.shape[0], None
-        if batch is not None:
-            table = batch.shared((width, places), lambda: rotary_table(key_positions, width // 2, acc_dtype(self.a)))
-        return rotary_bias(self.a, self.b, query_positions, key_positions, table)
+        # Where code is traced, n is a symbol, which is no key.
+        cos, sin = table() if packing is None or is_traced() else packing.shared(("distances", half, n, exact), table)
+        (a1, a2), (b1, b2) = self.a.to(exact).chunk(2), self.b.to(exact).chunk(2)
+        even, odd = cos @ (a1 * b1 + a2 * b2), sin @ (a2 * b1 - a1 * b2)
+        return torch.cat([(even - odd)[1:].flip(0), even + odd])
 
 
 def build_relative_bias(max_length: int | None, d_qk: int, **factory: Unpack[FactoryOptions]) -> RelativeBias:

@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, d model width.
 """
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -143,21 +144,7 @@ def constructor_options(layer: type[Any]) -> dict[str, Option]:
     return options
 
 
-_options = cache(constructor_options)
-
-
-def check_types(layer: Any, values: dict[str, Any]) -> None:
-    """Raise ArgumentError, naming the option of a layer, unless each value has the type that the constructor annotates.
-
-    Only types that are classes are checked, such as `int | None`. Others, such as Literal, are left to the constructor, which
-    may allow fewer choices than its bases.
-    """
-    known = _options(layer)
-    for name in [name for name in values if name in known]:
-        hint = known[name].type
-        classes = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if all(isinstance(part, type) and part is not Any and get_origin(part) is None for part in classes):
-            check_type(name, values[name], hint)
+_options: Callable[[Any], dict[str, Option]] = cache(constructor_options)
 
 
 class LayerOptions(FactoryOptions, total=False):
@@ -186,8 +173,17 @@ class ResidualLayer(nn.Module):
     """The name in a `LayerConfig`, in JSON and in the documentation; for a mixer, that of its file, with hyphens."""
 
     def __new__(cls, *_: object, **options: object) -> Self:
-        """Check the types of options before a constructor uses them; copying a layer passes no options."""
-        check_types(cls, options)
+        """Check the types of options before a constructor uses them; copying a layer passes no options.
+
+        Only types that are classes are checked, such as `int | None`. Others, such as Literal, are left to the constructor,
+        which may allow fewer choices than its bases.
+        """
+        known = _options(cls)
+        for name in [name for name in options if name in known]:
+            hint = known[name].type
+            classes = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+            if all(isinstance(part, type) and part is not Any and get_origin(part) is None for part in classes):
+                check_type(name, options[name], hint)
         return super().__new__(cls)
 
     def __init__(
@@ -237,19 +233,19 @@ class ResidualLayer(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
     def check_input(self, x: Tensor, argument: str = "x", shape: str = "[B, T, d_model]") -> None:
-        """Raise ArgumentError unless x is [B, T, d], with the dtype and on the device of the layer."""
+        """Raise ArgumentError unless x has this shape, with the dtype and on the device of the layer."""
         check_tokens(argument, x, shape, self.d_model, self.norm, self)
 
 
 def check_tokens(argument: str, x: object, shape: str, width: int, first: nn.Module, layer: nn.Module) -> None:
-    """Raise ArgumentError unless x is a tensor [B, T, width] with the dtype and on the device of a layer.
+    """Raise ArgumentError unless x is a tensor of a shape that ends with d_model, with the dtype and on the device of a layer.
 
     `first` is the part of the layer that receives x. The layer's parameters may have several dtypes; x may have any of them or,
     under autocast, what it converts. Messages show `shape`, in the letters of the layer.
     """
     if not isinstance(x, Tensor):
         raise ArgumentError(argument, f"is a {type(x).__name__}, but must be a tensor.")
-    if x.dim() != 3 or x.shape[-1] != width:
+    if x.dim() < 2 or (x.dim() != 3 and not shape.startswith("[...")) or x.shape[-1] != width:
         raise ArgumentError(argument, f"has shape {list(x.shape)}, but must be {shape} with d_model = {width}.")
     if x.layout is not torch.strided:
         raise ArgumentError(argument, f"has the layout {x.layout}, but must be a dense tensor, {torch.strided}.")

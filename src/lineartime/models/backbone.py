@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, N new tokens of a stream, d model width.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -18,10 +18,9 @@ from lineartime.layers.mixer import Mixer
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import build_norm, check_device
 from lineartime.models.config import LayerConfig, ModelConfig
-from lineartime.ops.batch import Batch
 from lineartime.ops.checks import as_mask, check_whole, is_readable
 from lineartime.ops.context import ContextGroup, check_equal_slices
-from lineartime.ops.make_batch import stream_batch
+from lineartime.ops.packing import Packing, describe
 from lineartime.ops.state import State
 
 
@@ -37,21 +36,21 @@ class Block(nn.Module):
         if config.feed_forward is not None:
             self.feed_forward = config.feed_forward.build(config.d_model, **options)
 
-    def forward(self, x: Tensor, batch: Batch, recompute: bool = False) -> Tensor:
-        """Map the tokens of a batch, [B, T, d] or a pack, to the same shape.
+    def forward(self, x: Tensor, packing: Packing, recompute: bool = False) -> Tensor:
+        """Map the packed tokens of a batch, [N, d] -> [N, d].
 
         With `recompute`, only x is kept, and the backward pass recomputes the block.
         """
         out: Tensor
         if recompute and torch.is_grad_enabled():
-            out = checkpoint(self.forward, x, batch, use_reentrant=False)
+            out = checkpoint(self.forward, x, packing, use_reentrant=False)
         else:
-            out = self.feed_forward(self.mixer(x, batch=batch))
+            out = self.feed_forward(self.mixer(x, packing=packing))
         return out
 
-    def extend(self, x: Tensor, state: Any, batch: Batch) -> tuple[Tensor, Any]:
-        """Continue streams by N tokens: [B, N, d] -> [B, N, d], and the mixer's state after them."""
-        x, state = self.mixer.extend(x, state, batch=batch)
+    def extend(self, x: Tensor, state: Any, packing: Packing) -> tuple[Tensor, Any]:
+        """Continue streams: [N, d] -> [N, d], and the mixer's state after them."""
+        x, state = self.mixer.extend(x, state, packing=packing)
         return self.feed_forward(x), state
 
 
@@ -132,20 +131,23 @@ class Backbone(nn.Module):
         The input of each block is appended to `inputs`. The other arguments are those of `LanguageModel`.
         """
         embedded = self.embed(tokens)
-        options: dict[str, Any] = {"device": embedded.device, "context": context, "whole_chunks": self._is_compiled()}
-        batches = self._batches(lambda mixer: mixer.describe(embedded.shape, mask, cu_seqlens, prefix_lengths, **options))
+        compiled = self._is_compiled()
+        options: dict[str, Any] = {"device": embedded.device, "context": context, "one_grid": compiled}
+        packing = self._pickiest.describe(embedded.shape, mask, cu_seqlens, prefix_lengths, **options)
         if context is not None:
             check_equal_slices(embedded.shape[:2], context, embedded.device)
-        first = batches[0]
         if token_types is not None:
             self._check_types(token_types, embedded)
-            token_types = first.pack(token_types)
-        x = self.first_input(first.pack(embedded), first.positions, token_types)
-        for block, batch in zip(self.blocks, batches, strict=True):
+            token_types = packing.pack(token_types)
+        x = self.first_input(packing.pack(embedded), packing, token_types)
+        for block in self.blocks:
             if inputs is not None:
-                inputs.append(first.unpack(x))
-            x = block(x, batch, self.recompute and self.training)
-        return first.unpack(self.norm(x))
+                inputs.append(packing.unpack(x))
+                x = packing.pack(inputs[-1])  # so that gradients pass what is handed out
+            if compiled:
+                block.mixer.prepare(packing)
+            x = block(x, packing, self.recompute and self.training)
+        return packing.unpack(self.norm(x))
 
     forward = read  # hooks run where the module itself is called
 
@@ -153,19 +155,12 @@ class Backbone(nn.Module):
         """Whether torch.nn.Module.compile has been called on a block, which PyTorch shows in this attribute alone."""
         return any(block._compiled_call_impl is not None for block in self.blocks)
 
-    def _batches(self, describe: Callable[[Mixer], Batch]) -> list[Batch]:
-        """The batch as each block needs it. Mixers with equal needs share it: all of them, except in a hybrid.
-
-        Needs change neither the positions of tokens nor how they are packed, so that tokens pass from one block to the next.
-        """
-        made: dict[tuple[Any, ...], Batch] = {}
-        batches = []
-        for block in self.blocks:
-            key = (block.mixer.needs(), block.mixer.splits_context, block.mixer.reads_prefix)
-            if key not in made:
-                made[key] = describe(block.mixer)
-            batches.append(made[key])
-        return batches
+    @property
+    def _pickiest(self) -> Mixer:
+        """The mixer that describes a batch for all of them: one that refuses a prefix or a context, if there is one."""
+        mixers = [block.mixer for block in self.blocks]
+        without_prefix = [mixer for mixer in mixers if not mixer.reads_prefix]
+        return (without_prefix or [mixer for mixer in mixers if not mixer.splits_context] or mixers)[0]
 
     @property
     def constant_state(self) -> bool:
@@ -186,19 +181,15 @@ class Backbone(nn.Module):
             state = self.init_state(embedded.shape[0])
         else:
             self.check_state(state, embedded)
-        batches = self._stream_batches(embedded, state.position, mask)
-        first = batches[0]
-        x = self.first_input(first.pack(embedded), first.positions)
+        packing = describe(embedded.shape, device=embedded.device, mask=mask, position=state.position)
+        x = self.first_input(packing.pack(embedded), packing)
         states = []
-        for block, of_block, batch in zip(self.blocks, state.blocks, batches, strict=True):
+        for block, of_block in zip(self.blocks, state.blocks, strict=True):
             if inputs is not None:
-                inputs.append(first.unpack(x))
-            x, of_block = block.extend(x, of_block, batch)
+                inputs.append(packing.unpack(x))
+            x, of_block = block.extend(x, of_block, packing)
             states.append(of_block)
-        return first.unpack(self.norm(x)), ModelState(tuple(states))
-
-    def _stream_batches(self, embedded: Tensor, position: Tensor, mask: Tensor | None) -> list[Batch]:
-        return self._batches(lambda mixer: stream_batch(position, embedded.shape, mask, needs=mixer.needs()))
+        return packing.unpack(self.norm(x)), ModelState(tuple(states))
 
     def read_prefix(
         self, tokens: Tensor, mask: Tensor | None = None, *, inputs: list[Tensor] | None = None
@@ -208,22 +199,23 @@ class Backbone(nn.Module):
         (rows, length), device = embedded.shape[:2], embedded.device
         mask = as_mask("mask", mask, rows, length, device)
         whole = torch.full((rows,), length, device=device) if mask is None else mask.sum(1)
-        batches = self._batches(lambda mixer: mixer.describe(embedded.shape, mask, None, whole, device=device))
+        packing = self._pickiest.describe(embedded.shape, mask, None, whole, device=device)
         state = self.init_state(rows)
-        streams = self._stream_batches(embedded, state.position, mask)
-        first = batches[0]
-        x = first.unpack(self.first_input(first.pack(embedded), first.positions))
+        stream = describe(embedded.shape, device=device, mask=mask, position=state.position)
+        x = packing.unpack(self.first_input(packing.pack(embedded), packing))
         states = []
-        for block, of_block, batch, stream in zip(self.blocks, state.blocks, batches, streams, strict=True):
+        for block, of_block in zip(self.blocks, state.blocks, strict=True):
             if inputs is not None:
                 inputs.append(x)
-            states.append(block.mixer.extend(stream.pack(x), of_block, batch=stream)[1])
-            x = first.unpack(block(first.pack(x), batch))
+            states.append(block.mixer.extend(stream.pack(x), of_block, packing=stream)[1])
+            x = packing.unpack(block(packing.pack(x), packing))
         return self.norm(x), ModelState(tuple(states))
 
-    def first_input(self, embedded: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
-        """The input of the first block, [B, T, d]. Positions: [T] or [B, T]. Token types: int [B, T]; None for all 0."""
-        x = embedded if self.position is None else embedded + self.position(positions)
+    def first_input(self, embedded: Tensor, packing: Packing, token_types: Tensor | None = None) -> Tensor:
+        """The input of the first block, [N, d]. Token types: int [N]; None for all 0."""
+        x = embedded
+        if self.position is not None:
+            x = (x.view(packing.rows, packing.position.shape[0], x.shape[-1]) + self.position(packing.position)).flatten(0, 1)
         if self.token_types is not None:
             x = x + (self.token_types.weight[0] if token_types is None else self.token_types(token_types))
         normed: Tensor = self.embedding_norm(x)

@@ -16,6 +16,8 @@ from lineartime.fields import Between, check_fields, check_limits, check_names, 
 from lineartime.foreign.mixers import ForeignCrossGAU, ForeignFLASH, ForeignGAU, NormPosition, post_norm
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
+from lineartime.layers.flash import FLASH
+from lineartime.layers.mesa import FLASHMesa, Memory
 from lineartime.layers.mixer import READ_PREFIX, Mixer
 from lineartime.layers.residual import LayerOptions, Norm, Option, constructor_options
 from lineartime.machine import shapes_only
@@ -52,8 +54,9 @@ class LayerConfig:
     def __init__(self, kind: str, /, **options: Any) -> None:
         check_choice("kind", kind, tuple(name for kinds in KINDS.values() for name in kinds))
         object.__setattr__(self, "kind", kind)
-        allowed = own_options(self.layer)
+        allowed = own_options(self._named)
         check_names(options, allowed, kind)
+        check_choice("memory", options.get("memory", "sum"), ("sum", "mesa") if kind == FLASH.name else ("sum",))
         for name, value in options.items():
             options[name] = value = _as_tuple(value, allowed[name].type)
             check_type(name, value, allowed[name].type)
@@ -76,6 +79,11 @@ class LayerConfig:
     @property
     def layer(self) -> type[Any]:
         """The class of the layer."""
+        return FLASHMesa if self.options.get("memory") == "mesa" else self._named
+
+    @property
+    def _named(self) -> type[Any]:
+        """The class that has the name."""
         return next(kinds[self.kind] for kinds in KINDS.values() if self.kind in kinds)
 
     def override(self, /, **options: Any) -> "LayerConfig":
@@ -85,7 +93,8 @@ class LayerConfig:
     def build(self, d_model: int, norm_position: NormPosition = "pre", **options: Any) -> Any:
         """Build the layer, freshly initialised. The model sets `options`: norm, dropout and, for a mixer, causal."""
         layer = self.layer if norm_position == "pre" else post_norm(self.layer)
-        return layer(d_model, **self.options, **options)
+        own = {name: value for name, value in self.options.items() if name != "memory"}
+        return layer(d_model, **own, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dictionary for JSON: {"kind": "flash", "d_qk": 128, ...}."""
@@ -108,6 +117,8 @@ def _as_tuple(value: Any, hint: Any) -> Any:
 def _own_options(layer: type[Any]) -> dict[str, Option]:
     """The options of a layer, except those that the model sets, such as causal, norm and dropout."""
     options = constructor_options(layer)
+    if layer in (FLASH, ForeignFLASH):  # by its name alone, a config with the memory mesa would be one of FLASH
+        options["memory"] = Option(Memory, "sum")
     return {name: option for name, option in options.items() if name not in (*LayerOptions.__annotations__, "causal")}
 
 

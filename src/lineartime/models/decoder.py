@@ -4,7 +4,6 @@ Shapes: B streams, d model width, C chunk size, e value width, s query/key width
 """
 
 import ctypes
-from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
@@ -15,14 +14,13 @@ from torch import Tensor, nn
 from lineartime.errors import ArgumentError
 from lineartime.layers.dense import MAX_ROWS, Embedding, has_hooks, is_untouched
 from lineartime.layers.flash import FLASH
+from lineartime.layers.mesa import FLASHMesa, MemoryState, fold_full_chunks
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import norm_parts
 from lineartime.models.backbone import Backbone, Block, ModelState
 from lineartime.native import NATIVE_DTYPES, NativeFunctions, native_functions
-from lineartime.ops.mixed_chunk.stream import MemoryState, fold_full_chunks
 from lineartime.ops.modes import acc_dtype, has_plain_memory
-from lineartime.ops.positions import FactoredBias, rotary_table
-from lineartime.ops.token_shift import shifted_width
+from lineartime.ops.positions import rotary_table
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 MAX_STREAMS = MAX_ROWS
@@ -82,9 +80,9 @@ class NativeDecoder:
         self._backbone, self._dtype = backbone, first.gamma.dtype
         self._kept: list[Any] = []
         self._shifted = first.token_shift
-        self._solved = {place: layer.options for place, layer in enumerate(layers) if layer.memory == "mesa"}
+        self._recalling = [place for place, layer in enumerate(layers) if isinstance(layer, FLASHMesa)]
         self._like = [self._tensors(layer.init_state(0)) for layer in layers]
-        length, self._vocabulary = first.options.published_length, backbone.embedding.weight.shape[0]
+        self._vocabulary = backbone.embedding.weight.shape[0]
         rotated = first.d_qk // 2 if first.rope else 0
         sines = first.d_model // 2 if isinstance(position, ScaledSin) else 0
         counts, near = [n for n in (rotated, sines) if n], torch.arange(_NEAR, device="cpu")
@@ -93,9 +91,8 @@ class NativeDecoder:
         table = position.table if isinstance(position, LearnedPositions) else None
         self._native = _Model(
             len(layers), first.d_model, first.d_value, first.d_qk, first.chunk_size, self._vocabulary,
-            shifted_width(first.d_model) if first.token_shift else 0,
-            length is not None, first.options.divides_by_chunk_size,
-            first.d_qk**-0.5 if length is None else 1 / length, rotated, rotated + sines,
+            first.shifted_width, first.normalization != "count", first.normalization == "paper_sum",
+            first.scales().score, rotated, rotated + sines,
             self._keep(torch.cat(frequencies) if counts else None), self._keep(torch.cat(tables, 1) if counts else None),
             self._keep(backbone.embedding.weight),
             self._keep(None if backbone.token_types is None else backbone.token_types.weight),
@@ -159,14 +156,16 @@ class NativeDecoder:
         if ids is not None:
             self._check("ids", ids, torch.int64, len(state))
         pointers = [None if x is None else x.data_ptr() for x in (ids, out, uniform, drawn)]
-        wrong = self._decode(*bound.first, *pointers[:3], *sampling, pointers[3])
+        wrong = self._decode(*bound.first, *pointers[:3], *sampling, pointers[3])  # the stream that it refuses, from 1
+        if wrong and ids is not None and not 0 <= int(ids[wrong - 1]) < self._vocabulary:
+            last = self._vocabulary - 1
+            raise ArgumentError("ids", f"holds {int(ids[wrong - 1])}, but must be from 0 to vocab_size - 1 = {last}.")
         if wrong:
-            self._refuse(ids, wrong)
-        if self._solved and (full := state.position % self._native.c == 0).any():
-            before = (state.position - self._native.c)[:, None, None]
-            for place, options in self._solved.items():
-                own = self._own(state.blocks[place])
-                fold_full_chunks([own.summary, own.gram], own.keys, own.values, before, full, options)
+            limit = f"is {self._native.n_places}, the number of learned positions"
+            raise ArgumentError("max_positions", f"{limit}, but a stream has as many tokens.")
+        if self._recalling and (state.position % self._native.c == 0).any():
+            for place in self._recalling:
+                fold_full_chunks(self._own(state.blocks[place]))
 
     def _bind(self, state: ModelState) -> _Bound:
         """The addresses of a state, which are found once for all tokens."""
@@ -199,15 +198,6 @@ class NativeDecoder:
             wanted = f"{list(shape)} in {dtype}, contiguous on a CPU"
             raise ArgumentError(argument, f"has shape {list(x.shape)} in {x.dtype} on {x.device}, but must have {wanted}.")
 
-    def _refuse(self, ids: Tensor | None, wrong: int) -> None:
-        """Raise the ArgumentError about the stream that the C++ function refused, counted from 1."""
-        if ids is not None and not 0 <= int(ids[wrong - 1]) < self._vocabulary:
-            last = self._vocabulary - 1
-            raise ArgumentError("ids", f"holds {int(ids[wrong - 1])}, but must be from 0 to vocab_size - 1 = {last}.")
-        raise ArgumentError(
-            "max_positions", f"is {self._native.n_places}, the number of learned positions, but a stream has as many tokens."
-        )
-
     def _keep(self, x: Tensor | None) -> int | None:
         """The address of a tensor, which stays alive as long as the decoder."""
         if x is None:
@@ -223,21 +213,14 @@ class NativeDecoder:
         return _Norm(self._keep(weight), self._keep(bias), int(len(weight) > 1), int(centred), eps)
 
     def _layer(self, layer: FLASH) -> _Layer:
-        to_projected, to_output = layer.to_gate_value_base, layer.to_output
+        to_projected, to_output, bias = layer.to_gate_value_base, layer.to_output, None
+        if layer.bias is not None:  # of the last token of a chunk, [C], from which a shift gives that of any other
+            bias = layer.bias(layer.chunk_size)[: layer.chunk_size].to(acc_dtype(layer.gamma))
         return _Layer(
-            self._keep(layer.gamma), self._keep(layer.beta), self._keep(self._bias(layer)), self._norm(layer.norm),
+            self._keep(layer.gamma), self._keep(layer.beta), self._keep(bias), self._norm(layer.norm),
             self._keep(to_projected.weight), self._keep(to_projected.bias), self._keep(to_output.weight),
             self._keep(to_output.bias),
         )  # fmt: skip
-
-    def _bias(self, layer: FLASH) -> Tensor | None:
-        """The relative bias of the last token of a chunk for all of them, [C], from which a shift gives that of any other."""
-        if layer.bias is None:
-            return None
-        c = layer.chunk_size
-        slots = torch.arange(c, device="cpu")
-        bias = layer.bias(slots[-1:], slots)
-        return (bias.dense() if isinstance(bias, FactoredBias) else bias)[0].to(acc_dtype(layer.gamma))
 
 
 @torch.no_grad()
@@ -251,9 +234,8 @@ def native_decoder(backbone: Backbone, head: nn.Module | None) -> NativeDecoder 
     if not all(map(_is_plain_block, backbone.blocks)):
         return None
     layers: list[Any] = [block.mixer for block in backbone.blocks]
-    options = [replace(each.options, memory="sum") for each in layers]
-    widths = [(each.d_model, each.d_value, each.d_qk, each.rope, each.token_shift) for each in layers]
-    if len({*zip(options, widths, strict=True)}) != 1:
+    names = ("d_model", "d_value", "d_qk", "chunk_size", "normalization", "rope", "token_shift")
+    if len({tuple(getattr(each, name) for name in names) for each in layers}) != 1:
         return None
     parameters = [*backbone.parameters(), *(() if head is None else head.parameters())]
     dtype = parameters[0].dtype
@@ -277,8 +259,8 @@ def is_modified(module: nn.Module) -> bool:
 
 
 def _is_plain_block(block: Block) -> bool:
-    layer = block.mixer
-    if type(block) is not Block or type(block.feed_forward) is not nn.Identity or type(layer) is not FLASH:
+    layer: Any = block.mixer
+    if type(block) is not Block or type(block.feed_forward) is not nn.Identity or type(layer) not in (FLASH, FLASHMesa):
         return False
     dropped = layer.training and getattr(layer.dropout, "p", True)
     untouched = is_untouched(layer.to_gate_value_base) and is_untouched(layer.to_output) and norm_parts(layer.norm) is not None

@@ -13,8 +13,7 @@ from lineartime.choices import BYTE_VOCABULARY, VOCAB_SIZE, Task
 from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.layers.attention import Attention
 from lineartime.layers.feedforward import GLU, MLP
-from lineartime.layers.flash import FLASH
-from lineartime.layers.gau import GAU, InitialScores
+from lineartime.layers.flash import FLASH, GAU, InitialScores
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.residual import ResidualLayer
 from lineartime.models.config import KINDS, LayerConfig, ModelConfig, own_options, read_pattern, why_not_learned

@@ -76,7 +76,7 @@ def why_not(
         return None if source is None else why_not_built(source)
     if not _has_triton():
         return "the package triton is not installed"
-    if device.type != "cuda" and not _is_interpreted():
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"it needs a GPU, and the tensors are on {device.type}"
     if dtype == torch.float64 and device.type == "cuda":
         return "it computes in float32, and the tensors are float64"
@@ -104,8 +104,3 @@ def _is_old(device: torch.device) -> bool:
 def _has_triton() -> bool:
     # The GPU code of torch.compile needs Triton as well, and torch.compile cannot trace importlib.
     return torch.compiler.is_compiling() or importlib.util.find_spec("triton") is not None
-
-
-def _is_interpreted() -> bool:
-    """Whether Triton runs kernels as Python, on any device."""
-    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -52,24 +52,6 @@ def check_fits(layer: str, length: int, max_length: int) -> None:
         )
 
 
-def check_queries_keys_values(queries_and_keys: dict[str, Tensor], v: Tensor) -> None:
-    """Raise ArgumentError unless all are tensors of floats, each query and key [B, T, s] with the same s, for v [B, T, e]."""
-    for name, tensor in {**queries_and_keys, "v": v}.items():
-        if not isinstance(tensor, Tensor):
-            raise ArgumentError(name, f"is a {type(tensor).__name__}, but must be a tensor.")
-        if not tensor.is_floating_point():
-            raise ArgumentError(name, f"has dtype {tensor.dtype}, but must have a floating-point dtype: convert it.")
-    if v.dim() != 3:
-        raise ArgumentError("v", f"has shape {list(v.shape)}, but must be [B, T, e].")
-    first = next(iter(queries_and_keys.values()))
-    expected = [*v.shape[:2], first.shape[-1] if first.dim() else "s"]
-    for name, tensor in queries_and_keys.items():
-        if list(tensor.shape) != expected:
-            raise ArgumentError(
-                name, f"has shape {list(tensor.shape)}, but must be [B, T, s] = {expected} to match v of shape {list(v.shape)}."
-            )
-
-
 def check_continues(**pairs: tuple[Tensor, Tensor]) -> None:
     """Raise ArgumentError unless new tensors [..., N, f] fit tensors of a state, [..., T, f]; each pair has its name.
 
@@ -85,12 +67,6 @@ def check_continues(**pairs: tuple[Tensor, Tensor]) -> None:
                 "state",
                 f"needs {name} of shape [{needed}], but it is {list(new.shape)}: give tokens and state of the same streams.",
             )
-
-
-def check_bias(bias: Tensor | None, size: int, letter: str) -> None:
-    """Raise ArgumentError unless `bias` is None or [size, size]."""
-    if bias is not None and bias.shape != (size, size):
-        raise ArgumentError("bias", f"has shape {list(bias.shape)}, but must be [{letter}, {letter}] = [{size}, {size}].")
 
 
 def is_readable(x: Tensor) -> bool:
@@ -170,3 +146,23 @@ def as_mask(argument: str, mask: Tensor | None, batch: int, length: int, device:
         raise ArgumentError(argument, f"has dtype {mask.dtype}, but {allowed}")
     require((mask == 0) | (mask == 1), argument, f"has values other than 0 and 1, but {allowed}")
     return mask != 0
+
+
+def check_prefix_lengths(prefix_lengths: Tensor, counts: Tensor, of_rows: bool) -> Tensor:
+    """Return the lengths of prefixes as int64 [D], for documents of `counts` real tokens, int64 [D].
+
+    Raises:
+        ArgumentError: if they do not match the documents; `of_rows` says that a document is a row, for messages.
+    """
+    size, where = ("[B]", "row") if of_rows else ("[D]", "document")
+    check_whole("prefix_lengths", prefix_lengths)
+    if prefix_lengths.shape != counts.shape:
+        shape = f"has shape {list(prefix_lengths.shape)}, but must be {size} = {list(counts.shape)}."
+        raise ArgumentError("prefix_lengths", shape)
+    if prefix_lengths.is_meta and not counts.is_meta:
+        raise ArgumentError("prefix_lengths", f"is on the meta device, but must be on {counts.device}, like the tokens.")
+    lengths = prefix_lengths.to(counts.device, torch.long)
+    given = f"is {shortened(lengths.tolist())}, but " if is_readable(lengths) else ""
+    predicate = f"{given}must be from 0 to the number of real tokens of each {where}."
+    require((lengths >= 0) & (lengths <= counts), "prefix_lengths", predicate)
+    return lengths

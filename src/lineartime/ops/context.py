@@ -94,10 +94,6 @@ def _sum_elsewhere(x: Tensor, group: str, reach: str) -> Tensor:
     return total
 
 
-def _fake(x: Tensor, group: str, reach: str) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.group, ctx.reach = inputs
 
@@ -107,5 +103,8 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
 
 
 _sum_elsewhere_operator = register_operator(
-    _sum_elsewhere, _fake, keep_for_backward=_keep_for_backward, differentiate=_differentiate
+    _sum_elsewhere,
+    lambda x, _group, _reach: x.new_empty(x.shape),
+    keep_for_backward=_keep_for_backward,
+    differentiate=_differentiate,
 )

@@ -9,30 +9,10 @@ import torch
 from torch import Tensor
 
 from lineartime.errors import ArgumentError, check_choice
-from lineartime.ops.activations import Activation, attention_weights_oracle, known_activations
+from lineartime.ops.activations import Activation, known_activations
 from lineartime.ops.checks import as_mask
-from lineartime.ops.quadratic.blocked import attend_visible
-
-
-def cross_attention_oracle(
-    q: Tensor, k: Tensor, v: Tensor, *, source_mask: Tensor | None = None, activation: Activation = "relu2"
-) -> Tensor:
-    """The definition of `cross_attention`, one query at a time: slow, a reference for tests."""
-    if q.dim() > 3:
-        heads = [
-            cross_attention_oracle(q[:, h], k[:, h], v[:, h], source_mask=source_mask, activation=activation)
-            for h in range(q.shape[1])
-        ]
-        return torch.stack(heads, 1)
-    out = v.new_zeros(*q.shape[:2], v.shape[-1])
-    for b in range(q.shape[0]):
-        real = [j for j in range(k.shape[1]) if source_mask is None or source_mask[b, j]]
-        for t in range(q.shape[1] if real else 0):
-            weights = attention_weights_oracle(
-                k[b, real] @ q[b, t], None, d_qk=q.shape[-1], activation=activation, published_length=None
-            )
-            out = out.index_put((torch.tensor(b), torch.tensor(t)), weights @ v[b, real])
-    return out
+from lineartime.ops.mixed_chunk import Scales, attention_weights, reciprocal
+from lineartime.ops.modes import matmul_dtype, output_dtype, without_autocast
 
 
 def cross_attention(
@@ -54,12 +34,16 @@ def cross_attention(
         ArgumentError: if shapes do not match, or the activation is unknown.
     """
     source_mask = _check(q, k, v, source_mask, activation)
-    visible: Tensor | None = None
+    hidden, count = None, torch.full((1,), k.shape[-2], device=k.device)
     if source_mask is not None:
         real = source_mask.view(source_mask.shape[0], *[1] * (k.dim() - 3), source_mask.shape[1])
         k, v = (x.masked_fill(~real[..., None], 0.0) for x in (k, v))  # 0 * inf, at padding, would be NaN
-        visible = real[..., None, :]
-    return attend_visible(q, k, v, visible=visible, activation=activation, published_length=None)
+        hidden, count = ~real[..., None, :], real.sum(-1, keepdim=True)
+    compute, scales = matmul_dtype(q, k, v), Scales(q.shape[-1] ** -0.5, reciprocal, reciprocal)
+    with without_autocast(q):
+        products = q.to(compute) @ k.to(compute).mT
+        weights = attention_weights(products, hidden, count.clamp(min=1), None, activation, scales)
+        return (weights.to(compute) @ v.to(compute)).to(output_dtype(v, compute))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, source_mask: Tensor | None, activation: str) -> Tensor | None:

@@ -57,17 +57,13 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
                 "targets", f"holds {wrong[0]}, but must be from 0 to vocab_size - 1 = {len(weight) - 1}, or {IGNORED} for none."
             )
     if under_transform():
-        return _in_one_piece(hidden, weight, targets)
+        compute = matmul_dtype(hidden, weight)
+        with without_autocast(hidden):
+            logits = (hidden.to(compute) @ weight.to(compute).T).to(acc_dtype(hidden))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORED, reduction="sum")
     keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss: Tensor = _operator(hidden.flatten(0, 1), weight, targets.flatten(), matmul_dtype(hidden, weight), keep)[0]
     return loss
-
-
-def _in_one_piece(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    compute = matmul_dtype(hidden, weight)
-    with without_autocast(hidden):
-        logits = (hidden.to(compute) @ weight.to(compute).T).to(acc_dtype(hidden))
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORED, reduction="sum")
 
 
 def _linear_cross_entropy(
@@ -79,12 +75,12 @@ def _linear_cross_entropy(
     d_hidden = hidden.new_empty(hidden.shape if keep else 0, dtype=acc)
     d_weight = weight.new_zeros(weight.shape if keep else 0, dtype=acc)
     size = max(1, LOGITS.get(hidden.device.type, LOGITS["cpu"]) // len(weight))
-    losses_of = _fused_losses if _can_fuse(hidden, compute) else _losses
+    fused = _can_fuse(hidden, compute)
     with without_autocast(hidden):
         factor = weight.to(compute)
         for start in range(0, len(hidden), size):
             piece = hidden[start : start + size].to(compute)
-            losses, d_logits = losses_of(piece @ factor.T, targets[start : start + size], keep)
+            losses, d_logits = _losses(piece @ factor.T, targets[start : start + size], keep, fused)
             loss += losses.sum()
             if keep:
                 d_hidden[start : start + size] = d_logits @ factor
@@ -92,8 +88,16 @@ def _linear_cross_entropy(
     return loss, d_hidden, d_weight
 
 
-def _losses(logits: Tensor, targets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+def _can_fuse(hidden: Tensor, compute: torch.dtype) -> bool:
+    return hidden.is_cuda and why_not("triton", hidden.device, compute, "relu2") is None
+
+
+def _losses(logits: Tensor, targets: Tensor, keep: bool, fused: bool) -> tuple[Tensor, Tensor]:
     """The losses [n] of logits [n, V] and, with `keep`, the gradient of the logits, in their dtype."""
+    if fused:
+        from lineartime.ops.triton.cross_entropy import cross_entropy_  # Triton may be absent
+
+        return cross_entropy_(logits, targets, IGNORED, keep), logits  # which it has overwritten
     numbers = logits.to(acc_dtype(logits))
     real = (targets != IGNORED)[:, None]
     column = targets[:, None].masked_fill(~real, 0)
@@ -104,17 +108,6 @@ def _losses(logits: Tensor, targets: Tensor, keep: bool) -> tuple[Tensor, Tensor
         d_logits.scatter_add_(1, column, d_logits.new_full((1, 1), -1.0).expand_as(column))
         logits = d_logits.mul_(real).to(logits.dtype)
     return losses, logits
-
-
-def _fused_losses(logits: Tensor, targets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """The same by a kernel, which overwrites the logits with their gradient."""
-    from lineartime.ops.triton.cross_entropy import cross_entropy_  # Triton may be absent
-
-    return cross_entropy_(logits, targets, IGNORED, keep), logits
-
-
-def _can_fuse(hidden: Tensor, compute: torch.dtype) -> bool:
-    return hidden.is_cuda and why_not("triton", hidden.device, compute, "relu2") is None
 
 
 def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, keep: bool) -> tuple[Tensor, Tensor, Tensor]:

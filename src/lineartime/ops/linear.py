@@ -18,10 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.batch import exclusive_cumsum
 from lineartime.ops.checks import check_continues
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.state import State, in_place, writable
+
+
+def exclusive_cumsum(x: Tensor, dim: int = 1) -> Tensor:
+    """The cumulative sum along `dim` that excludes the current element."""
+    shape = list(x.shape)
+    shape[dim] = 1
+    # Sizes of n - 1 would be compiled once for n = 2, and again for other n.
+    return torch.cat([x.new_zeros(shape), x], dim).narrow(dim, 0, x.shape[dim]).cumsum(dim)
+
 
 MIN_DIVISOR = 1e-18
 """The smallest divisor, so that a query without a similar key does not divide by zero. Its square, which occurs in the

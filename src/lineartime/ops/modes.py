@@ -27,20 +27,6 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def is_known(condition: bool) -> bool:
-    """Whether a condition on sizes holds: in compiled code, for all sizes that the code is for; in exported code, never.
-
-    Otherwise, code for any length would be compiled once where the condition holds, and again where it does not.
-    """
-    if is_exporting():
-        return False
-    if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes a third of a second to import
-
-        return statically_known_true(condition)
-    return condition
-
-
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether a C++ function may read and write these tensors without PyTorch seeing it.
 

@@ -5,7 +5,7 @@ from two functions of a NamedTuple of inputs it makes two operators, and tells P
 """
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import torch
@@ -33,69 +33,47 @@ def register_operator(
     differentiate: Callable[..., Any] | None = None,
     once: tuple[str, str] | None = None,
 ) -> Callable[..., Any]:
-    """Register a function of tensors as the operator `lineartime::name`.
+    """Register a function of tensors, which neither changes nor returns its arguments, as the operator `lineartime::name`.
+
+    `fake` returns tensors of the same shapes and dtypes without computing them. `keep_for_backward(ctx, inputs, output)` saves
+    what `differentiate(ctx, *gradients)` needs; if that has no gradient itself, `once` says whose, and what else to use. The
+    name and the types of the arguments are those of the function, unless given; it returns `n_results` tensors.
 
     `torch.library.custom_op` does the same, but imports the compiler at the first call, which takes seconds.
-
-    Args:
-        function: computes on real tensors; it changes none of its arguments and returns none of them.
-        fake: returns tensors of the same shapes and dtypes, without computing them.
-        name: by default that of the function, without a leading underscore.
-        types: those of the arguments, by name; by default those that the function says.
-        n_results: the number of tensors that it returns.
-        keep_for_backward: (ctx, inputs, output), saves what the gradient needs; None for a function without gradient.
-        differentiate: (ctx, *gradients of the results) -> gradients of the arguments.
-        once: what can be differentiated only once, and what else to use; None if the gradient has a gradient.
-
-    Returns:
-        The operator; call it like the function.
     """
     name = name or function.__name__.removeprefix("_")
     types = types or {key: hint for key, hint in get_type_hints(function).items() if key != "return"}
     arguments = ", ".join(f"{_TYPES[hint]} {key}" for key, hint in types.items())
     _LIBRARY.define(f"{name}({arguments}) -> ({', '.join(['Tensor'] * n_results)})")
-    _LIBRARY.impl(name, _on_one_device(function), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lineartime::{name}", _on_one_device(fake), lib=_LIBRARY)
-    if differentiate is not None:
-        gradients = _checked(differentiate, len(types), once)
-        torch.library.register_autograd(f"lineartime::{name}", gradients, setup_context=keep_for_backward, lib=_LIBRARY)
-    operator: Callable[..., Any] = getattr(torch.ops.lineartime, name).default
-    return operator
+    _LIBRARY.impl(name, partial(_on_one_device, function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lineartime::{name}", partial(_on_one_device, fake), lib=_LIBRARY)
 
-
-def _checked(differentiate: Callable[..., Any], n_arguments: int, once: tuple[str, str] | None) -> Callable[..., Any]:
-    """The gradients: undefined, None, where those of all results are; an error where they must be differentiable."""
-
-    def differentiated(ctx: Any, *gradients: Tensor | None) -> Any:
+    def gradients_of(ctx: Any, *gradients: Tensor | None) -> Any:
         given = [gradient for gradient in gradients if gradient is not None]
-        if not given:
-            return (None,) * n_arguments
+        if differentiate is None or not given:
+            return (None,) * len(types)
         # The compiler records a backward pass with gradients on, and does not differentiate it.
         traced = type(given[0]) is not Tensor or torch.compiler.is_compiling()
         if once is not None and torch.is_grad_enabled() and not traced:
             raise RuntimeError(f"{once[0]} can be differentiated only once: for second derivatives, {once[1]}.")
         return differentiate(ctx, *gradients)
 
-    return differentiated
+    if differentiate is not None:
+        torch.library.register_autograd(f"lineartime::{name}", gradients_of, setup_context=keep_for_backward, lib=_LIBRARY)
+    operator: Callable[..., Any] = getattr(torch.ops.lineartime, name).default
+    return operator
 
 
-def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with an error for tensors on several devices: kernels would read the memory of another one.
+def _on_one_device(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function; RuntimeError for tensors on several devices: kernels would read the memory of another one.
 
     One tensor on the meta device would even choose `fake`, whose results are never computed.
     """
-
-    @wraps(function)
-    def checked(*arguments: Any) -> Any:
-        devices = {x.device for x in arguments if isinstance(x, Tensor)}
-        if len(devices) > 1:
-            found = " and ".join(sorted(map(str, devices)))
-            raise RuntimeError(
-                f"The inputs of an attention or loss are on {found}: move the model and its inputs to one device."
-            )
-        return function(*arguments)
-
-    return checked
+    devices = {x.device for x in arguments if isinstance(x, Tensor)}
+    if len(devices) > 1:
+        found = " and ".join(sorted(map(str, devices)))
+        raise RuntimeError(f"The inputs of an attention or loss are on {found}: move the model and its inputs to one device.")
+    return function(*arguments)
 
 
 class Fused(Generic[Inputs]):
@@ -125,20 +103,22 @@ class Fused(Generic[Inputs]):
         n_kept: int = 0,
         what: str,
     ) -> None:
-        types, make = get_type_hints(inputs), inputs._make
-        self._make, self._n_kept = make, n_kept
+        types = get_type_hints(inputs)
+        self._make, self._n_kept = inputs._make, n_kept
         self._n_tensors = sum(hint in (Tensor, Tensor | None) for hint in types.values())
         self._places = [inputs._fields.index(field) for field in wrt]
         self.operator = register_operator(
-            self._forward(forward), self._forward(fake), name=name, types={**types, "keep": bool},
+            partial(self._forward, forward), partial(self._forward, fake), name=name, types={**types, "keep": bool},
             n_results=1 + n_kept, keep_for_backward=self._keep, differentiate=self._differentiate,
             once=(what, "use backend='torch', or set_backend(model, 'torch')"),
         )  # fmt: skip
         kept = {f"kept_{i}": Tensor for i in range(n_kept)}
+        fake_backward = partial(
+            self._backward, lambda inputs, *_: [None if x is None else x.new_empty(x.shape) for x in self._given(inputs)]
+        )
         self.backward = register_operator(
-            self._backward(backward),
-            self._backward(lambda inputs, *_: [None if x is None else x.new_empty(x.shape) for x in self._given(inputs)]),
-            name=f"{name}_backward", types={"d_out": Tensor, **kept, **types, "wanted": list[bool]}, n_results=len(wrt),
+            partial(self._backward, backward), fake_backward, name=f"{name}_backward", n_results=len(wrt),
+            types={"d_out": Tensor, **kept, **types, "wanted": list[bool]},
         )  # fmt: skip
 
     def __call__(self, inputs: Inputs) -> Tensor:
@@ -152,33 +132,25 @@ class Fused(Generic[Inputs]):
         """The inputs that have gradients."""
         return [inputs[place] for place in self._places]
 
-    def _forward(self, function: Callable[[Inputs, bool], Tensors]) -> Callable[..., Any]:
-        """`forward` or `fake` of the operator's arguments, with empty tensors in place of what is not kept."""
+    def _forward(self, function: Callable[[Inputs, bool], Tensors], *arguments: Any) -> Any:
+        """The results of `forward` or `fake`, with empty tensors in place of what is not kept."""
+        *inputs, keep = arguments
+        with without_autocast(inputs[0]):
+            out, *kept = function(self._make(inputs), keep)
+        if not keep:
+            kept = [out.new_empty(0) for _ in range(self._n_kept)]
+        return (out, *kept) if self._n_kept else out
 
-        def called(*arguments: Any) -> Any:
-            *inputs, keep = arguments
-            with without_autocast(inputs[0]):
-                out, *kept = function(self._make(inputs), keep)
-            if not keep:
-                kept = [out.new_empty(0) for _ in range(self._n_kept)]
-            return (out, *kept) if self._n_kept else out
-
-        return called
-
-    def _backward(self, function: Callable[[Inputs, Tensors, Tensor, list[bool]], Any]) -> Callable[..., Any]:
-        """`backward`, or its fake, of the operator's arguments: gradients like the inputs, empty where none is wanted."""
-
-        def called(d_out: Tensor, *arguments: Any) -> Tensors:
-            kept, rest, wanted = arguments[: self._n_kept], arguments[self._n_kept : -1], arguments[-1]
-            inputs = self._make(rest)
-            with without_autocast(d_out):
-                gradients = function(inputs, kept, d_out, wanted)
-            return tuple(
-                gradient.to(x.dtype) if need else d_out.new_empty(0)
-                for gradient, x, need in zip(gradients, self._given(inputs), wanted, strict=True)
-            )
-
-        return called
+    def _backward(self, function: Callable[..., Any], d_out: Tensor, *arguments: Any) -> Tensors:
+        """The results of `backward` or its fake: gradients like the inputs, empty where none is wanted."""
+        kept, rest, wanted = arguments[: self._n_kept], arguments[self._n_kept : -1], arguments[-1]
+        inputs = self._make(rest)
+        with without_autocast(d_out):
+            gradients = function(inputs, kept, d_out, wanted)
+        return tuple(
+            gradient.to(x.dtype) if need else d_out.new_empty(0)
+            for gradient, x, need in zip(gradients, self._given(inputs), wanted, strict=True)
+        )
 
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         kept = output[1:] if self._n_kept else ()

@@ -1,18 +1,17 @@
-"""Positions as pure functions: rotary embedding, the two relative biases, the sinusoid table.
+"""Positions as pure functions: rotary embedding and the sinusoid table.
 
-Shapes: T tokens, s query/key width, d model width, Q queries, K keys. Positions are integer tensors.
+Shapes: T tokens, s query/key width, d model width. Positions are integer tensors.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops.checks import check_even, is_readable
-from lineartime.ops.modes import acc_dtype, has_float64, is_exporting, is_traced, look_up, without_autocast
+from lineartime.ops.checks import check_even
+from lineartime.ops.modes import acc_dtype, has_float64, is_exporting
 from lineartime.ops.operator import register_operator
 
 _DIGITS, _BASE = 3, 1024
@@ -64,9 +63,10 @@ def rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> T
     return table
 
 
-def no_rotation_table(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The table of zero angles for vectors of this width, [2, 1, width / 2]: cosines of 1 and sines of 0."""
-    return torch.tensor([1.0, 0.0], dtype=dtype, device=device)[:, None, None].expand(2, 1, width // 2)
+def in_part(rotations: Tensor, width: int) -> Tensor:
+    """Rotations of the first features of each half of vectors of a width: angles of zero for the others."""
+    still = width // 2 - rotations.shape[-1]
+    return torch.stack([F.pad(rotations[0], (0, still), value=1.0), F.pad(rotations[1], (0, still))]) if still else rotations
 
 
 def rotate(x: Tensor, rotations: Tensor | None) -> Tensor:
@@ -88,11 +88,6 @@ def rotate(x: Tensor, rotations: Tensor | None) -> Tensor:
     return torch.cat(turned, dim=-1).to(x.dtype)
 
 
-def over_heads(rotations: Tensor | None) -> Tensor | None:
-    """Reshape rotations of tokens, [2, T, f] or [2, B, T, f], to broadcast to heads or maps [B, H, T, 2 f]."""
-    return rotations if rotations is None or rotations.dim() == 3 else rotations[:, :, None]
-
-
 def rope(x: Tensor, positions: Tensor) -> Tensor:
     """`rotate` x [..., T, s] by positions, [T] or any shape that broadcasts to x.shape[:-1]; ArgumentError for an odd s."""
     if x.shape[-1] % 2:
@@ -100,59 +95,21 @@ def rope(x: Tensor, positions: Tensor) -> Tensor:
     return rotate(x, rotary_table(positions, x.shape[-1] // 2, acc_dtype(x)))
 
 
-def table_bias(table: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-    """Relative bias [Q, K] read from a table of 2n-1 values: bias[t, j] = table[j - t + n - 1].
+def by_distance(values: Tensor, n_queries: int) -> Tensor:
+    """The bias [Q, K] of values for the distances 1 - Q, ..., K - 1 of a key from a query, [Q + K - 1].
 
-    Indexing from the centre makes the offset j - t = 0 mean the same value at every length.
-
-    Raises:
-        ArgumentError: for positions that are further apart than n - 1. On a GPU and in compiled code, this is not checked.
+    It uses no indexing, because the gradient of indexing, on a GPU, is summed in a different order at each call.
     """
-    centre = (table.shape[0] - 1) // 2
-    offsets = key_positions[None, :] - query_positions[:, None]
-    if is_readable(offsets) and not is_traced() and (farthest := int(offsets.abs().max())) > centre:
-        raise ArgumentError("table", f"has values for offsets up to {centre}, but there is one of {farthest}: make it longer.")
-    return look_up(table, offsets + centre)
+    # Cut one short of a turn, each row of the repeated values begins a value later.
+    turns = F.pad(values, (0, 1)).repeat(n_queries)[: n_queries * values.shape[0]]
+    return turns.view(n_queries, values.shape[0])[:, n_queries - 1 :]
 
 
-def by_distance(values: Tensor, n_queries: int, n_keys: int) -> Tensor:
-    """Relative bias [Q, K] from a value for each distance, [Q + K - 1]: bias[t, j] = values[j - t + Q - 1].
-
-    It uses no indexing, because the gradient of indexing, compiled for a GPU, is summed in a different order at each call.
-    """
-    # The repeated values have period Q + K - 1. Viewed in rows of Q + K, they shift by one place from row to row.
-    rows = values.expand(n_queries, -1).reshape(-1)
-    return F.pad(rows, (0, n_queries)).view(n_queries, n_keys + n_queries)[:, :n_keys].flip(0)
-
-
-class FactoredBias(NamedTuple):
-    """A bias that is a product: bias[t, j] = of_queries[t] . of_keys[j], [Q, s] and [K, s].
-
-    Fused forms multiply the factors like queries and keys, with the same rounding in bfloat16.
-    """
-
-    of_queries: Tensor
-    of_keys: Tensor
-
-    def dense(self) -> Tensor:
-        """The product of the factors, [Q, K]."""
-        with without_autocast(self.of_keys):  # a bias is added to float32 scores
-            return self.of_queries @ self.of_keys.mT
-
-
-def rotary_bias(
-    a: Tensor, b: Tensor, query_positions: Tensor, key_positions: Tensor, table: Tensor | None = None
-) -> FactoredBias:
-    """Relative bias of any length from two vectors a, b in R^s: bias[t, j] = rope(a)_t . rope(b)_j.
-
-    `table`, if given, is the `rotary_table` of positions 0, 1, ... Source: arXiv 2202.10447, appendix, `rel_pos_bias`.
-    """
-
-    def rotated(x: Tensor, positions: Tensor) -> Tensor:
-        x = x.expand(positions.shape[0], -1)
-        return rope(x, positions) if table is None else rotate(x, table[:, positions])
-
-    return FactoredBias(rotated(a, query_positions), rotated(b, key_positions))
+def sum_by_distance(x: Tensor) -> Tensor:
+    """The sums over the diagonals of a matrix, [Q, K] -> [Q + K - 1]: the gradient of the values of `by_distance`."""
+    queries = x.shape[0]
+    turns = F.pad(x.flip(0), (0, queries)).flatten()[:-queries]
+    return turns.view(queries, -1).sum(0)
 
 
 def sinusoid(positions: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:

@@ -6,16 +6,16 @@ Shapes: B streams, N new tokens, K places of a cache, s key width, e value width
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Self
 
-from lineartime.ops.batch import Batch
 from lineartime.ops.checks import check_continues, is_readable
 from lineartime.ops.modes import is_traced, under_transform
+from lineartime.ops.packing import Packing
 
 
 class State:
@@ -52,12 +52,15 @@ class State:
 
     def map(self, function: Callable[..., Tensor], *others: Self) -> Self:
         """The state whose tensors are a function of the corresponding tensors of this state and `others`."""
-        return type(self)(*(_mapped(function, *parts) for parts in zip(*map(_parts, (self, *others)), strict=True)))
+        same = zip(*(leaves(state) for state in (self, *others)), strict=True)
+        parts = ([part for _, part in of_states] for of_states in same)
+        made = (function(*of) if isinstance(of[0], Tensor) else None if of[0] is None else max(of) for of in parts)
+        result: Self = rebuilt(self, made)
+        return result
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors, in order."""
-        for part in _parts(self):
-            yield from _tensors(part)
+        return (part for _, part in leaves(self) if isinstance(part, Tensor))
 
     @property
     def nbytes(self) -> int:
@@ -65,40 +68,36 @@ class State:
         return sum(tensor.nbytes for tensor in self.tensors())
 
 
-def _parts(state: Any) -> list[Any]:
-    return [getattr(state, field.name) for field in fields(state)]
+def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors, numbers and Nones of a state or a tuple of states, by name: a path of fields, "0.own.position"."""
+    if isinstance(state, State):
+        parts = [(field.name, getattr(state, field.name)) for field in fields(cast("Any", state))]
+    elif isinstance(state, tuple):
+        parts = [(str(place), part) for place, part in enumerate(state)]
+    else:
+        yield name, state
+        return
+    for field, part in parts:
+        yield from leaves(part, f"{name}.{field}" if name else field)
 
 
-def _mapped(function: Callable[..., Tensor], *parts: Any) -> Any:
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return function(*parts)
-    if isinstance(first, State):
-        return first.map(function, *parts[1:])
-    if isinstance(first, tuple):
-        return tuple(_mapped(function, *of_item) for of_item in zip(*parts, strict=True))
-    return None if first is None else max(parts)
-
-
-def _tensors(part: Any) -> Iterator[Tensor]:
-    if isinstance(part, Tensor):
-        yield part
-    elif isinstance(part, State):
-        yield from part.tensors()
-    elif isinstance(part, tuple):
-        for item in part:
-            yield from _tensors(item)
+def rebuilt(like: Any, parts: Iterator[Any]) -> Any:
+    """A state, or a tuple of states, with other leaves in the same order."""
+    if isinstance(like, tuple):
+        return tuple(rebuilt(part, parts) for part in like)
+    if not isinstance(like, State):
+        return next(parts)
+    return type(like)(*(rebuilt(getattr(like, field.name), parts) for field in fields(cast("Any", like))))
 
 
 def _concatenated(*tensors: Tensor) -> Tensor:
     """Tensors [B, ...] one after the other, with zeros at the end of dimensions that are shorter than others."""
     sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    return torch.cat([_grown(tensor, sizes) for tensor in tensors])
-
-
-def _grown(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    missing = [size - own for size, own in zip(sizes, x.shape[1:], strict=True)]
-    return F.pad(x, [padding for more in reversed(missing) for padding in (0, more)]) if any(missing) else x
+    grown = []
+    for x in tensors:
+        missing = [size - own for size, own in zip(sizes, x.shape[1:], strict=True)]
+        grown.append(F.pad(x, [padding for more in reversed(missing) for padding in (0, more)]) if any(missing) else x)
+    return torch.cat(grown)
 
 
 @contextmanager
@@ -140,34 +139,27 @@ class KVCache(State):
     v: Tensor
     longest: int = 0
 
-    def append(self, k: Tensor, v: Tensor, batch: Batch) -> tuple["KVCache", Tensor, Tensor, Tensor]:
-        """Append N tokens to every stream, or the first ones that are real: [B, ..., N, s] and [B, ..., N, e].
+    def append(self, k: Tensor, v: Tensor, packing: Packing) -> tuple["KVCache", Tensor, Tensor, Tensor]:
+        """Append to every stream its new tokens, the first of the rows [B, ..., L, s] and [B, ..., L, e].
 
         Returns:
-            The cache, the keys and values [B, ..., K, f] of all places up to those of the longest stream, and which of them
-            each new token sees, bool [N, K], or [B, N, K] for streams at different positions.
+            The cache, the keys and values [B, ..., K, f] of all places up to those of the longest stream, and the last place
+            that each new token sees, int64 [L], or [B, L] for streams at different positions.
 
         Raises:
             ArgumentError: if the new tokens have other heads or widths than the earlier ones.
         """
         check_continues(k=(k, self.k), v=(v, self.v))
-        new, start = k.shape[-2], batch.start if batch.counts is None else None
-        longest = self._longest if start is None else start
+        new, start = k.shape[-2], packing.common_start if packing.even else None
+        longest = self.longest if start is None else start
+        if start is None and is_readable(self.position):
+            longest = int(self.position.max())
         total = longest + new
         keys, values = (self._with(x, added, longest, start) for x, added in ((self.k, k), (self.v, v)))
-        position = self.position + (new if batch.counts is None else batch.counts)
-        tokens = torch.arange(total, device=k.device)
-        if start is None:
-            visible = tokens <= (self.position[:, None] + torch.arange(new, device=k.device))[..., None]
-        else:
-            visible = tokens <= torch.arange(start, total, device=k.device)[:, None]
-        cache = KVCache(position, keys, values, total)
-        return cache, keys[..., :total, :], values[..., :total, :], visible
-
-    @property
-    def _longest(self) -> int:
-        """The largest position, exactly where the host can read it."""
-        return int(self.position.max()) if is_readable(self.position) else self.longest
+        tokens = torch.arange(new, device=k.device)
+        last = self.position[:, None] + tokens if start is None else start + tokens
+        cache = KVCache(self.position + packing.new, keys, values, total)
+        return cache, keys[..., :total, :], values[..., :total, :], last
 
     def _with(self, memory: Tensor, new: Tensor, longest: int, start: int | None) -> Tensor:
         """Memory that holds new tokens after those of each stream, of which the longest has `longest`."""

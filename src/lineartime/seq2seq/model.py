@@ -22,9 +22,8 @@ from lineartime.models.backbone import Backbone
 from lineartime.models.config import LayerConfig, ModelConfig, PartsConfig
 from lineartime.models.language_model import check_evaluates
 from lineartime.models.systems import PRESETS, system_of
-from lineartime.ops.batch import Batch
 from lineartime.ops.checks import as_mask, check_positive
-from lineartime.ops.make_batch import stream_batch
+from lineartime.ops.packing import Packing, describe
 from lineartime.ops.state import State
 
 
@@ -86,15 +85,16 @@ class DecoderBlock(nn.Module):
         if config.feed_forward is not None:
             self.feed_forward = config.feed_forward.build(config.d_model, **options)
 
-    def forward(self, x: Tensor, batch: Batch, source: SourceState, mask: Tensor | None) -> Tensor:
-        """Map target vectors [B, T, d] to [B, T, d]; `mask`, bool [B, T], is True for real tokens, which the batch packs."""
-        mixed = batch.unpack(self.mixer(batch.pack(x), batch=batch))
+    def forward(self, x: Tensor, packing: Packing, source: SourceState, mask: Tensor | None) -> Tensor:
+        """Map target vectors [B, T, d] to [B, T, d]; `mask`, bool [B, T], is True for real tokens, which the mixer reads."""
+        mixed = packing.unpack(self.mixer(packing.pack(x), packing=packing))
         out: Tensor = self.feed_forward(self.cross.attend(mixed, source, mask))
         return out
 
-    def extend(self, x: Tensor, state: Any, batch: Batch, source: SourceState) -> tuple[Tensor, Any]:
+    def extend(self, x: Tensor, state: Any, packing: Packing, source: SourceState) -> tuple[Tensor, Any]:
         """Continue targets by N tokens: [B, N, d] -> [B, N, d], and the mixer's state after them."""
-        x, state = self.mixer.extend(x, state, batch=batch)
+        y, state = self.mixer.extend(packing.pack(x), state, packing=packing)
+        x = packing.unpack(y)
         return self.feed_forward(self.cross.attend(x, source)), state
 
 
@@ -145,10 +145,10 @@ class EncoderDecoder(nn.Module):
             shape = list(target_ids.shape)
             raise ArgumentError("target_ids", f"has shape {shape}, but must have {source_ids.shape[0]} rows, like source_ids.")
         target_mask = as_mask("target_mask", target_mask, target_ids.shape[0], target_ids.shape[1], target_ids.device)
-        batch = self.decoder_mixer.describe(target_ids.shape, target_mask, device=target_ids.device)
-        x = batch.unpack(self._embed(batch.pack(target_ids), batch))
+        packing = self.decoder_mixer.describe(target_ids.shape, target_mask, device=target_ids.device)
+        x = self._embed(target_ids, packing)
         for block, source in zip(self.blocks, sources, strict=True):
-            x = block(x, batch, source, target_mask)
+            x = block(x, packing, source, target_mask)
         return self._logits(x)
 
     def init_state(self, source_ids: Tensor, source_mask: Tensor | None = None) -> EncoderDecoderState:
@@ -164,11 +164,11 @@ class EncoderDecoder(nn.Module):
                 "state", "is of another model: give the state that init_state or extend of this model returned."
             )
         self.decoder_mixer.check_state(state.mixers[0], target_ids)
-        batch = stream_batch(state.position, target_ids.shape, needs=self.decoder_mixer.needs())
-        x = self._embed(target_ids, batch)
+        packing = describe(target_ids.shape, device=target_ids.device, position=state.position)
+        x = self._embed(target_ids, packing)
         mixers = []
         for block, mixer, source in zip(self.blocks, state.mixers, state.sources, strict=True):
-            x, mixer = block.extend(x, mixer, batch, source)
+            x, mixer = block.extend(x, mixer, packing, source)
             mixers.append(mixer)
         return self._logits(x), replace(state, mixers=tuple(mixers))
 
@@ -183,8 +183,8 @@ class EncoderDecoder(nn.Module):
         """The mixer of the decoder's first block; all blocks have the same kind of mixer."""
         return next(iter(self.blocks)).mixer
 
-    def _embed(self, target_ids: Tensor, batch: Batch) -> Tensor:
-        return self.encoder.first_input(self.encoder.embedding(target_ids), batch.positions)
+    def _embed(self, target_ids: Tensor, packing: Packing) -> Tensor:
+        return packing.unpack(self.encoder.first_input(self.encoder.embedding(packing.pack(target_ids)), packing))
 
     def _logits(self, x: Tensor) -> Tensor:
         return dense(self.norm(x), self.encoder.output_weight(x))

@@ -32,7 +32,7 @@ from lineartime.errors import ArgumentError, LineartimeError, ReportedError, fir
 from lineartime.fields import shown
 from lineartime.models.language_model import LanguageModel
 from lineartime.ops.context import context_group
-from lineartime.ops.make_batch import to_device
+from lineartime.ops.packing import to_device
 from lineartime.training.config import TrainConfig
 
 Result = TypeVar("Result")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ("lineartime.ops.triton.score_kernels", "lineartime.ops.triton.cross_entropy")
-FORMS = ("lineartime.ops.quadratic.triton",)
+FORMS = ("lineartime.ops.triton.quadratic",)
 
 
 def interpret_kernels() -> None:

@@ -63,6 +63,6 @@ def test_each_gpu_has_choices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
         tuner.run(10 + device)
         assert set(tuner.cache) == {10 + device}
-    monkeypatch.setattr(common, "_TUNERS", [tuner])
+    monkeypatch.setattr(common, "TUNERS", [tuner])
     common.pin_configurations(False)
     assert not tuner.cache_of_device

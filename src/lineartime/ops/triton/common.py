@@ -70,7 +70,8 @@ def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-_TUNERS: list[Any] = []
+TUNERS: list[Any] = []
+"""The autotuners of all kernels, with what each has chosen; none in the interpreter."""
 _pinned = False
 
 
@@ -82,14 +83,9 @@ def pin_configurations(pinned: bool = True) -> None:
     """
     global _pinned
     _pinned = pinned
-    for tuner in _TUNERS:
+    for tuner in TUNERS:
         tuner.cache_of_device.clear()
         tuner.cache = {}
-
-
-def tuners() -> tuple[Any, ...]:
-    """The autotuners of all kernels, with what each has chosen; none in the interpreter."""
-    return tuple(_TUNERS)
 
 
 def configurations(blocks: tuple[str, ...], *rows: tuple[int, ...]) -> list[Any]:
@@ -113,7 +109,8 @@ def tuned(
         key: the arguments by which the best configuration may differ.
         interpreted: the blocks in the interpreter, where there is no choice.
         unfit: whether a configuration needs too many registers or too much shared memory, given all arguments of the kernel,
-            IN_REGISTERS: see `operands_in_registers`.
+            IN_REGISTERS: whether tensor cores read what they multiply from registers, not from shared memory, which leaves
+            fewer for sums.
     """
     if INTERPRETED:
         return triton.autotune([triton.Config(interpreted)], key)  # type: ignore[no-any-return]  # Triton has no types
@@ -122,7 +119,9 @@ def tuned(
         largest = 256 if constants["COMPUTE"] == tl.bfloat16 else 64
         longest = arguments.get("bucket", largest)
         lengths = ("BLOCK_M", "BLOCK_N")
-        known = {**arguments, **constants, "IN_REGISTERS": operands_in_registers()}
+        target = triton.runtime.driver.active.get_current_target()
+        in_registers = target.backend == "cuda" and target.arch // 10 not in (9, 10)
+        known = {**arguments, **constants, "IN_REGISTERS": in_registers}
         fit = [
             config
             for config in configs
@@ -135,7 +134,7 @@ def tuned(
         prune = {"early_config_prune": fitting} if len(configs) > 1 else None
         tuner = triton.autotune(configs, key, prune_configs_by=prune, do_bench=_timed, cache_results=True)(kernel)
         _guard(tuner)
-        _TUNERS.append(tuner)
+        TUNERS.append(tuner)
         return tuner
 
     return tune
@@ -156,12 +155,6 @@ def _guard(tuner: Any) -> None:
             return type(tuner).run(tuner, *arguments, **options)
 
     tuner.run = run_alone
-
-
-def operands_in_registers() -> bool:
-    """Whether tensor cores read what they multiply from registers, not from shared memory, which leaves fewer for sums."""
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch // 10 not in (9, 10)
 
 
 def _timed(launch: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:

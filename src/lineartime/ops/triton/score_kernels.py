@@ -2,7 +2,7 @@
 
 Shapes: N sequences, T tokens, s query/key width, e value width. Of a sequence, a kernel computes some queries and some keys.
 
-    P[t, j] = r[t] f(X[t, j])        dX[t, j] = r[t] f'(X[t, j]) dout[t].v[j]        X[t, j] = c q[t].k[j] + bias[t, j]
+    P[t, j] = r[t] f(X[t, j])        dX[t, j] = r[t] f'(X[t, j]) dout[t].v[j]        X[t, j] = c q[t].k[j] + bias[j - t]
 
 with r = row_scale, c = score_scale, f the activation, and P = dX = 0 at j > t where attention is causal. Both go to memory: the
 products that they enter, with the wide values above all, would otherwise compute them again for each block of columns.
@@ -84,7 +84,9 @@ def score_tile(
             scores = add_product(scores, of_queries, tl.trans(of_keys), PRECISION)
     scores *= score_scale
     if HAS_BIAS:
-        scores += load_tile(bias, queries, keys, T, T, scores.dtype)
+        distances = T - 1 + keys[None, :] - queries[:, None]
+        inside = (queries[:, None] < T) & (keys[None, :] < T)
+        scores += tl.load(bias + distances, mask=inside, other=0.0).to(scores.dtype)
     return scores
 
 
@@ -114,22 +116,11 @@ def score_gradient_tile(
     return mask_tile(products * activation_slope(scores, ACTIVATION), queries, keys, row_scale, T, CAUSAL)
 
 
-def attention_weights_is_unfit(sizes: dict[str, Any]) -> bool:
-    """Whether these blocks are too large for `attention_weights_kernel`."""
-    return bool(sizes["IN_REGISTERS"] and sizes["BLOCK_M"] > (64 if sizes["COMPUTE"] == tl.bfloat16 else 32))
-
-
 @tuned(
-    configurations(
-        ("BLOCK_M", "BLOCK_N"),
-        (128, 128, 8, 2),
-        (128, 64, 4, 2),
-        (64, 64, 4, 2),
-        (32, 32, 4, 2),
-    ),
+    configurations(("BLOCK_M", "BLOCK_N"), (128, 128, 8, 2), (128, 64, 4, 2), (64, 64, 4, 2), (32, 32, 4, 2)),
     key=["bucket", "tokens", "S", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
     interpreted={"BLOCK_M": 32, "BLOCK_N": 32},
-    unfit=attention_weights_is_unfit,
+    unfit=lambda sizes: sizes["IN_REGISTERS"] and sizes["BLOCK_M"] > (64 if sizes["COMPUTE"] == tl.bfloat16 else 32),
 )
 @jit
 def attention_weights_kernel(

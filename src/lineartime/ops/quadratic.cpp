@@ -1,6 +1,7 @@
 // What cpu.py computes between the matrix products of a tile, each in one pass over memory.
 //
-// Shapes: N rows of the batch, Q queries, K keys. Matrices are contiguous, but the rows of a bias have the stride `bias_by`.
+// Shapes: N documents, Q queries, K keys. Matrices are contiguous. A bias has a value for each distance of a key from a query: of the
+// first query, `bias` is that for the first key, and that of the next query is one value before.
 // T is the type of tensors, A the type that they are computed in.
 // If causal, the last query sees all keys, and each query before it one key less. Work is split by queries, so results do not
 // depend on the number of threads.
@@ -38,32 +39,32 @@ inline void weigh_query_backward(T* __restrict products, T* __restrict gradients
 
 // Replaces products by weights = relu(score_scale products + bias)^2, [N, Q, K], zero for invisible keys; bias may be null.
 template <class T, class A = typename Type<T>::A>
-void weigh(T* products, const A* bias, int64_t bias_by, A score_scale, int64_t causal, int64_t n, int64_t queries, int64_t keys,
+void weigh(T* products, const A* bias, A score_scale, int64_t causal, int64_t n, int64_t queries, int64_t keys,
            int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(int(threads))
   for (int64_t row = 0; row < n * queries; ++row) {
     const int64_t query = row % queries, visible = visible_keys(query, queries, keys, causal);
     T* weights = products + row * keys;
     if (bias) {
-      weigh_query<true>(weights, bias + query * bias_by, score_scale, visible, keys);
+      weigh_query<true>(weights, bias - query, score_scale, visible, keys);
     } else {
       weigh_query<false>(weights, static_cast<const A*>(nullptr), score_scale, visible, keys);
     }
   }
 }
 
-// `weigh`, and replaces gradients of weights by those of products; adds those of scores to d_bias, null if bias is.
+// `weigh`, and replaces gradients of weights by those of products; adds those of scores to d_scores [Q, K], null if bias is.
 template <class T, class A = typename Type<T>::A>
-void weigh_backward(T* products, T* gradients, const A* bias, A* d_bias, int64_t bias_by, A score_scale, int64_t causal, int64_t n,
-                    int64_t queries, int64_t keys, int64_t threads) {
+void weigh_backward(T* products, T* gradients, const A* bias, A* d_scores, A score_scale, int64_t causal, int64_t n, int64_t queries,
+                    int64_t keys, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(int(threads))
   for (int64_t query = 0; query < queries; ++query) {
     const int64_t visible = visible_keys(query, queries, keys, causal);
     for (int64_t row = 0; row < n; ++row) {
       const int64_t begin = (row * queries + query) * keys;
       if (bias) {
-        weigh_query_backward<true>(products + begin, gradients + begin, bias + query * bias_by, d_bias + query * bias_by,
-                                   score_scale, visible, keys);
+        weigh_query_backward<true>(products + begin, gradients + begin, bias - query, d_scores + query * keys, score_scale,
+                                   visible, keys);
       } else {
         weigh_query_backward<false>(products + begin, gradients + begin, static_cast<const A*>(nullptr),
                                     static_cast<A*>(nullptr), score_scale, visible, keys);
@@ -74,16 +75,16 @@ void weigh_backward(T* products, T* gradients, const A* bias, A* d_bias, int64_t
 
 }  // namespace
 
-// The functions above for each type, with C linkage. The bias of a tile begins at `bias_first`.
+// The functions above for each type, with C linkage. The bias of the first query and key of a tile is at `bias_first`.
 #define FUNCTIONS(NAME, T, A)                                                                                                  \
-  void weigh_##NAME(T* products, const A* bias, int64_t bias_first, int64_t bias_by, double score_scale, int64_t causal,       \
-                    int64_t n, int64_t queries, int64_t keys, int64_t threads) {                                               \
-    weigh<T>(products, bias ? bias + bias_first : bias, bias_by, A(score_scale), causal, n, queries, keys, threads);           \
+  void weigh_##NAME(T* products, const A* bias, int64_t bias_first, double score_scale, int64_t causal, int64_t n,             \
+                    int64_t queries, int64_t keys, int64_t threads) {                                                          \
+    weigh<T>(products, bias ? bias + bias_first : bias, A(score_scale), causal, n, queries, keys, threads);                    \
   }                                                                                                                            \
-  void weigh_backward_##NAME(T* products, T* gradients, const A* bias, A* d_bias, int64_t bias_first, int64_t bias_by,         \
-                             double score_scale, int64_t causal, int64_t n, int64_t queries, int64_t keys, int64_t threads) {  \
-    weigh_backward<T>(products, gradients, bias ? bias + bias_first : bias, bias ? d_bias + bias_first : d_bias, bias_by,      \
-                      A(score_scale), causal, n, queries, keys, threads);                                                      \
+  void weigh_backward_##NAME(T* products, T* gradients, const A* bias, A* d_scores, int64_t bias_first, double score_scale,    \
+                             int64_t causal, int64_t n, int64_t queries, int64_t keys, int64_t threads) {                      \
+    weigh_backward<T>(products, gradients, bias ? bias + bias_first : bias, d_scores, A(score_scale), causal, n, queries,      \
+                      keys, threads);                                                                                          \
   }
 
 extern "C" {

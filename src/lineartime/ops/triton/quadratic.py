@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, s query/key width, e value width.
 
     out[t] = sum over j of P[t, j] v[j]                                                 P and dX as in score_kernels.py
-    dv[j]  = sum over t of P[t, j] dout[t]      dbias = sum over b of dX
+    dv[j]  = sum over t of P[t, j] dout[t]      dbias[j - t] = sum over b and the diagonal of dX
     dq[t]  = c sum over j of dX[t, j] k[j]         dk[j] = c sum over t of dX[t, j] q[t]
 
 Forward, P is in memory for a part of the queries at a time; backward, P and dX for a part of the keys. A kernel computes them
@@ -16,29 +16,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lineartime.ops.modes import acc_dtype, common_dtype, matmul_dtype, output_dtype, without_autocast
+from lineartime.ops.modes import acc_dtype
 from lineartime.ops.operator import Fused
-from lineartime.ops.positions import FactoredBias
-from lineartime.ops.quadratic.inputs import Inputs, QuadraticOptions, fused_inputs
+from lineartime.ops.positions import sum_by_distance
+from lineartime.ops.quadratic import Inputs
 from lineartime.ops.triton import state_dtype, workspace
 
 SCORES = 2**26
 """The largest number of pairs whose scores are in memory at a time, unless `TOKENS` tokens of each sequence have more."""
 TOKENS = 256
 """The smallest number of queries or keys at a time: matrix products of fewer are slow."""
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | FactoredBias | None, real: Tensor | None, options: QuadraticOptions
-) -> Tensor:
-    """Attend within each row, like the other forms, without keeping scores; padding holds zeros."""
-    dtype = output_dtype(v, matmul_dtype(q, k, v))
-    common = common_dtype(q, k, v)
-    if options.normalization == "paper" and real is not None and common == torch.float16:
-        common = torch.float32  # queries divided by the length would vanish in float16
-    inputs = fused_inputs(q.to(common), k.to(common), v.to(common), bias, real, options)
-    with without_autocast(v):
-        return of_rows(inputs._replace(row_scale=inputs.row_scale.float())).to(dtype)
 
 
 def _parts(batch: int, length: int, causal: bool) -> Iterator[tuple[int, int]]:
@@ -52,6 +39,7 @@ def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor]:
     from lineartime.ops.triton.score_kernels import Pairs, attention_weights  # Triton may be absent
 
     q, k, v, bias, row_scale, score_scale, causal, activation = inputs
+    row_scale = row_scale.float()
     (batch, length, _), dtype = v.shape, state_dtype(v.dtype)
     if v.numel() == 0:
         return (workspace(v.shape, v.dtype, v.device),)
@@ -74,7 +62,7 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
     if inputs.v.numel() == 0:
         return [None if x is None else x.new_zeros(x.shape) for x in inputs[:4]]
     bias, _, score_scale, causal, activation = inputs[3:]
-    q, k, v, row_scale, d_out = (x.contiguous() for x in (*inputs[:3], inputs.row_scale, d_out))
+    q, k, v, row_scale, d_out = (x.contiguous() for x in (*inputs[:3], inputs.row_scale.float(), d_out))
     (batch, length, _), dtype = v.shape, state_dtype(v.dtype)
     d_bias = None
     if bias is not None:
@@ -96,12 +84,12 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
         d_q[:, start:] += torch.baddbmm(nothing, d_scores, of_keys[:, first:last], beta=0, alpha=score_scale)
         d_k[:, first:last] = torch.baddbmm(nothing, d_scores.mT, of_queries[:, start:], beta=0, alpha=score_scale)
         if d_bias is not None:
-            d_bias[start:, first:last] = d_scores.sum(0, dtype=d_bias.dtype)
+            d_bias[first : last + length - start - 1] += sum_by_distance(d_scores.sum(0, dtype=d_bias.dtype))
         del d_scores
     return [d_q, d_k, d_v, d_bias]
 
 
-of_rows = Fused(
+kernels = Fused(
     "triton_quadratic", Inputs, _forward, lambda inputs, keep: (inputs.v.new_empty(inputs.v.shape),), _backward,
     wrt=("q", "k", "v", "bias"), what="backend 'triton'",
 )  # fmt: skip

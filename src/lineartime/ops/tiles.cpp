@@ -1,4 +1,4 @@
-// What cpu.py computes between the matrix products of a tile, each in one pass over the memory; cpu_plain.py does the same in PyTorch.
+// What tiles.py computes between the matrix products of a tile, each in one pass over the memory.
 //
 // Shapes: N chunks of a tile, C slots of a chunk, e value width, s query/key width (even), W = 2 e + s. Matrices are contiguous.
 // T is the type of tensors, A the type that they are computed in.
@@ -16,11 +16,12 @@ inline A slope(A x, A sigmoid_x) {
   return sigmoid_x * (1 + x * (1 - sigmoid_x));
 }
 
-// Cosines and sines [N or 1, C or 1, s / 2] of the angles by which queries and keys are rotated.
+// Cosines and sines [R, C, s / 2] of the angles by which queries and keys are rotated; chunk g has those of row turns[g].
 template <class A>
 struct Rotations {
   const A *cosines, *sines;
-  int64_t by_chunk, by_slot;
+  const int64_t* turns;
+  int64_t at(int64_t row, int64_t c, int64_t half) const { return (turns[row / c] * c + row % c) * half; }
 };
 
 // U and V = silu(before + bias), [2, N, C, e], and four maps rope(silu(before + bias) gamma + beta) of Z, [4, N, C, s]; the third
@@ -44,7 +45,7 @@ void activate(const T* before, const A* bias, const A* gamma, const A* beta, Rot
         store_row(active + (part * rows + row) * e, result, e);
       }
       for (int64_t i = 0; i < s; ++i) z[i] = silu<T>(load(from[2 * e + i]) + bias[2 * e + i]);
-      const int64_t turn = row / c * rotations.by_chunk + row % c * rotations.by_slot;
+      const int64_t turn = rotations.at(row, c, half);
       const A* __restrict cosine = rotations.cosines + turn;
       const A* __restrict sine = rotations.sines + turn;
       for (int64_t map = 0; map < 4; ++map) {
@@ -95,7 +96,7 @@ void weigh(T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t
     const A* __restrict by = scale + row / c * by_chunk + row % c * by_slot;
     for (int64_t i = 0; i < c; ++i) {
       const A positive = relu(load(weights[i]) * score_scale + b[i]);
-      store(weights[i], positive * positive * by[i]);
+      store(weights[i], by[i] != 0 ? positive * positive * by[i] : A(0));  // the square of a later key's score may be infinite
     }
   }
 }
@@ -117,9 +118,9 @@ void weigh_backward(T* products, T* gradients, const A* bias, const A* scale, in
       const A* __restrict by = scale + chunk * by_chunk + slot * by_slot;
       for (int64_t i = 0; i < c; ++i) {
         const A positive = relu(load(weights[i]) * score_scale + b[i]);
-        const A scaled = positive * by[i];
+        const A scaled = by[i] != 0 ? positive * by[i] : A(0);
         const A d_score = 2 * load(d_scores[i]) * scaled;
-        store(weights[i], positive * scaled);
+        store(weights[i], by[i] != 0 ? positive * scaled : A(0));
         store(d_scores[i], d_score);
         d_b[i] += d_score;
       }
@@ -184,7 +185,7 @@ void finish(const T* before, const A* bias, T* d_gated, bool gates_again, const 
         z[i] = silu<T>(load(from[2 * e + i]) + bias[2 * e + i]);
         d_z[i] = 0;
       }
-      const int64_t turn = row / c * rotations.by_chunk + row % c * rotations.by_slot;
+      const int64_t turn = rotations.at(row, c, half);
       const A* __restrict cosine = rotations.cosines + turn;
       const A* __restrict sine = rotations.sines + turn;
       for (int64_t map = 0; map < 4; ++map) {
@@ -222,10 +223,10 @@ void finish(const T* before, const A* bias, T* d_gated, bool gates_again, const 
 
 // The functions above for each type, with C linkage.
 #define FUNCTIONS(NAME, T, A)                                                                                                  \
-  void activate_##NAME(const T* before, const A* bias, const A* gamma, const A* beta, const A* cosines, const A* sines, int64_t turn_by_chunk, \
-                       int64_t turn_by_slot, const A* scale, T* active, T* maps, int64_t n, int64_t c, int64_t e, int64_t s,   \
+  void activate_##NAME(const T* before, const A* bias, const A* gamma, const A* beta, const A* cosines, const A* sines, const int64_t* turns, \
+                       const A* scale, T* active, T* maps, int64_t n, int64_t c, int64_t e, int64_t s,   \
                        int64_t threads) {                                                                                          \
-    activate<T>(before, bias, gamma, beta, {cosines, sines, turn_by_chunk, turn_by_slot}, scale, active, maps, n, c, e, s, threads);  \
+    activate<T>(before, bias, gamma, beta, {cosines, sines, turns}, scale, active, maps, n, c, e, s, threads);  \
   }                                                                                                                            \
   void run_sums_##NAME(A* total, const T* sums, T* out, const bool* begins, int64_t n, int64_t n_sums, int64_t n_out,          \
                        int64_t backwards, int64_t m, int64_t threads) {                                                        \
@@ -240,10 +241,10 @@ void finish(const T* before, const A* bias, T* d_gated, bool gates_again, const 
     weigh_backward<T>(products, gradients, bias, scale, by_chunk, by_slot, A(score_scale), d_bias, n, c, threads);             \
   }                                                                                                                            \
   void finish_##NAME(const T* before, const A* bias, T* d_gated, int64_t gates_again, const T* attended, const T* d_v, const T* d_maps,        \
-                     const A* gamma, const A* cosines, const A* sines, int64_t turn_by_chunk, int64_t turn_by_slot, const A* scale,             \
+                     const A* gamma, const A* cosines, const A* sines, const int64_t* turns, const A* scale,             \
                      double score_scale, T* d_before, A* d_bias, A* d_gamma, A* d_beta, int64_t n, int64_t c, int64_t e, int64_t s,        \
                      int64_t threads) {                                                                                            \
-    finish<T>(before, bias, d_gated, gates_again, attended, d_v, d_maps, gamma, {cosines, sines, turn_by_chunk, turn_by_slot}, scale,              \
+    finish<T>(before, bias, d_gated, gates_again, attended, d_v, d_maps, gamma, {cosines, sines, turns}, scale,              \
               A(score_scale), d_before, d_bias, d_gamma, d_beta, n, c, e, s, threads);                                                  \
   }
 

@@ -1,0 +1,144 @@
+"""The fast forms of quadratic attention, in which a document is one chunk: tiles for CPUs, here, and kernels for GPUs.
+
+Shapes: G documents, L slots of each, s query/key width, e value width; of a tile: b documents, Q queries, K keys.
+
+    out[t] = row_scale[t] * sum over visible j of w[t, j] v[j]          w[t, j] = relu(score_scale * q[t].k[j] + bias[j - t])^2
+
+The scores of a tile stay in the cache. None are kept for the backward pass, which recomputes them. What lies between the matrix
+products is computed by the functions of quadratic.cpp, in one pass over the scores, or in plain PyTorch.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineartime.native import native_functions
+from lineartime.ops.operator import Fused
+from lineartime.ops.positions import by_distance, sum_by_distance
+
+SOURCE = Path(__file__).with_name("quadratic.cpp")
+QUERIES = 256
+"""The number of queries in a tile."""
+SCORES = 2**19
+"""The approximate number of scores in a tile, if there are enough documents."""
+
+
+class Inputs(NamedTuple):
+    """The inputs of a fused form.
+
+    Attributes:
+        q, k: [G, L, s].
+        v: [G, L, e], zero in empty slots.
+        bias: [2 L - 1], of the distances from 1 - L to L - 1, or None.
+        row_scale: [G, L], float32 or better.
+        score_scale: the factor of products.
+        causal: whether a token attends only to itself and earlier tokens.
+        activation: "relu2", which tiles have alone, or "laplace".
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    row_scale: Tensor
+    score_scale: float
+    causal: bool
+    activation: str
+
+
+def _tiles(inputs: Inputs) -> Iterator[tuple[slice, slice, int]]:
+    """The documents and queries of each tile, and the number of keys that its queries see."""
+    documents, length, _ = inputs.v.shape
+    at_once = max(1, SCORES // (QUERIES * max(1, length)))
+    for first in range(0, documents, at_once):
+        for start in range(0, length, QUERIES):
+            stop = min(start + QUERIES, length)
+            yield slice(first, min(first + at_once, documents)), slice(start, stop), stop if inputs.causal else length
+
+
+def _first(x: Tensor, documents: slice, n_keys: int) -> Tensor:
+    """The keys or values that some queries see, [b, K, f], in a memory layout that matrix products take without a copy."""
+    seen = x[documents, :n_keys]
+    return seen[0][None] if len(seen) == 1 else seen.contiguous()  # [None] gives one row the stride of a row of K keys
+
+
+def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor]:
+    inputs = _prepared(inputs)
+    q, k, v, _, row_scale, *_ = inputs
+    out = torch.empty_like(v)
+    for rows, queries, n_keys in _tiles(inputs):
+        weights = _weigh(inputs, q[rows, queries], _first(k, rows, n_keys), queries)
+        out[rows, queries] = torch.bmm(weights, _first(v, rows, n_keys)).mul_(row_scale[rows, queries, None])
+    return (out,)
+
+
+def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: list[bool]) -> list[Tensor | None]:
+    inputs = _prepared(inputs)
+    q, k, v, bias, row_scale, *_ = inputs
+    d_q, length = torch.empty_like(q), q.shape[1]
+    d_k, d_v = (torch.zeros(x.shape, dtype=row_scale.dtype, device=x.device) for x in (k, v))
+    d_bias = None if bias is None else torch.zeros_like(bias)
+    for rows, queries, n_keys in _tiles(inputs):
+        of_queries, of_keys, values = q[rows, queries], _first(k, rows, n_keys), _first(v, rows, n_keys)
+        d_read = (d_out[rows, queries] * row_scale[rows, queries, None]).to(v.dtype)
+        d_products = torch.bmm(d_read, values.mT)
+        d_scores = None if d_bias is None else torch.zeros(d_products.shape[1:], dtype=d_bias.dtype, device=v.device)
+        weights = _weigh(inputs, of_queries, of_keys, queries, d_products, d_scores)
+        d_v[rows, :n_keys] += torch.bmm(weights.mT, d_read)
+        d_q[rows, queries] = torch.bmm(d_products, of_keys)
+        d_k[rows, :n_keys] += torch.bmm(d_products.mT, of_queries)
+        if d_bias is not None and d_scores is not None:
+            first = length - queries.stop
+            d_bias[first : first + sum(d_scores.shape) - 1] += sum_by_distance(d_scores)
+    return [d_q, d_k, d_v, d_bias]
+
+
+def _prepared(inputs: Inputs) -> Inputs:
+    """Contiguous, with the bias in the dtype of scores."""
+    q, k, v = (x.contiguous() for x in inputs[:3])
+    bias = None if inputs.bias is None else inputs.bias.to(inputs.row_scale.dtype).contiguous()
+    return inputs._replace(q=q, k=k, v=v, bias=bias)
+
+
+tiled = Fused(
+    "tiled_quadratic", Inputs, _forward, lambda inputs, keep: (inputs.v.new_empty(inputs.v.shape),), _backward,
+    wrt=("q", "k", "v", "bias"), what="backend 'tiled'",
+)  # fmt: skip
+
+
+def _weigh(
+    inputs: Inputs, q: Tensor, k: Tensor, queries: slice, d_weights: Tensor | None = None, d_scores: Tensor | None = None
+) -> Tensor:
+    """The weights: [b, Q, s] and [b, K, s] -> [b, Q, K], in the dtype of q; `queries` are the places of the queries.
+
+    The gradient of the weights, if given, becomes that of the products q.k. That of the scores, summed over documents, is
+    added to `d_scores` [Q, K].
+    """
+    functions, by, length = native_functions(SOURCE), float(inputs.score_scale), inputs.q.shape[1]
+    first = length - 1 - queries.start  # the bias of the first query for the first key; that of the next is one before
+    if functions is not None:
+        weights = torch.bmm(q, k.mT)
+        options = (first, by, int(inputs.causal), *weights.shape)
+        if d_weights is None:
+            functions.call("weigh", q.dtype, weights, inputs.bias, *options)
+        else:
+            functions.call("weigh_backward", q.dtype, weights, d_weights, inputs.bias, d_scores, *options)
+        return weights
+    exact, n_queries = inputs.row_scale.dtype, q.shape[1]
+    scores = torch.bmm(q, k.mT).to(exact).mul_(by)
+    if inputs.bias is not None:
+        near = inputs.bias[length - queries.stop :][: n_queries + k.shape[1] - 1]
+        scores.add_(by_distance(near, n_queries))
+    if inputs.causal:  # the last query sees all keys, and each query before it one key less
+        later = torch.ones(n_queries, n_queries, dtype=torch.bool, device=q.device).triu(1)
+        scores[..., -n_queries:].masked_fill_(later, 0)
+    scores.relu_()
+    if d_weights is not None:
+        d_products = d_weights.to(exact).mul_(scores).mul_(2)
+        if d_scores is not None:
+            d_scores += d_products.sum(0)
+        d_weights.copy_(d_products.mul_(by))
+    return scores.mul_(scores).to(q.dtype)
