@@ -172,7 +172,7 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 34120,
+    "all source": 34130,
     "all tests": 23890,
     "baselines": 3770,
     "bench": 1040,
@@ -189,7 +189,7 @@ BUDGETS: dict[str, int] = {
     "inspection": 300,
     "layers": 2360,
     "models": 2590,
-    "ops": 4070,
+    "ops": 4080,
     "runs": 1130,
     "seq2seq": 330,
     "top": 940,

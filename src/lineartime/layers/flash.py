@@ -292,7 +292,8 @@ class FLASH(GAU):
         # Fusing the output projection, too, keeps less for the backward pass.
         fused = state is None and torch.is_grad_enabled() and is_untouched(output)
         weight, bias = output.weight if fused else None, None
-        if fused and is_untouched(projection):
+        full = all(grid.is_full for grid in packing.grids(self.chunk_size, causal=self.causal))  # empty slots stay zero
+        if fused and full and is_untouched(projection):
             tokens, bias = F.linear(x, projection.weight), projection.bias
         else:
             tokens = projection(x)

@@ -26,7 +26,7 @@ from lineartime.ops.mixed_chunk import MixedChunkOptions
 from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.operator import Fused
 from lineartime.ops.packing import Grid, Packing
-from lineartime.ops.positions import by_distance, in_part, rotary_table
+from lineartime.ops.positions import by_distance, in_part
 
 SOURCE = Path(__file__).with_name("tiles.cpp")
 """What lies between the matrix products, for an even s."""
@@ -155,7 +155,7 @@ def _rotations(grid: Grid, packing: Packing, rotated: int, width: int, dtype: to
     else:
         position = grid.begin[:, None] + torch.arange(grid.size, device=device)
         turns = torch.arange(chunks, device=device)
-    return in_part(rotary_table(position, rotated // 2, dtype), width), turns
+    return in_part(packing.rotations_at(position, rotated, dtype), width), turns
 
 
 class Tile(NamedTuple):
