@@ -60,8 +60,7 @@ class MCTFM(ChunkedHeads):
                 mean = (others * scales.sum(count.to(sums.dtype))[:, None, None, None]).to(compute)
                 outputs.append(grid.tokens((local + scale * q @ mean).transpose(1, 2)))
                 if state is not None:
-                    full = (grid.begin + grid.size <= grid.end[grid.of])[:, None, None, None]
-                    summary = state.summary + grid.sum_of(torch.where(full, sums, 0))
+                    summary = state.summary + grid.sum_of(torch.where(grid.full[:, None, None, None], sums, 0))
                     keys, values = (x.index_select(0, grid.final).to(state.keys.dtype) for x in (k, v))
                     state = MixedChunkState(state.position + packing.new, summary, keys[:, :, None], values)
         return torch.cat(outputs).flatten(1).to(output_dtype(maps[-1], compute)), state

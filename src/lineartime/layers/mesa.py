@@ -132,8 +132,7 @@ class FLASHMesa(FLASH):
             earlier = None if state is None else state.gram
             solved.append(grid.tokens(self.solve_grid(grid.queries(queries), keys, grid, earlier)))
             if state is not None:
-                full = (grid.begin + grid.size <= grid.end[grid.of])[:, None, None]
-                gram = state.gram + grid.sum_of(torch.where(full, keys.mT @ keys, 0))
+                gram = state.gram + grid.sum_of(torch.where(grid.full[:, None, None], keys.mT @ keys, 0))
         return torch.cat(solved), gram
 
     def solve_grid(self, q: Tensor, k: Tensor, grid: Grid, earlier: Tensor | None) -> Tensor:
@@ -144,8 +143,7 @@ class FLASHMesa(FLASH):
             p = p if earlier is None else p + grid.of_documents(earlier)
             out = q @ inverse(p, grid.begin.clamp(min=1)).to(q.dtype)
         if grid.prefix is not None:
-            inside = grid.begin[:, None] + torch.arange(grid.size, device=k.device) < grid.prefix[grid.of][:, None]
-            k = torch.where(inside[..., None], k, 0)
+            k = torch.where(grid.prefix_slots[..., None], k, 0)
             whole = inverse(grid.sum_of(k.mT @ k), grid.prefix.clamp(min=1)).to(q.dtype)
             both_ways = q @ grid.of_documents(whole)
             out = both_ways if out is None else torch.where(grid.in_prefix[..., None], both_ways, out)

@@ -306,12 +306,10 @@ def linear_part(
         before = before if earlier is None else before + grid.of_documents(earlier)
         read = q @ (before * scales.sum(grid.begin.to(exact))[:, None, None]).to(q.dtype)
     if state is not None:
-        full = (grid.begin + grid.size <= grid.end[grid.of])[:, None, None]
-        summary = state.summary + grid.sum_of(torch.where(full, sums, 0))
+        summary = state.summary + grid.sum_of(torch.where(grid.full[:, None, None], sums, 0))
     if grid.prefix is not None:
         if grid.causal:
-            inside = grid.begin[:, None] + torch.arange(grid.size, device=q.device) < grid.prefix[grid.of][:, None]
-            sums = (torch.where(inside[..., None], k, 0).mT @ v).to(exact)
+            sums = (torch.where(grid.prefix_slots[..., None], k, 0).mT @ v).to(exact)
         total = grid.sum_of(sums) if grid.causal or earlier is None else grid.sum_of(sums) + earlier
         total = (total * (scales.prefix or scales.sum)(grid.prefix.to(exact))[:, None, None]).to(q.dtype)
         whole = q @ grid.of_documents(total)

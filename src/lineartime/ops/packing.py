@@ -181,6 +181,17 @@ class Grid:
         return (self.end[self.of] - self.begin).clamp(0, self.size)
 
     @property
+    def full(self) -> Tensor:
+        """Which chunks have a token in every slot, bool [G]."""
+        return self.begin + self.size <= self.end[self.of]
+
+    @property
+    def prefix_slots(self) -> Tensor:
+        """Which slots hold one of the tokens that see each other, bool [G, C]; only with prefixes."""
+        assert self.prefix is not None
+        return self.begin[:, None] + torch.arange(self.size, device=self.of.device) < self.prefix[self.of][:, None]
+
+    @property
     def query_slot(self) -> Tensor:
         """int64 [G, Q] or [1, Q], the slots of queries; nobody reads those beyond a document's tokens."""
         slot = torch.arange(self.width, device=self.of.device)[None]

@@ -147,14 +147,11 @@ def _inputs(
 
 def _rotations(grid: Grid, packing: Packing, rotated: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The cosines and sines of chunks, [2, R, C, s / 2], and the row of each chunk; equal rows share theirs."""
-    chunks, device = grid.of.shape[0], grid.of.device
+    own, device = grid.of.shape[0], grid.of.device
     if grid.slot is None and isinstance(grid.chunks, int) and packing.rows > 1:
-        begin = grid.begin[: grid.chunks]
-        position = begin[:, None] + torch.arange(grid.size, device=device)
-        turns = torch.arange(chunks, device=device) % grid.chunks
-    else:
-        position = grid.begin[:, None] + torch.arange(grid.size, device=device)
-        turns = torch.arange(chunks, device=device)
+        own = grid.chunks
+    position = grid.begin[:own, None] + torch.arange(grid.size, device=device)
+    turns = torch.arange(grid.of.shape[0], device=device) % max(1, own)
     return in_part(packing.rotations_at(position, rotated, dtype), width), turns
 
 
