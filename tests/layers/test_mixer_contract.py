@@ -455,6 +455,15 @@ def test_reading_a_packing_copies_nothing_to_the_host(name: str, causal: bool) -
     assert out.shape == x.shape
 
 
+@every_mechanism_in_both_directions
+def test_prepare_makes_the_rotations_that_a_mixer_reads(name: str, causal: bool) -> None:
+    mixer = build(name, causal)
+    mixer.prepare(packing := mixer.describe((2, LENGTH), device=torch.device("cpu")))
+    prepared = set(packing.memo)
+    mixer(torch.randn(packing.count, D_MODEL), packing=packing)
+    assert not any("rotations" in key for key in set(packing.memo) - prepared)
+
+
 class ShiftedNorm(nn.Module):
     """The norm of a mixer, and the definition of the token shift, for rows that are whole documents."""
 

@@ -39,6 +39,7 @@ class GAUMultiHead(GAU):
         check_n_heads(n_heads, {"d_qk": self.d_qk}, in_pairs=True)
         check_n_heads(n_heads, {"expansion * d_model": self.d_value}, in_pairs=False)
         self.n_heads = n_heads
+        self.rotated_width //= n_heads
         self.init_own()
 
     def rotated(self, z: Tensor, packing: Packing, n: int) -> Sequence[Tensor]:

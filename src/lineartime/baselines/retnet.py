@@ -44,6 +44,7 @@ class RetNet(RecurrentMixer):
     ) -> None:
         super().__init__(d_model, n_heads, (d_model, d_model), short_convolution=short_convolution, **options)
         check_n_heads(n_heads, {"d_model": d_model}, in_pairs=True)
+        self.rotated_width = d_model // n_heads
 
     def tokens(self, normed: Tensor, maps: Sequence[Tensor], packing: Packing) -> Tokens:
         q, k, v = (self.heads(each) for each in maps)

@@ -23,7 +23,7 @@ from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import Mixer, MixerOptions
 from lineartime.layers.residual import RMSNorm
 from lineartime.ops.checks import check_n_heads
-from lineartime.ops.modes import acc_dtype, common_dtype, matmul_dtype, output_dtype, under_transform, without_autocast
+from lineartime.ops.modes import common_dtype, matmul_dtype, output_dtype, under_transform, without_autocast
 from lineartime.ops.packing import Packing
 from lineartime.ops.state import KVCache
 
@@ -58,6 +58,7 @@ class MultiHeadMixer(Mixer):
         self.n_heads = n_heads
         self.head_dim = d_model // n_heads
         self.rope = rope
+        self.rotated_width = self.head_dim if rope else 0
         self.to_qkv = Dense(d_model, *[d_model] * self.n_maps, **factory(options))
         self.to_output = Dense(d_model, d_model, **factory(options))
 
@@ -76,11 +77,6 @@ class MultiHeadMixer(Mixer):
     def attend_bidirectional(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Bidirectional `attend`, for prefixes, if the mixer `reads_prefix`."""
         raise NotImplementedError
-
-    def prepare(self, packing: Packing) -> None:
-        super().prepare(packing)
-        if self.rope:
-            packing.rotations(self.head_dim, acc_dtype(self.any_parameter))
 
     def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
         attended, state = self.attend_heads(self.project(x, packing), packing, state)

@@ -77,8 +77,6 @@ class GAU(Mixer):
     any_positions = True
     backend: Backend | None = "auto"
     chunk_size: int | None = None
-    rotary_width: int | None = None
-    """The number of features of queries and keys that are rotated, half of them in each half; None for all."""
     n_heads: int = 1
     """The number of heads that divide the width of queries, keys and values among them."""
     n_maps: ClassVar[int] = 2
@@ -112,6 +110,7 @@ class GAU(Mixer):
         self.activation: Activation = activation
         self.normalization: Normalization = normalization
         self.rope = rope
+        self.rotated_width = d_qk if rope else 0
         self.max_length = max_length
         self.initial_scores: InitialScores = initial_scores
         self.to_gate_value_base = Dense(d_model, self.d_gate, self.d_value, d_qk, **factory(options))
@@ -173,8 +172,8 @@ class GAU(Mixer):
 
     def prepare(self, packing: Packing) -> None:
         packing.grids(self.chunk_size, causal=self.causal)
-        if self.rope:
-            packing.rotations(self.d_qk, acc_dtype(self.gamma))
+        if self.rotated_width:
+            packing.rotations(self.rotated_width, acc_dtype(self.gamma))
 
     def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
         gate, v, y = self.to_gate_value_base(x).split([self.d_gate, self.d_value, self.d_qk], -1)
@@ -189,7 +188,7 @@ class GAU(Mixer):
     def rotated(self, z: Tensor, packing: Packing, n: int) -> Sequence[Tensor]:
         """The first n maps, rope(Z gamma_i + beta_i), [N, s] each."""
         maps = torch.addcmul(self.beta[:n], z[:, None], self.gamma[:n])
-        return (packing.rotate(maps, self.rotary_width) if self.rope else maps).unbind(1)
+        return (packing.rotate(maps, self.rotated_width) if self.rope else maps).unbind(1)
 
     def attend(self, maps: Sequence[Tensor], v: Tensor, packing: Packing, state: Any) -> tuple[Tensor, Any]:
         """Attend with queries and keys [N, s] and values [N, e]: the outputs [N, e], and the state of streams."""
@@ -304,8 +303,7 @@ class FLASH(GAU):
     def attend_tiles(self, projected: tiles.Projected, packing: Packing, state: Any) -> tuple[Tensor, Any]:
         """Gated attention of projected tokens, and the state of streams."""
         summary = None if state is None else state.summary
-        rotated = (self.rotary_width or self.d_qk) if self.rope else 0
-        out, summary = tiles.attend_projected(projected, packing, self.options(packing), rotated, summary)
+        out, summary = tiles.attend_projected(projected, packing, self.options(packing), self.rotated_width, summary)
         if state is None or summary is None:
             return out, None
         return out, self.opened(projected, packing, replace(state, summary=summary.to(state.summary.dtype)))

@@ -17,6 +17,7 @@ from lineartime.layers.residual import LayerOptions, ResidualLayer
 from lineartime.ops.backends import BACKENDS, Backend, note_old_gpus
 from lineartime.ops.checks import as_mask, check_documents
 from lineartime.ops.context import ContextGroup, sum_elsewhere
+from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing, describe
 from lineartime.ops.state import State, in_place, writable
 
@@ -76,6 +77,8 @@ class Mixer(ResidualLayer, ABC):
     """Whether a causal mixer can attend bidirectionally within the first tokens of a sequence."""
     any_positions: ClassVar[bool] = False
     """Whether `read` takes streams at different positions and with padding; others get one such group after another."""
+    rotated_width: int = 0
+    """The number of features of a query or key of a head that are rotated, half of them in each half."""
     constant_state: bool = False
     """Whether one token of each stream updates the state in place, so that a step can be recorded or exported."""
     backend: Backend | None = None
@@ -138,9 +141,11 @@ class Mixer(ResidualLayer, ABC):
         return torch.zeros(batch_size, dtype=torch.long, device=self.any_parameter.device)
 
     def prepare(self, packing: Packing) -> None:
-        """Make what layers share of a packing, which compiled blocks cannot keep: by default, the rows of documents."""
+        """Make what layers share of a packing, which compiled blocks cannot keep: rotations and, by default, rows."""
         if not packing.even:
             packing.grids(None, causal=True)
+        if self.rotated_width:
+            packing.rotations(self.rotated_width, acc_dtype(self.any_parameter))
 
     def forward(
         self,
