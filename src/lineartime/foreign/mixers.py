@@ -114,7 +114,7 @@ class ForeignUnit(GAU):
             allowed = f"an even number from 2 to {self.d_qk}, or None for all"
             raise ArgumentError("rotary_width", f"is {rotary_width}, but must be {allowed}.")
         self.bias_form: BiasForm = bias_form
-        self.rotated_width = (rotary_width or self.d_qk) if self.rope else 0
+        self.rotary_width, self.rotated_width = rotary_width, (rotary_width or self.d_qk) if self.rope else 0
         if bias_form == "buckets" and self.bias is not None:
             self.bias = BucketBias(self.causal, device=self.gamma.device, dtype=self.gamma.dtype)
 
