@@ -10,9 +10,8 @@
                  compiled and not
     peers        training steps of FLASH-pytorch
     exactness    smoke at more shapes
-    tuning       the kernels of flash-quad-base tuned, and what that gains
 
-Runs from a clone and needs PyTorch with Triton, and numpy. Kernels take their preferred configurations except in the last part.
+Runs from a clone and needs PyTorch with Triton, and numpy.
 The most important parts come first; after --budget seconds, the rest is left out. Ends with status 1 if a part fails, or if a
 goal is missed or not measured. `--rehearse` runs everything at small sizes, with the goals of exactness alone; on a CPU, set
 TRITON_INTERPRET=1.
@@ -56,11 +55,13 @@ from lineartime.ops import MixedChunkOptions, Scales, attend, describe
 from lineartime.ops.backends import Backend
 from lineartime.ops.mixed_chunk import reciprocal
 from lineartime.ops.triton import common, score_kernels
+from lineartime.ops.triton.cross_entropy import cross_entropy_kernel
 
 LENGTHS = {1024: "1K", 8192: "8K", 65536: "64K"}
 TOKENS = 65536
 """In a batch."""
 EXACT = "exact"
+KERNELS = score_kernels.attention_weights_kernel, score_kernels.score_gradient_kernel, cross_entropy_kernel
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -380,19 +381,6 @@ class Run:
                 ms = {f"{form}_ms": None if s is None else round(1e3 * s, 3) for form, s in seconds.items()}
                 self.report.add("ops", op=name, length=length, batch=batch, **ms)
 
-    # Tuning -----------------------------------------------------------------------------------------------------------
-
-    def tuning(self) -> None:
-        """Let the kernels of flash-quad-base be tuned at 8K, say what was chosen, and time the model again."""
-        common.pin_configurations(False)
-        try:
-            self._time_model(self._subject("flash-quad", "eager" if self.small else "compiled"), 64 if self.small else 8192)
-            for tuner in common.TUNERS:
-                for key, config in tuner.cache.items():
-                    self.report.add("tuned", kernel=tuner.fn.__name__, key=str(key)[:200], chosen=str(config))
-        finally:
-            common.pin_configurations()
-
 
 def last_logits(model: CausalLM, ids: Tensor) -> Tensor:
     """Those after the last of the tokens [B, T], by a forward pass."""
@@ -423,11 +411,11 @@ def forward_and_backward(op: Callable[..., Tensor], inputs: list[Tensor]) -> Non
 
 def compiled_kernels() -> Iterator[dict[str, Any]]:
     """Registers, spills and shared memory of every kernel that was launched; none in the interpreter."""
-    for tuner in common.TUNERS:
-        for compiled in getattr(tuner.fn, "device_caches", {}).values():
+    for function in KERNELS:
+        for compiled in getattr(function, "device_caches", {}).values():
             for kernel in compiled[0].values():
                 yield {
-                    "kernel": tuner.fn.__name__,
+                    "kernel": function.__name__,
                     "warps": kernel.metadata.num_warps,
                     "stages": kernel.metadata.num_stages,
                     "registers": getattr(kernel, "n_regs", None),  # of kernels that were launched
@@ -453,12 +441,11 @@ def main() -> None:
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
     report = Report(options.out, goals(options.rehearse), options.budget, gpu=gpu, rehearsal=options.rehearse)
     run = Run(report, device, options.rehearse, 1 if options.rehearse else options.rounds, options.dtypes)
-    every = (run.smoke, run.models, run.generation, run.kernels, run.lengths, run.ops, run.peers, run.exactness, run.tuning)
+    every = (run.smoke, run.models, run.generation, run.kernels, run.lengths, run.ops, run.peers, run.exactness)
     parts = {part.__name__: part for part in every}
     for name in options.parts:
         if name not in parts:
             sys.exit(f"{name} is not a part: give some of {', '.join(parts)}.")
-    common.pin_configurations()
     for name in options.parts or parts:
         torch.manual_seed(0)  # a part computes the same, whatever ran before it
         report.attempt(name, parts[name])

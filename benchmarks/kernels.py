@@ -1,8 +1,8 @@
 """Compile the Triton kernels without a GPU, and report the resources that they use: `python benchmarks/kernels.py`.
 
 Layers run forward and backward on CPU tensors at the sizes of -base, while kernel launches are recorded instead of executed.
-Each launched kernel is compiled in every configuration that the autotuner would try, for compute capability 9.0 (H100, H200)
-and 8.0 (A100); `--gpus 89` compiles for 8.9 (RTX 40, L4, L40). Needs Triton, but no GPU.
+Each launched kernel is compiled for compute capability 9.0 (H100, H200) and 8.0 (A100); `--gpus 89` compiles for 8.9 (RTX 40,
+L4, L40). Needs Triton, but no GPU.
 
 Results go to kernels.json and kernels.md in --out. Kernels that kernels.json already has from the same source are not compiled
 again, so a run with `--seconds` continues the previous one.
@@ -37,14 +37,14 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
 
 from lineartime.layers import GAU, set_backend
 from lineartime.ops.cross_entropy import linear_cross_entropy
-from lineartime.ops.triton.common import pin_configurations
 
 SHARED = {90: 232448, 80: 166912, 89: 101376}
 """Bytes of shared memory that a block can use, by compute capability."""
+BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_E", "BLOCK")
 REGISTERS = 65536
 """Registers of a multiprocessor."""
 
@@ -70,23 +70,62 @@ class Absent:
 
 @dataclass
 class Launch:
-    """A recorded kernel launch, with the configurations that the autotuner would try, the preferred one first."""
+    """A recorded kernel launch for one GPU."""
 
     case: str
-    tuner: Any
+    function: Any
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
-    configs: list[Any]
+    capability: int
 
     @property
     def kernel(self) -> str:
         """The name of the kernel, without `_kernel`."""
-        return str(self.tuner.fn.__name__).removesuffix("_kernel")
+        return str(self.function.__name__).removesuffix("_kernel")
 
     @property
     def variant(self) -> str:
         """The flags that are set."""
         return " ".join(name.removeprefix("HAS_").lower() for name, value in self.constants.items() if value is True) or "plain"
+
+    @property
+    def source(self) -> str:
+        """The digest that `Row.source` holds for the same kernel."""
+        arguments = [described(x) for x in self.arguments]
+        constants = {name: str(value) for name, value in self.constants.items()}
+        parts = (triton.__version__, self.function.cache_key, arguments, constants, self.capability)
+        return hashlib.sha256(str(parts).encode()).hexdigest()[:12]
+
+    def compile(self) -> "Row":
+        """Compile the kernel, or return why it failed. Call it in a separate process: it changes global settings of Triton."""
+        warps = self.constants["num_warps"]
+        sizes = " x ".join(str(self.constants[name]) for name in BLOCKS if name in self.constants)
+        name = f"{sizes}, {warps} warps, {self.constants['num_stages']} stages"
+        row = Row(self.case, self.kernel, self.variant, name, self.capability, self.source)
+        log, start = StringIO(), time.perf_counter()
+        triton.runtime.driver.set_active(Absent(self.capability))
+        triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
+        try:
+            with tempfile.TemporaryDirectory() as folder, redirect_stdout(log):
+                triton.knobs.cache.dir = folder
+                compiled = self.function.warmup(*self.arguments, grid=(1,), **self.constants)
+        except Exception as error:
+            return Row(**{**asdict(row), "error": f"{type(error).__name__}: {error}"[:300]})
+        registers = int(searched(r"Used (\d+) registers", log.getvalue())[0])
+        spilled = sum(map(int, searched(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())))
+        shared = compiled.metadata.shared
+        # Registers are allocated to warps in units of 256; a block takes 1 KB more shared memory than it asks for.
+        by_registers = REGISTERS // (-(-registers * 32 // 256) * 256) // warps
+        by_shared = (SHARED[self.capability] + 1024) // (shared + 1024)
+        used = {
+            "shared": shared,
+            "registers": registers,
+            "spilled": spilled,
+            "blocks": min(by_registers, by_shared, 64 // warps),
+            "products": ", ".join(sorted(set(re.findall(r"(wgmma\.mma_async|mma\.sync)\.", compiled.asm["ptx"])))) or "fma",
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+        return Row(**{**asdict(row), **used})
 
 
 def gau(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
@@ -124,12 +163,11 @@ def recorded(case: str, capability: int) -> list[Launch]:
     launches: list[Launch] = []
     triton.runtime.driver.set_active(Absent(capability))
 
-    def record(tuner: Any, *arguments: Any, grid: Any, warmup: bool = False, **constants: Any) -> None:
-        tuner.nargs = dict(zip(tuner.arg_names, arguments, strict=False))
-        launches.append(Launch(case, tuner, arguments, constants, tuner.prune_configs(constants)))
+    def record(function: Any, *arguments: Any, grid: Any, warmup: bool = False, **constants: Any) -> None:
+        launches.append(Launch(case, function, arguments, constants, capability))
 
     # A layer checks whether its kernels can run, which they cannot on a CPU.
-    with patch.object(Autotuner, "run", record), patch("lineartime.ops.backends.why_not", return_value=None):
+    with patch.object(JITFunction, "run", record), patch("lineartime.ops.backends.why_not", return_value=None):
         CASES[case]()
     return launches
 
@@ -143,7 +181,6 @@ class Row:
 
     Attributes:
         case, kernel, variant, config: what was compiled.
-        rank: the rank of the configuration; 0 is preferred.
         capability: a key of `SHARED`.
         shared: bytes of shared memory per block.
         registers: registers per thread.
@@ -159,7 +196,6 @@ class Row:
     kernel: str
     variant: str
     config: str
-    rank: int
     capability: int
     source: str
     shared: int = 0
@@ -174,59 +210,6 @@ class Row:
     def fits(self) -> bool:
         """Whether a GPU could run it."""
         return not self.error and self.shared <= SHARED[self.capability] and self.blocks > 0
-
-
-@dataclass
-class Job:
-    """A launch in one configuration for one GPU."""
-
-    launch: Launch
-    rank: int
-    capability: int
-
-    @property
-    def config(self) -> Any:
-        """The configuration."""
-        return self.launch.configs[self.rank]
-
-    @property
-    def source(self) -> str:
-        """The digest that `Row.source` holds for the same kernel."""
-        arguments = [described(x) for x in self.launch.arguments]
-        constants = {name: str(value) for name, value in self.launch.constants.items()}
-        parts = (triton.__version__, self.launch.tuner.fn.cache_key, arguments, constants, str(self.config), self.capability)
-        return hashlib.sha256(str(parts).encode()).hexdigest()[:12]
-
-    def compile(self) -> Row:
-        """Compile the kernel, or return why it failed. Call it in a separate process: it changes global settings of Triton."""
-        launch, config = self.launch, self.config
-        sizes = " x ".join(str(size) for size in config.kwargs.values())
-        name = f"{sizes}, {config.num_warps} warps, {config.num_stages} stages"
-        row = Row(launch.case, launch.kernel, launch.variant, name, self.rank, self.capability, self.source)
-        log, start = StringIO(), time.perf_counter()
-        triton.runtime.driver.set_active(Absent(self.capability))
-        triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
-        try:
-            with tempfile.TemporaryDirectory() as folder, redirect_stdout(log):
-                triton.knobs.cache.dir = folder
-                compiled = launch.tuner.fn.warmup(*launch.arguments, grid=(1,), **launch.constants, **config.all_kwargs())
-        except Exception as error:
-            return Row(**{**asdict(row), "error": f"{type(error).__name__}: {error}"[:300]})
-        registers = int(searched(r"Used (\d+) registers", log.getvalue())[0])
-        spilled = sum(map(int, searched(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())))
-        shared = compiled.metadata.shared
-        # Registers are allocated to warps in units of 256; a block takes 1 KB more shared memory than it asks for.
-        by_registers = REGISTERS // (-(-registers * 32 // 256) * 256) // config.num_warps
-        by_shared = (SHARED[self.capability] + 1024) // (shared + 1024)
-        used = {
-            "shared": shared,
-            "registers": registers,
-            "spilled": spilled,
-            "blocks": min(by_registers, by_shared, 64 // config.num_warps),
-            "products": ", ".join(sorted(set(re.findall(r"(wgmma\.mma_async|mma\.sync)\.", compiled.asm["ptx"])))) or "fma",
-            "seconds": round(time.perf_counter() - start, 1),
-        }
-        return Row(**{**asdict(row), **used})
 
 
 def described(x: Any) -> str:
@@ -246,27 +229,25 @@ def searched(pattern: str, text: str) -> tuple[str, ...]:
 # 3. All of them -------------------------------------------------------------------------------------------------------
 
 
-def jobs_of(cases: Sequence[str], capabilities: Sequence[int]) -> Iterator[Job]:
+def jobs_of(cases: Sequence[str], capabilities: Sequence[int]) -> Iterator[Launch]:
     """The kernels to compile, each one once."""
     seen = set()
     for case in cases:
         for capability in capabilities:
             for launch in recorded(case, capability):
-                for rank in range(len(launch.configs)):
-                    job = Job(launch, rank, capability)
-                    if job.source not in seen:
-                        seen.add(job.source)
-                        yield job
+                if launch.source not in seen:
+                    seen.add(launch.source)
+                    yield launch
 
 
-_jobs: list[Job] = []  # forked processes inherit it
+_jobs: list[Launch] = []  # forked processes inherit it
 
 
 def _compile(index: int) -> Row:
     return _jobs[index].compile()
 
 
-def compile_all(jobs: Sequence[Job], seconds: float, processes: int, done: Callable[[Row], None]) -> int:
+def compile_all(jobs: Sequence[Launch], seconds: float, processes: int, done: Callable[[Row], None]) -> int:
     """Compile in parallel, in order, until the time is up; return how many were not compiled."""
     _jobs[:] = jobs
     started, start = 0, time.perf_counter()
@@ -315,7 +296,6 @@ def main() -> None:
     results = Path(__file__).parent / "results"
     parser.add_argument("--out", type=Path, default=results, help="folder for kernels.json and kernels.md")
     parser.add_argument("--gpus", nargs="+", type=int, choices=list(SHARED), default=[90, 80], help="compute capabilities")
-    parser.add_argument("--preferred", action="store_true", help="compile the preferred configuration of each kernel alone")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no compilation after so many seconds")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="compilations at a time")
     options = parser.parse_args()
@@ -325,7 +305,6 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     store = options.out / "kernels.json"
     known = {row["source"]: Row(**row) for row in json.loads(store.read_text())["rows"]} if store.exists() else {}
-    pin_configurations(options.preferred)
     jobs = list(jobs_of(options.cases or list(CASES), options.gpus))
 
     def done(row: Row) -> None:

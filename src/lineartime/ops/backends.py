@@ -21,7 +21,7 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 fit the cache of a CPU. triton: kernels for GPUs. oracle: the definition, slow. Not every op has all of them."""
 
 GPU_LOCK = RLock()
-"""Held while kernels are tuned and while a CUDA graph is recorded: both are for one thread of a process at a time."""
+"""Held while a CUDA graph is recorded, which is for one thread of a process at a time."""
 _OLD_GPUS: set[int] = set()
 """The GPUs on which the kernels cannot run, known when the first layer is built."""
 

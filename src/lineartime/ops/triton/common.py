@@ -1,4 +1,4 @@
-"""Shared parts of the Triton kernels: number formats, memory, tuning, and how a tile is read, written and activated.
+"""Shared parts of the Triton kernels: number formats, sizes of blocks, and how a tile is read, written and activated.
 
 A kernel sees row-major matrices [n_rows, n_columns] and works on tiles of them. What lies beyond the edges of a matrix reads as
 zero and is never written, so sizes need not be multiples of anything.
@@ -12,7 +12,7 @@ zero and is never written, so sizes need not be multiples of anything.
 # ruff: noqa: N803
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,8 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from lineartime.ops.backends import GPU_LOCK
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run as Python on the CPU: set by the environment variable TRITON_INTERPRET when they are imported."""
@@ -55,114 +53,38 @@ def width_block(width: int, dtype: torch.dtype) -> int:
     return padded if padded <= 256 else 128
 
 
-def length_bucket(length: int) -> int:
-    """A length as the autotuner sees it: within a bucket, the same blocks are best."""
-    return next((size for size in (64, 256, 1024) if length <= size), 8192)
-
-
-def token_bucket(tokens: int) -> int:
-    """The number of all tokens as the autotuner sees it: few programs want smaller blocks than many."""
-    return next((size for size in (4096, 32768) if tokens <= size), 262144)
-
-
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     """A context in which kernels are launched on the device of the tensor."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-TUNERS: list[Any] = []
-"""The autotuners of all kernels, with what each has chosen; none in the interpreter."""
-_pinned = False
+def launch_sizes(
+    blocks: tuple[str, ...], rows: Sequence[tuple[int, ...]], dtype: torch.dtype, pairs: tuple[int, int],
+    unfit: Callable[[dict[str, int], bool], bool],
+) -> dict[str, int]:  # fmt: skip
+    """The sizes of blocks, the warps and the stages of a launch: those of the first row that fits, and the last if none does.
 
-
-def pin_configurations(pinned: bool = True) -> None:
-    """Use the preferred configuration of every kernel, or tune every kernel again.
-
-    Tuning can end differently on another machine, or at another time, and other blocks add up in another order. Pinned, the
-    same inputs give the same bits on all GPUs of a kind, and the first step does not wait for timings.
-    """
-    global _pinned
-    _pinned = pinned
-    for tuner in TUNERS:
-        tuner.cache_of_device.clear()
-        tuner.cache = {}
-
-
-def configurations(blocks: tuple[str, ...], *rows: tuple[int, ...]) -> list[Any]:
-    """Configurations for `tuned`, the preferred one first; a row has the sizes of the blocks, the warps and the stages."""
-    return [
-        triton.Config(dict(zip(blocks, sizes, strict=True)), num_warps=warps, num_stages=stages)
-        for *sizes, warps, stages in rows
-    ]
-
-
-def tuned(
-    configs: list[Any],
-    key: list[str],
-    interpreted: dict[str, int],
-    unfit: Callable[[dict[str, Any]], bool] = lambda _arguments: False,
-) -> Callable[[Any], Any]:
-    """`triton.autotune` over the configurations that fit, the preferred one first, which remembers its choice on disk.
+    They depend on the kind of GPU alone, not on timings: the same inputs give the same bits on all GPUs of a kind.
 
     Args:
-        configs: blocks, warps and stages to try.
-        key: the arguments by which the best configuration may differ.
-        interpreted: the blocks in the interpreter, where there is no choice.
-        unfit: whether a configuration needs too many registers or too much shared memory, given all arguments of the kernel,
-            IN_REGISTERS: whether tensor cores read what they multiply from registers, not from shared memory, which leaves
-            fewer for sums.
+        blocks: the names of the blocks.
+        rows: their sizes, the warps and the stages, the preferred ones first.
+        dtype: that of the inputs.
+        pairs: how many queries and keys the launch computes.
+        unfit: whether sizes need too many registers or too much shared memory, where tensor cores read what they multiply from
+            registers, if the second argument says so, or from shared memory, which leaves more registers for sums.
     """
     if INTERPRETED:
-        return triton.autotune([triton.Config(interpreted)], key)  # type: ignore[no-any-return]  # Triton has no types
-
-    def fitting(configs: list[Any], arguments: dict[str, Any], **constants: Any) -> list[Any]:
-        largest = 256 if constants["COMPUTE"] == tl.bfloat16 else 64
-        longest = arguments.get("bucket", largest)
-        lengths = ("BLOCK_M", "BLOCK_N")
-        target = triton.runtime.driver.active.get_current_target()
-        in_registers = target.backend == "cuda" and target.arch // 10 not in (9, 10)
-        known = {**arguments, **constants, "IN_REGISTERS": in_registers}
-        fit = [
-            config
-            for config in configs
-            if all(size <= min(largest, longest if name in lengths else largest) for name, size in config.kwargs.items())
-            and not unfit({**known, **config.kwargs})
-        ]
-        return fit[:1] if _pinned else fit
-
-    def tune(kernel: Any) -> Any:
-        prune = {"early_config_prune": fitting} if len(configs) > 1 else None
-        tuner = triton.autotune(configs, key, prune_configs_by=prune, do_bench=_timed, cache_results=True)(kernel)
-        _guard(tuner)
-        TUNERS.append(tuner)
-        return tuner
-
-    return tune
-
-
-def _guard(tuner: Any) -> None:
-    """Let one thread at a time launch a tuned kernel, with the choices for its GPU.
-
-    Triton keeps the arguments of a call in the tuner, so that two threads mix them up while a kernel is tuned
-    (triton-lang/triton#11494), and it keeps its choices by arguments, not by GPU.
-    """
-    tuner.cache_of_device = {}
-
-    def run_alone(*arguments: Any, **options: Any) -> Any:
-        with GPU_LOCK:
-            device = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
-            tuner.cache = tuner.cache_of_device.setdefault(device, {})
-            return type(tuner).run(tuner, *arguments, **options)
-
-    tuner.run = run_alone
-
-
-def _timed(launch: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:
-    """Time a launch for the autotuner. Pinned kernels are not timed: Triton 3.6 asks even for a single configuration."""
-    if _pinned:
-        return [0.0] * len(quantiles)
-    times: list[float] = triton.runtime.driver.active.get_benchmarker()(launch, quantiles=quantiles)
-    return times
+        return dict.fromkeys(blocks, 32)
+    target = triton.runtime.driver.active.get_current_target()
+    in_registers = target.backend == "cuda" and target.arch // 10 not in (9, 10)
+    largest = 64 if dtype != torch.bfloat16 or min(pairs) <= 64 else 128
+    found: dict[str, int] = {}
+    for *sizes, warps, stages in rows:
+        found = {**dict(zip(blocks, sizes, strict=True)), "num_warps": warps, "num_stages": stages}
+        if max(sizes) <= largest and not unfit(found, in_registers):
+            break
+    return found
 
 
 _LAPLACE_MEAN = tl.constexpr(math.sqrt(1 / 2))

@@ -10,15 +10,13 @@ Shapes: n tokens, V vocabulary.
 # ruff: noqa: N803
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.triton import workspace
-from lineartime.ops.triton.common import jit, on_device, tuned
+from lineartime.ops.triton.common import INTERPRETED, jit, on_device
 
 
-@tuned([triton.Config({"BLOCK": 4096}, num_warps=8, num_stages=1)], key=[], interpreted={"BLOCK": 32})
 @jit
 def cross_entropy_kernel(
     logits, targets, losses, V,
@@ -61,9 +59,10 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignored: int, keep: bool) ->
     exact = torch.promote_types(logits.dtype, torch.float32)
     losses = workspace((n_tokens,), exact, logits.device)
     if n_tokens:
+        sizes = {"BLOCK": 32} if INTERPRETED else {"BLOCK": 4096, "num_warps": 8, "num_stages": 1}
         with on_device(logits):
             cross_entropy_kernel[(n_tokens,)](
                 logits, targets.contiguous(), losses, vocabulary,
-                IGNORED=ignored, KEEP=keep, ACC=tl.float64 if exact == torch.float64 else tl.float32,
+                IGNORED=ignored, KEEP=keep, ACC=tl.float64 if exact == torch.float64 else tl.float32, **sizes,
             )  # fmt: skip
     return losses

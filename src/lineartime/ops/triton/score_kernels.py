@@ -13,7 +13,7 @@ Attention takes a part of the pairs at a time.
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
 # ruff: noqa: N803
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,15 +25,12 @@ from lineartime.ops.triton.common import (
     activate,
     activation_slope,
     add_product,
-    configurations,
     jit,
-    length_bucket,
+    launch_sizes,
     load_tile,
     number_formats,
     on_device,
     store_tile,
-    token_bucket,
-    tuned,
     width_block,
 )
 
@@ -51,11 +48,10 @@ class Pairs(NamedTuple):
         """The numbers of queries and keys."""
         return self.last_query - self.first_query, self.last_key - self.first_key
 
-    def blocks(self, config: dict[str, Any]) -> int:
-        """The number of tiles of BLOCK_M queries and BLOCK_N keys."""
+    def grid(self, n_sequences: int, sizes: dict[str, int]) -> tuple[int]:
+        """The number of tiles of BLOCK_M queries and BLOCK_N keys, a program each."""
         n_queries, n_keys = self.shape
-        blocks: int = triton.cdiv(n_queries, config["BLOCK_M"]) * triton.cdiv(n_keys, config["BLOCK_N"])
-        return blocks
+        return (n_sequences * triton.cdiv(n_queries, sizes["BLOCK_M"]) * triton.cdiv(n_keys, sizes["BLOCK_N"]),)
 
 
 @jit
@@ -116,15 +112,9 @@ def score_gradient_tile(
     return mask_tile(products * activation_slope(scores, ACTIVATION), queries, keys, row_scale, T, CAUSAL)
 
 
-@tuned(
-    configurations(("BLOCK_M", "BLOCK_N"), (128, 128, 8, 2), (128, 64, 4, 2), (64, 64, 4, 2), (32, 32, 4, 2)),
-    key=["bucket", "tokens", "S", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
-    interpreted={"BLOCK_M": 32, "BLOCK_N": 32},
-    unfit=lambda sizes: sizes["IN_REGISTERS"] and sizes["BLOCK_M"] > (64 if sizes["COMPUTE"] == tl.bfloat16 else 32),
-)
 @jit
 def attention_weights_kernel(
-    q, k, bias, row_scale, out, T, first_query, last_query, first_key, last_key, bucket, tokens, score_scale,
+    q, k, bias, row_scale, out, T, first_query, last_query, first_key, last_key, score_scale,
     S: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -156,46 +146,24 @@ def attention_weights(
     n_sequences, length, width = q.shape
     pairs = pairs or Pairs(0, length, 0, length)
     out = workspace((n_sequences, *pairs.shape), dtype, q.device)
+    rows = (128, 128, 8, 2), (128, 64, 4, 2), (64, 64, 4, 2), (32, 32, 4, 2)
+    most = 64 if q.dtype == torch.bfloat16 else 32
     with on_device(q):
-        attention_weights_kernel[lambda config: (n_sequences * pairs.blocks(config),)](
-            q, k, bias, row_scale, out, length, *pairs, *_buckets(n_sequences, pairs), score_scale,
+        sizes = launch_sizes(
+            ("BLOCK_M", "BLOCK_N"), rows, q.dtype, pairs.shape,
+            unfit=lambda own, in_registers: in_registers and own["BLOCK_M"] > most,
+        )  # fmt: skip
+        attention_weights_kernel[pairs.grid(n_sequences, sizes)](
+            q, k, bias, row_scale, out, length, *pairs, score_scale,
             S=width, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
-            BLOCK_S=width_block(width, q.dtype), **number_formats(q.dtype),
+            BLOCK_S=width_block(width, q.dtype), **number_formats(q.dtype), **sizes,
         )  # fmt: skip
     return out
 
 
-def _buckets(n_sequences: int, pairs: Pairs) -> tuple[int, int]:
-    """`bucket` and `tokens`, for the autotuner."""
-    return length_bucket(min(pairs.shape)), token_bucket(n_sequences * max(pairs.shape))
-
-
-def score_gradient_is_unfit(sizes: dict[str, Any]) -> bool:
-    """Whether these blocks are too large for `score_gradient_kernel`."""
-    return bool(
-        ((sizes["S"] > 128 or sizes["IN_REGISTERS"]) and sizes["BLOCK_M"] * sizes["BLOCK_N"] > 128 * 64)
-        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["IN_REGISTERS"] and sizes["BLOCK_N"] > 32)
-        or (sizes["COMPUTE"] != tl.bfloat16 and sizes["BLOCK_E"] > 32)
-    )
-
-
-@tuned(
-    configurations(
-        ("BLOCK_M", "BLOCK_N", "BLOCK_E"),
-        (128, 128, 64, 8, 3),
-        (128, 64, 64, 8, 3),
-        (64, 64, 64, 4, 3),
-        (64, 64, 32, 4, 2),
-        (64, 32, 32, 4, 2),
-        (32, 32, 32, 4, 2),
-    ),
-    key=["bucket", "tokens", "S", "E", "CAUSAL", "ACTIVATION", "HAS_BIAS", "PRECISION"],
-    interpreted={"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_E": 32},
-    unfit=score_gradient_is_unfit,
-)
 @jit
 def score_gradient_kernel(
-    q, k, v, bias, row_scale, d_out, weights, d_scores, T, first_query, last_query, first_key, last_key, bucket, tokens,
+    q, k, v, bias, row_scale, d_out, weights, d_scores, T, first_query, last_query, first_key, last_key,
     score_scale,
     S: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
@@ -238,10 +206,18 @@ def score_gradient(
     (n_sequences, length, width), n_columns = q.shape, v.shape[-1]
     pairs = pairs or Pairs(0, length, 0, length)
     weights, d_scores = (workspace((n_sequences, *pairs.shape), dtype, v.device) for _ in range(2))
+    rows = (128, 128, 64, 8, 3), (128, 64, 64, 8, 3), (64, 64, 64, 4, 3), (64, 64, 32, 4, 2), (64, 32, 32, 4, 2)
+    is_wide = v.dtype != torch.bfloat16
+
+    def unfit(own: dict[str, int], in_registers: bool) -> bool:
+        crowded = (width > 128 or in_registers) and own["BLOCK_M"] * own["BLOCK_N"] > 128 * 64
+        return crowded or (is_wide and (own["BLOCK_E"] > 32 or (in_registers and own["BLOCK_N"] > 32)))
+
     with on_device(v):
-        score_gradient_kernel[lambda config: (n_sequences * pairs.blocks(config),)](
-            q, k, v, bias, row_scale, d_out, weights, d_scores, length, *pairs, *_buckets(n_sequences, pairs), score_scale,
+        sizes = launch_sizes(("BLOCK_M", "BLOCK_N", "BLOCK_E"), rows, v.dtype, pairs.shape, unfit)
+        score_gradient_kernel[pairs.grid(n_sequences, sizes)](
+            q, k, v, bias, row_scale, d_out, weights, d_scores, length, *pairs, score_scale,
             S=width, E=n_columns, CAUSAL=causal, ACTIVATION=activation, HAS_BIAS=bias is not None,
-            BLOCK_S=width_block(width, v.dtype), **number_formats(v.dtype),
+            BLOCK_S=width_block(width, v.dtype), **number_formats(v.dtype), **sizes,
         )  # fmt: skip
     return weights, d_scores
