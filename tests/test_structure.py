@@ -221,6 +221,7 @@ READS_VALUES = {
     "ops/packing.py": "the lengths of documents, once for all layers",
     "ops/checks.py": "the boundaries of packed documents, once for all layers; prefixes on a CPU",
     "ops/context.py": "compares the shapes of slices, once a forward pass",
+    "ops/positions.py": "on Apple's GPUs alone, which have no float64",
     "ops/tiles.py": "a form for CPUs alone",
     "ops/state.py": "the longest stream, where it is readable without waiting",
     "ops/oracle.py": "the definition, which only tests run",

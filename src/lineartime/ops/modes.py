@@ -51,11 +51,6 @@ AUTOCAST = frozenset(
 """The types of devices that have autocast: meta, for instance, has none. PyTorch 2.11 cannot compile the question."""
 
 
-def has_float64(device: torch.device) -> bool:
-    """Whether the device computes in float64; Apple's GPUs do not."""
-    return device.type != "mps"
-
-
 def matmul_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype in which an op multiplies matrices: that of its inputs, or that of autocast if it is on.
 

@@ -3,48 +3,22 @@
 Shapes: T tokens, s query/key width, d model width. Positions are integer tensors.
 """
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.ops.checks import check_even
-from lineartime.ops.modes import acc_dtype, has_float64, is_exporting
+from lineartime.ops.modes import acc_dtype, is_exporting
 from lineartime.ops.operator import register_operator
-
-_DIGITS, _BASE = 3, 1024
-"""The number of digits, and their base, in which positions below 2^30 are written on devices without float64."""
 
 
 def _rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
-    compute = _exact_table if has_float64(positions.device) else _table_by_digits
-    return compute(positions, n_frequencies).to(dtype)
-
-
-def _exact_table(positions: Tensor, n_frequencies: int) -> Tensor:
-    # float64: at position 100,000 a float32 angle is already wrong in the third digit.
-    exponents = torch.arange(n_frequencies, device=positions.device, dtype=torch.float64) / n_frequencies
-    angles = positions[..., None].to(torch.float64) * 10000.0**-exponents
-    return torch.stack([angles.cos(), angles.sin()])
-
-
-def _table_by_digits(positions: Tensor, n_frequencies: int) -> Tensor:
-    """The same in float32 without losing precision: it rotates by each digit of the position in turn."""
-    tables = _digit_tables(n_frequencies, positions.device)
-    first, *others = (table[:, positions // _BASE**place % _BASE] for place, table in enumerate(tables))
-    cos, sin = first.unbind(0)
-    for c, s in others:
-        cos, sin = cos * c - sin * s, sin * c + cos * s
-    return torch.stack([cos, sin])
-
-
-@lru_cache(maxsize=16)
-def _digit_tables(n_frequencies: int, device: torch.device) -> Tensor:
-    """float32 [digits, 2, base, n_frequencies] on the device: cosines and sines of each digit's angles, computed on the CPU."""
-    multiples = torch.stack([torch.arange(_BASE, device="cpu") * _BASE**place for place in range(_DIGITS)])
-    return _exact_table(multiples, n_frequencies).transpose(0, 1).float().to(device)
+    # float64: at position 100,000 a float32 angle is already wrong in the third digit. Apple's GPUs do not compute in it.
+    exact = positions.cpu() if positions.device.type == "mps" else positions
+    exponents = torch.arange(n_frequencies, device=exact.device, dtype=torch.float64) / n_frequencies
+    angles = exact[..., None].to(torch.float64) * 10000.0**-exponents
+    return torch.stack([angles.cos(), angles.sin()]).to(dtype).to(positions.device)
 
 
 def _fake_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
