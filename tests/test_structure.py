@@ -174,7 +174,7 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 BUDGETS: dict[str, int] = {
     "all source": 34130,
     "all tests": 23890,
-    "baselines": 3770,
+    "baselines": 4100,
     "bench": 1040,
     "checkpoint": 710,
     "cli": 1480,
@@ -189,7 +189,7 @@ BUDGETS: dict[str, int] = {
     "inspection": 300,
     "layers": 2360,
     "models": 2590,
-    "ops": 4080,
+    "ops": 3660,
     "runs": 1130,
     "seq2seq": 330,
     "top": 940,

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lineartime.baselines.linear import LinearState
 from lineartime.errors import LineartimeError
 from lineartime.layers import FLASH, GAU, check_mixer
 from lineartime.layers.contract import BrokenPromiseError
 from lineartime.layers.mixer import Mixer
-from lineartime.ops.linear import LinearState
 from lineartime.ops.packing import Packing
 
 

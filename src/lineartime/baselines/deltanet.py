@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
+from lineartime.baselines.recurrence import Tokens
 from lineartime.baselines.recurrent import RecurrentMixer, SoftplusDecay
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import MixerOptions
 from lineartime.ops.packing import Packing
-from lineartime.ops.recurrence import Tokens
 
 
 def delta_rule_oracle(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:

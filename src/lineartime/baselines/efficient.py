@@ -21,10 +21,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.baselines.kernel_attention import Rotated
+from lineartime.baselines.linear import LinearState, continued_sums
 from lineartime.errors import check_choice
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.checks import check_n_heads
-from lineartime.ops.linear import LinearState, continued_sums
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
 from lineartime.ops.positions import rope

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from lineartime.baselines.blocks import real_tokens
+from lineartime.baselines.linear import continued_sums
 from lineartime.layers.attention import MultiHeadMixer
-from lineartime.ops.linear import continued_sums
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
 from lineartime.ops.state import State

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
+from lineartime.baselines.recurrence import LONGEST_DECAY, Tokens
 from lineartime.baselines.recurrent import RecurrentMixer
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import MixerOptions
 from lineartime.ops.checks import check_positive
 from lineartime.ops.packing import Packing
-from lineartime.ops.recurrence import LONGEST_DECAY, Tokens
 
 RANK = 16
 SMOOTHING = 16

@@ -1,7 +1,7 @@
 """Multi-head linear attention with a feature map that a subclass defines.
 
 Shapes: N tokens, D streams, R rows, H heads, L tokens of a row, h head width, f features.
-The definition is in `lineartime.ops.linear`; its q and k are features(q) and features(k) here.
+The definition is in `lineartime.baselines.linear`; its q and k are features(q) and features(k) here.
 """
 
 from abc import abstractmethod
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from lineartime.baselines.linear import LinearState, chunked_sums, linear_attention, linear_attention_extend
 from lineartime.errors import check_choice
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
-from lineartime.ops.linear import LinearState, chunked_sums, linear_attention, linear_attention_extend
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
 

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from lineartime.baselines.recurrence import Tokens
 from lineartime.baselines.recurrent import RecurrentMixer, SoftplusDecay
 from lineartime.layers.dense import factory
 from lineartime.layers.mixer import MixerOptions
 from lineartime.layers.residual import RMSNorm
 from lineartime.ops.checks import check_positive
 from lineartime.ops.packing import Packing
-from lineartime.ops.recurrence import Tokens
 
 
 def ssd_oracle(b: Tensor, c: Tensor, x: Tensor, step: Tensor, a: Tensor) -> Tensor:

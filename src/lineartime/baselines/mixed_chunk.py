@@ -31,11 +31,11 @@ from lineartime.baselines.blocks import (
     with_neighbours,
 )
 from lineartime.baselines.cosformer import weigh_by_cosine
+from lineartime.baselines.linear import exclusive_cumsum, normalized, with_ones
 from lineartime.baselines.linear_elu import elu_features
 from lineartime.baselines.performer import relu_features
 from lineartime.errors import check_choice
 from lineartime.ops.checks import check_fits, check_positive
-from lineartime.ops.linear import exclusive_cumsum, normalized, with_ones
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
 from lineartime.ops.state import State

@@ -12,8 +12,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.baselines.kernel_attention import KernelAttention, KernelOptions
+from lineartime.baselines.linear import chunked_sums, matmul_sums, prefix_sums
 from lineartime.errors import check_choice
-from lineartime.ops.linear import chunked_sums, matmul_sums, prefix_sums
 
 CausalSumsForm = Literal["prefix", "matmul", "chunked"]
 

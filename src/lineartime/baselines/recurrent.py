@@ -2,7 +2,7 @@
 
 Shapes: N tokens, D documents or streams, H heads, s key width, e value width of a head, f features, d model width; R rows (one
 for each document), L tokens of the longest row.
-The definition is in `lineartime.ops.recurrence`.
+The definition is in `lineartime.baselines.recurrence`.
 """
 
 from abc import abstractmethod
@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from lineartime.baselines.recurrence import Tokens, recurrence, recurrence_step
 from lineartime.layers.dense import Dense, FactoryOptions, factory
 from lineartime.layers.mixer import Mixer, MixerOptions
 from lineartime.layers.residual import RMSNorm
 from lineartime.ops.checks import check_n_heads
 from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.packing import Packing
-from lineartime.ops.recurrence import Tokens, recurrence, recurrence_step
 from lineartime.ops.state import State, in_place, writable
 
 CONVOLVED = 4

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.baselines.blocks import masked_products
+from lineartime.baselines.linear import exclusive_cumsum
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.layers.dense import factory
 from lineartime.ops.checks import check_even, check_positive
-from lineartime.ops.linear import exclusive_cumsum
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
 from lineartime.ops.state import State

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from lineartime.baselines.recurrence import Tokens
 from lineartime.baselines.recurrent import RecurrentMixer
 from lineartime.layers.mixer import MixerOptions
 from lineartime.ops.checks import check_n_heads
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
-from lineartime.ops.recurrence import Tokens
 
 
 def retention_oracle(q: Tensor, k: Tensor, v: Tensor, head: int) -> Tensor:

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from lineartime.baselines.recurrence import Tokens
 from lineartime.baselines.recurrent import RecurrentMixer
 from lineartime.layers.dense import Dense, FactoryOptions, factory
 from lineartime.layers.mixer import MixerOptions
 from lineartime.ops.packing import Packing
-from lineartime.ops.recurrence import Tokens
 
 FASTEST = 0.6065306597126334
 """exp(-1 / 2): no feature forgets faster than by exp(-FASTEST) a token."""

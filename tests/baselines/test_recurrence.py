@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lineartime.ops.recurrence import LONGEST_DECAY, Tokens, recurrence, recurrence_oracle, recurrence_step
+from lineartime.baselines.recurrence import LONGEST_DECAY, Tokens, recurrence, recurrence_oracle, recurrence_step
 
 KEY, VALUE = 6, 5
 

@@ -7,8 +7,7 @@ import torch
 from tests.pairs import every_pair
 from torch import Tensor
 
-from lineartime.errors import ArgumentError
-from lineartime.ops.linear import (
+from lineartime.baselines.linear import (
     CausalSums,
     LinearState,
     chunked_sums,
@@ -18,6 +17,7 @@ from lineartime.ops.linear import (
     matmul_sums,
     prefix_sums,
 )
+from lineartime.errors import ArgumentError
 
 
 def features(*shape: int) -> Tensor:
