@@ -9,8 +9,8 @@ from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
-from lineartime.ops import quadratic
-from lineartime.ops.mixed_chunk import BLOCK, MixedChunkOptions, attend
+from lineartime.ops import KVCache, quadratic
+from lineartime.ops.mixed_chunk import BLOCK, MixedChunkOptions, attend, attend_cached
 from lineartime.ops.packing import Packing
 from lineartime.ops.positions import by_distance
 
@@ -69,6 +69,25 @@ def test_blocks_of_queries_do_not_show(backend: Any, case: str, activation: Any,
     direction = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
     exact = [expected, *torch.autograd.grad((expected * direction).sum(), leaves)]
     assert_same(values_and_gradients(inputs, packing, options), exact)
+
+
+@pytest.mark.parametrize("starts", [(0, 0), (30, 30), (30, 7)])
+def test_blocks_of_queries_do_not_show_in_streams(starts: tuple[int, int]) -> None:
+    """Against rows of all tokens, of which streams have read some before."""
+    total, options = LENGTH + max(starts), options_of(None, True)
+    q, k, v = (x.view(2, total, -1) for x in maps_of(2 * total, None))
+    bias = bias_of(None, total)
+    options = MixedChunkOptions(None, True, options.scales, bias=lambda n: bias[total - n : total + n - 1])
+    whole, _ = attend(*(x.flatten(0, 1) for x in (q, k)), None, None, v.flatten(0, 1), packing_of(2, total), options)
+    first = torch.arange(max(starts)) < torch.tensor(starts)[:, None]
+    state: Any = KVCache(torch.zeros(2, dtype=torch.long), k[:, :0], v[:, :0])
+    before = packing_of(2, max(starts), position=state.position, mask=first)
+    _, state = attend_cached(*(before.pack(x[:, : max(starts)]) for x in (q, k, v)), before, options, state)
+    rest = packing_of(2, LENGTH, position=state.position)
+    pieces = [torch.cat([x[row, start : start + LENGTH] for row, start in enumerate(starts)]) for x in (q, k, v)]
+    out, _ = attend_cached(*pieces, rest, options, state)
+    expected = torch.cat([whole.view(2, total, -1)[row, start : start + LENGTH] for row, start in enumerate(starts)])
+    torch.testing.assert_close(out, expected, atol=1e-9, rtol=0)
 
 
 # Tiles ----------------------------------------------------------------------------------------------------------------

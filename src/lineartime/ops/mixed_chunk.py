@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from lineartime.ops import oracle, quadratic
 from lineartime.ops.activations import FUNCTIONS, SOFTMAXES, Activation
 from lineartime.ops.backends import Backend, choose_backend
+from lineartime.ops.checks import is_readable
 from lineartime.ops.context import sum_elsewhere
 from lineartime.ops.modes import (
     acc_dtype,
@@ -161,22 +162,23 @@ def attend_visible(
 
 
 def attend_blocks(
-    q: Tensor, k: Tensor, v: Tensor, last: Tensor, bias: Tensor | None, options: MixedChunkOptions, *, causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, last: Tensor, bias: Tensor | None, options: MixedChunkOptions, *, reach: int,
     hides: bool = True,
 ) -> Tensor:  # fmt: skip
     """`attend_visible` for a block of queries after the other.
 
-    `causal` says that query t sees the keys up to t, so that a block needs no later ones.
+    The last query stands at the last key and sees it. So do the queries before it, each at its key, but for the first `reach`
+    keys, which all queries may see: a block needs no others.
     """
     width, keys, outputs = q.shape[-2], k.shape[-2], []
     more = options.activation, options.scales, options.scales_bias, hides
-    if is_exporting() or (is_traced() and not causal) or (not is_traced() and width <= 2 * BLOCK):
+    if is_exporting() or (is_traced() and reach > 0) or (not is_traced() and width <= 2 * BLOCK):
         return attend_visible(q, k, v, last, bias, *more)
     recompute = torch.is_grad_enabled() and not is_traced() and not under_transform()
     size = max(BLOCK, (width + 7) // 8) if is_traced() else BLOCK
     for start in range(0, max(1, width), size):
         stop = min(start + size, width)
-        seen = stop if causal else keys
+        seen = max(keys - width + stop, reach)
         own = last[..., start:stop] if last.shape[-1] > 1 else last
         near = bias
         if bias is not None:
@@ -258,7 +260,12 @@ def quadratic_part(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: MixedCh
         bias = bias[torch.arange(size - 1, 2 * size - 1, device=q.device) - grid.query_slot[..., None]]
     # An empty slot of a bidirectional chunk has values of zero: only a softmax must hide it.
     hides = grid.causal or (options.activation in SOFTMAXES and not grid.is_full)
-    return attend_blocks(q, k, v, grid.last, bias, options, causal=grid.prefix is None and is_whole, hides=hides)
+    reach = size
+    if is_whole and grid.prefix is None:
+        reach = 0
+    elif is_whole and grid.prefix is not None and grid.causal and is_readable(grid.prefix):
+        reach = min(size, int(grid.prefix.max()))
+    return attend_blocks(q, k, v, grid.last, bias, options, reach=reach, hides=hides)
 
 
 def attend_cached(
@@ -280,7 +287,8 @@ def attend_cached(
         bias = bias[:, None] if heads and bias.dim() == 3 else bias
     last = last[:, None] if heads and last.dim() == 2 else last
     with without_autocast(v):
-        out = attend_blocks(q.to(compute), keys.to(compute), values.to(compute), last, bias, options, causal=False)
+        inputs = q.to(compute), keys.to(compute), values.to(compute), last, bias, options
+        out = attend_blocks(*inputs, reach=0 if packing.even and packing.common_start is not None else n)
     out = out.to(output_dtype(v, compute))
     return packing.tokens(out.transpose(1, 2) if heads else out), state
 
