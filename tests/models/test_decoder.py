@@ -1,5 +1,7 @@
 """The decoder computes what the model does, token by token, and draws what `pick` draws."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -82,14 +84,46 @@ def test_every_option_equals_forward(options: dict[str, Any]) -> None:
         check_equals_forward(model_of(**options), streams)
 
 
-def test_several_threads_equal_one() -> None:
-    model, before = model_of(d_model=160), torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        check_equals_forward(model, 1)
-        check_equals_forward(model, 5)
-    finally:
-        torch.set_num_threads(before)
+TEAMS = """
+import os, threading
+import torch
+from lineartime.models import build
+
+torch.manual_seed(0)
+model = build("flash-tiny", d_model=160, n_blocks=2, d_qk=10, chunk_size=8, vocab_size=37).eval()
+
+def begin(streams=3):
+    return model.compile_for_decoding().native, model.init_state(streams), streams
+
+def read(decoder, state, streams, first=0, last=40):
+    return torch.stack([decoder.logits(torch.full((streams,), token % 37), state) for token in range(first, last)])
+
+torch.set_num_threads(1)
+wanted, one = read(*begin()), read(*begin(1))
+for n_threads in (3, 2, 5, 3):
+    torch.set_num_threads(n_threads)
+    assert torch.equal(read(*begin()), wanted), f"{n_threads} threads"
+    assert torch.equal(read(*begin(1)), one), f"{n_threads} threads for one stream"
+busy = [threading.Thread(target=lambda: sum(range(3 * 10**6))) for _ in range(2)]
+found = []
+callers = [threading.Thread(target=lambda own=begin(): found.append(read(*own))) for _ in range(3)]
+own = begin()
+read(*own, last=1)  # which takes PyTorch's threads, and they do not survive a fork
+for thread in (*busy, *callers):
+    thread.start()
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(read(*own, first=1), wanted[1:]) else 1)
+for thread in (*busy, *callers):
+    thread.join()
+assert len(found) == 3 and all(torch.equal(each, wanted) for each in found), "several callers at once"
+assert os.waitpid(child, 0)[1] == 0, "a forked process"
+"""
+
+
+def test_tokens_have_the_same_bits_by_any_team_beside_others_and_after_a_fork() -> None:
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", TEAMS], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
 
 
 def test_long_chunks_have_a_rotary_bias() -> None:

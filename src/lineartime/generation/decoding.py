@@ -7,21 +7,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from lineartime import models
 from lineartime.errors import ArgumentError
 from lineartime.fields import Between, Positive, check_fields
 from lineartime.models.backbone import ModelState
 from lineartime.models.decoder import MAX_STREAMS
 from lineartime.models.language_model import CausalLM, are_finite, read_token
+from lineartime.native import native_functions
 from lineartime.ops.backends import GPU_LOCK
-from lineartime.ops.modes import is_traced
+from lineartime.ops.modes import is_plain
 
-HEAD = 128
-"""The number of likeliest tokens that are ranked first, and eight times as many next: ranking all takes longer than a step."""
+SOURCE = Path(models.__file__).with_name("pick.cpp")
+"""How a CPU picks, by selection in place of ranking."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,13 @@ def pick(logits: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | Non
     if seen is not None:
         penalty = sampling.repetition_penalty
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    tokens = torch.where(are_finite(logits), _picked(logits, sampling, uniform), -1)
+    functions = native_functions(SOURCE) if logits.dtype == torch.float32 and is_plain(logits, uniform) else None
+    if functions is None or not logits.numel():
+        tokens = torch.where(are_finite(logits), _picked(logits, sampling, uniform), -1)
+    else:
+        tokens = torch.empty(len(logits), dtype=torch.long, device="cpu")
+        how = float(sampling.temperature), sampling.top_k, float(sampling.top_p), float(sampling.min_p)
+        functions.call("pick", torch.float32, logits, uniform.double(), tokens, *logits.shape, *how)
     if seen is not None:
         seen.scatter_(1, tokens[:, None].clamp(min=0), True)
     return tokens
@@ -128,7 +137,7 @@ def _picked(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
 
 
 def _ranked(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """The probabilities of the likeliest tokens, enough for top_p, in descending order, and these tokens: both [B, n].
+    """The probabilities of the likeliest tokens in descending order, and these tokens: both [B, n].
 
     Equal logits rank by id. If no ranking is needed, the probabilities of all tokens in order, and None.
     """
@@ -139,16 +148,8 @@ def _ranked(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
         tokens = likeliest(logits, min(sampling.top_k, logits.shape[-1]))
         return scores.gather(-1, tokens).softmax(-1), tokens
     probabilities = scores.softmax(-1)
-    if logits.device.type == "cpu" and not is_traced():  # what depends on values would make a GPU and a graph wait
-        if sampling.top_p == 1:
-            return probabilities, None
-        head = HEAD
-        while 4 * head < probabilities.shape[-1]:
-            tokens = likeliest(logits, head)
-            ranked = probabilities.gather(-1, tokens)
-            if bool((ranked.sum(-1, dtype=torch.float64) >= sampling.top_p).all()):
-                return ranked, tokens
-            head *= 8
+    if sampling.top_p == 1:
+        return probabilities, None
     tokens = logits.argsort(dim=-1, descending=True, stable=True)
     return probabilities.gather(-1, tokens), tokens
 

@@ -1,4 +1,4 @@
-// One more token of each stream through a whole model of FLASH layers, in one parallel region; see decoder.py.
+// One more token of each stream through a whole model of FLASH layers, by one team of threads; see decoder.py.
 //
 // Shapes: B streams, d model width, C chunk size, e value width, s query/key width (even), V vocabulary. Matrices are
 // contiguous.
@@ -310,10 +310,8 @@ int64_t decode(const Model<T>& m, const State<T>* states, int64_t rows, char* by
   }
   const Memory<T> memory(bytes, m, rows, threads);
   if (drawn != nullptr) out = memory.logits;
-  // Starting threads takes as long as reading some memory. All or one: libgomp ends those that a smaller team leaves out.
-  const int used = rows * m.d * (2 * m.e + m.s) < 16384 ? 1 : int(threads);
-#pragma omp parallel num_threads(used)
-  Step<T>{m, states, rows, memory, {omp_get_thread_num(), omp_get_num_threads()}}.run(ids, out, uniform, sampling, drawn);
+  const int64_t used = rows * m.d * (2 * m.e + m.s) < 16384 ? 1 : threads;  // to wake others takes as long
+  Pool::run(used, [&](const Team& team) { Step<T>{m, states, rows, memory, team}.run(ids, out, uniform, sampling, drawn); });
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t position = states[0].position[row] + 1;
     for (int64_t i = 0; i < m.layers; ++i) states[i].position[row] = position;

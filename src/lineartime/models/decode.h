@@ -1,25 +1,14 @@
-// Parts of decode.cpp: products by a team of threads that share them, norms, and how a token is drawn.
+// Parts of decode.cpp: products by a team of threads that share them, and norms.
 
 #pragma once
 
-#include <omp.h>
-
 #include <cmath>
-#include <limits>
-#include <utility>
 
 #include "../layers/dense.h"
+#include "pick.h"
+#include "team.h"
 
 namespace {
-
-// The threads of a parallel region. All of them call the same functions, and each computes its share.
-struct Team {
-  int64_t me, size;
-  void wait() const {
-#pragma omp barrier
-  }
-  std::pair<int64_t, int64_t> share(int64_t n) const { return {n * me / size, n * (me + 1) / size}; }
-};
 
 // Two vectors of weights. Those of bf16 are the even and the odd ones, which are widened without moving them between lanes.
 template <class T>
@@ -193,73 +182,6 @@ void add_rows(A* __restrict out, const A* weights, const S* rows, int64_t n, int
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) out[i] += weights[j] * load(rows[j * by + i]);
   }
-}
-
-// How tokens are drawn: see Sampling in Python.
-struct Sampling {
-  double temperature, top_p, min_p;
-  int64_t top_k;
-};
-
-// `pick` of generation/decoding.py for a row of logits.
-template <class T>
-int64_t pick(const T* logits, int64_t n, double uniform, const Sampling& sampling) {
-  typedef std::pair<float, int64_t> Token;  // a logit and an id: equal logits rank by id
-  const auto less_likely = [](const Token& x, const Token& y) {
-    return x.first < y.first || (x.first == y.first && x.second > y.second);
-  };
-  int64_t likeliest = 0;
-  bool numbers = true;
-  for (int64_t i = 0; i < n; ++i) {
-    const float x = float(load(logits[i]));
-    numbers &= x == x;
-    if (x > float(load(logits[likeliest]))) likeliest = i;
-  }
-  const float most = float(load(logits[likeliest]));
-  if (!numbers || !std::isfinite(most)) return -1;
-  if (sampling.temperature == 0) return likeliest;
-
-  const float temperature = std::max(float(sampling.temperature), std::numeric_limits<float>::min());
-  std::vector<Token> tokens(n);
-  std::vector<float> shares(n);  // probabilities but for a factor
-  for (int64_t i = 0; i < n; ++i) {
-    tokens[i] = {float(load(logits[i])), i};
-    shares[i] = std::exp((tokens[i].first - most) / temperature);
-  }
-  if (sampling.top_k > 0 && sampling.top_k < n) {
-    const auto end = tokens.begin() + sampling.top_k;
-    std::nth_element(tokens.begin(), end, tokens.end(), [&](const Token& x, const Token& y) { return less_likely(y, x); });
-    tokens.resize(sampling.top_k);
-  }
-  double total = 0;
-  for (const Token& token : tokens) total += shares[token.second];
-  const bool ranked = sampling.top_k > 0 || sampling.top_p < 1;
-  // Tokens below `least` have a probability of zero or, together, less than what top_p leaves out by more than rounding.
-  const float scale = float(1 / total), enough = float(sampling.min_p) * scale;
-  const double unneeded = sampling.top_k == 0 && sampling.top_p < 0.9999 ? (1 - sampling.top_p) / (2 * double(n)) : 0;
-  const float least = std::max(enough, float(unneeded));
-  size_t kept = 0;
-  for (const Token& token : tokens) {
-    if (shares[token.second] * scale >= least) tokens[kept++] = token;
-  }
-  tokens.resize(kept);
-  if (ranked) std::make_heap(tokens.begin(), tokens.end(), less_likely);
-  // The sums of probabilities from the likeliest token on, until top_p is reached.
-  std::vector<std::pair<double, int64_t>> sums;
-  sums.reserve(kept);
-  double sum = 0;
-  for (size_t i = 0; i < kept; ++i) {
-    if (ranked) std::pop_heap(tokens.begin(), tokens.end() - i, less_likely);
-    const Token& token = ranked ? tokens[kept - 1 - i] : tokens[i];
-    if (sampling.top_p < 1 && i > 0 && !(sum < sampling.top_p)) break;
-    sum += shares[token.second] * scale;
-    sums.emplace_back(sum, token.second);
-  }
-  const double reached = std::min(uniform * sum, std::nextafter(sum, 0.0));
-  for (const auto& [below, token] : sums) {
-    if (below > reached) return token;
-  }
-  return sums.back().second;
 }
 
 }  // namespace
