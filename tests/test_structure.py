@@ -172,7 +172,7 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 34130,
+    "all source": 34180,
     "all tests": 23890,
     "baselines": 4100,
     "bench": 1040,
@@ -188,7 +188,7 @@ BUDGETS: dict[str, int] = {
     "hf": 1590,
     "inspection": 300,
     "layers": 2360,
-    "models": 2590,
+    "models": 2760,
     "ops": 3660,
     "runs": 1130,
     "seq2seq": 330,
