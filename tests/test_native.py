@@ -11,7 +11,7 @@ from lineartime.host import cache_folder
 from lineartime.native import NativeFunctions, native_functions, why_not_native
 
 ADD = """
-extern "C" void add_float32(float* to, int64_t a, double b, void* nothing, int64_t threads) {
+extern "C" void add(Number* to, int64_t a, double b, void* nothing, int64_t threads) {
   to[0] = nothing == nullptr && threads > 0 ? a + b : NAN;
 }
 """
@@ -41,47 +41,47 @@ def built() -> list[Path]:
 def add(functions: NativeFunctions | None) -> float:
     assert functions is not None
     result = torch.zeros(1)
-    functions.call("add", torch.float32, result, 2, 3.0, None)
+    functions.call("add", result, 2, 3.0, None)
     return result.item()
 
 
 def test_library_is_built_once_and_again_when_its_source_changes(source: Path) -> None:
-    assert add(native_functions(source)) == 5
+    assert add(native_functions(source, torch.float32)) == 5
     (file,) = built()
     before = file.stat().st_mtime_ns
     native_functions.cache_clear()
-    assert add(native_functions(source)) == 5
+    assert add(native_functions(source, torch.float32)) == 5
     assert [x.stat().st_mtime_ns for x in built()] == [before]
     source.write_text(ADD.replace("a + b", "a - b"))
     native_functions.cache_clear()
-    assert add(native_functions(source)) == -1
+    assert add(native_functions(source, torch.float32)) == -1
     assert len(built()) == 2
 
 
 def test_build_that_fails_is_told_in_a_line_and_leaves_nothing(source: Path) -> None:
     source.write_text("this is no C++")
     with pytest.warns(RuntimeWarning, match=r"add.cpp cannot be used, .*LINEARTIME_NATIVE=0"):
-        assert native_functions(source) is None
+        assert native_functions(source, torch.float32) is None
     assert built() == []
 
 
 def test_library_that_others_could_have_put_there_is_not_loaded(source: Path) -> None:
-    native_functions(source)
+    native_functions(source, torch.float32)
     native_functions.cache_clear()
     (cache_folder() / "native").chmod(0o777)
     with pytest.warns(RuntimeWarning, match="belongs to someone else, or others can write to it"):
-        assert native_functions(source) is None
+        assert native_functions(source, torch.float32) is None
 
 
 def test_damaged_library_is_built_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    native_functions(source)
+    native_functions(source, torch.float32)
     (file,) = built()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))  # the system would not read a file again
     damaged = cache_folder() / "native" / file.name
     damaged.parent.mkdir(parents=True)
     damaged.write_bytes(file.read_bytes()[:100])
     native_functions.cache_clear()
-    assert add(native_functions(source)) == 5
+    assert add(native_functions(source, torch.float32)) == 5
     assert damaged.read_bytes() == file.read_bytes()
 
 
@@ -93,8 +93,8 @@ def test_functions_that_are_missing_or_turned_off_have_a_reason_and_no_warning(
         assert why_not_native() == "there is no GNU C++ compiler here"
         patch.setattr(native, "openmp_library", lambda: None)
         assert why_not_native() == "this PyTorch does not bring its OpenMP library, libgomp"
-        assert native_functions(source) is None
+        assert native_functions(source, torch.float32) is None
     monkeypatch.setenv("LINEARTIME_NATIVE", "0")
     native_functions.cache_clear()
-    assert native_functions(source) is None
+    assert native_functions(source, torch.float32) is None
     assert why_not_native() == "LINEARTIME_NATIVE is 0"

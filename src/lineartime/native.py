@@ -25,8 +25,8 @@ from lineartime.host import cache_folder, processor_features
 
 SWITCH = "LINEARTIME_NATIVE"
 """The environment variable that turns native functions off."""
-NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-"""The dtypes for which each function is compiled."""
+NATIVE_DTYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bf16"}
+"""The dtypes for which a library can be built, and what C++ calls them."""
 _HEADER = Path(__file__).with_name("numbers.h")
 _BUILD_SECONDS = 120.0
 _OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
@@ -65,48 +65,46 @@ _AT_IMPORT = why_not_native()
 """What compiled code takes for the reason, for PyTorch cannot trace the search for a compiler."""
 
 
-def why_not_built(source: Path) -> str | None:
+def why_not_built(source: Path, dtype: torch.dtype) -> str | None:
     """Why the functions of a source file cannot be called, as the end of a sentence; None if they can. It builds them."""
     if torch.compiler.is_compiling():
         return _AT_IMPORT
-    if native_functions(source) is not None:
+    if native_functions(source, dtype) is not None:
         return None
     return why_not_native() or f"its functions in C++ cannot be built from {source.name}"
 
 
 class NativeFunctions:
-    """The functions of a library, each of which exists for every dtype: `name_float32`, `name_bfloat16`, ..."""
+    """The functions of a library, which is built for tensors of one dtype."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._by_name: dict[tuple[str, torch.dtype], Any] = {}
+        self._by_name: dict[str, Any] = {}
 
-    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
+    def call(self, name: str, *arguments: Tensor | int | float | None) -> None:
         """Call a function. Tensors are passed as pointers, int as int64, float as double, and None as a null pointer.
 
         Tensors must be contiguous. The number of threads that PyTorch uses is passed as the last argument.
         """
-        function = self._by_name.get((name, dtype))
+        function = self._by_name.get(name)
         if function is None:
-            function = getattr(self._library, f"{name}_{str(dtype).removeprefix('torch.')}")
             types = [
                 ctypes.c_double if isinstance(x, float) else ctypes.c_int64 if isinstance(x, int) else ctypes.c_void_p
                 for x in arguments
             ]
-            function.restype, function.argtypes = None, [*types, ctypes.c_int64]
-            self._by_name[name, dtype] = function
+            function = self._by_name[name] = self.function(name, *types, ctypes.c_int64)
         function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments], torch.get_num_threads())
 
-    def function(self, name: str, dtype: torch.dtype, *types: type) -> Any:
+    def function(self, name: str, *types: type) -> Any:
         """A function that takes these types of ctypes and returns int64, for many calls: `call` looks at every argument."""
-        function = self._library[f"{name}_{str(dtype).removeprefix('torch.')}"]  # an item is a new object at each access
+        function = self._library[name]  # an item is a new object at each access
         function.restype, function.argtypes = ctypes.c_int64, types
         return function
 
 
 @cache
-def native_functions(source: Path) -> NativeFunctions | None:
-    """The functions of a source file; None if they cannot be built. The first process on a machine builds them in seconds.
+def native_functions(source: Path, dtype: torch.dtype) -> NativeFunctions | None:
+    """The functions of a source file for a dtype; None if they cannot be built. The first process here builds them in seconds.
 
     Warns:
         RuntimeWarning: if the compiler fails, with the first line of its output.
@@ -115,7 +113,7 @@ def native_functions(source: Path) -> NativeFunctions | None:
     if why_not_native() is not None or compiler is None or openmp is None:
         return None
     try:
-        return NativeFunctions(_library(source, compiler, openmp))
+        return NativeFunctions(_library(source, NATIVE_DTYPES[dtype], compiler, openmp))
     except (OSError, LineartimeError, subprocess.SubprocessError) as error:  # LineartimeError: a user without a home
         output = (getattr(error, "stderr", None) or str(error)).strip() or type(error).__name__
         warnings.warn(
@@ -127,15 +125,15 @@ def native_functions(source: Path) -> NativeFunctions | None:
         return None
 
 
-def _library(source: Path, compiler: str, openmp: Path) -> ctypes.CDLL:
+def _library(source: Path, number: str, compiler: str, openmp: Path) -> ctypes.CDLL:
     """Open the library of a source file, or build it for the instruction sets of this processor."""
     capability, features = torch.backends.cpu.get_cpu_capability(), processor_features() or ()
     bf16 = [option for unit, option in _BF16_UNITS.items() if capability == "AVX512" and unit in features]
-    options = (*_OPTIONS, "-include", str(_HEADER), *_UNITS.get(capability, ()), *bf16)
+    options = (*_OPTIONS, f"-DNUMBER={number}", "-include", str(_HEADER), *_UNITS.get(capability, ()), *bf16)
     # The name differs if the source, a header or an option does.
     texts, facts = [source, *sorted(_HEADER.parent.rglob("*.h"))], [*options, compiler, openmp.name, platform.machine()]
     parts = (*(file.read_bytes() for file in texts), *map(str.encode, facts))
-    name = f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    name = f"{source.stem}-{number}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     library = cache_folder() / "native" / name
     with suppress(OSError):  # it is missing or damaged
         if _is_own(library.parent):

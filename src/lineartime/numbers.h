@@ -1,6 +1,7 @@
 // What functions in C++ share: the types of tensors, activations and rotations. Included before every file that is built.
 //
-// T is the type of tensors: float, double, or bf16 as its bits. A is the type that they are computed in.
+// T is the type of tensors: float, double, or bf16 as its bits. A is the type that they are computed in. A library is built for
+// one type of tensors, NUMBER.
 
 #pragma once
 
@@ -112,5 +113,8 @@ inline void rotate(const A* __restrict z, const P* __restrict gamma, const P* __
     to[j] = x * sine[i] + y * cosine[i];
   }
 }
+
+typedef NUMBER Number;
+typedef Type<Number>::A Sum;
 
 }  // namespace

@@ -129,7 +129,7 @@ def test_picking_from_a_large_vocabulary_is_by_the_sums_of_ranked_probabilities(
     scale: float, top_p: float, in_cpp: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not in_cpp:
-        monkeypatch.setattr(decoding, "native_functions", lambda source: None)
+        monkeypatch.setattr(decoding, "native_functions", lambda source, dtype: None)
     elif why_not_native() is not None:
         pytest.skip("there is no compiler")
     generator = torch.Generator().manual_seed(0)

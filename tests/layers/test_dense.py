@@ -23,14 +23,17 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 def native(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the functions in C++ that are called."""
     names: list[str] = []
-    functions = module.native_functions(module.SOURCE)
+    made = module.native_functions
 
     class Counting:
+        def __init__(self, dtype: torch.dtype) -> None:
+            self.functions = made(module.SOURCE, dtype)
+
         def call(self, name: str, *arguments: Any) -> None:
             names.append(name)
-            functions.call(name, *arguments)
+            self.functions.call(name, *arguments)
 
-    monkeypatch.setattr(module, "native_functions", lambda source: Counting())
+    monkeypatch.setattr(module, "native_functions", lambda source, dtype: Counting(dtype))
     return names
 
 

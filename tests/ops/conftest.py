@@ -10,7 +10,7 @@ from lineartime.ops import quadratic
 def work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test of quadratic attention twice: with what lies between matrix products in C++, and in plain PyTorch."""
     if request.param == "plain":
-        monkeypatch.setattr(quadratic, "native_functions", lambda source: None)
+        monkeypatch.setattr(quadratic, "native_functions", lambda source, dtype: None)
     else:
         request.getfixturevalue("compiler")
 

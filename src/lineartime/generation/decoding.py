@@ -102,13 +102,13 @@ def pick(logits: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | Non
     if seen is not None:
         penalty = sampling.repetition_penalty
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    functions = native_functions(SOURCE) if logits.dtype == torch.float32 and is_plain(logits, uniform) else None
+    functions = native_functions(SOURCE, torch.float32) if logits.dtype == torch.float32 and is_plain(logits, uniform) else None
     if functions is None or not logits.numel():
         tokens = torch.where(are_finite(logits), _picked(logits, sampling, uniform), -1)
     else:
         tokens = torch.empty(len(logits), dtype=torch.long, device="cpu")
         how = float(sampling.temperature), sampling.top_k, float(sampling.top_p), float(sampling.min_p)
-        functions.call("pick", torch.float32, logits, uniform.double(), tokens, *logits.shape, *how)
+        functions.call("pick_rows", logits, uniform.double(), tokens, *logits.shape, *how)
     if seen is not None:
         seen.scatter_(1, tokens[:, None].clamp(min=0), True)
     return tokens

@@ -1,4 +1,4 @@
-// The product of a few rows with a matrix.
+// `dense_rows`: the product of a few rows with a matrix.
 //
 // For one or two rows, the time is that of reading the matrix. For more, a vector holds a value of each row, so that the sums
 // of all rows are computed together.
@@ -137,7 +137,7 @@ void dense_of_many(const T* x, const T* weight, const T* bias, T* out, int64_t r
 }
 
 template <class T, class A = typename Type<T>::A>
-void dense(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t n, int64_t threads) {
+void dense_rows(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t n, int64_t threads) {
   constexpr int64_t lanes = vector_bytes / int64_t(sizeof(A));
   // Starting threads takes as long as reading some memory. All or one: libgomp ends those that a smaller team leaves out.
   const int64_t used = n * k < 16384 ? 1 : threads;

@@ -43,11 +43,11 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     fits = weight.shape[1:] == (width,) and weight.dtype == x.dtype
     if bias is not None:
         fits = fits and bias.shape == weight.shape[:1] and bias.dtype == x.dtype
-    functions = native_functions(SOURCE) if few and fits and is_plain(x, weight, bias) else None
+    functions = native_functions(SOURCE, x.dtype) if few and fits and is_plain(x, weight, bias) else None
     if functions is None:
         return F.linear(x, weight, bias)
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    functions.call("dense", x.dtype, x, weight, bias, out, x.numel() // width, width, weight.shape[0])
+    functions.call("dense", x, weight, bias, out, x.numel() // width, width, weight.shape[0])
     return out
 
 

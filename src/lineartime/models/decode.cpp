@@ -301,8 +301,8 @@ struct Step {
 
 // Returns 0, or the first stream, counted from 1, whose id or position the model does not have; nothing has changed then.
 template <class T>
-int64_t decode(const Model<T>& m, const State<T>* states, int64_t rows, char* bytes, int64_t threads, const int64_t* ids,
-               T* out, const double* uniform, const Sampling& sampling, int64_t* drawn) {
+int64_t read_tokens(const Model<T>& m, const State<T>* states, int64_t rows, char* bytes, int64_t threads, const int64_t* ids,
+                    T* out, const double* uniform, const Sampling& sampling, int64_t* drawn) {
   for (int64_t row = 0; row < rows; ++row) {
     if (ids != nullptr && (ids[row] < 0 || ids[row] >= m.vocabulary)) return row + 1;
     const int64_t position = states[0].position[row];
@@ -321,18 +321,16 @@ int64_t decode(const Model<T>& m, const State<T>* states, int64_t rows, char* by
 
 }  // namespace
 
-#define DECODE(NAME, T)                                                                                                        \
-  int64_t bytes_##NAME(const Model<T>* m, int64_t rows, int64_t threads) {                                                     \
-    return int64_t(Memory<T>(nullptr, *m, rows, threads).next - static_cast<char*>(nullptr));                                  \
-  }                                                                                                                            \
-  int64_t decode_##NAME(const Model<T>* m, const State<T>* states, int64_t rows, char* memory, int64_t threads,                \
-                        const int64_t* ids, T* out, const double* uniform, double temperature, int64_t top_k, double top_p,    \
-                        double min_p, int64_t* drawn) {                                                                        \
-    return decode(*m, states, rows, memory, threads, ids, out, uniform, {temperature, top_p, min_p, top_k}, drawn);            \
-  }
-
 extern "C" {
-DECODE(bfloat16, bf16)
-DECODE(float32, float)
-DECODE(float64, double)
+
+int64_t bytes(const Model<Number>* m, int64_t rows, int64_t threads) {
+  return int64_t(Memory<Number>(nullptr, *m, rows, threads).next - static_cast<char*>(nullptr));
 }
+
+int64_t decode(const Model<Number>* m, const State<Number>* states, int64_t rows, char* memory, int64_t threads,
+               const int64_t* ids, Number* out, const double* uniform, double temperature, int64_t top_k, double top_p,
+               double min_p, int64_t* drawn) {
+  return read_tokens(*m, states, rows, memory, threads, ids, out, uniform, {temperature, top_p, min_p, top_k}, drawn);
+}
+
+}  // extern "C"

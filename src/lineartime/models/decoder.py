@@ -107,8 +107,8 @@ class NativeDecoder:
         self._native.layer = ctypes.addressof(native)
         types = (_ADDRESS, _ADDRESS, _LONG, _ADDRESS, _LONG)
         sampling = (_NUMBER, _LONG, _NUMBER, _NUMBER)
-        self._bytes = functions.function("bytes", self._dtype, _ADDRESS, _LONG, _LONG)
-        self._decode = functions.function("decode", self._dtype, *types, _ADDRESS, _ADDRESS, _ADDRESS, *sampling, _ADDRESS)
+        self._bytes = functions.function("bytes", _ADDRESS, _LONG, _LONG)
+        self._decode = functions.function("decode", *types, _ADDRESS, _ADDRESS, _ADDRESS, *sampling, _ADDRESS)
         self._bound: _Bound | None = None
 
     def logits(self, ids: Tensor, state: ModelState) -> Tensor:
@@ -249,7 +249,7 @@ def native_decoder(backbone: Backbone, head: nn.Module | None) -> NativeDecoder 
         return None
     if head is not None and not (isinstance(head, nn.Linear) and is_untouched(head)):
         return None
-    functions = native_functions(SOURCE)
+    functions = native_functions(SOURCE, dtype)
     return None if functions is None else NativeDecoder(backbone, head, functions)
 
 

@@ -40,7 +40,7 @@ def choose_backend(
         backend: the requested backend.
         available: the implementations of the op.
         like: a tensor on the device where the op runs.
-        dtype: the dtype of the inputs; only float64 makes a difference.
+        dtype: the dtype of the products.
         activation: the activation of the quadratic attention.
         source: the C++ functions that the tiled form needs, which are built; None if it needs none.
 
@@ -73,7 +73,7 @@ def why_not(
             return f"it is made for CPUs, and the tensors are on {device.type}"
         if activation != "relu2":
             return f"it has no activation {activation!r}, only 'relu2'"
-        return None if source is None else why_not_built(source)
+        return None if source is None else why_not_built(source, dtype)
     if not _has_triton():
         return "the package triton is not installed"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":

@@ -1,10 +1,12 @@
-// What cpu.py computes between the matrix products of a tile, each in one pass over memory.
+// What quadratic.py computes between the matrix products of a tile, each in one pass over memory.
 //
 // Shapes: N documents, Q queries, K keys. Matrices are contiguous. A bias has a value for each distance of a key from a query: of the
-// first query, `bias` is that for the first key, and that of the next query is one value before.
-// T is the type of tensors, A the type that they are computed in.
+// first query, that for the first key is at `bias_first`, and that of the next query is one value before.
 // If causal, the last query sees all keys, and each query before it one key less. Work is split by queries, so results do not
 // depend on the number of threads.
+
+typedef Number T;
+typedef Sum A;
 
 namespace {
 
@@ -12,7 +14,7 @@ inline int64_t visible_keys(int64_t query, int64_t queries, int64_t keys, bool c
   return causal ? keys - queries + query + 1 : keys;
 }
 
-template <bool with_bias, class T, class A = typename Type<T>::A>
+template <bool with_bias>
 inline void weigh_query(T* __restrict products, const A* __restrict bias, A score_scale, int64_t visible, int64_t keys) {
   for (int64_t j = 0; j < visible; ++j) {
     const A positive = relu(load(products[j]) * score_scale + (with_bias ? bias[j] : A(0)));
@@ -21,7 +23,7 @@ inline void weigh_query(T* __restrict products, const A* __restrict bias, A scor
   for (int64_t j = visible; j < keys; ++j) store(products[j], A(0));
 }
 
-template <bool with_bias, class T, class A = typename Type<T>::A>
+template <bool with_bias>
 inline void weigh_query_backward(T* __restrict products, T* __restrict gradients, const A* __restrict bias, A* __restrict d_bias,
                                  A score_scale, int64_t visible, int64_t keys) {
   for (int64_t j = 0; j < visible; ++j) {
@@ -37,58 +39,41 @@ inline void weigh_query_backward(T* __restrict products, T* __restrict gradients
   }
 }
 
+}  // namespace
+
+extern "C" {
+
 // Replaces products by weights = relu(score_scale products + bias)^2, [N, Q, K], zero for invisible keys; bias may be null.
-template <class T, class A = typename Type<T>::A>
-void weigh(T* products, const A* bias, A score_scale, int64_t causal, int64_t n, int64_t queries, int64_t keys,
-           int64_t threads) {
+void weigh(T* products, const A* bias, int64_t bias_first, double score_scale, int64_t causal, int64_t n, int64_t queries,
+           int64_t keys, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(int(threads))
   for (int64_t row = 0; row < n * queries; ++row) {
     const int64_t query = row % queries, visible = visible_keys(query, queries, keys, causal);
     T* weights = products + row * keys;
     if (bias) {
-      weigh_query<true>(weights, bias - query, score_scale, visible, keys);
+      weigh_query<true>(weights, bias + bias_first - query, A(score_scale), visible, keys);
     } else {
-      weigh_query<false>(weights, static_cast<const A*>(nullptr), score_scale, visible, keys);
+      weigh_query<false>(weights, nullptr, A(score_scale), visible, keys);
     }
   }
 }
 
 // `weigh`, and replaces gradients of weights by those of products; adds those of scores to d_scores [Q, K], null if bias is.
-template <class T, class A = typename Type<T>::A>
-void weigh_backward(T* products, T* gradients, const A* bias, A* d_scores, A score_scale, int64_t causal, int64_t n, int64_t queries,
-                    int64_t keys, int64_t threads) {
+void weigh_backward(T* products, T* gradients, const A* bias, A* d_scores, int64_t bias_first, double score_scale, int64_t causal,
+                    int64_t n, int64_t queries, int64_t keys, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(int(threads))
   for (int64_t query = 0; query < queries; ++query) {
     const int64_t visible = visible_keys(query, queries, keys, causal);
     for (int64_t row = 0; row < n; ++row) {
       const int64_t begin = (row * queries + query) * keys;
       if (bias) {
-        weigh_query_backward<true>(products + begin, gradients + begin, bias - query, d_scores + query * keys, score_scale,
-                                   visible, keys);
+        weigh_query_backward<true>(products + begin, gradients + begin, bias + bias_first - query, d_scores + query * keys,
+                                   A(score_scale), visible, keys);
       } else {
-        weigh_query_backward<false>(products + begin, gradients + begin, static_cast<const A*>(nullptr),
-                                    static_cast<A*>(nullptr), score_scale, visible, keys);
+        weigh_query_backward<false>(products + begin, gradients + begin, nullptr, nullptr, A(score_scale), visible, keys);
       }
     }
   }
 }
 
-}  // namespace
-
-// The functions above for each type, with C linkage. The bias of the first query and key of a tile is at `bias_first`.
-#define FUNCTIONS(NAME, T, A)                                                                                                  \
-  void weigh_##NAME(T* products, const A* bias, int64_t bias_first, double score_scale, int64_t causal, int64_t n,             \
-                    int64_t queries, int64_t keys, int64_t threads) {                                                          \
-    weigh<T>(products, bias ? bias + bias_first : bias, A(score_scale), causal, n, queries, keys, threads);                    \
-  }                                                                                                                            \
-  void weigh_backward_##NAME(T* products, T* gradients, const A* bias, A* d_scores, int64_t bias_first, double score_scale,    \
-                             int64_t causal, int64_t n, int64_t queries, int64_t keys, int64_t threads) {                      \
-    weigh_backward<T>(products, gradients, bias ? bias + bias_first : bias, d_scores, A(score_scale), causal, n, queries,      \
-                      keys, threads);                                                                                          \
-  }
-
-extern "C" {
-FUNCTIONS(bfloat16, bf16, float)
-FUNCTIONS(float32, float, float)
-FUNCTIONS(float64, double, double)
-}
+}  // extern "C"

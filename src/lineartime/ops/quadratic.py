@@ -117,15 +117,15 @@ def _weigh(
     The gradient of the weights, if given, becomes that of the products q.k. That of the scores, summed over documents, is
     added to `d_scores` [Q, K].
     """
-    functions, by, length = native_functions(SOURCE), float(inputs.score_scale), inputs.q.shape[1]
+    functions, by, length = native_functions(SOURCE, q.dtype), float(inputs.score_scale), inputs.q.shape[1]
     first = length - 1 - queries.start  # the bias of the first query for the first key; that of the next is one before
     if functions is not None:
         weights = torch.bmm(q, k.mT)
         options = (first, by, int(inputs.causal), *weights.shape)
         if d_weights is None:
-            functions.call("weigh", q.dtype, weights, inputs.bias, *options)
+            functions.call("weigh", weights, inputs.bias, *options)
         else:
-            functions.call("weigh_backward", q.dtype, weights, d_weights, inputs.bias, d_scores, *options)
+            functions.call("weigh_backward", weights, d_weights, inputs.bias, d_scores, *options)
         return weights
     exact, n_queries = inputs.row_scale.dtype, q.shape[1]
     scores = torch.bmm(q, k.mT).to(exact).mul_(by)

@@ -1,34 +1,46 @@
 // What tiles.py computes between the matrix products of a tile, each in one pass over the memory.
 //
 // Shapes: N chunks of a tile, C slots of a chunk, e value width, s query/key width (even), W = 2 e + s. Matrices are contiguous.
-// T is the type of tensors, A the type that they are computed in.
 // A stride of zero means that all chunks, or all slots, share a value. Work is split by rows: the number of threads affects
 // only the order of summation in d_bias, d_gamma and d_beta.
 
 #include <algorithm>
 #include <vector>
 
+typedef Number T;
+typedef Sum A;
+
 namespace {
 
 // The derivative of x sigmoid(x), given sigmoid(x).
-template <class A>
 inline A slope(A x, A sigmoid_x) {
   return sigmoid_x * (1 + x * (1 - sigmoid_x));
 }
 
-// Cosines and sines [R, C, s / 2] of the angles by which queries and keys are rotated; chunk g has those of row turns[g].
-template <class A>
-struct Rotations {
-  const A *cosines, *sines;
-  const int64_t* turns;
-  int64_t at(int64_t row, int64_t c, int64_t half) const { return (turns[row / c] * c + row % c) * half; }
-};
+// Where the cosines and sines of a row are, in tables [R, C, s / 2] of which chunk g has row turns[g].
+inline int64_t turned_at(const int64_t* turns, int64_t row, int64_t c, int64_t half) {
+  return (turns[row / c] * c + row % c) * half;
+}
+
+// Adds to the gradients of beta, gamma and z those from one token's z gamma + beta, [s].
+inline void add_gradients(const A* __restrict d_map, const A* __restrict z, const A* __restrict gamma, A* __restrict d_beta,
+                          A* __restrict d_gamma, A* __restrict d_z, int64_t s) {
+  for (int64_t i = 0; i < s; ++i) {
+    d_beta[i] += d_map[i];
+    d_gamma[i] += d_map[i] * z[i];
+    d_z[i] += d_map[i] * gamma[i];
+  }
+}
+
+}  // namespace
+
+extern "C" {
 
 // U and V = silu(before + bias), [2, N, C, e], and four maps rope(silu(before + bias) gamma + beta) of Z, [4, N, C, s]; the third
 // times `scale`.
-template <class T, class A = typename Type<T>::A>
-void activate(const T* before, const A* bias, const A* gamma, const A* beta, Rotations<A> rotations, const A* scale, T* active, T* maps,
-              int64_t n, int64_t c, int64_t e, int64_t s, int64_t threads) {
+void activate(const T* before, const A* bias, const A* gamma, const A* beta, const A* cosines, const A* sines,
+              const int64_t* turns, const A* scale, T* active, T* maps, int64_t n, int64_t c, int64_t e, int64_t s,
+              int64_t threads) {
   const int64_t rows = n * c, half = s / 2;
 #pragma omp parallel num_threads(int(threads))
   {
@@ -45,9 +57,9 @@ void activate(const T* before, const A* bias, const A* gamma, const A* beta, Rot
         store_row(active + (part * rows + row) * e, result, e);
       }
       for (int64_t i = 0; i < s; ++i) z[i] = silu<T>(load(from[2 * e + i]) + bias[2 * e + i]);
-      const int64_t turn = rotations.at(row, c, half);
-      const A* __restrict cosine = rotations.cosines + turn;
-      const A* __restrict sine = rotations.sines + turn;
+      const int64_t turn = turned_at(turns, row, c, half);
+      const A* __restrict cosine = cosines + turn;
+      const A* __restrict sine = sines + turn;
       for (int64_t map = 0; map < 4; ++map) {
         const A by = map == 2 ? scale[row / c] : A(1);
         rotate(z, gamma + map * s, beta + map * s, cosine, sine, by, result, half);
@@ -60,8 +72,7 @@ void activate(const T* before, const A* bias, const A* gamma, const A* beta, Rot
 // The sum [m] over the chunks before each of n or, if backwards, after it; `total` carries it from one tile to the next.
 // `sums` has the first n_sums chunks or, if backwards, the last; `out` has the first n_out. The sum restarts at the chunks that
 // `begins` marks, which may be null.
-template <class T, class A = typename Type<T>::A>
-void run_sums(A* total, const T* sums, T* out, const bool* begins, int64_t n, int64_t n_sums, int64_t n_out, bool backwards,
+void run_sums(A* total, const T* sums, T* out, const bool* begins, int64_t n, int64_t n_sums, int64_t n_out, int64_t backwards,
               int64_t m, int64_t threads) {
   const int64_t block = 2048, missing = backwards ? n - n_sums : 0;
 #pragma omp parallel for schedule(static) num_threads(int(threads))
@@ -85,9 +96,9 @@ void run_sums(A* total, const T* sums, T* out, const bool* begins, int64_t n, in
 }
 
 // Replaces products by weights = scale relu(score_scale products + bias)^2, [N, C, C]; bias may be null.
-template <class T, class A = typename Type<T>::A>
-void weigh(T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, A score_scale, int64_t n, int64_t c,
+void weigh(T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, double scale_of_scores, int64_t n, int64_t c,
            int64_t threads) {
+  const A score_scale = A(scale_of_scores);
   const std::vector<A> zeros(bias ? 0 : c);
 #pragma omp parallel for schedule(static) num_threads(int(threads))
   for (int64_t row = 0; row < n * c; ++row) {
@@ -102,9 +113,9 @@ void weigh(T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t
 }
 
 // `weigh`, and replaces gradients of weights by those of scores; adds their sum over chunks to d_bias [C, C], null if bias is.
-template <class T, class A = typename Type<T>::A>
-void weigh_backward(T* products, T* gradients, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, A score_scale,
-                    A* d_bias, int64_t n, int64_t c, int64_t threads) {
+void weigh_backward(T* products, T* gradients, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot,
+                    double scale_of_scores, A* d_bias, int64_t n, int64_t c, int64_t threads) {
+  const A score_scale = A(scale_of_scores);
   const std::vector<A> zeros(bias ? 0 : c);
 #pragma omp parallel for schedule(static) num_threads(int(threads))
   for (int64_t slot = 0; slot < c; ++slot) {
@@ -128,24 +139,12 @@ void weigh_backward(T* products, T* gradients, const A* bias, const A* scale, in
   }
 }
 
-// Adds to the gradients of beta, gamma and z those from one token's z gamma + beta, [s].
-template <class A>
-inline void add_gradients(const A* __restrict d_map, const A* __restrict z, const A* __restrict gamma, A* __restrict d_beta,
-                          A* __restrict d_gamma, A* __restrict d_z, int64_t s) {
-  for (int64_t i = 0; i < s; ++i) {
-    d_beta[i] += d_map[i];
-    d_gamma[i] += d_map[i] * z[i];
-    d_z[i] += d_map[i] * gamma[i];
-  }
-}
-
 // The gradient of `before` [N, C, W], from those of the gated output, of V and of the four maps; adds to d_bias [W], d_gamma
 // and d_beta [4, s].
 // With `gates_again`, d_gated is overwritten with the gated output.
-template <class T, class A = typename Type<T>::A>
-void finish(const T* before, const A* bias, T* d_gated, bool gates_again, const T* attended, const T* d_v, const T* d_maps, const A* gamma,
-            Rotations<A> rotations, const A* scale, A score_scale, T* d_before, A* d_bias, A* d_gamma, A* d_beta, int64_t n, int64_t c,
-            int64_t e, int64_t s, int64_t threads) {
+void finish(const T* before, const A* bias, T* d_gated, int64_t gates_again, const T* attended, const T* d_v, const T* d_maps,
+            const A* gamma, const A* cosines, const A* sines, const int64_t* turns, const A* scale, double score_scale,
+            T* d_before, A* d_bias, A* d_gamma, A* d_beta, int64_t n, int64_t c, int64_t e, int64_t s, int64_t threads) {
   const int64_t rows = n * c, half = s / 2, width = 2 * e + s, sums = 8 * s + width;
   std::vector<A> all_sums(threads * sums, A(0));  // of every thread, added in order, so that results are reproducible
 #pragma omp parallel for schedule(static) num_threads(int(threads))
@@ -185,14 +184,14 @@ void finish(const T* before, const A* bias, T* d_gated, bool gates_again, const 
         z[i] = silu<T>(load(from[2 * e + i]) + bias[2 * e + i]);
         d_z[i] = 0;
       }
-      const int64_t turn = rotations.at(row, c, half);
-      const A* __restrict cosine = rotations.cosines + turn;
-      const A* __restrict sine = rotations.sines + turn;
+      const int64_t turn = turned_at(turns, row, c, half);
+      const A* __restrict cosine = cosines + turn;
+      const A* __restrict sine = sines + turn;
       for (int64_t map = 0; map < 4; ++map) {
         const T* __restrict d_map = d_maps + (map * rows + row) * s;
         const A* __restrict g = gamma + map * s;
         A* __restrict d_shift = all_sums.data() + thread * sums + map * s;
-        const A by = map < 2 ? score_scale : map == 2 ? scale[row / c] : A(1);
+        const A by = map < 2 ? A(score_scale) : map == 2 ? scale[row / c] : A(1);
         for (int64_t i = 0; i < half; ++i) {
           const A x = by * load(d_map[i]), y = by * load(d_map[i + half]);
           turned[i] = x * cosine[i] + y * sine[i];
@@ -219,37 +218,4 @@ void finish(const T* before, const A* bias, T* d_gated, bool gates_again, const 
   }
 }
 
-}  // namespace
-
-// The functions above for each type, with C linkage.
-#define FUNCTIONS(NAME, T, A)                                                                                                  \
-  void activate_##NAME(const T* before, const A* bias, const A* gamma, const A* beta, const A* cosines, const A* sines, const int64_t* turns, \
-                       const A* scale, T* active, T* maps, int64_t n, int64_t c, int64_t e, int64_t s,   \
-                       int64_t threads) {                                                                                          \
-    activate<T>(before, bias, gamma, beta, {cosines, sines, turns}, scale, active, maps, n, c, e, s, threads);  \
-  }                                                                                                                            \
-  void run_sums_##NAME(A* total, const T* sums, T* out, const bool* begins, int64_t n, int64_t n_sums, int64_t n_out,          \
-                       int64_t backwards, int64_t m, int64_t threads) {                                                        \
-    run_sums<T>(total, sums, out, begins, n, n_sums, n_out, backwards, m, threads);                                            \
-  }                                                                                                                            \
-  void weigh_##NAME(T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, double score_scale,         \
-                    int64_t n, int64_t c, int64_t threads) {                                                                   \
-    weigh<T>(products, bias, scale, by_chunk, by_slot, A(score_scale), n, c, threads);                                         \
-  }                                                                                                                            \
-  void weigh_backward_##NAME(T* products, T* gradients, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot,      \
-                             double score_scale, A* d_bias, int64_t n, int64_t c, int64_t threads) {                           \
-    weigh_backward<T>(products, gradients, bias, scale, by_chunk, by_slot, A(score_scale), d_bias, n, c, threads);             \
-  }                                                                                                                            \
-  void finish_##NAME(const T* before, const A* bias, T* d_gated, int64_t gates_again, const T* attended, const T* d_v, const T* d_maps,        \
-                     const A* gamma, const A* cosines, const A* sines, const int64_t* turns, const A* scale,             \
-                     double score_scale, T* d_before, A* d_bias, A* d_gamma, A* d_beta, int64_t n, int64_t c, int64_t e, int64_t s,        \
-                     int64_t threads) {                                                                                            \
-    finish<T>(before, bias, d_gated, gates_again, attended, d_v, d_maps, gamma, {cosines, sines, turns}, scale,              \
-              A(score_scale), d_before, d_bias, d_gamma, d_beta, n, c, e, s, threads);                                                  \
-  }
-
-extern "C" {
-FUNCTIONS(bfloat16, bf16, float)
-FUNCTIONS(float32, float, float)
-FUNCTIONS(float64, double, double)
-}
+}  // extern "C"

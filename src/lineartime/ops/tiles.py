@@ -210,7 +210,7 @@ class Work:
         self.compute, exact = self.projected.dtype, acc_dtype(self.projected)
         self.document = inputs.document.tolist()
         self.tiles = _tiles(inputs, self.document)
-        functions = native_functions(SOURCE)
+        functions = native_functions(SOURCE, self.compute)
         assert functions is not None, "the backend is chosen where they are built"
         self.call = functions.call
         projection_bias = self.projected.new_zeros(width) if inputs.projection_bias is None else inputs.projection_bias
@@ -231,7 +231,7 @@ class Work:
         n, c, _ = before.shape
         active, maps = before.new_empty(2, n, c, e), before.new_empty(4, n, c, s)
         self.call(
-            "activate", self.compute,
+            "activate",
             before, self.projection_bias, self.gamma, self.beta, self.cosines, self.sines, self.inputs.turns[at],
             self.state_scale[at], active, maps, n, c, e, s,
         )  # fmt: skip
@@ -248,16 +248,16 @@ class Work:
         start, stop, width = tile.at.start, tile.at.stop, total.numel()
         begins = None if self.inputs.summary is not None else self.changes[start + backwards : stop + backwards]
         sizes = (stop - start, len(sums), len(out))
-        self.call("run_sums", self.compute, total, sums, out, begins, *sizes, int(backwards), width)
+        self.call("run_sums", total, sums, out, begins, *sizes, int(backwards), width)
 
     def weigh(self, q: Tensor, k: Tensor, tile: Tile, gradient: Tensor | None = None, d_bias: Tensor | None = None) -> Tensor:
         """The weights inside chunks, [N, C, C]. Their gradient becomes that of the scores, not yet scaled; `d_bias` grows."""
         weights, scale = torch.bmm(q, k.mT), self.weight_scale[tile.at]
         options = (self.bias, scale, *scale.stride()[:2], self.inputs.score_scale)
         if gradient is None:
-            self.call("weigh", self.compute, weights, *options, *weights.shape[:2])
+            self.call("weigh", weights, *options, *weights.shape[:2])
         else:
-            self.call("weigh_backward", self.compute, weights, gradient, *options, d_bias, *weights.shape[:2])
+            self.call("weigh_backward", weights, gradient, *options, d_bias, *weights.shape[:2])
         return weights
 
     def totals(self, d_gated: Tensor | None = None) -> Tensor:
@@ -338,7 +338,7 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
 
         # The gate, SiLU and the maps. For an output projection, d_gated is overwritten with the gated output.
         work.call(
-            "finish", work.compute,
+            "finish",
             work.projected[at], work.projection_bias, d_gated[at], int(output is not None), attended[at], d_v, d_maps,
             work.gamma, work.cosines, work.sines, inputs.turns[at], work.state_scale[at], inputs.score_scale,
             d_projected[at], *d_parameters, *d_v.shape, work.sum_shape[0],
