@@ -14,12 +14,14 @@
 #include <immintrin.h>
 #endif
 
+typedef Number T;
+typedef Sum A;
+
 namespace {
 
 constexpr int64_t few_rows = 2;
 
 // out [rows, n] = x [rows, k] times the transpose of weight [n, k], plus bias [n], if there is one.
-template <class T, class A = typename Type<T>::A>
 void dense_of_few(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t n, int64_t threads) {
   std::vector<A> memory(rows * k);
   for (int64_t i = 0; i < rows * k; ++i) memory[i] = load(x[i]);
@@ -80,7 +82,7 @@ inline typename Lanes<A>::Vector read_vector(const A* from) {
 }
 
 // `columns` columns of the result, for rows packed in `vectors` vectors per value; the rows of `out` have the stride by_row.
-template <class T, int64_t vectors, int64_t columns, class A = typename Type<T>::A>
+template <int64_t vectors, int64_t columns>
 void dense_columns(const A* packed, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t by_row) {
   using Vector = typename Lanes<T>::Vector;
   constexpr int64_t together = Lanes<T>::together, lanes = vectors * vector_bytes / int64_t(sizeof(A));
@@ -108,7 +110,7 @@ void dense_columns(const A* packed, const T* weight, const T* bias, T* out, int6
 }
 
 // The same as `dense_of_few`, for as many rows as `vectors` vectors hold.
-template <int64_t vectors, class T, class A = typename Type<T>::A>
+template <int64_t vectors>
 void dense_of_many(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t n, int64_t threads) {
   constexpr int64_t lanes = vectors * vector_bytes / int64_t(sizeof(A)), together = Lanes<T>::together;
   constexpr int64_t columns = vector_bytes / 8;       // as many as there are registers for their sums
@@ -127,7 +129,7 @@ void dense_of_many(const T* x, const T* weight, const T* bias, T* out, int64_t r
     const auto compute = [&](auto width, int64_t column) {
       const T* its_weight = weight + (first + column) * k;
       const T* its_bias = bias == nullptr ? nullptr : bias + first + column;
-      dense_columns<T, vectors, width.value>(packed.data(), its_weight, its_bias, results + column, rows, k, strip);
+      dense_columns<vectors, width.value>(packed.data(), its_weight, its_bias, results + column, rows, k, strip);
     };
     int64_t column = 0;
     for (; column + columns <= count; column += columns) compute(std::integral_constant<int64_t, columns>(), column);
@@ -136,7 +138,6 @@ void dense_of_many(const T* x, const T* weight, const T* bias, T* out, int64_t r
   }
 }
 
-template <class T, class A = typename Type<T>::A>
 void dense_rows(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t n, int64_t threads) {
   constexpr int64_t lanes = vector_bytes / int64_t(sizeof(A));
   // Starting threads takes as long as reading some memory. All or one: libgomp ends those that a smaller team leaves out.
@@ -144,7 +145,7 @@ void dense_rows(const T* x, const T* weight, const T* bias, T* out, int64_t rows
   if (rows <= few_rows) return dense_of_few(x, weight, bias, out, rows, k, n, used);
   for (int64_t row = 0; row < rows;) {
     const int64_t count = std::min(2 * lanes, rows - row);
-    (count > lanes ? dense_of_many<2, T> : dense_of_many<1, T>)(x + row * k, weight, bias, out + row * n, count, k, n, used);
+    (count > lanes ? dense_of_many<2> : dense_of_many<1>)(x + row * k, weight, bias, out + row * n, count, k, n, used);
     row += count;
   }
 }

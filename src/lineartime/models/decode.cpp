@@ -2,7 +2,7 @@
 //
 // Shapes: B streams, d model width, C chunk size, e value width, s query/key width (even), V vocabulary. Matrices are
 // contiguous.
-// T is the type of parameters and of the open chunk, A the type of the summary and of intermediate values.
+// T is the type of parameters and of the open chunk, A the type of the summary and of intermediate values, by NUMBER.
 
 #include "decode.h"
 
@@ -10,16 +10,14 @@ namespace {
 
 constexpr int64_t near = 64;  // angles are sums: of a position that is divisible by this, and of the rest
 
-template <class T, class A = typename Type<T>::A>
 struct Layer {
   const T *gamma, *beta;  // [4, s]; of another memory than the sum, the last two rows of beta multiply the Y of the token before
   const A* bias;          // [C], the relative bias by the distance of a key from C - 1 down to 0; or null
-  Norm<T> norm;
+  Norm norm;
   const T *to_projected, *projected_bias, *to_output, *output_bias;
 };
 
 // The state of a layer: `ShiftedState`, and `MixedChunkState` or `MemoryState` in Python.
-template <class T, class A = typename Type<T>::A>
 struct State {
   T* last;  // [B, shifted], the first normed features of the previous token; or null
   A* summary;
@@ -28,7 +26,6 @@ struct State {
   T* base;  // [B, s], the Y of the previous token, of which Z is silu, of mesa, whose full chunks Python folds; null of the sum
 };
 
-template <class T, class A = typename Type<T>::A>
 struct Model {
   int64_t layers, d, e, s, c, vocabulary;
   int64_t shifted;                       // the number of features that are shifted, or 0
@@ -39,13 +36,12 @@ struct Model {
   const T *embedding, *token_type;       // [V, d], and [d] or null
   const T *sine_scale, *places;          // the scale of sinusoids [1], or learned positions [.., d], or both null
   int64_t n_places;
-  Norm<T> embedding_norm, norm;
+  Norm embedding_norm, norm;
   const T *to_logits, *logits_bias;      // [V, d], [V] or null
-  const Layer<T>* layer;
+  const Layer* layer;
 };
 
 // Memory for intermediate values, which is kept between tokens.
-template <class T, class A = typename Type<T>::A>
 struct Memory {
   char* next;
   int64_t *slot, *read;        // [B], the place of a new token in its chunk, and the number of tokens before the chunk
@@ -64,7 +60,7 @@ struct Memory {
     next += (n * int64_t(sizeof(P)) + 63) / 64 * 64;
   }
 
-  Memory(char* from, const Model<T>& m, int64_t rows, int64_t threads) : next(from) {
+  Memory(char* from, const Model& m, int64_t rows, int64_t threads) : next(from) {
     const int64_t k = std::max(m.d, m.e), many = (rows + 31) / 32 * 32;
     take(slot, rows);
     take(read, rows);
@@ -86,12 +82,11 @@ struct Memory {
 };
 
 // One token of each stream, computed by a team.
-template <class T, class A = typename Type<T>::A>
 struct Step {
-  const Model<T>& m;
-  const State<T>* states;
+  const Model& m;
+  const State* states;
   int64_t rows;
-  const Memory<T>& memory;
+  const Memory& memory;
   Team team;
 
   A* own() const { return memory.own + team.me * memory.size_of_own; }
@@ -144,7 +139,7 @@ struct Step {
   }
 
   // The attention of a stream's token, gated, in some of the e columns.
-  void attend(const Layer<T>& layer, const State<T>& state, int64_t row, int64_t first, int64_t last) const {
+  void attend(const Layer& layer, const State& state, int64_t row, int64_t first, int64_t last) const {
     const int64_t e = m.e, s = m.s, c = m.c, slot = memory.slot[row], width = last - first;
     A* maps = own();  // q_quad, q_lin, k_quad, k_lin
     A *query = maps + 4 * s, *weights = query + 2 * s, *out = weights + c, *folded = out + e;
@@ -166,8 +161,8 @@ struct Step {
       maps[i] = load(rounded);
       if (first == 0) keys[(i / s - 2) * c * s + slot * s + i % s] = rounded;
     }
-    prepare<T>(maps, query, s);
-    for (int64_t j = 0; j < slot; ++j) dots<T, 1>(query, keys + j * s, s, weights + j, 0);
+    prepare(maps, query, s);
+    for (int64_t j = 0; j < slot; ++j) dots<1>(query, keys + j * s, s, weights + j, 0);
     A product = 0;
     for (int64_t i = 0; i < s; ++i) product += maps[i] * maps[2 * s + i];
     weights[slot] = product;
@@ -204,7 +199,7 @@ struct Step {
 
   // Add the products of a full chunk's linear keys, the last of which is `last_key`, and values to the summary.
   void fold(const T* keys, const A* last_key, const T* values, A* summary, A* folded, int64_t width) const {
-    constexpr int64_t together = Memory<T>::fold_columns;
+    constexpr int64_t together = Memory::fold_columns;
     const int64_t e = m.e, s = m.s, c = m.c;
     A *wide = folded, *k = folded + c * together;
     for (int64_t i = 0; i < (c - 1) * s; ++i) k[i] = load(keys[i]);
@@ -233,7 +228,7 @@ struct Step {
     }
   }
 
-  void read(const Layer<T>& layer, const State<T>& state) const {
+  void read(const Layer& layer, const State& state) const {
     const int64_t d = m.d, e = m.e, s = m.s;
     const auto [begin, end] = team.share(rows);
     for (int64_t row = begin; row < end; ++row) {
@@ -300,18 +295,17 @@ struct Step {
 };
 
 // Returns 0, or the first stream, counted from 1, whose id or position the model does not have; nothing has changed then.
-template <class T>
-int64_t read_tokens(const Model<T>& m, const State<T>* states, int64_t rows, char* bytes, int64_t threads, const int64_t* ids,
+int64_t read_tokens(const Model& m, const State* states, int64_t rows, char* bytes, int64_t threads, const int64_t* ids,
                     T* out, const double* uniform, const Sampling& sampling, int64_t* drawn) {
   for (int64_t row = 0; row < rows; ++row) {
     if (ids != nullptr && (ids[row] < 0 || ids[row] >= m.vocabulary)) return row + 1;
     const int64_t position = states[0].position[row];
     if (m.places != nullptr && (position < 0 || position >= m.n_places)) return row + 1;
   }
-  const Memory<T> memory(bytes, m, rows, threads);
+  const Memory memory(bytes, m, rows, threads);
   if (drawn != nullptr) out = memory.logits;
   const int64_t used = rows * m.d * (2 * m.e + m.s) < 16384 ? 1 : threads;  // to wake others takes as long
-  Pool::run(used, [&](const Team& team) { Step<T>{m, states, rows, memory, team}.run(ids, out, uniform, sampling, drawn); });
+  Pool::run(used, [&](const Team& team) { Step{m, states, rows, memory, team}.run(ids, out, uniform, sampling, drawn); });
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t position = states[0].position[row] + 1;
     for (int64_t i = 0; i < m.layers; ++i) states[i].position[row] = position;
@@ -323,12 +317,12 @@ int64_t read_tokens(const Model<T>& m, const State<T>* states, int64_t rows, cha
 
 extern "C" {
 
-int64_t bytes(const Model<Number>* m, int64_t rows, int64_t threads) {
-  return int64_t(Memory<Number>(nullptr, *m, rows, threads).next - static_cast<char*>(nullptr));
+int64_t bytes(const Model* m, int64_t rows, int64_t threads) {
+  return int64_t(Memory(nullptr, *m, rows, threads).next - static_cast<char*>(nullptr));
 }
 
-int64_t decode(const Model<Number>* m, const State<Number>* states, int64_t rows, char* memory, int64_t threads,
-               const int64_t* ids, Number* out, const double* uniform, double temperature, int64_t top_k, double top_p,
+int64_t decode(const Model* m, const State* states, int64_t rows, char* memory, int64_t threads,
+               const int64_t* ids, T* out, const double* uniform, double temperature, int64_t top_k, double top_p,
                double min_p, int64_t* drawn) {
   return read_tokens(*m, states, rows, memory, threads, ids, out, uniform, {temperature, top_p, min_p, top_k}, drawn);
 }

@@ -32,7 +32,7 @@ struct Halves<bf16> {
 };
 
 // A row in the order in which `dots` multiplies it by weights of type T.
-template <class T, class S, class A = typename Type<T>::A>
+template <class S>
 void prepare(const S* __restrict from, A* __restrict to, int64_t k) {
   constexpr int64_t step = Halves<T>::step;
   const int64_t whole = k / step * step;
@@ -43,7 +43,7 @@ void prepare(const S* __restrict from, A* __restrict to, int64_t k) {
 }
 
 // The products of prepared rows [rows, k] with a row of weights [k]. One row of weights at a time is read fastest.
-template <class T, int64_t rows, class A = typename Type<T>::A>
+template <int64_t rows>
 void dots(const A* x, const T* w, int64_t k, A* out, int64_t by_row) {
   using Vector = typename Lanes<A>::Vector;
   constexpr int64_t step = Halves<T>::step, half = step / 2;
@@ -73,34 +73,34 @@ void dots(const A* x, const T* w, int64_t k, A* out, int64_t by_row) {
 constexpr int64_t strip = 16;  // the columns that are given to a thread, and to `use`, together
 
 // The products of rows packed in `vectors` vectors per value with `count` rows of a matrix [.., k] -> out [rows, strip].
-template <class T, int64_t vectors, class A = typename Type<T>::A>
+template <int64_t vectors>
 void strip_of_many(const A* packed, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t count) {
   constexpr int64_t columns = vector_bytes / 8;  // as many as there are registers for their sums
   for (int64_t i = 0; i < count; i += i + columns <= count ? columns : 1) {
     const T* its_bias = bias == nullptr ? nullptr : bias + i;
     if (i + columns <= count) {
-      dense_columns<T, vectors, columns>(packed, weight + i * k, its_bias, out + i, rows, k, strip);
+      dense_columns<vectors, columns>(packed, weight + i * k, its_bias, out + i, rows, k, strip);
     } else {
-      dense_columns<T, vectors, 1>(packed, weight + i * k, its_bias, out + i, rows, k, strip);
+      dense_columns<vectors, 1>(packed, weight + i * k, its_bias, out + i, rows, k, strip);
     }
   }
 }
 
 // x [rows, k] times the transpose of weight [n, k] plus bias [n] by a team: use(row, first, count, values) for each strip.
 // `own` holds 2 k numbers for each thread, and `shared` holds k numbers for each row, rounded up to whole vectors.
-template <class T, class Use, class A = typename Type<T>::A>
+template <class Use>
 void dense_by(const Team& team, const T* x, const T* weight, const T* bias, int64_t rows, int64_t k, int64_t n, A* own,
               A* shared, Use use) {
   const auto [begin, end] = team.share((n + strip - 1) / strip);
   if (rows <= few_rows) {
-    for (int64_t row = 0; row < rows; ++row) prepare<T>(x + row * k, own + row * k, k);
+    for (int64_t row = 0; row < rows; ++row) prepare(x + row * k, own + row * k, k);
     for (int64_t first = begin * strip; first < std::min(n, end * strip); first += strip) {
       const int64_t count = std::min(strip, n - first);
       A sums[few_rows][strip];
       T values[few_rows][strip];
       const T* w = weight + first * k;
       for (int64_t i = 0; i < count; ++i) {
-        rows == 1 ? dots<T, 1>(own, w + i * k, k, sums[0] + i, strip) : dots<T, 2>(own, w + i * k, k, sums[0] + i, strip);
+        rows == 1 ? dots<1>(own, w + i * k, k, sums[0] + i, strip) : dots<2>(own, w + i * k, k, sums[0] + i, strip);
       }
       for (int64_t row = 0; row < rows; ++row) {
         for (int64_t i = 0; i < count; ++i) {
@@ -131,9 +131,9 @@ void dense_by(const Team& team, const T* x, const T* weight, const T* bias, int6
       const A* packed = shared + group * pairs;
       const T *w = weight + first * k, *its_bias = bias == nullptr ? nullptr : bias + first;
       if (some > lanes) {
-        strip_of_many<T, 2>(packed, w, its_bias, results, some, k, count);
+        strip_of_many<2>(packed, w, its_bias, results, some, k, count);
       } else {
-        strip_of_many<T, 1>(packed, w, its_bias, results, some, k, count);
+        strip_of_many<1>(packed, w, its_bias, results, some, k, count);
       }
       for (int64_t row = 0; row < some; ++row) use(group + row, first, count, results + row * strip);
     }
@@ -141,7 +141,6 @@ void dense_by(const Team& team, const T* x, const T* weight, const T* bias, int6
 }
 
 // A norm, or none if `weight` is null. All features share one weight if norm_by is 0.
-template <class T, class A = typename Type<T>::A>
 struct Norm {
   const T *weight, *bias;
   int64_t by, centred;
