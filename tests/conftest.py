@@ -249,13 +249,13 @@ def assert_same_function() -> Callable[..., None]:
 @pytest.fixture
 def only_systems_of_the_library_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget the systems that a test registers, and the files that it imports."""
-    from lineartime.models import registering
+    from lineartime.models import systems
     from lineartime.models.config import KINDS
     from lineartime.models.systems import PRESETS, SYSTEMS
 
     tables: list[dict[str, Any]] = [SYSTEMS, PRESETS, KINDS["mixer"]]
     before = [set(table) for table in tables]
-    monkeypatch.setenv(registering.VARIABLE, "")  # which restores it, too
+    monkeypatch.setenv(systems.VARIABLE, "")  # which restores it, too
     yield
     for table, names in zip(tables, before, strict=True):
         for name in set(table) - names:

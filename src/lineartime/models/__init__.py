@@ -5,8 +5,7 @@ from typing import Any
 
 from lineartime.models.config import LayerConfig, ModelConfig
 from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM, build_model
-from lineartime.models.registering import import_modules, imported_names, register_system
-from lineartime.models.systems import build, presets
+from lineartime.models.systems import build, import_modules, imported_names, presets, register_system
 
 __all__ = [
     "CausalLM",
