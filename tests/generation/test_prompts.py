@@ -1,5 +1,6 @@
 """Texts that continue the state of what was read before, from memory and from a file."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -151,10 +152,11 @@ def test_full_disk_is_named_and_leaves_no_file(model: CausalLM, tmp_path: Path, 
 def test_another_model_cannot_load_a_state(awake: Build, tmp_path: Path) -> None:
     model, file = awake("flash"), tmp_path / "text.state"
     save_state(model, read_prompt(model, [1]), file)
-    with pytest.raises(ArgumentError, match=r"^state is .*text.state, which a model with other weights wrote"):
-        load_state(awake("flash"), file)
-    with pytest.raises(ArgumentError, match=r"wrote, but these are in float32: use the same precision"):
-        load_state(model.float(), file)
+    for other in (awake("flash"), copy.deepcopy(model).float()):
+        with pytest.raises(
+            ArgumentError, match=r"^state is .*text.state, which a model with other weights, or in another prec"
+        ):
+            load_state(other, file)
 
 
 def test_damaged_file_is_an_error(awake: Build, tmp_path: Path) -> None:
@@ -163,12 +165,15 @@ def test_damaged_file_is_an_error(awake: Build, tmp_path: Path) -> None:
     with safe_open(file, framework="pt") as opened:
         metadata, tensors = dict(opened.metadata()), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     facts = json.loads(metadata["facts"])
-    numbers = {**facts["numbers"], "0.longest": facts["numbers"]["0.longest"] + 1}
     wrong: list[tuple[dict[str, Any], Any, str, str]] = [
-        ({**tensors, "0.v": tensors["0.v"] + 1}, facts, metadata["format"], "is damaged .its contents differ from what was"),
-        ({"logits": tensors["logits"]}, facts, metadata["format"], "is damaged .its contents differ"),
-        (tensors, {**facts, "numbers": numbers}, metadata["format"], "is damaged .its contents differ"),
-        (tensors, [facts], metadata["format"], "is damaged .its facts cannot be read"),
+        (
+            {"logits": tensors["logits"]},
+            facts,
+            metadata["format"],
+            "is damaged .KeyError: '0.position'.: read the",
+        ),
+        (tensors, {**facts, "numbers": {}}, metadata["format"], "is damaged .KeyError: '0.longest'"),
+        (tensors, [facts], metadata["format"], "is damaged .TypeError: list indices"),
         (tensors, facts, "pt", "is no file of a state: give one that save_state wrote"),
     ]
     for parts, known, kind, message in wrong:
