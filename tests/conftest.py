@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # What the user has set does not decide what is tested, here and in the processes that tests start; LINEARTIME_NATIVE=0 does.
 for name in [name for name in os.environ if name.startswith("LINEARTIME_") and name != "LINEARTIME_NATIVE"]:
     del os.environ[name]
-for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ONEDNN_MAX_CPU_ISA"):
+for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it only then
 

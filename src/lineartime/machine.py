@@ -1,6 +1,5 @@
 """Device, precision and compilation: what suits this machine, which is what "auto" chooses; and modules without values."""
 
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +25,6 @@ _EAGER_FLOPS = {"cpu": 1.5e11, "cuda": 1.0e14}
 """Operations per second of eager training steps, to estimate how long a run takes."""
 _BF16_FEATURES = ("avx512_bf16", "bf16")
 """Linux's names for the bf16 units of a CPU: on x86 (CPUs with AMX also have them) and on Arm."""
-_ISAS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
-"""Values of ONEDNN_MAX_CPU_ISA with which oneDNN emulates bf16."""
-_ISAS_WITHOUT_AMX = ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1", "AVX10_1_512")
-"""Values of ONEDNN_MAX_CPU_ISA with which oneDNN multiplies bf16 without AMX."""
 
 
 def choose_device(device: "str | torch.device", local_rank: int = 0) -> torch.device:
@@ -83,13 +78,10 @@ def faster_precision(device: torch.device) -> tuple[Literal["fp32", "bf16"], str
         return "fp32", "the processor has no units for bf16"
     if not torch.backends.mkldnn.is_available():
         return "fp32", f"the processor has units for bf16 ({units}), but PyTorch was built without oneDNN, which uses them"
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
-    if limit.upper() in _ISAS_WITHOUT_BF16:
-        return "fp32", f"the processor has units for bf16 ({units}), but ONEDNN_MAX_CPU_ISA is {limit}"
     # Since AMX (Sapphire Rapids), Intel's AVX-512 multiplies bf16 at half the speed of fp32; virtual machines often hide AMX.
     # AMD's multiplies it faster. Cooper Lake, which came before AMX, has not been measured.
     needs_amx = described("vendor_id") == "GenuineIntel" and {"avx512_bf16", "avx512_fp16"} <= features
-    if needs_amx and ("amx_bf16" not in features or limit.upper() in _ISAS_WITHOUT_AMX):
+    if needs_amx and "amx_bf16" not in features:
         return "fp32", f"without AMX, the processor's units for bf16 ({units}) are slower than those for fp32"
     return "bf16", f"the processor has units for bf16 ({units})"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import lineartime
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError
-from lineartime.export import Step
+from lineartime.export import export_step
 from lineartime.models import CausalLM, LayerConfig, ModelConfig
 from lineartime.models.cost import cost, model_tensors
 from lineartime.models.systems import nearest_preset, presets, resolve
@@ -98,7 +98,7 @@ def test_limits_of_one_mixer_are_those_of_a_hybrid() -> None:
     with pytest.raises(ArgumentError, match=r"^context is given, but GAU needs its whole sequence in one process: only FLASH"):
         model(ids, context=ContextGroup("none", 0, 2))
     with pytest.raises(ArgumentError, match=r"^model is made of GAU, which has no step with a state of constant size"):
-        Step(model)
+        export_step(model)
     with pytest.raises(ArgumentError, match=r"^preset is 'hybrid-gau-tiny', which sets pattern, but encoder-decoders do not"):
         encoder_decoder_config("hybrid-gau-tiny")
     with pytest.raises(ArgumentError, match=r"^task is 'prefix-lm', but a model of flash-local cannot read a prefix in both"):
