@@ -47,7 +47,7 @@ def test_loss_is_the_mean_over_targets_with_and_without_recomputed_blocks(recomp
         model.recompute_blocks()
     ids, mask, lengths = torch.randint(0, 16, (2, 19)), torch.arange(19) >= torch.tensor([[0], [4]]), torch.tensor([9, 2])
     targets = torch.where(torch.rand(2, 19) > 0.5, ids.roll(-1, 1), IGNORED)
-    loss = model.loss(ids, targets, mask, prefix_lengths=lengths)
+    loss = model.loss(ids, targets, mask=mask, prefix_lengths=lengths)
     logits = model(ids, mask, prefix_lengths=lengths)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     torch.testing.assert_close(loss, expected)
