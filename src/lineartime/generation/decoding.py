@@ -217,15 +217,11 @@ def _can_record(model: CausalLM) -> bool:
 
 
 def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed: Sequence[Tensor]) -> Callable[..., Tensor]:
-    """A function as a CUDA graph, which launches the hundreds of kernels of a token at once.
+    """A function of tensors as a CUDA graph, which launches the hundreds of kernels of a token at once.
 
-    Args:
-        function: of tensors; the same launches at each call, and no copies to the host.
-        inputs: the memory that it reads its arguments from.
-        changed: what it changes in place; that stays as it is until the first call of the result.
-
-    Returns:
-        The function, of tensors on any device; the next call overwrites the tensor that it returns.
+    The function launches the same at each call, and copies nothing to the host. It reads its arguments from `inputs`, and
+    changes `changed` in place, which stay as they are until the first call. The result takes tensors on any device; its next
+    call overwrites the tensor that it returns.
     """
     before = [tensor.clone() for tensor in changed]
 
@@ -233,8 +229,8 @@ def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed:
         for tensor, value in zip(changed, before, strict=True):
             tensor.copy_(value)
 
-    # A process records one graph at a time, and must not wait for the whole device meanwhile.
-    # Under autocast, it casts weights anew: copies in a cache would end with the context.
+    # A process records one graph at a time, and must not wait for the whole device meanwhile. Weights are cast anew under
+    # autocast: the copies in its cache end with the context.
     kind = inputs[0].device.type
     casting = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False)
     with GPU_LOCK, torch.cuda.device(inputs[0].device), casting:
@@ -251,12 +247,10 @@ def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed:
         with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             out = function(*inputs)
 
-    return partial(_replay, graph, inputs, out, (function, changed))
+    def replay(*given: Tensor, _memory: object = (function, changed)) -> Tensor:  # a graph does not keep its memory alive
+        for tensor, value in zip(inputs, given, strict=True):
+            tensor.copy_(value, non_blocking=True)
+        graph.replay()
+        return out
 
-
-def _replay(graph: "torch.cuda.CUDAGraph", inputs: Sequence[Tensor], out: Tensor, memory: object, *given: Tensor) -> Tensor:
-    """Run a graph on new inputs. It reads and writes `memory`, which it does not keep alive itself."""
-    for tensor, value in zip(inputs, given, strict=True):
-        tensor.copy_(value, non_blocking=True)
-    graph.replay()
-    return out
+    return replay
