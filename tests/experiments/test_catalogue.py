@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.models.test_systems import MILLIONS
+from tests.models.test_config import MILLIONS
 from torch import Tensor
 
 from lineartime.baselines.kernel_attention import KernelAttention

@@ -91,10 +91,6 @@ class LayerConfig:
         own = {name: value for name, value in self.options.items() if name != "memory"}
         return layer(d_model, **own, **options)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a plain dictionary for JSON: {"kind": "flash", "d_qk": 128, ...}."""
-        return {"kind": self.kind, **self.options}
-
 
 def _as_tuple(value: Any, hint: Any) -> Any:
     """A value with tuples in place of the lists of JSON and, for an option of several values, of texts with commas."""
@@ -153,7 +149,7 @@ class PartsConfig:
         def plain(value: Any) -> Any:
             if isinstance(value, tuple):
                 return [plain(item) for item in value]
-            return value.to_dict() if isinstance(value, LayerConfig) else value
+            return {"kind": value.kind, **value.options} if isinstance(value, LayerConfig) else value
 
         return {name: plain(value) for name, value in vars(self).items() if value != ()}
 

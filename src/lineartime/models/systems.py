@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
@@ -431,12 +431,16 @@ def _check_builds(system: System, size: Size) -> None:
         raise ArgumentError("mixer", f"{found}: complete the class, and give its options {types}.") from None
 
 
-def import_modules(names: Iterable[str]) -> None:
-    """Import modules, or the files ending in .py, that register systems; each once. A file can import what is beside it.
+def import_modules(names: Sequence[str]) -> None:
+    """Import modules, or the files ending in .py, that register systems, here and in all processes that this one starts.
+
+    Each is imported once. A file can import what is beside it.
 
     Raises:
         LineartimeError: naming the first one that cannot be imported, and the line of the error.
     """
+    if names:
+        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*imported_names(), *names]))
     for name in names:
         try:
             if name.endswith(".py"):
@@ -471,12 +475,6 @@ def _import_file(file: Path) -> None:
         raise
     finally:
         sys.path.remove(str(file.parent))
-
-
-def import_everywhere(names: Sequence[str]) -> None:
-    """Import modules here and in all processes that this one starts. Raises as `import_modules`."""
-    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*imported_names(), *names]))
-    import_modules(names)
 
 
 def imported_names() -> list[str]:
