@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 import lineartime
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.generation import Sampling, generate, generate_batch, load_state, prompts, read_prompt, save_state
+from lineartime.generation import PromptState, Sampling, generate, generate_batch, load_state, prompts, read_prompt, save_state
 from lineartime.models import CausalLM
 
 from .conftest import Build
@@ -32,10 +33,20 @@ SYSTEMS = [
 ]
 
 
+def assert_same(found: PromptState, expected: PromptState) -> None:
+    assert (found.position, found.last) == (expected.position, expected.last)
+    for x, y in zip((*found.state.tensors(), found.logits), (*expected.state.tensors(), expected.logits), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_text_read_in_parts_is_continued_like_the_whole(system: str, awake: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_read_in_parts_or_from_a_file_is_continued_like_the_whole(
+    system: str, awake: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(prompts.PREFILL, "cpu", 12)
     model, ids = awake(system), torch.randint(0, 40, (50,)).tolist()
+    save_state(model, read_prompt(model, ids), tmp_path / "whole.state")
+    assert_same(load_state(model, tmp_path / "whole.state"), read_prompt(model, ids))
     if "prefix-lm" in system:  # the first part is the prefix
         found = read_prompt(model, ids[20:], read_prompt(model, ids[:20]))
         whole = model(torch.tensor([ids]), prefix_lengths=torch.tensor([20]))[0, -1]
@@ -53,12 +64,11 @@ def test_text_read_in_parts_is_continued_like_the_whole(system: str, awake: Buil
 def test_state_is_as_it_was_after_it_was_continued(system: str, awake: Build) -> None:
     model = awake(system)
     state = read_prompt(model, [1, 2, 3])
-    before = [tensor.clone() for tensor in (*state.state.tensors(), state.logits)]
+    before = replace(state, state=state.state.clone(), logits=state.logits.clone())
     first = list(generate(model, [4], 20, GREEDY, state=state))
     list(generate(model, [], 20, Sampling(2.0, seed=0), state=state))
     read_prompt(model, [7, 8, 9], state)
-    for tensor, was in zip((*state.state.tensors(), state.logits), before, strict=True):
-        torch.testing.assert_close(tensor, was, rtol=0, atol=0)
+    assert_same(state, before)
     assert list(generate(model, [4], 20, GREEDY, state=state)) == first
 
 
@@ -123,18 +133,6 @@ def test_tokens_of_a_state_count_for_the_longest_text() -> None:
         ArgumentError, match=r"^prompt has 5 tokens after 6 others, which makes 11 tokens to read, .*: shorten it"
     ):
         read_prompt(model, [1] * 5, state)
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_text_is_continued_from_a_file_as_from_memory(system: str, awake: Build, tmp_path: Path) -> None:
-    model, file = awake(system), tmp_path / "text.state"
-    state = read_prompt(model, torch.randint(0, 40, (40,)).tolist())
-    save_state(model, state, file)
-    loaded = load_state(model, file)
-    assert (loaded.position, loaded.last) == (state.position, state.last)
-    assert list(generate(model, [3], 10, GREEDY, state=loaded)) == list(generate(model, [3], 10, GREEDY, state=state))
-    for found, expected in zip((*loaded.state.tensors(), loaded.logits), (*state.state.tensors(), state.logits), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_full_disk_is_named_and_leaves_no_file(model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
