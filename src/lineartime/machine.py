@@ -17,12 +17,12 @@ from lineartime.errors import ArgumentError, first_line
 from lineartime.host import described, processor_features
 from lineartime.host import memory_bytes as host_memory
 
-_COMPILE_SECONDS = {"cpu": 13.0, "cuda": 90.0}
-"""The seconds that torch.compile takes: on a CPU, the longest that was measured; on a GPU, an estimate."""
-_COMPILE_SAVING = {"cpu": 0.03, "cuda": 0.30}
-"""The share of a step that compiling saves: on a CPU, measured on Transformer++ (FLASH gains less); on a GPU, an estimate."""
-_EAGER_FLOPS = {"cpu": 1.5e11, "cuda": 1.0e14}
-"""Operations per second of eager training steps, to estimate how long a run takes."""
+_WORTH_COMPILING = {"cpu": 1.5e11 / 6 * 13.0 / 0.03, "cuda": 1.0e14 / 6 * 90.0 / 0.30}
+"""Parameters times tokens of a run from which torch.compile saves more time than it takes.
+
+On a CPU, it takes 13 s and saves 3 % of a step of Transformer++ (FLASH gains less), which computes 1.5e11 operations a second,
+as measured; on a GPU, these are estimates.
+"""
 _BF16_FEATURES = ("avx512_bf16", "bf16")
 """Linux's names for the bf16 units of a CPU: on x86 (CPUs with AMX also have them) and on Arm."""
 
@@ -139,10 +139,8 @@ def choose_compile(choice: str, device: torch.device, parameters: int, tokens: i
         parameters: the number of the model's parameters.
         tokens: the number of tokens to train on in the whole run.
     """
-    wanted = choice == "on"
-    if choice == "auto" and device.type in _EAGER_FLOPS:
-        seconds = 6 * parameters * tokens / _EAGER_FLOPS[device.type]
-        wanted = seconds * _COMPILE_SAVING[device.type] > _COMPILE_SECONDS[device.type]
+    pays = device.type in _WORTH_COMPILING and parameters * tokens > _WORTH_COMPILING[device.type]
+    wanted = choice == "on" or (choice == "auto" and pays)
     why_not = why_not_compile(device) if wanted else ""
     return wanted and not why_not, why_not
 

@@ -226,8 +226,9 @@ def test_losses_are_the_cross_entropy_of_the_logits_summed_and_averaged_over_tar
 
 
 def test_every_parameter_gets_a_gradient(tiny: Any) -> None:
-    for name in {row.mixer: system for system, row in SYSTEMS.items()}.values():
-        model = tiny(name, "clm" if f"{name}-tiny" in presets("clm") else "mlm", noise=0.1, vocab_size=50).eval()
+    for name in (*{row.mixer: system for system, row in SYSTEMS.items()}.values(), "hybrid-gau", "transformer", "flash-memory"):
+        task, blocks = "clm" if f"{name}-tiny" in presets() else "mlm", len(SYSTEMS[name].fields.get("pattern", "12"))
+        model = tiny(name, task, noise=0.1, vocab_size=50, n_blocks=blocks).eval()
         model(torch.randint(0, 50, (2, 19))).square().mean().backward()
         for parameter_name, parameter in model.named_parameters():
             assert parameter.grad is not None, f"{parameter_name} of {name}"
