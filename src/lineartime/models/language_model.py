@@ -238,16 +238,10 @@ def read_token(model: CausalLM, tokens: Tensor, state: ModelState) -> tuple[Tens
 
 @dataclass(frozen=True)
 class Decoder:
-    """A causal language model prepared for decoding; what `CausalLM.compile_for_decoding` returns.
-
-    Attributes:
-        model: the model.
-        native: its step as one C++ function, made of the weights as they were; None where there is none, or for a model that
-            was told to `compile_step`.
-    """
+    """A causal language model prepared for decoding; what `CausalLM.compile_for_decoding` returns."""
 
     model: CausalLM
-    native: NativeDecoder | None
+    native: NativeDecoder | None  # its step as one C++ function, of the weights as they were; None where there is none
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
