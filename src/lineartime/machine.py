@@ -129,15 +129,9 @@ def using_threads(threads: int | None) -> Iterator[None]:
 
 
 def choose_compile(choice: str, device: torch.device, parameters: int, tokens: int) -> tuple[bool, str]:
-    """Whether to use torch.compile; for "auto", whether it saves more time than it takes. It is not used if it fails.
+    """Whether to use torch.compile: "on", "off" or, for "auto", if it saves more time than it takes in a run of so many tokens.
 
-    Returns also why it is not used, although it was asked for or would save time; otherwise empty.
-
-    Args:
-        choice: "auto", "on" or "off".
-        device: where the model runs.
-        parameters: the number of the model's parameters.
-        tokens: the number of tokens to train on in the whole run.
+    It is not used if it fails. Returns also why it is not used, although it was asked for or would save time; otherwise empty.
     """
     pays = device.type in _WORTH_COMPILING and parameters * tokens > _WORTH_COMPILING[device.type]
     wanted = choice == "on" or (choice == "auto" and pays)

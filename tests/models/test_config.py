@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import pickle
-from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -57,6 +56,7 @@ def test_override_reaches_the_model_and_its_parts() -> None:
     assert resolve("flash-tiny", mixer={"kind": "gau", "d_qk": 32}).mixer == LayerConfig("gau", d_qk=32)
     assert resolve("flash-tiny", mixer=LayerConfig("gau"), feed_forward=LayerConfig("glu")).feed_forward == LayerConfig("glu")
     assert resolve(config, "mlm").task == "mlm"
+    assert [resolve("flash-base", task).norm for task in ("clm", "mlm")] == ["layernorm", "scalenorm"]
     assert resolve(config).task == "clm"
 
 
@@ -152,25 +152,6 @@ def test_presets_of_a_task_are_of_systems_that_can_learn_it() -> None:
     with pytest.raises(ValueError, match=r"^task is 'mlm', but a model of gla must be causal: .*; use `task='clm'`"):
         lineartime.build("gla-tiny", "mlm")
     assert lineartime.build("linformer-tiny", mixer="flash", n_blocks=1).config.mixer.kind == "flash"
-
-
-def test_system_is_what_its_name_says() -> None:
-    plain, plus, plus_plus = (presets()[f"transformer{suffix}-tiny"] for suffix in ("", "+", "++"))
-    assert (plain.absolute_position, plain.norm, plain.mixer) == (
-        "learned",
-        "layernorm",
-        LayerConfig("attention", n_heads=4, rope=False),
-    )
-    assert presets("mlm")["transformer-tiny"].norm == "layernorm"
-    assert (plus.absolute_position, plus.feed_forward) == ("scaled_sin", LayerConfig("mlp"))
-    assert plus_plus == replace(plus, feed_forward=LayerConfig("glu"))
-    for name in ("performer-chunked", "combiner", "cosformer", "reformer"):
-        assert replace(presets()[f"{name}-tiny"], mixer=plus.mixer) == plus
-    for name in ("mc-tfm++", "mhsa-relu2"):
-        assert replace(presets()[f"{name}-tiny"], mixer=plus_plus.mixer) == plus_plus
-    assert [presets(task)["flash-base"].norm for task in ("clm", "mlm")] == ["layernorm", "scalenorm"]
-    # fine-tuning: s = 512 and chunks of 128 (section 4.3 of the paper)
-    assert presets("mlm")["flash-first-to-all-base"].mixer == LayerConfig("flash-first-to-all", d_qk=512, chunk_size=128)
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:

@@ -162,25 +162,15 @@ def _on_host(drawn: Tensor) -> list[int]:
 
 @dataclass
 class _Text:
-    """A text of a batch.
+    """A text of a batch."""
 
-    Attributes:
-        position: the number of tokens read.
-        state: what the model remembers; None while it is in the state of the batch.
-        logits: [V], after the last token read; None if a drawn token is to be read first.
-        sampling: how to draw, without the seed.
-        generator: its random numbers.
-        seen: its tokens, bool [1, V], if repetitions are penalised.
-        token: the token drawn last.
-    """
-
-    position: int
-    state: ModelState | None
-    logits: Tensor | None
-    sampling: Sampling
+    position: int  # the number of tokens read
+    state: ModelState | None  # what the model remembers; None while it is in the state of the batch
+    logits: Tensor | None  # [V], after the last token read; None if a drawn token is to be read first
+    sampling: Sampling  # how to draw, without the seed
     generator: torch.Generator
-    seen: Tensor | None
-    token: int = -1
+    seen: Tensor | None  # its tokens, bool [1, V], if repetitions are penalised
+    token: int = -1  # the one drawn last
 
 
 class TextBatch:

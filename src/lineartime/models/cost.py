@@ -151,30 +151,19 @@ def model_tensors(config: PartsConfig) -> Iterator[tuple[str, Tensor]]:
 
 def check_memory(
     config: PartsConfig,
-    device: torch.device | None = None,
+    device: torch.device | None = None,  # the CPU by default
     *,
-    copies: int = 1,
-    processes: int = 1,
-    sequences: int = 1,
-    tokens: int = 0,
-    kept_blocks: int = 1,
-    number_bytes: int = 4,
-    step_tokens: int = 0,
+    copies: int = 1,  # of the weights: 4 in training, including gradients and two moments
+    processes: int = 1,  # that share the weights
+    sequences: int = 1,  # that are read at once
+    tokens: int = 0,  # in these sequences
+    kept_blocks: int = 1,  # whose activations are in memory at the same time
+    number_bytes: int = 4,  # of an activation value
+    step_tokens: int = 0,  # of a whole step, of which only the ids are in memory: inputs and targets
 ) -> None:
     """Raise ArgumentError, naming the option that is too large, if a model needs more memory than the device has.
 
     The estimate is a lower bound: a model that passes may still not fit.
-
-    Args:
-        config: the model.
-        device: where it computes; the default is the CPU.
-        copies: the number of copies of its weights in memory: 4 in training, including gradients and two moments.
-        processes: the number of processes that share its weights.
-        sequences: the number of sequences that it reads at once.
-        tokens: the number of tokens in these sequences.
-        kept_blocks: the number of blocks whose activations are in memory at the same time.
-        number_bytes: bytes per activation value.
-        step_tokens: the number of tokens of a whole step, of which only the ids are in memory: inputs and targets.
     """
     (others, blocks, n_blocks), memory = _tensors(config), memory_bytes(device or torch.device("cpu"))
     if memory is None:

@@ -41,27 +41,16 @@ from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a model, for both families: gated units and Transformers.
+    """The size of a model, for both families: gated units and Transformers."""
 
-    Attributes:
-        d_model: width of the residual stream.
-        gated_blocks: number of blocks in a model of gated units; each block is one layer.
-        attention_blocks: number of blocks in a Transformer; each block is attention and a feed-forward layer.
-        n_heads: number of heads in a Transformer.
-        d_qk: query/key width of a gated unit.
-        chunk_size: number of tokens in a chunk.
-        vocab_size: number of tokens in the vocabulary.
-        initial_scores: the magnitude of a GAU's attention scores at initialisation.
-    """
-
-    d_model: int
-    gated_blocks: int
-    attention_blocks: int
-    n_heads: int
-    d_qk: int = 128
-    chunk_size: int = 256
+    d_model: int  # the width of the residual stream
+    gated_blocks: int  # blocks in a model of gated units; each block is one layer
+    attention_blocks: int  # blocks in a Transformer; each block is attention and a feed-forward layer
+    n_heads: int  # heads in a Transformer
+    d_qk: int = 128  # the query/key width of a gated unit
+    chunk_size: int = 256  # tokens in a chunk
     vocab_size: int = VOCAB_SIZE
-    initial_scores: InitialScores = "small"
+    initial_scores: InitialScores = "small"  # the magnitude of a GAU's attention scores at initialisation
 
 
 SIZES: dict[str, Size] = {
