@@ -271,11 +271,13 @@ class TextBatch:
             if self._state is not None and rows:
                 states = [self._state.take(torch.tensor(rows, device=self._state.position.device)), *states]
             self._state, self._joined = State.concatenate(states), list(texts)
+            for text in texts.values():
+                text.state = None
         assert self._state is not None
         tokens = torch.tensor([text.token for text in texts.values()], device=next(self._model.parameters()).device)
         logits, self._state = self._decoder.extend(tokens, self._state)
         for text, of_text in zip(texts.values(), logits, strict=True):
-            text.position, text.state, text.logits = text.position + 1, None, of_text
+            text.position, text.logits = text.position + 1, of_text
 
     def _draw(self, logits: Tensor) -> None:
         """Draw a token of every text, by logits [B, V], in one operation for all texts with the same sampling."""
