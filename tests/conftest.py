@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # What the user has set does not decide what is tested, here and in the processes that tests start; LINEARTIME_NATIVE=0 does.
 for name in [name for name in os.environ if name.startswith("LINEARTIME_") and name != "LINEARTIME_NATIVE"]:
     del os.environ[name]
-for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ONEDNN_MAX_CPU_ISA"):
+for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it only then
 
@@ -249,13 +249,13 @@ def assert_same_function() -> Callable[..., None]:
 @pytest.fixture
 def only_systems_of_the_library_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget the systems that a test registers, and the files that it imports."""
-    from lineartime.models import registering
+    from lineartime.models import systems
     from lineartime.models.config import KINDS
     from lineartime.models.systems import PRESETS, SYSTEMS
 
     tables: list[dict[str, Any]] = [SYSTEMS, PRESETS, KINDS["mixer"]]
     before = [set(table) for table in tables]
-    monkeypatch.setenv(registering.VARIABLE, "")  # which restores it, too
+    monkeypatch.setenv(systems.VARIABLE, "")  # which restores it, too
     yield
     for table, names in zip(tables, before, strict=True):
         for name in set(table) - names:

@@ -28,7 +28,6 @@ CPU, MPS = torch.device("cpu"), torch.device("mps")
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
     """`processor("flags : avx2")`: what the system tells of the processor from now on."""
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     file = tmp_path / "cpuinfo"
     monkeypatch.setattr(host, "CPUINFO", file)
     return file.write_text  # type: ignore[return-value]
@@ -63,16 +62,8 @@ def test_auto_precision_follows_from_what_the_processor_has(
     assert [choose_precision(asked, CPU) for asked in ("auto", "fp32", "bf16")] == [expected, "fp32", "bf16"]
 
 
-def test_units_that_onednn_must_not_use_or_pytorch_cannot_use_do_not_count(
-    processor: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_units_that_pytorch_cannot_use_do_not_count(processor: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     processor(X86)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx512_core")
-    assert faster_precision(CPU)[1].endswith("bf16 (avx512_bf16), but ONEDNN_MAX_CPU_ISA is avx512_core")
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-    assert choose_precision("auto", CPU) == "bf16"
-    processor(INTEL + "flags : avx512_bf16 avx512_fp16 amx_bf16\n")
-    assert faster_precision(CPU) == ("fp32", SLOW_UNITS)  # without AMX, which these need
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert choose_precision("auto", CPU) == "fp32"
 

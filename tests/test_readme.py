@@ -62,7 +62,7 @@ def test_errors_that_the_page_on_use_quotes_are_said_so(capsys: pytest.CaptureFi
 
 
 def test_commands_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lineartime.models.registering.import_everywhere", lambda names: None)  # of files that do not exist
+    monkeypatch.setattr("lineartime.models.systems.import_modules", lambda names: None)  # of files that do not exist
     for document in DOCUMENTS:
         for command in commands(document.read_text()):
             name, *arguments = shlex.split(command)

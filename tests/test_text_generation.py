@@ -1,6 +1,6 @@
 """Text from models: pieces, stop texts that no token border hides, several samples, and what is likely in a gap."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,32 +25,23 @@ def tokenizer(request: pytest.FixtureRequest, bpe: JsonTokenizer) -> Tokenizer:
     return BYTES if request.param == "bytes" else bpe
 
 
-Writes = Callable[[Sequence[int]], None]
-
-
 @pytest.fixture
-def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
+def writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[int]], None]:
     """`writes(ids)`: whatever the model, it draws these tokens."""
 
     def set_up(ids: Sequence[int]) -> None:
-        def drawn(model: object, prompt: object, max_tokens: int, *_: object) -> Iterator[int]:
-            return iter(list(ids)[:max_tokens])
-
         def drawn_together(model: object, prompts: Sequence[object], max_tokens: int, *rest: Any) -> None:
-            _, _, ended, _ = rest
             for text in range(len(prompts)):
-                all(not ended(text, token) for token in drawn(model, None, max_tokens))
+                all(not rest[2](text, token) for token in ids[:max_tokens])
 
-        monkeypatch.setattr(text_generation, "generate", drawn)
+        monkeypatch.setattr(text_generation, "generate", lambda model, prompt, max_tokens, *_: iter(ids[:max_tokens]))
         monkeypatch.setattr(text_generation, "generate_batch", drawn_together)
 
     return set_up
 
 
 @pytest.mark.parametrize("stop", ["fé o", "本 is", TEXT[:1], TEXT + "!"])
-def test_stop_text_cuts_the_text_exactly_wherever_tokens_end(
-    tokenizer: Tokenizer, writes: Writes, stop: str, tiny: Tiny
-) -> None:
+def test_stop_text_cuts_the_text_exactly_wherever_tokens_end(tokenizer: Any, writes: Any, stop: str, tiny: Tiny) -> None:
     ids = tokenizer.encode(TEXT).tolist()
     writes(ids)
     model = tiny(noise=0.3, vocab_size=tokenizer.vocab_size).eval()
@@ -63,7 +54,7 @@ def test_stop_text_cuts_the_text_exactly_wherever_tokens_end(
     assert sample.tokens <= len(ids)
 
 
-def test_of_several_stop_texts_the_first_to_be_complete_counts(tokenizer: Tokenizer, writes: Writes, tiny: Tiny) -> None:
+def test_of_several_stop_texts_the_first_to_be_complete_counts(tokenizer: Tokenizer, writes: Any, tiny: Tiny) -> None:
     writes(tokenizer.encode("xabcdx").tolist())
     model = tiny(noise=0.3, vocab_size=tokenizer.vocab_size).eval()
     for stop, expected in ((("abcd", "bc"), "xa"), (("bc", "abc"), "x"), (("abcd", "d"), "x"), (("zz", "bcx"), "xabcdx")):
@@ -78,34 +69,26 @@ def test_of_several_stop_texts_the_first_to_be_complete_counts(tokenizer: Tokeni
     ],
 )
 def test_pieces_hold_no_part_of_a_stop_text(
-    text: str, prompt: str, stop: str, pieces: list[str], writes: Writes, tiny: Tiny
+    text: str, prompt: str, stop: str, pieces: list[str], writes: Any, tiny: Tiny
 ) -> None:
     writes(list(text.encode()))
     assert list(generate_text(tiny().eval(), BYTES, prompt, 1000, stop=stop)) == pieces
 
 
 @pytest.mark.parametrize("system", ["flash", "transformer++"])
-def test_samples_are_as_many_as_asked_for_and_repeat_with_their_seed(system: str, tokenizer: Tokenizer, tiny: Tiny) -> None:
+def test_samples_repeat_with_their_seed_and_stop_each_by_itself(system: str, tokenizer: Tokenizer, tiny: Tiny) -> None:
     model = tiny(system, noise=0.3, vocab_size=tokenizer.vocab_size).eval()
-    assert model.constant_state == (system == "flash")
-    first, again = (list(generate_samples(model, tokenizer, "the ", 4, 12, SEED)) for _ in range(2))
+    first, again = (generate_samples(model, tokenizer, "the ", 6, 20, SEED) for _ in range(2))
     assert first == again
     assert len({sample.text for sample in first}) > 1
-    assert {(sample.tokens, sample.ended_by) for sample in first if sample.tokens == 12} == {(12, "max_tokens")}
-    (alone,) = generate_samples(model, tokenizer, "the ", 1, 12, SEED)
-    assert alone.text == "".join(generate_text(model, tokenizer, "the ", 12, SEED))
-
-
-def test_samples_drawn_together_stop_each_by_itself(tokenizer: Tokenizer, tiny: Tiny) -> None:
-    model = tiny(noise=0.3, vocab_size=tokenizer.vocab_size).eval()
-    whole = list(generate_samples(model, tokenizer, "the ", 6, 20, SEED))
-    stop = next(letter for letter in whole[0].text[2:] if letter.isprintable())
-    cut = list(generate_samples(model, tokenizer, "the ", 6, 20, SEED, stop=stop))
-    assert isinstance(cut[0], Continuation)
-    assert cut[0].text == whole[0].text.split(stop)[0]
+    assert {(sample.tokens, sample.ended_by) for sample in first if sample.tokens == 20} == {(20, "max_tokens")}
+    (alone,) = generate_samples(model, tokenizer, "the ", 1, 20, SEED)
+    assert alone.text == "".join(generate_text(model, tokenizer, "the ", 20, SEED))
+    stop = next(letter for letter in first[0].text[2:] if letter.isprintable())
+    cut = generate_samples(model, tokenizer, "the ", 6, 20, SEED, stop=stop)
+    assert cut[0] == Continuation(first[0].text.split(stop)[0], cut[0].tokens, "stop")
     assert all(stop not in sample.text for sample in cut)
-    assert cut[0].ended_by == "stop"
-    assert cut[0].tokens < whole[0].tokens
+    assert cut[0].tokens < first[0].tokens
 
 
 def test_empty_prompt_begins_a_document(tokenizer: Tokenizer, tiny: Tiny) -> None:
@@ -133,13 +116,6 @@ def test_what_cannot_be_continued_is_named_before_the_first_piece(bpe: JsonToken
         generate_samples(model, tokenizer, "a", 0, 1)
 
 
-def tokenizer_with(*special: str) -> str:
-    """The definition of a tokenizer of the words a and b, an end of document, a mask and more special tokens."""
-    names = ["a", "b", "</s>", "[MASK]", *special]
-    words = {name: place for place, name in enumerate(names)}
-    return str(tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a")).to_str())
-
-
 def test_candidates_have_the_probabilities_of_the_model_at_each_mask(tiny: Tiny) -> None:
     model = tiny(task="mlm", noise=0.3).eval()
     ids = [*b"the c", 257, *b"t ", 257, 257]
@@ -152,7 +128,9 @@ def test_candidates_have_the_probabilities_of_the_model_at_each_mask(tiny: Tiny)
         assert sum(probabilities) == pytest.approx(1, rel=1e-5)
         for candidate in candidates:
             assert candidate.probability == pytest.approx(float(expected[place, candidate.token]), rel=1e-5)
-    framed = JsonTokenizer(tokenizer_with("[CLS]", "[SEP]"), "words")
+    words = {name: place for place, name in enumerate(["a", "b", "</s>", "[MASK]", "[CLS]", "[SEP]"])}
+    definition = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a")).to_str()
+    framed = JsonTokenizer(definition, "words")
     wide = tiny(task="mlm", noise=0.3, vocab_size=framed.vocab_size).eval()
     assert framed.frame is not None
     logits = wide(torch.tensor([[framed.frame[0], 1, framed.mask, framed.frame[1]]]))[0, 2]
@@ -160,20 +138,15 @@ def test_candidates_have_the_probabilities_of_the_model_at_each_mask(tiny: Tiny)
     assert [len(candidates) for candidates in fill_mask(model, BYTES, "[MASK] and [MASK]", top=3)] == [3, 3]
 
 
-def test_bytes_that_are_no_character_can_be_read(tiny: Tiny) -> None:
+def test_candidates_can_be_read_although_they_are_no_characters(bpe: JsonTokenizer, tiny: Tiny) -> None:
     (candidates,) = fill_mask(tiny(task="mlm", noise=0.3).eval(), BYTES, "[MASK]", top=258)
     shown = {candidate.token: candidate.text for candidate in candidates}
     assert (shown[ord("a")], shown[10], shown[0xC3], shown[0xA9]) == ("a", "\n", "\\xc3", "\\xa9")
     assert (shown[BYTES.mask], shown[BYTES.end_of_document]) == ("[MASK]", "[END]")
     assert len(set(shown.values())) == 258
-
-
-def test_pieces_of_other_tokenizers_can_be_read_too(bpe: JsonTokenizer, tiny: Tiny) -> None:
-    from tokenizers import Tokenizer, decoders, models
-
     pieces = [("<unk>", 0.0), ("the", -1.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256))]
-    fallback = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
-    fallback.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    fallback = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    fallback.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
     for tokenizer in (bpe, JsonTokenizer(fallback.to_str(), "byte fallback")):
         texts = [tokenizer.show(token) for token in range(tokenizer.vocab_size)]
         assert {"the", "\\xc3", "[MASK]", "[END]"} <= set(texts)

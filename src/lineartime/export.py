@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,36 +35,17 @@ STATE = "state"
 """The metadata key under which a package holds the shapes of a stream's state."""
 
 
-class Step(nn.Module):
+class _Step(nn.Module):
     """The step of streams as a pure function: ids [B, 1] and a state -> logits [B, 1, V], and the state after the token.
 
     The state is a list of tensors [B, ...], all zero before the first token. The given state is not modified.
-
-    Args:
-        model: a model with a `constant_state`, such as FLASH.
-
-    Raises:
-        ArgumentError: for any other model.
     """
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
-        model = check_model(model, CausalLM, "continue a text")
-        growing = [block.mixer.title for block in model.backbone.blocks if not block.mixer.constant_state]
-        if growing:
-            raise ArgumentError(
-                "model",
-                f"is made of {growing[0]}, which has no step with a state of constant size that can be exported: FLASH with "
-                "the memory sum has one.",
-            )
         self.model = model
 
-    def init_state(self, batch_size: int) -> list[Tensor]:
-        """The state before the first token of `batch_size` streams."""
-        return list(self.model.init_state(batch_size).tensors())
-
     def forward(self, ids: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Continue streams by one token: ids [B, 1] -> logits [B, 1, V], and the new state."""
         given = iter(state)
         logits, after = self.model.extend(ids, self.model.init_state(0).map(lambda _: next(given).clone()))
         return logits, list(after.tensors())
@@ -91,33 +73,34 @@ def export_text(model: LanguageModel) -> ExportedProgram:
     ids = torch.zeros(2, min(longest, 2 * shortest + 37), dtype=torch.long, device=next(model.parameters()).device)
     inputs = (ids, torch.ones_like(ids, dtype=torch.bool)) if isinstance(model, MaskedLM) else (ids,)
     sizes = {0: Dim("batch", min=1, max=MAX_STREAMS), 1: Dim("length", min=shortest, max=longest)}
-    with _tracing(model, "for every batch size and length"):
-        return torch.export.export(model, inputs, dynamic_shapes=(sizes,) * len(inputs))
+    return _traced(model, model, inputs, (sizes,) * len(inputs), "for every batch size and length")
 
 
 def export_step(model: CausalLM) -> ExportedProgram:
-    """Export a program that computes `Step` for any number of streams. It needs nothing but PyTorch.
+    """Export a program that continues any number of streams by a token, as `_Step` does. It needs nothing but PyTorch.
 
     Its `example_inputs` hold ids and state for two streams.
 
     Raises:
-        ArgumentError: for a model that `Step` does not accept.
+        ArgumentError: for a model without a `constant_state`, such as one of GAU.
         LineartimeError: for a mixer whose code torch.export cannot trace for any number of streams.
     """
-    step = Step(model)
-    batch = {0: Dim("batch", min=1, max=MAX_STREAMS)}
-    state = step.init_state(2)
+    model = check_model(model, CausalLM, "continue a text")
+    growing = [block.mixer.title for block in model.backbone.blocks if not block.mixer.constant_state]
+    if growing:
+        found = f"is made of {growing[0]}, which has no step with a state of constant size that can be exported"
+        raise ArgumentError("model", f"{found}: FLASH with the memory sum has one.")
+    state = list(model.init_state(2).tensors())
     ids = torch.zeros(2, 1, dtype=torch.long, device=state[0].device)
-    with _tracing(model, "for every number of streams"):
-        return torch.export.export(step, (ids, state), dynamic_shapes=(batch, [batch for _ in state]))
+    batch = {0: Dim("batch", min=1, max=MAX_STREAMS)}
+    return _traced(model, _Step(model), (ids, state), (batch, [batch for _ in state]), "for every number of streams")
 
 
-@contextmanager
-def _tracing(model: LanguageModel, sizes: str) -> Iterator[None]:
-    """Turn an error of torch.export, which may be of any kind, into a LineartimeError that names the mixer."""
+def _traced(model: LanguageModel, module: nn.Module, inputs: Any, shapes: Any, sizes: str) -> ExportedProgram:
+    """The program of a module. An error of torch.export, of any kind, becomes a LineartimeError that names the mixer."""
     try:
         with torch.no_grad(), _quiet():
-            yield
+            return torch.export.export(module, inputs, dynamic_shapes=shapes)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -177,21 +160,17 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
         limit = f"A program in ONNX holds at most {MAX_ONNX_BYTES / 2**30:.1f} GiB of weights in a file"
         advice = "export the model in float16, or choose another `format`."
         raise LineartimeError(f"{limit}, but these have {size / 2**30:.1f} GiB: {advice}")
-    given = program.example_inputs[0]
-    inputs, outputs = ["ids", "mask"][: len(given)], ["logits"]
-    if isinstance(given[-1], list):
-        states = range(len(given[-1]))
-        inputs = ["ids", *(f"state_{place}" for place in states)]
-        outputs += [f"next_state_{place}" for place in states]
+    *given, last = program.example_inputs[0]
+    states = range(len(last) if isinstance(last, list) else 0)
+    inputs = ["ids", *(f"state_{place}" for place in states)] if states else ["ids", "mask"][: len(given) + 1]
     axes: list[dict[int, str]] = [{0: "batch", 1: "length"}, *({} for _ in inputs[1:])]  # the others have the axes of ids
-
     with _writing(file) as partial:
         try:
             torch.onnx.export(
                 program.run_decompositions(),
                 f=partial,
                 input_names=inputs,
-                output_names=outputs,
+                output_names=["logits", *(f"next_state_{place}" for place in states)],
                 dynamic_shapes=axes,
                 dynamo=True,
                 external_data=False,
@@ -235,15 +214,12 @@ def _writing(file: Path) -> Iterator[Path]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence warnings of PyTorch and its ONNX exporter about their own code."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
+            for kind in (FutureWarning, DeprecationWarning):
+                warnings.simplefilter("ignore", kind)
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)

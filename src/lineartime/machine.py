@@ -1,6 +1,5 @@
 """Device, precision and compilation: what suits this machine, which is what "auto" chooses; and modules without values."""
 
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,18 +17,14 @@ from lineartime.errors import ArgumentError, first_line
 from lineartime.host import described, processor_features
 from lineartime.host import memory_bytes as host_memory
 
-_COMPILE_SECONDS = {"cpu": 13.0, "cuda": 90.0}
-"""The seconds that torch.compile takes: on a CPU, the longest that was measured; on a GPU, an estimate."""
-_COMPILE_SAVING = {"cpu": 0.03, "cuda": 0.30}
-"""The share of a step that compiling saves: on a CPU, measured on Transformer++ (FLASH gains less); on a GPU, an estimate."""
-_EAGER_FLOPS = {"cpu": 1.5e11, "cuda": 1.0e14}
-"""Operations per second of eager training steps, to estimate how long a run takes."""
+_WORTH_COMPILING = {"cpu": 1.5e11 / 6 * 13.0 / 0.03, "cuda": 1.0e14 / 6 * 90.0 / 0.30}
+"""Parameters times tokens of a run from which torch.compile saves more time than it takes.
+
+On a CPU, it takes 13 s and saves 3 % of a step of Transformer++ (FLASH gains less), which computes 1.5e11 operations a second,
+as measured; on a GPU, these are estimates.
+"""
 _BF16_FEATURES = ("avx512_bf16", "bf16")
 """Linux's names for the bf16 units of a CPU: on x86 (CPUs with AMX also have them) and on Arm."""
-_ISAS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
-"""Values of ONEDNN_MAX_CPU_ISA with which oneDNN emulates bf16."""
-_ISAS_WITHOUT_AMX = ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1", "AVX10_1_512")
-"""Values of ONEDNN_MAX_CPU_ISA with which oneDNN multiplies bf16 without AMX."""
 
 
 def choose_device(device: "str | torch.device", local_rank: int = 0) -> torch.device:
@@ -83,13 +78,10 @@ def faster_precision(device: torch.device) -> tuple[Literal["fp32", "bf16"], str
         return "fp32", "the processor has no units for bf16"
     if not torch.backends.mkldnn.is_available():
         return "fp32", f"the processor has units for bf16 ({units}), but PyTorch was built without oneDNN, which uses them"
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
-    if limit.upper() in _ISAS_WITHOUT_BF16:
-        return "fp32", f"the processor has units for bf16 ({units}), but ONEDNN_MAX_CPU_ISA is {limit}"
     # Since AMX (Sapphire Rapids), Intel's AVX-512 multiplies bf16 at half the speed of fp32; virtual machines often hide AMX.
     # AMD's multiplies it faster. Cooper Lake, which came before AMX, has not been measured.
     needs_amx = described("vendor_id") == "GenuineIntel" and {"avx512_bf16", "avx512_fp16"} <= features
-    if needs_amx and ("amx_bf16" not in features or limit.upper() in _ISAS_WITHOUT_AMX):
+    if needs_amx and "amx_bf16" not in features:
         return "fp32", f"without AMX, the processor's units for bf16 ({units}) are slower than those for fp32"
     return "bf16", f"the processor has units for bf16 ({units})"
 
@@ -137,20 +129,12 @@ def using_threads(threads: int | None) -> Iterator[None]:
 
 
 def choose_compile(choice: str, device: torch.device, parameters: int, tokens: int) -> tuple[bool, str]:
-    """Whether to use torch.compile; for "auto", whether it saves more time than it takes. It is not used if it fails.
+    """Whether to use torch.compile: "on", "off" or, for "auto", if it saves more time than it takes in a run of so many tokens.
 
-    Returns also why it is not used, although it was asked for or would save time; otherwise empty.
-
-    Args:
-        choice: "auto", "on" or "off".
-        device: where the model runs.
-        parameters: the number of the model's parameters.
-        tokens: the number of tokens to train on in the whole run.
+    It is not used if it fails. Returns also why it is not used, although it was asked for or would save time; otherwise empty.
     """
-    wanted = choice == "on"
-    if choice == "auto" and device.type in _EAGER_FLOPS:
-        seconds = 6 * parameters * tokens / _EAGER_FLOPS[device.type]
-        wanted = seconds * _COMPILE_SAVING[device.type] > _COMPILE_SECONDS[device.type]
+    pays = device.type in _WORTH_COMPILING and parameters * tokens > _WORTH_COMPILING[device.type]
+    wanted = choice == "on" or (choice == "auto" and pays)
     why_not = why_not_compile(device) if wanted else ""
     return wanted and not why_not, why_not
 

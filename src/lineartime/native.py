@@ -35,8 +35,6 @@ _UNITS = {
     "AVX2": ("-mavx2", "-mfma"),
 }
 """Compiler options by the CPU capability that PyTorch reports. Not -march=native: several machines may share a folder."""
-_BF16_UNITS = {"avx512_bf16": "-mavx512bf16"}
-"""Compiler options for units that PyTorch does not report, by Linux's names for them."""
 
 
 def cpp_compiler() -> str | None:
@@ -127,13 +125,14 @@ def native_functions(source: Path, dtype: torch.dtype) -> NativeFunctions | None
 
 def _library(source: Path, number: str, compiler: str, openmp: Path) -> ctypes.CDLL:
     """Open the library of a source file, or build it for the instruction sets of this processor."""
-    capability, features = torch.backends.cpu.get_cpu_capability(), processor_features() or ()
-    bf16 = [option for unit, option in _BF16_UNITS.items() if capability == "AVX512" and unit in features]
-    options = (*_OPTIONS, f"-DNUMBER={number}", "-include", str(_HEADER), *_UNITS.get(capability, ()), *bf16)
+    capability = torch.backends.cpu.get_cpu_capability()
+    options = [*_OPTIONS, f"-DNUMBER={number}", "-include", str(_HEADER), *_UNITS.get(capability, ())]
+    if capability == "AVX512" and "avx512_bf16" in (processor_features() or ()):  # which PyTorch does not report
+        options.append("-mavx512bf16")
     # The name differs if the source, a header or an option does.
-    texts, facts = [source, *sorted(_HEADER.parent.rglob("*.h"))], [*options, compiler, openmp.name, platform.machine()]
-    parts = (*(file.read_bytes() for file in texts), *map(str.encode, facts))
-    name = f"{source.stem}-{number}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    texts = [file.read_bytes() for file in (source, *sorted(_HEADER.parent.rglob("*.h")))]
+    facts = [option.encode() for option in (*options, compiler, openmp.name, platform.machine())]
+    name = f"{source.stem}-{number}-{hashlib.sha256(b'|'.join(texts + facts)).hexdigest()[:16]}.so"
     library = cache_folder() / "native" / name
     with suppress(OSError):  # it is missing or damaged
         if _is_own(library.parent):

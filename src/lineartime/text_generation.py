@@ -62,7 +62,16 @@ def generate_text(
     """
     ids, stops = _checked(model, tokenizer, prompt, stop, state)
     tokens = generate(model, ids, max_tokens, sampling, tokenizer.end_of_document, state)
-    return _pieces(_Writing(tokenizer, ids, state, stops), tokens)
+    writing = _Writing(tokenizer, ids, state, stops)
+
+    def pieces() -> Iterator[str]:
+        for token in tokens:
+            yield writing.push(token)
+            if writing.is_stopped:
+                return
+        yield writing.flush()
+
+    return filter(None, pieces())
 
 
 def generate_samples(
@@ -88,7 +97,7 @@ def generate_samples(
     ids, stops = _checked(model, tokenizer, prompt, stop, state)
     check_type("samples", samples, Annotated[int, Between(1, 2**16)])
     writings = [_Writing(tokenizer, ids, state, stops) for _ in range(samples)]
-    texts: list[list[str]] = [[] for _ in writings]
+    texts: list[list[str]] = [[] for _ in writings]  # a piece for each token
 
     def ended(number: int, token: int) -> bool:
         texts[number].append(writings[number].push(token))
@@ -96,7 +105,7 @@ def generate_samples(
 
     generate_batch(model, [ids] * samples, max_tokens, sampling, tokenizer.end_of_document, ended, state)
     found = []
-    for pieces, writing in zip(texts, writings, strict=True):  # a piece for each token
+    for pieces, writing in zip(texts, writings, strict=True):
         text = "".join([*pieces, writing.flush()])
         ending: Ending = "stop" if writing.is_stopped else "max_tokens" if len(pieces) == max_tokens else "end_of_document"
         found.append(Continuation(text, len(pieces), ending))
@@ -134,17 +143,6 @@ class _Writing:
         certain = min(ends)[1] if ends else len(text) - max(begun, default=0)
         self._held = text[certain:]
         return text[:certain]
-
-
-def _pieces(writing: _Writing, tokens: Iterator[int]) -> Iterator[str]:
-    """Yield the text of tokens in pieces, up to a stop text."""
-    for token in tokens:
-        if piece := writing.push(token):
-            yield piece
-        if writing.is_stopped:
-            return
-    if piece := writing.flush():
-        yield piece
 
 
 def _checked(

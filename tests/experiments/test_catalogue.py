@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.models.test_systems import MILLIONS
+from tests.models.test_config import MILLIONS
 from torch import Tensor
 
 from lineartime.baselines.kernel_attention import KernelAttention
@@ -18,7 +18,7 @@ from lineartime.experiments.catalogue import Setting
 from lineartime.experiments.collect import paper_cost, paper_numbers, paper_tables
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import TOLERANCE, Plan, make_plan
-from lineartime.models.registering import VARIABLE
+from lineartime.models.systems import VARIABLE
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 

@@ -25,7 +25,7 @@ from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import make_plan, with_device, with_saved_options, write_plan
 from lineartime.experiments.report import _curves, write_report
 from lineartime.experiments.runner import RunsResult, all_jobs, in_own_process, read_run, run_all
-from lineartime.models.registering import register_system
+from lineartime.models.systems import register_system
 from lineartime.runs.metrics import read_metrics
 from lineartime.training.loop import Trainer
 

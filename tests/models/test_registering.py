@@ -18,8 +18,7 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.flash import FLASH
 from lineartime.layers.mixer import Mixer
 from lineartime.models.config import KINDS, LayerConfig
-from lineartime.models.registering import VARIABLE, register_system
-from lineartime.models.systems import PRESETS, SYSTEMS
+from lineartime.models.systems import PRESETS, SYSTEMS, VARIABLE, register_system
 from lineartime.ops.packing import Packing
 from lineartime.training.config import TrainConfig
 

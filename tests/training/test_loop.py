@@ -354,7 +354,6 @@ def test_resumed_run_refuses_options_that_must_stay(finished: Path) -> None:
 def test_run_keeps_its_precision_on_another_machine_and_says_so(
     config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interrupt_after: InterruptAfter
 ) -> None:
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(machine, "processor_features", lambda: {"avx512_bf16"})
     with interrupt_after(2):
         run = trained(config(precision="auto"))

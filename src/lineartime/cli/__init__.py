@@ -152,9 +152,9 @@ def parse(options: type[OptionsOfCommand], arguments: Sequence[str]) -> OptionsO
     name = options.__module__.rpartition(".")[2]
     parsed = tyro.cli(with_import, prog=f"lineartime {name}", description=COMMANDS[name], args=arguments, registry=_REGISTRY)
     if parsed.modules:
-        from lineartime.models.registering import import_everywhere
+        from lineartime.models.systems import import_modules
 
-        import_everywhere([str(Path(name).absolute()) if name.endswith(".py") else name for name in parsed.modules])
+        import_modules([str(Path(name).absolute()) if name.endswith(".py") else name for name in parsed.modules])
     found: OptionsOfCommand = parsed.options
     return found
 

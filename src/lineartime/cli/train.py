@@ -84,7 +84,7 @@ def _named(arguments: Sequence[str]) -> list[str]:
 
 
 def _resume_command(run: Path) -> str:
-    from lineartime.models.registering import imported_names
+    from lineartime.models.systems import imported_names
     from lineartime.training.parallel import read_environment
 
     imports = "".join(f" --import {shlex.quote(name)}" for name in imported_names())

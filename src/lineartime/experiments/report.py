@@ -28,7 +28,7 @@ from lineartime.experiments.collect import (
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import PLAN_FILE, TOLERANCE, Plan, plan_options, with_defaults
 from lineartime.files import write_file
-from lineartime.models.registering import imported_names
+from lineartime.models.systems import imported_names
 from lineartime.plots import Panel, draw_panels, label_axes, legend_below, looks_of, new_panels, save_figure
 from lineartime.units import NOT_THERE, cell, column_table, size, three_digits
 

@@ -32,9 +32,6 @@ __all__ = [
     "save_state",
 ]
 
-_Start = tuple[tuple[int, ...], PromptState | None]
-"""The beginning of a text: more tokens after a state."""
-
 
 def generate(
     model: LanguageModel,
@@ -58,36 +55,8 @@ def generate(
         ArgumentError: for an empty prompt, an id outside the vocabulary, more tokens than the model can read, a state of
             another model, or an argument of the wrong type.
     """
-    causal, (start,), sampling = _checked(model, {"prompt": prompt}, [state], max_tokens, sampling, stop_token)
-    drawn = (token for (token,) in _drawn(causal, [start], max_tokens, sampling))
-    return takewhile(lambda token: token != stop_token, drawn)
-
-
-def _drawn(model: CausalLM, starts: Sequence[_Start], max_tokens: int, sampling: Sampling) -> Iterator[list[int]]:
-    """Yield the next token of every text, `max_tokens` times. Texts that have ended are continued, too."""
-    generator = sampling.generator()
-    seen = seen_in([ids for ids, _ in starts], model.config.vocab_size, sampling)
-    once = {start: read(model, *start) for start in dict.fromkeys(starts)}
-    with torch.no_grad():
-        tokens = draw(torch.stack([once[start].logits for start in starts]), sampling, generator, seen)
-    yield _on_host(tokens)
-    if max_tokens == 1:  # there may be no position for another one
-        return
-    with torch.no_grad():
-        state = State.concatenate([once[start].state for start in starts])  # in memory of its own
-        draw_next = drawing(model, state, sampling, generator, seen)
-    del once, state  # the state of a long prompt may be large
-    for _ in range(1, max_tokens):
-        with torch.no_grad():
-            tokens = draw_next(tokens)
-        yield _on_host(tokens)
-
-
-def _on_host(drawn: Tensor) -> list[int]:
-    """Drawn tokens as numbers. Raises LineartimeError if the logits were not finite."""
-    tokens: list[int] = drawn.tolist()
-    check_finite_logits(min(tokens, default=0) >= 0)
-    return tokens
+    drawn = _drawn(model, {"prompt": prompt}, [state], max_tokens, sampling, stop_token)
+    return takewhile(lambda token: token != stop_token, (token for (token,) in drawn))
 
 
 def generate_batch(
@@ -128,10 +97,9 @@ def generate_batch(
     states: Sequence[PromptState | None] = state if isinstance(state, Sequence) else [state] * len(prompts)
     if len(states) != len(prompts):
         raise ArgumentError("state", f"has {len(states)} states for {len(prompts)} prompts: give one for each, or one for all.")
-    causal, starts, sampling = _checked(model, named, states, max_tokens, sampling, stop_token)
     texts: list[list[int]] = [[] for _ in prompts]
     growing = set(range(len(prompts)))
-    for tokens in _drawn(causal, starts, max_tokens, sampling):
+    for tokens in _drawn(model, named, states, max_tokens, sampling, stop_token):
         growing -= {text for text in growing if tokens[text] == stop_token}
         for text in sorted(growing):
             texts[text].append(tokens[text])
@@ -142,18 +110,21 @@ def generate_batch(
     return texts
 
 
-def _checked(
+def _drawn(
     model: object,
     prompts: Mapping[str, Ids],
     states: Sequence[PromptState | None],
     max_tokens: int,
     sampling: Sampling | None,
     stop_token: int | None,
-) -> tuple[CausalLM, list[_Start], Sampling]:
-    """The model, the beginnings of the texts, and how to draw. Raises ArgumentError for wrong arguments; prompts have names."""
+) -> Iterator[list[int]]:
+    """Check all arguments, of which prompts have names, and return an iterator over the next token of every text.
+
+    It ends after `max_tokens` tokens; texts that have ended are continued, too.
+    """
     causal = check_model(model, CausalLM, "generate")
     check_positive(max_tokens=max_tokens)
-    sampling = checked_sampling(sampling)
+    how = checked_sampling(sampling)
     if stop_token is not None:
         token_ids("stop_token", [stop_token], causal.config.vocab_size)
     new = max_tokens - 1  # the model never reads the last one
@@ -161,30 +132,45 @@ def _checked(
         (checked_prompt(causal, name, prompt, state, new), state)
         for (name, prompt), state in zip(prompts.items(), states, strict=True)
     ]
-    return causal, starts, sampling
+
+    def draw_all() -> Iterator[list[int]]:
+        generator = how.generator()
+        seen = seen_in([ids for ids, _ in starts], causal.config.vocab_size, how)
+        once = {start: read(causal, *start) for start in dict.fromkeys(starts)}
+        tokens = draw(torch.stack([once[start].logits for start in starts]), how, generator, seen)
+        yield _on_host(tokens)
+        if max_tokens == 1:  # there may be no position for another one
+            return
+        with torch.no_grad():
+            state = State.concatenate([once[start].state for start in starts])  # in memory of its own
+            draw_next = drawing(causal, state, how, generator, seen)
+        del once, state  # the state of a long prompt may be large
+        for _ in range(1, max_tokens):
+            with torch.no_grad():
+                tokens = draw_next(tokens)
+            yield _on_host(tokens)
+
+    return draw_all()
+
+
+def _on_host(drawn: Tensor) -> list[int]:
+    """Drawn tokens as numbers. Raises LineartimeError if the logits were not finite."""
+    tokens: list[int] = drawn.tolist()
+    check_finite_logits(min(tokens, default=0) >= 0)
+    return tokens
 
 
 @dataclass
 class _Text:
-    """A text of a batch.
+    """A text of a batch."""
 
-    Attributes:
-        position: the number of tokens read.
-        state: what the model remembers; None while it is in the state of the batch.
-        logits: [V], after the last token read; None if a drawn token is to be read first.
-        sampling: how to draw, without the seed.
-        generator: its random numbers; None for those that texts share.
-        seen: its tokens, bool [1, V], if repetitions are penalised.
-        token: the token drawn last.
-    """
-
-    position: int
-    state: ModelState | None
-    logits: Tensor | None
-    sampling: Sampling
-    generator: torch.Generator | None
-    seen: Tensor | None
-    token: int = -1
+    position: int  # the number of tokens read
+    state: ModelState | None  # what the model remembers; None while it is in the state of the batch
+    logits: Tensor | None  # [V], after the last token read; None if a drawn token is to be read first
+    sampling: Sampling  # how to draw, without the seed
+    generator: torch.Generator
+    seen: Tensor | None  # its tokens, bool [1, V], if repetitions are penalised
+    token: int = -1  # the one drawn last
 
 
 class TextBatch:
@@ -207,11 +193,11 @@ class TextBatch:
         self._longest = self._model.config.longest_sequence
         self._sampling = checked_sampling(sampling)
         self._generator = self._sampling.generator()
+        self._decoder = self._model.compile_for_decoding()
         self._texts: dict[int, _Text] = {}
         self._added = 0
-        self._joined: list[int] = []
+        self._joined: list[int] = []  # the texts whose states are in that of the batch
         self._state: ModelState | None = None
-        self._decoder = self._model.compile_for_decoding()
 
     def __len__(self) -> int:
         """The number of texts, B."""
@@ -232,14 +218,14 @@ class TextBatch:
         Raises:
             ArgumentError: as `read_prompt`.
         """
-        own = None if sampling is None else checked_sampling(sampling)
+        how = self._sampling if sampling is None else checked_sampling(sampling)
+        generator = self._generator if sampling is None else how.generator()
         ids = checked_prompt(self._model, "prompt", prompt, state)
         read_so_far = read(self._model, ids, state)
         number, self._added = self._added, self._added + 1
-        seen = seen_in([ids], self._model.config.vocab_size, own or self._sampling)
-        generator = None if own is None else own.generator()
-        kind = replace(own or self._sampling, seed=None)
-        self._texts[number] = _Text(read_so_far.position, read_so_far.state, read_so_far.logits, kind, generator, seen)
+        seen = seen_in([ids], self._model.config.vocab_size, how)
+        start = read_so_far.position, read_so_far.state, read_so_far.logits
+        self._texts[number] = _Text(*start, replace(how, seed=None), generator, seen)
         return number
 
     def remove(self, number: int) -> None:
@@ -262,7 +248,7 @@ class TextBatch:
         if not self._texts:
             return {}
         with torch.no_grad():
-            self._read([number for number, text in self._texts.items() if text.logits is None])
+            self._read_drawn()
             logits = torch.stack([text.logits for text in self._texts.values() if text.logits is not None])
             for number, finite in zip(self._texts, are_finite(logits).tolist(), strict=True):
                 if not finite:
@@ -270,53 +256,39 @@ class TextBatch:
             self._draw(logits.float().cpu())
         return {number: text.token for number, text in self._texts.items()}
 
+    def _read_drawn(self) -> None:
+        """Read the tokens that were drawn last, and keep the logits after each."""
+        texts = {number: text for number, text in self._texts.items() if text.logits is None}
+        for number, text in texts.items():
+            if self._longest is not None and text.position >= self._longest:
+                what = f"is a text of {self._longest} tokens, the most this model reads: remove it."
+                raise ArgumentError("number", f"{number} {what}")
+        if not texts:
+            return
+        if self._joined != list(texts):  # its state is now that of the texts that are in it, then of those that were added
+            states = [text.state for text in texts.values() if text.state is not None]
+            rows = [row for row, number in enumerate(self._joined) if number in self._texts]
+            if self._state is not None and rows:
+                states = [self._state.take(torch.tensor(rows, device=self._state.position.device)), *states]
+            self._state, self._joined = State.concatenate(states), list(texts)
+            for text in texts.values():
+                text.state = None
+        assert self._state is not None
+        tokens = torch.tensor([text.token for text in texts.values()], device=next(self._model.parameters()).device)
+        logits, self._state = self._decoder.extend(tokens, self._state)
+        for text, of_text in zip(texts.values(), logits, strict=True):
+            text.position, text.logits = text.position + 1, of_text
+
     def _draw(self, logits: Tensor) -> None:
         """Draw a token of every text, by logits [B, V], in one operation for all texts with the same sampling."""
         texts = list(self._texts.values())
-        uniform = torch.empty(len(texts), dtype=torch.float64, device="cpu")
-        shared = [place for place, text in enumerate(texts) if text.generator is None]
-        uniform[shared] = uniform_numbers(len(shared), self._generator)
-        kinds: dict[Sampling, list[int]] = {}
-        for place, text in enumerate(texts):
-            kinds.setdefault(text.sampling, []).append(place)
-            if text.generator is not None:
-                uniform[place] = uniform_numbers(1, text.generator)
-        drawn: dict[int, int] = {}
-        for sampling, places in kinds.items():
-            seen = [tokens for place in places if (tokens := texts[place].seen) is not None]
-            of_kind = logits if len(kinds) == 1 else logits[places]
-            tokens_of_kind = pick(of_kind, sampling, uniform[places], torch.cat(seen) if seen else None)
-            drawn.update(zip(places, tokens_of_kind.tolist(), strict=True))
-        for place, text in enumerate(texts):  # after all draws, one of which may fail
-            text.token, text.logits = drawn[place], None
-            if text.seen is not None:
-                text.seen[0, text.token] = True
-
-    def _read(self, numbers: list[int]) -> None:
-        """Read the last token of some texts, and keep the logits after each."""
-        for number in numbers:
-            if self._longest is not None and self._texts[number].position >= self._longest:
-                raise ArgumentError(
-                    "number", f"{number} is a text of {self._longest} tokens, the most this model reads: remove it."
-                )
-        if not numbers:
-            return
-        if numbers != self._joined:
-            self._join(numbers)
-        assert self._state is not None
-        tokens = torch.tensor([self._texts[number].token for number in numbers], device=next(self._model.parameters()).device)
-        read, self._state = self._decoder.extend(tokens, self._state)
-        for number, logits in zip(numbers, read, strict=True):
-            text = self._texts[number]
-            text.position, text.logits = text.position + 1, logits
-
-    def _join(self, numbers: list[int]) -> None:
-        """Let the state of the batch be that of some texts: first those that are in it, then those that were added."""
-        states = [state for number in numbers if (state := self._texts[number].state) is not None]
-        rows = [row for row, number in enumerate(self._joined) if number in self._texts]
-        if self._state is not None and rows:
-            states = [self._state.take(torch.tensor(rows, device=self._state.position.device)), *states]
-        self._state = State.concatenate(states)
-        self._joined = numbers
-        for number in numbers:
-            self._texts[number].state = None
+        uniform = torch.cat([uniform_numbers(1, text.generator) for text in texts])
+        for sampling in dict.fromkeys(text.sampling for text in texts):
+            rows = [row for row, text in enumerate(texts) if text.sampling == sampling]
+            seen = [tokens for row in rows if (tokens := texts[row].seen) is not None]
+            of_rows = logits if len(rows) == len(texts) else logits[rows]
+            drawn = pick(of_rows, sampling, uniform[rows], torch.cat(seen) if seen else None)
+            for text, token in zip([texts[row] for row in rows], drawn.tolist(), strict=True):
+                text.token, text.logits = token, None
+                if text.seen is not None:
+                    text.seen[0, token] = True

@@ -3,8 +3,7 @@
 Shapes: B texts, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -183,30 +182,24 @@ def continuing(model: CausalLM, state: ModelState) -> Callable[[Tensor], Tensor]
 def drawing(
     model: CausalLM, state: ModelState, sampling: Sampling, generator: torch.Generator, seen: Tensor | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Continue texts by the tokens that were drawn last, int64 [B], and draw the next ones.
+    """Continue texts by the tokens that were drawn last, int64 [B], and draw the next ones. The state is consumed.
 
-    Where one function reads a token, on a CPU or as a CUDA graph, it also draws the next one.
-
-    Args:
-        model: the model.
-        state: of the texts; it is consumed.
-        sampling: how to draw.
-        generator: on the CPU.
-        seen: the tokens of the texts, bool [B, V], on the CPU, for a penalty of repetitions.
+    Where one function reads a token, on a CPU or as a CUDA graph, it also draws the next one. The generator is on the CPU, and
+    so are the tokens of the texts, `seen`, bool [B, V], for a penalty of repetitions.
     """
+    count = len(state)
     if _can_record(model):
         tokens = torch.zeros_like(state.position)
-        uniform = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
+        uniform = torch.zeros(count, dtype=torch.float64, device=tokens.device)
         seen = None if seen is None else seen.to(tokens.device)
         changed = [*state.tensors(), *(() if seen is None else (seen,))]
         step = recorded(partial(step_and_pick, model, state, sampling, seen=seen), (tokens, uniform), changed)
-        return lambda tokens: step(tokens, uniform_numbers(len(tokens), generator))
+        return lambda tokens: step(tokens, uniform_numbers(count, generator))
     native = model.compile_for_decoding().native
-    if native is None or seen is not None or len(state) > MAX_STREAMS:
+    if native is None or seen is not None or count > MAX_STREAMS:
         read_next = continuing(model, state)
         return lambda tokens: draw(read_next(tokens), sampling, generator, seen)
-    draw_next, count = native.draw, len(state)
-    how = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    draw_next, how = native.draw, (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     return lambda tokens: draw_next(tokens, uniform_numbers(count, generator), *how, state)
 
 
@@ -224,28 +217,12 @@ def _can_record(model: CausalLM) -> bool:
     return next(model.parameters()).is_cuda and model.constant_state
 
 
-@contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Cast weights anew under autocast: a graph would read a copy in its cache, which ends with the context."""
-    before = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
 def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed: Sequence[Tensor]) -> Callable[..., Tensor]:
-    """A function as a CUDA graph, which launches the hundreds of kernels of a token at once.
+    """A function of tensors as a CUDA graph, which launches the hundreds of kernels of a token at once.
 
-    Args:
-        function: of tensors; the same launches at each call, and no copies to the host.
-        inputs: the memory that it reads its arguments from.
-        changed: what it changes in place; that stays as it is until the first call of the result.
-
-    Returns:
-        The function, of tensors on any device; the next call overwrites the tensor that it returns.
+    The function launches the same at each call, and copies nothing to the host. It reads its arguments from `inputs`, and
+    changes `changed` in place, which stay as they are until the first call. The result takes tensors on any device; its next
+    call overwrites the tensor that it returns.
     """
     before = [tensor.clone() for tensor in changed]
 
@@ -253,8 +230,11 @@ def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed:
         for tensor, value in zip(changed, before, strict=True):
             tensor.copy_(value)
 
-    # A process records one graph at a time, and must not wait for the whole device meanwhile.
-    with GPU_LOCK, torch.cuda.device(inputs[0].device), _without_autocast_cache():
+    # A process records one graph at a time, and must not wait for the whole device meanwhile. Weights are cast anew under
+    # autocast: the copies in its cache end with the context.
+    kind = inputs[0].device.type
+    casting = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False)
+    with GPU_LOCK, torch.cuda.device(inputs[0].device), casting:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):  # the graph must not record what the first calls set up
@@ -268,12 +248,10 @@ def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed:
         with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             out = function(*inputs)
 
-    return partial(_replay, graph, inputs, out, (function, changed))
+    def replay(*given: Tensor, _memory: object = (function, changed)) -> Tensor:  # a graph does not keep its memory alive
+        for tensor, value in zip(inputs, given, strict=True):
+            tensor.copy_(value, non_blocking=True)
+        graph.replay()
+        return out
 
-
-def _replay(graph: "torch.cuda.CUDAGraph", inputs: Sequence[Tensor], out: Tensor, memory: object, *given: Tensor) -> Tensor:
-    """Run a graph on new inputs. It reads and writes `memory`, which it does not keep alive itself."""
-    for tensor, value in zip(inputs, given, strict=True):
-        tensor.copy_(value, non_blocking=True)
-    graph.replay()
-    return out
+    return replay

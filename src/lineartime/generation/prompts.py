@@ -5,17 +5,16 @@ Shapes: B texts, N tokens of a prompt, V vocabulary.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import index
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
-from lineartime.fields import check_type
+from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors, typed_first_line
+from lineartime.fields import check_type, shown
 from lineartime.files import new_file, os_error_behind
 from lineartime.models.backbone import ModelState
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
@@ -95,29 +94,21 @@ def checked_prompt(model: CausalLM, argument: str, prompt: Ids, state: PromptSta
 
 def token_ids(argument: str, given: Any, vocab_size: int) -> tuple[int, ...]:
     """Convert token ids to integers. Raises ArgumentError, naming the argument, unless they are `Ids` below `vocab_size`."""
-    if isinstance(given, str):
-        raise ArgumentError(argument, "is a text, but must be token ids: encode it with the model's tokenizer.")
-    if getattr(given, "ndim", 1) != 1:
-        raise ArgumentError(argument, f"has shape {list(given.shape)}, but must be the token ids of one text, [N].")
     try:
-        values = given.tolist() if hasattr(given, "tolist") else list(given)
-    except TypeError:
-        raise ArgumentError(argument, f"is {given!r}, but must be a sequence of token ids.") from None
-    ids = []
-    for value in values:
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            ids.append(index(value))
-        except TypeError:
-            raise ArgumentError(argument, f"holds {value!r}, but must hold token ids, which are integers.") from None
-        if not 0 <= ids[-1] < vocab_size:
-            raise ArgumentError(
-                argument,
-                f"holds the id {value}, but this model's vocabulary has {vocab_size:,} tokens: ids are from 0 to "
-                f"{vocab_size - 1}.",
-            )
-    return tuple(ids)
+        ids = torch.as_tensor(given if hasattr(given, "dtype") else list(given), device="cpu")
+    except (TypeError, ValueError, RuntimeError):  # of a text, for instance, or of something that is no sequence
+        what = "must be integers, the token ids of one text: encode a text with the model's tokenizer"
+        raise ArgumentError(argument, f"is {shown(given)}, but {what}.") from None
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if ids.dim() != 1 or (len(ids) and not whole):
+        found = f"has shape {list(ids.shape)} and dtype {ids.dtype}"
+        raise ArgumentError(argument, f"{found}, but must be the token ids of one text, integers [N].")
+    numbers = tuple(map(int, ids.tolist()))
+    for number in numbers:
+        if not 0 <= number < vocab_size:
+            has = f"this model's vocabulary has {vocab_size:,} tokens: ids are from 0 to {vocab_size - 1}"
+            raise ArgumentError(argument, f"holds the id {number}, but {has}.")
+    return numbers
 
 
 def check_prompt_state(model: CausalLM, state: object) -> None:
@@ -188,8 +179,7 @@ def save_state(model: LanguageModel, state: PromptState, path: str | Path) -> No
     parts: dict[str, Any] = {"logits": state.logits, **dict(leaves(state.state.blocks))}
     numbers = {name: part for name, part in parts.items() if isinstance(part, int)}
     tensors = {name: part.detach().cpu().contiguous().clone() for name, part in parts.items() if isinstance(part, Tensor)}
-    known = {"numbers": numbers, "last": state.last}
-    facts = {**known, **_facts_of_model(causal), "contents": _digest(known, tensors)}
+    facts = {"numbers": numbers, "last": state.last, "model": _digest(causal)}
     with new_file("path", Path(path)) as file:
         try:
             save_file(tensors, file, {"format": _FORMAT, "facts": json.dumps(facts)})
@@ -201,7 +191,7 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
     """Read what a model remembers of a text, on the device of the model. No code in the file is run.
 
     Args:
-        model: the model that read the text, with the same weights.
+        model: the model that read the text, with the same weights in the same precision.
         path: a file of `save_state`.
 
     Raises:
@@ -212,51 +202,34 @@ def load_state(model: LanguageModel, path: str | Path) -> PromptState:
 
     check_type("path", path, str | Path)
     causal, file = check_model(model, CausalLM, "continue a text"), Path(path)
-    device = next(causal.parameters()).device
+    device, like = next(causal.parameters()).device, causal.init_state(0).blocks
     try:
         with reporting_file_errors("read", file):
             file.open("rb").close()  # safetensors names neither the file nor the reason
         with safe_open(file, framework="pt") as opened:
-            metadata: Mapping[str, str] = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is not a dict
-    except SafetensorError as error:
-        raise _damaged(file, first_line(error)) from None
-    if metadata.get("format") != _FORMAT:
-        raise LineartimeError(f"{file} is no file of a state: give one that save_state wrote.")
-    try:
+            metadata = opened.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise LineartimeError(f"{file} is no file of a state: give one that save_state wrote.")
+            parts = {name: opened.get_tensor(name).to(device) for name in opened.keys()}  # noqa: SIM118  # it is not a dict
         facts = json.loads(metadata["facts"])
-        numbers, last, of_model, dtype, digest = (facts[name] for name in ("numbers", "last", "model", "dtype", "contents"))
-    except (ValueError, TypeError, KeyError):
-        raise _damaged(file, "its facts cannot be read") from None
-    if _digest({"numbers": numbers, "last": last}, tensors) != digest:
-        raise _damaged(file, "its contents differ from what was written")
-    own = _facts_of_model(causal)
-    if dtype != own["dtype"]:
-        found = f"is {file}, which a model with weights in {dtype} wrote, but these are in {own['dtype']}"
-        raise ArgumentError("state", f"{found}: use the same precision.")
-    if of_model != own["model"]:
-        raise ArgumentError("state", f"is {file}, which a model with other weights wrote: load it with that model.")
-    logits = tensors.pop("logits").to(device)
-    parts = {name: tensor.to(device) for name, tensor in tensors.items()} | numbers
-    like = causal.init_state(0).blocks
-    made = (None if part is None else parts[name] for name, part in leaves(like))
-    return PromptState(ModelState(rebuilt(like, made)), logits, tuple(last))
+        if facts["model"] != _digest(causal):
+            wrote = "which a model with other weights, or in another precision, wrote: load it with that model"
+            raise ArgumentError("state", f"is {file}, {wrote}.")
+        parts |= facts["numbers"]
+        made = (None if part is None else parts[name] for name, part in leaves(like))
+        return PromptState(ModelState(rebuilt(like, made)), parts["logits"], tuple(facts["last"]))
+    except LineartimeError:
+        raise
+    except (SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise LineartimeError(
+            f"{file} is damaged ({typed_first_line(error)}): read the prompt again, and save its state."
+        ) from None
 
 
-def _digest(facts: Any, tensors: Mapping[str, Tensor]) -> str:
-    """A digest of facts in JSON and of tensors."""
-    found = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(tensors.items()):
+def _digest(model: CausalLM) -> str:
+    """A digest of the config and the weights of a model, without which a state means nothing."""
+    found = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-def _facts_of_model(model: CausalLM) -> dict[str, str]:
-    """The dtype of the weights, "float32", and a digest of them and the config, without which a state means nothing."""
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return {"dtype": dtype, "model": _digest(model.config.to_dict(), model.state_dict())}
-
-
-def _damaged(file: Path, why: str) -> LineartimeError:
-    return LineartimeError(f"{file} is damaged ({why}): read the prompt again, and save its state.")

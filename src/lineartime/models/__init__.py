@@ -1,12 +1,8 @@
 """Language models built from configurations."""
 
-from importlib import import_module
-from typing import Any
-
 from lineartime.models.config import LayerConfig, ModelConfig
 from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM, build_model
-from lineartime.models.registering import import_modules, imported_names, register_system
-from lineartime.models.systems import build, presets
+from lineartime.models.systems import build, import_modules, imported_names, presets, register_system
 
 __all__ = [
     "CausalLM",
@@ -19,14 +15,5 @@ __all__ = [
     "presets",
     "register_system",
 ]
-
-_SEQ2SEQ = ("EncoderDecoder", "EncoderDecoderConfig", "beam_search", "encoder_decoder_config", "greedy")
-
-
-def __getattr__(name: str) -> Any:  # at first use: encoder-decoders are made of models, and were here
-    if name in _SEQ2SEQ:
-        return getattr(import_module("lineartime.seq2seq"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 import_modules(imported_names())

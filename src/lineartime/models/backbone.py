@@ -131,13 +131,19 @@ class Backbone(nn.Module):
         The input of each block is appended to `inputs`. The other arguments are those of `LanguageModel`.
         """
         embedded = self.embed(tokens)
-        compiled = self._is_compiled()
+        # Whether torch.nn.Module.compile has been called on a block, which PyTorch shows in this attribute alone.
+        compiled = any(block._compiled_call_impl is not None for block in self.blocks)
         options: dict[str, Any] = {"device": embedded.device, "context": context, "one_grid": compiled}
         packing = self._pickiest.describe(embedded.shape, mask, cu_seqlens, prefix_lengths, **options)
         if context is not None:
             check_equal_slices(embedded.shape[:2], context, embedded.device)
         if token_types is not None:
-            self._check_types(token_types, embedded)
+            if self.token_types is None:
+                raise ArgumentError("token_types", "is given, but this model has none: leave it out.")
+            self.check_ids(token_types, "token_types", self.token_types)
+            if token_types.shape != embedded.shape[:2]:
+                wanted = list(embedded.shape[:2])
+                raise ArgumentError("token_types", f"has shape {list(token_types.shape)}, but must be [B, T] = {wanted}.")
             token_types = packing.pack(token_types)
         x = self.first_input(packing.pack(embedded), packing, token_types)
         for block in self.blocks:
@@ -151,21 +157,12 @@ class Backbone(nn.Module):
 
     forward = read  # hooks run where the module itself is called
 
-    def _is_compiled(self) -> bool:
-        """Whether torch.nn.Module.compile has been called on a block, which PyTorch shows in this attribute alone."""
-        return any(block._compiled_call_impl is not None for block in self.blocks)
-
     @property
     def _pickiest(self) -> Mixer:
         """The mixer that describes a batch for all of them: one that refuses a prefix or a context, if there is one."""
         mixers = [block.mixer for block in self.blocks]
         without_prefix = [mixer for mixer in mixers if not mixer.reads_prefix]
         return (without_prefix or [mixer for mixer in mixers if not mixer.splits_context] or mixers)[0]
-
-    @property
-    def constant_state(self) -> bool:
-        """Whether one token of each stream updates the state of all blocks in place, in constant memory."""
-        return all(block.mixer.constant_state for block in self.blocks)
 
     def init_state(self, batch_size: int) -> ModelState:
         """The state before the first token of `batch_size` streams. Raises ArgumentError unless the model is causal."""
@@ -221,16 +218,6 @@ class Backbone(nn.Module):
         normed: Tensor = self.embedding_norm(x)
         return normed
 
-    def _check_types(self, token_types: Tensor, embedded: Tensor) -> None:
-        """Raise ArgumentError unless the model has token types and `token_types` [B, T] fits tokens [B, T, d]."""
-        if self.token_types is None:
-            raise ArgumentError("token_types", "is given, but this model has none: leave it out.")
-        check_whole("token_types", token_types)
-        if token_types.shape != embedded.shape[:2]:
-            wanted = list(embedded.shape[:2])
-            raise ArgumentError("token_types", f"has shape {list(token_types.shape)}, but must be [B, T] = {wanted}.")
-        self._check_range("token_types", token_types, self.token_types, "token_types")
-
     def check_state(self, state: object, embedded: Tensor) -> None:
         """Raise ArgumentError unless `state` is of this model, and of as many streams as the tokens [B, N, d]."""
         if not isinstance(state, ModelState):
@@ -242,19 +229,16 @@ class Backbone(nn.Module):
         for block, of_block in zip(self.blocks, state.blocks, strict=True):
             block.mixer.check_state(of_block, embedded)
 
-    def check_ids(self, ids: Tensor, argument: str = "ids") -> None:
-        """Raise ArgumentError unless `ids` are token ids [B, T] within the vocabulary and on the model's device."""
+    def check_ids(self, ids: Tensor, argument: str = "ids", table: nn.Embedding | None = None) -> None:
+        """Raise ArgumentError unless `ids` [B, T] are rows of a table, by default of the token embedding, on its device."""
+        table = self.embedding if table is None else table
         check_whole(argument, ids)
         if ids.dim() != 2:
             raise ArgumentError(argument, f"has shape {list(ids.shape)}, but must be [B, T].")
-        self._check_range(argument, ids, self.embedding, "vocab_size")
-
-    def _check_range(self, argument: str, ids: Tensor, embedding: nn.Embedding, size: str) -> None:
-        """Raise ArgumentError for ids out of range or on another device. `size` names the option that sets the range."""
-        check_device(argument, ids, embedding)
+        check_device(argument, ids, table)
         if is_readable(ids):
             low, high = (int(value) for value in ids.aminmax())
-            rows = embedding.weight.shape[0]  # the wrapper of PEFT has no num_embeddings
+            rows = table.weight.shape[0]  # the wrapper of PEFT has no num_embeddings
             if low < 0 or high >= rows:
-                wrong = low if low < 0 else high
+                wrong, size = low if low < 0 else high, "vocab_size" if table is self.embedding else argument
                 raise ArgumentError(argument, f"holds {wrong}, but must be from 0 to {size} - 1 = {rows - 1}.")

@@ -52,11 +52,10 @@ class LayerConfig:
     _options: tuple[tuple[str, Any], ...]
 
     def __init__(self, kind: str, /, **options: Any) -> None:
-        check_choice("kind", kind, tuple(name for kinds in KINDS.values() for name in kinds))
-        object.__setattr__(self, "kind", kind)
-        allowed = own_options(self._named)
+        layers = known_layers()
+        check_choice("kind", kind, tuple(layers))
+        allowed = own_options(layers[kind])
         check_names(options, allowed, kind)
-        check_choice("memory", options.get("memory", "sum"), ("sum", "mesa") if kind == FLASH.name else ("sum",))
         for name, value in options.items():
             options[name] = value = _as_tuple(value, allowed[name].type)
             check_type(name, value, allowed[name].type)
@@ -65,6 +64,7 @@ class LayerConfig:
         values = {name: options.get(name, option.default) for name, option in allowed.items()}
         for name in [name for name, value in values.items() if value is Parameter.empty]:
             raise ArgumentError(name, f"is missing: {kind} has no default for it.")
+        object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "_options", tuple(values.items()))
 
     def __repr__(self) -> str:
@@ -79,12 +79,7 @@ class LayerConfig:
     @property
     def layer(self) -> type[Any]:
         """The class of the layer."""
-        return FLASHMesa if self.options.get("memory") == "mesa" else self._named
-
-    @property
-    def _named(self) -> type[Any]:
-        """The class that has the name."""
-        return next(kinds[self.kind] for kinds in KINDS.values() if self.kind in kinds)
+        return FLASHMesa if self.options.get("memory") == "mesa" else known_layers()[self.kind]
 
     def override(self, /, **options: Any) -> "LayerConfig":
         """Return a copy with other values for some options."""
@@ -95,10 +90,6 @@ class LayerConfig:
         layer = self.layer if norm_position == "pre" else post_norm(self.layer)
         own = {name: value for name, value in self.options.items() if name != "memory"}
         return layer(d_model, **own, **options)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a plain dictionary for JSON: {"kind": "flash", "d_qk": 128, ...}."""
-        return {"kind": self.kind, **self.options}
 
 
 def _as_tuple(value: Any, hint: Any) -> Any:
@@ -114,11 +105,16 @@ def _as_tuple(value: Any, hint: Any) -> Any:
     return tuple(item if of_items is str else number_or_text(item) for item in value.split(",") if item)
 
 
+def known_layers() -> dict[str, type[Any]]:
+    """The classes of all layers by name."""
+    return {name: layer for kinds in KINDS.values() for name, layer in kinds.items()}
+
+
 def _own_options(layer: type[Any]) -> dict[str, Option]:
     """The options of a layer, except those that the model sets, such as causal, norm and dropout."""
     options = constructor_options(layer)
     if layer in (FLASH, ForeignFLASH):  # by its name alone, a config with the memory mesa would be one of FLASH
-        options["memory"] = Option(Memory, "sum")
+        options["memory"] = Option(Memory if layer is FLASH else Literal["sum"], "sum")
     return {name: option for name, option in options.items() if name not in (*LayerOptions.__annotations__, "causal")}
 
 
@@ -136,6 +132,8 @@ class PartsConfig:
         for part, kinds in KINDS.items():
             if (value := getattr(self, part, None)) is not None:
                 object.__setattr__(self, part, as_layer(part, value, kinds))
+        if self.pattern != ():
+            object.__setattr__(self, "pattern", read_pattern(self.pattern, {self.mixer.kind: self.mixer}))
         check_fields(self)
 
     def build(self) -> nn.Module:
@@ -151,7 +149,7 @@ class PartsConfig:
         def plain(value: Any) -> Any:
             if isinstance(value, tuple):
                 return [plain(item) for item in value]
-            return value.to_dict() if isinstance(value, LayerConfig) else value
+            return {"kind": value.kind, **value.options} if isinstance(value, LayerConfig) else value
 
         return {name: plain(value) for name, value in vars(self).items() if value != ()}
 
@@ -326,8 +324,6 @@ class ModelConfig(PartsConfig):
     pattern: tuple[LayerConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        mixer = as_layer("mixer", self.mixer, KINDS["mixer"])
-        object.__setattr__(self, "pattern", read_pattern(self.pattern, {mixer.kind: mixer}))
         super().__post_init__()
         if self.pattern and self.pattern[0] != self.mixer:
             wanted = f"but must equal the first one of the pattern, {self.pattern[0].kind}, in all options"

@@ -4,6 +4,7 @@ Shapes: B streams, d model width, C chunk size, e value width, s query/key width
 """
 
 import ctypes
+import struct
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
@@ -32,29 +33,10 @@ _STATE = ("last", "summary", "keys", "values", "position", "base")
 _LONG, _ADDRESS, _NUMBER = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
-class _Norm(ctypes.Structure):
-    _fields_ = [("weight", _ADDRESS), ("bias", _ADDRESS), ("by", _LONG), ("centred", _LONG), ("eps", _NUMBER)]
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, _ADDRESS) for name in ("gamma", "beta", "bias")),
-        ("norm", _Norm),
-        *((name, _ADDRESS) for name in ("to_projected", "projected_bias", "to_output", "output_bias")),
-    ]
-
-
-class _Model(ctypes.Structure):
-    _fields_ = [
-        *((name, _LONG) for name in ("layers", "d", "e", "s", "c", "vocabulary", "shifted")),
-        *((name, _LONG) for name in ("published", "divides_by_chunk")),
-        ("score_scale", _NUMBER),
-        *((name, _LONG) for name in ("rotated", "angles")),
-        *((name, _ADDRESS) for name in ("frequencies", "cosines", "embedding", "token_type", "sine_scale", "places")),
-        ("n_places", _LONG),
-        *((name, _Norm) for name in ("embedding_norm", "norm")),
-        *((name, _ADDRESS) for name in ("to_logits", "logits_bias", "layer")),
-    ]
+def _fields(*values: float | bytes | None) -> bytes:
+    """A struct of decode.cpp, whose fields have eight bytes each: numbers, addresses, which may be None, and other structs."""
+    parts = (x if isinstance(x, bytes) else struct.pack("d" if isinstance(x, float) else "q", x or 0) for x in values)
+    return b"".join(parts)
 
 
 class _Bound(NamedTuple):
@@ -78,7 +60,7 @@ class NativeDecoder:
         layers: list[Any] = [block.mixer for block in backbone.blocks]
         first, position = layers[0], backbone.position
         self._backbone, self._dtype = backbone, first.gamma.dtype
-        self._kept: list[Any] = []
+        self._kept: list[Tensor] = []
         self._shifted = first.token_shift
         self._recalling = [place for place, layer in enumerate(layers) if isinstance(layer, FLASHMesa)]
         self._like = [self._tensors(layer.init_state(0)) for layer in layers]
@@ -89,7 +71,8 @@ class NativeDecoder:
         frequencies = [10000.0 ** -(torch.arange(n, dtype=torch.float64, device="cpu") / n) for n in counts]
         tables = [rotary_table(near, n, torch.float64).permute(1, 2, 0) for n in counts]
         table = position.table if isinstance(position, LearnedPositions) else None
-        self._native = _Model(
+        self._d, self._chunk_size, self._n_positions = first.d_model, first.chunk_size, 0 if table is None else len(table)
+        model = _fields(
             len(layers), first.d_model, first.d_value, first.d_qk, first.chunk_size, self._vocabulary,
             first.shifted_width, first.normalization != "count", first.normalization == "paper_sum",
             first.scales().score, rotated, rotated + sines,
@@ -97,14 +80,13 @@ class NativeDecoder:
             self._keep(backbone.embedding.weight),
             self._keep(None if backbone.token_types is None else backbone.token_types.weight),
             self._keep(position.scale if isinstance(position, ScaledSin) else None),
-            self._keep(table), 0 if table is None else len(table),
+            self._keep(table), self._n_positions,
             self._norm(backbone.embedding_norm), self._norm(backbone.norm),
             self._keep(backbone.embedding.weight if head is None else head.weight),
             self._keep(None if head is None else head.bias),
+            self._keep(b"".join(map(self._layer, layers))),
         )  # fmt: skip
-        native = (_Layer * len(layers))(*map(self._layer, layers))
-        self._kept.append(native)
-        self._native.layer = ctypes.addressof(native)
+        self._model = self._keep(model)
         types = (_ADDRESS, _ADDRESS, _LONG, _ADDRESS, _LONG)
         sampling = (_NUMBER, _LONG, _NUMBER, _NUMBER)
         self._bytes = functions.function("bytes", _ADDRESS, _LONG, _LONG)
@@ -124,7 +106,7 @@ class NativeDecoder:
     def hidden(self, embedded: Tensor, state: ModelState) -> Tensor:
         """Read an embedded token of every stream: [B, 1, d] -> hidden vectors [B, 1, d]. Raises as `logits`."""
         out = embedded.clone()
-        self._check("embedded", out, self._dtype, len(state), 1, self._native.d)
+        self._check("embedded", out, self._dtype, len(state), 1, self._d)
         self._run(state, None, out)
         return out
 
@@ -161,9 +143,9 @@ class NativeDecoder:
             last = self._vocabulary - 1
             raise ArgumentError("ids", f"holds {int(ids[wrong - 1])}, but must be from 0 to vocab_size - 1 = {last}.")
         if wrong:
-            limit = f"is {self._native.n_places}, the number of learned positions"
+            limit = f"is {self._n_positions}, the number of learned positions"
             raise ArgumentError("max_positions", f"{limit}, but a stream has as many tokens.")
-        if self._recalling and (state.position % self._native.c == 0).any():
+        if self._recalling and (state.position % self._chunk_size == 0).any():
             for place in self._recalling:
                 fold_full_chunks(self._own(state.blocks[place]))
 
@@ -179,10 +161,9 @@ class NativeDecoder:
         addresses = torch.tensor(rows, device="cpu")
         # PyTorch does not see what C++ writes: this lets it refuse the gradient of what read these tensors before.
         torch.autograd.graph.increment_version([tensor for tensor in state.tensors() if not tensor.is_inference()])
-        model = ctypes.addressof(self._native)
-        memory = torch.zeros(self._bytes(model, streams, threads) + 64, dtype=torch.uint8, device="cpu")
+        memory = torch.zeros(self._bytes(self._model, streams, threads) + 64, dtype=torch.uint8, device="cpu")
         aligned = -memory.data_ptr() % 64 + memory.data_ptr()
-        return _Bound(state, threads, addresses, memory, (model, addresses.data_ptr(), streams, aligned, threads))
+        return _Bound(state, threads, addresses, memory, (self._model, addresses.data_ptr(), streams, aligned, threads))
 
     def _tensors(self, block: Any) -> list[Tensor]:
         """The tensors of the state of a block, in the order of `State` in decode.cpp."""
@@ -198,25 +179,26 @@ class NativeDecoder:
             wanted = f"{list(shape)} in {dtype}, contiguous on a CPU"
             raise ArgumentError(argument, f"has shape {list(x.shape)} in {x.dtype} on {x.device}, but must have {wanted}.")
 
-    def _keep(self, x: Tensor | None) -> int | None:
-        """The address of a tensor, which stays alive as long as the decoder."""
+    def _keep(self, x: Tensor | bytes | None) -> int | None:
+        """The address of a tensor, or of bytes, which stay alive as long as the decoder."""
         if x is None:
             return None
-        self._kept.append(x := x.detach().contiguous())
+        x = torch.frombuffer(bytearray(x), dtype=torch.uint8) if isinstance(x, bytes) else x.detach().contiguous()
+        self._kept.append(x)
         return x.data_ptr()
 
-    def _norm(self, norm: nn.Module) -> _Norm:
+    def _norm(self, norm: nn.Module) -> bytes:
         parts = norm_parts(norm)
         if parts is None:
-            return _Norm()
+            return _fields(None, None, 0, 0, 0.0)
         weight, bias, centred, eps = parts
-        return _Norm(self._keep(weight), self._keep(bias), int(len(weight) > 1), int(centred), eps)
+        return _fields(self._keep(weight), self._keep(bias), len(weight) > 1, centred, eps)
 
-    def _layer(self, layer: FLASH) -> _Layer:
+    def _layer(self, layer: FLASH) -> bytes:
         to_projected, to_output, bias = layer.to_gate_value_base, layer.to_output, None
         if layer.bias is not None:  # of the last token of a chunk, [C], from which a shift gives that of any other
             bias = layer.bias(layer.chunk_size)[: layer.chunk_size].to(acc_dtype(layer.gamma))
-        return _Layer(
+        return _fields(
             self._keep(layer.gamma), self._keep(layer.beta), self._keep(bias), self._norm(layer.norm),
             self._keep(to_projected.weight), self._keep(to_projected.bias), self._keep(to_output.weight),
             self._keep(to_output.bias),

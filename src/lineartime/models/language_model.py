@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers.dense import Dense, dense, is_untouched
@@ -25,6 +26,16 @@ from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
 MAX_STRUCTURES = 32
 """The structures of packs that a compiled block may be compiled for; 150 random packs had 14."""
 _numbers = count()
+
+
+class BatchOptions(TypedDict, total=False):
+    """What describes the sequences of a batch: see `LanguageModel.forward`."""
+
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    prefix_lengths: Tensor | None
+    context: ContextGroup | None
+    token_types: Tensor | None
 
 
 class LanguageModel(nn.Module):
@@ -72,44 +83,25 @@ class LanguageModel(nn.Module):
         check_whole("ids", ids)  # a backbone takes embedded tokens, too
         return self.logits(self.backbone(ids, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types))
 
-    def loss(
-        self,
-        ids: Tensor,
-        targets: Tensor,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        prefix_lengths: Tensor | None = None,
-        *,
-        context: ContextGroup | None = None,
-        token_types: Tensor | None = None,
-    ) -> Tensor:
+    def loss(self, ids: Tensor, targets: Tensor, **batch: Unpack[BatchOptions]) -> Tensor:
         """Compute the mean cross-entropy over all targets, without holding the logits of all tokens in memory at once.
 
         An `lm_head` with an adapter or a hook is called, and then the logits are held.
 
         Args:
-            targets: int [B, T], the tokens to predict; -100 where there is none. Other arguments are those of the logits.
+            ids: [B, T] token ids.
+            targets: int [B, T], the tokens to predict; -100 where there is none.
+            **batch: other arguments of the logits, by name.
 
         Returns:
             A scalar, in nats; zero if there are no targets.
         """
-        total = self.total_loss(ids, targets, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types)
-        return total / (targets != IGNORED).sum().clamp(min=1)
+        return self.total_loss(ids, targets, **batch) / (targets != IGNORED).sum().clamp(min=1)
 
-    def total_loss(
-        self,
-        ids: Tensor,
-        targets: Tensor,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        prefix_lengths: Tensor | None = None,
-        *,
-        context: ContextGroup | None = None,
-        token_types: Tensor | None = None,
-    ) -> Tensor:
+    def total_loss(self, ids: Tensor, targets: Tensor, **batch: Unpack[BatchOptions]) -> Tensor:
         """Compute the sum of the losses that `loss` averages, for callers that average over several batches."""
         check_whole("ids", ids)
-        hidden = self.backbone(ids, mask, cu_seqlens, prefix_lengths, context=context, token_types=token_types)
+        hidden = self.backbone(ids, **batch)
         check_whole("targets", targets)
         if targets.shape != ids.shape:
             raise ArgumentError("targets", f"has shape {list(targets.shape)}, but must have that of ids, {list(ids.shape)}.")
@@ -234,7 +226,7 @@ class CausalLM(LanguageModel):
     @property
     def constant_state(self) -> bool:
         """Whether a stream needs constant memory, and one token updates it in place, as in FLASH and linear attention."""
-        return self.backbone.constant_state
+        return all(block.mixer.constant_state for block in self.backbone.blocks)
 
 
 def read_token(model: CausalLM, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
@@ -246,16 +238,10 @@ def read_token(model: CausalLM, tokens: Tensor, state: ModelState) -> tuple[Tens
 
 @dataclass(frozen=True)
 class Decoder:
-    """A causal language model prepared for decoding; what `CausalLM.compile_for_decoding` returns.
-
-    Attributes:
-        model: the model.
-        native: its step as one C++ function, made of the weights as they were; None where there is none, or for a model that
-            was told to `compile_step`.
-    """
+    """A causal language model prepared for decoding; what `CausalLM.compile_for_decoding` returns."""
 
     model: CausalLM
-    native: NativeDecoder | None
+    native: NativeDecoder | None  # its step as one C++ function, of the weights as they were; None where there is none
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:

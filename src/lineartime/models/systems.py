@@ -1,48 +1,56 @@
 """All systems of the paper and of its related work, and the sizes of their models: one row each.
 
 A row states what the class of its mixer does not: the rest of the block, and the options that differ from the class's
-defaults. To add a system, add a row to `SYSTEMS`.
+defaults. To add a system, add a row to `SYSTEMS`. Systems of a user are registered, in modules that other processes import.
 """
 
-from collections.abc import Callable, Mapping
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, overload
+from pathlib import Path
+from typing import Any, Literal, get_args, overload
 
 import lineartime.baselines as baselines
 from lineartime.choices import BYTE_VOCABULARY, VOCAB_SIZE, Task
-from lineartime.errors import ArgumentError, did_you_mean
+from lineartime.errors import ArgumentError, LineartimeError, check_choice, did_you_mean, first_line, typed_first_line
+from lineartime.fields import check_names
 from lineartime.layers.attention import Attention
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.flash import FLASH, GAU, InitialScores
 from lineartime.layers.mixer import Mixer
 from lineartime.layers.residual import ResidualLayer
-from lineartime.models.config import KINDS, LayerConfig, ModelConfig, own_options, read_pattern, why_not_learned
+from lineartime.machine import shapes_only
+from lineartime.models.config import (
+    KINDS,
+    LayerConfig,
+    ModelConfig,
+    known_layers,
+    own_options,
+    read_pattern,
+    why_not_learned,
+)
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a model, for both families: gated units and Transformers.
+    """The size of a model, for both families: gated units and Transformers."""
 
-    Attributes:
-        d_model: width of the residual stream.
-        gated_blocks: number of blocks in a model of gated units; each block is one layer.
-        attention_blocks: number of blocks in a Transformer; each block is attention and a feed-forward layer.
-        n_heads: number of heads in a Transformer.
-        d_qk: query/key width of a gated unit.
-        chunk_size: number of tokens in a chunk.
-        vocab_size: number of tokens in the vocabulary.
-        initial_scores: the magnitude of a GAU's attention scores at initialisation.
-    """
-
-    d_model: int
-    gated_blocks: int
-    attention_blocks: int
-    n_heads: int
-    d_qk: int = 128
-    chunk_size: int = 256
+    d_model: int  # the width of the residual stream
+    gated_blocks: int  # blocks in a model of gated units; each block is one layer
+    attention_blocks: int  # blocks in a Transformer; each block is attention and a feed-forward layer
+    n_heads: int  # heads in a Transformer
+    d_qk: int = 128  # the query/key width of a gated unit
+    chunk_size: int = 256  # tokens in a chunk
     vocab_size: int = VOCAB_SIZE
-    initial_scores: InitialScores = "small"
+    initial_scores: InitialScores = "small"  # the magnitude of a GAU's attention scores at initialisation
 
 
 SIZES: dict[str, Size] = {
@@ -244,7 +252,9 @@ MORE_SIZES: dict[str, tuple[str, ...]] = {
     "scaling-1024": ("gau", "transformer+", "transformer++"),
 }
 
-PRESETS: dict[str, tuple[str, Size]] = {f"{name}-{size}": (name, SIZES[size]) for size in ("tiny", "base") for name in SYSTEMS}
+OF_EVERY_SYSTEM = ("tiny", "base")
+
+PRESETS: dict[str, tuple[str, Size]] = {f"{name}-{size}": (name, SIZES[size]) for size in OF_EVERY_SYSTEM for name in SYSTEMS}
 """The system and the size of every preset, by its name."""
 
 for _size, _names in MORE_SIZES.items():
@@ -284,22 +294,18 @@ def nearest_preset(config: ModelConfig) -> str:
     Raises:
         ArgumentError: if no preset has these layers.
     """
-
-    def kinds(other: ModelConfig) -> tuple[str, str | None]:
-        mixer = "" if config.pattern else other.mixer.kind  # a pattern can be overridden in any preset
-        return mixer, None if other.feed_forward is None else other.feed_forward.kind
-
-    def differences(other: ModelConfig) -> int:
-        values = other.values
-        return sum(values.get(field) != value for field, value in wanted.items())
-
-    wanted, (mixer, feed_forward) = config.values, kinds(config)
-    alike = {name: differences(other) for name, other in presets(config.task).items() if kinds(other) == (mixer, feed_forward)}
+    wanted, alike = config.values, dict[str, int]()
+    feed_forward = getattr(config.feed_forward, "kind", None)
+    for name, other in presets(config.task).items():
+        same_mixer = config.pattern or other.mixer.kind == config.mixer.kind  # a pattern can be overridden in any preset
+        if same_mixer and getattr(other.feed_forward, "kind", None) == feed_forward:
+            values = other.values
+            alike[name] = sum(values.get(field) != value for field, value in wanted.items())
     if not alike:
         raise ArgumentError(
             "preset",
-            f"is a ModelConfig with the mixer {mixer!r} and the feed-forward layer {feed_forward!r}, which no preset has "
-            "together: add a row to the table of systems (docs/systems.md), or train the model in a loop of your own.",
+            f"is a ModelConfig with the mixer {config.mixer.kind!r} and the feed-forward layer {feed_forward!r}, which no "
+            "preset has together: add a row to the table of systems (docs/systems.md), or train the model in your own loop.",
         )
     return min(alike, key=alike.__getitem__)
 
@@ -324,3 +330,142 @@ def build(preset_or_config: str | ModelConfig, task: Task | None = None, **overr
         ArgumentError: for an unknown preset, field or value, or a system that cannot learn the task.
     """
     return build_model(resolve(preset_or_config, task, **overrides))
+
+
+VARIABLE = "LINEARTIME_IMPORT"
+"""The environment variable that names modules to import with the models, so that all processes know the same systems."""
+
+FeedForward = Literal["mlp", "glu"]
+_OF_THE_LIBRARY = frozenset(SYSTEMS)
+
+
+def register_system(
+    name: str,
+    mixer: type[Mixer],
+    feed_forward: FeedForward | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    scaled: Mapping[str, Callable[[Size], int | str]] | None = None,
+    fields: Mapping[str, Any] | None = None,
+    description: str = "",
+) -> None:
+    """Add a system of your own, with the presets NAME-tiny and NAME-base, as if it were a row of the table of systems.
+
+    Registering the same name again replaces the system, as when a cell of a notebook is run again.
+
+    Args:
+        name: of lower-case letters, digits, + and -, beginning with a letter; not that of a system of the library.
+        mixer: the class of the layer that moves information between tokens. Its attribute `name`, which model.json records,
+            must be its own.
+        feed_forward: the layer after the mixer in a Transformer block, "mlp" or "glu"; None for a gated unit, which needs none.
+        options: options of the mixer that differ from its class's defaults and from the size.
+        scaled: options of the mixer that are computed from the `Size` of the model; `d_qk`, `n_heads` and `chunk_size` are.
+        fields: fields of `ModelConfig` that differ from the usual ones.
+        description: in a line; the default is the first line of the mixer's docstring.
+
+    Raises:
+        ArgumentError: for a name that is taken or not a name, and a class that is not a complete mixer or lacks an option.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9+-]*", name):
+        raise ArgumentError("name", f"is {name!r}, but must begin with a-z, and consist of a-z, 0-9, + and -.")
+    if name in _OF_THE_LIBRARY:
+        raise ArgumentError("name", f"is {name!r}, which is a system of the library: choose another one.")
+    if feed_forward is not None:
+        check_choice("feed_forward", feed_forward, get_args(FeedForward))
+    layer = None if feed_forward is None else KINDS["feed_forward"][feed_forward]
+    _check_mixer(mixer, layer)
+    fixed = ("task", "vocab_size", "d_model", "n_blocks", "mixer", "feed_forward")  # by the size and the arguments
+    check_names(fields or {}, [field for field in ModelConfig.__dataclass_fields__ if field not in fixed], "fields")
+    system = System(mixer, layer, {**(options or {}), **(scaled or {})}, fields or {}, description=description)
+    before = dict(KINDS["mixer"])
+    KINDS["mixer"][mixer.name] = mixer  # a class that is defined again replaces the one before
+    try:
+        for size in OF_EVERY_SYSTEM:
+            _check_builds(system, SIZES[size])
+    except BaseException:
+        KINDS["mixer"].clear()
+        KINDS["mixer"].update(before)
+        raise
+    SYSTEMS[name] = system
+    PRESETS.update({f"{name}-{size}": (name, SIZES[size]) for size in OF_EVERY_SYSTEM})
+
+
+def _check_mixer(mixer: object, feed_forward: type[Any] | None) -> None:
+    """Raise ArgumentError unless `mixer` is the class of a mixer whose name, and the names of whose options, are its own."""
+    if not (isinstance(mixer, type) and issubclass(mixer, Mixer)):
+        raise ArgumentError("mixer", f"is {mixer!r}, but must be a class derived from lineartime.layers.Mixer.")
+    if not isinstance(getattr(mixer, "name", None), str):
+        raise ArgumentError("mixer", f"is {mixer.__name__}, which has no name: give the class an attribute `name`.")
+    other = known_layers().get(mixer.name, mixer)  # it may be an earlier definition of the class, as in a notebook
+    if other is not mixer and (other.__module__.startswith("lineartime.") or other.__qualname__ != mixer.__qualname__):
+        found = f"is {mixer.__name__}, whose name, {mixer.name!r}, is that of {other.__name__}"
+        raise ArgumentError("mixer", f"{found}: give the class an attribute `name` of its own.")
+    others = {} if feed_forward is None else own_options(feed_forward)
+    for option in own_options(mixer):  # `ModelConfig.override` names no layer
+        if option in {"kind", *others, *ModelConfig.__dataclass_fields__}:
+            found = f"is {mixer.__name__}, whose option {option} has the name of one of"
+            raise ArgumentError("mixer", f"{found} {'the feed-forward layer' if option in others else 'the model'}: rename it.")
+
+
+def _check_builds(system: System, size: Size) -> None:
+    """Raise ArgumentError unless a model of the system can be built, and restored from what model.json records."""
+    name = system.mixer.__name__
+    config = system.model(size, "clm" if system.why_not_learned("clm") is None else "mlm").first_round
+    try:
+        with shapes_only():
+            ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))).build()
+    except (TypeError, ArgumentError) as error:  # of an abstract class, or of an option that JSON cannot hold
+        types = "the types bool, int, float, str, Literal, None or tuple[..., ...] of these"
+        found = f"is {name}, of which no model can be built from model.json ({first_line(error).rstrip('.')})"
+        raise ArgumentError("mixer", f"{found}: complete the class, and give its options {types}.") from None
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import modules, or the files ending in .py, that register systems, here and in all processes that this one starts.
+
+    Each is imported once. A file can import what is beside it.
+
+    Raises:
+        LineartimeError: naming the first one that cannot be imported, and the line of the error.
+    """
+    if names:
+        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*imported_names(), *names]))
+    for name in names:
+        try:
+            if name.endswith(".py"):
+                _import_file(Path(name).resolve())
+            else:
+                importlib.import_module(name)
+        except Exception as error:  # whatever the module does
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f", line {frame.lineno} of {frame.filename}" if frame.filename.endswith(".py") else ""
+            beside = (
+                f": write {name}.py for the file"
+                if getattr(error, "name", None) == name and Path(f"{name}.py").exists()
+                else ""
+            )
+            raise LineartimeError(f"Cannot import {name} ({typed_first_line(error).rstrip('.')}{where}){beside}.") from error
+
+
+def _import_file(file: Path) -> None:
+    """Import a file, unless it has been imported by this or another name."""
+    if any(getattr(module, "__file__", None) == str(file) for module in list(sys.modules.values())):
+        return
+    name = f"lineartime_imported_{file.stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None  # the suffix is .py
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(str(file.parent))
+
+
+def imported_names() -> list[str]:
+    """The modules and files that the environment variable names, separated as in PATH."""
+    return list(filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))

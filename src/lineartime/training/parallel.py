@@ -275,7 +275,9 @@ class Objective(nn.Module):
         self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, prefix_lengths: Tensor | None = None
     ) -> Tensor:
         """The sum of the losses: a scalar, in nats."""
-        return self.model.total_loss(inputs, targets, None, cu_seqlens, prefix_lengths, context=self._context)
+        return self.model.total_loss(
+            inputs, targets, cu_seqlens=cu_seqlens, prefix_lengths=prefix_lengths, context=self._context
+        )
 
 
 class Parallel:
