@@ -20,10 +20,9 @@ def ask(answer: str, start: Any, key: str = "k") -> dict[str, Any]:
 
 
 def test_no_article_is_in_both_parts_of_a_file(questions: Path) -> None:
-    found = find_questions(questions)
-    keys = {split: {each.id for each in part} for split, part in found.items()}
-    assert keys["validation"] == {f"q{place}" for place in range(18, 24)}  # by a hash, in any order of the file
-    assert keys["train"] == {f"q{place}" for place in range(30)} - keys["validation"]
+    train, validation = ({each.id for each in part} for part in find_questions(questions)[:2])
+    assert validation == {f"q{place}" for place in range(18, 24)}  # by a hash, in any order of the file
+    assert train == {f"q{place}" for place in range(30)} - validation
 
 
 def test_an_answer_is_where_its_file_says_or_a_whole_word(tmp_path: Path) -> None:
@@ -52,8 +51,7 @@ def test_the_metric_is_that_of_the_data(tmp_path: Path, qas: list[dict[str, Any]
     content = json.dumps(squad(*qas, text="one 光荣")).encode()
     (tmp_path / "train.json").write_bytes(content)
     (tmp_path / "dev.json.gz").write_bytes(gzip.compress(content))
-    found = find_questions(tmp_path)
-    assert {part.metric for part in found.values()} == {metric}
+    assert find_questions(tmp_path)[2] == metric
 
 
 @pytest.fixture
@@ -78,12 +76,12 @@ def trivia(tmp_path: Path) -> Path:
 
 
 def test_triviaqa_has_the_keys_of_its_official_script_and_the_longest_aliases(trivia: Path) -> None:
-    first, second = find_questions(trivia)["train"]
+    first, second = find_questions(trivia)[0]
     assert (first.id, second.id, first.key) == ("tc", "tc", second.key)
     assert [first.text[slice(*span)] for span in first.spans] == ["York, UK", "YORK-UK"]
     assert second.spans == ()
     assert first.answers == ("york", "york uk", "Eboracum")
-    assert [each.id for each in find_questions(trivia, "web")["validation"]] == ["tc--A.txt", "tc--B.txt", "tc--1/1.txt"]
+    assert [each.id for each in find_questions(trivia, "web")[1]] == ["tc--A.txt", "tc--B.txt", "tc--1/1.txt"]
     assert [each.id for each in read_questions(trivia / "qa" / "web-dev.json")] == ["tc--A.txt", "tc--B.txt", "tc--1/1.txt"]
 
 
@@ -135,7 +133,7 @@ def test_a_wrong_record_is_named(tmp_path: Path, name: str, content: Any, messag
 def test_wrong_data_is_named(tmp_path: Path, trivia: Path) -> None:
     (trivia / "evidence" / "wikipedia" / "B.txt").unlink()
     with pytest.raises(LineartimeError, match=r"Cannot read .*B.txt: No such file"):
-        list(find_questions(trivia)["train"])
+        list(find_questions(trivia)[0])
     (trivia / "qa" / "wikipedia-dev.json").unlink()
     with pytest.raises(LineartimeError, match=r"^data is .*, which has no qa/wikipedia-dev.json: give the unpacked archive"):
         find_questions(trivia)

