@@ -44,13 +44,7 @@ def test_a_run_goes_there_and_back_unchanged(config: Callable[..., Any], tmp_pat
 
     card = (tmp_path / "hf" / "README.md").read_text()
     facts = [line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| ")][2:]
-    assert [fact for fact, _ in facts[:4]] == ["blocks", "width", "vocabulary", "longest text"]
-    assert facts[4:8] == [
-        ["trained on", "text.txt"],
-        ["steps", "6"],
-        ["tokens per step", "48"],
-        ["context in training", "24 tokens"],
-    ]
+    assert facts[:3] == [["longest text", "no limit"], ["trained on", "text.txt"], ["steps", "6"]]
     assert re.fullmatch(r"\d\.\d{4} nats per token", dict(facts)["held-out loss"])
     assert "nats per token |\n\nTransformers loads" in card
     assert there.config.n_positions == 24  # the length that an evaluation harness takes
@@ -85,7 +79,7 @@ def test_a_folder_has_a_card_and_describes_the_model_in_full(folder: Path) -> No
     }
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
-    assert "FLASH: gated units with mixed chunk attention" in card
+    assert "causal language model of 7,887 parameters" in card
     assert "AutoModelForCausalLM" in card
     data = json.loads((folder / "config.json").read_text())
     assert set(FIELDS) <= set(data)
@@ -171,7 +165,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: change_weights(f, lambda w: w.update({EMBEDDING: w[EMBEDDING].to(torch.int8)})),
         "holds backbone.embedding.weight as torch.int8, but weights must be floats",
     ),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "Cannot read .*model.safetensors"),
     "cut": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "is damaged"),
     "a header that lies": (
         lambda f: (f / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}"),
@@ -179,7 +173,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a path out of the folder": (
         lambda f: _index(f, "../elsewhere.safetensors"),
-        "'../elsewhere.safetensors', which is not a weight file",
+        "names .*'../elsewhere.safetensors'.*, but must name weight files in its folder",
     ),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "Cannot read .*tokenizer.json"),
     "a broken tokenizer": (lambda f: (f / "tokenizer.json").write_bytes(b"\xff{"), "is not a tokenizer file"),

