@@ -20,7 +20,7 @@ __all__ = [
     "register_system",
 ]
 
-_SEQ2SEQ = ("EncoderDecoder", "EncoderDecoderConfig", "beam_search", "encoder_decoder_config", "greedy")
+_SEQ2SEQ = ("EncoderDecoder", "EncoderDecoderConfig", "beam_search", "encoder_decoder_config")
 
 
 def __getattr__(name: str) -> Any:  # at first use: encoder-decoders are made of models, and were here
