@@ -159,6 +159,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: change_json(f / "config.json", n_blocks=3),
         "lacks backbone.blocks.2.*: it holds another",
     ),
+    "a head for a task": (
+        lambda f: AutoModelForSequenceClassification.from_pretrained(f).save_pretrained(f),
+        "holds score.*, which a language model does not have",
+    ),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), r"config.json is damaged \(it is not JSON"),
     "missing name": (lambda f: change_weights(f, lambda w: w.pop(NORM)), "lacks backbone.norm.weight"),
     "integers": (
@@ -200,13 +204,6 @@ def test_a_damaged_or_hostile_folder_ends_in_one_sentence(damage: str, folder: P
         from_transformers(folder, tmp_path / "back")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "back").exists()
-
-
-def test_a_model_for_a_task_cannot_become_one_of_lineartime(folder: Path, tmp_path: Path) -> None:
-    AutoModelForSequenceClassification.from_pretrained(folder).save_pretrained(tmp_path / "task")
-    shutil.copy(folder / "tokenizer.json", tmp_path / "task")
-    with pytest.raises(LineartimeError, match=r"holds score.*, which a language model does not have"):
-        convert(tmp_path / "task", tmp_path / "back")
 
 
 def test_a_source_that_is_none_and_a_destination_that_is_taken_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hf.tiny import GREEDY, KINDS, SHIFTED, causal_model, close, ids_of, left_padded, own, tiny
+from tests.hf.tiny import GREEDY, KINDS, causal_model, close, ids_of, left_padded, own, tiny
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 from transformers.generation.streamers import BaseStreamer
@@ -118,25 +118,6 @@ def test_a_given_cache_is_continued_right_or_refused(causal: LineartimeForCausal
                 rest(tokens, width, **more)
     with pytest.raises(ValueError, match=f"use_cache is False, but {CACHE} has read 6 tokens"):
         rest(ids, use_cache=False)
-
-
-@pytest.mark.parametrize("system", ["flash", SHIFTED])
-def test_a_cache_that_generate_filled_continues_with_gradients(system: str) -> None:
-    model, (ids, mask) = causal_model(system), left_padded()
-    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
-    generated = model.generate(ids, attention_mask=mask, **options)
-    with torch.no_grad():
-        more = torch.cat([mask, torch.ones(3, 5, dtype=torch.long)], 1)
-        at_once = model(generated.sequences[:, :-1], attention_mask=more, use_cache=True)
-    new, real = ids_of(3, 10), torch.ones(3, 10, dtype=torch.long)
-    real[0, 7:] = real[2, :2] = 0
-    results = []
-    for cache in (generated.past_key_values, at_once.past_key_values):
-        model.zero_grad()
-        logits = model(new, attention_mask=real, past_key_values=cache).logits[real == 1]
-        logits.square().mean().backward()
-        results.append([logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
-    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("helper", ["prompt_lookup_num_tokens", "assistant_model", "as assistant"])

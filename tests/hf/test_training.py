@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hf.tiny import causal_model, close, ids_of, tiny
+from tests.hf.tiny import causal_model, ids_of, tiny
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -139,20 +139,6 @@ def test_label_smoothing_does_not_teach_a_causal_model_to_copy_its_input(causal:
     loss = Trainer(causal, arguments).compute_loss(causal, {"input_ids": ids, "labels": ids.clone()})
     torch.testing.assert_close(loss, causal(ids, labels=ids).loss, atol=1e-4, rtol=1e-4)
     assert type(AutoModelForCausalLM.from_config(causal.config)) is LineartimeForCausalLM
-
-
-@pytest.mark.parametrize("task", ["clm", "prefix-lm"])
-def test_a_token_after_padding_is_not_predicted(task: str) -> None:
-    model = causal_model(task=task)
-    prefix = {"prefix_lengths": torch.tensor([1])} if task == "prefix-lm" else {}
-    ids = torch.tensor([[3, 4, 5, 6]])
-    logits = model(ids, **prefix).logits[0].log_softmax(-1)
-    losses = [-logits[0, 4], -logits[1, 5], -logits[2, 6]]
-    for places, predicted in (([0, 1, 2, 3], [0, 1, 2]), ([3, 4, 5, 6], [0, 1, 2]), ([0, 1, 4, 5], [0, 2])):
-        row, mask = torch.zeros(1, 7, dtype=torch.long), torch.zeros(1, 7, dtype=torch.long)
-        row[:, places], mask[:, places] = ids, 1
-        found = model(row, attention_mask=mask, labels=row.masked_fill(mask == 0, -100), **prefix).loss
-        close(found, torch.stack([losses[i] for i in predicted]).mean())
 
 
 def test_a_packed_batch_has_the_loss_of_its_documents(tmp_path: Path) -> None:
