@@ -5,6 +5,8 @@ from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.finetuning.answering import (
     Answer,
+    Metric,
+    Question,
     answer_scores,
     best_answers,
     best_span,
@@ -14,9 +16,8 @@ from lineartime.finetuning.answering import (
     windows_to_answer,
     windows_to_learn,
 )
-from lineartime.finetuning.data import Metric, Question
+from lineartime.finetuning.data import Windows
 from lineartime.finetuning.tune import paired_tokenizer
-from lineartime.finetuning.windows import Windows
 from lineartime.hf import LineartimeConfig, LineartimeForQuestionAnswering
 
 TEXT = "Größe 大小 [MASK] und noch viel mehr Text, der nicht in ein Fenster passt, " * 3

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lineartime.errors import LineartimeError
-from lineartime.finetuning.data import find_questions, read_questions
+from lineartime.finetuning.answering import find_questions, read_questions
 
 TRIVIA = {"QuestionId": "tc", "Question": "Where?"}
 

@@ -16,8 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 from lineartime.errors import LineartimeError
 from lineartime.finetuning import labelling
 from lineartime.finetuning.config import Advanced, FinetuneConfig
-from lineartime.finetuning.data import Labelled
-from lineartime.finetuning.labelling import Labels, find_labels, find_texts, label_scores, mean_logits
+from lineartime.finetuning.labelling import Labelled, Labels, find_labels, find_texts, label_scores, mean_logits
 from lineartime.finetuning.predict import predict
 from lineartime.finetuning.tune import finetune
 

@@ -15,9 +15,8 @@ import lineartime
 from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.finetuning import tune
-from lineartime.finetuning.answering import score_answers
+from lineartime.finetuning.answering import find_questions, score_answers
 from lineartime.finetuning.config import Advanced, FinetuneConfig
-from lineartime.finetuning.data import find_questions
 from lineartime.finetuning.predict import predict
 from lineartime.finetuning.tune import finetune, tuned_config, with_head
 from lineartime.hf.tasks import LineartimeForQuestionAnswering

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -25,12 +24,11 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn import metrics
 from torch import Tensor
 
-from lineartime.data.readers import RECORDS
-from lineartime.errors import LineartimeError
+from lineartime.data.readers import RECORDS, SourceFile, read_records
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
 from lineartime.finetuning.config import Advanced, FinetuneConfig, LabelKind
-from lineartime.finetuning.data import Labelled, Records, held_out, names_of, one_of_each_split, read_labelled
-from lineartime.finetuning.windows import NUMBER, NUMBERS, WINDOWS, Windows, dataset_of, padded, read_windows
+from lineartime.finetuning.data import Records, Windows, held_out, id_of, names_of, on_disk, padded, read_windows, split_files
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.tasks import LineartimeForSequenceClassification
 
@@ -41,7 +39,38 @@ _PROBLEMS: dict[LabelKind, str] = {
 }
 _METRICS = {"single": "accuracy", "multiple": "f1", "numbers": "spearman"}
 """By which the best model is chosen."""
-_WINDOW = {"input_ids": NUMBERS, "first": NUMBER, "text": NUMBER, "labels": datasets.Sequence(datasets.Value("float32"))}
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A text with its label."""
+
+    id: str  # what is written with its prediction
+    text: str  # or the first of a pair
+    second: str | None
+    label: Any  # as it stands in the file; None where it is to be predicted
+    where: str  # its file and place
+
+
+def read_labelled(
+    file: Path, columns: tuple[str, str | None, str | None], chosen: frozenset[int] | None = None
+) -> Iterator[Labelled]:
+    """The texts of a file of records, or those of some numbers, from the columns of text, second text of pairs, and label.
+
+    Raises ArgumentError for a column that is not there, and LineartimeError for a text that is none.
+    """
+    text, second, label = columns
+    for number, (place, record) in enumerate(read_records(SourceFile(file, text))):
+        if chosen is None or number in chosen:
+            where = f"{file}, {place},"
+            for option, column in (("text_column", text), ("pair_column", second), ("label_column", label)):
+                if column is not None and column not in record:
+                    raise ArgumentError(option, f"is {column}, but {where} has the columns {', '.join(record)}.")
+            texts = [record[text], None if second is None else record[second]]
+            for value in texts[: 1 if second is None else 2]:
+                if not isinstance(value, str):
+                    raise LineartimeError(f"{where} has {shown(value)} instead of a text: correct it, or leave it out.")
+            yield Labelled(id_of(record, number + 1), texts[0], texts[1], None if label is None else record[label], where)
 
 
 @dataclass(frozen=True)
@@ -106,11 +135,11 @@ def find_texts(data: Path, advanced: Advanced) -> tuple[Records[Labelled], Recor
     Of a file, a fifth of each label, and of each tenth of the numbers by size, is held out, by a hash of the text.
     Raises ArgumentError for another path.
     """
-    train, validation = one_of_each_split(data, RECORDS, "train.csv and validation.csv")
-    read = partial(read_labelled, columns=(advanced.text_column, advanced.pair_column, advanced.label_column))
-    whole = Records(partial(read, train))
+    train, validation = split_files(data, RECORDS, "train.csv and validation.csv")
+    columns = (advanced.text_column, advanced.pair_column, advanced.label_column)
+    whole = Records(read_labelled, train, columns)
     if validation is not None:
-        return whole, Records(partial(read, validation))
+        return whole, Records(read_labelled, validation, columns)
     kind, given = find_labels(whole, advanced.labels).kind, [(each.label, each.where) for each in whole]
     if kind == "numbers":
         ranks, parts = np.argsort(np.argsort([_number(*each) for each in given])), max(1, min(10, len(given) // 5))
@@ -119,7 +148,7 @@ def find_texts(data: Path, advanced: Advanced) -> tuple[Records[Labelled], Recor
         classes = [_names(*each, kind) for each in given]
     chosen = held_out((f"{each.text}\0{each.second}" for each in whole), classes)
     rest = frozenset(range(len(given))) - chosen
-    return Records(partial(read, train, chosen=rest)), Records(partial(read, train, chosen=chosen))
+    return Records(read_labelled, train, columns, rest), Records(read_labelled, train, columns, chosen)
 
 
 def _names(value: Any, where: str, kind: LabelKind) -> list[str]:
@@ -175,10 +204,9 @@ class Labelling:
         if not self.keys:
             raise LineartimeError(f"{config.data} holds no text to validate with: give two of each label.")
         self.right = np.array([self.labels.target(each.label, each.where) for each in validation])
+        options = {"windows": windows, "labels": self.labels}
         self.train, self.held_out = (
-            dataset_of(
-                label_windows, {"texts": texts, "windows": windows, "labels": self.labels}, _WINDOW, config.out / WINDOWS
-            )
+            on_disk(label_windows, {"texts": texts, **options}, ("first", "text"), {"labels": "float32"}, config.out)
             for texts in (train, validation)
         )
         self.predictions: dict[str, Any] = {}

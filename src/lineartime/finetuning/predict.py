@@ -12,11 +12,10 @@ from transformers import AutoTokenizer
 from lineartime.choices import Device, Precision
 from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
 from lineartime.files import DamagedFileError, is_there, read_file, read_plain, remove, write_file
-from lineartime.finetuning.answering import best_answers, windows_to_answer
-from lineartime.finetuning.data import names_of, read_labelled, read_questions
-from lineartime.finetuning.labelling import Labels, label_windows, mean_logits
+from lineartime.finetuning.answering import best_answers, read_questions, windows_to_answer
+from lineartime.finetuning.data import Windows, names_of
+from lineartime.finetuning.labelling import Labels, label_windows, mean_logits, read_labelled
 from lineartime.finetuning.tune import MODEL, RESULT, FinetuneResult, check_outputs, check_same, digest
-from lineartime.finetuning.windows import Windows
 from lineartime.hf.convert import quietly
 from lineartime.hf.tasks import LineartimeForQuestionAnswering, LineartimeForSequenceClassification
 from lineartime.machine import choose_device, choose_precision, is_out_of_memory

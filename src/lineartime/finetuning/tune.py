@@ -29,8 +29,8 @@ from lineartime.fields import shown
 from lineartime.files import is_there, read_file, read_plain, removed_on_failure, sha256, write_file
 from lineartime.finetuning.answering import Answering
 from lineartime.finetuning.config import Advanced, FinetuneConfig, OfFLASH
+from lineartime.finetuning.data import WINDOWS, Windows
 from lineartime.finetuning.labelling import Labelling
-from lineartime.finetuning.windows import WINDOWS, Windows
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.convert import quietly
 from lineartime.hf.tokenizer import fast_tokenizer, framing
