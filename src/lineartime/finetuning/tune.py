@@ -209,12 +209,12 @@ def tuned_config(pretrained: ModelConfig, advanced: Advanced) -> ModelConfig:
     if recalls and mixer not in (None, "flash"):
         raise ArgumentError("mixer", f"is {mixer}, but the model has the memory mesa: leave it out.")
     mixer = mixer or ("flash-cls" if "flash" in kinds and not recalls else None)
-    layers = {}
-    for name, each in changed.override(chunk_size=chunk_size or min(before, PAPER_CHUNK)).layers.items():
+    changed, layers = changed.override(chunk_size=chunk_size or min(before, PAPER_CHUNK)), {}
+    for name, each in changed.layers.items():
         if each.kind in get_args(OfFLASH):
             options = {name: value for name, value in each.options.items() if name != "memory" or mixer in (None, "flash")}
             layers[name] = LayerConfig(mixer or each.kind, **options)
-    return changed.override(chunk_size=chunk_size or min(before, PAPER_CHUNK)).with_layers(layers)
+    return changed.with_layers(layers)
 
 
 def with_head(pretrained: LanguageModel, advanced: Advanced, make: Callable[[LineartimeConfig], Any], peft_task: str) -> Any:
