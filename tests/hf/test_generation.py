@@ -48,12 +48,20 @@ def test_greedy_tokens_are_those_of_lineartime(system: str) -> None:
 @pytest.mark.parametrize(
     ("system", "mode"), [("flash", {"num_beams": 4, "num_return_sequences": 2}), *((k, {}) for k in KINDS)]
 )
-def test_a_batch_padded_on_the_left_generates_what_its_rows_generate(system: str, mode: dict[str, Any]) -> None:
+def test_a_batch_padded_on_the_left_generates_what_its_rows_generate_and_goes_on(system: str, mode: dict[str, Any]) -> None:
     model, (ids, mask) = causal_model(system), left_padded()
     options = {"max_new_tokens": 12, "do_sample": False, **mode}
     together = model.generate(ids, attention_mask=mask, **options)
     alone = [model.generate(row[real == 1][None], **options)[:, -12:] for row, real in zip(ids, mask, strict=True)]
     assert together[:, -12:].tolist() == torch.cat(alone).tolist()
+    if mode:
+        return
+    first = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    cache, more = first.past_key_values, torch.cat([mask, torch.ones(3, 5, dtype=torch.long)], 1)
+    assert cache.get_seq_length() == 16  # the last token was not read yet
+    for use in (copy.deepcopy(cache), cache):
+        rest = model.generate(first.sequences, attention_mask=more, cache=use, max_new_tokens=7, do_sample=False)
+        assert rest.tolist() == together.tolist()
 
 
 @pytest.mark.parametrize(
@@ -84,19 +92,6 @@ def test_generation_returns_what_it_is_asked_for(causal: LineartimeForCausalLM) 
         close(logits, whole.logits[:, 8 + step])
     for layer, hidden in enumerate(whole.hidden_states):
         close(torch.cat([step[layer] for step in output.hidden_states], 1), hidden[:, :-1])
-
-
-@every_kind
-def test_generation_goes_on_from_a_returned_cache(system: str) -> None:
-    model, (ids, mask) = causal_model(system), left_padded()
-    whole = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
-    first = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
-    cache = first.past_key_values
-    assert cache.get_seq_length() == 16  # the last token was not read yet
-    for use in (copy.deepcopy(cache), cache):
-        more = torch.cat([mask, torch.ones(3, 5, dtype=torch.long)], 1)
-        rest = model.generate(first.sequences, attention_mask=more, cache=use, max_new_tokens=7, do_sample=False)
-        assert rest.tolist() == whole.tolist()
 
 
 def test_a_given_cache_is_continued_right_or_refused(causal: LineartimeForCausalLM) -> None:
@@ -249,6 +244,11 @@ def test_prompts_and_caches_that_generate_cannot_use_are_named(causal: Lineartim
     for options, message in unfit:
         with pytest.raises(ValueError, match=message):
             causal.generate(ids_of(2, 3), **GREEDY, **options)
+    cache = causal(ids_of(2, 4), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=f"{CACHE} is the cache of 2 streams, but the batch has 3"):
+        causal(ids_of(3, 4), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 3\], but must be"):
+        causal(ids_of(2, 5), attention_mask=torch.ones(2, 3), past_key_values=cache)
 
 
 def test_weights_that_are_not_finite_are_neither_loaded_nor_drawn_from(causal: LineartimeForCausalLM, tmp_path: Path) -> None:
@@ -260,11 +260,3 @@ def test_weights_that_are_not_finite_are_neither_loaded_nor_drawn_from(causal: L
     causal.save_pretrained(tmp_path)
     with pytest.raises(lineartime.LineartimeError, match=r"holds numbers that are not finite in model.backbone.norm.weight"):
         LineartimeForCausalLM.from_pretrained(tmp_path)
-
-
-def test_a_cache_of_other_streams_is_refused(causal: LineartimeForCausalLM) -> None:
-    cache = causal(ids_of(2, 4), use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=f"{CACHE} is the cache of 2 streams, but the batch has 3"):
-        causal(ids_of(3, 4), past_key_values=cache)
-    with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 3\], but must be"):
-        causal(ids_of(2, 5), attention_mask=torch.ones(2, 3), past_key_values=cache)
