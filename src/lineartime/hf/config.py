@@ -12,6 +12,7 @@ from lineartime.models.systems import resolve
 
 FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 """The fields of a `ModelConfig`. This configuration has them under the same names, with layers as plain dictionaries."""
+_DEFAULT: dict[str, Any] = {"task": "clm", "vocab_size": VOCAB_SIZE, "d_model": 768, "n_blocks": 12, "mixer": {"kind": "flash"}}
 
 
 class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers makes it a dataclass
@@ -28,38 +29,22 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     auto_map: ClassVar[dict[str, str]] = {}  # where TRL looks up the Auto class of a model that transformers itself has not
 
-    task: str = "clm"
-    vocab_size: int = VOCAB_SIZE
-    d_model: int = 768
-    n_blocks: int = 12
-    mixer: dict[str, Any] = dataclasses.field(default_factory=lambda: {"kind": "flash"})
-    feed_forward: dict[str, Any] | None = None
-    norm: str = "layernorm"
-    norm_eps: float = 1e-5
-    norm_position: str = "pre"
-    final_norm: str = "same"
-    embedding_norm: bool = False
-    absolute_position: str = "scaled_sin"
-    max_positions: int | None = None
-    token_types: int = 0
-    dropout: float = 0.0
-    tie_word_embeddings: bool = True
-    pattern: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **others: Any) -> None:
-        super().__post_init__(**others)
+        given = {self.attribute_map.get(name, name): value for name, value in others.items()}
+        config = ModelConfig.from_dict({**_DEFAULT, **{name: given.pop(name) for name in FIELDS if name in given}})
         # Store all options of the layers, so that a later version with other defaults builds the same model.
-        config = self.to_model_config()
-        for name, value in config.to_dict().items():
+        for name, value in {"pattern": [], **config.to_dict()}.items():
             setattr(self, name, value)
+        super().__post_init__(**given)
         # Transformers keeps unknown arguments as attributes, and files of earlier versions may hold some.
         known = (PreTrainedConfig, GenerationConfig())
-        for name in () if "model_type" in others else others.keys() - self.attribute_map.keys():
+        for name in given if "model_type" not in given else ():
             if not any(hasattr(each, name) for each in known):
-                what = f"is {others[name]!r}, but no field of this model has that name: its fields are {', '.join(FIELDS)}"
+                what = f"is {given[name]!r}, but no field of this model has that name: its fields are {', '.join(FIELDS)}"
                 raise ArgumentError(name, f"{what}; options of layers stand in mixer and feed_forward.")
 
     def to_model_config(self) -> ModelConfig:
