@@ -123,17 +123,10 @@ def _model(state: StateDict, causal: bool, chosen: dict[str, Any]) -> CausalLM |
     options = found[0]
     if any(other != options for other in found) or options.pop("d_model") != d_model or not options.pop("rope"):
         raise LineartimeError(f"The weights have layers that differ in their sizes, which a model of {PACKAGE} does not have.")
-    config = ModelConfig(
-        task="clm" if causal else "mlm",
-        vocab_size=vocab_size,
-        d_model=d_model,
-        n_blocks=n_blocks,
-        norm=options.pop("norm"),
-        norm_eps=options.pop("norm_eps"),
-        final_norm="layernorm",
-        tie_word_embeddings=False,
-        mixer=LayerConfig(ForeignFLASH.name, **options, **chosen),
-    )
+    norms: dict[str, Any] = {"norm": options.pop("norm"), "norm_eps": options.pop("norm_eps"), "final_norm": "layernorm"}
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "d_model": d_model, "n_blocks": n_blocks}
+    mixer = LayerConfig(ForeignFLASH.name, **options, **chosen)
+    config = ModelConfig(task="clm" if causal else "mlm", mixer=mixer, tie_word_embeddings=False, **sizes, **norms)
     model = build_model(config).to(weights["backbone.embedding.weight"].dtype)
     model.load_state_dict(weights)
     return model

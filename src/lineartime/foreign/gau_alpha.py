@@ -78,34 +78,23 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
     if not tied:
         own |= {"lm_head.weight": head, "lm_head.bias": embedding.new_zeros(len(embedding))}
     for block in range(n_blocks):
-        layer = _layer(state, f"{prefix}encoder.layer.{block}.gau.", d_model, width, d_qk)
+        layer = {**_layer(state, f"{prefix}encoder.layer.{block}.gau.", d_model, width, d_qk), "norm.g": one}
         if not given.attention_scale:  # our GAU always divides scores by sqrt(s)
             layer["gamma"][0] *= d_qk**0.5
             layer["beta"][0] *= d_qk**0.5
-        own |= {f"backbone.blocks.{block}.mixer.{name}": tensor for name, tensor in {**layer, "norm.g": one}.items()}
+        own |= {f"backbone.blocks.{block}.mixer.{name}": tensor for name, tensor in layer.items()}
     state.finish()
-    mixer = LayerConfig(
-        ForeignGAU.name,
-        d_qk=d_qk,
-        expansion=width // d_model,
-        activation=_ACTIVATIONS[given.normalization],
-        relative_bias=False,
-    )
-    ours = ModelConfig(
-        task="mlm",
-        vocab_size=vocab_size,
-        d_model=d_model,
-        n_blocks=n_blocks,
-        norm="scalenorm",
-        norm_eps=float(given.layer_norm_eps),
-        norm_position="post",
-        final_norm="none",
-        embedding_norm=True,
-        absolute_position="none",
-        token_types=token_types,
-        tie_word_embeddings=tied,
-        mixer=mixer,
-    )
+    activation = _ACTIVATIONS[given.normalization]
+    mixer = LayerConfig(ForeignGAU.name, d_qk=d_qk, expansion=width // d_model, activation=activation, relative_bias=False)
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "d_model": d_model, "n_blocks": n_blocks, "token_types": token_types}
+    norms: dict[str, Any] = {
+        "norm": "scalenorm",
+        "norm_eps": given.layer_norm_eps,
+        "norm_position": "post",
+        "final_norm": "none",
+    }
+    other: dict[str, Any] = {"embedding_norm": True, "absolute_position": "none", "tie_word_embeddings": tied}
+    ours = ModelConfig(task="mlm", mixer=mixer, **sizes, **norms, **other)
     model = build_model(ours).to(embedding.dtype)
     model.load_state_dict(own)
     return model.eval()
