@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from tests.hf.tiny import GREEDY, KINDS, causal_model, close, ids_of, left_padded, own, tiny
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
-from transformers.generation.streamers import BaseStreamer
 
 import lineartime
 from lineartime.generation.prompts import PREFILL
@@ -19,27 +19,14 @@ from lineartime.hf.cache import CACHE
 every_kind = pytest.mark.parametrize("system", KINDS)
 
 
-class Collector(BaseStreamer):  # type: ignore[misc]
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.ended = False
-
-    def put(self, value: Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended = True
-
-
 @every_kind
 def test_greedy_tokens_are_those_of_lineartime(system: str) -> None:
-    model, prompt, streamer = causal_model(system), ids_of(1, 13), Collector()
+    model, prompt, streamed = causal_model(system), ids_of(1, 13), list[int]()
+    streamer = SimpleNamespace(put=lambda tokens: streamed.extend(tokens.flatten().tolist()), end=lambda: streamed.append(-1))
     expected = list(lineartime.generate(own(model), prompt[0], 15, lineartime.Sampling(temperature=0)))
     options = {"max_new_tokens": 15, "do_sample": False}
     assert model.generate(prompt, streamer=streamer, **options)[0, 13:].tolist() == expected
-    assert (streamer.tokens[13:], streamer.ended) == (expected, True)
+    assert streamed[13:] == [*expected, -1]
     assert model.generate(prompt, use_cache=False, **options)[0, 13:].tolist() == expected
     embedded = model.get_input_embeddings()(prompt)
     assert model.generate(inputs_embeds=embedded, **options)[0].tolist() == expected
