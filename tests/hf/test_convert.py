@@ -142,48 +142,45 @@ def _index(folder: Path, name: str) -> None:
     change_json(folder / "model.safetensors.index.json", weight_map={"x": name})
 
 
+def _json(name: str = "config.json", **values: Any) -> Callable[[Path], object]:
+    return lambda folder: change_json(folder / name, **values)
+
+
+def _bytes(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+WEIGHTS, END, TEXTS = "model.safetensors", "generation_config.json", "tokenizer_config.json"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "other type": (lambda f: change_json(f / "config.json", model_type="llama"), "model of type 'llama': only models of type"),
-    "untied": (lambda f: change_json(f / "config.json", tie_word_embeddings=False), "lacks lm_head.weight"),
-    "wrong type": (lambda f: change_json(f / "config.json", d_model="16"), "describes no model .*d_model is '16'"),
-    "absurd width": (lambda f: change_json(f / "config.json", d_model=10**6), "but its config.json specifies"),
-    "another depth": (
-        lambda f: change_json(f / "config.json", n_blocks=3),
-        "lacks backbone.blocks.2.*: it holds another",
-    ),
+    "other type": (_json(model_type="llama"), "model of type 'llama': only models of type"),
+    "untied": (_json(tie_word_embeddings=False), "lacks lm_head.weight"),
+    "wrong type": (_json(d_model="16"), "describes no model .*d_model is '16'"),
+    "absurd width": (_json(d_model=10**6), "but its config.json specifies"),
+    "another depth": (_json(n_blocks=3), "lacks backbone.blocks.2.*: it holds another"),
     "a head for a task": (
         lambda f: AutoModelForSequenceClassification.from_pretrained(f).save_pretrained(f),
         "holds score.*, which a language model does not have",
     ),
-    "no JSON": (lambda f: (f / "config.json").write_text("{"), r"config.json is damaged \(it is not JSON"),
+    "no JSON": (_bytes("config.json", lambda _: b"{"), r"config.json is damaged \(it is not JSON"),
     "missing name": (lambda f: change_weights(f, lambda w: w.pop(NORM)), "lacks backbone.norm.weight"),
     "integers": (
         lambda f: change_weights(f, lambda w: w.update({EMBEDDING: w[EMBEDDING].to(torch.int8)})),
         "holds backbone.embedding.weight as torch.int8, but weights must be floats",
     ),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "Cannot read .*model.safetensors"),
-    "cut": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "is damaged"),
-    "a header that lies": (
-        lambda f: (f / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}"),
-        "model.safetensors is damaged",
-    ),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "Cannot read .*model.safetensors"),
+    "cut": (_bytes(WEIGHTS, lambda content: content[:-9]), "is damaged"),
+    "a header that lies": (_bytes(WEIGHTS, lambda _: (2**62).to_bytes(8, "little") + b"{}"), "model.safetensors is damaged"),
     "a path out of the folder": (
         lambda f: _index(f, "../elsewhere.safetensors"),
         "names .*'../elsewhere.safetensors'.*, but must name weight files in its folder",
     ),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "Cannot read .*tokenizer.json"),
-    "a broken tokenizer": (lambda f: (f / "tokenizer.json").write_bytes(b"\xff{"), "is not a tokenizer file"),
-    "another end in config.json": (
-        lambda f: change_json(f / "config.json", eos_token_id=10),
-        "config.json ends texts with eos_token_id 10, but .* with token 256",
-    ),
-    "another end for generate": (
-        lambda f: change_json(f / "generation_config.json", eos_token_id=[256, 10]),
-        "generation_config.json ends texts with eos_token_id .*256, 10",
-    ),
-    "another end of the tokenizer": (
-        lambda f: change_json(f / "tokenizer_config.json", eos_token="[MASK]"),
-        r"tokenizer_config.json ends texts with eos_token '\[MASK\]', but lineartime ends documents of this",
+    "a broken tokenizer": (_bytes("tokenizer.json", lambda _: b"\xff{"), "is not a tokenizer file"),
+    "another end": (_json(eos_token_id=10), "config.json ends texts with eos_token_id 10, but .* with token 256"),
+    "another end for generate": (_json(END, eos_token_id=[256, 10]), f"{END} ends texts with eos_token_id .*256, 10"),
+    "another end of texts": (
+        _json(TEXTS, eos_token="[MASK]"),
+        rf"{TEXTS} ends texts with eos_token '\[MASK\]', but lineartime",
     ),
 }
 
