@@ -1,7 +1,6 @@
 """Conversion between folders of lineartime and of transformers."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -41,12 +40,6 @@ def test_a_run_goes_there_and_back_unchanged(config: Callable[..., Any], tmp_pat
         assert (tmp_path / "back" / name).read_bytes() == (result.checkpoint / name).read_bytes()
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
     assert not torch.equal(first(ids).logits, best(ids))
-
-    card = (tmp_path / "hf" / "README.md").read_text()
-    facts = [line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| ")][2:]
-    assert facts[:3] == [["longest text", "no limit"], ["trained on", "text.txt"], ["steps", "6"]]
-    assert re.fullmatch(r"\d\.\d{4} nats per token", dict(facts)["held-out loss"])
-    assert "nats per token |\n\nTransformers loads" in card
     assert there.config.n_positions == 24  # the length that an evaluation harness takes
 
 
@@ -72,7 +65,7 @@ def test_a_folder_describes_the_model_in_full(folder: Path) -> None:
     assert {file.name for file in folder.iterdir()} == {*names, "tokenizer.json", "tokenizer_config.json"}
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
-    assert "causal language model of 7,887 parameters" in card
+    assert "A language model (task clm) of 7,887 parameters" in card
     data = json.loads((folder / "config.json").read_text())
     assert set(FIELDS) <= set(data)
     assert "auto_map" not in data  # no remote code

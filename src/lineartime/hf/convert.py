@@ -13,18 +13,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import logging
 
-from lineartime.checkpoint import (
-    CheckpointChoice,
-    has_training_state,
-    is_checkpoint,
-    list_checkpoints,
-    read_from,
-    read_training_state,
-    read_validation_loss,
-)
-from lineartime.checkpoint.format import read_model
+from lineartime.checkpoint import CheckpointChoice, read_from
+from lineartime.checkpoint.format import has_training_state, is_checkpoint, list_checkpoints, read_model, read_training_state
 from lineartime.checkpoint.saving import write_model
-from lineartime.choices import Task
 from lineartime.data.tokenizers import Tokenizer, read_definition
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
@@ -37,14 +28,12 @@ from lineartime.machine import shapes_only
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import model_tensors
 from lineartime.models.language_model import LanguageModel, build_model
-from lineartime.runs.record import texts_of
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 LOGITS, LOGITS_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "backbone.embedding.weight"
 """The output layer, which is a second name of the token embedding if they are tied, and the token embedding."""
 PADDED = 128
 """Fewer rows than these after those of all tokens are taken for padding, to a multiple that is fast, and are left out."""
-_KINDS: dict[Task, str] = {"clm": "causal", "mlm": "masked", "prefix-lm": "prefix"}
 CARD = """---
 library_name: transformers
 pipeline_tag: {pipeline}
@@ -54,11 +43,7 @@ tags:
 
 # {name}
 
-A {kind} language model of {parameters:,} parameters, saved by lineartime: {blocks} blocks of {mixers}.
-
-| | |
-| --- | --- |
-{facts}
+A language model (task {task}) of {parameters:,} parameters, saved by lineartime: {blocks} blocks of {mixers}.
 
 Transformers loads it where lineartime is installed; no remote code is run:
 
@@ -102,7 +87,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
     """
     destination = Path(destination)
     with new_folder("destination", destination) as folder:
-        model, tokenizer, facts, context = read_from(source, _read_checkpoint, checkpoint)
+        model, tokenizer, context = read_from(source, _read_checkpoint, checkpoint)
         end, masked = tokenizer.end_of_document, model.config.task == "mlm"
         config = LineartimeConfig.from_model_config(model.config, bos_token_id=end, eos_token_id=end, pad_token_id=end)
         longest = model.config.longest_sequence
@@ -117,32 +102,23 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         with quietly():
             made.save_pretrained(folder)
             fast_tokenizer(tokenizer, longest, framed=masked).save_pretrained(folder)
-        facts = {"longest text": "no limit" if longest is None else f"{longest:,} tokens", **facts}
         card = CARD.format(
             name=destination.name,
             pipeline="fill-mask" if masked else "text-generation",
             auto="AutoModelForMaskedLM" if masked else "AutoModelForCausalLM",
-            kind=_KINDS[model.config.task],
+            task=model.config.task,
             parameters=model.n_parameters,
             blocks=model.config.n_blocks,
             mixers=", ".join(dict.fromkeys(mixer.kind for mixer in model.config.mixers)),
-            facts="\n".join(f"| {fact} | {value} |" for fact, value in facts.items()),
         )
         (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")  # the name may not be UTF-8
     return destination
 
 
-def _read_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, dict[str, str], int | None]:
-    """A model, its tokenizer, the facts about its training for the model card, and its context in training, if known."""
-    model, tokenizer = read_model(checkpoint)
-    if not has_training_state(checkpoint):
-        return model, tokenizer, {}, None
-    state, loss = read_training_state(checkpoint), read_validation_loss(checkpoint)
-    texts = ", ".join(Path(text).name for text in texts_of(state.config))  # without their folders
-    facts = {"trained on": texts.replace("|", "\\|"), "steps": f"{state.step:,}"}
-    if loss is not None:
-        facts["held-out loss"] = f"{loss:.4f} nats per token"
-    return model, tokenizer, facts, state.config.get("context_length")
+def _read_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, int | None]:
+    """A model, its tokenizer, and its context in training, if known."""
+    options = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
+    return (*read_model(checkpoint), options.get("context_length"))
 
 
 @contextmanager
