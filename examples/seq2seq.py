@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lineartime.seq2seq import EncoderDecoder, beam_search, encoder_decoder_config, greedy
+from lineartime.seq2seq import EncoderDecoder, beam_search, encoder_decoder_config
 
 VOCAB_SIZE = 128  # characters of ASCII are their own ids
 END = 0  # before every target, and after every source and target
@@ -64,12 +64,9 @@ def loss_of(model: EncoderDecoder, pairs: list[Pair]) -> Tensor:
 
 
 def rewrite(model: EncoderDecoder, texts: list[str], beams: int) -> list[str]:
-    """The targets of sources: greedy with one beam, else the most likely one that beam search finds."""
+    """The targets of sources, the most likely ones that beam search finds."""
     source, mask = read(texts)
-    if beams == 1:
-        found = greedy(model, source, mask, start_token=END, stop_token=END, max_tokens=16)
-    else:
-        found = beam_search(model, source, mask, beams=beams, start_token=END, stop_token=END, max_tokens=16)
+    found = beam_search(model, source, mask, start_token=END, stop_token=END, max_tokens=16, beams=beams)
     return [bytes(tokens).decode("ascii") for tokens in found]
 
 

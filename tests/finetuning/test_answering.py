@@ -1,11 +1,70 @@
 import pytest
 import torch
 
-from lineartime.finetuning.answering import Answer, answer_scores, best_answers, best_span, best_threshold, score_answers
-from lineartime.finetuning.data import Metric, Question
+from lineartime.data.tokenizers import ByteTokenizer
+from lineartime.errors import LineartimeError
+from lineartime.finetuning.answering import (
+    Answer,
+    Metric,
+    Question,
+    answer_scores,
+    best_answers,
+    best_span,
+    best_threshold,
+    score_answers,
+    tokens_of,
+    windows_to_answer,
+    windows_to_learn,
+)
+from lineartime.finetuning.data import Windows
+from lineartime.finetuning.tune import paired_tokenizer
 from lineartime.hf import LineartimeConfig, LineartimeForQuestionAnswering
 
-from .test_windows import TEXT, encoder
+TEXT = "Größe 大小 [MASK] und noch viel mehr Text, der nicht in ein Fenster passt, " * 3
+
+
+WINDOWS = Windows(paired_tokenizer(ByteTokenizer()), context_length=64, stride=16)
+
+
+def test_windows_are_cls_question_sep_text_sep_and_hold_all_of_the_text() -> None:
+    windows = list(windows_to_answer([Question("k", "[END]?", TEXT)], WINDOWS))
+    end = ByteTokenizer.end_of_document
+    asked = [end, *b"[END]?", end]
+    read = b""
+    for window in windows:
+        ids = window["input_ids"]
+        assert ids[: len(asked)] == asked
+        assert ids[-1] == end
+        text = bytes(ids[window["first"] : -1])
+        read += text if not read else text[16:]
+    assert read.decode() == TEXT
+    assert len(windows) > 2
+
+
+def test_a_span_is_the_same_text_in_every_window_that_holds_it() -> None:
+    found, windows = 0, list(windows_to_answer([Question("k", "?", TEXT)], WINDOWS))
+    for begin in range(len(TEXT) - 12):
+        answer = TEXT[begin : begin + 12]
+        for window in windows:
+            place, starts, ends = tokens_of(((begin, begin + 12),), window), window["starts"], window["ends"]
+            assert (place is not None) == (starts[0] <= begin and begin + 12 <= ends[-1])
+            if place is not None:
+                first, last = (each - window["first"] for each in place)
+                assert TEXT[starts[first] : ends[last]] == answer
+                found += 1
+    assert found >= len(TEXT) - 12
+
+
+def test_training_takes_windows_without_the_answer_only_beside_those_with_it() -> None:
+    begin = TEXT.index("大小")
+    with_answer = Question("a", "?", TEXT, ("大小",), ((begin, begin + 2),))
+    nowhere, unanswerable = Question("b", "?", TEXT, ("lost",)), Question("c", "?", TEXT)
+    too_long = Question("d", "?", TEXT, (TEXT,), ((0, len(TEXT)),))
+    rows = [list(windows_to_learn(each, WINDOWS, seed=0)) for each in ([with_answer], [nowhere, too_long, unanswerable])]
+    assert [row["start_positions"] > 0 for row in rows[0]] == [True, False]
+    assert [(row["question"], row["start_positions"], row["end_positions"]) for row in rows[1]] == [(2, 0, 0)]
+    with pytest.raises(LineartimeError, match=r"^No window of 64 tokens holds an answer to train with whole: raise"):
+        list(windows_to_learn([nowhere, too_long], WINDOWS, seed=0))
 
 
 @pytest.mark.parametrize("longest", [1, 3, 20])
@@ -32,7 +91,7 @@ def test_answers_do_not_depend_on_the_batch_and_documents_compete() -> None:
         Question("a", "was?", TEXT[40:]),
         Question("c", "?", ""),
     ]
-    windows = list(encoder().for_answering(questions))
+    windows = list(windows_to_answer(questions, WINDOWS))
     found = [best_answers(model, windows, questions, 12, size) for size in (1, 5)]
     assert list(found[0]) == ["a", "b", "c"]
     for key, answer in found[0].items():
@@ -44,10 +103,11 @@ def test_answers_do_not_depend_on_the_batch_and_documents_compete() -> None:
     assert len(of_windows) > 2
     assert first.score == pytest.approx(max(each.score for each in of_windows), abs=1e-5)
     alone = [
-        best_answers(model, list(encoder().for_answering([each])), [each], 12, 4)["a"] for each in (questions[0], questions[2])
+        best_answers(model, list(windows_to_answer([each], WINDOWS)), [each], 12, 4)["a"]
+        for each in (questions[0], questions[2])
     ]
     assert found[0]["a"].score == pytest.approx(max(each.score for each in alone), abs=1e-5)
-    assert found[0]["c"] == type(alone[0])("", float("-inf"))
+    assert found[0]["c"] == ("", float("-inf"))
 
 
 def test_the_threshold_of_squad_2_is_the_best_of_all() -> None:

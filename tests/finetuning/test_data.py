@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lineartime.errors import LineartimeError
-from lineartime.finetuning.data import find_questions, read_questions
+from lineartime.finetuning.answering import find_questions, read_questions
 
 TRIVIA = {"QuestionId": "tc", "Question": "Where?"}
 
@@ -20,10 +20,9 @@ def ask(answer: str, start: Any, key: str = "k") -> dict[str, Any]:
 
 
 def test_no_article_is_in_both_parts_of_a_file(questions: Path) -> None:
-    found = find_questions(questions)
-    keys = {split: {each.id for each in part} for split, part in found.items()}
-    assert keys["validation"] == {f"q{place}" for place in range(18, 24)}  # by a hash, in any order of the file
-    assert keys["train"] == {f"q{place}" for place in range(30)} - keys["validation"]
+    train, validation = ({each.id for each in part} for part in find_questions(questions)[:2])
+    assert validation == {f"q{place}" for place in range(18, 24)}  # by a hash, in any order of the file
+    assert train == {f"q{place}" for place in range(30)} - validation
 
 
 def test_an_answer_is_where_its_file_says_or_a_whole_word(tmp_path: Path) -> None:
@@ -52,8 +51,7 @@ def test_the_metric_is_that_of_the_data(tmp_path: Path, qas: list[dict[str, Any]
     content = json.dumps(squad(*qas, text="one 光荣")).encode()
     (tmp_path / "train.json").write_bytes(content)
     (tmp_path / "dev.json.gz").write_bytes(gzip.compress(content))
-    found = find_questions(tmp_path)
-    assert {part.metric for part in found.values()} == {metric}
+    assert find_questions(tmp_path)[2] == metric
 
 
 @pytest.fixture
@@ -78,12 +76,12 @@ def trivia(tmp_path: Path) -> Path:
 
 
 def test_triviaqa_has_the_keys_of_its_official_script_and_the_longest_aliases(trivia: Path) -> None:
-    first, second = find_questions(trivia)["train"]
+    first, second = find_questions(trivia)[0]
     assert (first.id, second.id, first.key) == ("tc", "tc", second.key)
     assert [first.text[slice(*span)] for span in first.spans] == ["York, UK", "YORK-UK"]
     assert second.spans == ()
     assert first.answers == ("york", "york uk", "Eboracum")
-    assert [each.id for each in find_questions(trivia, "web")["validation"]] == ["tc--A.txt", "tc--B.txt", "tc--1/1.txt"]
+    assert [each.id for each in find_questions(trivia, "web")[1]] == ["tc--A.txt", "tc--B.txt", "tc--1/1.txt"]
     assert [each.id for each in read_questions(trivia / "qa" / "web-dev.json")] == ["tc--A.txt", "tc--B.txt", "tc--1/1.txt"]
 
 
@@ -96,46 +94,35 @@ def test_questions_without_answers_are_read_from_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("content", "message"),
     [
         (
-            "a.json",
             squad({"id": "k", "answers": []}),
-            r"a.json has data\[0\].paragraphs\[0\].qas\[0\] without question, but it",
+            r"a.json has data\[0\].paragraphs\[0\].qas\[0\] without question, but it must be a text",
         ),
-        ("a.json", squad(ask("one", True)), r"qas\[0\] whose answer_start is True, but it must be a whole number"),
-        ("a.json", squad({**ask("one", 0), "is_impossible": "no"}), r"is_impossible is 'no', but it must be true or false"),
-        ("a.json", {"Data": [{**TRIVIA, "Answer": {"Aliases": "UK"}}]}, r"whose Aliases is 'UK', but it must be a list"),
-        ("a.json", {"data": [{"paragraphs": [{"qas": []}]}]}, r"data\[0\].paragraphs\[0\] without context"),
-        ("a.json", {"data": [1]}, r"a.json has data\[0\] without paragraphs, but it must be a list"),
-        ("a.json", squad(1), r"qas\[0\] without question"),
-        ("a.json", {"Data": [{**TRIVIA, "Answer": 1}]}, r"has Data\[0\] whose Answer is 1, but it must be an object"),
-        ("a.json", {"Data": [{**TRIVIA, "EntityPages": 1}]}, r"has Data\[0\] whose EntityPages is 1, but it must be a list"),
-        ("a.json", {"Data": [{**TRIVIA, "EntityPages": [1]}]}, r"has Data\[0\].EntityPages without Filename"),
-        ("a.json", {"version": 1}, r"a.json has an object without data, but it must be a list"),
-        (
-            "a.json",
-            [1],
-            r"a.json is damaged \(it is \[1\], but must be an object\): give JSON in the layout",
-        ),
-        ("a.jsonl", {"question": "?", "text": ""}, r"a.jsonl has line 1 without context, but it must be a text"),
+        (squad(ask("one", True)), r"qas\[0\] whose answer_start is True, but it must be a whole number"),
+        (squad({**ask("one", 0), "is_impossible": "no"}), r"is_impossible is 'no', but it must be true or false"),
+        ({"data": [1]}, r"a.json has data\[0\] without paragraphs, but it must be a list"),
+        ({"version": 1}, r"a.json has an object without data, but it must be a list"),
+        ([1], r"a.json is damaged \(it is \[1\], but must be an object\): give JSON in the layout"),
+        ({"Data": [{**TRIVIA, "Answer": {"Aliases": "UK"}}]}, r"whose Aliases is 'UK', but it must be a list"),
+        ({"Data": [{**TRIVIA, "Answer": 1}]}, r"has Data\[0\] whose Answer is 1, but it must be an object"),
+        ({"Data": [{**TRIVIA, "EntityPages": [1]}]}, r"has Data\[0\].EntityPages without Filename"),
     ],
 )
-def test_a_wrong_record_is_named(tmp_path: Path, name: str, content: Any, message: str) -> None:
-    (tmp_path / name).write_text(json.dumps(content))
+def test_a_wrong_record_is_named(tmp_path: Path, content: Any, message: str) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(content))
     with pytest.raises(LineartimeError, match=message):
-        list(read_questions(tmp_path / name))
-    if name == "a.json" and "Data" not in content:
-        (tmp_path / "dev.json").write_text(json.dumps(content))
-        (tmp_path / "train.json").write_text(json.dumps(squad(ask("one", 0))))
-        with pytest.raises(LineartimeError, match=message.replace("a.json", "dev.json")):
-            find_questions(tmp_path)
+        list(read_questions(tmp_path / "a.json"))
+    (tmp_path / "a.jsonl").write_text('{"question": "?", "text": ""}')
+    with pytest.raises(LineartimeError, match=r"a.jsonl has line 1 without context, but it must be a text"):
+        list(read_questions(tmp_path / "a.jsonl"))
 
 
 def test_wrong_data_is_named(tmp_path: Path, trivia: Path) -> None:
     (trivia / "evidence" / "wikipedia" / "B.txt").unlink()
     with pytest.raises(LineartimeError, match=r"Cannot read .*B.txt: No such file"):
-        list(find_questions(trivia)["train"])
+        list(find_questions(trivia)[0])
     (trivia / "qa" / "wikipedia-dev.json").unlink()
     with pytest.raises(LineartimeError, match=r"^data is .*, which has no qa/wikipedia-dev.json: give the unpacked archive"):
         find_questions(trivia)

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForQuestionAnswering
 
 import lineartime
 from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.finetuning import predict as predicting
 from lineartime.finetuning import tune
-from lineartime.finetuning.answering import score_answers
+from lineartime.finetuning.answering import find_questions, score_answers
 from lineartime.finetuning.config import Advanced, FinetuneConfig
-from lineartime.finetuning.data import find_questions
 from lineartime.finetuning.predict import predict
 from lineartime.finetuning.tune import finetune, tuned_config, with_head
 from lineartime.hf.tasks import LineartimeForQuestionAnswering
@@ -25,7 +25,6 @@ from lineartime.runs.record import locked
 from lineartime.training.optimizers import matrices_of
 
 Configured = Callable[..., FinetuneConfig]
-Say = Callable[[str], None]
 
 
 @pytest.fixture
@@ -37,9 +36,8 @@ def config(pretrained: Path, questions: Path, tmp_path: Path) -> Configured:
     return configured
 
 
-@pytest.fixture
-def quiet() -> Say:
-    return lambda line: None
+def quiet(line: str) -> None:
+    """Say nothing."""
 
 
 def test_fine_tuning_learns_and_its_model_answers_alone(
@@ -49,13 +47,13 @@ def test_fine_tuning_learns_and_its_model_answers_alone(
     result = finetune(given)
     assert result.best == 0
     assert result.trials[0].metrics["f1"] > 90 > result.trials[1].metrics["f1"]
-    steps = "15 steps with each rate; below 500, more epochs may help"
+    steps = "15 steps with each rate"
     assert capsys.readouterr().out.startswith(f"24 windows to train with, 6 to answer in\n{steps}\nrate 0.03, epoch 1: loss ")
     assert sorted(path.name for path in given.out.iterdir()) == ["finetune.json", "model", "predictions.json"]
     assert finetune(replace(given, resume=True)) == result
 
     predictions = json.loads((given.out / "predictions.json").read_text())
-    held_out = {each.id: each for each in find_questions(questions)["validation"]}
+    held_out = {each.id: each for each in find_questions(questions)[1]}
     right = {key: each.answers for key, each in held_out.items()}
     assert score_answers(predictions, right, "squad")["f1"] == result.trials[0].metrics["f1"]
     assert predict(given.out, questions, tmp_path / "answers.json") == 30
@@ -64,9 +62,7 @@ def test_fine_tuning_learns_and_its_model_answers_alone(
     assert type(AutoModelForQuestionAnswering.from_pretrained(given.out / "model")).__name__ == "LineartimeForQuestionAnswering"
 
 
-def test_a_fine_tuning_that_was_killed_resumes_to_the_same_losses(
-    config: Configured, monkeypatch: pytest.MonkeyPatch, quiet: Say
-) -> None:
+def test_a_fine_tuning_that_was_killed_resumes_to_the_same_losses(config: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"epochs": 3.0, "learning_rates": (1e-2, 3e-2), "advanced": {"dropout": 0.3}}
     whole = finetune(config("whole", **options), quiet)
     evaluate, calls = tune.Answering.evaluate, []
@@ -83,7 +79,7 @@ def test_a_fine_tuning_that_was_killed_resumes_to_the_same_losses(
     place = config("cut").out.rename(config("cut").out.with_name("moved"))
     checkpoint = max((place / "rate-0.03").glob("checkpoint-*"), key=lambda each: int(each.name[11:]))
     shutil.copytree(checkpoint, checkpoint.with_name("checkpoint-99"))
-    os.truncate(checkpoint.with_name("checkpoint-99") / "optimizer.pt", 2000)
+    os.truncate(checkpoint.with_name("checkpoint-99") / "trainer_state.json", 20)
     resumed = finetune(config("moved", resume=True, **options), quiet)
     assert resumed.trials == whole.trials
     weights = [load_file(config(each).out / "model" / "model.safetensors") for each in ("whole", "moved")]
@@ -121,7 +117,7 @@ def test_a_rate_that_diverges_loses_and_alone_is_an_error(config: Configured) ->
     ],
 )
 def test_all_systems_and_tweaks_train_and_load(
-    preset: str, advanced: dict[str, Any], config: Configured, questions: Path, tmp_path: Path, quiet: Say
+    preset: str, advanced: dict[str, Any], config: Configured, questions: Path, tmp_path: Path
 ) -> None:
     given = config(epochs=1, advanced=advanced)
     if preset != "flash-tiny":
@@ -138,7 +134,7 @@ def test_all_systems_and_tweaks_train_and_load(
     assert predict(given.out, questions, given.out / "answers.jsonl") == 30
 
 
-def test_a_smaller_chunk_keeps_the_biases_of_near_tokens(config: Configured, quiet: Say) -> None:
+def test_a_smaller_chunk_keeps_the_biases_of_near_tokens(config: Configured) -> None:
     """A text within the smaller chunk is read as before, up to its head."""
     given = config()
     pretrained = lineartime.load(given.run)
@@ -161,7 +157,7 @@ def test_decay_is_that_of_matrices_as_in_training(rank: int, config: Configured)
     assert {id(each) for name, each in model.named_parameters() if "lora_" in name} <= decayed
 
 
-def test_mistakes_are_named_and_leave_nothing(config: Configured, tmp_path: Path, quiet: Say) -> None:
+def test_mistakes_are_named_and_leave_nothing(config: Configured, tmp_path: Path) -> None:
     causal = lineartime.build("flash-tiny", vocab_size=258, d_model=16, n_blocks=1, d_qk=8)
     lineartime.save(causal, ByteTokenizer(), tmp_path / "causal")
     answers = [{"text": "nowhere", "answer_start": 0}]
@@ -200,3 +196,75 @@ def test_mistakes_are_named_and_leave_nothing(config: Configured, tmp_path: Path
     (tmp_path / "full" / "x").touch()
     with pytest.raises(ArgumentError, match=r"^out is .*full, which is not empty: give `resume=True`"):
         finetune(config("full"), quiet)
+
+
+# Predicting ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tuned(pretrained: Path, questions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for questions, hardly trained."""
+    config = FinetuneConfig(pretrained, questions, tmp_path_factory.mktemp("tuned") / "out", context_length=64)
+    finetune(replace(config, learning_rates=(3e-2,), advanced=Advanced(stride=8)), quiet)
+    return config.out
+
+
+def test_predicting_goes_on_after_a_kill_with_the_same_inputs_alone(
+    tuned: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    predict(tuned, questions, whole)
+    monkeypatch.setattr(predicting, "BLOCK", 4)
+    found, calls = predicting.best_answers, []
+
+    def killed(*arguments: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return found(*arguments)
+
+    monkeypatch.setattr(predicting, "best_answers", killed)
+    with pytest.raises(KeyboardInterrupt):
+        predict(tuned, questions, cut)
+    whole_lines = cut.read_bytes()
+    other = tmp_path / "other.json"
+    other.write_text(questions.read_text().replace("which?", "what?"))
+    with pytest.raises(ArgumentError, match=r"^file is .*other.json, but .*cut.jsonl was begun with another one"):
+        predict(tuned, other, cut, resume=True)
+    cut.write_bytes(whole_lines + b'{"id": "q')  # killed while a line was written
+    assert predict(tuned, questions, cut, resume=True, batch_size=3) == 30
+    for mine, right in zip(
+        *([json.loads(line) for line in file.read_text().splitlines()] for file in (cut, whole)), strict=True
+    ):
+        assert mine == {**right, "score": pytest.approx(right["score"], abs=1e-5)}
+    for again in (False, True):  # it is done
+        with pytest.raises(ArgumentError, match=r"^out is .*cut.jsonl, which exists already"):
+            predict(tuned, questions, cut, resume=again)
+    with pytest.raises(ArgumentError, match=r"^run is .*, which holds no fine-tuned model: give the folder that"):
+        predict(tmp_path, questions, tmp_path / "new.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.jsonl", "other.json", "whole.jsonl"]
+
+
+def not_finite(file: Path) -> None:
+    weights = load_file(file)
+    save_file({name: weight * float("nan") for name, weight in weights.items()}, file)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("model.safetensors", lambda file: os.truncate(file, 2000), "run/model is damaged"),
+        ("model.safetensors", lambda file: save_file({}, file), r"run/model is damaged \(model.backbone"),
+        ("model.safetensors", not_finite, "model holds numbers that are not finite in model.backbone"),
+        ("config.json", lambda file: file.write_text(file.read_text()[:50]), "run/model is damaged"),
+        ("tokenizer.json", lambda file: file.write_text("{"), "run/model is damaged"),
+    ],
+)
+def test_damaged_models_are_named(
+    tuned: Path, questions: Path, tmp_path: Path, name: str, damage: Callable[[Path], Any], message: str
+) -> None:
+    shutil.copytree(tuned, tmp_path / "run")
+    damage(tmp_path / "run" / "model" / name)
+    with pytest.raises(LineartimeError, match=message):
+        predict(tmp_path / "run", questions, tmp_path / "out.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -1,20 +1,16 @@
-"""Training by `Trainer`."""
+"""Training by `Trainer`, and adapters of PEFT."""
 
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from tests.hf.tiny import causal_model, close, ids_of, tiny
+from safetensors.torch import load_file
+from tests.hf.tiny import GREEDY, awake, causal_model, close, ids_of, tiny
 from torch import Tensor
-from torch.nn import functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    DataCollatorWithFlattening,
-    Trainer,
-    TrainingArguments,
-)
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from lineartime.data import ByteTokenizer
 from lineartime.hf import (
@@ -26,13 +22,10 @@ from lineartime.hf import (
     fast_tokenizer,
 )
 
-QUIET: dict[str, Any] = {
-    "use_cpu": True,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "save_strategy": "no",
-    "dataloader_pin_memory": False,
-}
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+
+QUIET: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+QUIET["dataloader_pin_memory"] = False
 """Arguments of a `Trainer` that writes and shows nothing by itself."""
 
 
@@ -72,28 +65,22 @@ def _learner(kind: str) -> tuple[Any, list[dict[str, Any]]]:
 
 
 def _padded(rows: list[dict[str, Tensor]], side: str) -> dict[str, Tensor]:
-    """A batch with its mask, padded to the longest row; positions of answers are those in the padded rows."""
-    longest = max(row["input_ids"].shape[-1] for row in rows)
-    batch: dict[str, list[Tensor]] = {}
-    for row in rows:
-        tokens = row["input_ids"]
-        empty = longest - tokens.shape[-1]
-        padding = (empty, 0) if side == "left" else (0, empty)
-        for name, value in {**row, "attention_mask": torch.ones_like(tokens)}.items():
-            if name.endswith("positions"):
-                value = value + padding[0]
-            elif value.shape == tokens.shape:
-                value = F.pad(value, padding, value=-100 if name == "labels" else 0)
-            batch.setdefault(name, []).append(value)
-    return {name: torch.stack(values) for name, values in batch.items()}
+    """A batch with its mask, padded to the longest row."""
+    rows = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
+    batch = {}
+    for name, first in rows[0].items():
+        values, fill = [row[name] for row in rows], -100 if name == "labels" else 0
+        of_tokens = first.shape == rows[0]["input_ids"].shape
+        batch[name] = pad_sequence(values, True, fill, side) if of_tokens else torch.stack(values)
+    return batch
 
 
-@pytest.mark.parametrize(
-    ("kind", "side"),
-    list(zip([*PROBLEMS, *LANGUAGE, "tokens", "answers"], cycle(["left", "right"]), strict=False)),
-)
-def test_accumulated_batches_have_the_gradient_of_one_batch(kind: str, side: str, tmp_path: Path) -> None:
-    losses, norms = [], []
+RIGHT = ("multi_label_classification", "mlm", "answers")
+
+
+@pytest.mark.parametrize("kind", [*PROBLEMS, *LANGUAGE, "tokens", "answers"])
+def test_accumulated_batches_have_the_gradient_of_one_batch(kind: str, tmp_path: Path) -> None:
+    losses, norms, side = [], [], "right" if kind in RIGHT else "left"
     for size, steps in ((7, 1), (2, 4)):  # the last of four has one row
         torch.manual_seed(0)
         model, data = _learner(kind)
@@ -141,20 +128,6 @@ def test_label_smoothing_does_not_teach_a_causal_model_to_copy_its_input(causal:
     assert type(AutoModelForCausalLM.from_config(causal.config)) is LineartimeForCausalLM
 
 
-@pytest.mark.parametrize("task", ["clm", "prefix-lm"])
-def test_a_token_after_padding_is_not_predicted(task: str) -> None:
-    model = causal_model(task=task)
-    prefix = {"prefix_lengths": torch.tensor([1])} if task == "prefix-lm" else {}
-    ids = torch.tensor([[3, 4, 5, 6]])
-    logits = model(ids, **prefix).logits[0].log_softmax(-1)
-    losses = [-logits[0, 4], -logits[1, 5], -logits[2, 6]]
-    for places, predicted in (([0, 1, 2, 3], [0, 1, 2]), ([3, 4, 5, 6], [0, 1, 2]), ([0, 1, 4, 5], [0, 2])):
-        row, mask = torch.zeros(1, 7, dtype=torch.long), torch.zeros(1, 7, dtype=torch.long)
-        row[:, places], mask[:, places] = ids, 1
-        found = model(row, attention_mask=mask, labels=row.masked_fill(mask == 0, -100), **prefix).loss
-        close(found, torch.stack([losses[i] for i in predicted]).mean())
-
-
 def test_a_packed_batch_has_the_loss_of_its_documents(tmp_path: Path) -> None:
     model, documents = causal_model(vocab_size=258), examples()[:4]
     pack = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
@@ -170,3 +143,56 @@ def test_a_packed_batch_has_the_loss_of_its_documents(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.item(), rel=1e-4)
     assert model(**pack(documents)).loss < expected
+
+
+# Adapters of PEFT ------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_of_peft_learns_on_the_projections(causal: LineartimeForCausalLM) -> None:
+    ids, targets = ids_of(2, 14), ["to_gate_value_base", "to_output"]
+    before = causal(ids).logits
+    maps = [name for name, _ in causal.named_modules() if name.rpartition(".")[2] in targets]
+    adapted = peft.get_peft_model(causal, peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
+    learned = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    assert len(learned) == 2 * len(maps) == 8
+    torch.testing.assert_close(adapted(ids).logits, before)
+    optimizer, losses = torch.optim.SGD(learned, lr=1.0), []
+    for _ in range(3):
+        loss = adapted(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    adapted.eval()
+    after, continued = adapted(ids).logits, adapted.generate(input_ids=ids, **GREEDY)
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(ids).logits, after, atol=1e-5, rtol=1e-4)
+    assert merged.generate(ids, **GREEDY).tolist() == continued.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word:UserWarning")
+@pytest.mark.parametrize("settings", [{"trainable_token_indices": [3]}, {"target_modules": ["embedding", "to_output"]}])
+def test_adapter_on_the_embedding_begins_with_the_same_text(settings: dict[str, Any], causal: LineartimeForCausalLM) -> None:
+    ids = ids_of(1, 5)
+    before, text = causal(ids).logits, causal.generate(ids, **GREEDY)
+    options = {"r": 2, "task_type": "CAUSAL_LM", "target_modules": ["to_output"], **settings}
+    adapted = peft.get_peft_model(causal, peft.LoraConfig(**options)).eval()
+    torch.testing.assert_close(adapted(ids).logits, before)
+    assert adapted.generate(input_ids=ids, **GREEDY).tolist() == text.tolist()
+
+
+def test_a_learned_prompt_is_read_once(causal: LineartimeForCausalLM) -> None:
+    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_attention_heads=1)
+    tuned, ids = peft.get_peft_model(causal, settings).eval(), ids_of(1, 5)
+    found = tuned.generate(input_ids=ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    expected = tuned(input_ids=found.sequences[:, :-1]).logits[0, -4:]
+    close(torch.cat(found.logits), expected)
+
+
+def test_an_adapter_for_questions_trains_and_saves_the_head(tmp_path: Path) -> None:
+    model = awake(LineartimeForQuestionAnswering(tiny(task="mlm")))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["to_output"], task_type="QUESTION_ANS"))
+    assert sum("qa_outputs" in name and weight.requires_grad for name, weight in adapted.named_parameters()) == 2
+    adapted.save_pretrained(tmp_path)
+    assert any("qa_outputs" in name for name in load_file(tmp_path / "adapter_model.safetensors"))

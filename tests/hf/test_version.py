@@ -6,20 +6,19 @@ from importlib import reload
 
 import pytest
 
-from lineartime import hf
+from lineartime import hf, host
 from lineartime.errors import LineartimeError
-from lineartime.hf import version
 
 
 def test_other_versions_and_a_missing_package_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in ("5.20.0", "5.23.0.dev0", "5.99.1"):
-        monkeypatch.setattr(version, "installed_version", lambda _, found=found: found)
-        version.check_transformers()
+        monkeypatch.setattr(host, "installed_version", lambda _, found=found: found)
+        reload(hf)
     for found in ("4.57.1", "5.19.9", "6.0.0", "unknown"):
-        monkeypatch.setattr(version, "installed_version", lambda _, found=found: found)
+        monkeypatch.setattr(host, "installed_version", lambda _, found=found: found)
         with pytest.raises(LineartimeError, match=f"5.20 or newer and below 6, but version {found} is installed"):
-            version.check_transformers()
-    monkeypatch.setattr(version, "installed_version", lambda _: None)
+            reload(hf)
+    monkeypatch.setattr(host, "installed_version", lambda _: None)
     for started, error in (("a.py", LineartimeError), ("-m", SystemExit)):  # a script, and `python -m lineartime.hf`
         monkeypatch.setattr(sys, "argv", [started])
         with pytest.raises(error, match=r"lineartime.hf needs transformers, which is not .*: pip install 'lineartime\[hf\]'"):

@@ -16,7 +16,7 @@ import lineartime
 from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.models.config import LayerConfig
 from lineartime.models.systems import PRESETS, build
-from lineartime.seq2seq import EncoderDecoder, EncoderDecoderConfig, beam_search, encoder_decoder_config, greedy
+from lineartime.seq2seq import EncoderDecoder, EncoderDecoderConfig, beam_search, encoder_decoder_config
 
 TINY = EncoderDecoderConfig(
     vocab_size=20,
@@ -86,11 +86,11 @@ def test_batch_is_written_like_its_rows() -> None:
     model, source = make_model(), make_ids(9)
     source_mask = torch.arange(9) < torch.tensor([[6], [9]])
     arguments = {"start_token": 0, "max_tokens": 8}
-    never = greedy(model, source, source_mask, stop_token=None, **arguments)
+    never = beam_search(model, source, source_mask, stop_token=None, **arguments)
     assert [len(row) for row in never] == [8, 8]
-    assert greedy(model, source[:1, :6], stop_token=None, **arguments) == never[:1]
+    assert beam_search(model, source[:1, :6], stop_token=None, **arguments) == never[:1]
     stop_token = never[0][0]
-    for row, whole in zip(greedy(model, source, source_mask, stop_token=stop_token, **arguments), never, strict=True):
+    for row, whole in zip(beam_search(model, source, source_mask, stop_token=stop_token, **arguments), never, strict=True):
         assert row == (whole[: whole.index(stop_token)] if stop_token in whole else whole)
 
 
@@ -121,14 +121,14 @@ def test_enough_beams_find_the_best_of_all_targets(name: str, length_penalty: fl
         assert beam_search(model, sources, mask, beams=16, length_penalty=length_penalty, **options) == expected
         one = beam_search(model, sources[:1, mask[0]], beams=16, length_penalty=length_penalty, **options)
         assert one == expected[:1]
-        different += greedy(model, sources, mask, **options) != expected
+        different += beam_search(model, sources, mask, **options) != expected
     assert different > 0, "the first choice was always the best"
 
 
 @every_config
 def test_greedy_writes_the_most_likely_token_after_what_it_has_written(name: str) -> None:
     model, sources = make_model(name), torch.randint(0, 20, (8, 9))
-    written = torch.tensor(greedy(model, sources, start_token=0, stop_token=None, max_tokens=8))
+    written = torch.tensor(beam_search(model, sources, start_token=0, stop_token=None, max_tokens=8))
     assert torch.equal(model(sources, F.pad(written[:, :-1], (1, 0))).argmax(-1), written)
     with pytest.raises(ValueError, match="beams is 0, but must be at least 1"):
         beam_search(model, sources, beams=0, start_token=0, stop_token=None, max_tokens=8)
@@ -170,9 +170,9 @@ def test_inputs_that_do_not_fit_are_named() -> None:
     source = make_ids(9)
     short = EncoderDecoder(dataclasses.replace(TINY, mixer=LayerConfig("gau", d_qk=8, max_length=10))).eval()
     with pytest.raises(ValueError, match="max_tokens is 11, but the decoder of this model reads at most 10 tokens"):
-        greedy(short, source, start_token=0, stop_token=1, max_tokens=11)
+        beam_search(short, source, start_token=0, stop_token=1, max_tokens=11)
     with pytest.raises(ValueError, match="model is in training mode, in which dropout changes its logits"):
-        greedy(EncoderDecoder(dataclasses.replace(TINY, dropout=0.1)), source, start_token=0, stop_token=1, max_tokens=5)
-    assert len(greedy(short, source, start_token=0, stop_token=None, max_tokens=10)[0]) == 10
+        beam_search(EncoderDecoder(dataclasses.replace(TINY, dropout=0.1)), source, start_token=0, stop_token=1, max_tokens=5)
+    assert len(beam_search(short, source, start_token=0, stop_token=None, max_tokens=10)[0]) == 10
     with pytest.raises(ValueError, match="model is of type CausalLM, but must be an EncoderDecoder: for a language model"):
-        greedy(build("flash-tiny", n_blocks=1, d_model=32), source, start_token=0, stop_token=None, max_tokens=1)  # type: ignore[arg-type]
+        beam_search(build("flash-tiny", n_blocks=1, d_model=32), source, start_token=0, stop_token=None, max_tokens=1)  # type: ignore[arg-type]

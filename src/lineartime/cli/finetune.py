@@ -8,8 +8,8 @@ import tyro
 from rich import box
 from rich.table import Column, Table
 
+from lineartime.errors import require_packages
 from lineartime.finetuning.config import Advanced, FinetuneConfig
-from lineartime.finetuning.folder import MODEL, check_finetuning
 from lineartime.screen import output_console
 
 
@@ -26,12 +26,13 @@ class FinetuneOptions(FinetuneConfig):
 
 def run(options: FinetuneOptions) -> None:
     """Fine-tune, and print the metrics of each rate."""
+    needed = ("datasets", "transformers", "accelerate", "peft", "scipy", "sklearn")
+    require_packages(*needed, extra="finetune", purpose="Fine-tuning")
     config = FinetuneConfig(**vars(options))
-    check_finetuning(config)  # before the slow part
-    from lineartime.finetuning.tune import finetune
+    from lineartime.finetuning.tune import MODEL, finetune
 
     result = finetune(config)
-    headers = ("rate", *result.best_trial().metrics, "epoch")
+    headers = ("rate", *result.trials[result.best or 0].metrics, "epoch")
     right = [Column(header.replace("_", " "), justify="right") for header in headers]
     table = Table(*right, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for place, trial in enumerate(result.trials):

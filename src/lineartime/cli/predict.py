@@ -8,7 +8,7 @@ import tyro
 
 from lineartime import choices
 from lineartime.cli.options import Device
-from lineartime.finetuning.folder import check_prediction
+from lineartime.errors import require_packages
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PredictOptions:
 
 def run(options: PredictOptions) -> None:
     """Answer or label the inputs, and print how many there were."""
-    check_prediction(options.run, options.file, options.out, options.resume)  # before the slow part
+    require_packages("datasets", "transformers", "scipy", "sklearn", extra="finetune", purpose="Predicting")
     from lineartime.data.progress import Progress
     from lineartime.finetuning.predict import predict
 

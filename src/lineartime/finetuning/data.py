@@ -1,27 +1,44 @@
-"""Texts with labels, and questions about texts: SQuAD 1.1 and 2.0, data in its layout, such as CMRC 2018, and TriviaQA."""
+"""What both tasks of fine-tuning share: records, those that are held out, and windows of their texts, as a model reads them.
+
+A window is [CLS] text [SEP], or, of a question and a part of its text or of a pair, [CLS] first [SEP] second [SEP].
+
+Shapes: B batch, T tokens.
+"""
 
 import hashlib
-import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
-from lineartime.choices import Domain, Split
+import datasets
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+from transformers.modeling_outputs import ModelOutput
+
 from lineartime.data.folders import named_split
-from lineartime.data.readers import RECORDS, SourceFile, read_records
-from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
-from lineartime.fields import shown
-from lineartime.files import read_plain
+from lineartime.data.readers import SourceFile
+from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.machine import autocast
 
-Metric = Literal["squad", "squad_v2", "triviaqa", "cmrc"]
-_LAYOUTS = "give JSON in the layout of SQuAD or TriviaQA"
-_KINDS = {str: "a text", list: "a list", dict: "an object", int: "a whole number", bool: "true or false"}
-_TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-_LETTER = r"[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
-"""A letter or a digit of a script that has spaces between words: not of Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
+Record = TypeVar("Record")
+WINDOWS = "windows"
+"""The folder for the windows of a fine-tuning, which may be large."""
+
+
+class Records(partial[Iterator[Record]]):
+    """Records that a function reads from their file anew each time: `Records(read, file, ...)`."""
+
+    def __iter__(self) -> Iterator[Record]:
+        return self()
+
+
+def id_of(record: Mapping[str, Any], otherwise: object) -> str:
+    """The id of a record, which is only written with its prediction; without one, its place."""
+    return str(otherwise if record.get("id") is None else record["id"])
 
 
 def held_out(contents: Iterable[str], classes: Iterable[Iterable[str]]) -> frozenset[int]:
@@ -40,18 +57,13 @@ def held_out(contents: Iterable[str], classes: Iterable[Iterable[str]]) -> froze
     return frozenset(chosen)
 
 
-def id_of(record: Mapping[str, Any], otherwise: object) -> str:
-    """The id of a record, which is only written with its prediction; without one, its place."""
-    return str(otherwise if record.get("id") is None else record["id"])
-
-
 def names_of(ids: Iterable[str]) -> list[str]:
     """The names of records in an object: their ids; if some have the same, their numbers."""
     names = list(ids)
     return names if len(set(names)) == len(names) else [str(place) for place in range(1, len(names) + 1)]
 
 
-def one_of_each_split(data: Path, suffixes: Sequence[str], example: str) -> tuple[Path, Path | None]:
+def split_files(data: Path, suffixes: Sequence[str], example: str) -> tuple[Path, Path | None]:
     """The files to train and to validate with, by their names; None for a share of the first. Raises ArgumentError."""
     if data.is_file() and named_split(data.name) in (None, "train"):
         return data, None
@@ -59,197 +71,79 @@ def one_of_each_split(data: Path, suffixes: Sequence[str], example: str) -> tupl
         what = f"is {data}, which does not exist, or is held out by its name"
         raise ArgumentError("data", f"{what}: give a file, or a folder with {example}.")
     named = [(named_split(each.name), each) for each in sorted(data.iterdir()) if SourceFile(each).format_suffix in suffixes]
-    train, held_out, others = ([file for split, file in named if split == name] for name in ("train", "validation", None))
-    if len(train) != 1 or len(held_out) > 1 or (others and not held_out):
+    train, validation, others = ([file for split, file in named if split == name] for name in ("train", "validation", None))
+    if len(train) != 1 or len(validation) > 1 or (others and not validation):
         what = f"is {data}, which must have one {' or '.join(suffixes)} file named for training, and one for validation"
         raise ArgumentError("data", f"{what}: give a folder with both, such as {example}, or one file.")
-    return train[0], held_out[0] if held_out else None
-
-
-# Texts with labels -------------------------------------------------------------------------------------------------------
+    return train[0], validation[0] if validation else None
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """A text with its label."""
+class Windows:
+    """Divides texts, and questions with their texts, into windows."""
 
-    id: str  # what is written with its prediction
-    text: str  # or the first of a pair
-    second: str | None
-    label: Any  # as it stands in the file; None where it is to be predicted
-    where: str  # its file and place
+    tokenizer: PreTrainedTokenizerFast  # which puts [CLS] and [SEP] around a text, and after the second of a pair
+    context_length: int  # the maximum number of tokens in a window
+    stride: int  # the tokens of a text that a window has in common with the one before
 
+    def of(self, first: str, second: str | None = None, where: str = "") -> list[Any]:
+        """The windows, as the tokenizers library encodes them, of a text, or of a first text, whole in each, and a second one.
 
-@dataclass(frozen=True)
-class LabelledFile:
-    """The texts of a file, or those of some numbers."""
-
-    file: Path
-    columns: tuple[str, str | None, str | None]  # of the text, of the second text of pairs, and of the label
-    chosen: frozenset[int] | None = None  # the numbers of the texts to read; None reads all
-
-    def __iter__(self) -> Iterator[Labelled]:
-        text, second, label = self.columns
-        for number, (place, record) in enumerate(read_records(SourceFile(self.file, text))):
-            if self.chosen is None or number in self.chosen:
-                where = f"{self.file}, {place},"
-                for option, column in (("text_column", text), ("pair_column", second), ("label_column", label)):
-                    if column is not None and column not in record:
-                        raise ArgumentError(option, f"is {column}, but {where} has the columns {', '.join(record)}.")
-                texts = [record[column] for column in (text, second) if column is not None]
-                for value in texts:
-                    if not isinstance(value, str):
-                        raise LineartimeError(f"{where} has {shown(value)} instead of a text: correct it, or leave it out.")
-                value = None if label is None else record[label]
-                yield Labelled(id_of(record, number + 1), texts[0], (*texts, None)[1], value, where)
+        Names of special tokens in a text are text. Raises LineartimeError if there is too little room for the text.
+        """
+        backend = self.tokenizer.backend_tokenizer
+        backend.encode_special_tokens = True
+        before = 0 if second is None else 1 + len(backend.encode(first, add_special_tokens=False))
+        room = self.context_length - before - 2
+        if room <= self.stride:
+            raise LineartimeError(
+                f"{where} leaves {max(room, 0):,} tokens of the {self.context_length:,} of a window for its text, of which the "
+                f"next window repeats {self.stride:,}: raise `context_length` above {before + 2 + self.stride:,}."
+            )
+        strategy = "only_first" if second is None else "only_second"
+        backend.enable_truncation(self.context_length, stride=self.stride, strategy=strategy)
+        found = backend.encode(first, second)
+        backend.no_truncation()
+        return [found, *found.overflowing]
 
 
-# Questions ---------------------------------------------------------------------------------------------------------------
+def on_disk(generate: Any, options: dict[str, Any], numbers: Sequence[str], lists: dict[str, str], out: Path) -> Any:
+    """Windows as a `Dataset` on the disk, below the folder of the fine-tuning, with these columns and types of lists."""
+    columns = {name: datasets.Value("int32") for name in numbers}
+    columns |= {name: datasets.Sequence(datasets.Value(kind)) for name, kind in {"input_ids": "int32", **lists}.items()}
+    datasets.disable_progress_bars()
+    try:
+        return datasets.Dataset.from_generator(
+            generate, features=datasets.Features(columns), gen_kwargs=options, cache_dir=str(out / WINDOWS)
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        if isinstance(error.__cause__, LineartimeError):
+            raise error.__cause__ from None
+        raise
 
 
-@dataclass(frozen=True)
-class Question:
-    """A question about a text."""
-
-    key: str  # its place in the file; questions about several documents have one key
-    question: str
-    text: str  # that holds its answer
-    answers: tuple[str, ...] = ()  # with which predictions are compared; none if the text does not answer it
-    spans: tuple[tuple[int, int], ...] = ()  # of answers, in characters; none if the text does not hold them word for word
-    id: str = ""  # what is written with its answer
+def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Tokens [B, T] of windows, padded on the right; their mask; and their types, 1 for those of the text."""
+    tokens = [torch.tensor(row["input_ids"]) for row in rows]
+    lengths, first = torch.tensor([len(row) for row in tokens]), torch.tensor([row["first"] for row in rows])
+    ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+    place = torch.arange(ids.shape[1])
+    mask, types = place < lengths[:, None], place >= first[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long(), "token_type_ids": types.long()}
 
 
-@dataclass(frozen=True)
-class QuestionFile:
-    """The questions of one file, or of a share of its articles, with their official metric."""
-
-    file: Path
-    metric: Metric
-    held_out: bool | None = None  # whether what is held out is left out (False), or alone is read (True); None reads all
-
-    def __iter__(self) -> Iterator[Question]:
-        return read_questions(self.file, self.held_out)
-
-
-def find_questions(data: Path, domain: Domain = "wikipedia") -> dict[Split, QuestionFile]:
-    """The questions to train with and to validate with.
-
-    They are those of a JSON file in the layout of SQuAD, of which a fifth of the articles is held out, by a hash of their
-    contents; of a folder with two such files, named train and dev; or of the folder of TriviaQA, with `qa` and `evidence`, of
-    which `domain` says the documents to read. Raises ArgumentError for another path, and LineartimeError for other contents.
-    """
-    if (data / "qa").is_dir():
-        train, validation = (data / "qa" / f"{domain}-{name}.json" for name in ("train", "dev"))
-        for path in (train, validation, data / "evidence"):
-            if not path.exists():
-                raise ArgumentError("data", f"is {data}, which has no {path.relative_to(data)}: give the unpacked archive.")
-        return {"train": QuestionFile(train, "triviaqa"), "validation": QuestionFile(validation, "triviaqa")}
-    file, other = one_of_each_split(data, (".json",), "train-v1.1.json and dev-v1.1.json")
-    if SourceFile(file).format_suffix in {*RECORDS} - {".json"}:
-        raise ArgumentError("data", f"is {data}, but questions to train with have other files: {_LAYOUTS}.")
-    whole = QuestionFile(file, _metric(file))
-    if other is not None:
-        return {"train": whole, "validation": QuestionFile(other, _metric(other))}
-    return {"train": replace(whole, held_out=False), "validation": replace(whole, held_out=True)}
-
-
-def _metric(file: Path) -> Metric:
-    """SQuAD 2.0 has questions without an answer; the answers of CMRC are Chinese."""
-    answers = [question.answers for question in read_questions(file)]
-    if not all(answers):
-        return "squad_v2"
-    texts = "".join(each[0] for each in answers)
-    return "cmrc" if 2 * len(re.findall(r"[\u4e00-\u9fa5]", texts)) > len(texts) else "squad"
-
-
-def read_questions(file: Path, part: bool | None = None) -> Iterator[Question]:
-    """The questions of a file: records with `question`, `context` and perhaps `id`; the layout of SQuAD; or TriviaQA.
-
-    Of SQuAD, `part` says which articles, as for `QuestionFile`. The file of TriviaQA is one of its folder `qa`, beside
-    which `evidence` is. Raises LineartimeError if the file cannot be read, or a record of it is something else.
-    """
-    if SourceFile(file).format_suffix in {*RECORDS} - {".json"}:
-        for number, (where, record) in enumerate(read_records(SourceFile(file, "question")), 1):
-            question, text = (_item(file, where, record, name, str) for name in ("question", "context"))
-            yield Question(where, question, text, id=id_of(record, number))
-        return
-    with SourceFile(file).open() as stream:
-        data = read_plain(file, _LAYOUTS, stream.read())
-    yield from _trivia(file, data) if "Data" in data else _squad(file, data, part)
-
-
-def _item(file: Path, where: str, record: Any, name: str, kind: type[Any], otherwise: Any = None) -> Any:
-    """A field of a record; a number and a truth value may also be a text. `otherwise` stands for one that is not there.
-
-    Raises LineartimeError, naming the record, unless it is of this type.
-    """
-    value = record.get(name) if isinstance(record, dict) else None
-    found = otherwise if value is None else value
-    if kind is bool and value is not None:
-        found = _TRUTH.get(str(value).strip().lower())
-    if kind is int and value is not None:
-        number = re.fullmatch(r"(-?\d{1,18})(\.0*)?", str(value).strip())
-        found = number and int(number[1])
-    if not isinstance(found, kind):
-        what = f"without {name}" if value is None else f"whose {name} is {shown(value)}"
-        raise LineartimeError(f"{file} has {where} {what}, but it must be {_KINDS[kind]}.")
-    return found
-
-
-def _squad(file: Path, data: Mapping[str, Any], part: bool | None) -> Iterator[Question]:
-    articles = _item(file, "an object", data, "data", list)
-    chosen = () if part is None else held_out((json.dumps(each) for each in articles), [""] * len(articles))
-    for place, article in enumerate(articles):
-        if part not in (None, place in chosen):
-            continue
-        for number, paragraph in enumerate(_item(file, f"data[{place}]", article, "paragraphs", list)):
-            above = f"data[{place}].paragraphs[{number}]"
-            text = _item(file, above, paragraph, "context", str)
-            for count, qa in enumerate(_item(file, above, paragraph, "qas", list)):
-                where = f"{above}.qas[{count}]"
-                question = _item(file, where, qa, "question", str)
-                given = (
-                    [] if _item(file, where, qa, "is_impossible", bool, False) else _item(file, where, qa, "answers", list, [])
-                )
-                answers = tuple(_item(file, where, answer, "text", str) for answer in given)
-                starts = [_item(file, where, answer, "answer_start", int, -1) for answer in given]
-                spans = [span for each in zip(answers, starts, strict=True) if (span := _place(text, *each))]
-                yield Question(where, question, text, answers, tuple(spans), id_of(qa, where))
-
-
-def _place(text: str, answer: str, start: int) -> tuple[int, int] | None:
-    """Where an answer is said to start; if it is not there, its nearest place as a whole word, and, below 0, its only one."""
-    if answer and start >= 0 and text.startswith(answer, start):
-        return start, start + len(answer)
-    before = rf"(?<!{_LETTER})" if re.match(_LETTER, answer[:1]) else ""
-    after = rf"(?!{_LETTER})" if re.match(_LETTER, answer[-1:]) else ""
-    places = [found.span() for found in re.finditer(before + re.escape(answer) + after, text)] if answer else []
-    return min(places, key=lambda place: abs(place[0] - start)) if len(places) == 1 or (places and start >= 0) else None
-
-
-def _trivia(file: Path, data: Mapping[str, Any]) -> Iterator[Question]:
-    """The questions of TriviaQA, once for each of their documents; ids are those of its official script."""
-    evidence, by_question = file.absolute().parent.parent / "evidence", data.get("Domain") == "Wikipedia"
-    for place, record in enumerate(_item(file, "an object", data, "Data", list)):
-        where = f"Data[{place}]"
-        asked, question = _item(file, where, record, "QuestionId", str), _item(file, where, record, "Question", str)
-        answer = _item(file, where, record, "Answer", dict, {})  # the test split has none
-        names = ("NormalizedAliases", "HumanAnswers", "Aliases")
-        given, human, aliases = (list(map(str, _item(file, where, answer, name, list, []))) for name in names)
-        right = (*given, *human)
-        matching = _matcher([*right, *aliases])
-        for kind, folder in (("EntityPages", "wikipedia"), ("SearchResults", "web")):
-            for page in _item(file, where, record, kind, list, []):
-                name = _item(file, f"{where}.{kind}", page, "Filename", str)
-                with reporting_file_errors("read", evidence / folder / name):
-                    text = (evidence / folder / name).read_text("utf-8", errors="replace")
-                spans = tuple(found.span() for found in matching.finditer(text)) if right else ()
-                key, own = (where, asked) if by_question else ("--".join((where, name)), "--".join((asked, name)))
-                yield Question(key, question, text, right, spans, own)
-
-
-def _matcher(aliases: Sequence[str]) -> re.Pattern[str]:
-    r"""Finds an alias as whole words, whatever is between them: distant supervision. The longest alias wins."""
-    words = sorted({tuple(re.findall(r"\w+", alias)) for alias in aliases} - {()}, key=lambda each: -sum(map(len, each)))
-    phrases = (r"\W+".join(map(re.escape, each)) for each in words)
-    return re.compile(rf"(?<!\w)(?:{'|'.join(phrases)})(?!\w)", re.IGNORECASE)
+@torch.no_grad()
+def read_windows(
+    model: nn.Module, windows: Any, batch_size: int, bf16: bool
+) -> Iterator[tuple[list[Mapping[str, Any]], ModelOutput]]:
+    """The windows in batches of about one length, so that little is padding, with what a model says about them."""
+    model.eval()
+    device = next(model.parameters()).device
+    lengths = [len(window["input_ids"]) for window in windows]
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for first in range(0, len(order), batch_size):
+        rows = [windows[place] for place in order[first : first + batch_size]]
+        batch = {name: tensor.to(device) for name, tensor in padded(rows).items()}
+        with autocast(device, bf16):
+            outputs = model(**batch)
+        yield rows, outputs

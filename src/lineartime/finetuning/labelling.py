@@ -12,23 +12,23 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import pearsonr, spearmanr
+from sklearn import metrics
 from torch import Tensor
 
-from lineartime.choices import Split
-from lineartime.data.readers import RECORDS
-from lineartime.errors import LineartimeError
+from lineartime.data.readers import RECORDS, SourceFile, read_records
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
 from lineartime.finetuning.config import Advanced, FinetuneConfig, LabelKind
-from lineartime.finetuning.data import Labelled, LabelledFile, held_out, names_of, one_of_each_split
-from lineartime.finetuning.windows import WINDOWS, WindowEncoder, dataset_of, padded, read_windows
+from lineartime.finetuning.data import Records, Windows, held_out, id_of, names_of, on_disk, padded, read_windows, split_files
 from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.tasks import LineartimeForSequenceClassification
 
@@ -39,10 +39,38 @@ _PROBLEMS: dict[LabelKind, str] = {
 }
 _METRICS = {"single": "accuracy", "multiple": "f1", "numbers": "spearman"}
 """By which the best model is chosen."""
-_NUMBER, _NUMBERS = datasets.Value("int32"), datasets.Sequence(datasets.Value("int32"))
-_LABELLED = datasets.Features(
-    {"input_ids": _NUMBERS, "first": _NUMBER, "text": _NUMBER, "labels": datasets.Sequence(datasets.Value("float32"))}
-)
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A text with its label."""
+
+    id: str  # what is written with its prediction
+    text: str  # or the first of a pair
+    second: str | None
+    label: Any  # as it stands in the file; None where it is to be predicted
+    where: str  # its file and place
+
+
+def read_labelled(
+    file: Path, columns: tuple[str, str | None, str | None], chosen: frozenset[int] | None = None
+) -> Iterator[Labelled]:
+    """The texts of a file of records, or those of some numbers, from the columns of text, second text of pairs, and label.
+
+    Raises ArgumentError for a column that is not there, and LineartimeError for a text that is none.
+    """
+    text, second, label = columns
+    for number, (place, record) in enumerate(read_records(SourceFile(file, text))):
+        if chosen is None or number in chosen:
+            where = f"{file}, {place},"
+            for option, column in (("text_column", text), ("pair_column", second), ("label_column", label)):
+                if column is not None and column not in record:
+                    raise ArgumentError(option, f"is {column}, but {where} has the columns {', '.join(record)}.")
+            texts = [record[text], None if second is None else record[second]]
+            for value in texts[: 1 if second is None else 2]:
+                if not isinstance(value, str):
+                    raise LineartimeError(f"{where} has {shown(value)} instead of a text: correct it, or leave it out.")
+            yield Labelled(id_of(record, number + 1), texts[0], texts[1], None if label is None else record[label], where)
 
 
 @dataclass(frozen=True)
@@ -53,7 +81,6 @@ class Labels:
     names: tuple[str, ...] = ()  # none for numbers
     mean: float = 0.0  # of numbers; the head learns numbers with mean 0 and deviation 1
     deviation: float = 1.0
-    counts: tuple[int, ...] = ()  # the number of texts with each of the names
 
     @classmethod
     def of_model(cls, config: LineartimeConfig) -> "Labels":
@@ -63,19 +90,14 @@ class Labels:
             return cls(kind, (), getattr(config, "label_mean", 0.0), getattr(config, "label_deviation", 1.0))
         return cls(kind, tuple(config.id2label[place] for place in range(config.num_labels)))
 
-    def of(self, value: Any, where: str) -> list[str]:
-        """The names of a text's labels. Raises LineartimeError for one that no text to train with has."""
-        given = _several(value, where) if self.kind == "multiple" else [_single(value, where)]
+    def target(self, value: Any, where: str) -> list[float]:
+        """What the head learns for a label: [1] or [K]. Raises LineartimeError for one that no text to train with has."""
+        if self.kind == "numbers":
+            return [(_number(value, where) - self.mean) / self.deviation]
+        given = _names(value, where, self.kind)
         for name in given:
             if name not in self.names:
                 raise LineartimeError(f"{where} has the label {shown(name)}, which no text to train with has: leave it out.")
-        return given
-
-    def target(self, value: Any, where: str) -> list[float]:
-        """What the head learns for a label: [1] or [K]. Raises LineartimeError as `of`."""
-        if self.kind == "numbers":
-            return [(_number(value, where) - self.mean) / self.deviation]
-        given = self.of(value, where)
         return [float(self.names.index(given[0]))] if self.kind == "single" else [float(name in given) for name in self.names]
 
     def predicted(self, logits: NDArray[np.float64]) -> dict[str, Any]:
@@ -100,50 +122,49 @@ def find_labels(texts: Iterable[Labelled], kind: LabelKind | None) -> Labels:
     if kind == "numbers":
         numbers = np.array([_number(*each) for each in given])
         return Labels(kind, (), float(numbers.mean()), float(numbers.std()) or 1.0)
-    found = Counter(name for each in given for name in ({*_several(*each)} if kind == "multiple" else {_single(*each)}))
+    found = Counter(name for each in given for name in {*_names(*each, kind)})
     names = sorted(found, key=int if all(name.lstrip("-").isdecimal() for name in found) else str)
     if set(found.values()) == {len(given)}:
         raise LineartimeError(f"{given[0][1]} and all others have the labels {shown(names)}: give texts of at least two.")
-    return Labels(kind, tuple(names), counts=tuple(found[name] for name in names))
+    return Labels(kind, tuple(names))
 
 
-def find_texts(data: Path, advanced: Advanced) -> dict[Split, LabelledFile]:
+def find_texts(data: Path, advanced: Advanced) -> tuple[Records[Labelled], Records[Labelled]]:
     """The texts to train with and to validate with. Of a folder, the names of files say which.
 
     Of a file, a fifth of each label, and of each tenth of the numbers by size, is held out, by a hash of the text.
     Raises ArgumentError for another path.
     """
+    train, validation = split_files(data, RECORDS, "train.csv and validation.csv")
     columns = (advanced.text_column, advanced.pair_column, advanced.label_column)
-    train, validation = one_of_each_split(data, RECORDS, "train.csv and validation.csv")
-    whole = LabelledFile(train, columns)
+    whole = Records(read_labelled, train, columns)
     if validation is not None:
-        return {"train": whole, "validation": LabelledFile(validation, columns)}
-    labels, given = find_labels(whole, advanced.labels), [(each.label, each.where) for each in whole]
-    if labels.kind == "numbers":
+        return whole, Records(read_labelled, validation, columns)
+    kind, given = find_labels(whole, advanced.labels).kind, [(each.label, each.where) for each in whole]
+    if kind == "numbers":
         ranks, parts = np.argsort(np.argsort([_number(*each) for each in given])), max(1, min(10, len(given) // 5))
         classes = [[str(rank * parts // len(given))] for rank in ranks]
     else:
-        classes = [labels.of(*each) for each in given]
+        classes = [_names(*each, kind) for each in given]
     chosen = held_out((f"{each.text}\0{each.second}" for each in whole), classes)
     rest = frozenset(range(len(given))) - chosen
-    return {"train": replace(whole, chosen=rest), "validation": replace(whole, chosen=chosen)}
+    return Records(read_labelled, train, columns, rest), Records(read_labelled, train, columns, chosen)
 
 
-def _single(value: Any, where: str) -> str:
-    if not isinstance(value, str | int) or value == "":
-        raise LineartimeError(f"{where} has {shown(value)} instead of a label: correct it, or leave it out.")
-    return str(value)
-
-
-def _several(value: Any, where: str) -> list[str]:
-    """The labels of a text: a list, or, as in CSV, a text with commas between them."""
-    value = _as_list(value, where)
-    found = [each.strip() for each in value.split(",") if each.strip()] if isinstance(value, str) else value
-    if not isinstance(found, list):
-        raise LineartimeError(f"{where} has {shown(value)} instead of a list of labels: correct it, or leave it out.")
-    if len(found) > len(bits := {*map(str, found)}) and bits <= {"0", "1", "0.0", "1.0", "False", "True"}:
-        raise LineartimeError(f"{where} has the vector {shown(value)}: give the names of the labels that are 1.")
-    return [_single(each, where) for each in found]
+def _names(value: Any, where: str, kind: LabelKind) -> list[str]:
+    """The label of a text, or several: a list, or, as in CSV, a text with commas between them."""
+    found: Any = [value]
+    if kind == "multiple":
+        value = _as_list(value, where)
+        found = [each.strip() for each in value.split(",") if each.strip()] if isinstance(value, str) else value
+        if not isinstance(found, list):
+            raise LineartimeError(f"{where} has {shown(value)} instead of a list of labels: correct it, or leave it out.")
+        if len(found) > len(bits := {*map(str, found)}) and bits <= {"0", "1", "0.0", "1.0", "False", "True"}:
+            raise LineartimeError(f"{where} has the vector {shown(value)}: give the names of the labels that are 1.")
+    for each in found:
+        if not isinstance(each, str | int) or each == "":
+            raise LineartimeError(f"{where} has {shown(each)} instead of a label: correct it, or leave it out.")
+    return [str(each) for each in found]
 
 
 def _as_list(value: Any, where: str) -> Any:
@@ -173,18 +194,20 @@ class Labelling:
     """
 
     peft_task = "SEQ_CLS"
+    max_answer_tokens = None
 
-    def __init__(self, config: FinetuneConfig, encoder: WindowEncoder) -> None:
-        files = find_texts(config.data, config.advanced)
-        self.labels = find_labels(files["train"], config.advanced.labels)
+    def __init__(self, config: FinetuneConfig, windows: Windows) -> None:
+        train, validation = find_texts(config.data, config.advanced)
+        self.labels = find_labels(train, config.advanced.labels)
         self.batch_size, self.metric = config.batch_size, _METRICS[self.labels.kind]
-        self.keys = names_of(each.id for each in files["validation"])
+        self.keys = names_of(each.id for each in validation)
         if not self.keys:
-            raise LineartimeError(f"{files['validation'].file} holds no text to validate with: give two of each label.")
-        self.right = np.array([self.labels.target(each.label, each.where) for each in files["validation"]])
-        options, cache = {"encoder": encoder, "labels": self.labels}, config.out / WINDOWS
+            raise LineartimeError(f"{config.data} holds no text to validate with: give two of each label.")
+        self.right = np.array([self.labels.target(each.label, each.where) for each in validation])
+        options = {"windows": windows, "labels": self.labels}
         self.train, self.held_out = (
-            dataset_of(label_windows, {"texts": files[split], **options}, _LABELLED, cache) for split in ("train", "validation")
+            on_disk(label_windows, {"texts": texts, **options}, ("first", "text"), {"labels": "float32"}, config.out)
+            for texts in (train, validation)
         )
         self.predictions: dict[str, Any] = {}
 
@@ -199,10 +222,8 @@ class Labelling:
 
     def describe(self) -> str:
         """What is trained with and labelled."""
-        labels = self.labels
-        names = [f"{name!r}: {count:,}" for name, count in zip(labels.names, labels.counts, strict=True)]
-        shortened = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-        kind = "numbers" if labels.kind == "numbers" else f"{len(names):,} labels ({shortened})"
+        names = self.labels.names
+        kind = f"{len(names):,} labels, {shown(names)}" if names else "numbers"
         return f"{len(self.train):,} windows to train with, {len(self.keys):,} texts to validate with; {kind}"
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -218,11 +239,11 @@ class Labelling:
         return label_scores(found, right, self.labels.kind)
 
 
-def label_windows(texts: Iterable[Labelled], encoder: WindowEncoder, labels: Labels | None = None) -> Iterator[dict[str, Any]]:
+def label_windows(texts: Iterable[Labelled], windows: Windows, labels: Labels | None = None) -> Iterator[dict[str, Any]]:
     """All windows of texts, with the number of their text and, for texts to learn from, their targets."""
     for number, each in enumerate(texts):
         target = {} if labels is None else {"labels": labels.target(each.label, each.where)}
-        for window in encoder.encodings(each.text, each.second, each.where):
+        for window in windows.of(each.text, each.second, each.where):
             first = window.type_ids.index(1) if 1 in window.type_ids else len(window.ids)
             yield {"input_ids": window.ids, "first": first, "text": number, **target}
 
@@ -246,22 +267,26 @@ def label_scores(logits: NDArray[np.float64], right: NDArray[np.float64], kind: 
     F1 of single labels is the mean over labels; that of several counts all decisions together, and `f1_macro` is their mean. A
     correlation that is not defined, because all predictions are equal, counts as 0.
     """
-    from scipy.stats import pearsonr, spearmanr
-    from sklearn import metrics
-
     if kind == "numbers":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of equal predictions
-            both = [np.nan_to_num(of(logits[:, 0], right[:, 0])[0]) for of in (spearmanr, pearsonr)]
-        error = float(np.mean((logits - right) ** 2))
-        return {"spearman": 100 * float(both[0]), "pearson": 100 * float(both[1]), "squared_error": error}
+            spearman, pearson = (float(np.nan_to_num(of(logits[:, 0], right[:, 0])[0])) for of in (spearmanr, pearsonr))
+        return {
+            "spearman": 100 * spearman,
+            "pearson": 100 * pearson,
+            "squared_error": float(np.mean((logits - right) ** 2)),
+        }
+    f1 = partial(metrics.f1_score, zero_division=0.0)
     if kind == "multiple":
         found = logits > 0
-        micro, macro = (metrics.f1_score(right, found, average=each, zero_division=0.0) for each in ("micro", "macro"))
-        return {"f1": 100 * micro, "f1_macro": 100 * macro, "exact_match": 100 * metrics.accuracy_score(right, found)}
+        return {
+            "f1": 100 * f1(right, found, average="micro"),
+            "f1_macro": 100 * f1(right, found, average="macro"),
+            "exact_match": 100 * metrics.accuracy_score(right, found),
+        }
     found, right = logits.argmax(1), right[:, 0]
     return {
         "accuracy": 100 * metrics.accuracy_score(right, found),
-        "f1": 100 * metrics.f1_score(right, found, average="macro", zero_division=0.0),
+        "f1": 100 * f1(right, found, average="macro"),
         "matthews": 100 * metrics.matthews_corrcoef(right, found),
     }

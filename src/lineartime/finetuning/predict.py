@@ -1,33 +1,31 @@
 """Answers or labels for a file of questions or texts, with a fine-tuned model."""
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
 from lineartime.choices import Device, Precision
-from lineartime.errors import LineartimeError, first_line, reporting_file_errors
-from lineartime.files import TOKENIZER_FILE, DamagedFileError, parse, read_plain, remove, write_file
-from lineartime.finetuning.answering import best_answers
-from lineartime.finetuning.data import LabelledFile, names_of, read_questions
-from lineartime.finetuning.folder import BEGUN, MODEL, FinetuneResult, begun_folder, check_prediction, check_same, digest
-from lineartime.finetuning.labelling import Labels, label_windows, mean_logits
-from lineartime.finetuning.tune import check_outputs
-from lineartime.finetuning.windows import WindowEncoder
-from lineartime.hf.convert import CONFIG, WEIGHTS, quietly, read_config
+from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
+from lineartime.files import DamagedFileError, is_there, read_file, read_plain, remove, write_file
+from lineartime.finetuning.answering import best_answers, read_questions, windows_to_answer
+from lineartime.finetuning.data import Windows, names_of
+from lineartime.finetuning.labelling import Labels, label_windows, mean_logits, read_labelled
+from lineartime.finetuning.tune import MODEL, RESULT, FinetuneResult, check_outputs, check_same, digest
+from lineartime.hf.convert import quietly
 from lineartime.hf.tasks import LineartimeForQuestionAnswering, LineartimeForSequenceClassification
 from lineartime.machine import choose_device, choose_precision, is_out_of_memory
 from lineartime.runs.record import locked
 
 BLOCK = 64
 """The questions that are answered, or the texts that are labelled, and then written, at once."""
+BEGUN = "inputs.json"
+"""What predictions are made from, in a folder beside their file that exists until all are made."""
 _SAID = ("answer", "label", "labels", "value")
-Item = TypeVar("Item")
 
 
 def predict(
@@ -59,32 +57,36 @@ def predict(
         ArgumentError: for an `out` that exists, or a folder that holds no fine-tuned model.
         LineartimeError: if the file cannot be read.
     """
-    result = check_prediction(model, inputs, out, resume)
-    place = choose_device(device)
-    bf16 = choose_precision(precision, place) == "bf16"
-    begun = begun_folder(out)
+    begun = out.with_name(f"{out.name}.partial")
     lines = begun / "lines.jsonl" if out.suffix == ".json" else out
+    resume = resume and (begun / BEGUN).is_file()
+    if is_there(out) and not (resume and lines == out):
+        raise ArgumentError("out", f"is {out}, which exists already: delete it, or choose another file.")
+    if not is_there(inputs):
+        raise ArgumentError("file", f"is {inputs}, which does not exist: give a file of questions or texts.")
+    result = read_file(model / RESULT, FinetuneResult) if (model / RESULT).is_file() else None
+    if result is None or result.best is None:
+        what = f"is {model}, which holds no fine-tuned model: give the folder that `finetune()` wrote to its end."
+        raise ArgumentError("run", what)
+    place = choose_device(device)
+    used = choose_precision(precision, place)
     with locked(begun):
-        given = {"file": digest(inputs), "run": digest(model / MODEL), "precision": "bf16" if bf16 else "fp32"}
-        resume = resume and (begun / BEGUN).is_file()
-        count = _kept(lines) if resume else 0
+        given = {"file": digest(inputs), "run": digest(model / MODEL), "precision": used}
+        count = 0
         if resume:
-            paths = {"file": inputs, "run": model, "precision": given["precision"]}
-            check_same(given, read_plain(begun / BEGUN), paths, out)
-        kind = LineartimeForSequenceClassification if result.max_answer_tokens is None else LineartimeForQuestionAnswering
-        loaded, encoder = _load(kind, model / MODEL, result, place)
-        predicted = (_labels if result.max_answer_tokens is None else _answers)(
-            loaded, encoder, result, inputs, count, batch_size, bf16
-        )
+            check_same(given, read_plain(begun / BEGUN), {"file": inputs, "run": model, "precision": used}, out)
+            written = lines.read_bytes() if lines.exists() else b""
+            count = written.count(b"\n")
+            written = written[: written.rfind(b"\n") + 1]  # without a line that was not written to its end
+        predicted = _predictions(model / MODEL, result, inputs, count, batch_size, place, used == "bf16")
         first = next(predicted, [])  # before anything is written
         write_file(begun / BEGUN, json.dumps(given) + "\n")
-        with reporting_file_errors("write", lines):
-            file = lines.open("a" if resume else "w", encoding="utf-8")
-        with file:
+        with reporting_file_errors("write", lines), lines.open("ab" if resume else "wb") as file:
+            if resume:
+                file.truncate(len(written))
             for block in chain([first], predicted):
-                with reporting_file_errors("write", lines):
-                    file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in block)
-                    file.flush()
+                file.writelines(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in block)
+                file.flush()
                 count += len(block)
         if lines != out:
             records = [json.loads(line) for line in lines.read_bytes().splitlines()]
@@ -95,83 +97,44 @@ def predict(
     return count
 
 
-def _answers(
-    model: Any, encoder: WindowEncoder, result: FinetuneResult, file: Path, done: int, batch_size: int, bf16: bool
+def _predictions(
+    folder: Path, result: FinetuneResult, file: Path, done: int, batch_size: int, device: torch.device, bf16: bool
 ) -> Iterator[list[dict[str, Any]]]:
-    """The answers to the questions of a file after the first `done`, in blocks."""
-    assert result.max_answer_tokens is not None
-    longest, threshold = result.max_answer_tokens, result.best_trial().metrics.get("null_threshold")
-    # All documents of a question have its key, and are in one block.
-    by_key = (list(group) for _, group in groupby(read_questions(file), lambda each: each.key))
-    for groups in _blocks(by_key, done):
-        block = [question for group in groups for question in group]
-        found = best_answers(model, list(encoder.for_answering(block)), block, longest, batch_size, bf16)
-        ids = {question.key: question.id for question in block}
-        said = ((key, each.above(threshold), each.score if each.text else None) for key, each in found.items())
-        yield [{"id": ids[key], "answer": answer, "score": score} for key, answer, score in said]
+    """The answers to the questions, or the labels of the texts, of a file after the first `done`, in blocks."""
+    config, longest = result.config, result.max_answer_tokens
+    assert result.best is not None
+    threshold = result.trials[result.best].metrics.get("null_threshold")
+    kind = LineartimeForSequenceClassification if longest is None else LineartimeForQuestionAnswering
+    model, windows = _load(folder, kind, config, device)
+    records: Any
+    if longest is None:
+        labels = Labels.of_model(model.config)
+        records = ([each] for each in read_labelled(file, (config["text_column"], config["pair_column"], None)))
+    else:  # all documents of a question have its key, and are in one block
+        records = (list(group) for _, group in groupby(read_questions(file), lambda each: each.key))
+    rest = islice(records, done, None)
+    while block := [each for group in islice(rest, BLOCK) for each in group]:
+        if longest is None:
+            logits = mean_logits(model, list(label_windows(block, windows)), len(block), batch_size, bf16)
+            yield [{"id": text.id, **labels.predicted(each)} for text, each in zip(block, logits, strict=True)]
+        else:
+            found = best_answers(model, list(windows_to_answer(block, windows)), block, longest, batch_size, bf16)
+            ids = {question.key: question.id for question in block}
+            said = ((key, each.above(threshold), each.score if each.text else None) for key, each in found.items())
+            yield [{"id": ids[key], "answer": answer, "score": score} for key, answer, score in said]
 
 
-def _labels(
-    model: Any, encoder: WindowEncoder, result: FinetuneResult, file: Path, done: int, batch_size: int, bf16: bool
-) -> Iterator[list[dict[str, Any]]]:
-    """The labels of the texts of a file after the first `done`, in blocks."""
-    labels = Labels.of_model(model.config)
-    columns = (result.config["text_column"], result.config["pair_column"], None)
-    for block in _blocks(LabelledFile(file, columns), done):
-        logits = mean_logits(model, list(label_windows(block, encoder)), len(block), batch_size, bf16)
-        yield [{"id": text.id, **labels.predicted(each)} for text, each in zip(block, logits, strict=True)]
-
-
-def _load(kind: Any, model: Path, result: FinetuneResult, device: torch.device) -> tuple[Any, WindowEncoder]:
-    """The model and the windows that it reads. Raises LineartimeError, naming the file, for one that is missing or damaged."""
-    read_config(model)
-    with _naming(model / TOKENIZER_FILE):
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        encoder = WindowEncoder.of(tokenizer, result.config["context_length"], result.config["stride"])
-    with _naming(model / WEIGHTS):
-        loaded, lacking = kind.from_pretrained(model, output_loading_info=True)
-        if names := sorted(map(str, chain(lacking["missing_keys"], lacking["mismatched_keys"]))):
-            raise ValueError(f"{names[0]} is missing or has another shape")
-    if kind is LineartimeForSequenceClassification:
-        with _naming(model / CONFIG):
-            Labels.of_model(loaded.config)
-    loaded.register_forward_hook(check_outputs)
-    return loaded.to(device), encoder
-
-
-@contextmanager
-def _naming(file: Path) -> Iterator[None]:
-    """Turn what other libraries raise for a damaged file into an error that names it."""
+def _load(folder: Path, kind: Any, config: dict[str, Any], device: torch.device) -> tuple[Any, Windows]:
+    """The model and the windows that it reads. Raises LineartimeError, naming the folder, if a file is missing or damaged."""
     try:
         with quietly():
-            yield
+            windows = Windows(AutoTokenizer.from_pretrained(folder), config["context_length"], config["stride"])
+            model, lacking = kind.from_pretrained(folder, output_loading_info=True)
+            if names := sorted(map(str, chain(lacking["missing_keys"], lacking["mismatched_keys"]))):
+                raise ValueError(f"{names[0]} is missing or has another shape")
     except Exception as error:
         if isinstance(error, LineartimeError) or is_out_of_memory(error):
             raise
-        raise DamagedFileError(file, first_line(error)) from None
-
-
-def _blocks(inputs: Iterable[Item], done: int) -> Iterator[list[Item]]:
-    """The inputs in blocks, without those that are done."""
-    rest = islice(inputs, done, None)
-    while block := list(islice(rest, BLOCK)):
-        yield block
-
-
-def _kept(file: Path) -> int:
-    """The number of predictions in a file, from which a last line that was not written to its end is removed.
-
-    Raises LineartimeError for a line that is no prediction.
-    """
-    if not file.exists():
-        return 0
-    content = file.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            parse(line)["id"]
-        except (ValueError, TypeError, KeyError):
-            raise DamagedFileError(file, f"line {number:,} is no prediction", "delete it, and begin anew") from None
-    if len(whole) < len(content):
-        file.write_bytes(whole)
-    return whole.count(b"\n")
+        raise DamagedFileError(folder, first_line(error)) from None
+    model.register_forward_hook(check_outputs)
+    return model.to(device), windows

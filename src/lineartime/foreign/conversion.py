@@ -18,7 +18,7 @@ from lineartime.foreign.gau_alpha import MODEL_TYPE, VOCABULARY, from_gau_alpha,
 from lineartime.foreign.weights import SUFFIXES, read_weights
 from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM
 
-_CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+_CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _SPECIAL = 2
 """How many special tokens (end of document, mask) the tokenizer may have that the model has not learned."""
@@ -58,22 +58,19 @@ def convert(
     """
     source, destination = Path(source), Path(destination)
     with new_folder("destination", destination) as partial:
-        model, tokenizer = _read_model(source, tokenizer, flash_pytorch or {})
+        if source.is_file():
+            model, tokenizer = _read_flash_pytorch(source, tokenizer, flash_pytorch or {})
+        elif is_foreign(source):
+            for name, value in (("tokenizer", tokenizer), ("flash_pytorch", flash_pytorch)):
+                if value:
+                    what = f"is given, but {source} holds a model of GAU-alpha, which needs none: leave it out."
+                    raise ArgumentError(name, what)
+            model, tokenizer = _read_gau_alpha(source)
+        else:
+            what = "holds no model of another package: give a folder of GAU-alpha, or the weights of FLASH-pytorch."
+            raise LineartimeError(f"{source} {what}")
         write_model(partial, model, tokenizer)
     return destination
-
-
-def _read_model(source: Path, tokenizer: Tokenizer | None, flash_pytorch: Mapping[str, Any]) -> tuple[LanguageModel, Tokenizer]:
-    if source.is_dir():
-        if not is_foreign(source):
-            raise LineartimeError(
-                f"{source} holds no model of another package: give a folder of GAU-alpha, or the weights of FLASH-pytorch."
-            )
-        for name, value in (("tokenizer", tokenizer), ("flash_pytorch", flash_pytorch)):
-            if value:
-                raise ArgumentError(name, f"is given, but {source} holds a model of GAU-alpha, which needs none: leave it out.")
-        return _read_gau_alpha(source)
-    return _read_flash_pytorch(source, tokenizer, flash_pytorch)
 
 
 def _read_gau_alpha(source: Path) -> tuple[LanguageModel, Tokenizer]:
@@ -82,13 +79,12 @@ def _read_gau_alpha(source: Path) -> tuple[LanguageModel, Tokenizer]:
         missing = VOCABULARY if file else " or ".join(_WEIGHTS)
         raise LineartimeError(f"{source} holds a {_CONFIG} of GAU-alpha, but no {missing}: copy all files of the model.")
     model = from_gau_alpha(read_weights(file), read_plain(source / _CONFIG))
-    written = source / _TOKENIZER_CONFIG
+    written = source / "tokenizer_config.json"
     lowercase = read_plain(written).get("do_lower_case", True) if written.is_file() else True
     tokenizer = read_vocabulary(source / VOCABULARY, lowercase is not False)
     if tokenizer.vocab_size != model.config.vocab_size:
-        raise LineartimeError(
-            f"{source / VOCABULARY} has {tokenizer.vocab_size:,} pieces, but the model has {model.config.vocab_size:,}."
-        )
+        sizes = f"has {tokenizer.vocab_size:,} pieces, but the model has {model.config.vocab_size:,}"
+        raise LineartimeError(f"{source / VOCABULARY} {sizes}: copy both from one model.")
     return model, tokenizer
 
 
@@ -107,24 +103,14 @@ def _read_flash_pytorch(
         raise ArgumentError("tokenizer", "is None, but must be given: weights of FLASH-pytorch come without one.")
     model = from_flash_pytorch(weights, **arguments)
     assert isinstance(model, CausalLM | MaskedLM)
-    return _with_special_tokens(model, tokenizer), tokenizer
-
-
-def _with_special_tokens(model: LanguageModel, tokenizer: Tokenizer) -> LanguageModel:
-    """Extend a model by special tokens of the tokenizer that it has not learned; it never predicts them."""
     missing = tokenizer.vocab_size - model.config.vocab_size
     if not 0 <= missing <= _SPECIAL:
-        raise ArgumentError(
-            "tokenizer",
-            f"has {tokenizer.vocab_size:,} tokens, but the model {model.config.vocab_size:,}: give the one that it was trained "
-            "with.",
-        )
-    if not missing:
-        return model
+        sizes = f"has {tokenizer.vocab_size:,} tokens, but the model {model.config.vocab_size:,}"
+        raise ArgumentError("tokenizer", f"{sizes}: give the one that it was trained with.")
     state = model.state_dict()
     for name, value in (("backbone.embedding.weight", 0.0), ("lm_head.weight", 0.0), ("lm_head.bias", _NEVER)):
         rows: Tensor = state[name]
         state[name] = torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), value)])
     wider = type(model)(model.config.override(vocab_size=tokenizer.vocab_size)).to(state["lm_head.bias"].dtype)
     wider.load_state_dict(state)
-    return wider
+    return wider, tokenizer

@@ -88,21 +88,12 @@ def from_flash_pytorch(
         built.load_state_dict(own)
     elif "offsetscale.gamma" in weights:
         if causal and sequence_length is None:
-            raise ArgumentError(
-                "sequence_length",
-                "is None, but must be given for a causal GAU, whose divisor is the length of what it reads: give the length it "
-                "was trained with.",
-            )
+            what = "is None, but must be given for a causal GAU, whose divisor is the length of what it reads"
+            raise ArgumentError("sequence_length", f"{what}: give the length it was trained with.")
         options, own = _gated(state, "", "offsetscale", [0, 1], "to_out.0", rotated=0)
         own["bias.values"] *= options["d_model"] ** 0.5
-        built = ForeignGAU(
-            **options,
-            causal=causal,
-            activation=activation,
-            rope=False,
-            normalization="paper_bias",
-            max_length=sequence_length if causal else None,
-        ).to(own["gamma"].dtype)
+        options |= {"activation": activation, "rope": False, "normalization": "paper_bias"}
+        built = ForeignGAU(**options, causal=causal, max_length=sequence_length if causal else None).to(own["gamma"].dtype)
         built.load_state_dict(own)
     else:
         raise LineartimeError(f"The weights do not belong to a model or layer of {PACKAGE}: they lack token_emb.weight.")
@@ -111,7 +102,7 @@ def from_flash_pytorch(
 
 
 def _model(state: StateDict, causal: bool, chosen: dict[str, Any]) -> CausalLM | MaskedLM:
-    vocab_size, d_model = state.shape("token_emb.weight", 2)
+    vocab_size, d_model = state.matrix("token_emb.weight")
     n_blocks = state.count(r"layers\.(\d+)\.")
     if not n_blocks:
         raise LineartimeError(f"The weights lack layers.0, which {PACKAGE} has.")
@@ -123,7 +114,7 @@ def _model(state: StateDict, causal: bool, chosen: dict[str, Any]) -> CausalLM |
         "lm_head.weight": state.take("to_logits.1.weight", vocab_size, d_model),
         "lm_head.bias": state.take("to_logits.1.bias", vocab_size),
     }
-    state.drop("abs_pos_emb.inv_freq")  # the frequencies of the sinusoid, which we compute
+    state.pop("abs_pos_emb.inv_freq", None)  # the frequencies of the sinusoid, which we compute
     found = []
     for block in range(n_blocks):
         options, own = _flash(state, f"layers.{block}.")
@@ -132,17 +123,10 @@ def _model(state: StateDict, causal: bool, chosen: dict[str, Any]) -> CausalLM |
     options = found[0]
     if any(other != options for other in found) or options.pop("d_model") != d_model or not options.pop("rope"):
         raise LineartimeError(f"The weights have layers that differ in their sizes, which a model of {PACKAGE} does not have.")
-    config = ModelConfig(
-        task="clm" if causal else "mlm",
-        vocab_size=vocab_size,
-        d_model=d_model,
-        n_blocks=n_blocks,
-        norm=options.pop("norm"),
-        norm_eps=options.pop("norm_eps"),
-        final_norm="layernorm",
-        tie_word_embeddings=False,
-        mixer=LayerConfig(ForeignFLASH.name, **options, **chosen),
-    )
+    norms: dict[str, Any] = {"norm": options.pop("norm"), "norm_eps": options.pop("norm_eps"), "final_norm": "layernorm"}
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "d_model": d_model, "n_blocks": n_blocks}
+    mixer = LayerConfig(ForeignFLASH.name, **options, **chosen)
+    config = ModelConfig(task="clm" if causal else "mlm", mixer=mixer, tie_word_embeddings=False, **sizes, **norms)
     model = build_model(config).to(weights["backbone.embedding.weight"].dtype)
     model.load_state_dict(weights)
     return model
@@ -150,15 +134,8 @@ def _model(state: StateDict, causal: bool, chosen: dict[str, Any]) -> CausalLM |
 
 def _flash(state: StateDict, prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The options that the weights of a FLASH determine, and its weights under our names."""
-    frequencies = f"{prefix}rotary_pos_emb.freqs"
-    rotated = 2 * state.shape(frequencies, 1)[0] if frequencies in state else 0
+    rotated = 2 * state.pop(f"{prefix}rotary_pos_emb.freqs", torch.empty(0)).numel()  # their values are always the same
     options, own = _gated(state, prefix, "qk_offset_scale", MAPS, "to_out", rotated)
-    if rotated:
-        stored = state.dtype(frequencies)
-        found = state.take(frequencies, rotated // 2)
-        expected = rotary_frequencies(rotated).to(stored).to(found)  # rounded as theirs were when they were saved
-        if not torch.allclose(found, expected, rtol=max(1e-4, torch.finfo(stored).eps)):
-            raise LineartimeError(f"{frequencies} does not hold the standard rotary frequencies.")
     own["bias.values"] *= options["d_qk"] ** 0.5
     rotary_width = rotated if 0 < rotated < options["d_qk"] else None
     return {**options, "rope": rotated > 0, "rotary_width": rotary_width, "normalization": "paper_sum"}, own
@@ -168,8 +145,8 @@ def _gated(
     state: StateDict, prefix: str, scales: str, maps: list[int], output: str, rotated: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The sizes of a gated unit, and its weights under our names; `maps` locates its queries and keys among ours."""
-    d_qk, d_model = state.shape(f"{prefix}to_qk.0.weight", 2)
-    width = state.shape(f"{prefix}to_hidden.0.weight", 2)[0] // 2
+    d_qk, d_model = state.matrix(f"{prefix}to_qk.0.weight")
+    width = state.matrix(f"{prefix}to_hidden.0.weight")[0] // 2
     if width % d_model or d_qk % 2 or rotated > d_qk:
         raise LineartimeError(
             f"The weights have values of width {width} and queries of width {d_qk} of which {rotated} are rotated, but "
@@ -193,8 +170,3 @@ def _gated(
         own |= {f"norm.{kind}": state.take(f"{prefix}norm.{kind}", d_model) for kind in ("weight", "bias")}
     options = {"d_model": d_model, "d_qk": d_qk, "expansion": width // d_model, "bias_form": "buckets"}
     return {**options, "norm": norm, "norm_eps": NORM_EPS[norm]}, own
-
-
-def rotary_frequencies(rotated: int) -> Tensor:
-    """The frequencies of rotary positions for `rotated` features, float32 [rotated / 2]."""
-    return 10000.0 ** -(torch.arange(0, rotated, 2, device="cpu") / rotated)

@@ -26,42 +26,16 @@ PACKAGE = "GAU-alpha"
 MODEL_TYPE = "gau_alpha"
 VOCABULARY = "vocab.txt"
 _ACTIVATIONS: dict[str, ForeignActivation] = {"softmax_plus": "softmax_plus", "softmax": "softmax", "squared_relu": "relu2"}
-_Size = Annotated[int, Between(1, 2**31 - 1)]
 
 
 @dataclass(frozen=True)
 class _Config:
-    """What a configuration of GAU-alpha says of a model that ours can be; the defaults are those of gau_alpha."""
+    """What a configuration of GAU-alpha says that its weights do not; the defaults are those of gau_alpha."""
 
-    vocab_size: _Size = 12000
-    hidden_size: _Size = 768
-    intermediate_size: _Size = 1536
-    num_hidden_layers: _Size = 24
-    type_vocab_size: _Size = 2
-    attention_key_size: _Size = 128
     layer_norm_eps: Annotated[float, Between(above=0, below=1)] = 1e-12
     hidden_act: Literal["swish", "silu"] = "swish"
-    use_bias: bool = False
     normalization: Literal["softmax_plus", "softmax", "squared_relu"] = "softmax_plus"
     attention_scale: bool = True
-    embedding_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.intermediate_size % self.hidden_size:
-            raise ArgumentError("intermediate_size", f"is {self.intermediate_size}, but must be a multiple of hidden_size.")
-        if self.attention_key_size % 2:
-            raise ArgumentError("attention_key_size", f"is {self.attention_key_size}, but must be even.")
-        if self.embedding_size not in (None, self.hidden_size):
-            raise ArgumentError("embedding_size", f"is {self.embedding_size}, but must be hidden_size.")
-
-
-def _read_config(config: Mapping[str, Any]) -> _Config:
-    known = {field.name: config[field.name] for field in fields(_Config) if field.name in config}
-    try:
-        found: _Config = decode(_Config, known)
-    except ArgumentError as error:
-        raise LineartimeError(f"The configuration of {PACKAGE} describes no model of lineartime: {error}") from None
-    return found
 
 
 def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> CausalLM | MaskedLM:
@@ -69,26 +43,33 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
 
     Args:
         weights: of a GAUAlphaForMaskedLM, or of a GAUAlphaModel, whose token embedding then also serves as the output layer.
-        config: its configuration; missing values take the defaults of gau_alpha.
+        config: its configuration; missing values take the defaults of gau_alpha. Sizes are those of the weights.
 
     Raises:
         LineartimeError: for a configuration or weights that do not fit.
     """
-    given = _read_config(config)
-    d_model, width, d_qk = given.hidden_size, given.intermediate_size, given.attention_key_size
+    try:
+        given: _Config = decode(_Config, {each.name: config[each.name] for each in fields(_Config) if each.name in config})
+    except ArgumentError as error:
+        raise LineartimeError(f"The configuration of {PACKAGE} describes no model of lineartime: {error}") from None
     state = StateDict(weights, PACKAGE)
     prefix = "gau_alpha." if any(name.startswith("gau_alpha.") for name in weights) else ""
+    first = f"{prefix}encoder.layer.0.gau."
+    (vocab_size, d_model), (_, width) = (
+        state.matrix(name) for name in (f"{prefix}embeddings.word_embeddings.weight", f"{first}o_dense.weight")
+    )
+    d_qk = state.matrix(f"{first}i_dense.weight")[0] - 2 * width
+    if width % d_model or d_qk < 2 or d_qk % 2:
+        what = f"has values of width {width} and keys of width {d_qk}, but ours have a multiple of {d_model} and an even number"
+        raise LineartimeError(f"The weights of {PACKAGE} are of a model that {what}.")
     n_blocks = state.count(rf"{prefix}encoder\.layer\.(\d+)\.")
-    if n_blocks != given.num_hidden_layers:
-        raise LineartimeError(
-            f"The weights of {PACKAGE} have {n_blocks} layers, but num_hidden_layers is {given.num_hidden_layers}."
-        )
-    embedding = state.take(f"{prefix}embeddings.word_embeddings.weight", given.vocab_size, d_model)
+    embedding = state.take(f"{prefix}embeddings.word_embeddings.weight", vocab_size, d_model)
     types = f"{prefix}embeddings.token_type_embeddings.weight"
+    token_types = state.matrix(types)[0]
     one = embedding.new_ones(1)
     own = {
         "backbone.embedding.weight": embedding,
-        "backbone.token_types.weight": state.take(types, given.type_vocab_size, d_model),
+        "backbone.token_types.weight": state.take(types, token_types, d_model),
         "backbone.embedding_norm.g": one,
     }
     logits = "cls.predictions.decoder.weight"
@@ -97,41 +78,30 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
     if not tied:
         own |= {"lm_head.weight": head, "lm_head.bias": embedding.new_zeros(len(embedding))}
     for block in range(n_blocks):
-        layer = _layer(state, f"{prefix}encoder.layer.{block}.gau.", d_model, width, d_qk, given.use_bias)
+        layer = {**_layer(state, f"{prefix}encoder.layer.{block}.gau.", d_model, width, d_qk), "norm.g": one}
         if not given.attention_scale:  # our GAU always divides scores by sqrt(s)
             layer["gamma"][0] *= d_qk**0.5
             layer["beta"][0] *= d_qk**0.5
-        own |= {f"backbone.blocks.{block}.mixer.{name}": tensor for name, tensor in {**layer, "norm.g": one}.items()}
+        own |= {f"backbone.blocks.{block}.mixer.{name}": tensor for name, tensor in layer.items()}
     state.finish()
-    model = build_model(
-        ModelConfig(
-            task="mlm",
-            vocab_size=len(embedding),
-            d_model=d_model,
-            n_blocks=n_blocks,
-            norm="scalenorm",
-            norm_eps=float(given.layer_norm_eps),
-            norm_position="post",
-            final_norm="none",
-            embedding_norm=True,
-            absolute_position="none",
-            token_types=given.type_vocab_size,
-            tie_word_embeddings=tied,
-            mixer=LayerConfig(
-                ForeignGAU.name,
-                d_qk=d_qk,
-                expansion=width // d_model,
-                activation=_ACTIVATIONS[given.normalization],
-                relative_bias=False,
-            ),
-        )
-    ).to(embedding.dtype)
+    activation = _ACTIVATIONS[given.normalization]
+    mixer = LayerConfig(ForeignGAU.name, d_qk=d_qk, expansion=width // d_model, activation=activation, relative_bias=False)
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "d_model": d_model, "n_blocks": n_blocks, "token_types": token_types}
+    norms: dict[str, Any] = {
+        "norm": "scalenorm",
+        "norm_eps": given.layer_norm_eps,
+        "norm_position": "post",
+        "final_norm": "none",
+    }
+    other: dict[str, Any] = {"embedding_norm": True, "absolute_position": "none", "tie_word_embeddings": tied}
+    ours = ModelConfig(task="mlm", mixer=mixer, **sizes, **norms, **other)
+    model = build_model(ours).to(embedding.dtype)
     model.load_state_dict(own)
     return model.eval()
 
 
-def _layer(state: StateDict, prefix: str, d_model: int, width: int, d_qk: int, biases: bool) -> dict[str, Tensor]:
-    """The weights of one layer under our names; its gate, values and base are already in our order."""
+def _layer(state: StateDict, prefix: str, d_model: int, width: int, d_qk: int) -> dict[str, Tensor]:
+    """The weights of one layer under our names, with biases of 0 if it has none; gate, values and base are in our order."""
     order = interleaved_order(d_qk, d_qk)
     rows = [*range(2 * width), *(2 * width + place for place in order)]
     weight = state.take(f"{prefix}i_dense.weight", 2 * width + d_qk, d_model)[rows]
@@ -140,7 +110,8 @@ def _layer(state: StateDict, prefix: str, d_model: int, width: int, d_qk: int, b
     gamma = torch.stack([state.take(f"{prefix}{name}.weight", d_qk)[order] for name in maps])
 
     def vector(name: str, size: int) -> Tensor:
-        return state.take(f"{prefix}{name}.bias", size) if biases else weight.new_zeros(size)
+        bias = f"{prefix}{name}.bias"
+        return state.take(bias, size) if bias in state else weight.new_zeros(size)
 
     return {
         "to_gate_value_base.weight": weight,

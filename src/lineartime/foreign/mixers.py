@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError, check_choice
-from lineartime.layers.cross import CrossGAU
 from lineartime.layers.dense import FactoryOptions
 from lineartime.layers.flash import FLASH, GAU
 from lineartime.layers.positions import RelativeBias
@@ -145,16 +144,6 @@ class ForeignGAU(ForeignUnit):
         """The options of its attention, whose bias may be divided, too."""
         normalization: str = self.normalization
         return replace(super().options(packing), scales_bias=normalization == "paper_bias" and self.activation not in SOFTMAXES)
-
-
-class ForeignCrossGAU(CrossGAU):
-    """CrossGAU with the activations of `ForeignUnit`."""
-
-    name = "cross-gau-foreign"
-    activations = get_args(ForeignActivation)
-
-    def __init__(self, d_model: int, *, activation: ForeignActivation = "relu2", **options: Any) -> None:
-        super().__init__(d_model, activation=activation, **options)  # type: ignore[arg-type]  # the core lists fewer
 
 
 class PostNorm(ResidualLayer):

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lineartime.checkpoint.format import all_finite
@@ -30,7 +32,10 @@ def read_weights(file: str | Path) -> dict[str, Tensor]:
     file = Path(file)
     with reporting_file_errors("read", file):
         size = file.stat().st_size
-        found = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file, size)
+        try:
+            found = load_file(file) if file.suffix == ".safetensors" else _read_pickle(file, size)
+        except SafetensorError as error:
+            raise LineartimeError(f"{file} is damaged ({error}): restore it from a copy.") from None
     if isinstance(found, Mapping):
         found = next((found[name] for name in _WRAPPERS if isinstance(found.get(name), Mapping)), found)
     if not isinstance(found, Mapping) or not found:
@@ -43,16 +48,6 @@ def read_weights(file: str | Path) -> dict[str, Tensor]:
         if not all_finite(tensor):
             raise LineartimeError(f"{file} is damaged: {shown(name)} holds numbers that are not finite.")
     return {_WRAPPED.sub("", name): tensor for name, tensor in found.items()}
-
-
-def _read_safetensors(file: Path) -> object:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise LineartimeError(f"{file} is damaged ({error}): restore it from a copy.") from None
 
 
 def _read_pickle(file: Path, size: int) -> object:
@@ -75,60 +70,45 @@ def _read_pickle(file: Path, size: int) -> object:
         raise LineartimeError(f"{file} cannot be read safely ({reason}): save the state_dict() of the model alone.") from None
 
 
-class StateDict:
+class StateDict(dict[str, Tensor]):
     """Named tensors of another package, taken one by one; `finish` reports those that were not taken."""
 
     def __init__(self, tensors: Mapping[str, Tensor], package: str) -> None:
         if not isinstance(tensors, Mapping):
             found = type(tensors).__name__
             raise ArgumentError("weights", f"is of type {found}, but must be tensors by name: give model.state_dict().")
-        self._left = dict(tensors)
-        self._package = package
+        super().__init__(tensors)
+        self.package = package
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._left
+    def __missing__(self, name: str) -> Tensor:
+        raise LineartimeError(f"The weights lack {name}, which {self.package} has.")
 
     def count(self, pattern: str) -> int:
         """The number of consecutive integers from 0 that the first group of a pattern matches at the beginnings of names."""
-        found = {int(match[1]) for name in self._left if (match := re.match(pattern, name)) and len(match[1]) < 7}
+        found = {int(match[1]) for name in self if (match := re.match(pattern, name)) and len(match[1]) < 7}
         return next(number for number in range(len(found) + 1) if number not in found)
 
-    def shape(self, name: str, dimensions: int) -> tuple[int, ...]:
-        """The shape of a tensor; raises LineartimeError if it is missing or has another number of dimensions."""
-        tensor = self._find(name)
-        if tensor.dim() != dimensions:
-            raise LineartimeError(
-                f"{name} has shape {list(tensor.shape)}, but {self._package} has {dimensions} dimensions there."
-            )
-        return tuple(tensor.shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The type in which a tensor is stored."""
-        return self._find(name).dtype
+    def matrix(self, name: str) -> tuple[int, int]:
+        """The shape of a matrix; raises LineartimeError if it is missing or has another number of dimensions."""
+        shape = list(self[name].shape)
+        if len(shape) != 2:
+            raise LineartimeError(f"{name} has shape {shape}, but {self.package} has a matrix there.")
+        return shape[0], shape[1]
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Take a tensor of that shape, as float32 or wider; raises LineartimeError if there is none."""
-        tensor = self._find(name)
+        tensor = self[name]
         if tuple(tensor.shape) != shape:
-            raise LineartimeError(f"{name} has shape {list(tensor.shape)}, but {self._package} has {list(shape)} there.")
+            raise LineartimeError(f"{name} has shape {list(tensor.shape)}, but {self.package} has {list(shape)} there.")
         if not tensor.is_floating_point():
             raise LineartimeError(f"{name} has dtype {tensor.dtype}, but must be floating-point.")
-        del self._left[name]
+        del self[name]
         return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
-
-    def drop(self, name: str) -> None:
-        """Drop a tensor that is not needed, if it is present."""
-        self._left.pop(name, None)
 
     def finish(self) -> None:
         """Raise LineartimeError for tensors that were not taken."""
-        if self._left:
-            raise LineartimeError(f"The weights hold {shown(min(self._left))}, which {self._package} does not have.")
-
-    def _find(self, name: str) -> Tensor:
-        if name not in self._left:
-            raise LineartimeError(f"The weights lack {name}, which {self._package} has.")
-        return self._left[name]
+        if self:
+            raise LineartimeError(f"The weights hold {shown(min(self))}, which {self.package} does not have.")
 
 
 def interleaved_order(width: int, rotated: int) -> list[int]:

@@ -30,6 +30,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
     """
 
     is_croppable = False
+    is_linear = (False,)  # so that `generate` leaves out the tokens that were read when it goes on from a cache
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -51,7 +52,7 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         prefix: bool = False,
         inputs: list[Tensor] | None = None,
     ) -> Tensor:
-        """Continue the streams by embedded tokens: [B, N, d] -> [B, N, d], zero at padding.
+        """Continue the streams by embedded tokens: [B, N, d] -> [B, N, d], zero at padding. A call that fails changes nothing.
 
         Args:
             backbone: the model, the same one at every call.
@@ -63,36 +64,30 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
         Raises:
             ArgumentError: for another number of streams.
         """
-        known = self.batch_size
-        if known not in (-1, len(embedded)):
-            raise ArgumentError(
-                CACHE,
-                f"is the cache of {known} streams, but the batch has {len(embedded)}: continue the same streams, or begin "
-                "without one.",
-            )
+        if self.state is not None and len(self.state) != len(embedded):
+            what = f"is the cache of {len(self.state)} streams, but the batch has {len(embedded)}"
+            raise ArgumentError(CACHE, f"{what}: continue the same streams, or begin without one.")
+        is_token = embedded.shape[1] == 1 and mask is None and inputs is None and not torch.is_grad_enabled()
         if prefix:
             hidden, self.state = backbone.read_prefix(embedded, mask, inputs=inputs)
+        elif is_token and self.state is not None and (decoder := self._token_decoder(backbone, len(embedded))) is not None:
+            hidden = decoder.hidden(embedded.contiguous(), self.state)
         else:
-            hidden = self._read(backbone, embedded, mask, inputs)
+            read, state = [], self.state
+            parts = [embedded] if inputs is not None else pieces(embedded)  # hidden vectors of all tokens are held anyway
+            masks = [None] * len(parts) if mask is None else mask.split(parts[0].shape[1], 1)
+            for part, of_part in zip(parts, masks, strict=True):
+                out, state = backbone.extend(part, state, of_part, inputs=inputs)
+                read.append(out)
+            hidden, self.state = torch.cat(read, 1), state
         self._length += embedded.shape[1]
         return hidden
 
-    def _read(self, backbone: Backbone, embedded: Tensor, mask: Tensor | None, inputs: list[Tensor] | None) -> Tensor:
-        """[B, N, d] -> [B, N, d]; the input of each block is appended to `inputs`. A call that fails leaves the state."""
-        is_token = embedded.shape[1] == 1 and mask is None and inputs is None
-        if self.state is not None and is_token and not torch.is_grad_enabled():
-            if not self._is_prepared:
-                self._decoder, self._is_prepared = native_decoder(backbone, None), True
-            if self._decoder is not None and 0 < len(embedded) <= MAX_STREAMS and not torch.is_autocast_enabled("cpu"):
-                return self._decoder.hidden(embedded.contiguous(), self.state)
-        read, state = [], self.state
-        parts = [embedded] if inputs is not None else pieces(embedded)  # hidden vectors of all tokens are held anyway
-        masks = [None] * len(parts) if mask is None else mask.split(parts[0].shape[1], 1)
-        for part, of_part in zip(parts, masks, strict=True):
-            hidden, state = backbone.extend(part, state, of_part, inputs=inputs)
-            read.append(hidden)
-        self.state = state
-        return torch.cat(read, 1)
+    def _token_decoder(self, backbone: Backbone, streams: int) -> NativeDecoder | None:
+        """What reads single tokens on a CPU, made from the weights at the first one; None if nothing does here."""
+        if not self._is_prepared:
+            self._decoder, self._is_prepared = native_decoder(backbone, None), True
+        return None if torch.is_autocast_enabled("cpu") or not 0 < streams <= MAX_STREAMS else self._decoder
 
     def copy(self) -> "LineartimeCache":
         """A cache with the same state; continuing one of the two does not change the other."""
@@ -104,11 +99,11 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def __deepcopy__(self, memo: dict[int, Any]) -> "LineartimeCache":
         return self.copy()
 
+    # The interface of a cache in transformers --------------------------------------------------------------------------
+
     def crop(self, tokens_to_remove: int) -> None:
         """Raise LineartimeError: a state cannot forget the last tokens alone."""
         raise LineartimeError("The cache of these models cannot forget its last tokens: keep a copy() of it from before them.")
-
-    # The interface of a cache in transformers --------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The number of tokens read so far, padding included."""
@@ -126,8 +121,8 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace each stream by `repeats` copies, side by side."""
-        if self.batch_size > 0:
-            self.batch_select_indices(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
+        if self.state is not None:
+            self.batch_select_indices(torch.arange(len(self.state), device="cpu").repeat_interleave(repeats))
 
     def __len__(self) -> int:
         """The number of blocks; 0 before the first token."""
@@ -145,11 +140,6 @@ class LineartimeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def memory_bytes(self) -> int:
         """The memory of the state, in bytes."""
         return 0 if self.state is None else self.state.nbytes
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """False, so that `generate` leaves out the tokens that were read when it goes on from a cache."""
-        return [False]
 
     @property
     def is_initialized(self) -> bool:

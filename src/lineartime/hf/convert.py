@@ -13,22 +13,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import logging
 
-from lineartime.checkpoint import (
-    CheckpointChoice,
-    has_training_state,
-    is_checkpoint,
-    list_checkpoints,
-    read_from,
-    read_training_state,
-)
-from lineartime.checkpoint.format import read_model
+from lineartime.checkpoint import CheckpointChoice, read_from
+from lineartime.checkpoint.format import has_training_state, is_checkpoint, list_checkpoints, read_model, read_training_state
 from lineartime.checkpoint.saving import write_model
 from lineartime.data.tokenizers import Tokenizer, read_definition
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
-from lineartime.files import TOKENIZER_FILE, new_folder, os_error_behind, read_plain
+from lineartime.files import TOKENIZER_FILE, DamagedFileError, new_folder, os_error_behind, read_plain
 from lineartime.foreign.weights import read_weights
-from lineartime.hf.card import model_card, training_facts
 from lineartime.hf.config import FIELDS, LineartimeConfig
 from lineartime.hf.language import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
@@ -38,11 +30,33 @@ from lineartime.models.cost import model_tensors
 from lineartime.models.language_model import LanguageModel, build_model
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-CARD = "README.md"
 LOGITS, LOGITS_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "backbone.embedding.weight"
 """The output layer, which is a second name of the token embedding if they are tied, and the token embedding."""
 PADDED = 128
 """Fewer rows than these after those of all tokens are taken for padding, to a multiple that is fast, and are left out."""
+CARD = """---
+library_name: transformers
+pipeline_tag: {pipeline}
+tags:
+- lineartime
+---
+
+# {name}
+
+A language model (task {task}) of {parameters:,} parameters, saved by lineartime: {blocks} blocks of {mixers}.
+
+Transformers loads it where lineartime is installed; no remote code is run:
+
+```python
+import lineartime.hf  # registers the model with transformers
+from transformers import {auto}, AutoTokenizer
+
+model = {auto}.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+
+`lineartime convert {name} DESTINATION` turns this folder back into one that the commands of lineartime read.
+"""
 
 
 def convert(source: str | Path, destination: str | Path, *, checkpoint: CheckpointChoice | None = None) -> Path:
@@ -73,30 +87,38 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
     """
     destination = Path(destination)
     with new_folder("destination", destination) as folder:
-        model, tokenizer, facts, context = read_from(source, _read_checkpoint, checkpoint)
-        end = tokenizer.end_of_document
+        model, tokenizer, context = read_from(source, _read_checkpoint, checkpoint)
+        end, masked = tokenizer.end_of_document, model.config.task == "mlm"
         config = LineartimeConfig.from_model_config(model.config, bos_token_id=end, eos_token_id=end, pad_token_id=end)
-        if longest := model.config.longest_sequence or context:
-            config.n_positions = longest  # what evaluation harnesses read; models themselves have no use for it
+        longest = model.config.longest_sequence
+        if length := longest or context:
+            config.n_positions = length  # what evaluation harnesses read; models themselves have no use for it
         with shapes_only():
-            made = (LineartimeForMaskedLM if model.config.task == "mlm" else LineartimeForCausalLM)(config)
+            made = (LineartimeForMaskedLM if masked else LineartimeForCausalLM)(config)
         made.model.backbone = model.backbone
         if model.lm_head is not None:
             made.lm_head = model.lm_head
         made.tie_weights()
         with quietly():
             made.save_pretrained(folder)
-            framed = model.config.task == "mlm"
-            fast_tokenizer(tokenizer, model.config.longest_sequence, framed=framed).save_pretrained(folder)
-        card = model_card(model.config, destination.name, model.n_parameters, facts)
-        (folder / CARD).write_text(card, encoding="utf-8", errors="replace")  # the name may not be UTF-8
+            fast_tokenizer(tokenizer, longest, framed=masked).save_pretrained(folder)
+        card = CARD.format(
+            name=destination.name,
+            pipeline="fill-mask" if masked else "text-generation",
+            auto="AutoModelForMaskedLM" if masked else "AutoModelForCausalLM",
+            task=model.config.task,
+            parameters=model.n_parameters,
+            blocks=model.config.n_blocks,
+            mixers=", ".join(dict.fromkeys(mixer.kind for mixer in model.config.mixers)),
+        )
+        (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")  # the name may not be UTF-8
     return destination
 
 
-def _read_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, dict[str, str], int | None]:
-    """A model, its tokenizer, the facts about its training for the model card, and its context in training, if known."""
+def _read_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, int | None]:
+    """A model, its tokenizer, and its context in training, if known."""
     options = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
-    return (*read_model(checkpoint), training_facts(checkpoint), options.get("context_length"))
+    return (*read_model(checkpoint), options.get("context_length"))
 
 
 @contextmanager
@@ -133,7 +155,16 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
 
 
 def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
-    config = read_config(source)
+    data = read_plain(source / CONFIG)
+    if data.get("model_type") != LineartimeConfig.model_type:
+        raise LineartimeError(
+            f"{source / CONFIG} describes a model of type {data.get('model_type')!r}: only models of type 'lineartime', which "
+            "lineartime.hf saves, can be converted."
+        )
+    try:
+        config = ModelConfig.from_dict({name: data[name] for name in FIELDS if name in data})
+    except ValueError as error:
+        raise LineartimeError(f"{source / CONFIG} describes no model that this version can build: {error}") from None
     state: dict[str, Tensor] = {}
     for file in _weight_files(source):
         state |= {name.removeprefix("model."): tensor for name, tensor in read_weights(file).items()}
@@ -144,7 +175,7 @@ def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
         state.pop(LOGITS, None)
     elif output is not None:  # one that an adapter has saved has no bias, because that of tied embeddings has none
         state.setdefault(LOGITS_BIAS, output.new_zeros(output.shape[:1]))
-    _check_state(source, config, state)
+    _check_state(source, dict(model_tensors(config)), state)
     definition = read_definition(source / TOKENIZER_FILE)
     tokenizer = plain_tokenizer(definition, str(source / TOKENIZER_FILE))
     if not 0 <= config.vocab_size - tokenizer.vocab_size < PADDED:
@@ -161,51 +192,30 @@ def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
     return model, tokenizer
 
 
-def read_config(source: Path) -> ModelConfig:
-    """The model that config.json describes."""
-    data = read_plain(source / CONFIG)
-    if data.get("model_type") != LineartimeConfig.model_type:
-        raise LineartimeError(
-            f"{source / CONFIG} describes a model of type {data.get('model_type')!r}: only models of type 'lineartime', which "
-            "lineartime.hf saves, can be converted."
-        )
-    try:
-        return ModelConfig.from_dict({name: data[name] for name in FIELDS if name in data})
-    except ValueError as error:
-        raise LineartimeError(f"{source / CONFIG} describes no model that this version can build: {error}") from None
-
-
 def _weight_files(folder: Path) -> list[Path]:
-    """The weight files in a folder; raises LineartimeError if there are none, or if the index names files elsewhere."""
+    """The weight files in a folder; raises LineartimeError if the index names none, or files elsewhere."""
     if not (folder / INDEX).exists():
-        if not (folder / WEIGHTS).exists():
-            raise LineartimeError(f"{folder} holds no {WEIGHTS}: save the model with safetensors.")
         return [folder / WEIGHTS]
     listed = read_plain(folder / INDEX).get("weight_map")
     names = sorted({str(name) for name in listed.values()}) if isinstance(listed, dict) else []
-    if not names:
-        raise LineartimeError(f"{folder / INDEX} names no files of weights: restore it from a copy.")
-    for name in names:
-        if not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise LineartimeError(f"{folder / INDEX} names {name!r}, which is not a weight file in this folder.")
+    if not names or not all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
+        raise DamagedFileError(folder / INDEX, f"it names {shown(names)}, but must name weight files in its folder")
     return [folder / name for name in names]
 
 
-def _check_state(source: Path, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
-    """Raise LineartimeError unless the tensors are those of the model."""
-    wanted = dict(model_tensors(config))
-    problems = [f"lacks {name}" for name in wanted if name not in state]
-    problems += [f"holds {name}, which a language model does not have" for name in state if name not in wanted]
-    problems += [
-        f"holds {name} of shape {list(state[name].shape)}, but its {CONFIG} specifies {list(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in state and state[name].shape != tensor.shape
-    ]
-    if problems:
-        raise LineartimeError(f"{source} {problems[0]}: it holds another model than its {CONFIG} describes.")
-    for name, tensor in state.items():
-        if wanted[name].is_floating_point() and not tensor.is_floating_point():
+def _check_state(source: Path, wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Raise LineartimeError unless the tensors have the names, shapes and kinds that the model wants."""
+    problem = next((f"lacks {name}" for name in wanted if name not in state), None)
+    for name, tensor in state.items() if problem is None else ():
+        if name not in wanted:
+            problem = f"holds {name}, which a language model does not have"
+        elif tensor.shape != wanted[name].shape:
+            shape = list(wanted[name].shape)
+            problem = f"holds {name} of shape {list(tensor.shape)}, but its {CONFIG} specifies {shape}"
+        elif wanted[name].is_floating_point() and not tensor.is_floating_point():
             raise LineartimeError(f"{source} holds {name} as {tensor.dtype}, but weights must be floats: save it unquantised.")
+    if problem is not None:
+        raise LineartimeError(f"{source} {problem}: it holds another model than its {CONFIG} describes.")
 
 
 def _check_end(source: Path, end: int, definition: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin
+from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
@@ -17,8 +17,14 @@ from lineartime.checkpoint.format import all_finite
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.hf.config import LineartimeConfig
-from lineartime.hf.inputs import check_labels, checked_mask, packed_boundaries, real_tokens
-from lineartime.hf.model import LineartimeModel, LineartimePreTrainedModel
+from lineartime.hf.model import (
+    LineartimeModel,
+    LineartimePreTrainedModel,
+    check_labels,
+    checked_mask,
+    packed_boundaries,
+    real_tokens,
+)
 from lineartime.ops.cross_entropy import IGNORED
 
 
@@ -41,6 +47,8 @@ class LanguageHead(LineartimePreTrainedModel):
 
 class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc]  # transformers has no types here
     """A causal language model: the logits at a token predict the next one."""
+
+    _is_stateful = True  # so that transformers refuses assisted decoding, which takes tokens back
 
     @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
@@ -95,42 +103,36 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
-        """Create a cache, unless one is given or caching is disabled."""
-        if generation_config.cache_implementation is not None:
-            raise ArgumentError(
-                "cache_implementation",
-                f"is {generation_config.cache_implementation!r}, but these models have a cache of their own: leave it out.",
-            )
-        if str(generation_mode.value).startswith("assisted") or generation_config.is_assistant:
-            raise LineartimeError(
-                "Assisted decoding of transformers takes tokens back, which the state of these models cannot: leave out "
-                "assistant_model and prompt_lookup_num_tokens."
-            )
-        unfit = {
-            "use_cache": not generation_config.use_cache,
-            "prefill_chunk_size": getattr(generation_config, "prefill_chunk_size", None) is not None,
-            "guidance_scale": generation_config.guidance_scale not in (None, 1),  # its prompt would be read causally
-        }
-        for name in (name for name, given in unfit.items() if given and self.config.task == "prefix-lm"):
-            raise ArgumentError(
-                name,
-                "does not suit a model of task 'prefix-lm', which reads its prompt at once, in both directions, and then "
-                "continues from a cache: generate in another mode.",
-            )
+        """Create a cache, unless one is given or caching is disabled. Raises ArgumentError for what a state cannot do."""
+        unfit = {"cache_implementation": generation_config.cache_implementation is not None}
+        if self.config.task == "prefix-lm":
+            unfit["use_cache"] = not generation_config.use_cache
+            unfit["prefill_chunk_size"] = getattr(generation_config, "prefill_chunk_size", None) is not None
+            unfit["guidance_scale"] = generation_config.guidance_scale not in (None, 1)  # its prompt would be read causally
+        for name in (name for name, given in unfit.items() if given):
+            what = "which has a cache of its own, into which a prefix is read at once, in both directions"
+            raise ArgumentError(name, f"does not suit a model of task {self.config.task!r}, {what}: leave it out.")
         mask = model_kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2 and not (mask.shape[1] and bool(mask[:, -1:].all())):
             what = "has padding at the end of a prompt, where it is continued: pad on the left, and begin an empty prompt with"
             raise ArgumentError("attention_mask", f"{what} the end-of-document token, eos_token.")
         given = model_kwargs.pop("cache", None)
         cache = model_kwargs.pop("past_key_values", None) if given is None else given
-        if cache is not None:
-            cache._is_user_defined = True
-            width = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
-            _check_read(cache, width, generation_config.use_cache)
-        elif generation_config.use_cache:
-            cache = LineartimeCache()
-        if cache is not None:
-            model_kwargs[CACHE] = cache
+        if cache is None:
+            if generation_config.use_cache:
+                model_kwargs[CACHE] = LineartimeCache()
+            return
+        past, width = (
+            cache.get_seq_length(),
+            getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1],
+        )
+        if past and not generation_config.use_cache:
+            raise ArgumentError("use_cache", f"is False, but {CACHE} has read {past} tokens: leave out one of the two.")
+        if past and width is not None and width <= past:  # of the mask, which always covers the tokens that the cache has read
+            what = f"has read {past} tokens, but the prompt or its attention_mask covers only {width}: give all tokens"
+            raise ArgumentError(CACHE, f"{what}, or the new ones with a mask of all, at least one more than it has read.")
+        cache._is_user_defined = True
+        model_kwargs[CACHE] = cache
 
     def _update_model_kwargs_for_generation(self, outputs: Any, *arguments: Any, **kwargs: Any) -> dict[str, Any]:
         """As in transformers, after each token. Raises LineartimeError for logits that are not finite: any would be drawn."""
@@ -183,25 +185,6 @@ class LineartimeForMaskedLM(LanguageHead):
             check_labels(labels, logits)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
-
-
-def _check_read(cache: Cache, width: int | None, use_cache: bool) -> None:
-    """Raise ArgumentError for a cache that has read tokens, unless `generate` reads what comes after them and nothing else.
-
-    `width` is the length of the attention mask, which always covers the tokens that the cache has read.
-    """
-    past = cache.get_seq_length()
-    if not past:
-        return
-    what = f"has read {past} tokens"
-    if not use_cache:
-        raise ArgumentError("use_cache", f"is False, but {CACHE} {what}: leave out one of the two.")
-    if width is not None and width <= past:
-        raise ArgumentError(
-            CACHE,
-            f"{what}, but the prompt or its attention_mask covers only {width}: give all tokens, or the new ones with a mask "
-            "of all, at least one more than the cache has read.",
-        )
 
 
 def _predicted(labels: Tensor, mask: Tensor | None, **inputs: Any) -> Tensor:

@@ -1,14 +1,15 @@
 """The base model: embedding, blocks and norm of lineartime, with the interface of transformers.
 
-Shapes: B batch, T tokens, d model width.
+Shapes: B batch, T tokens, P tokens read before, D documents, d model width.
 """
 
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from functools import wraps
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -18,9 +19,9 @@ from lineartime.checkpoint.format import all_finite
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.hf.config import LineartimeConfig
-from lineartime.hf.inputs import checked_mask, packed_boundaries, real_tokens
 from lineartime.layers.residual import ResidualLayer, check_tokens
 from lineartime.models.backbone import Backbone
+from lineartime.ops.checks import as_mask, require
 
 
 class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transformers has no types here
@@ -39,16 +40,14 @@ class LineartimePreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # trans
 
         Raises ArgumentError if device_map splits the model or leaves it on disk, and LineartimeError for weights not finite.
         """
-        given = options.get("device_map")
-        _check_places(given if isinstance(given, dict) else {})  # before transformers fails on parts that stay on disk
+        _check_places(options.get("device_map"))  # before transformers fails on parts that stay on disk
         loaded = super().from_pretrained(*arguments, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        _check_places(getattr(model, "hf_device_map", {}))
+        _check_places(getattr(model, "hf_device_map", None))
         for name, weight in model.state_dict().items():  # not in forward, which a graph or shards may hold
             if weight.is_floating_point() and not weight.is_meta and not all_finite(weight):
-                raise LineartimeError(
-                    f"{model.name_or_path} holds numbers that are not finite in {name}: restore it from a copy."
-                )
+                what = f"{model.name_or_path} holds numbers that are not finite in {name}"
+                raise LineartimeError(f"{what}: restore it from a copy.")
         return loaded
 
     @property
@@ -175,9 +174,8 @@ class LineartimeModel(LineartimePreTrainedModel):
         """
         asked = kwargs.get("output_attentions")
         if self.config.output_attentions if asked is None else asked:
-            raise ArgumentError(
-                "output_attentions", "is True, but these models do not compute attention matrices that could be returned."
-            )
+            what = "is True, but these models do not compute attention matrices that could be returned."
+            raise ArgumentError("output_attentions", what)
         backbone = self.backbone
         if input_ids is not None and inputs_embeds is None:
             backbone.check_ids(input_ids, "input_ids")
@@ -192,8 +190,15 @@ class LineartimeModel(LineartimePreTrainedModel):
         every: list[Tensor] | None = [] if output_hidden_states else None
         types = token_type_ids if self.config.token_types else None
         cache = past_key_values if cache is None else cache
-        if cache is not None or use_cache:
-            cache = self._cache(cache, use_cache is not False)
+        if self.config.task == "mlm" and (cache is not None or use_cache):
+            name = "use_cache" if cache is None else CACHE
+            raise ArgumentError(name, "is given, but a masked language model is bidirectional and cannot continue a text.")
+        if cache is not None and not isinstance(cache, LineartimeCache):
+            raise ArgumentError(CACHE, f"is a {type(cache).__name__}, but must be a LineartimeCache, as a model returns it.")
+        if cache is not None and use_cache is False:
+            cache = cache.copy()
+        elif cache is None and use_cache:
+            cache = LineartimeCache()
         past = 0 if cache is None else cache.get_seq_length()
         mask = checked_mask(attention_mask, embedded, past)
         cu_seq_lens_q = packed_boundaries(mask, embedded, cu_seq_lens_q, None if past else position_ids, seq_idx)
@@ -206,7 +211,13 @@ class LineartimeModel(LineartimePreTrainedModel):
                 what = "has types other than 0, but with a cache all tokens are of type 0: leave out the cache."
                 raise ArgumentError("token_type_ids", what)
             if prefix_lengths is not None:
-                _check_prefix(prefix_lengths, real_tokens(mask, embedded).sum(1), past)
+                tokens = real_tokens(mask, embedded).sum(1)
+                if past or not torch.equal(prefix_lengths.to(tokens), tokens):
+                    what = f"is {prefix_lengths.tolist()}, but a cache that has read {past} tokens takes"
+                    raise ArgumentError(
+                        "prefix_lengths",
+                        f"{what} a prefix first, and whole: read {tokens.tolist()} of the rows, then the rest.",
+                    )
             hidden = cache.extend(backbone, embedded, mask, prefix=prefix_lengths is not None, inputs=every)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
@@ -214,32 +225,89 @@ class LineartimeModel(LineartimePreTrainedModel):
             **{CACHE: cache if use_cache is not False else None},
         )
 
-    def _cache(self, given: LineartimeCache | None, update: bool) -> LineartimeCache:
-        if self.config.task == "mlm":
-            name = "use_cache" if given is None else CACHE
-            raise ArgumentError(name, "is given, but a masked language model is bidirectional and cannot continue a text.")
-        if given is None:
-            return LineartimeCache()
-        if not isinstance(given, LineartimeCache):
-            raise ArgumentError(CACHE, f"is a {type(given).__name__}, but must be a LineartimeCache, as a model returns it.")
-        return given if update else given.copy()
 
-
-def _check_places(device_map: Mapping[str, Any]) -> None:
-    places = sorted({str(place) for place in device_map.values()})
+def _check_places(device_map: Any) -> None:
+    places = sorted({str(place) for place in device_map.values()}) if isinstance(device_map, dict) else []
     if len(places) > 1 or "disk" in places:
         where = " and ".join(places)
         raise ArgumentError("device_map", f"puts parts of the model on {where}, but it must be on one device: name one.")
 
 
-def _check_prefix(prefix_lengths: Tensor, tokens: Tensor, past: int) -> None:
-    """Raise ArgumentError unless nothing was read before, and the prefix of each row is all of its tokens; both are [B]."""
-    if past:
-        what = "is given, but the cache has read tokens, and a prefix comes first: leave it out after the prefix."
-        raise ArgumentError("prefix_lengths", what)
-    if not torch.equal(prefix_lengths.to(tokens), tokens):
-        raise ArgumentError(
-            "prefix_lengths",
-            f"is {prefix_lengths.tolist()} with a cache, but must be the number of tokens of each row, {tokens.tolist()}: read "
-            "the prefixes first, then the rest.",
-        )
+# The arguments of transformers that describe a batch ---------------------------------------------------------------------
+
+
+def checked_mask(attention_mask: Tensor | None, embedded: Tensor, past: int = 0) -> Tensor | None:
+    """The mask of the new tokens, bool [B, T]; None if all tokens of `embedded` [B, T, d] are real.
+
+    The given mask may also cover the `past` tokens of a cache, [B, P + T].
+    """
+    if attention_mask is None:
+        return None
+    batch, length = embedded.shape[:2]
+    if past and attention_mask.shape[1:] == (past + length,):
+        attention_mask = attention_mask[:, past:]
+    if attention_mask.is_floating_point():  # some collators make float masks
+        binary = (attention_mask == 0) | (attention_mask == 1)
+        require(binary, "attention_mask", "has values other than 0 and 1, but must be 1 for real tokens and 0 for padding.")
+        attention_mask = attention_mask != 0
+    mask = as_mask("attention_mask", attention_mask, batch, length, embedded.device)
+    if mask is not None and not torch.compiler.is_compiling() and bool(mask.all()):
+        return None  # rows without padding are read faster
+    return mask
+
+
+def real_tokens(mask: Tensor | None, tokens: Tensor) -> Tensor:
+    """Which tokens [B, T, ...] are real, bool [B, T]; without a mask, all are."""
+    return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
+
+
+def check_labels(labels: Tensor, logits: Tensor) -> None:
+    """Raise ArgumentError unless there is a label for each of the logits [B, T, V].
+
+    Losses flatten both, so that labels [T, B] would be compared with the logits of other tokens.
+    """
+    if labels.shape != logits.shape[:-1]:
+        shape, wanted = list(labels.shape), list(logits.shape[:-1])
+        raise ArgumentError("labels", f"has shape {shape}, but must be [B, T] = {wanted}, one for each token.")
+
+
+def packed_boundaries(
+    mask: Tensor | None,
+    embedded: Tensor,
+    /,  # `_` may hold arguments of these names
+    cu_seq_lens_q: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    **_: Any,
+) -> Tensor | None:
+    """The boundaries, int64 [D + 1], of documents packed into one row, from whichever argument gives them; None if none does.
+
+    A document begins where its position is 0, or where the index of the sequence changes.
+
+    Raises:
+        ArgumentError: for positions that differ from those that the model computes itself, or documents that are not alone in
+            a single row without padding.
+    """
+    if cu_seq_lens_q is not None:
+        return cu_seq_lens_q
+    batch, length = embedded.shape[:2]
+    for name, given in (("position_ids", position_ids), ("seq_idx", seq_idx)):
+        if given is None:
+            continue
+        if given.dim() != 2 or given.shape[1] != length or given.shape[0] not in (1, batch):
+            raise ArgumentError(name, f"has shape {list(given.shape)}, but must be [B, T] = [{batch}, {length}].")
+        if name == "position_ids":
+            place = torch.arange(length, device=given.device)
+            begins, counted = given[0] == 0, place if mask is None else (mask.cumsum(1) - 1) * mask
+            is_document = bool(((given if mask is None else given * mask) == counted).all())
+            fits = bool((given[0] == place - torch.where(begins, place, 0).cummax(0).values).all())
+        else:
+            changes, fits = given.diff(dim=1) != 0, True
+            begins, is_document = F.pad(changes[0], (1, 0), value=True), not bool(changes.any())
+        if is_document:
+            continue
+        if batch > 1 or mask is not None or not fits:
+            what = "is not that of one document in each row, or of several packed into a single unpadded row"
+            raise ArgumentError(name, f"{what}: leave it out, or pack one row.")
+        return F.pad(begins.nonzero()[:, 0], (0, 1), value=length)
+    return None

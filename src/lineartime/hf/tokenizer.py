@@ -12,19 +12,9 @@ from lineartime.data.tokenizers import BYTE_LEVEL, END_TEXT, FRAME, MASK_TEXT, B
 from lineartime.errors import LineartimeError
 
 CHAT_TEMPLATE = """\
-{%- if tools -%}
-{{ raise_exception('This chat template cannot show tools: leave out tools, or write another one.') }}
-{%- endif -%}
 {%- for message in messages -%}
 {%- set content = message['content'] -%}
-{%- if not message['role'] -%}
-{{ raise_exception('A message of the chat has no role: give it one, such as user.') }}
-{%- elif content is undefined or content is none or content is not iterable or content is mapping -%}
-{{ raise_exception('A message of the chat has no content: give it a text.') }}
-{%- elif content is not string -%}
-{%- if content | selectattr('text', 'undefined') | list -%}
-{{ raise_exception('A message of the chat has a part that is no text: this model reads texts alone.') }}
-{%- endif -%}
+{%- if content is not string -%}
 {%- set content = content | map(attribute='text') | join -%}
 {%- endif -%}
 {%- if message['role'] == 'assistant' -%}

@@ -13,7 +13,7 @@ from typing_extensions import Self
 from lineartime.choices import Task
 from lineartime.errors import ArgumentError, check_choice, did_you_mean
 from lineartime.fields import Between, check_fields, check_limits, check_names, check_type, from_fields, shown
-from lineartime.foreign.mixers import ForeignCrossGAU, ForeignFLASH, ForeignGAU, NormPosition, post_norm
+from lineartime.foreign.mixers import ForeignFLASH, ForeignGAU, NormPosition, post_norm
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
 from lineartime.layers.flash import FLASH
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 KINDS: dict[str, dict[str, type[Any]]] = {
     "mixer": {ForeignFLASH.name: ForeignFLASH, ForeignGAU.name: ForeignGAU},
     "feed_forward": {MLP.name: MLP, GLU.name: GLU},
-    "cross": {CrossGAU.name: CrossGAU, ForeignCrossGAU.name: ForeignCrossGAU},
+    "cross": {CrossGAU.name: CrossGAU},
 }
 """The layers allowed for each part of a model, by name; the table of systems adds its mixers."""
 

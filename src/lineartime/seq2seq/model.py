@@ -160,9 +160,8 @@ class EncoderDecoder(nn.Module):
         """Continue targets by N tokens: ids [B, N] -> logits [B, N, V], and the state after them. `state` is consumed."""
         self.encoder.check_ids(target_ids, "target_ids")
         if not isinstance(state, EncoderDecoderState) or len(state.mixers) != self.config.n_decoder_blocks:
-            raise ArgumentError(
-                "state", "is of another model: give the state that init_state or extend of this model returned."
-            )
+            what = "is of another model: give the state that init_state or extend of this model returned."
+            raise ArgumentError("state", what)
         self.decoder_mixer.check_state(state.mixers[0], target_ids)
         packing = describe(target_ids.shape, device=target_ids.device, position=state.position)
         x = self._embed(target_ids, packing)
@@ -217,7 +216,8 @@ def encoder_decoder_config(preset: str, **overrides: Any) -> EncoderDecoderConfi
     return config.override(**overrides)
 
 
-def greedy(
+@torch.no_grad()
+def beam_search(
     model: EncoderDecoder,
     source_ids: Tensor,
     source_mask: Tensor | None = None,
@@ -225,8 +225,13 @@ def greedy(
     start_token: int,
     stop_token: int | None,
     max_tokens: int,
+    beams: int = 1,
+    length_penalty: float = 1.0,
 ) -> list[list[int]]:
-    """Decode the target of every source greedily, always by the most likely token: `beam_search` with one beam.
+    """Decode the target of every source by beam search; with one beam, always by the most likely token.
+
+    Each step keeps the most likely continuations. One that ends leaves the beam. Of those that have ended, or have `max_tokens`
+    tokens, the result is the one with the highest log-likelihood, divided by its number of tokens to a power.
 
     Args:
         model: an encoder-decoder in evaluation mode.
@@ -234,37 +239,6 @@ def greedy(
         start_token: the token before every target.
         stop_token: the token that ends a target, and is not returned; None for targets of `max_tokens` tokens.
         max_tokens: the maximum number of tokens to generate, including the stop token.
-
-    Returns:
-        The token ids of B targets.
-
-    Raises:
-        ArgumentError: for another kind of model, if shapes do not match, a token is outside the vocabulary, `max_tokens` is
-            below 1 or more than the decoder can read, or the model is in training mode with dropout.
-    """
-    tokens: dict[str, Any] = {"start_token": start_token, "stop_token": stop_token, "max_tokens": max_tokens}
-    return beam_search(model, source_ids, source_mask, beams=1, **tokens)
-
-
-@torch.no_grad()
-def beam_search(
-    model: EncoderDecoder,
-    source_ids: Tensor,
-    source_mask: Tensor | None = None,
-    *,
-    beams: int,
-    start_token: int,
-    stop_token: int | None,
-    max_tokens: int,
-    length_penalty: float = 1.0,
-) -> list[list[int]]:
-    """Decode the target of every source by beam search; with one beam, as `greedy` does.
-
-    Each step keeps the most likely continuations. One that ends leaves the beam. Of those that have ended, or have `max_tokens`
-    tokens, the result is the one with the highest log-likelihood, divided by its number of tokens to a power.
-
-    Args:
-        model, source_ids, source_mask, start_token, stop_token, max_tokens: as for `greedy`.
         beams: K, the number of continuations to keep.
         length_penalty: the power of the length; 0 for plain likelihoods, which favour short targets.
 
@@ -272,11 +246,12 @@ def beam_search(
         The token ids of B targets.
 
     Raises:
-        ArgumentError: as `greedy`, or if `beams` is below 1 or `length_penalty` is below 0.
+        ArgumentError: for another kind of model, if shapes do not match, a token is outside the vocabulary, `max_tokens` is
+            more than the decoder can read, another value is out of range, or the model is in training mode with dropout.
     """
     if not isinstance(model, EncoderDecoder):
-        found = type(model).__name__
-        raise ArgumentError("model", f"is of type {found}, but must be an EncoderDecoder: for a language model, use generate.")
+        what = f"is of type {type(model).__name__}, but must be an EncoderDecoder: for a language model, use generate."
+        raise ArgumentError("model", what)
     check_positive(max_tokens=max_tokens, beams=beams)
     check_limits("length_penalty", length_penalty, [Between(0)])
     for name, given in {"start_token": start_token, "stop_token": stop_token}.items():
