@@ -1,7 +1,6 @@
-import json
+import io
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
 from lineartime.data import JsonTokenizer
 from lineartime.data import tokens as encode_module
-from lineartime.data.tokens import encoded
+from lineartime.data.tokens import encoded, write_tokens
 from lineartime.data.train_tokenizer import _train_bpe, _train_unigram
 from lineartime.generation import PromptState
 from lineartime.text_generation import _masked_ids, prompt_ids
@@ -78,7 +77,7 @@ def tokenizer_of(kind: str) -> JsonTokenizer:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode_module, "BLOCK", 150)
     monkeypatch.setattr(encode_module, "_SHARED", 64)
-    monkeypatch.setattr("lineartime.data.tokenizers.SURE", 4)
+    monkeypatch.setattr(encode_module, "_SURE", 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,22 +87,19 @@ def test_a_document_has_the_tokens_of_its_whole_text(kind: str) -> None:
     texts += [(MIXED + RUNS)[start:] for start in range(0, 70, 7)]
     for text in texts:
         blocks = iter([text[start : start + 70] for start in range(0, len(text), 70)])
-        parts = [part for part in encoded(tokenizer, [blocks], 400) if part is not None]
+        parts = list(encoded(tokenizer, [blocks], 400))
         assert np.concatenate([part.ids for part in parts]).tolist() == tokenizer.encode(text).tolist()
         assert "".join(part.text for part in parts) == text
     assert (len(parts) > 5) == (kind != "5-mers"), "a text in groups of five can be cut only where they begin"
 
 
 @pytest.mark.parametrize("kind", ["T5", "own BPE"])
-def test_a_limit_within_a_long_document_counts_the_beginning_of_its_text(kind: str, tmp_path: Path) -> None:
+def test_a_limit_within_a_long_document_counts_the_beginning_of_its_text(kind: str) -> None:
     tokenizer, text = tokenizer_of(kind), MIXED[300:900]
     for most in range(1, len(tokenizer.encode(text)), 23):
-        with encode_module.ShardWriter(tmp_path, tokenizer) as writer:
-            writer.add([iter([text])], most, lambda _: None)
-        writer.finish()
-        facts = json.loads((tmp_path / "facts.json").read_text())
-        beginning = tokenizer.beginning(text, most)
-        assert (facts["n_bytes"], facts["n_words"]) == (len(beginning.encode()), len(beginning.split()))
+        counts = write_tokens(io.BytesIO(), [iter([text])], tokenizer, most, lambda _: None)
+        beginning = text[: max(tokenizer.places(text)[1][:most])]
+        assert (counts["n_bytes"], counts["n_words"]) == (len(beginning.encode()), len(beginning.split()))
 
 
 @pytest.mark.parametrize("kind", ["T5", "Llama 2", "ByteLevel with a space before"])

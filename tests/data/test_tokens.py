@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineartime.choices import Split
-from lineartime.data import ByteTokenizer, Corpus, JsonTokenizer, LocalCorpus, TokenStream, joined, load_corpus, token_stream
+from lineartime.data import ByteTokenizer, Corpus, JsonTokenizer, LocalCorpus, TokenStream, load_corpus, token_stream
 from lineartime.data import tokens as tokens_module
 from lineartime.data.folders import FilePart
 from lineartime.data.readers import SourceFile
@@ -49,7 +49,7 @@ def test_every_document_is_followed_by_its_end(tmp_path: Path) -> None:
     stream = encode(corpus_of(tmp_path / "a", tmp_path / "b"), tmp_path / "cache")
     assert stream.tokens[:].tolist() == [97, 98, 256, 0xC3, 0xA9, 256]
     assert (stream.n_bytes, stream.n_words) == (4, 2)
-    assert isinstance(stream.tokens[:], np.memmap)
+    assert isinstance(stream.tokens, np.memmap)
     assert encode(Blocks([], ["a"], [""], [], ["b"]), tmp_path).tokens[:].tolist() == [97, 256, 98, 256]
     assert len(encode(Blocks(), tmp_path)) == 0
 
@@ -65,25 +65,6 @@ def test_bytes_and_words_are_those_of_the_text_however_it_is_cut(
     assert stream.n_words == sum(len(text.split()) for text in texts)
     assert BYTES.decode(stream.tokens[:].tolist()) == "".join(texts)
     assert (stream.tokens[:] == 256).sum() == sum(1 for text in texts if text)
-
-
-@pytest.fixture
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens_module, "SHARD", 10)
-
-
-@pytest.mark.usefixtures("small_shards")
-@pytest.mark.parametrize("length", [9, 35])
-def test_slices_cross_the_ends_of_files(tmp_path: Path, length: int) -> None:
-    text = "".join(chr(97 + i % 26) for i in range(length))
-    stream = encode(Blocks([text[:7], text[7:]]), tmp_path)
-    whole = [*text.encode(), 256]
-    assert len(stream) == length + 1
-    for start in range(0, length + 2, 3):
-        for stop in range(start, length + 5, 4):
-            assert stream.tokens[start:stop].tolist() == whole[start:stop]
-    assert len(list(next(tmp_path.iterdir()).glob("tokens-*.bin"))) == -(-(length + 1) // 10)
-    assert encode(Blocks([text[:7], text[7:]]), tmp_path).tokens[:].tolist() == whole
 
 
 @pytest.mark.parametrize("most", [1, 6, 100])
@@ -165,23 +146,13 @@ def test_what_a_killed_process_left_is_removed_once_it_is_old(tmp_path: Path) ->
     old, new, other = (tmp_path / "cache" / name for name in names)
     for folder in (old, new, other):
         folder.mkdir(parents=True)
-        (folder / "tokens-00000.bin").write_bytes(b"12")
-    for path in (old / "tokens-00000.bin", old, other / "tokens-00000.bin", other):
+        (folder / "tokens.bin").write_bytes(b"12")
+    for path in (old / "tokens.bin", old, other / "tokens.bin", other):
         os.utime(path, (time.time() - 7200, time.time() - 7200))
     encode(corpus_of(tmp_path / "a"), tmp_path / "cache")
     assert not old.exists()
     assert new.exists()
     assert other.exists(), "a folder of another program is deleted"
-
-
-def test_streams_of_several_sources_are_joined_with_their_counts(tmp_path: Path) -> None:
-    both = encode(Blocks(["one two"], ["three"]), tmp_path)
-    parts = [encode(Blocks(["one two"]), tmp_path), encode(Blocks(["three"]), tmp_path, max_tokens=3)]
-    found = joined(Blocks(), "train", parts)
-    assert found.tokens[:].tolist() == both.tokens[:].tolist()[:11]
-    assert found.tokens[6:9].tolist() == both.tokens[6:9].tolist()
-    assert (len(found), found.n_bytes, found.n_words, found.n_documents, found.is_cut) == (11, 10, 3, 2, True)
-    assert found.digest not in (both.digest, *(part.digest for part in parts))
 
 
 def test_what_a_cleaner_of_caches_left_is_encoded_again(tmp_path: Path) -> None:
@@ -192,7 +163,6 @@ def test_what_a_cleaner_of_caches_left_is_encoded_again(tmp_path: Path) -> None:
     assert encode(corpus, tmp_path).tokens[:].tolist() == whole
 
 
-@pytest.mark.usefixtures("small_shards")
 def test_a_damaged_token_file_is_named(tmp_path: Path) -> None:
     corpus = Blocks(["text " * 5])
     damages: dict[str, Callable[[bytes], bytes | None]] = {
@@ -203,7 +173,7 @@ def test_a_damaged_token_file_is_named(tmp_path: Path) -> None:
     for damage, change in damages.items():
         encode(corpus, tmp_path / damage)
         (folder,) = (tmp_path / damage).iterdir()
-        file = folder / ("facts.json" if damage == "facts" else "tokens-00001.bin")
+        file = folder / ("facts.json" if damage == "facts" else "tokens.bin")
         changed = change(file.read_bytes())
         file.unlink()
         if changed is not None:

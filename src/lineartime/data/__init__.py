@@ -25,7 +25,7 @@ from lineartime.data.tokenizers import (
     read_tokenizer,
     tokenizer_from_json,
 )
-from lineartime.data.tokens import TokenStream, describe_splits, joined, token_stream
+from lineartime.data.tokens import TokenStream, describe_splits, token_stream
 from lineartime.data.train_tokenizer import is_tokenizer_name, ready_tokenizer, size_to_train, tokenizer_for, train_tokenizer
 
 __all__ = [
@@ -47,7 +47,6 @@ __all__ = [
     "fingerprint",
     "is_corpus_name",
     "is_tokenizer_name",
-    "joined",
     "load_corpus",
     "merge_states",
     "missing_split",

@@ -325,7 +325,7 @@ class StreamingLoader:
             for texts, after in self._examples(source):
                 self._marks.append(_Mark(place, epoch, source))
                 for part in encoded(tokenizer, map(pieces, texts), 1):
-                    ids = np.array([tokenizer.end_of_document]) if part is None else part.ids
+                    ids = part.ids if part.right.text else np.append(part.ids, tokenizer.end_of_document)
                     place += len(ids)
                     yield ids
                 source = after

@@ -1,6 +1,5 @@
 """Tokenizers: text to token ids and back, by bytes or with any tokenizer of the Hugging Face `tokenizers` library."""
 
-import codecs
 import hashlib
 import json
 import re
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,22 +25,7 @@ from lineartime.errors import (
 from lineartime.files import TOKENIZER_FILE
 
 
-class ByteStreamDecoder:
-    """Decodes bytes."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token: int) -> str:
-        """Add a token, and return the text that it completes."""
-        return self._decoder.decode(bytes([token])) if token < 256 else ""
-
-    def flush(self) -> str:
-        """Return the text held back, after the last token."""
-        return self._decoder.decode(b"", final=True)
-
-
-class JsonStreamDecoder:
+class StreamDecoder:
     """Decodes new tokens together with those before them, because the text of a token can depend on its neighbours.
 
     The `DecodeStream` of the tokenizers library holds text back until it is valid, which bytes of an untrained model never are.
@@ -87,63 +71,6 @@ class JsonStreamDecoder:
         return piece
 
 
-SURE = 16
-"""On each side of a seam, the number of tokens that are the same whatever else a text holds."""
-
-
-class Seam(NamedTuple):
-    """A place at which the tokens of a long text can be joined from those of two parts.
-
-    Attributes:
-        text: a short text around it, with which the first part ends and the second begins.
-        ids: its tokens.
-        before: the number of these before the seam.
-        end: the number of characters that the tokens before the seam encode, with the whole of a last one.
-    """
-
-    text: str = ""
-    ids: NDArray[np.int64] = np.zeros(0, np.int64)
-    before: int = 0
-    end: int = 0
-
-    def joins(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> bool:
-        """Whether both parts have the tokens of the short text around the seam, and from there to where it ends or begins."""
-        last, beginning = self.ids[max(0, self.before - SURE) :], self.ids[: self.before + SURE]
-        return np.array_equal(first[-len(last) :], last) and np.array_equal(second[: len(beginning)], beginning)
-
-
-def find_seam(text: str, encodings: Sequence[Any], *, within_words: bool) -> Seam | None:
-    """A place in a short text, in its middle if possible, at which the tokens of a longer one can be joined.
-
-    It is the start of a word, because words are encoded independently. Within a word, BPE alone can be joined: its tokens are
-    right if each two adjacent ones are. The place must not depend on where the text begins or ends: whatever groups characters
-    by number, as digits by three, groups those of a text that begins one later in another way.
-
-    Args:
-        text: the text.
-        encodings: of the text, and of the text without its first and last character, by the tokenizers library.
-        within_words: whether the tokenizer is BPE.
-    """
-    tokens, shorter = (
-        [
-            (word != previous, start + shift, end + shift, token)
-            for word, previous, (start, end), token in zip(x.word_ids, [None, *x.word_ids], x.offsets, x.ids, strict=False)
-        ]
-        for shift, x in enumerate(encodings)
-    )
-    place_in_shorter = {token: place for place, token in enumerate(shorter)}
-    places = [
-        (not begins_word, abs(start - len(text) // 2), place)
-        for place, (begins_word, start, _, _) in enumerate(tokens)
-        if SURE <= place <= len(tokens) - SURE and (begins_word or within_words)
-    ]
-    for _, _, place in sorted(places):
-        other = place_in_shorter.get(tokens[place], 0)
-        if other >= SURE and tokens[place - SURE : place + SURE] == shorter[other - SURE : other + SURE]:
-            return Seam(text, np.array(encodings[0].ids), place, tokens[place - 1][2])
-    return None
-
-
 _HUB = "hub:"
 MASK_TEXT, END_TEXT = "[MASK]", "[END]"
 """How a mask and an end of document are displayed."""
@@ -177,6 +104,7 @@ class ByteTokenizer:
     end_of_document = 256
     mask = 257
     frame: tuple[int, int] | None = None
+    joins_within_words = True
 
     def encode(self, text: str, inside: bool = False) -> NDArray[np.int64]:
         """The bytes of a text, also of one inside another: int64 [n]."""
@@ -186,22 +114,18 @@ class ByteTokenizer:
         """The bytes of several texts; one core is enough to copy them."""
         return [self.encode(text) for text in texts]
 
-    def seam(self, text: str) -> Seam:
-        """The middle of a text: no byte depends on another."""
-        end = len(text) // 2
-        return Seam(text, self.encode(text), len(text[:end].encode()), end)
-
-    def beginning(self, text: str, n_tokens: int) -> str:
-        """The part of a text that its first bytes encode, with the whole of a last character that they hold a part of."""
-        return text[: len(self.decode(self.encode(text)[:n_tokens].tolist()))]
+    def places(self, text: str) -> tuple[NDArray[np.int64], list[int], list[bool]]:
+        """As for a `JsonTokenizer`."""
+        ids = self.encode(text)
+        return ids, np.cumsum(ids & 0xC0 != 0x80).tolist(), [False] * len(ids)
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens; incomplete characters become U+FFFD."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
-    def stream_decoder(self) -> ByteStreamDecoder:
-        """A decoder of bytes that arrive one by one."""
-        return ByteStreamDecoder()
+    def stream_decoder(self) -> StreamDecoder:
+        """A decoder of tokens that arrive one by one."""
+        return StreamDecoder(self.decode)
 
     def show(self, token: int) -> str:
         r"""A readable form of a token: its character, \xc3 for a part of one, or the name of a special token."""
@@ -251,8 +175,8 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._definition = definition
         self._source = source
-        self._joins_within_words = type(self._tokenizer.model).__name__ == "BPE"
-        if self._joins_within_words:
+        self.joins_within_words = type(self._tokenizer.model).__name__ == "BPE"
+        if self.joins_within_words:
             self._tokenizer.model.dropout = None  # which would give a text other tokens each time
         self._known: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.end_of_document, size = self._special(self._END_NAMES, self._known)
@@ -286,15 +210,12 @@ class JsonTokenizer:
         with _library_errors(f"The tokenizer {self._source} cannot encode the text", "."):  # for instance an unknown word
             return encode(list(texts), add_special_tokens=False)
 
-    def seam(self, text: str) -> Seam | None:
-        """A place in a short text, in its middle if possible, at which the tokens of a longer one can be joined."""
-        encodings = self._encodings([text, text[1:-1]], self._tokenizer.encode_batch)
-        return find_seam(text, encodings, within_words=self._joins_within_words)
-
-    def beginning(self, text: str, n_tokens: int) -> str:
-        """The part of a text that its first tokens encode, with the whole of a last character that they hold a part of."""
+    def places(self, text: str) -> tuple[NDArray[np.int64], list[int], list[bool]]:
+        """The tokens of a text, the number of characters up to the end of each, and whether it begins a word."""
         [encoding] = self._encodings([text], self._tokenizer.encode_batch)
-        return text[: max((end for _, end in encoding.offsets[:n_tokens]), default=0)]
+        words = encoding.word_ids
+        begins_word = [word != previous for word, previous in zip(words, [None, *words], strict=False)]
+        return np.array(encoding.ids), [end for _, end in encoding.offsets], begins_word
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens."""
@@ -302,9 +223,9 @@ class JsonTokenizer:
             text: str = self._tokenizer.decode([token for token in ids if token < self._known])
         return text
 
-    def stream_decoder(self) -> JsonStreamDecoder:
+    def stream_decoder(self) -> StreamDecoder:
         """A decoder of tokens that arrive one by one."""
-        return JsonStreamDecoder(self.decode)
+        return StreamDecoder(self.decode)
 
     def show(self, token: int) -> str:
         r"""A readable form of a token: its text, the bytes of an incomplete character as \xc3, or its name."""

@@ -24,7 +24,6 @@ from lineartime.data import (
     TokenStream,
     describe_splits,
     fingerprint,
-    joined,
     load_corpus,
     missing_split,
     no_text,
@@ -86,11 +85,8 @@ class Text:
             self.name = f"{len(stream):,} tokens of {corpus.name}"
             streams: dict[Split, TokenStream] = {"train": stream, "validation": self.validation}
             # What cannot be read should show now, and not after days of training. `eval` finds the tokens in the cache.
-            testing = [source for source in corpus.sources if source.describe("test")]
-            local = [Corpus([source]) for source in testing if isinstance(source, LocalCorpus)]
-            encoded = [token_stream(each, "test", tokenizer, cache) for each in local]
-            if local and len(local) == len(testing):
-                streams["test"] = joined(corpus, "test", encoded)
+            if corpus.describe("test") and all(isinstance(source, LocalCorpus) for source in corpus.sources):
+                streams["test"] = token_stream(corpus, "test", tokenizer, cache)
             self.splits = describe_splits(corpus, streams)
             training = f"{len(stream):,} tokens, digest {stream.digest}"
         self.identity = f"{training}{HELD_OUT}{self.validation.digest}"
