@@ -120,12 +120,12 @@ def test_the_identity_on_the_hub_is_the_newest_commit_or_the_last_that_was_seen(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     message = r"^Cannot reach google/wiki40b on the Hugging Face hub \(.+\): check the"
     with pytest.raises(LineartimeError, match=message):
-        HubCorpus("wiki40b", "google/wiki40b", HUB["wiki40b"].files).identity("train")
+        HubCorpus("wiki40b", "google/wiki40b", files=HUB["wiki40b"].files).identity("train")
     folder, commit = tmp_path / "datasets--google--wiki40b", "a1" * 20
     for file, content in (("refs/main", commit), (f"snapshots/{commit}/README.md", "")):
         (folder / file).parent.mkdir(parents=True)
         (folder / file).write_text(content)
-    corpus = HubCorpus("wiki40b", "google/wiki40b", HUB["wiki40b"].files)
+    corpus = HubCorpus("wiki40b", "google/wiki40b", files=HUB["wiki40b"].files)
     assert corpus.identity("train") == f"google/wiki40b:train:en/train-*.parquet:{commit}"
 
 

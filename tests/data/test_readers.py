@@ -19,7 +19,7 @@ import pytest
 import zstandard
 
 from lineartime.choices import Split
-from lineartime.data import load_corpus, readers
+from lineartime.data import folders, load_corpus, readers
 from lineartime.data.folders import SPLITS, FilePart
 from lineartime.data.readers import BLOCK, SourceFile
 from lineartime.errors import ArgumentError, LineartimeError
@@ -81,24 +81,25 @@ WRITERS: dict[str, Callable[[list[str]], bytes]] = {
     ".json of texts": lambda texts: b"\n" + json.dumps(texts).encode(),
     ".csv": csv_of,
     ".CSV": csv_of,
-    ".json of objects": lambda texts: "\n".join(json.dumps({"text": text}, indent=2) for text in texts).encode(),
     ".json of an object": lambda texts: json.dumps({"id": 1, "text": texts[0]}, indent=1).encode(),
 }
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "BLOCK", 7)  # cuts lines and characters
+    for module in (readers, folders):
+        monkeypatch.setattr(module, "BLOCK", 7)  # cuts lines and characters
 
 
-def test_what_expands_a_million_times_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
-    for suffix in (".gz", ".bz2", ".xz"):
-        file = tmp_path / f"zeros{suffix}"
-        file.write_bytes(COMPRESS[suffix](bytes(1 << 22)) + COMPRESS[suffix](b"end"))
+def test_a_compressed_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+    text = b"".join(b"this is line %d of a text\n" % i for i in range(1 << 18)) * 3
+    for suffix in STREAMS:
+        file = tmp_path / f"a{suffix}"
+        file.write_bytes(COMPRESS[suffix](text) + COMPRESS[suffix](b"end"))
         with file.open("rb") as raw:
-            sizes = [len(block) for block in readers._blocks(raw, file)]
-        assert max(sizes) <= BLOCK
-        assert sum(sizes) == (1 << 22) + 3
+            sizes = [len(block) for block in readers.decompressed(raw, file)]
+        assert max(sizes) < len(text) // 10
+        assert sum(sizes) == len(text) + 3
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -113,7 +114,7 @@ def test_compressed_text_is_read_whole_and_split(tmp_path: Path, suffix: str) ->
     assert 0.85 < len(parts[0][0]) / len(text) < 0.95
 
 
-@pytest.mark.parametrize(("kind", "suffix"), [*zip(WRITERS, [*COMPRESS, "", ""], strict=True)])
+@pytest.mark.parametrize(("kind", "suffix"), [*zip(WRITERS, [*COMPRESS, ""], strict=True)])
 def test_each_record_is_a_document(tmp_path: Path, kind: str, suffix: str) -> None:
     file = tmp_path / f"a{kind.split()[0]}{suffix}"
     for mark in (b"", codecs.BOM_UTF8):
@@ -138,9 +139,8 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
 def test_a_tsv_file_knows_no_quotes_and_names_may_hold_separators(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text('id\ttext\n1\t"Yes" he said\n2\t"no, he did not\n')
     assert read(part_of(tmp_path / "a.tsv")) == ['"Yes" he said', '"no, he did not']
-    for header in ('"a;b;c",text', 'text,"size (w;h;d)"', "id, text", "id; text", "id\ttext", ",,text"):
-        row = header.replace("id", "x").replace("text", "x")
-        (tmp_path / "a.csv").write_text(f"{header}\n{row}\n", encoding="utf-8-sig")
+    for header in ('"a;b;c",text', "id, text", ",,text"):
+        (tmp_path / "a.csv").write_text(f"{header}\n{header.replace('text', 'x')}\n", encoding="utf-8-sig")
         assert [text.strip() for text in read(part_of(tmp_path / "a.csv"))] == ["x"]
 
 
@@ -149,11 +149,10 @@ def test_a_tsv_file_knows_no_quotes_and_names_may_hold_separators(tmp_path: Path
     [
         ("a.json", '[{"text": "a"}, {"body": "b"}]', 'a.json, record 2, has no "text": correct it, or leave it out'),
         ("a.json", '[{"text": "a"},', r"a.json is not JSON \(.+\): correct it"),
-        ("a.json", '{\n"text": "a"}\n{\n"text": "b"', r"a.json is not JSON \(.+\): correct it"),
+        ("a.json", '{\n"text": "a"}\n{\n"text": "b"}', r"a.json is not JSON \(Extra data\): correct it"),
         ("a.json", '{"text": {"0": "a", "1": "b"}}', r"a.json, line 1, has {'0': 'a', .* in \"text\" instead of a text"),
         ("a.csv", "id;body\n1;a\n", "has the columns id;body: name the one that holds the text"),
-        ("a.csv", "t\0e\0x\0t\0\n\0", r"a.csv, line 1, is not UTF-8 text \(byte 0x00 at offset 1\): .*iconv -f utf-16le"),
-        ("a.csv", "text,id,text\na,1,b\n", "a.csv, line 1, names the column text twice: rename one, or leave the file out"),
+        ("a.csv", "t\0e\0x\0t\0\n\0", r"a.csv, line 1, is not UTF-8 text \(byte 0x00 at offset 1\): .*iconv -f utf-16"),
         (
             "a.json",
             '{"version": 1,\n "data": [{"text": "a"}]}',
@@ -163,7 +162,6 @@ def test_a_tsv_file_knows_no_quotes_and_names_may_hold_separators(tmp_path: Path
         ("a.jsonl", '{"text": "a"}\n{oops', r"a.jsonl, line 2, is not JSON \(Expecting property name.*\): correct it"),
         ("a.jsonl", '{"text": "\\ud800"}', "line 1, has an incomplete character in its text"),
         ("a.jsonl", "[" * 5_000, r"line 1, is not JSON"),
-        ("a.jsonl", '{"text": "a", "text": "b"}', r"line 1, is not JSON \(an object has one name twice\): correct it"),
         ("a.jsonl", '{"text": "a"}\n{"text": "caf\xe9"}', r"line 2, is not UTF-8 text \(byte 0xe9 at offset 27\)"),
         ("a.csv", "id,text\n1,a\n2\n", r"a.csv, line 3, has 1 field, but line 1 names 2: quote fields"),
         ("a.csv", 'id,text\n1,"a\n2,b\n', r"a.csv, line 3, is not CSV \(unexpected end of data\)"),
@@ -243,7 +241,7 @@ def test_all_streams_of_a_file_are_read_with_padding_or_not(tmp_path: Path, suff
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     file = write_parquet(tmp_path / name, text=[f"document {i} " * 20 for i in range(1000)])
     if name != "a.parquet":
-        file.write_bytes(COMPRESS[file.suffix](bytes(i * i % 251 % 128 for i in range(5000))))
+        file.write_bytes(COMPRESS[file.suffix](bytes(i * i % 251 % 96 + 32 for i in range(5000))))
     data = file.read_bytes()
     for changed in (data[:-9], b"garbage" * 10, data[:40] + b"\xff" * 900 + data[940:]):
         file.write_bytes(changed)
@@ -268,8 +266,8 @@ def test_the_first_byte_of_a_file_that_is_not_utf_8_is_named(tmp_path: Path) -> 
     start = b"a text" + bytes(i * i % 96 + 32 for i in range(10_000))
     for content, offset, encoding in (
         (start + b"caf\xe9 au lait\n" * 1000, 10_009, "latin1"),
-        ("It was dark\r\n".encode("utf-16-le") * 400, 1, "utf-16le"),  # what follows its start passes for UTF-8
-        ("It was dark\r\n".encode("utf-16-be") * 400, 0, "utf-16be"),
+        ("It was dark\r\n".encode("utf-16-le") * 400, 1, "utf-16"),  # what follows its start passes for UTF-8
+        ("It was dark\r\n".encode("utf-16-be") * 400, 0, "utf-16"),
         ("It was dark\r\n".encode("utf-16") * 400, 0, "utf-16"),
     ):
         file.write_bytes(content)

@@ -14,13 +14,13 @@ from lineartime.data.folders import (
     FilesOfText,
     by_file,
     by_file_if_fair,
-    by_path,
+    by_name,
     completed,
     describe_parts,
     own_split,
     within_files,
 )
-from lineartime.data.hub import HUB, PREFIX, HubCorpus, HubDataset, datasets_library, hub_dataset, mirror
+from lineartime.data.hub import HUB, PREFIX, HubCorpus, datasets_library, hub_corpus, mirror
 from lineartime.data.readers import SourceFile
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, reporting_file_errors
 from lineartime.fields import check_type
@@ -36,15 +36,15 @@ Data = str | Path | Sequence[str | Path] | None
 
 @dataclass(frozen=True)
 class LocalCorpus:
-    """A corpus of local files.
-
-    Attributes:
-        name: its name in messages.
-        splits: the files, or parts of files, of each existing split.
-    """
+    """A corpus of local files: the files, or parts of files, of each existing split. `name` is its name in messages."""
 
     name: str
     splits: Files
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether some files hold records."""
+        return any(part.file.has_records for parts in self.splits.values() for part in parts)
 
     def describe(self, split: Split) -> str | None:
         """The files of a split."""
@@ -54,11 +54,9 @@ class LocalCorpus:
         """The paths, sizes and modification times of the files."""
         return "\n".join(part.identity() for part in self._parts(split))
 
-    def size(self, split: Split) -> int | None:
-        """About the bytes of a split; None for records and compressed files, which hold more or less than their text."""
-        parts = self._parts(split)
-        known = all(part.is_text and not part.file.is_compressed for part in parts)
-        return round(sum(part.file.version[0] * part.share for part in parts)) if known else None
+    def portable_identity(self, split: Split) -> str:
+        """Like `identity`, but the same for copies of the files elsewhere."""
+        return "\n".join(part.portable_identity() for part in self._parts(split))
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """The documents of a split, file by file."""
@@ -68,7 +66,7 @@ class LocalCorpus:
     def examples(self, split: Split) -> Any:
         """The documents as an IterableDataset with one shard per file. All files must hold records."""
         parts = self._parts(split)
-        if one := next((part.path for part in parts if part.is_text), None):
+        if one := next((part.path for part in parts if not part.file.has_records), None):
             found = f"{one} is one long text and cannot be streamed, as JSON lines and Parquet can"
             raise LineartimeError(f"{found}: encode it beforehand.")
         return datasets_library(f"Streaming {self.name}").IterableDataset.from_generator(_examples, gen_kwargs={"parts": parts})
@@ -79,7 +77,7 @@ class LocalCorpus:
 
     def _parts(self, split: Split) -> list[FilePart]:
         if split != "all":
-            return self.splits[split]
+            return self.splits.get(split, [])
         return list(dict.fromkeys(replace(part, splits=()) for each in SPLITS for part in self.splits.get(each, [])))
 
 
@@ -89,7 +87,7 @@ def _examples(parts: list[FilePart]) -> Iterator[dict[str, str]]:
             yield {"text": "".join(blocks)}
 
 
-Source = LocalCorpus | HubCorpus | HubDataset
+Source = LocalCorpus | HubCorpus
 """A text from a single place. Its `examples` can be streamed, and `texts` are the documents in one of them."""
 
 
@@ -125,12 +123,6 @@ class Corpus:
         """A string that changes when the text of the split does, computed without reading the text. Raises as `having`."""
         return "\n".join(source.identity(split) for source in self.having(split))
 
-    def size(self, split: Split) -> int | None:
-        """About the bytes of a split, for a bar; None if they are unknown."""
-        there = [each for each in self.sources if split == "all" or each.describe(split)]
-        sizes = [size for each in there if isinstance(each, LocalCorpus) and (size := each.size(split)) is not None]
-        return sum(sizes) if len(sizes) == len(there) else None
-
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """Yield the documents of a split in order, each as blocks of text; an empty document has no blocks.
 
@@ -150,13 +142,7 @@ def missing_split(corpus: Corpus, split: Split) -> ArgumentError:
 
 def portable_identity(corpus: Corpus, split: Split) -> str:
     """Like the identity of a split, but the same for copies of local files elsewhere."""
-    found = []
-    for source in corpus.sources:
-        if isinstance(source, LocalCorpus):
-            found += [part.portable_identity() for part in source.splits.get(split, [])]
-        elif source.describe(split):
-            found.append(source.identity(split))
-    return "\n".join(found)
+    return "\n".join(source.portable_identity(split) for source in corpus.sources if source.describe(split))
 
 
 def no_text(split: str) -> LineartimeError:
@@ -193,39 +179,43 @@ def load_corpus(
     """
     names = (data,) if isinstance(data, (str, Path)) else tuple(data) if isinstance(data, Sequence) else data or ()
     check_type("data", names, tuple[str | Path, ...])
+    found = FilesOfText(text_column, include, exclude)
     sources: list[Source] = []
     named: dict[str, Files] = {}
     seen: set[str | Path] = set()
-    found = FilesOfText(text_column, include, exclude)
     paths = [Path(name) for name in names if isinstance(name, Path) or not is_corpus_name(name)]
     held_out = any(own_split(path) in ("validation", "test") for path in paths)
     for name in names:
         if not str(name):
             raise ArgumentError("data", "is empty: give a path or the name of a corpus, or leave it out.")
         if isinstance(name, str) and is_corpus_name(name):
-            _only_once(seen, [name])
-            sources.append(HUB.get(name) or (_hutter(name) if name in _HUTTER else hub_dataset(name, text_column)))
-            continue
-        path = Path(name)
-        _check_exists(path)
-        files = found.find(path)
-        _only_once(seen, [part.path.resolve() for part in files])
-        splits = by_path(path, files, beside=held_out)
-        if splits is None:
-            sources.append(LocalCorpus(str(path), by_file_if_fair(path, files)))
+            texts: list[str | Path] = [name]
+            sources.append(HUB.get(name) or (_hutter(name) if name in _HUTTER else hub_corpus(name, text_column)))
         else:
-            named[str(path)] = splits
+            path = Path(name)
+            _check_exists(path)
+            files = found.find(path)
+            splits = by_name(path, files, found.notes, beside=held_out)
+            if splits is None:
+                splits = by_file_if_fair(path, files)
+                sources.append(LocalCorpus(str(path), splits))
+            else:
+                named[str(path)] = splits
+            texts = [path.resolve() for path in dict.fromkeys(part.path for parts in splits.values() for part in parts)]
+        for text in texts:
+            if text in seen:  # it could be in both training and test data
+                raise ArgumentError("data", f"has {text} twice: leave one out.")
+            seen.add(text)
     if named:
         together = {split: [part for each in named.values() for part in each.get(split, [])] for split in SPLITS}
-        splits = completed({split: parts for split, parts in together.items() if parts})
-        sources.insert(0, LocalCorpus(", ".join(named), splits))
+        sources.insert(0, LocalCorpus(", ".join(named), completed(together)))
     if not sources:
         sources += standard_library().sources
     where = " and ".join(source.name for source in sources)
     for argument, patterns in (("include", include), ("exclude", exclude)):
-        if patterns and not found.paths:
+        if patterns and not paths:
             raise ArgumentError(argument, f"is for folders, but the text is {where}: leave it out.")
-    if text_column != TEXT_COLUMN and not any(map(_has_columns, sources)):
+    if text_column != TEXT_COLUMN and not any(source.has_columns for source in sources):
         raise ArgumentError("text_column", f"is {text_column}, but {where} has no columns: leave it at {TEXT_COLUMN}.")
     return Corpus(tuple(sources), (*found.notes, *found.unused()))
 
@@ -250,14 +240,6 @@ def _check_exists(path: Path) -> None:
     raise ArgumentError("data", f"is {path}, which is neither a file or folder nor the name of {known}.")
 
 
-def _only_once(seen: set[str | Path], texts: Sequence[str | Path]) -> None:
-    """Add texts to `seen`. Raises ArgumentError for a repeated text, which could be in both training and test data."""
-    for text in texts:
-        if text in seen:
-            raise ArgumentError("data", f"has {text} twice: leave one out.")
-        seen.add(text)
-
-
 def standard_library() -> Corpus:
     """The source of the running Python's standard library, without its tests: about 12 MB on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -277,9 +259,3 @@ def _hutter(name: str) -> LocalCorpus:
             "into the folder that LINEARTIME_MIRROR names."
         )
     return LocalCorpus(name, within_files([FilePart(SourceFile(file), at_lines=False)]))
-
-
-def _has_columns(source: Source) -> bool:
-    if isinstance(source, LocalCorpus):
-        return not all(part.is_text for parts in source.splits.values() for part in parts)
-    return isinstance(source, HubDataset)
