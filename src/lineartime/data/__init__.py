@@ -16,7 +16,7 @@ from lineartime.data.corpora import (
     no_text,
     portable_identity,
 )
-from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, PrefetchedLoader, Rows, StreamingLoader, merge_states
+from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, Rows, StreamingLoader, merge_states
 from lineartime.data.tokenizers import (
     ByteTokenizer,
     JsonTokenizer,
@@ -37,7 +37,6 @@ __all__ = [
     "JsonTokenizer",
     "Loader",
     "LocalCorpus",
-    "PrefetchedLoader",
     "Rows",
     "StreamingLoader",
     "TokenStream",

@@ -17,7 +17,6 @@ from lineartime.data import (
     Corpus,
     Loader,
     LocalCorpus,
-    PrefetchedLoader,
     Rows,
     StreamingLoader,
     Tokenizer,
@@ -75,13 +74,13 @@ class Text:
         make = BatchMaker(tokenizer, config.task, config.seed, config.packed)
         length = text_length(config.context_length, config.task, tokenizer, config.packed)
         if config.streaming:
-            loader: Loader = StreamingLoader(corpus, make, length, rows)
+            self.loader: Loader = StreamingLoader(corpus, make, length, rows)
             self.name = f"a stream of {corpus.name}"
             self.splits = describe_splits(corpus, {"validation": self.validation})
             training = f"a stream of text {hashlib.sha256(portable_identity(corpus, 'train').encode()).hexdigest()[:12]}"
         else:
             stream = token_stream(corpus, "train", tokenizer, cache)
-            loader = CachedLoader(stream, make, length, rows)
+            self.loader = CachedLoader(stream, make, length, rows)
             self.name = f"{len(stream):,} tokens of {corpus.name}"
             streams: dict[Split, TokenStream] = {"train": stream, "validation": self.validation}
             # What cannot be read should show now, and not after days of training. `eval` finds the tokens in the cache.
@@ -90,7 +89,6 @@ class Text:
             self.splits = describe_splits(corpus, streams)
             training = f"{len(stream):,} tokens, digest {stream.digest}"
         self.identity = f"{training}{HELD_OUT}{self.validation.digest}"
-        self.loader: Loader = PrefetchedLoader(loader)
         self._causal = config.task != "mlm"
 
     def bits_per_byte(self, loss: float) -> float | None:
