@@ -1,4 +1,5 @@
 import io
+import json
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -21,7 +22,6 @@ MIXED = (
     f"{WORDS}日本語の文章は空白がない。次の行\n這是第二句話👨‍👩‍👧‍👦🏽 ﬁne e\u0301t\u0323e\u0301 ㌔ ﷺ end. {'word ' * 30}"
     f"{'ACGTTGCA' * 20} {'9876543210' * 9} then{' ' * 90}more \ufffd☃☃ text, {'<br>' * 40}{'=-' * 50}\r\n\r\n{WORDS}"
 )
-RUNS = "a" * 350 + "7" * 200 + " " * 200 + "ab" * 150 + WORDS
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLIT3 = (
     pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
@@ -45,6 +45,13 @@ def bpe(pre_tokenizer: Any, normalizer: Any = None, alphabet: bool = False, **mo
     return trained(models.BPE(**model), trainer, pre_tokenizer, normalizer)
 
 
+def llama2() -> Any:
+    """SentencePiece learns words, and encodes a text as if it were one."""
+    spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    learned = json.loads(bpe(pre_tokenizers.Split("▁", "merged_with_next"), spaces, **FALLBACK).to_str())
+    return tokenizers.Tokenizer.from_str(json.dumps({**learned, "pre_tokenizer": None}))
+
+
 def unigram() -> Any:
     trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=["<unk>"], unk_token="<unk>")
     normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " ")])
@@ -59,10 +66,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "GPT-2": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), alphabet=True),
     "ByteLevel with a space before": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=True), alphabet=True),
     "Llama 3": lambda: bpe(pre_tokenizers.Sequence([*SPLIT3]), alphabet=True, ignore_merges=True),
-    "Llama 2": lambda: bpe(None, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), **FALLBACK),
+    "Llama 2": llama2,
     "T5": unigram,
     "WordPiece": lambda: words(models.WordPiece, trainers.WordPieceTrainer, *BERT),
-    "5-mers": lambda: words(models.WordLevel, trainers.WordLevelTrainer, pre_tokenizers.Split(Regex(r"[\s\S]{5}"), "isolated")),
     "own Unigram": lambda: tokenizers.Tokenizer.from_str(_train_unigram(tokenizers, iter([WORDS, MIXED]), 700)),
     "own BPE": lambda: tokenizers.Tokenizer.from_str(_train_bpe(tokenizers, iter([WORDS, MIXED]), 500)),
 }
@@ -73,32 +79,32 @@ def tokenizer_of(kind: str) -> JsonTokenizer:
     return JsonTokenizer(KINDS[kind]().to_str(), kind)
 
 
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode_module, "BLOCK", 150)
-    monkeypatch.setattr(encode_module, "_SHARED", 64)
-    monkeypatch.setattr(encode_module, "_SURE", 4)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_document_has_the_tokens_of_its_whole_text(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
-    texts = [MIXED[start % 700 :][:length] for start, length in enumerate(range(148, 290, 3))]
-    texts += [(MIXED + RUNS)[start:] for start in range(0, 70, 7)]
-    for text in texts:
-        blocks = iter([text[start : start + 70] for start in range(0, len(text), 70)])
-        parts = list(encoded(tokenizer, [blocks], 400))
-        assert np.concatenate([part.ids for part in parts]).tolist() == tokenizer.encode(text).tolist()
+    for start in range(0, len(MIXED), 7):
+        text = (MIXED * 2)[start:]
+        blocks = iter([text[place : place + 70] for place in range(0, len(text), 70)])
+        parts, ids = zip(*encoded(tokenizer, [blocks], 400), strict=True)
+        assert np.concatenate(ids).tolist() == tokenizer.encode(text).tolist()
         assert "".join(part.text for part in parts) == text
-    assert (len(parts) > 5) == (kind != "5-mers"), "a text in groups of five can be cut only where they begin"
+        assert len(parts) > 2
+
+
+def test_a_text_without_words_is_cut_at_lines_or_anywhere() -> None:
+    for text, lengths in (("天地。\n" * 100, [152, 248]), ("acgt" * 100, [300, 100])):
+        parts = [part for part, _ in encoded(tokenizer_of("own BPE"), [iter([text])], 150)]
+        assert [len(part.text) for part in parts] == lengths
+        assert "".join(part.text for part in parts) == text
 
 
 @pytest.mark.parametrize("kind", ["T5", "own BPE"])
-def test_a_limit_within_a_long_document_counts_the_beginning_of_its_text(kind: str) -> None:
-    tokenizer, text = tokenizer_of(kind), MIXED[300:900]
+def test_a_limit_within_a_long_document_counts_the_beginning_of_its_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode_module, "PART", 100)
+    tokenizer, text = tokenizer_of(kind), MIXED[:300] + WORDS
     for most in range(1, len(tokenizer.encode(text)), 23):
         counts = write_tokens(io.BytesIO(), [iter([text])], tokenizer, most, lambda _: None)
-        beginning = text[: max(tokenizer.places(text)[1][:most])]
+        beginning = tokenizer.beginning(text, most)
         assert (counts["n_bytes"], counts["n_words"]) == (len(beginning.encode()), len(beginning.split()))
 
 

@@ -85,12 +85,12 @@ def test_a_space_is_kept_behind_a_token_without_text() -> None:
         assert "".join(map(decoder.push, ids)) + decoder.flush() == tokenizer.decode(ids)
 
 
-def test_a_token_ends_with_the_last_character_that_it_holds_a_part_of(tokenizer: Tokenizer) -> None:
-    ids, ends, _ = tokenizer.places(TEXT)
-    assert ids.tolist() == tokenizer.encode(TEXT).tolist()
-    for count, end in enumerate(ends, 1):
-        whole = tokenizer.decode(ids[:count].tolist())
-        assert TEXT[:end] == whole if "\ufffd" not in whole else end == len(whole.rstrip("\ufffd")) + 1
+def test_the_beginning_of_a_text_is_what_its_first_tokens_encode(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT).tolist()
+    for count in range(len(ids) + 2):
+        whole, beginning = tokenizer.decode(ids[:count]), tokenizer.beginning(TEXT, count)
+        assert TEXT.startswith(beginning)
+        assert (beginning == whole) if "\ufffd" not in whole else (len(beginning) == len(whole.rstrip("\ufffd")) + 1)
 
 
 def test_a_vocabulary_with_gaps_is_as_large_as_its_highest_id() -> None:

@@ -77,7 +77,8 @@ def test_max_tokens_encodes_only_the_beginning(tmp_path: Path, most: int, monkey
 
     corpus = Blocks()
     monkeypatch.setattr(Blocks, "documents", lambda *_: endless())
-    monkeypatch.setattr(tokens_module, "_AT_ONCE", 1)
+    monkeypatch.setattr(tokens_module, "PART", 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     stream = encode(corpus, tmp_path, most)
     whole = [*b"ab cd", 256, *b"efg\n", 256]
     assert stream.tokens[:].tolist() == whole[:most]

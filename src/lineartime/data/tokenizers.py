@@ -104,20 +104,18 @@ class ByteTokenizer:
     end_of_document = 256
     mask = 257
     frame: tuple[int, int] | None = None
-    joins_within_words = True
 
     def encode(self, text: str, inside: bool = False) -> NDArray[np.int64]:
         """The bytes of a text, also of one inside another: int64 [n]."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+    def encode_batch(self, texts: Sequence[str], inside: bool = False) -> list[NDArray[np.int64]]:
         """The bytes of several texts; one core is enough to copy them."""
         return [self.encode(text) for text in texts]
 
-    def places(self, text: str) -> tuple[NDArray[np.int64], list[int], list[bool]]:
-        """As for a `JsonTokenizer`."""
-        ids = self.encode(text)
-        return ids, np.cumsum(ids & 0xC0 != 0x80).tolist(), [False] * len(ids)
+    def beginning(self, text: str, n_tokens: int, inside: bool = False) -> str:
+        """The part of a text that its first bytes encode, with the whole of a last character that they hold a part of."""
+        return text[: len(self.decode(self.encode(text)[:n_tokens].tolist()))]
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens; incomplete characters become U+FFFD."""
@@ -175,8 +173,7 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._definition = definition
         self._source = source
-        self.joins_within_words = type(self._tokenizer.model).__name__ == "BPE"
-        if self.joins_within_words:
+        if type(self._tokenizer.model).__name__ == "BPE":
             self._tokenizer.model.dropout = None  # which would give a text other tokens each time
         self._known: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.end_of_document, size = self._special(self._END_NAMES, self._known)
@@ -192,30 +189,30 @@ class JsonTokenizer:
 
     def encode(self, text: str, inside: bool = False) -> NDArray[np.int64]:
         """The token ids of a text, without special tokens: int64 [n]; for one inside another, without what is put before."""
-        return (self._inside if inside else self).encode_batch([text])[0]
+        return self.encode_batch([text], inside)[0]
+
+    def encode_batch(self, texts: Sequence[str], inside: bool = False) -> list[NDArray[np.int64]]:
+        """The token ids of several texts, on all cores: int64 [n] each."""
+        return [np.array(each.ids, dtype=np.int64) for each in self._encodings(texts, inside)]
+
+    def _encodings(self, texts: Sequence[str], inside: bool, with_places: bool = False) -> Any:
+        tokenizer = self._inside if inside else self._tokenizer
+        encode = tokenizer.encode_batch if with_places else tokenizer.encode_batch_fast
+        with _library_errors(f"The tokenizer {self._source} cannot encode the text", "."):  # for instance an unknown word
+            return encode(list(texts), add_special_tokens=False)
 
     @cached_property
-    def _inside(self) -> "JsonTokenizer":
+    def _inside(self) -> Any:
         """The tokenizer without what it puts before a text."""
         definition = json.loads(self._definition)
         for part in chain(_parts_of(definition.get("normalizer")), _parts_of(definition.get("pre_tokenizer"))):
             part.update(_NOTHING_BEFORE.get(part.get("type", ""), {}))
-        return JsonTokenizer(json.dumps(definition), self._source)
+        return JsonTokenizer(json.dumps(definition), self._source)._tokenizer
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The token ids of several texts, on all cores: int64 [n] each."""
-        return [np.array(each.ids, dtype=np.int64) for each in self._encodings(texts, self._tokenizer.encode_batch_fast)]
-
-    def _encodings(self, texts: Sequence[str], encode: Callable[..., Any]) -> Any:
-        with _library_errors(f"The tokenizer {self._source} cannot encode the text", "."):  # for instance an unknown word
-            return encode(list(texts), add_special_tokens=False)
-
-    def places(self, text: str) -> tuple[NDArray[np.int64], list[int], list[bool]]:
-        """The tokens of a text, the number of characters up to the end of each, and whether it begins a word."""
-        [encoding] = self._encodings([text], self._tokenizer.encode_batch)
-        words = encoding.word_ids
-        begins_word = [word != previous for word, previous in zip(words, [None, *words], strict=False)]
-        return np.array(encoding.ids), [end for _, end in encoding.offsets], begins_word
+    def beginning(self, text: str, n_tokens: int, inside: bool = False) -> str:
+        """The part of a text that its first tokens encode, with the whole of a last character that they hold a part of."""
+        [encoding] = self._encodings([text], inside, with_places=True)
+        return text[: max((end for _, end in encoding.offsets[:n_tokens]), default=0)]
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens."""

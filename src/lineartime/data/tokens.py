@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,9 +29,9 @@ TOKENS, FACTS = "tokens.bin", "facts.json"
 _FORMAT = 6  # part of every folder's name: increase it when the same input would give other tokens
 _PARTIAL = r"[0-9a-f]{20}\.[0-9a-f]{32}\.partial"
 _HASHED = 1 << 26  # tokens that are hashed together
-_AT_ONCE = 4 * BLOCK * (os.cpu_count() or 1)  # characters to encode together, on all cores
-_SHARED = 1 << 11  # characters of a document that two of its parts share
-_SURE = 16  # tokens on each side of a seam that must be the same in both parts
+PART = 1 << 20  # characters of a document that a core encodes at once
+# Places at which tokenizers begin a word, whatever is before it, if its space belongs to it; lines are for text without spaces.
+_WORD, _LINE = re.compile(r"(?<=\w)(?= \w)"), re.compile(r"(?<=\n)(?=\S)")
 
 
 @dataclass(frozen=True)
@@ -169,144 +170,65 @@ def write_tokens(
     token is seldom longer than 8 characters.
     """
     counts = {"n_tokens": 0, "n_bytes": 0, "n_words": 0, "n_documents": 0}
-    in_word = False  # a word may continue in the next part
-    for part in encoded(tokenizer, documents, _AT_ONCE if max_tokens is None else min(_AT_ONCE, max(BLOCK, 8 * max_tokens))):
-        ids, text, ends = part.ids, part.text, not part.right.text
+    size = PART if max_tokens is None else min(PART, max(BLOCK, 8 * max_tokens))
+    for part, ids in encoded(tokenizer, documents, size):
+        text, ends = part.text, part.is_last
         if max_tokens is not None and counts["n_tokens"] + len(ids) >= max_tokens:
-            ids, ends = ids[: max_tokens - counts["n_tokens"]], False
-            text = part.beginning(tokenizer, len(ids)) if len(ids) < len(part.ids) else text
+            ends, left = False, max_tokens - counts["n_tokens"]
+            text = text if len(ids) == left else tokenizer.beginning(text, left, not part.is_first)
+            ids = ids[:left]
         ids = np.append(ids, tokenizer.end_of_document) if ends else ids
         file.write(ids.astype(_dtype(tokenizer)).tobytes())
-        words, size = text.split(), len(text.encode())
+        n_bytes = len(text.encode())
         counts["n_tokens"] += len(ids)
-        counts["n_bytes"] += size
-        counts["n_words"] += len(words) - bool(in_word and words and not text[0].isspace())
-        counts["n_documents"] += not part.left.text
-        in_word = not (ends or text[-1:].isspace())
-        advance(size)
+        counts["n_bytes"] += n_bytes
+        counts["n_words"] += len(text.split())
+        counts["n_documents"] += part.is_first
+        advance(n_bytes)
         if counts["n_tokens"] == max_tokens:
             break
     return counts
 
 
-class Seam(NamedTuple):
-    """A short text with which one part of a document ends and the next begins, and where in it their tokens are joined.
-
-    Attributes:
-        text: the text.
-        ids: its tokens.
-        before: the number of these before the seam.
-        end: the number of characters that the tokens before the seam encode, with the whole of a last one.
-    """
-
-    text: str = ""
-    ids: NDArray[np.int64] = np.zeros(0, np.int64)
-    before: int = 0
-    end: int = 0
-
-    def joins(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> bool:
-        """Whether both parts have the tokens of the short text around the seam, and from there to where it ends or begins."""
-        last, beginning = self.ids[max(0, self.before - _SURE) :], self.ids[: self.before + _SURE]
-        return np.array_equal(first[-len(last) :], last) and np.array_equal(second[: len(beginning)], beginning)
-
-
 class Part(NamedTuple):
-    """A part of a document, from its left to its right seam, which are empty at the ends of the document.
+    """A part of a document."""
 
-    Attributes:
-        around: the text of the part, and around it the rest of the texts of the seams.
-        around_ids: the tokens of that text; none before they are known.
+    text: str
+    is_first: bool
+    is_last: bool
+
+
+def encoded(tokenizer: Tokenizer, documents: Iterable[Iterator[str]], size: int) -> Iterator[tuple[Part, NDArray[np.int64]]]:
+    """Encode documents, each given as blocks of text, on all cores: yields the parts of each that has any text.
+
+    A document of more than twice `size` characters is cut where words begin, so that it has the tokens of its whole text.
     """
-
-    around: str
-    left: Seam
-    right: Seam
-    around_ids: NDArray[np.int64] = Seam().ids
-
-    @property
-    def text(self) -> str:
-        """The text of the part."""
-        return self.around[self.left.end : len(self.around) - len(self.right.text) + self.right.end]
-
-    @property
-    def ids(self) -> NDArray[np.int64]:
-        """The tokens of the part: int64 [n]."""
-        return self.around_ids[self.left.before : len(self.around_ids) - len(self.right.ids) + self.right.before]
-
-    def beginning(self, tokenizer: Tokenizer, n_tokens: int) -> str:
-        """The text that the first tokens of the part encode, with the whole of a last character that they hold a part of."""
-        _, ends, _ = tokenizer.places(self.around)
-        return self.around[self.left.end : max(ends[: self.left.before + n_tokens], default=0)]
+    parts = chain.from_iterable(_parts(document, size) for document in documents)
+    while batch := list(_next(parts, size * (os.cpu_count() or 1))):
+        begins, goes_on = (
+            iter(tokenizer.encode_batch([part.text for part in batch if part.is_first == is_first], inside=not is_first))
+            for is_first in (True, False)
+        )
+        for part in batch:
+            yield part, next(begins if part.is_first else goes_on)
 
 
-def encoded(tokenizer: Tokenizer, documents: Iterable[Iterator[str]], at_once: int) -> Iterator[Part]:
-    """Encode documents, each given as blocks of text: a document has the tokens that the tokenizer gives its whole text.
-
-    `at_once` is the number of characters to encode together, on all cores. Yields the parts of each document that has any text.
-    """
-    held: Part | None = None
-    for batch in _batches(tokenizer, documents, at_once):
-        for part, ids in zip(batch, tokenizer.encode_batch([part.around for part in batch]), strict=True):
-            part = part._replace(around_ids=ids)
-            if held is not None and part.left.joins(held.around_ids, ids):
-                yield held
-            elif held is not None:  # what is before the text of the seam changes tokens behind it
-                text = held.around + part.around[len(part.left.text) :]
-                part = Part(text, held.left, part.right, tokenizer.encode(text))
-            held = part
-            if not part.right.text:
-                yield part
-                held = None
+def _next(parts: Iterator[Part], length: int) -> Iterator[Part]:
+    """The next parts, together of `length` characters or more."""
+    while length > 0 and (part := next(parts, None)) is not None:
+        yield part
+        length -= len(part.text)
 
 
-def _batches(tokenizer: Tokenizer, documents: Iterable[Iterator[str]], at_once: int) -> Iterator[list[Part]]:
-    """Yield batches of parts to encode together."""
-    batch: list[Part] = []
-    size = 0
-    for part in chain.from_iterable(_parts(tokenizer, document) for document in documents):
-        batch.append(part)
-        size += len(part.around)
-        if size >= at_once:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _parts(tokenizer: Tokenizer, blocks: Iterator[str]) -> Iterator[Part]:
-    """Cut a document that is longer than a block into parts of a block, or longer ones where there is no seam."""
-    text, left, size = "", Seam(), BLOCK
+def _parts(blocks: Iterator[str], size: int) -> Iterator[Part]:
+    """Cut a document between words, or where there are none, between lines, or else anywhere."""
+    text, is_first = "", True
     for block in blocks:
         text += block
-        while len(text) > size:
-            right = _seam(tokenizer, text[size - _SHARED : size])
-            if right is None:
-                size += max(_SHARED, size // 16)
-                continue
-            yield Part(text[:size], left, right)
-            text, left, size = text[size - _SHARED :], right, BLOCK
+        while len(text) > 2 * size:
+            found = _WORD.search(text, size, 2 * size) or _LINE.search(text, size, 2 * size)
+            cut = found.start() if found else 2 * size
+            yield Part(text[:cut], is_first, False)
+            text, is_first = text[cut:], False
     if text:
-        yield Part(text, left, Seam())
-
-
-def _seam(tokenizer: Tokenizer, text: str) -> Seam | None:
-    """The place in a short text, in its middle if possible, at which the tokens of a longer one can be joined.
-
-    It is the start of a word, because words are encoded independently. Within a word, BPE alone can be joined: its tokens are
-    right if each two adjacent ones are. The place must not depend on where the text begins or ends: whatever groups characters
-    by number, as digits by three, groups those of a text that begins one later in another way.
-    """
-    ids, ends, begins_word = tokenizer.places(text)
-    shorter, ends_in_shorter, _ = tokenizer.places(text[1:-1])
-    place_in_shorter = {end + 1: place for place, end in enumerate(ends_in_shorter, 1)}
-    places = [
-        (not begins_word[place], abs(ends[place - 1] - len(text) // 2), place)
-        for place in range(_SURE, len(ids) - _SURE)
-        if begins_word[place] or tokenizer.joins_within_words
-    ]
-    for _, _, place in sorted(places):
-        other = place_in_shorter.get(ends[place - 1], 0)
-        around, same = ids[place - _SURE : place + _SURE], shorter[max(0, other - _SURE) : other + _SURE]
-        if np.array_equal(around, same):
-            return Seam(text, ids, place, ends[place - 1])
-    return None
+        yield Part(text, is_first, True)
