@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -65,10 +65,9 @@ class HubCorpus:
         repository: its name on the hub.
         config: the name of one of its configurations; None for the only or the default one.
         column: the column with the text.
-        files: of one with a name in this library, a pattern for the files of each split; None for any other.
-        columns: the columns of these files to read; None for formats without columns.
-        texts_of: a function that returns the documents in an example; None for the text in `column`.
-        lines: whether an example is a line of a document, rather than one or more documents.
+        files: a pattern for the files of each split, of one with a name in this library; None for any other.
+        texts_of: a function that returns the documents in a row; None for the text in `column`.
+        lines: whether a row is a line of a document, rather than one or more documents.
         halves: whether validation and test share files: validation takes the documents with even numbers, test the others.
     """
 
@@ -77,8 +76,7 @@ class HubCorpus:
     config: str | None = None
     column: str = TEXT_COLUMN
     files: dict[Split, str] | None = None
-    columns: tuple[str, ...] | None = ("text",)
-    texts_of: Callable[[Example], list[str]] | None = field(default=None, compare=False)
+    texts_of: Callable[[Example], list[str]] | None = None
     lines: bool = False
     halves: bool = False
 
@@ -99,15 +97,15 @@ class HubCorpus:
         datasets_library(f"Reading {self.repository}")
         import huggingface_hub
 
-        try:  # every repository has .gitattributes
-            small = ".gitattributes" if self.files is None else "README.md"
+        small = ".gitattributes" if self.files is None else "README.md"  # every repository has the first
+        try:
             file = huggingface_hub.hf_hub_download(self.repository, small, repo_type="dataset")
-            return Path(file).parent.name  # the cache keeps files in snapshots/COMMIT
         except Exception as error:  # any network error
             raise LineartimeError(
                 f"Cannot reach {self.repository} on the Hugging Face hub ({typed_first_line(error)}): check the name and the "
                 "network, or set LINEARTIME_MIRROR to a folder with a copy of that repository."
             ) from None
+        return Path(file).parent.name  # the cache keeps files in snapshots/COMMIT
 
     def describe(self, split: Split) -> str | None:
         """The files or published splits from which a split is read; without a network, the name of the data set."""
@@ -120,68 +118,63 @@ class HubCorpus:
             raise
         except LineartimeError:
             return self.name
-        if split not in published and split not in missing:
-            return None
-        share = "5% of " if split in missing else f"{1 - 0.05 * len(missing):.0%} of " if split == "train" and missing else ""
-        return f"{share}split {' and '.join(published['train' if split in missing else split])} of {self.name}"
+        if split in missing:
+            return f"5% of split {' and '.join(published['train'])} of {self.name}"
+        share = f"{1 - 0.05 * len(missing):.0%} of " if split == "train" and missing else ""
+        return f"{share}split {' and '.join(published[split])} of {self.name}" if split in published else None
 
     def identity(self, split: Split) -> str:
         """The repository and its revision; for a mirror, the paths, sizes and modification times of the files."""
-        if self.files is None:
-            return f"{self.name}:{self.column}:{split}:{self._version(split, '*')}"
-        if split == "all":
+        if self.files is not None and split == "all":
             return "\n".join(map(self.identity, SPLITS))
-        version = self._version(split, self.files[split])
-        return version if self.folder else f"{self.repository}:{split}:{self.files[split]}:{version}"
+        pattern = "**/*" if self.files is None else self.files[split]
+        if self.folder is None:
+            version = self.revision
+        else:
+            found = [(file, file.stat()) for file in sorted(self.folder.glob(pattern)) if file.is_file()]
+            version = "\n".join(f"{file.resolve()}:{split}:{facts.st_size}:{facts.st_mtime_ns}" for file, facts in found)
+        if not version:
+            found_none = f"There is no file {pattern} in {self.folder}"
+            raise LineartimeError(f"{found_none}: complete the mirror, or unset LINEARTIME_MIRROR.")
+        if self.files is None:
+            return f"{self.name}:{self.column}:{split}:{version}"
+        return version if self.folder else f"{self.repository}:{split}:{pattern}:{version}"
 
     portable_identity = identity
-
-    def _version(self, split: Split, pattern: str) -> str:
-        """The revision of the repository, or what changes when the files of a mirror do."""
-        if self.folder is None:
-            return self.revision
-        found = self.folder.glob(pattern) if self.files else self.folder.rglob(pattern)
-        facts = [(file, file.stat()) for file in sorted(found) if file.is_file()]
-        if not facts:
-            raise LineartimeError(
-                f"There is no file {pattern} in {self.folder}: complete the mirror, or unset LINEARTIME_MIRROR."
-            )
-        return "\n".join(f"{file.resolve()}:{split}:{fact.st_size}:{fact.st_mtime_ns}" for file, fact in facts)
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """The documents of a split in the order of the data set."""
         if split == "all" and self.files is None:
-            parts = map(self._load, self._published.values())
+            parts = map(self._published_rows, self._published.values())
         else:
             parts = map(self.examples, SPLITS if split == "all" else (split,))
-        for examples in parts:
+        for rows in parts:
             if self.lines:
-                yield from _articles(self._read(examples, lambda row: [row["text"] or " \n"]))  # the hub has "" for " \n"
+                yield from _articles(self._read(rows, lambda row: [row["text"] or " \n"]))  # the hub has "" for " \n"
             else:
-                yield from map(pieces, self._read(examples, self.texts))
+                yield from map(pieces, self._read(rows, self.texts))
 
     def examples(self, split: Split) -> Any:
         """The rows of a split as an IterableDataset."""
         if self.files is not None:
             self.identity(split)  # raises a clear error for missing files
-            options: dict[str, Any] = {} if self.columns is None else {"columns": list(self.columns)}
-            dataset = self._dataset(self.folder, data_files={split: self.files[split]}, split=split, **options)
+            rows = self._load(self.folder, data_files={split: self.files[split]}, split=split)
             if self.halves and split != "train":
                 parity = int(split == "test")
-                dataset = dataset.filter(lambda _, index: index % 2 == parity, with_indices=True)
-            return dataset
+                rows = rows.filter(lambda _, index: index % 2 == parity, with_indices=True)
+            return rows
         missing = self._missing
         if split in self._published and (split != "train" or not missing):
-            return self._load(self._published[split])
+            return self._published_rows(self._published[split])
 
         def belongs(example: Example) -> bool:
             drawn = split_of("".join(self.texts(example)))
             return drawn not in missing if split == "train" else drawn == split
 
-        return self._load(self._published["train"]).filter(belongs)
+        return self._published_rows(self._published["train"]).filter(belongs)
 
     def texts(self, example: Example) -> list[str]:
-        """The documents in an example, of which a row without a value has none."""
+        """The documents in a row, of which one without a value has none."""
         if self.lines:
             raise LineartimeError(f"{self.name} cannot be streamed: encode it beforehand.")
         if self.texts_of is not None:
@@ -193,28 +186,26 @@ class HubCorpus:
             raise LineartimeError(f'{self.name} has {text!r:.40} in "{self.column}" instead of a text: choose another column.')
         return [] if text is None else [text]
 
-    def _read(self, examples: Iterable[Example], texts: Callable[[Example], list[str]]) -> Iterator[str]:
+    def _read(self, rows: Iterable[Example], texts: Callable[[Example], list[str]]) -> Iterator[str]:
         """The texts of rows; every error of reading is a LineartimeError, also where another iterator consumes them."""
         with reporting_read_errors(self.name):
-            for example in examples:
-                yield from texts(example)
+            for row in rows:
+                yield from texts(row)
 
-    def _dataset(self, path: Path | None, **options: Any) -> Any:
-        """The rows as an IterableDataset, from a folder or from the hub. Raises LineartimeError if they cannot be read."""
+    def _load(self, path: Path | None, **options: Any) -> Any:
+        """Some rows as an IterableDataset, from a folder or from the hub. Raises LineartimeError if they cannot be read."""
         datasets = datasets_library(f"Reading {self.name}")
         if path is None:
             options["revision"] = self.revision
         with reporting_read_errors(self.name):
             return datasets.load_dataset(str(path or self.repository), streaming=True, **options)
 
-    def _load(self, names: list[str]) -> Any:
+    def _published_rows(self, names: list[str]) -> Any:
         """The rows of published splits, one after another."""
         path, config = self._place
-        loaded = [self._dataset(path, name=config, split=name) for name in names]
-        if len(loaded) == 1:
-            return loaded[0]
+        loaded = [self._load(path, name=config, split=name) for name in names]
         with reporting_read_errors(self.name):
-            return datasets_library(f"Reading {self.name}").concatenate_datasets(loaded)
+            return loaded[0] if len(loaded) == 1 else datasets_library("").concatenate_datasets(loaded)
 
     @property
     def _place(self) -> tuple[Path | None, str | None]:
@@ -239,12 +230,10 @@ class HubCorpus:
                     wrong = f"is {self.name}, but must name one of the configurations {', '.join(configs)}"
                     raise ArgumentError("data", f"{wrong}: {first}.") from None
                 raise
-        found = {split: [name for name in names if named_split(name) == split] for split in SPLITS}
-        if not any(found.values()) and len(names) == 1:
-            return {"train": names}
-        if not any(found.values()):
+        found = {split: own for split in SPLITS if (own := [name for name in names if named_split(name) == split])}
+        if not found and len(names) > 1:
             raise LineartimeError(f"{self.name} has the splits {', '.join(names)}, none of which is for training or testing.")
-        return {split: own for split, own in found.items() if own}
+        return found or {"train": names}
 
     @property
     def _missing(self) -> list[Split]:
@@ -277,21 +266,20 @@ def _evidence(example: Example) -> list[str]:
     return [*example["entity_pages"]["wiki_context"], *example["search_results"]["search_context"]]
 
 
-def _files(pattern: str, **others: str) -> dict[Split, str]:
+def _files(pattern: str) -> dict[Split, str]:
     """A file pattern for each split, from a common pattern with a placeholder for the split."""
-    return {split: others.get(split, pattern.format(split)) for split in SPLITS}
+    return {split: pattern.format(split) for split in SPLITS}
 
 
-_C4 = _files("en/c4-{}.*.json.gz", test="en/c4-validation.*.json.gz")
-_EVIDENCE = ("entity_pages", "search_results")
+_C4: dict[Split, str] = {**_files("en/c4-{}.*.json.gz"), "test": "en/c4-validation.*.json.gz"}
 HUB: dict[str, HubCorpus] = {
     corpus.name: corpus
     for corpus in (
         HubCorpus("wiki40b", "google/wiki40b", files=_files("en/{}-*.parquet"), texts_of=_wiki40b),
         # One book per row. deepmind/pg19 is a loading script, which datasets no longer runs.
         HubCorpus("pg19", "emozilla/pg19", files=_files("data/{}-*.parquet")),
-        HubCorpus("c4", "allenai/c4", files=_C4, columns=None, halves=True),
-        HubCorpus("trivia_qa", "mandarjoshi/trivia_qa", files=_files("rc/{}-*.parquet"), columns=_EVIDENCE, texts_of=_evidence),
+        HubCorpus("c4", "allenai/c4", files=_C4, halves=True),
+        HubCorpus("trivia_qa", "mandarjoshi/trivia_qa", files=_files("rc/{}-*.parquet"), texts_of=_evidence),
         HubCorpus("wikitext", "Salesforce/wikitext", files=_files("wikitext-103-raw-v1/{}-*.parquet"), lines=True),
     )
 }
