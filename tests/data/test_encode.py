@@ -103,7 +103,7 @@ def test_a_limit_within_a_long_document_counts_the_beginning_of_its_text(kind: s
     monkeypatch.setattr(encode_module, "PART", 100)
     tokenizer, text = tokenizer_of(kind), MIXED[:300] + WORDS
     for most in range(1, len(tokenizer.encode(text)), 23):
-        counts = write_tokens(io.BytesIO(), [iter([text])], tokenizer, most, lambda _: None)
+        counts = write_tokens(io.BytesIO(), np.dtype(np.uint16), [iter([text])], tokenizer, most, lambda _: None)
         beginning = tokenizer.beginning(text, most)
         assert (counts["n_bytes"], counts["n_words"]) == (len(beginning.encode()), len(beginning.split()))
 

@@ -1,16 +1,15 @@
-"""The tokens of a split: documents are encoded into a file, in a folder for each text and tokenizer, and read by memory map."""
+"""The tokens of a split: documents are encoded into a file for each text and tokenizer, which is read by memory map."""
 
 import hashlib
 import json
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, NamedTuple
+from typing import IO, Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +20,11 @@ from lineartime.data.folders import SPLITS
 from lineartime.data.progress import Progress
 from lineartime.data.readers import BLOCK
 from lineartime.data.tokenizers import Tokenizer, fingerprint
-from lineartime.errors import LineartimeError, file_error
+from lineartime.errors import LineartimeError, reporting_file_errors
 from lineartime.fields import Count, Matching
-from lineartime.files import read_file, remove_abandoned
+from lineartime.files import read_file, remove_abandoned, write_atomically
 
-TOKENS, FACTS = "tokens.bin", "facts.json"
-_FORMAT = 6  # part of every folder's name: increase it when the same input would give other tokens
-_PARTIAL = r"[0-9a-f]{20}\.[0-9a-f]{32}\.partial"
+_FORMAT = 6  # part of every file's name: increase it when the same input would give other tokens
 _HASHED = 1 << 26  # tokens that are hashed together
 PART = 1 << 20  # characters of a document that a core encodes at once
 # Places at which tokenizers begin a word, whatever is before it, if its space belongs to it; lines are for text without spaces.
@@ -62,9 +59,8 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class TokenFileInfo:
-    """Facts about the tokens in a folder, stored in facts.json."""
+    """Facts about a file of tokens, stored beside it."""
 
-    dtype: Literal["uint16", "uint32"]
     n_tokens: Count
     n_bytes: Count
     n_words: Count
@@ -80,19 +76,15 @@ def token_stream(
     Raises LineartimeError for text that cannot be read or is not UTF-8, and for a cache that cannot be written or is damaged.
     """
     key = "\n".join([str(_FORMAT), fingerprint(tokenizer), str(max_tokens), corpus.identity(split)])
-    folder = Path(cache) / hashlib.sha256(os.fsencode(key)).hexdigest()[:20]
-    if not (folder / FACTS).exists():
-        _write(folder, corpus, split, tokenizer, max_tokens)
-    facts = read_file(folder / FACTS, TokenFileInfo, f"delete the folder {folder} to encode the text again")
-    try:
-        tokens = _mapped(folder / TOKENS, np.dtype(facts.dtype))
-    except (ValueError, FileNotFoundError):  # a file that ends within a token, or is gone
-        tokens = None
-    except OSError as error:
-        raise file_error("read", folder, error) from None
-    if tokens is None or len(tokens) != facts.n_tokens:
-        found = f"The token file in {folder} is damaged or cut off"
-        raise LineartimeError(f"{found}: delete the folder to encode the text again.")
+    file = Path(cache) / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:20]}.tokens"
+    about, dtype = file.with_suffix(".json"), np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    if not (file.exists() and about.exists()):
+        _write(file, about, dtype, corpus, split, tokenizer, max_tokens)
+    facts = read_file(about, TokenFileInfo, "delete it to encode the text again")
+    with reporting_file_errors("read", file):
+        if file.stat().st_size != facts.n_tokens * dtype.itemsize:
+            raise LineartimeError(f"{file} is damaged or cut off: delete it to encode the text again.")
+        tokens = _mapped(file, dtype)
     name = corpus.name if split == "all" else f"the {split} split of {corpus.name}"
     is_cut = max_tokens is not None and len(tokens) >= max_tokens
     return TokenStream(name, tokens, facts.n_bytes, facts.n_words, facts.digest, facts.n_documents, is_cut)
@@ -104,61 +96,44 @@ def describe_splits(corpus: Corpus, streams: Mapping[Split, TokenStream] | None 
     This neither reads nor encodes the text.
     """
     lines = list(corpus.notes)
-    places = {split: corpus.describe(split) for split in SPLITS} | {"all": "the whole text"}
-    for split, place in places.items():
+    for split in (*SPLITS, "all"):
+        place = "the whole text" if split == "all" else corpus.describe(split)
         stream = (streams or {}).get(split)
-        if place is not None and (stream is not None or split != "all"):
-            lines.append(f"{split + ':':<12}{place}{_counts(stream)}")
+        if stream is not None:
+            first, count = "the first " if stream.is_cut else "", stream.n_documents
+            place = f"{place}: {first}{count:,} {'document' if count == 1 else 'documents'}, {len(stream):,} tokens"
+        if place and (stream is not None or split != "all"):
+            lines.append(f"{split + ':':<12}{place}")
     return lines
-
-
-def _counts(stream: TokenStream | None) -> str:
-    if stream is None:
-        return ""
-    first = "the first " if stream.is_cut else ""
-    count = stream.n_documents
-    return f": {first}{count:,} {'document' if count == 1 else 'documents'}, {len(stream):,} tokens"
 
 
 def _mapped(file: Path, dtype: np.dtype[Any]) -> NDArray[np.unsignedinteger[Any]]:
     return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
 
 
-def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, max_tokens: int | None) -> None:
-    """Encode into a temporary folder and rename it, so that processes doing the same do not disturb each other."""
-    partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(folder.parent, _PARTIAL)  # other programs may use the same folder
-        if folder.exists() and not (folder / FACTS).exists():  # what a cleaner of caches left
-            shutil.rmtree(folder)
-        partial.mkdir()
+def _write(
+    file: Path, about: Path, dtype: np.dtype[Any], corpus: Corpus, split: Split, tokenizer: Tokenizer, max_tokens: int | None
+) -> None:
+    """Encode into a temporary file and rename it, so that processes doing the same do not disturb each other."""
+    partial = file.with_suffix(f".{uuid.uuid4().hex}.partial")
+    with reporting_file_errors("write", file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(file.parent, r"[0-9a-f]{20}\.[0-9a-f]{32}\.partial")  # other programs may use the same folder
         try:
-            with Progress(f"encoding {corpus.name}, {split}") as progress, (partial / TOKENS).open("wb") as file:
-                counts = write_tokens(file, corpus.documents(split), tokenizer, max_tokens, progress.advance)
-            dtype = _dtype(tokenizer)
-            tokens = _mapped(partial / TOKENS, dtype)
+            with Progress(f"encoding {corpus.name}, {split}") as progress, partial.open("wb") as opened:
+                counts = write_tokens(opened, dtype, corpus.documents(split), tokenizer, max_tokens, progress.advance)
+            tokens = _mapped(partial, dtype)
             hashes = [hashlib.sha256(tokens[start : start + _HASHED].data) for start in range(0, len(tokens) or 1, _HASHED)]
             digest = hashlib.sha256("".join(each.hexdigest() for each in hashes).encode()).hexdigest()[:12]
-            facts = TokenFileInfo("uint16" if dtype == np.uint16 else "uint32", **counts, digest=digest)
-            (partial / FACTS).write_text(json.dumps(asdict(facts), indent=1))
-            try:
-                partial.rename(folder)
-            except OSError:
-                if not (folder / FACTS).exists():  # unless another process was faster
-                    raise
+            partial.replace(file)
+            write_atomically(about, json.dumps({**counts, "digest": digest}, indent=1))
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise file_error("write", folder, error) from None
-
-
-def _dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
-    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+            partial.unlink(missing_ok=True)
 
 
 def write_tokens(
     file: IO[bytes],
+    dtype: np.dtype[Any],
     documents: Iterable[Iterator[str]],
     tokenizer: Tokenizer,
     max_tokens: int | None,
@@ -178,7 +153,7 @@ def write_tokens(
             text = text if len(ids) == left else tokenizer.beginning(text, left, not part.is_first)
             ids = ids[:left]
         ids = np.append(ids, tokenizer.end_of_document) if ends else ids
-        file.write(ids.astype(_dtype(tokenizer)).tobytes())
+        file.write(ids.astype(dtype).tobytes())
         n_bytes = len(text.encode())
         counts["n_tokens"] += len(ids)
         counts["n_bytes"] += n_bytes
