@@ -160,7 +160,7 @@ def test_a_tsv_file_knows_no_quotes_and_names_may_hold_separators(tmp_path: Path
         ),
         ("a.json", '{"body": "a"}\n{"body": "b"}\n', "text_column is text, but .*a.json, line 1, has the columns body: name"),
         ("a.jsonl", '{"text": "a"}\n{oops', r"a.jsonl, line 2, is not JSON \(Expecting property name.*\): correct it"),
-        ("a.jsonl", '{"text": "\\ud800"}', "line 1, has an incomplete character in its text"),
+        ("a.jsonl", '{"text": "\\ud800"}', r"line 1, has '.ud800' in .text. instead of a text"),
         ("a.jsonl", "[" * 5_000, r"line 1, is not JSON"),
         ("a.jsonl", '{"text": "a"}\n{"text": "caf\xe9"}', r"line 2, is not UTF-8 text \(byte 0xe9 at offset 27\)"),
         ("a.csv", "id,text\n1,a\n2\n", r"a.csv, line 3, has 1 field, but line 1 names 2: quote fields"),

@@ -22,20 +22,12 @@ Keys = Sequence[tuple[int, ...]]
 
 
 class Batch(NamedTuple):
-    """Token ids and the targets to predict from them (`IGNORED` where there is none).
+    """Token ids and the targets to predict from them (`IGNORED` where there is none)."""
 
-    Attributes:
-        inputs: int64 [B, T]; [1, B * T] if documents are packed.
-        targets: int64, of the same shape.
-        cu_seqlens: int32 [D + 1], the boundaries of packed documents; None if documents are not packed.
-        prefix_lengths: int64 [B], or [D] for packed documents, the number of tokens that are read bidirectionally; None
-            without prefixes.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    cu_seqlens: Tensor | None = None
-    prefix_lengths: Tensor | None = None
+    inputs: Tensor  # int64 [B, T]; [1, B * T] if documents are packed
+    targets: Tensor  # int64, of the same shape
+    cu_seqlens: Tensor | None = None  # int32 [D + 1], the boundaries of packed documents
+    prefix_lengths: Tensor | None = None  # int64 [B], or [D] for packed documents: the tokens that are read bidirectionally
 
     def lengths(self) -> Tensor:
         """The number of tokens in each row, or in each packed document: int64 [B] or [D]."""

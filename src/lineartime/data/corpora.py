@@ -13,7 +13,6 @@ from lineartime.data.folders import (
     Files,
     FilesOfText,
     by_file,
-    by_file_if_fair,
     by_name,
     completed,
     describe_parts,
@@ -93,15 +92,10 @@ Source = LocalCorpus | HubCorpus
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, divided into documents and into splits for training, validation and testing.
+    """A text, divided into documents and into splits for training, validation and testing."""
 
-    Attributes:
-        sources: the texts that it consists of, joined split by split; a split may be missing in some of them.
-        notes: sentences for the user about how files were chosen and divided.
-    """
-
-    sources: Sequence[Source]
-    notes: Sequence[str] = ()
+    sources: Sequence[Source]  # the texts that it consists of, joined split by split; a split may be missing in some of them
+    notes: Sequence[str] = ()  # sentences for the user about how files were chosen and divided
 
     @property
     def name(self) -> str:
@@ -193,11 +187,16 @@ def load_corpus(
             sources.append(HUB.get(name) or (_hutter(name) if name in _HUTTER else hub_corpus(name, text_column)))
         else:
             path = Path(name)
-            _check_exists(path)
+            with reporting_file_errors("read", path):
+                exists = path.exists()
+            if not exists:
+                known = sorted([*HUB, *_HUTTER])
+                corpus = f"a corpus{did_you_mean(str(path), known)}: {', '.join(known)}"
+                raise ArgumentError("data", f"is {path}, which is neither a file or folder nor the name of {corpus}.")
             files = found.find(path)
             splits = by_name(path, files, found.notes, beside=held_out)
             if splits is None:
-                splits = by_file_if_fair(path, files)
+                splits = by_file(path, files)
                 sources.append(LocalCorpus(str(path), splits))
             else:
                 named[str(path)] = splits
@@ -228,16 +227,6 @@ def load_corpus_of_run(data: Data, text_column: str, include: Sequence[str] = ()
         if error.argument != "data":
             raise
         raise LineartimeError("The text of this run ", error.predicate, " Give the place where it is now: `data`.") from None
-
-
-def _check_exists(path: Path) -> None:
-    """Raise ArgumentError if there is nothing at a path, and LineartimeError if this cannot be found out."""
-    with reporting_file_errors("read", path):
-        if path.exists():
-            return
-    names = sorted([*HUB, *_HUTTER])
-    known = f"a corpus{did_you_mean(str(path), names)}: {', '.join(names)}"
-    raise ArgumentError("data", f"is {path}, which is neither a file or folder nor the name of {known}.")
 
 
 def standard_library() -> Corpus:

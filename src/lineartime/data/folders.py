@@ -28,19 +28,12 @@ _HEAD = 8192  # bytes in which a binary file has a zero, by the rule of git
 
 @dataclass(frozen=True)
 class FilePart:
-    """A file, or one split of it.
-
-    Attributes:
-        file: the file.
-        splits: the splits to read: ranges of a text, or records by a hash of their text. Empty for the whole file.
-        at_lines: whether a text is cut at the end of a line; otherwise between any two characters.
-        is_alone: whether no other file is divided with it, so that few records must be enough for all splits.
-    """
+    """A file, or some splits of it: ranges of a text, or records by a hash of their text."""
 
     file: SourceFile
-    splits: tuple[Split, ...] = ()
-    at_lines: bool = True
-    is_alone: bool = False
+    splits: tuple[Split, ...] = ()  # empty for the whole file
+    at_lines: bool = True  # whether a text is cut at the end of a line; otherwise between any two characters
+    is_alone: bool = False  # whether no other file is divided with it, so that few records must be enough for all splits
 
     @property
     def path(self) -> Path:
@@ -252,17 +245,13 @@ def within_files(parts: Sequence[FilePart]) -> Files:
     return {split: [replace(part, splits=(split,), is_alone=len(parts) == 1) for part in parts] for split in SPLITS}
 
 
-def by_file_if_fair(root: Path, parts: Sequence[FilePart]) -> Files:
-    """Split files whose names say nothing: by file if the held-out files have at most twice their shares, else within files."""
+def by_file(root: Path, parts: Sequence[FilePart]) -> Files:
+    """Distribute whole files by a hash of their names, until test and validation have their shares of bytes.
+
+    If these would get more than twice their shares, all splits are taken from within each file.
+    """
     if len(parts) < len(SPLITS):
         return within_files(parts)
-    splits, most = by_file(root, parts), 2 * _bytes(parts)
-    fair = all(_bytes(splits[split]) <= most * SHARES[split] for split in ("validation", "test"))
-    return splits if fair else within_files(parts)
-
-
-def by_file(root: Path, parts: Sequence[FilePart]) -> Files:
-    """Distribute whole files by a hash of their names, until test and validation have their shares of bytes."""
     sizes = {part: part.path.stat().st_size for part in parts}
     total = sum(sizes.values())
 
@@ -281,7 +270,8 @@ def by_file(root: Path, parts: Sequence[FilePart]) -> Files:
             splits[split].append(part)
             size += sizes[part]
     splits["train"] = left
-    return splits
+    fair = all(_bytes(splits[split]) <= 2 * total * SHARES[split] for split in ("validation", "test"))
+    return splits if fair else within_files(parts)
 
 
 def describe_parts(parts: Iterable[FilePart]) -> str:
@@ -318,21 +308,13 @@ def _bytes(parts: Iterable[FilePart]) -> int:
 
 @dataclass
 class FilesOfText:
-    """The files at one or several paths.
+    """The files at one or several paths."""
 
-    Attributes:
-        column: the column of records that holds the text.
-        include: patterns of the files of a folder to read; empty for all.
-        exclude: patterns of the files and folders of a folder to leave out.
-        notes: sentences for the user about files that are left out.
-        matched: the patterns that matched a file or folder.
-    """
-
-    column: str = TEXT_COLUMN
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    notes: list[str] = field(default_factory=list, init=False)
-    matched: set[str] = field(default_factory=set, init=False)
+    column: str = TEXT_COLUMN  # of records, that holds the text
+    include: Sequence[str] = ()  # patterns of the files of a folder to read; empty for all
+    exclude: Sequence[str] = ()  # patterns of the files and folders of a folder to leave out
+    notes: list[str] = field(default_factory=list, init=False)  # sentences for the user about files that are left out
+    matched: set[str] = field(default_factory=set, init=False)  # the patterns that matched a file or folder
 
     def __post_init__(self) -> None:
         for argument, patterns in (("include", self.include), ("exclude", self.exclude)):

@@ -59,26 +59,16 @@ class HubCorpus:
 
     Of any data set, published splits are recognised by their names (`named_split`). If there is only one split, with any other
     name, it is used for training. A missing split takes 5% of the training documents, chosen by a hash of their text.
-
-    Attributes:
-        name: its name in messages.
-        repository: its name on the hub.
-        config: the name of one of its configurations; None for the only or the default one.
-        column: the column with the text.
-        files: a pattern for the files of each split, of one with a name in this library; None for any other.
-        texts_of: a function that returns the documents in a row; None for the text in `column`.
-        lines: whether a row is a line of a document, rather than one or more documents.
-        halves: whether validation and test share files: validation takes the documents with even numbers, test the others.
     """
 
-    name: str
-    repository: str
-    config: str | None = None
-    column: str = TEXT_COLUMN
-    files: dict[Split, str] | None = None
-    texts_of: Callable[[Example], list[str]] | None = None
-    lines: bool = False
-    halves: bool = False
+    name: str  # in messages
+    repository: str  # its name on the hub
+    config: str | None = None  # the name of one of its configurations; None for the only or the default one
+    column: str = TEXT_COLUMN  # with the text
+    files: dict[Split, str] | None = None  # of one with a name in this library, a pattern for the files of each split
+    texts_of: Callable[[Example], list[str]] | None = None  # the documents in a row; None for the text in `column`
+    lines: bool = False  # whether a row is a line of a document, rather than one or more documents
+    halves: bool = False  # whether validation and test share files: documents with even numbers are for validation
 
     @property
     def has_columns(self) -> bool:

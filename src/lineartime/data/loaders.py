@@ -32,22 +32,16 @@ _OFFSET, _ORDER, _MASKS, _PREFIXES = range(4)  # purposes of random numbers: one
 class Rows:
     """How the rows of a step are distributed over processes and micro-batches.
 
-    Raises LineartimeError unless every process gets the same number of micro-batches of the same size.
+    Rows i with equal i % groups form a group. A process computes the micro-batches of one group after those of another.
 
-    Attributes:
-        per_step: rows in an optimiser step, over all processes.
-        at_once: rows in a micro-batch of one process.
-        rank: this process; it gets every row i with i % ranks == rank.
-        ranks: the number of processes that read different rows.
-        groups: the number of groups in a step; rows i with equal i % groups form a group. A multiple of `ranks`; 0 means
-            `ranks`. A process computes the micro-batches of one group after those of another.
+    Raises LineartimeError unless every process gets the same number of micro-batches of the same size.
     """
 
-    per_step: int
-    at_once: int
-    rank: int = 0
-    ranks: int = 1
-    groups: int = 0
+    per_step: int  # rows in an optimiser step, over all processes
+    at_once: int  # rows in a micro-batch of one process
+    rank: int = 0  # this process; it gets every row i with i % ranks == rank
+    ranks: int = 1  # the number of processes that read different rows
+    groups: int = 0  # the number of groups in a step, a multiple of `ranks`; 0 means `ranks`
 
     def __post_init__(self) -> None:
         if self.per_step < 1 or self.at_once < 1 or self.per_step % (self.at_once * self.ranks):
@@ -68,31 +62,23 @@ class Rows:
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge the states of all processes after the same step into the state of the run."""
-    merged = dict(states[0])
-    for state in states[1:]:
-        if state["rows"] != merged["rows"]:
-            after = f"after {merged['rows']} rows and after {state['rows']}"
-            raise ArgumentError("states", f"are from different steps, {after}: merge those of one step.")
-        if "processes" in state:
-            merged["processes"] = {**merged["processes"], **state["processes"]}
-    return merged
+    if len({state["rows"] for state in states}) > 1:
+        raise ArgumentError("states", "are from different steps: merge those of one step.")
+    processes = {rank: own for state in states for rank, own in state.get("processes", {}).items()}
+    return {**states[0], "processes": processes} if processes else states[0]
 
 
 @dataclass(frozen=True)
 class BatchMaker:
     """Makes batches for a task from windows [B, T + 1] and the numbers of their rows.
 
-    Attributes:
-        tokenizer: the tokenizer that encoded the text.
-        task: "clm", "mlm" or "prefix-lm".
-        seed: the seed of the masks or prefix lengths, and of the order in which encoded text is read.
-        packed: whether documents are kept apart: no token attends across the end of a document, and the end-of-document token
-            has no target. Windows are cut as without packing, so there is no padding.
+    If `packed`, no token attends across the end of a document, and the end-of-document token has no target. Windows are cut as
+    without packing, so there is no padding.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer  # that encoded the text
     task: Task
-    seed: int = 0
+    seed: int = 0  # of the masks or prefix lengths, and of the order in which encoded text is read
     packed: bool = False
 
     def __call__(self, windows: Tensor, rows: Sequence[int]) -> Batch:
@@ -153,15 +139,13 @@ class Loader(ABC):
 
     @abstractmethod
     def _window(self, row: int) -> Tensor:
-        """The T + 1 tokens of a row, of which each is asked for after those before it: int64 [T + 1]."""
+        """The tokens of a row, int64 [T + 1]; rows are asked for in ascending order."""
 
     @abstractmethod
-    def _position(self) -> State:
-        """The position after the rows read so far."""
+    def _position(self) -> State: ...
 
     @abstractmethod
-    def _seek(self, state: State) -> None:
-        """Go to a merged position."""
+    def _seek(self, state: State) -> None: ...
 
 
 class CachedLoader(Loader):
@@ -203,9 +187,8 @@ class CachedLoader(Loader):
 
     def _seek(self, state: State) -> None:
         if "processes" in state:
-            raise LineartimeError(
-                "The run streamed its text, and cannot continue with encoded text: resume it with its options."
-            )
+            streamed = "The run streamed its text, and cannot continue with encoded text"
+            raise LineartimeError(f"{streamed}: resume it with its options.")
         self._begin_epoch(0, 0)
 
 

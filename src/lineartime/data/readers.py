@@ -32,15 +32,10 @@ LEAVE_OUT = "leave the file out."
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file with text, and how it is read.
-
-    Attributes:
-        path: the file; its suffix indicates the format.
-        column: the column of records that holds the text.
-    """
+    """A file with text, whose suffix indicates the format."""
 
     path: Path
-    column: str = TEXT_COLUMN
+    column: str = TEXT_COLUMN  # of records, that holds the text
 
     @property
     def version(self) -> tuple[int, int]:
@@ -183,27 +178,16 @@ def read_texts(file: SourceFile) -> Iterator[str]:
     """Yield the text of each record, empty for null. Raises LineartimeError, naming file and place, on unreadable text."""
     column, is_first = file.column, True
     for place, record in read_records(file, (column,)):
-        where, wrong, text = f"{file.path}, {place},", "", record.get(column)
-        if column not in record and is_first:
+        where = f"{file.path}, {place},"
+        if is_first and column not in record:
             raise missing_column(column, where, record)
-        if column not in record:
-            wrong = f'has no "{column}"'  # but the records before it have: another column would not help
-        elif not isinstance(text, str | None):
-            wrong = f'has {text!r:.40} in "{column}" instead of a text'
-        elif text and not _is_whole(text):
-            wrong = "has an incomplete character in its text"
-        if wrong:
-            raise LineartimeError(f"{where} {wrong}: correct it, or leave it out.")
+        text, is_first = record.get(column, False), False  # False is no text, but None is an empty one
+        try:
+            ("" if text is None else text).encode()
+        except (AttributeError, UnicodeEncodeError):  # of half a surrogate pair, which JSON can spell
+            found = f'{text!r:.40} in "{column}" instead of a text' if column in record else f'no "{column}"'
+            raise LineartimeError(f"{where} has {found}: correct it, or leave it out.") from None
         yield text or ""
-        is_first = False
-
-
-def _is_whole(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, which JSON can spell."""
-    try:
-        return bool(text.encode())
-    except UnicodeEncodeError:
-        return False
 
 
 def read_records(file: SourceFile, columns: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -247,20 +231,14 @@ def _json(file: SourceFile) -> Iterator[tuple[str, Any]]:
     with file.open() as stream:
         lines = ((number, line) for number, line in enumerate(_lines(file, stream), 1) if line.strip())
         place, first = next(lines, (1, ""))
-        if file.format_suffix == ".json" and not _is_object(first):
+        is_object = first.lstrip().startswith("{") and first.rstrip().endswith("}")
+        if file.format_suffix == ".json" and not is_object:
             value = _parsed(str(file.path), first + "".join(line for _, line in lines))
             for number, item in enumerate(value if isinstance(value, list) else [value], 1):
                 yield f"record {number:,}", {file.column: item} if isinstance(item, str) else item
             return
         for number, line in chain([(place, first)] if first else [], lines):
             yield f"line {number:,}", _parsed(f"{file.path}, line {number:,},", line)
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _parsed(where: str, text: str) -> Any:

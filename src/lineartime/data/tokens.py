@@ -33,25 +33,15 @@ _WORD, _LINE = re.compile(r"(?<=\w)(?= \w)"), re.compile(r"(?<=\n)(?=\S)")
 
 @dataclass(frozen=True)
 class TokenStream:
-    """The tokens of a split as one sequence, with an end-of-document token after every document.
+    """The tokens of a split as one sequence, with an end-of-document token after every document."""
 
-    Attributes:
-        name: its name in messages.
-        tokens: unsigned integers [n], in memory or on disk.
-        n_bytes: the number of bytes of the encoded text.
-        n_words: the number of words of that text, separated by white space.
-        digest: a string that differs between streams of different tokens; empty for a stream that is not on disk.
-        n_documents: the number of documents, including a last one that is cut.
-        is_cut: whether a token limit ended the stream before the end of the split.
-    """
-
-    name: str
-    tokens: NDArray[np.unsignedinteger[Any]]
-    n_bytes: int
-    n_words: int = 0
-    digest: str = ""
-    n_documents: int = 1
-    is_cut: bool = False
+    name: str  # in messages
+    tokens: NDArray[np.unsignedinteger[Any]]  # [n], in memory or on disk
+    n_bytes: int  # of the encoded text
+    n_words: int = 0  # of that text, separated by white space
+    digest: str = ""  # differs between streams of different tokens; empty for a stream that is not on disk
+    n_documents: int = 1  # including a last one that is cut
+    is_cut: bool = False  # whether a token limit ended the stream before the end of the split
 
     def __len__(self) -> int:
         return len(self.tokens)
