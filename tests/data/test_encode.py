@@ -1,3 +1,5 @@
+"""Documents that are encoded in parts, with tokenizers of all families."""
+
 import io
 import json
 from collections.abc import Callable
@@ -23,13 +25,7 @@ MIXED = (
     f"{'ACGTTGCA' * 20} {'9876543210' * 9} then{' ' * 90}more \ufffd☃☃ text, {'<br>' * 40}{'=-' * 50}\r\n\r\n{WORDS}"
 )
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLIT3 = (
-    pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
-    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-)
-BERT = pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer()
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-FALLBACK = {"unk_token": "<0x00>", "byte_fallback": True, "fuse_unk": True}
+BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
 def trained(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None) -> Any:
@@ -39,16 +35,17 @@ def trained(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None
     return made
 
 
-def bpe(pre_tokenizer: Any, normalizer: Any = None, alphabet: bool = False, **model: Any) -> Any:
-    letters = pre_tokenizers.ByteLevel.alphabet() if alphabet else []
-    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=BYTES, initial_alphabet=letters, max_token_length=16)
+def bpe(pre_tokenizer: Any, normalizer: Any = None, **model: Any) -> Any:
+    specials, letters = [f"<0x{byte:02X}>" for byte in range(256)], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=specials, initial_alphabet=letters, max_token_length=16)
     return trained(models.BPE(**model), trainer, pre_tokenizer, normalizer)
 
 
 def llama2() -> Any:
     """SentencePiece learns words, and encodes a text as if it were one."""
     spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    learned = json.loads(bpe(pre_tokenizers.Split("▁", "merged_with_next"), spaces, **FALLBACK).to_str())
+    fallback = {"unk_token": "<0x00>", "byte_fallback": True, "fuse_unk": True}
+    learned = json.loads(bpe(pre_tokenizers.Split("▁", "merged_with_next"), spaces, **fallback).to_str())
     return tokenizers.Tokenizer.from_str(json.dumps({**learned, "pre_tokenizer": None}))
 
 
@@ -58,17 +55,21 @@ def unigram() -> Any:
     return trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(prepend_scheme="always"), normalizer)
 
 
-def words(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None) -> Any:
-    return trained(model(unk_token="[UNK]"), trainer(vocab_size=200, special_tokens=["[UNK]"]), pre_tokenizer, normalizer)
+def word_piece() -> Any:
+    trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[UNK]"])
+    bert = pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer()
+    return trained(models.WordPiece(unk_token="[UNK]"), trainer, *bert)
 
 
 KINDS: dict[str, Callable[[], Any]] = {
-    "GPT-2": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), alphabet=True),
-    "ByteLevel with a space before": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=True), alphabet=True),
-    "Llama 3": lambda: bpe(pre_tokenizers.Sequence([*SPLIT3]), alphabet=True, ignore_merges=True),
+    "GPT-2": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "ByteLevel with a space before": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "Llama 3": lambda: bpe(
+        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTE_LEVEL]), ignore_merges=True
+    ),
     "Llama 2": llama2,
     "T5": unigram,
-    "WordPiece": lambda: words(models.WordPiece, trainers.WordPieceTrainer, *BERT),
+    "WordPiece": word_piece,
     "own Unigram": lambda: tokenizers.Tokenizer.from_str(_train_unigram(tokenizers, iter([WORDS, MIXED]), 700)),
     "own BPE": lambda: tokenizers.Tokenizer.from_str(_train_bpe(tokenizers, iter([WORDS, MIXED]), 500)),
 }
@@ -99,7 +100,7 @@ def test_a_text_without_words_is_cut_at_lines_or_anywhere() -> None:
 
 
 @pytest.mark.parametrize("kind", ["T5", "own BPE"])
-def test_a_limit_within_a_long_document_counts_the_beginning_of_its_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_in_a_document_counts_the_beginning_of_its_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode_module, "PART", 100)
     tokenizer, text = tokenizer_of(kind), MIXED[:300] + WORDS
     for most in range(1, len(tokenizer.encode(text)), 23):
