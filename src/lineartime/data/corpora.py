@@ -149,25 +149,15 @@ def is_corpus_name(data: str) -> bool:
     return data in HUB or data in _HUTTER or data.startswith(PREFIX)
 
 
-def load_corpus(
-    data: Data,
-    text_column: str = TEXT_COLUMN,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-) -> Corpus:
+def load_corpus(data: Data, text_column: str = TEXT_COLUMN, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Corpus:
     """Load a corpus by name, the text at a path, several of these together, or the standard library's source for None.
 
-    Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. If names of files or folders state a held-out
-    split (`split_of_path`), or all name the training split, these splits are used, and a missing one takes 5% of each training
-    file. Otherwise, a folder is split by file if no held-out split gets more than 10% of its bytes, and within its files if one
-    does. Several texts are joined split by split. Paths whose names state their splits come first, as one folder.
+    Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. Splits are those that names of files or
+    folders state (`by_name`), or else of a share of the files (`by_file`). Several texts are joined split by split. Paths whose
+    names state their splits come first, as one folder.
 
-    Args:
-        data: names and paths.
-        text_column: the column of JSON, JSON lines, CSV, Parquet and `hub:` data sets that holds the text.
-        include: patterns of the files in folders to read, such as "*.md" or "src/**/*.py"; empty for all. As in a .gitignore,
-            one without a slash matches the name of a file or of a folder above it, one with a slash a path below the folder.
-        exclude: patterns of the files and folders in folders to leave out.
+    `text_column` is the column of records and `hub:` data sets that holds the text. `include` and `exclude` are patterns
+    (`matches`) of the files in folders to read, by default all, and of the files and folders to leave out.
 
     Raises LineartimeError if there is no text, or most of a folder is not text.
     """

@@ -137,8 +137,7 @@ def _cuts(file: SourceFile, at_lines: bool, version: tuple[int, int]) -> dict[Sp
 def _cut(file: SourceFile, offset: int, stop: int, at_line: bool) -> int:
     """The offset after the next line end; if no line ends soon, of the next character, or else of the one around `offset`.
 
-    Line ends and characters are searched in the first half of the range from `offset` to `stop`, and at most 64 KiB from
-    `offset`.
+    Soon is in the first half of the range from `offset` to `stop`, and at most 64 KiB from `offset`.
     """
     searched = min(1 << 16, (stop - offset) // 2)
     earliest = max(0, offset - 3)  # a character has at most 4 bytes
@@ -196,13 +195,12 @@ def own_split(path: Path) -> Split | None:
 def by_name(root: Path, parts: Sequence[FilePart], notes: list[str], *, beside: bool) -> Files | None:
     """Divide the files at a given path by the splits that their names state, or else by the name of the path itself.
 
-    A file that is held out by its name is never one for training. Files that state no split are for training, like those that
-    are named for it, but have the split of the given path if that is held out. If some text is held out by name, small files
-    beside or above the others that state no split, such as metadata.csv, are left out, with a note: those with fewer bytes in
-    all than the text for training, or if folders directly below `root` are named for both, any.
+    Files that state no split are for training, or have the split of the path if that is held out. If some text is held out by
+    name, such files beside or above the others, such as metadata.csv, are left out, with a note, if they have fewer bytes than
+    the text for training, or folders directly below `root` are named for both.
 
-    What is for training alone still has to be divided, unless all is named so, or the path is and a text with held-out data is
-    given `beside` it. Returns the splits that occur, or None if the files must be divided.
+    Returns None if the files must still be divided: all are for training, but not all named so, and no text with held-out data
+    is given `beside` them.
     """
     below = {part: part.path.relative_to(root) if part.path != root else PurePath(root.name) for part in parts}
     stated = {part: split_of_path(relative) for part, relative in below.items()}
@@ -382,10 +380,10 @@ class FilesOfText:
 
 
 def matches(relative: PurePath, pattern: str) -> bool:
-    """Whether a pattern matches a path below the given folder, or a folder above it, as in a .gitignore file.
+    """Whether a pattern matches a path below a folder, or a folder above it, as in a .gitignore file.
 
-    A pattern without a slash matches the name of a file or folder, and one with a slash a path from the given folder on, in
-    which `**` stands for any number of folders: "*.md", "notes", "src/*.py", "src/**/*.py".
+    One without a slash matches a name, such as "*.md" or "notes", and one with a slash a path from the folder on, in which
+    `**` stands for any number of folders, such as "src/*.py" or "src/**/*.py".
     """
     names = PurePath(pattern.strip("/")).parts
     if len(names) == 1 and not pattern.startswith(("/", "./")):

@@ -33,9 +33,6 @@ class StreamDecoder:
     the end of the text, not tokens: an incomplete character reads as U+FFFD.
     """
 
-    _MOST = 64
-    """The maximum number of tokens that are decoded together, besides those whose text is complete."""
-
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._shown: list[int] = []  # the latest tokens whose whole text was returned
@@ -46,31 +43,21 @@ class StreamDecoder:
         """Add a token, and return the text that it completes."""
         self._waiting.append(token)
         text = self._decode(self._shown + self._waiting)
-        return self._return(text, len(text.rstrip("\ufffd")))
+        piece = text[self._returned :].rstrip("\ufffd")
+        self._returned += len(piece)
+        if self._returned == len(text):
+            # Some tokens have a text only beside others: the first token of a text loses its space.
+            alone = self._decode(self._waiting)
+            self._shown, self._waiting = self._waiting if alone else (self._shown + self._waiting)[:_KEPT], []
+            self._returned = len(alone or self._decode(self._shown))
+        return piece
 
     def flush(self) -> str:
         """Return the text held back, after the last token."""
-        text = self._decode(self._shown + self._waiting)
-        return self._return(text, len(text))
-
-    def _return(self, text: str, end: int) -> str:
-        """Return the text up to `end`, as far as it is new, and forget the tokens that are no longer needed."""
-        piece = text[self._returned : end]
-        self._returned = max(self._returned, end)
-        if end == len(text):
-            # Some tokens have a text only beside others: the first token of a text loses its space.
-            alone = self._decode(self._waiting)
-            self._shown, self._waiting = self._waiting if alone else (self._shown + self._waiting)[: self._MOST], []
-            self._returned = len(alone or self._decode(self._shown))
-        elif len(self._waiting) > self._MOST:  # the text of the later half ends in the same way
-            self._shown, self._waiting = [], self._waiting[self._MOST // 2 :]
-            later = len(self._decode(self._waiting))
-            if len(text) - end > later:  # not characters, but bytes that are none
-                piece, end = piece + text[end : len(text) - later], len(text) - later
-            self._returned = later - (len(text) - end)
-        return piece
+        return self._decode(self._shown + self._waiting)[self._returned :]
 
 
+_KEPT = 64  # tokens, the last of which have no text of their own
 _HUB = "hub:"
 MASK_TEXT, END_TEXT = "[MASK]", "[END]"
 """How a mask and an end of document are displayed."""
@@ -78,17 +65,9 @@ FRAME = ("[CLS]", "[SEP]")
 """The names of the tokens before and after a text that a masked language model reads."""
 
 
-def _byte_level() -> dict[str, int]:
-    """The byte that each character in the pieces of byte-level tokenizers represents.
-
-    Printable characters of Latin-1 represent themselves. The characters from U+0100 represent the other bytes, in order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-BYTE_LEVEL = _byte_level()
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}  # of Latin-1, which represent themselves
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]  # represented by the characters from U+0100 on
+BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
 """The byte that each character of a byte-level piece represents."""
 _NOTHING_BEFORE: dict[str, dict[str, Any]] = {
     "Prepend": {"prepend": ""},
@@ -269,11 +248,9 @@ def named_tokenizer(choice: str) -> Tokenizer:
     try:
         file = huggingface_hub.hf_hub_download(choice.removeprefix(_HUB), TOKENIZER_FILE)
     except Exception as error:  # network and hub errors
-        raise ArgumentError(
-            "tokenizer",
-            f"is {choice}, which cannot be read from the Hugging Face hub ({typed_first_line(error)}): check the name and the "
-            "network, or give the path of a tokenizer.json.",
-        ) from None
+        found = f"is {choice}, which cannot be read from the Hugging Face hub ({typed_first_line(error)})"
+        advice = ": check the name and the network, or give the path of a tokenizer.json."
+        raise ArgumentError("tokenizer", found, advice) from None
     return JsonTokenizer(read_definition(Path(file)), choice)
 
 
@@ -310,15 +287,11 @@ def check_vocabulary(tokenizer: object, vocab_size: int) -> None:
     """Raise ArgumentError unless `tokenizer` is a tokenizer with the model's vocabulary size."""
     tokens = getattr(tokenizer, "vocab_size", None)
     if not isinstance(tokens, int) or not hasattr(tokenizer, "stream_decoder"):
-        raise ArgumentError(
-            "tokenizer",
-            f"is of type {type(tokenizer).__name__}, but must be the tokenizer of the model: load_tokenizer returns it.",
-        )
+        found = f"is of type {type(tokenizer).__name__}, but must be the tokenizer of the model"
+        raise ArgumentError("tokenizer", f"{found}: load_tokenizer returns it.")
     if tokens != vocab_size:
-        raise ArgumentError(
-            "tokenizer",
-            f"has {tokens:,} tokens, but the model's vocabulary has {vocab_size:,}: give the tokenizer of the model's run.",
-        )
+        found = f"has {tokens:,} tokens, but the model's vocabulary has {vocab_size:,}"
+        raise ArgumentError("tokenizer", f"{found}: give the tokenizer of the model's run.")
 
 
 def encode_given(tokenizer: Tokenizer, argument: str, text: object, inside: bool = False) -> list[int]:

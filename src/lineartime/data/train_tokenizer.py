@@ -47,13 +47,8 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
     """Train a tokenizer on the beginning of the training split, on all cores.
 
     BPE works on bytes, and decoding restores every text exactly. Unigram falls back to bytes where it has no piece; decoding
-    restores every text, except that U+2581 becomes a space.
-
-    Args:
-        corpus: the text.
-        kind: "bpe" or "unigram".
-        vocab_size: the number of tokens, including the end of a document, the mask, [CLS] and [SEP]. A short text gives fewer.
-        max_bytes: the bytes of text to learn from; the default is `TRAINING_BYTES`.
+    restores every text, except that U+2581 becomes a space. `vocab_size` includes the end of a document, the mask, [CLS] and
+    [SEP]; a short text gives fewer tokens. `max_bytes` of text are learned from, by default `TRAINING_BYTES`.
 
     Raises LineartimeError for an unknown kind, a vocabulary too small for all bytes or too large, or a corpus without text.
     """
