@@ -34,10 +34,10 @@ def test_the_standard_library_is_large_and_split_by_file() -> None:
     paths = {split: set(found) for split, found in files(standard_library()).items()}
     assert len(set.union(*paths.values())) == sum(map(len, paths.values()))
     sizes = {split: sum(path.stat().st_size for path in found) for split, found in paths.items()}
-    total = sum(sizes.values())
-    assert total > 5_000_000
-    assert 0.85 < sizes["train"] / total < 0.91
-    assert all(0.04 < sizes[split] / total < 0.08 for split in ("validation", "test"))
+    assert sum(sizes.values()) > 5_000_000
+    shares = {split: size / sum(sizes.values()) for split, size in sizes.items()}
+    assert 0.85 < shares["train"] < 0.91
+    assert all(0.04 < shares[split] < 0.08 for split in ("validation", "test"))
 
 
 def test_files_keep_their_splits_when_another_is_added(tmp_path: Path) -> None:
@@ -51,8 +51,7 @@ def test_files_keep_their_splits_when_another_is_added(tmp_path: Path) -> None:
 
 
 def test_empty_files_and_names_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
-    for name in ("a", "b", "c"):
-        (tmp_path / name).touch()
+    (tmp_path / "a").touch()
     (tmp_path / os.fsdecode(b"\xff.txt")).write_text("line\n" * 1000)
     corpus = load_corpus(tmp_path)
     assert all(documents(corpus, split)[0] for split in SPLITS)
@@ -70,24 +69,20 @@ def test_few_or_large_files_leave_most_of_the_text_for_training(sizes: list[int]
     assert all(0 < read[split] <= 0.1 * sum(sizes) for split in ("validation", "test"))
 
 
-def test_records_of_many_small_files_are_divided_into_all_splits(tmp_path: Path) -> None:
-    (tmp_path / "train").mkdir()
-    for number in range(400):
-        (tmp_path / "train" / f"{number}.jsonl").write_text(f'{{"text": "{number}"}}\n')
-    corpus = load_corpus(tmp_path)
-    read = {split: documents(corpus, split) for split in SPLITS}
-    assert sorted(int(text) for texts in read.values() for text in texts) == list(range(400))
-    assert all(10 < len(read[split]) < 40 for split in ("validation", "test"))
-
-
-def test_what_is_left_of_a_training_file_is_one_part(tmp_path: Path) -> None:
+def test_a_missing_split_takes_records_of_the_files_for_training(tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {i}"}}\n' for i in range(100)))
     corpus = load_corpus(tmp_path)
-    assert files(corpus)["train"] == [tmp_path / "train.jsonl"]
-    parts = [documents(corpus, split) for split in ("train", "validation")]
-    assert sorted([*parts[0], *parts[1]]) == sorted(f"train {i}" for i in range(100))
-    assert 1 <= len(parts[1]) <= 10
+    assert files(corpus)["train"] == [tmp_path / "train.jsonl"]  # what is left of it is one part
+    train, validation = (documents(corpus, split) for split in ("train", "validation"))
+    assert sorted(train + validation) == sorted(f"train {i}" for i in range(100))
+    assert 1 <= len(validation) <= 10
+    for number in range(400):  # of many small files
+        write(tmp_path / "many", f"train/{number}.jsonl")
+        (tmp_path / "many" / "train" / f"{number}.jsonl").write_text(f'{{"text": "{number}"}}\n')
+    read = {split: documents(load_corpus(tmp_path / "many"), split) for split in SPLITS}
+    assert sorted(int(text) for texts in read.values() for text in texts) == list(range(400))
+    assert all(10 < len(read[split]) < 40 for split in ("validation", "test"))
 
 
 def test_links_are_followed_but_not_to_what_is_read_anyway(tmp_path: Path) -> None:
@@ -147,14 +142,7 @@ def test_a_split_is_a_whole_word_in_the_nearest_name_or_held_out_in_any() -> Non
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("test.txt", "test.txt"),
-        ("test/a.txt", "test"),
-        ("folder/test/en/a.txt", "folder"),
-    ],
-)
+@pytest.mark.parametrize(("name", "given"), [("test.txt",) * 2, ("test/a.txt", "test"), ("folder/test/en/a.txt", "folder")])
 def test_a_text_that_is_a_test_split_is_all_of_it_and_nothing_else(tmp_path: Path, name: str, given: str) -> None:
     write(tmp_path, name)
     corpus = load_corpus(tmp_path / given)
@@ -178,13 +166,10 @@ def test_a_text_that_is_named_for_training_alone_is_divided(tmp_path: Path) -> N
 
 
 def test_texts_with_the_names_of_splits_are_one_folder(tmp_path: Path) -> None:
-    words = ("train", "valid", "test")
-    write(tmp_path / "a", *(f"wiki.{word}.txt" for word in words))
-    write(tmp_path / "b", *(f"data-{word}/part-0.txt" for word in words))
-    for given in ([tmp_path / "a" / f"wiki.{word}.txt" for word in words], tmp_path / "a"):
-        assert [documents(load_corpus(given), split) for split in SPLITS] == [[f"wiki.{word}.txt\n" * 100] for word in words]
-    found = [documents(load_corpus(tmp_path / "b"), split) for split in SPLITS]
-    assert found == [[f"data-{word}/part-0.txt\n" * 100] for word in words]
+    names = [f"wiki.{word}.txt" for word in ("train", "valid", "test")]
+    write(tmp_path / "a", *names)
+    for given in ([tmp_path / "a" / name for name in names], tmp_path / "a"):
+        assert [documents(load_corpus(given), split) for split in SPLITS] == [[f"{name}\n" * 100] for name in names]
     write(tmp_path, "train/1.txt", "train/2.txt", "test/1.txt")
     apart = load_corpus([tmp_path / "train", tmp_path / "test"])
     assert describe_splits(apart) == [
@@ -222,16 +207,13 @@ def test_a_column_of_a_text_without_columns_is_an_error(tmp_path: Path) -> None:
 
 def test_a_text_that_is_not_there_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
-    cases: list[tuple[str | Path, str]] = [
-        (tmp_path, r"holds no text: give a text file or a folder"),
-        (tmp_path / "empty.txt", "holds no text"),
-        ("", "^data is empty: "),
-        (
-            "wiki41b",
-            r"^data is wiki41b, which is neither .* corpus \(did you mean wiki40b\?\): c4, enwik8, pg19, text8",
-        ),
-    ]
-    for given, message in cases:
+    cases: dict[str | Path, str] = {
+        tmp_path: r"holds no text: give a text file or a folder",
+        tmp_path / "empty.txt": "holds no text",
+        "": "^data is empty: ",
+        "wiki41b": r"^data is wiki41b, which is neither .* corpus \(did you mean wiki40b\?\): c4, enwik8, pg19, text8",
+    }
+    for given, message in cases.items():
         with pytest.raises(LineartimeError, match=message):
             load_corpus(given)
 
@@ -260,10 +242,9 @@ def test_enwik8_and_text8_are_split_by_position_alone(tmp_path: Path, monkeypatc
 
 
 def test_the_identity_of_a_split_follows_its_files(tmp_path: Path) -> None:
-    file = tmp_path / "a.txt"
     write(tmp_path, "a.txt")
-    before = {split: load_corpus(file).identity(split) for split in SPLITS}
-    assert len(set(before.values())) == 3
-    assert load_corpus(file).identity("train") == before["train"]
-    os.utime(file, ns=(1, 1))
-    assert load_corpus(file).identity("train") != before["train"]
+    before = [load_corpus(tmp_path / "a.txt").identity(split) for split in SPLITS]
+    assert len(set(before)) == 3
+    assert [load_corpus(tmp_path / "a.txt").identity(split) for split in SPLITS] == before
+    os.utime(tmp_path / "a.txt", ns=(1, 1))
+    assert load_corpus(tmp_path / "a.txt").identity("train") != before[0]

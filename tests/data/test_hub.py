@@ -1,5 +1,6 @@
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from lineartime.choices import Split
 from lineartime.data import Corpus, describe_splits, load_corpus
 from lineartime.data.folders import SPLITS
-from lineartime.data.hub import HUB, HubCorpus
+from lineartime.data.hub import HUB
 from lineartime.errors import LineartimeError
 
 ARTICLE = (
@@ -31,39 +32,52 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Repositories of a few rows with the columns and file names of the hub."""
+    """Repositories of a few rows with the columns and file names of the hub, and data sets that have no name of their own."""
     for split in SPLITS:
         for shard in range(2):
-            rows = [{"wikidata_id": "Q1", "text": ARTICLE.replace("city", f"{split} {shard}")}]
+            rows: list[dict[str, Any]] = [{"wikidata_id": "Q1", "text": ARTICLE.replace("city", f"{split} {shard}")}]
             write(tmp_path / f"google/wiki40b/en/{split}-{shard:05d}-of-00002.parquet", rows)
-        books = [{"short_book_title": f"Book {i}", "text": f"{split} book {i} "} for i in range(3)]
-        write(tmp_path / f"emozilla/pg19/data/{split}-00000-of-00001.parquet", books)
-        evidence = [
+        rows = [{"short_book_title": f"Book {i}", "text": f"{split} book {i} "} for i in range(3)]
+        write(tmp_path / f"emozilla/pg19/data/{split}-00000-of-00001.parquet", rows)
+        rows = [
             {
-                "question": f"question {number}",
-                "entity_pages": {"title": ["A"], "wiki_context": [f"wiki {number}.{i}" for i in range(number % 3)]},
-                "search_results": {"rank": [1], "search_context": [f"web {number}.{i}" for i in range(number % 2)]},
+                "entity_pages": {"wiki_context": [f"wiki {number}.{i}" for i in range(number % 3)]},
+                "search_results": {"search_context": [f"web {number}.{i}" for i in range(number % 2)]},
             }
             for number in range(1, 4)
         ]
-        write(tmp_path / f"mandarjoshi/trivia_qa/rc/{split}-00000-of-00001.parquet", evidence)
+        write(tmp_path / f"mandarjoshi/trivia_qa/rc/{split}-00000-of-00001.parquet", rows)
         for config in ("wikitext-103-raw-v1", "wikitext-2-raw-v1"):
-            lines = [{"text": line} for line in LINES]
-            write(tmp_path / f"Salesforce/wikitext/{config}/{split}-00000-of-00001.parquet", lines)
+            rows = [{"text": line} for line in LINES]
+            write(tmp_path / f"Salesforce/wikitext/{config}/{split}-00000-of-00001.parquet", rows)
     for split, shards in (("train", 3), ("validation", 2)):
         for shard in range(shards):
             rows = [{"text": f"{split} {shard}.{i}", "url": "http://c"} for i in range(3)]
             write(tmp_path / f"allenai/c4/en/c4-{split}.{shard:05d}-of-{shards:05d}.json.gz", rows)
+        write(tmp_path / f"org/stories/data/{split}-00000-of-00001.parquet", [{"body": f"{split} {i}"} for i in range(100)])
+    for config in ("en", "de"):
+        write(tmp_path / f"org/articles/{config}/train-00000-of-00001.parquet", [{"text": config}])
+        write(tmp_path / f"org/articles/{config}/test_matched-00000-of-00001.parquet", [{"text": f"{config} test"}])
+    published = {"train": "train", "dev": "test", "test_matched": "test", "test_other": "train", "unlabelled": "train"}
+    configs = [
+        {
+            "config_name": f"lang-{config}",
+            "data_files": [{"split": split, "path": f"{config}/{name}*"} for split, name in published.items()],
+        }
+        for config in ("en", "de")
+    ]
+    (tmp_path / "org/articles/README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")  # JSON is YAML
+    write(tmp_path / "plain/rows.parquet", [{"text": f"row {i}"} for i in range(200)])
     monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path))
     return tmp_path
 
 
-def texts(name: str, split: Split) -> list[str]:
-    return read(load_corpus(name), split)
-
-
 def read(corpus: Corpus, split: Split) -> list[str]:
     return ["".join(blocks) for blocks in corpus.documents(split)]
+
+
+def texts(name: str, split: Split) -> list[str]:
+    return read(load_corpus(name), split)
 
 
 @pytest.mark.usefixtures("mirror")
@@ -94,14 +108,6 @@ def test_the_lines_of_wikitext_are_joined_into_articles_which_are_not_streamed()
         load_corpus("hub:Salesforce/wikitext/wikitext-2-raw-v1", "line")
 
 
-def test_the_identity_follows_the_files_of_the_split(mirror: Path) -> None:
-    corpus = load_corpus("wiki40b")
-    before = {split: corpus.identity(split) for split in SPLITS}
-    write(mirror / "google/wiki40b/en/train-00001-of-00002.parquet", [{"text": "other"}])
-    assert corpus.identity("train") != before["train"]
-    assert corpus.identity("test") == before["test"]
-
-
 @pytest.mark.parametrize(
     ("name", "file"),
     [("wiki40b", "google/wiki40b/en/train-00001-of-00002.parquet"), ("c4", "allenai/c4/en/c4-train.00001-of-00003.json.gz")],
@@ -118,45 +124,17 @@ def test_the_identity_on_the_hub_is_the_newest_commit_or_the_last_that_was_seen(
 ) -> None:
     monkeypatch.delenv("LINEARTIME_MIRROR", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    message = r"^Cannot reach google/wiki40b on the Hugging Face hub \(.+\): check the"
-    with pytest.raises(LineartimeError, match=message):
-        HubCorpus("wiki40b", "google/wiki40b", HUB["wiki40b"].files).identity("train")
+    corpus = replace(HUB["wiki40b"])  # which has not looked for it yet
+    with pytest.raises(LineartimeError, match=r"^Cannot reach google/wiki40b on the Hugging Face hub \(.+\): check the"):
+        corpus.identity("train")
     folder, commit = tmp_path / "datasets--google--wiki40b", "a1" * 20
     for file, content in (("refs/main", commit), (f"snapshots/{commit}/README.md", "")):
         (folder / file).parent.mkdir(parents=True)
         (folder / file).write_text(content)
-    corpus = HubCorpus("wiki40b", "google/wiki40b", HUB["wiki40b"].files)
     assert corpus.identity("train") == f"google/wiki40b:train:en/train-*.parquet:{commit}"
 
 
-@pytest.fixture
-def stories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A mirror with data sets that have no name of their own here."""
-    for split in ("train", "validation"):
-        write(tmp_path / f"org/stories/data/{split}-00000-of-00001.parquet", [{"body": f"{split} {i}"} for i in range(100)])
-    for config in ("en", "de"):
-        write(tmp_path / f"org/articles/{config}/train-00000-of-00001.parquet", [{"text": config}])
-        write(tmp_path / f"org/articles/{config}/test_matched-00000-of-00001.parquet", [{"text": f"{config} test"}])
-    configs = [
-        {
-            "config_name": f"lang-{config}",
-            "data_files": [
-                {"split": "train", "path": f"{config}/train-*"},
-                {"split": "dev", "path": f"{config}/test_*"},
-                {"split": "test_matched", "path": f"{config}/test_*"},
-                {"split": "test_other", "path": f"{config}/train-*"},
-                {"split": "unlabelled", "path": f"{config}/train-*"},
-            ],
-        }
-        for config in ("en", "de")
-    ]
-    (tmp_path / "org/articles/README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")  # JSON is YAML
-    write(tmp_path / "plain/rows.parquet", [{"text": f"row {i}"} for i in range(200)])
-    monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path))
-    return tmp_path
-
-
-@pytest.mark.usefixtures("stories")
+@pytest.mark.usefixtures("mirror")
 def test_any_data_set_of_the_hub_is_read_by_its_name() -> None:
     corpus = load_corpus("hub:org/stories", "body")
     assert read(corpus, "validation") == [f"validation {i}" for i in range(100)]
@@ -171,7 +149,7 @@ def test_any_data_set_of_the_hub_is_read_by_its_name() -> None:
     ]
 
 
-@pytest.mark.usefixtures("stories")
+@pytest.mark.usefixtures("mirror")
 def test_the_third_part_of_a_name_is_a_configuration() -> None:
     corpus = load_corpus("hub:org/articles/lang-de")
     assert [read(corpus, split) for split in SPLITS] == [["de"], ["de test"], ["de test", "de"]]
@@ -185,26 +163,29 @@ def test_the_third_part_of_a_name_is_a_configuration() -> None:
             load_corpus(name)
 
 
-@pytest.mark.usefixtures("stories")
+@pytest.mark.usefixtures("mirror")
 def test_documents_are_held_out_of_a_data_set_without_splits_wherever_they_stand() -> None:
-    corpus = load_corpus("hub:plain")
-    parts = [read(corpus, split) for split in SPLITS]
+    parts = [texts("hub:plain", split) for split in SPLITS]
     assert [len(part) for part in parts] == [182, 11, 7]
     assert sorted(text for part in parts for text in part) == sorted(f"row {i}" for i in range(200))
 
 
-def test_a_column_that_a_data_set_lacks_is_named_with_those_it_has(stories: Path) -> None:
+def test_a_column_that_a_data_set_lacks_is_named_with_those_it_has(mirror: Path) -> None:
     with pytest.raises(LineartimeError, match=r"^text_column is text, but hub:org/stories has the columns body: name the one"):
         read(load_corpus("hub:org/stories"), "validation")
-    write(stories / "org/chat/train.parquet", [{"text": ["a", "b"]}])
+    write(mirror / "org/chat/train.parquet", [{"text": ["a", "b"]}])
     with pytest.raises(LineartimeError, match=r'^hub:org/chat has \[.* in "text" instead of a text: choose another column'):
         read(load_corpus("hub:org/chat"), "all")
 
 
-def test_the_identity_of_a_data_set_follows_its_files_and_its_column(stories: Path) -> None:
-    seen = {load_corpus("hub:org/stories", column).identity(split) for column in ("text", "body") for split in SPLITS}
-    write(stories / "org/stories/data/train-00000-of-00001.parquet", [{"body": "other"}])
-    assert len(seen | {load_corpus("hub:org/stories").identity("train")}) == 7
+def test_the_identity_follows_the_files_of_the_split_and_the_column(mirror: Path) -> None:
+    corpora = [load_corpus("wiki40b"), *(load_corpus("hub:org/stories", column) for column in ("text", "body"))]
+    before = [{split: corpus.identity(split) for split in SPLITS} for corpus in corpora]
+    assert len({identity for each in before for identity in each.values()}) == 9
+    write(mirror / "google/wiki40b/en/train-00001-of-00002.parquet", [{"text": "other"}])
+    write(mirror / "org/stories/data/train-00000-of-00001.parquet", [{"body": "other"}])
+    assert all(corpus.identity("train") != each["train"] for corpus, each in zip(corpora, before, strict=True))
+    assert corpora[0].identity("test") == before[0]["test"]
 
 
 def test_a_data_set_is_asked_of_the_hub_at_the_newest_commit(monkeypatch: pytest.MonkeyPatch) -> None:

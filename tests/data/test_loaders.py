@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lineartime.data import BatchMaker, ByteTokenizer, CachedLoader, Loader, PrefetchedLoader, Rows, TokenStream, merge_states
+from lineartime.data import BatchMaker, ByteTokenizer, CachedLoader, Loader, Rows, TokenStream, merge_states
 from lineartime.data.batches import Batch
 from lineartime.errors import ArgumentError, LineartimeError
 
@@ -104,57 +104,54 @@ def test_what_cannot_be_read_in_steps_is_an_error() -> None:
         merge_states([first.state(), second.state()])
 
 
-class Counting:
+class Counting(Loader):
     """A loader of numbered steps that fails at one of them."""
 
     def __init__(self, fails_at: int = 10**9) -> None:
-        self.step = 0
+        super().__init__(BatchMaker(ByteTokenizer(), "clm"), 1, Rows(1, 1))
         self.fails_at = fails_at
-        self.closed = False
+        self.read = 0
 
-    def next_step(self) -> list[Batch]:
-        if self.step == self.fails_at:
+    def _window(self, row: int) -> torch.Tensor:
+        if row == self.fails_at:
             raise LineartimeError("The file is gone.")
-        self.step += 1
-        return [Batch(torch.tensor([[self.step]]), torch.tensor([[0]]))]
+        self.read = row + 1
+        return torch.tensor([row + 1, 0])
 
-    def state(self) -> dict[str, Any]:
-        return {"rows": self.step}
+    def _position(self) -> dict[str, Any]:
+        return {"rows": self._rows_read}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self.step = state["rows"]
-
-    def close(self) -> None:
-        self.closed = True
+    def _seek(self, state: dict[str, Any]) -> None:
+        self.read = state["rows"]
 
 
 def number(one: Loader) -> int:
     return int(one.next_step()[0].inputs)
 
 
-def test_prefetching_changes_nothing_and_is_one_step_ahead() -> None:
-    inner = Counting()
-    ahead = PrefetchedLoader(inner)
+def test_preparing_the_next_step_changes_nothing() -> None:
+    one = Counting()
     for step in range(1, 30):
-        assert number(ahead) == step
-        assert ahead.state() == {"rows": step}
-        assert inner.step <= step + 1
-    ahead.restore({"rows": 5})
-    assert ahead.state() == {"rows": 5}
-    assert number(ahead) == 6
-    ahead.close()
-    assert inner.closed
+        assert number(one) == step
+        assert one.state() == {"rows": step}
+        assert one.read <= step + 1
+    one.restore({"rows": 5})
+    assert one.state() == {"rows": 5}
+    assert number(one) == 6
+    one.close()
+    with pytest.raises(RuntimeError):
+        one.next_step()
 
 
-def test_an_error_of_prefetching_is_raised_by_next_step() -> None:
-    ahead = PrefetchedLoader(Counting(fails_at=2))
-    assert [number(ahead), number(ahead)] == [1, 2]
+def test_an_error_in_the_thread_is_raised_by_next_step() -> None:
+    one = Counting(fails_at=2)
+    assert [number(one), number(one)] == [1, 2]
     for _ in range(2):
         with pytest.raises(LineartimeError, match="The file is gone"):
-            ahead.next_step()
-    ahead.restore({"rows": 0})
-    assert number(ahead) == 1
-    ahead.close()
+            one.next_step()
+    one.restore({"rows": 0})
+    assert number(one) == 1
+    one.close()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -88,8 +88,7 @@ def test_a_space_is_kept_behind_a_token_without_text() -> None:
 def test_the_beginning_of_a_text_is_what_its_first_tokens_encode(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT).tolist()
     for count in range(len(ids) + 2):
-        whole = tokenizer.decode(ids[:count])
-        beginning = tokenizer.beginning(TEXT, count)
+        whole, beginning = tokenizer.decode(ids[:count]), tokenizer.beginning(TEXT, count)
         assert TEXT.startswith(beginning)
         assert (beginning == whole) if "\ufffd" not in whole else (len(beginning) == len(whole.rstrip("\ufffd")) + 1)
 

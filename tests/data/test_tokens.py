@@ -1,7 +1,9 @@
+"""The tokens of a split: their ends of documents, counts and limits, and the files that hold them."""
+
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,17 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineartime.choices import Split
-from lineartime.data import ByteTokenizer, Corpus, JsonTokenizer, LocalCorpus, TokenStream, joined, load_corpus, token_stream
+from lineartime.data import ByteTokenizer, Corpus, JsonTokenizer, LocalCorpus, TokenStream, load_corpus, token_stream
 from lineartime.data import tokens as tokens_module
-from lineartime.data.folders import FilePart
-from lineartime.data.readers import SourceFile
 from lineartime.errors import LineartimeError
 
 BYTES = ByteTokenizer()
-
-
-def corpus_of(*files: Path) -> Corpus:
-    return Corpus([LocalCorpus("these files", {"train": [FilePart(SourceFile(file)) for file in files]})])
 
 
 class Blocks(Corpus):
@@ -40,17 +36,13 @@ class Blocks(Corpus):
 
 
 def encode(corpus: Corpus, cache: Path, max_tokens: int | None = None) -> TokenStream:
-    return token_stream(corpus, "train", BYTES, cache, max_tokens)
+    return token_stream(corpus, "all", BYTES, cache, max_tokens)
 
 
 def test_every_document_is_followed_by_its_end(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("ab")
-    (tmp_path / "b").write_text("é")
-    stream = encode(corpus_of(tmp_path / "a", tmp_path / "b"), tmp_path / "cache")
-    assert stream.tokens[:].tolist() == [97, 98, 256, 0xC3, 0xA9, 256]
-    assert (stream.n_bytes, stream.n_words) == (4, 2)
-    assert isinstance(stream.tokens[:], np.memmap)
-    assert encode(Blocks([], ["a"], [""], [], ["b"]), tmp_path).tokens[:].tolist() == [97, 256, 98, 256]
+    stream = encode(Blocks([], ["a"], [""], [], ["", "é"]), tmp_path)
+    assert stream.tokens.tolist() == [97, 256, 0xC3, 0xA9, 256]
+    assert isinstance(stream.tokens, np.memmap)
     assert len(encode(Blocks(), tmp_path)) == 0
 
 
@@ -63,27 +55,8 @@ def test_bytes_and_words_are_those_of_the_text_however_it_is_cut(
     texts = ["".join(blocks) for blocks in documents]
     assert stream.n_bytes == sum(len(text.encode()) for text in texts)
     assert stream.n_words == sum(len(text.split()) for text in texts)
-    assert BYTES.decode(stream.tokens[:].tolist()) == "".join(texts)
-    assert (stream.tokens[:] == 256).sum() == sum(1 for text in texts if text)
-
-
-@pytest.fixture
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens_module, "SHARD", 10)
-
-
-@pytest.mark.usefixtures("small_shards")
-@pytest.mark.parametrize("length", [9, 35])
-def test_slices_cross_the_ends_of_files(tmp_path: Path, length: int) -> None:
-    text = "".join(chr(97 + i % 26) for i in range(length))
-    stream = encode(Blocks([text[:7], text[7:]]), tmp_path)
-    whole = [*text.encode(), 256]
-    assert len(stream) == length + 1
-    for start in range(0, length + 2, 3):
-        for stop in range(start, length + 5, 4):
-            assert stream.tokens[start:stop].tolist() == whole[start:stop]
-    assert len(list(next(tmp_path.iterdir()).glob("tokens-*.bin"))) == -(-(length + 1) // 10)
-    assert encode(Blocks([text[:7], text[7:]]), tmp_path).tokens[:].tolist() == whole
+    assert BYTES.decode(stream.tokens.tolist()) == "".join(texts)
+    assert (stream.tokens == 256).sum() == sum(1 for text in texts if text)
 
 
 @pytest.mark.parametrize("most", [1, 6, 100])
@@ -94,12 +67,12 @@ def test_max_tokens_encodes_only_the_beginning(tmp_path: Path, most: int, monkey
         if most < 10:
             raise AssertionError("nobody asked for this")
 
-    corpus = Blocks()
     monkeypatch.setattr(Blocks, "documents", lambda *_: endless())
-    monkeypatch.setattr(tokens_module, "_AT_ONCE", 1)
-    stream = encode(corpus, tmp_path, most)
+    monkeypatch.setattr(tokens_module, "PART", 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    stream = encode(Blocks(), tmp_path, most)
     whole = [*b"ab cd", 256, *b"efg\n", 256]
-    assert stream.tokens[:].tolist() == whole[:most]
+    assert stream.tokens.tolist() == whole[:most]
     assert stream.n_bytes == sum(token < 256 for token in whole[:most])
     assert stream.n_words == len(BYTES.decode([32 if token == 256 else token for token in whole[:most]]).split())
 
@@ -114,16 +87,10 @@ def test_a_limit_counts_the_bytes_and_words_of_the_text_and_not_those_of_its_dec
     lossy.decoder = decoders.WordPiece()
     tokenizer = JsonTokenizer(lossy.to_str(), "lossy")
     text = "É 日本日本 N  Quelque\n" * 3  # an unknown word, 4 characters, a letter, an unknown word
-    whole = token_stream(Blocks([text]), "train", tokenizer, tmp_path)
-    counts = {
-        most: token_stream(Blocks([text]), "train", tokenizer, tmp_path, max_tokens=most)
-        for most in (1, 3, 5, 7, 13, len(whole))
-    }
-    beginnings = {1: "É", 3: "É 日本", 5: "É 日本日本", 7: text[:17], 13: text[:26], len(whole): text}
-    assert len(whole) == 3 * 7 + 1
-    for most, stream in counts.items():
-        assert (len(stream), stream.n_bytes) == (most, len(beginnings[most].encode()))
-        assert stream.n_words == len(beginnings[most].split())
+    for most, beginning in {1: "É", 3: "É 日本", 5: "É 日本日本", 7: text[:17], 13: text[:26], 22: text, None: text}.items():
+        stream = token_stream(Blocks([text]), "train", tokenizer, tmp_path, max_tokens=most)
+        assert (len(stream), stream.n_bytes) == (most or 3 * 7 + 1, len(beginning.encode()))
+        assert stream.n_words == len(beginning.split())
 
 
 def test_documents_are_counted(tmp_path: Path) -> None:
@@ -135,81 +102,49 @@ def test_documents_are_counted(tmp_path: Path) -> None:
 
 def test_text_is_encoded_once_and_again_only_after_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, cache = tmp_path / "a", tmp_path / "cache"
-    file.write_text("first")
-    encode(corpus_of(file), cache)
     plain = BYTES.encode
     calls: list[str] = []
     monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: calls.append(text) or plain(text))
-    encode(corpus_of(file), cache)
-    assert calls == []
-    file.write_text("other")
-    os.utime(file, (time.time() + 5, time.time() + 5))
-    assert BYTES.decode(encode(corpus_of(file), cache).tokens[:].tolist()) == "other"
-    assert calls == ["other"]
+    for text, later in (("first", 0), ("first", 0), ("other", 5)):
+        if later or not file.exists():
+            file.write_text(text)
+            os.utime(file, (time.time() + later, time.time() + later))
+        assert BYTES.decode(encode(load_corpus(file), cache).tokens.tolist()) == text
+    assert calls == ["first", "other"]
 
 
 def test_what_cannot_be_encoded_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"caf\xe9")
     with pytest.raises(LineartimeError, match="is not UTF-8"):
-        encode(corpus_of(tmp_path / "a"), tmp_path / "cache")
+        encode(load_corpus(tmp_path / "a"), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
-    (tmp_path / "cache").rmdir()
-    (tmp_path / "cache").write_text("a file where a folder should be")
-    with pytest.raises(LineartimeError, match=r"Cannot write .*cache"):
-        encode(corpus_of(tmp_path / "a"), tmp_path / "cache")
+    with pytest.raises(LineartimeError, match=r"Cannot write .*a/.*: File exists"):
+        encode(Blocks(["text"]), tmp_path / "a")
 
 
 def test_what_a_killed_process_left_is_removed_once_it_is_old(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("text")
     names = (f"{'0' * 20}.{'1' * 32}.partial", f"{'0' * 20}.{'2' * 32}.partial", "download.partial")
-    old, new, other = (tmp_path / "cache" / name for name in names)
-    for folder in (old, new, other):
-        folder.mkdir(parents=True)
-        (folder / "tokens-00000.bin").write_bytes(b"12")
-    for path in (old / "tokens-00000.bin", old, other / "tokens-00000.bin", other):
-        os.utime(path, (time.time() - 7200, time.time() - 7200))
-    encode(corpus_of(tmp_path / "a"), tmp_path / "cache")
+    old, new, other = (tmp_path / name for name in names)
+    for file in (old, new, other):
+        file.touch()
+    for file in (old, other):
+        os.utime(file, (time.time() - 7200, time.time() - 7200))
+    encode(Blocks(["text"]), tmp_path)
     assert not old.exists()
     assert new.exists()
-    assert other.exists(), "a folder of another program is deleted"
+    assert other.exists(), "a file of another program is deleted"
 
 
-def test_streams_of_several_sources_are_joined_with_their_counts(tmp_path: Path) -> None:
-    both = encode(Blocks(["one two"], ["three"]), tmp_path)
-    parts = [encode(Blocks(["one two"]), tmp_path), encode(Blocks(["three"]), tmp_path, max_tokens=3)]
-    found = joined(Blocks(), "train", parts)
-    assert found.tokens[:].tolist() == both.tokens[:].tolist()[:11]
-    assert found.tokens[6:9].tolist() == both.tokens[6:9].tolist()
-    assert (len(found), found.n_bytes, found.n_words, found.n_documents, found.is_cut) == (11, 10, 3, 2, True)
-    assert found.digest not in (both.digest, *(part.digest for part in parts))
-
-
-def test_what_a_cleaner_of_caches_left_is_encoded_again(tmp_path: Path) -> None:
-    corpus = Blocks(["text"])
-    whole = encode(corpus, tmp_path).tokens[:].tolist()
-    (folder,) = tmp_path.iterdir()
-    (folder / "facts.json").unlink()
-    assert encode(corpus, tmp_path).tokens[:].tolist() == whole
-
-
-@pytest.mark.usefixtures("small_shards")
-def test_a_damaged_token_file_is_named(tmp_path: Path) -> None:
+def test_a_damaged_token_file_is_named_and_one_that_is_gone_encoded_again(tmp_path: Path) -> None:
     corpus = Blocks(["text " * 5])
-    damages: dict[str, Callable[[bytes], bytes | None]] = {
-        "truncated": lambda content: content[:-1],
-        "missing": lambda content: None,
-        "facts": lambda content: b"{",
-    }
-    for damage, change in damages.items():
-        encode(corpus, tmp_path / damage)
-        (folder,) = (tmp_path / damage).iterdir()
-        file = folder / ("facts.json" if damage == "facts" else "tokens-00001.bin")
-        changed = change(file.read_bytes())
+    whole = encode(corpus, tmp_path).tokens.tolist()
+    for file in list(tmp_path.iterdir()):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1])
+        with pytest.raises(LineartimeError, match=rf"^{file} is damaged.*: delete it to encode the text again"):
+            encode(corpus, tmp_path)
         file.unlink()
-        if changed is not None:
-            file.write_bytes(changed)
-        with pytest.raises(LineartimeError, match=rf"{folder}.* damaged.*: delete the folder"):
-            encode(corpus, tmp_path / damage)
+        assert encode(corpus, tmp_path).tokens.tolist() == whole
 
 
 def test_writers_of_the_same_tokens_do_no_harm_to_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +159,7 @@ def test_writers_of_the_same_tokens_do_no_harm_to_each_other(tmp_path: Path, mon
     monkeypatch.setattr(LocalCorpus, "documents", documents_of_all_at_once)
     corpus = load_corpus(tmp_path / "text.txt")
     with ThreadPoolExecutor(3) as pool:
-        streams = list(pool.map(lambda _: token_stream(corpus, "train", BYTES, tmp_path / "cache"), range(3)))
-    assert {BYTES.decode(stream.tokens[:].tolist()) for stream in streams} == {("text " * 100)[:450]}
+        streams = list(pool.map(lambda _: encode(corpus, tmp_path / "cache"), range(3)))
+    assert {BYTES.decode(stream.tokens.tolist()) for stream in streams} == {"text " * 100}
     assert len({stream.digest for stream in streams}) == 1
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(list((tmp_path / "cache").iterdir())) == 2

@@ -88,7 +88,7 @@ def test_triviaqa_has_the_keys_of_its_official_script_and_the_longest_aliases(tr
 def test_questions_without_answers_are_read_from_lines(tmp_path: Path) -> None:
     file = tmp_path / "asked.jsonl"
     file.write_text('{"question": "a?", "context": "x"}\n\n{"question": "b?", "context": "y", "id": 7}\n')
-    (tmp_path / "asked.csv").write_text("question;context;id\na?;x;1\nb?;y;7\n", encoding="utf-8-sig")
+    (tmp_path / "asked.csv").write_text("question,context,id\na?,x,1\nb?,y,7\n", encoding="utf-8-sig")
     for each in (file, tmp_path / "asked.csv"):
         assert [(one.id, one.question, one.text) for one in read_questions(each)] == [("1", "a?", "x"), ("7", "b?", "y")]
 

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 import lineartime
 from lineartime import Sampling
 from lineartime.checkpoint import last_checkpoint
-from lineartime.data import ByteTokenizer, load_corpus, token_stream
 from lineartime.errors import LineartimeError
 
 
@@ -56,11 +54,3 @@ def test_trainings_in_one_folder_exclude_each_other(config: Callable[..., Any]) 
     assert all("which another run is using: wait" in said or "already holds a run" in said for said in refused)
     assert finished.finished
     lineartime.load(last_checkpoint(finished.run))
-
-
-def test_threads_that_encode_the_same_text_do_not_disturb_each_other(text: Path, tmp_path: Path) -> None:
-    def encode() -> Any:
-        return token_stream(load_corpus(str(text)), "train", ByteTokenizer(), tmp_path / "cache")
-
-    assert len({stream.digest for stream in at_once(*[encode] * 4)}) == 1
-    assert len(list((tmp_path / "cache").iterdir())) == 1

@@ -4,7 +4,7 @@ Shapes: B batch, T tokens of context, D documents. A window holds T + 1 tokens, 
 predict. `keys` are a seed of random numbers for each window, so that a window does not depend on those beside it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,20 +22,12 @@ Keys = Sequence[tuple[int, ...]]
 
 
 class Batch(NamedTuple):
-    """Token ids and the targets to predict from them (`IGNORED` where there is none).
+    """Token ids and the targets to predict from them (`IGNORED` where there is none)."""
 
-    Attributes:
-        inputs: int64 [B, T]; [1, B * T] if documents are packed.
-        targets: int64, of the same shape.
-        cu_seqlens: int32 [D + 1], the boundaries of packed documents; None if documents are not packed.
-        prefix_lengths: int64 [B], or [D] for packed documents, the number of tokens that are read bidirectionally; None
-            without prefixes.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    cu_seqlens: Tensor | None = None
-    prefix_lengths: Tensor | None = None
+    inputs: Tensor  # int64 [B, T]; [1, B * T] if documents are packed
+    targets: Tensor  # int64, of the same shape
+    cu_seqlens: Tensor | None = None  # int32 [D + 1], the boundaries of packed documents
+    prefix_lengths: Tensor | None = None  # int64 [B], or [D] for packed documents: the tokens that are read bidirectionally
 
     def lengths(self) -> Tensor:
         """The number of tokens in each row, or in each packed document: int64 [B] or [D]."""
@@ -137,23 +129,24 @@ def draw_prefix_lengths(batch: Batch, keys: Keys) -> Tensor:
 
 
 def make_batch(
-    task: Task, windows: Tensor, tokenizer: Tokenizer, masks: Keys, prefix_lengths: Callable[[Batch], Tensor], packed: bool
+    task: Task, windows: Tensor, tokenizer: Tokenizer, masks: Keys, prefixes: Keys | None = None, packed: bool = False
 ) -> Batch:
     """Make the batch of a task from windows, int64 [B, T + 1], that a tokenizer encoded.
 
-    "mlm" draws its masks by the keys `masks`, and has rows with a frame; "prefix-lm" has prefixes of `prefix_lengths` of a
-    batch. If `packed`, documents are kept apart.
+    "mlm" draws its masks by the keys `masks`, and has rows with a frame; "prefix-lm" draws prefixes by the keys `prefixes`, and
+    without them, half of each row is its prefix. If `packed`, documents are kept apart.
     """
     frame = row_frame(task, tokenizer, packed)
     batch = masked_batch(windows, tokenizer, masks, frame) if task == "mlm" else causal_batch(windows)
     if packed:
         batch = packed_batch(batch, windows, tokenizer.end_of_document)
-    return prefix_batch(batch, prefix_lengths(batch)) if task == "prefix-lm" else batch
+    if task == "prefix-lm":
+        return prefix_batch(batch, batch.lengths() // 2 if prefixes is None else draw_prefix_lengths(batch, prefixes))
+    return batch
 
 
 def evaluation_batch(
     task: Task, windows: Tensor, tokenizer: Tokenizer, numbers: Sequence[int], *, packed: bool = False
 ) -> Batch:
     """Make a batch for evaluation: half of each row is its prefix, and masks depend only on the number of a window."""
-    keys = [(0, number) for number in numbers]
-    return make_batch(task, windows, tokenizer, keys, lambda batch: batch.lengths() // 2, packed)
+    return make_batch(task, windows, tokenizer, [(0, number) for number in numbers], packed=packed)

@@ -13,14 +13,13 @@ from lineartime.data.folders import (
     Files,
     FilesOfText,
     by_file,
-    by_file_if_fair,
-    by_path,
+    by_name,
     completed,
     describe_parts,
     own_split,
     within_files,
 )
-from lineartime.data.hub import HUB, PREFIX, HubCorpus, HubDataset, datasets_library, hub_dataset, mirror
+from lineartime.data.hub import HUB, PREFIX, HubCorpus, datasets_library, hub_corpus, mirror
 from lineartime.data.readers import SourceFile
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, reporting_file_errors
 from lineartime.fields import check_type
@@ -36,15 +35,15 @@ Data = str | Path | Sequence[str | Path] | None
 
 @dataclass(frozen=True)
 class LocalCorpus:
-    """A corpus of local files.
-
-    Attributes:
-        name: its name in messages.
-        splits: the files, or parts of files, of each existing split.
-    """
+    """A corpus of local files: the files, or parts of files, of each existing split. `name` is its name in messages."""
 
     name: str
     splits: Files
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether some files hold records."""
+        return any(part.file.has_records for parts in self.splits.values() for part in parts)
 
     def describe(self, split: Split) -> str | None:
         """The files of a split."""
@@ -54,11 +53,9 @@ class LocalCorpus:
         """The paths, sizes and modification times of the files."""
         return "\n".join(part.identity() for part in self._parts(split))
 
-    def size(self, split: Split) -> int | None:
-        """About the bytes of a split; None for records and compressed files, which hold more or less than their text."""
-        parts = self._parts(split)
-        known = all(part.is_text and not part.file.is_compressed for part in parts)
-        return round(sum(part.file.version[0] * part.share for part in parts)) if known else None
+    def portable_identity(self, split: Split) -> str:
+        """Like `identity`, but the same for copies of the files elsewhere."""
+        return "\n".join(part.portable_identity() for part in self._parts(split))
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """The documents of a split, file by file."""
@@ -68,7 +65,7 @@ class LocalCorpus:
     def examples(self, split: Split) -> Any:
         """The documents as an IterableDataset with one shard per file. All files must hold records."""
         parts = self._parts(split)
-        if one := next((part.path for part in parts if part.is_text), None):
+        if one := next((part.path for part in parts if not part.file.has_records), None):
             found = f"{one} is one long text and cannot be streamed, as JSON lines and Parquet can"
             raise LineartimeError(f"{found}: encode it beforehand.")
         return datasets_library(f"Streaming {self.name}").IterableDataset.from_generator(_examples, gen_kwargs={"parts": parts})
@@ -79,7 +76,7 @@ class LocalCorpus:
 
     def _parts(self, split: Split) -> list[FilePart]:
         if split != "all":
-            return self.splits[split]
+            return self.splits.get(split, [])
         return list(dict.fromkeys(replace(part, splits=()) for each in SPLITS for part in self.splits.get(each, [])))
 
 
@@ -89,21 +86,16 @@ def _examples(parts: list[FilePart]) -> Iterator[dict[str, str]]:
             yield {"text": "".join(blocks)}
 
 
-Source = LocalCorpus | HubCorpus | HubDataset
+Source = LocalCorpus | HubCorpus
 """A text from a single place. Its `examples` can be streamed, and `texts` are the documents in one of them."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, divided into documents and into splits for training, validation and testing.
+    """A text, divided into documents and into splits for training, validation and testing."""
 
-    Attributes:
-        sources: the texts that it consists of, joined split by split; a split may be missing in some of them.
-        notes: sentences for the user about how files were chosen and divided.
-    """
-
-    sources: Sequence[Source]
-    notes: Sequence[str] = ()
+    sources: Sequence[Source]  # the texts that it consists of, joined split by split; a split may be missing in some of them
+    notes: Sequence[str] = ()  # sentences for the user about how files were chosen and divided
 
     @property
     def name(self) -> str:
@@ -125,12 +117,6 @@ class Corpus:
         """A string that changes when the text of the split does, computed without reading the text. Raises as `having`."""
         return "\n".join(source.identity(split) for source in self.having(split))
 
-    def size(self, split: Split) -> int | None:
-        """About the bytes of a split, for a bar; None if they are unknown."""
-        there = [each for each in self.sources if split == "all" or each.describe(split)]
-        sizes = [size for each in there if isinstance(each, LocalCorpus) and (size := each.size(split)) is not None]
-        return sum(sizes) if len(sizes) == len(there) else None
-
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """Yield the documents of a split in order, each as blocks of text; an empty document has no blocks.
 
@@ -150,13 +136,7 @@ def missing_split(corpus: Corpus, split: Split) -> ArgumentError:
 
 def portable_identity(corpus: Corpus, split: Split) -> str:
     """Like the identity of a split, but the same for copies of local files elsewhere."""
-    found = []
-    for source in corpus.sources:
-        if isinstance(source, LocalCorpus):
-            found += [part.portable_identity() for part in source.splits.get(split, [])]
-        elif source.describe(split):
-            found.append(source.identity(split))
-    return "\n".join(found)
+    return "\n".join(source.portable_identity(split) for source in corpus.sources if source.describe(split))
 
 
 def no_text(split: str) -> LineartimeError:
@@ -169,63 +149,62 @@ def is_corpus_name(data: str) -> bool:
     return data in HUB or data in _HUTTER or data.startswith(PREFIX)
 
 
-def load_corpus(
-    data: Data,
-    text_column: str = TEXT_COLUMN,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-) -> Corpus:
+def load_corpus(data: Data, text_column: str = TEXT_COLUMN, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Corpus:
     """Load a corpus by name, the text at a path, several of these together, or the standard library's source for None.
 
-    Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. If names of files or folders state a held-out
-    split (`split_of_path`), or all name the training split, these splits are used, and a missing one takes 5% of each training
-    file. Otherwise, a folder is split by file if no held-out split gets more than 10% of its bytes, and within its files if one
-    does. Several texts are joined split by split. Paths whose names state their splits come first, as one folder.
+    Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. Splits are those that names of files or
+    folders state (`by_name`), or else of a share of the files (`by_file`). Several texts are joined split by split. Paths whose
+    names state their splits come first, as one folder.
 
-    Args:
-        data: names and paths.
-        text_column: the column of JSON, JSON lines, CSV, Parquet and `hub:` data sets that holds the text.
-        include: patterns of the files in folders to read, such as "*.md" or "src/**/*.py"; empty for all. As in a .gitignore,
-            one without a slash matches the name of a file or of a folder above it, one with a slash a path below the folder.
-        exclude: patterns of the files and folders in folders to leave out.
+    `text_column` is the column of records and `hub:` data sets that holds the text. `include` and `exclude` are patterns
+    (`matches`) of the files in folders to read, by default all, and of the files and folders to leave out.
 
     Raises LineartimeError if there is no text, or most of a folder is not text.
     """
     names = (data,) if isinstance(data, (str, Path)) else tuple(data) if isinstance(data, Sequence) else data or ()
     check_type("data", names, tuple[str | Path, ...])
+    found = FilesOfText(text_column, include, exclude)
     sources: list[Source] = []
     named: dict[str, Files] = {}
     seen: set[str | Path] = set()
-    found = FilesOfText(text_column, include, exclude)
     paths = [Path(name) for name in names if isinstance(name, Path) or not is_corpus_name(name)]
     held_out = any(own_split(path) in ("validation", "test") for path in paths)
     for name in names:
         if not str(name):
             raise ArgumentError("data", "is empty: give a path or the name of a corpus, or leave it out.")
         if isinstance(name, str) and is_corpus_name(name):
-            _only_once(seen, [name])
-            sources.append(HUB.get(name) or (_hutter(name) if name in _HUTTER else hub_dataset(name, text_column)))
-            continue
-        path = Path(name)
-        _check_exists(path)
-        files = found.find(path)
-        _only_once(seen, [part.path.resolve() for part in files])
-        splits = by_path(path, files, beside=held_out)
-        if splits is None:
-            sources.append(LocalCorpus(str(path), by_file_if_fair(path, files)))
+            texts: list[str | Path] = [name]
+            sources.append(HUB.get(name) or (_hutter(name) if name in _HUTTER else hub_corpus(name, text_column)))
         else:
-            named[str(path)] = splits
+            path = Path(name)
+            with reporting_file_errors("read", path):
+                exists = path.exists()
+            if not exists:
+                known = sorted([*HUB, *_HUTTER])
+                corpus = f"a corpus{did_you_mean(str(path), known)}: {', '.join(known)}"
+                raise ArgumentError("data", f"is {path}, which is neither a file or folder nor the name of {corpus}.")
+            files = found.find(path)
+            splits = by_name(path, files, found.notes, beside=held_out)
+            if splits is None:
+                splits = by_file(path, files)
+                sources.append(LocalCorpus(str(path), splits))
+            else:
+                named[str(path)] = splits
+            texts = [path.resolve() for path in dict.fromkeys(part.path for parts in splits.values() for part in parts)]
+        for text in texts:
+            if text in seen:  # it could be in both training and test data
+                raise ArgumentError("data", f"has {text} twice: leave one out.")
+            seen.add(text)
     if named:
         together = {split: [part for each in named.values() for part in each.get(split, [])] for split in SPLITS}
-        splits = completed({split: parts for split, parts in together.items() if parts})
-        sources.insert(0, LocalCorpus(", ".join(named), splits))
+        sources.insert(0, LocalCorpus(", ".join(named), completed(together)))
     if not sources:
         sources += standard_library().sources
     where = " and ".join(source.name for source in sources)
     for argument, patterns in (("include", include), ("exclude", exclude)):
-        if patterns and not found.paths:
+        if patterns and not paths:
             raise ArgumentError(argument, f"is for folders, but the text is {where}: leave it out.")
-    if text_column != TEXT_COLUMN and not any(map(_has_columns, sources)):
+    if text_column != TEXT_COLUMN and not any(source.has_columns for source in sources):
         raise ArgumentError("text_column", f"is {text_column}, but {where} has no columns: leave it at {TEXT_COLUMN}.")
     return Corpus(tuple(sources), (*found.notes, *found.unused()))
 
@@ -238,24 +217,6 @@ def load_corpus_of_run(data: Data, text_column: str, include: Sequence[str] = ()
         if error.argument != "data":
             raise
         raise LineartimeError("The text of this run ", error.predicate, " Give the place where it is now: `data`.") from None
-
-
-def _check_exists(path: Path) -> None:
-    """Raise ArgumentError if there is nothing at a path, and LineartimeError if this cannot be found out."""
-    with reporting_file_errors("read", path):
-        if path.exists():
-            return
-    names = sorted([*HUB, *_HUTTER])
-    known = f"a corpus{did_you_mean(str(path), names)}: {', '.join(names)}"
-    raise ArgumentError("data", f"is {path}, which is neither a file or folder nor the name of {known}.")
-
-
-def _only_once(seen: set[str | Path], texts: Sequence[str | Path]) -> None:
-    """Add texts to `seen`. Raises ArgumentError for a repeated text, which could be in both training and test data."""
-    for text in texts:
-        if text in seen:
-            raise ArgumentError("data", f"has {text} twice: leave one out.")
-        seen.add(text)
 
 
 def standard_library() -> Corpus:
@@ -277,9 +238,3 @@ def _hutter(name: str) -> LocalCorpus:
             "into the folder that LINEARTIME_MIRROR names."
         )
     return LocalCorpus(name, within_files([FilePart(SourceFile(file), at_lines=False)]))
-
-
-def _has_columns(source: Source) -> bool:
-    if isinstance(source, LocalCorpus):
-        return not all(part.is_text for parts in source.splits.values() for part in parts)
-    return isinstance(source, HubDataset)

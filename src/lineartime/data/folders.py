@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import zlib
-from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -16,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import IO
 
 from lineartime.choices import TEXT_COLUMN, Split
-from lineartime.data.readers import BLOCK, COMPRESSED, RECORDS, SourceFile, file_format, not_utf8, read_texts
+from lineartime.data.readers import BLOCK, COMPRESSED, RECORDS, SourceFile, not_utf8, read_texts
 from lineartime.errors import ArgumentError, file_error
 from lineartime.fields import check_type
 from lineartime.files import RECORD_FILE
@@ -24,64 +23,46 @@ from lineartime.files import RECORD_FILE
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 """The splits, which do not overlap."""
 SHARES: dict[Split, float] = {"train": 0.9, "validation": 0.05, "test": 0.05}
+_HEAD = 8192  # bytes in which a binary file has a zero, by the rule of git
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """A file, or one split of it.
-
-    Attributes:
-        file: the file.
-        splits: the splits to read: ranges of a text, or records by a hash of their text. Empty for the whole file.
-        at_lines: whether a text is cut at the end of a line; otherwise between any two characters.
-        is_alone: whether no other file is divided with it, so that few records must be enough for all splits.
-    """
+    """A file, or some splits of it: ranges of a text, or records by a hash of their text."""
 
     file: SourceFile
-    splits: tuple[Split, ...] = ()
-    at_lines: bool = True
-    is_alone: bool = False
+    splits: tuple[Split, ...] = ()  # empty for the whole file
+    at_lines: bool = True  # whether a text is cut at the end of a line; otherwise between any two characters
+    is_alone: bool = False  # whether no other file is divided with it, so that few records must be enough for all splits
 
     @property
     def path(self) -> Path:
         """The path of the file."""
         return self.file.path
 
-    @property
-    def is_text(self) -> bool:
-        """Whether the file is a single document, rather than one per record. Raises as `file_format`."""
-        return file_format(self.file) == "text"
-
-    @property
-    def share(self) -> float:
-        """About the share of the file that is read."""
-        return sum(SHARES[split] for split in self.splits) or 1.0
-
     def identity(self) -> str:
         """A string that changes when the file does, or when it is read in another way."""
-        splits, file = "+".join(self.splits), self.file
-        read_as = f"{file_format(file)}:{file.format_suffix}:{file.column}:by text:{self.is_alone:d}:{self.at_lines}"
-        return f"{self.path.resolve()}:{splits}:{file.version}:{read_as}"
+        read_as = f"{self.file.format_suffix}:{self.file.column}:{self.is_alone:d}:{self.at_lines}"
+        return f"{self.path.resolve()}:{'+'.join(self.splits)}:{self.file.version}:{read_as}"
 
     def portable_identity(self) -> str:
         """Like `identity`, but the same for a copy of the file elsewhere: by its name and size."""
-        kind = ":csv" if file_format(self.file) == "csv" else ""  # which earlier versions read as text
+        kind = ":csv" if self.file.format_suffix in (".csv", ".tsv") else ""
         return f"{self.path.name}:{'+'.join(self.splits)}:{self.is_alone:d}:{self.file.column}:{self.file.version[0]}{kind}"
 
     def documents(self) -> Iterator[Iterator[str]]:
         """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""
-        if self.is_text:
-            next(_decoded(self.file, 0, None), "")  # what follows the start of UTF-16 could pass for UTF-8
-        if self.is_text and not self.splits:
-            yield _decoded(self.file, 0, None)
-        elif self.is_text:
-            cuts = _cuts(self.file, self.at_lines, self.file.version)
-            yield from (_decoded(self.file, *cuts[split]) for split in self.splits)
-        else:
-            moved = _moved(self.file, self.file.version) if self.is_alone and self.splits else {}
+        if self.file.has_records:
+            moved = _moved(self.file) if self.is_alone and self.splits else {}
             for text in read_texts(self.file):
                 if not self.splits or (moved.get(text) or split_of(text)) in self.splits:
                     yield pieces(text)
+            return
+        next(_decoded(self.file, 0, None), "")  # what follows the start of UTF-16 could pass for UTF-8
+        if not self.splits:
+            yield _decoded(self.file, 0, None)
+        for split in self.splits:
+            yield _decoded(self.file, *_cuts(self.file, self.at_lines, self.file.version)[split])
 
 
 def split_of(text: str) -> Split:
@@ -90,8 +71,7 @@ def split_of(text: str) -> Split:
     return held_out.get(zlib.crc32(text.encode()) % 20, "train")
 
 
-@lru_cache(maxsize=64)
-def _moved(file: SourceFile, version: tuple[int, int]) -> dict[str, Split]:
+def _moved(file: SourceFile) -> dict[str, Split]:
     """Texts of a file of few records that have another split than `split_of`, so that none is empty if there are enough."""
     found = {text: split_of(text) for text in islice(filter(None, read_texts(file)), 200)}  # of more, each split has some
     moved: dict[str, Split] = {}
@@ -113,7 +93,7 @@ def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
 
     Zeros in the first bytes of a file are those of UTF-16 without a mark, or of no text.
     """
-    decoder = getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder("utf-8")()
     position = start
     with file.open() as stream:
         _skip(stream, start)
@@ -124,10 +104,9 @@ def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                offset = position - held_back + error.start
-                raise not_utf8(f"{file.path}", error.object, error.start, offset) from None
+                raise not_utf8(str(file.path), error.object[error.start], position - held_back + error.start) from None
             if position == 0 and b"\0" in block[:_HEAD]:
-                raise not_utf8(f"{file.path}", block, block.index(b"\0"), block.index(b"\0"))
+                raise not_utf8(str(file.path), 0, block.index(b"\0"))
             if position == 0:
                 text = text.removeprefix("\ufeff")  # which some programs write at the beginning of a UTF-8 file
             position += len(block)
@@ -150,8 +129,7 @@ def _cuts(file: SourceFile, at_lines: bool, version: tuple[int, int]) -> dict[Sp
     if file.is_compressed:
         with file.open() as stream:
             length = sum(map(len, iter(lambda: stream.read(BLOCK), b"")))
-    shares = [SHARES["train"], SHARES["train"] + SHARES["validation"], 1]
-    offsets = [round(length * share) for share in shares]
+    offsets = [round(length * share) for share in (SHARES["train"], SHARES["train"] + SHARES["validation"], 1)]
     first, second = (_cut(file, start, stop, at_lines) for start, stop in pairwise(offsets))
     return {"train": (0, first), "validation": (first, second), "test": (second, length)}
 
@@ -159,8 +137,7 @@ def _cuts(file: SourceFile, at_lines: bool, version: tuple[int, int]) -> dict[Sp
 def _cut(file: SourceFile, offset: int, stop: int, at_line: bool) -> int:
     """The offset after the next line end; if no line ends soon, of the next character, or else of the one around `offset`.
 
-    Line ends and characters are searched in the first half of the range from `offset` to `stop`, and at most 64 KiB from
-    `offset`.
+    Soon is in the first half of the range from `offset` to `stop`, and at most 64 KiB from `offset`.
     """
     searched = min(1 << 16, (stop - offset) // 2)
     earliest = max(0, offset - 3)  # a character has at most 4 bytes
@@ -177,6 +154,10 @@ def _cut(file: SourceFile, offset: int, stop: int, at_line: bool) -> int:
     return next((place for place in starts if place >= offset), starts[-1])
 
 
+# Splits ------------------------------------------------------------------------------------------------------------------
+
+Files = dict[Split, list[FilePart]]
+
 _LETTER = r"[^\W\d_]"
 _TRAIN, _VALIDATION = "train|training|trn", "val|valid|validate|validation|dev|devel|development"
 _TEST = "test|testing|tst|eval|evals|evaluate|evaluation|(?:held|hold)[-_. ]?out"
@@ -185,8 +166,6 @@ _WORDS = re.compile(
     re.IGNORECASE,
 )
 _NO_TEXT = re.compile(r"(readme|licen[sc]e|dataset_infos?\.json)", re.IGNORECASE)
-
-Files = dict[Split, list[FilePart]]
 
 
 def named_split(name: str) -> Split | None:
@@ -207,69 +186,51 @@ def split_of_path(relative: PurePath) -> Split | None:
     return next(filter(None, [*held_out, *nearest]), None)
 
 
-def _stated(root: Path, parts: Iterable[FilePart]) -> dict[FilePart, Split | None]:
-    """The split that each file states by its path below `root`, without those that describe the others."""
-    paths = {part: part.path.relative_to(root) if part.path != root else PurePath(root.name) for part in parts}
-    stated = {part: split_of_path(path) for part, path in paths.items()}
-    return {part: split for part, split in stated.items() if split or not _NO_TEXT.match(part.path.name)}
-
-
-def side_files(root: Path, parts: Sequence[FilePart]) -> set[FilePart]:
-    """The files of a folder that state no split and lie beside or above those of its splits, which hold the text.
-
-    There are none unless some text is held out by name. They have fewer bytes than the files that are named for training, or
-    without any, than those held out; if folders directly below `root` are named for both, they may have more.
-    """
-    stated = _stated(root, parts)
-    named = {split for split in stated.values() if split}
-    if named <= {"train"}:
-        return set()
-    folders = {named_split(names[0]) for part in stated if len(names := part.path.relative_to(root).parts) > 1} - {None}
-    text = [part for part, split in stated.items() if split and ("train" not in named or split == "train")]
-    above = {folder for part in text for folder in part.path.parents}
-    others = [part for part, split in stated.items() if split is None]
-    size, size_of_others = (sum(part.path.stat().st_size for part in each) for each in (text, others))
-    divided = "train" in folders and len(folders) > 1
-    return {part for part in others if part.path.parent in above and (divided or size_of_others < size)}
-
-
-def by_path(path: Path, parts: Sequence[FilePart], *, beside: bool) -> Files | None:
-    """Divide files by the splits that they state, or else by the name of the file or folder that was given.
-
-    A file that is held out by its name is never one for training. Files that state no split are for training, like those that
-    are named for it, but have the split of the given path if that is held out. What is for training alone still has to be
-    divided, unless all is named so, or the path is and a text with held-out data is given `beside` it.
-
-    Args:
-        path: the file or folder that was given.
-        parts: its files, without `side_files`.
-        beside: whether another text is named for held-out data.
-
-    Returns:
-        The splits that occur, or None if the files must be divided.
-    """
-    own, stated = own_split(path), _stated(path, parts)
-    splits = {split for split in stated.values() if split}
-    if not splits & {"validation", "test"} and own is not None and (own != "train" or beside):
-        return {own: list(parts)}
-    if not splits or (splits == {"train"} and None in stated.values()):
-        return None
-    rest = own if own and None in stated.values() else "train"
-    given = {part: rest if split in (None, "train") else split for part, split in stated.items()}
-    return {split: found for split in SPLITS if (found := [part for part in given if given[part] == split])}
-
-
 def own_split(path: Path) -> Split | None:
     """The split that the name of a file states, or that of a folder as a whole."""
     name = path.absolute().name
     return named_split(name) if path.is_file() or _WORDS.fullmatch(name) else None
 
 
+def by_name(root: Path, parts: Sequence[FilePart], notes: list[str], *, beside: bool) -> Files | None:
+    """Divide the files at a given path by the splits that their names state, or else by the name of the path itself.
+
+    Files that state no split are for training, or have the split of the path if that is held out. If some text is held out by
+    name, such files beside or above the others, such as metadata.csv, are left out, with a note, if they have fewer bytes than
+    the text for training, or folders directly below `root` are named for both.
+
+    Returns None if the files must still be divided: all are for training, but not all named so, and no text with held-out data
+    is given `beside` them.
+    """
+    below = {part: part.path.relative_to(root) if part.path != root else PurePath(root.name) for part in parts}
+    stated = {part: split_of_path(relative) for part, relative in below.items()}
+    stated = {part: split for part, split in stated.items() if split or not _NO_TEXT.match(part.path.name)}
+    own, named = own_split(root), {split for split in stated.values() if split}
+    others = [part for part, split in stated.items() if split is None]
+    if named & {"validation", "test"}:
+        text = [part for part, split in stated.items() if split and ("train" not in named or split == "train")]
+        folders = {named_split(below[part].parts[0]) for part in stated if len(below[part].parts) > 1} - {None}
+        if ("train" in folders and len(folders) > 1) or _bytes(others) < _bytes(text):
+            above = {folder for part in text for folder in part.path.parents}
+            left_out = [part for part in others if part.path.parent in above]
+            if left_out:
+                names = _names(root, left_out)
+                notes.append(f"Left out of {root}, because the names of other files state the splits: {names}.")
+            stated = {part: split for part, split in stated.items() if part not in left_out}
+    elif own is not None and (own != "train" or beside):
+        return {own: list(parts)}
+    elif not named or others:
+        return None
+    rest = own if own and None in stated.values() else "train"
+    given = {part: rest if split in (None, "train") else split for part, split in stated.items()}
+    return {split: found for split in SPLITS if (found := [part for part in given if given[part] == split])}
+
+
 def completed(named: Files) -> Files:
     """Add the missing splits, each of which takes 5% of every training file; without training files, add nothing."""
-    missing = [split for split in SPLITS if split not in named]
+    missing = [split for split in SPLITS if not named.get(split)]
     if not missing or "train" in missing:
-        return named
+        return {split: named[split] for split in SPLITS if named.get(split)}
     kept = tuple(split for split in SPLITS if split not in missing)
     parts = [replace(part, is_alone=len(named["train"]) == 1) for part in named["train"]]
     cut: Files = {split: [replace(part, splits=(split,)) for part in parts] for split in missing}
@@ -282,18 +243,13 @@ def within_files(parts: Sequence[FilePart]) -> Files:
     return {split: [replace(part, splits=(split,), is_alone=len(parts) == 1) for part in parts] for split in SPLITS}
 
 
-def by_file_if_fair(root: Path, parts: Sequence[FilePart]) -> Files:
-    """Split files whose names say nothing: by file if the held-out files have at most twice their shares, else within files."""
+def by_file(root: Path, parts: Sequence[FilePart]) -> Files:
+    """Distribute whole files by a hash of their names, until test and validation have their shares of bytes.
+
+    If these would get more than twice their shares, all splits are taken from within each file.
+    """
     if len(parts) < len(SPLITS):
         return within_files(parts)
-    splits = by_file(root, parts)
-    most = 2 * _bytes(part.path for part in parts)
-    fair = all(_bytes(part.path for part in splits[split]) <= most * SHARES[split] for split in ("validation", "test"))
-    return splits if fair else within_files(parts)
-
-
-def by_file(root: Path, parts: Iterable[FilePart]) -> Files:
-    """Distribute whole files by a hash of their names, until test and validation have their shares of bytes."""
     sizes = {part: part.path.stat().st_size for part in parts}
     total = sum(sizes.values())
 
@@ -312,21 +268,23 @@ def by_file(root: Path, parts: Iterable[FilePart]) -> Files:
             splits[split].append(part)
             size += sizes[part]
     splits["train"] = left
-    return splits
+    fair = all(_bytes(splits[split]) <= 2 * total * SHARES[split] for split in ("validation", "test"))
+    return splits if fair else within_files(parts)
 
 
 def describe_parts(parts: Iterable[FilePart]) -> str:
     """Describe parts in a few words: "5% of text.txt", "120 files (a.txt, b.txt, ...)"."""
     shares: dict[Path, float] = {}
     for part in parts:
-        shares[part.path] = shares.get(part.path, 0.0) + part.share
+        share = sum(SHARES[split] for split in part.splits) or 1.0
+        shares[part.path] = shares.get(part.path, 0.0) + share
     groups: dict[float, list[str]] = {}
     for path, share in shares.items():
         groups.setdefault(round(share, 2), []).append(path.name)
-    return " and ".join(f"{f'{share:.0%} of ' if share < 1 else ''}{listed(names)}" for share, names in groups.items())
+    return " and ".join(f"{f'{share:.0%} of ' if share < 1 else ''}{_listed(names)}" for share, names in groups.items())
 
 
-def listed(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     """Name one file to three, or count more of them and name two."""
     if len(names) == 1:
         return names[0]
@@ -334,67 +292,62 @@ def listed(names: list[str]) -> str:
     return f"{len(names):,} files ({shown})"
 
 
-_HEAD = 8192  # bytes in which a binary file has a zero, by the rule of git
+def _names(folder: Path, parts: Iterable[FilePart]) -> str:
+    """The names of some files below a folder, in a few words."""
+    return _listed([path.relative_to(folder).as_posix() for path in sorted(part.path for part in parts)])
 
 
-def _is_binary(path: Path) -> bool:
-    """Whether a file is not text. UTF-16 is not binary: the error for it says how to convert it. Raises OSError."""
-    if path.suffix.lower() in (*COMPRESSED, *RECORDS):
-        return False
-    with path.open("rb") as stream:
-        head = stream.read(_HEAD)
-    is_zero = b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return is_zero or head.startswith(b"%PDF-")
+def _bytes(parts: Iterable[FilePart]) -> int:
+    return sum(part.path.stat().st_size for part in parts)
+
+
+# The files of a folder ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class FilesOfText:
-    """The files at one or several paths.
+    """The files at one or several paths."""
 
-    Attributes:
-        column: the column of records that holds the text.
-        include: patterns of the files of a folder to read; empty for all.
-        exclude: patterns of the files and folders of a folder to leave out.
-        paths: the paths that were searched.
-        notes: sentences for the user about files that are left out, or read in another way than their names suggest.
-        matched: the patterns that matched a file or folder.
-    """
-
-    column: str = TEXT_COLUMN
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    paths: list[Path] = field(default_factory=list, init=False)
-    notes: list[str] = field(default_factory=list, init=False)
-    matched: set[str] = field(default_factory=set, init=False)
+    column: str = TEXT_COLUMN  # of records, that holds the text
+    include: Sequence[str] = ()  # patterns of the files of a folder to read; empty for all
+    exclude: Sequence[str] = ()  # patterns of the files and folders of a folder to leave out
+    notes: list[str] = field(default_factory=list, init=False)  # sentences for the user about files that are left out
+    matched: set[str] = field(default_factory=set, init=False)  # the patterns that matched a file or folder
 
     def __post_init__(self) -> None:
         for argument, patterns in (("include", self.include), ("exclude", self.exclude)):
-            check_type(argument, tuple(patterns) if isinstance(patterns, list) else patterns, tuple[str, ...])
+            check_type(argument, patterns, tuple[str, ...])
             if not all(pattern.strip("/") for pattern in patterns):
                 raise ArgumentError(argument, "has an empty pattern: write one such as *.md, or leave it out.")
 
     def find(self, path: Path) -> list[FilePart]:
         """The files of text at an existing path, without empty ones.
 
-        A file of a folder is left out if it is hidden, in the folder of a run, of a kind that is not read or one of the
-        `side_files`, and by the patterns.
+        A file of a folder is left out if it is hidden, in the folder of a run, of a kind that is not read, or by the patterns.
 
         Raises LineartimeError if there is none, a file or folder cannot be read, or most bytes of a folder are not text.
         """
-        self.paths.append(path)
+        if not path.is_dir() and not path.is_file():
+            raise ArgumentError("data", f"is {path}, which is neither a file nor a folder: write the text to a file.")
         try:
-            if path.is_dir():
-                parts = self._texts(path, [file for file in sorted(self._chosen(path, path)) if file.stat().st_size])
-                parts = self._without_side_files(path, parts)
-            elif path.is_file():
-                parts = [FilePart(SourceFile(path, self.column))] if path.stat().st_size else []
-            else:
-                raise ArgumentError("data", f"is {path}, which is neither a file nor a folder: write the text to a file.")
+            files = sorted(self._chosen(path, path)) if path.is_dir() else [path]
+            parts = [FilePart(SourceFile(file, self.column)) for file in files if file.stat().st_size]
+            unread = [part for part in parts if path.is_dir() and _is_binary(part.path)]
         except OSError as error:
             raise file_error("read", error.filename or path, error) from None
-        if not parts:
-            raise self._no_text(path)
-        return parts
+        kept = [part for part in parts if part not in unread]
+        texts = [part for part in kept if not _NO_TEXT.match(part.path.name)] or kept
+        if kept and _bytes(unread) > _bytes(texts):
+            found = f"is {path}, most of which is binary, such as {_names(path, unread)}: give text, or choose files by "
+            raise ArgumentError("data", found, "`include`.")
+        if unread:
+            self.notes.append(f"Left out of {path}, because binary files are not read: {_names(path, unread)}.")
+        if not kept:
+            left = f" ({' '.join(self.notes).rstrip('.')})" if self.notes else ""
+            chosen = " with these patterns" if self.include or self.exclude else ""
+            found = f"is {path}, which holds no text{chosen}{left}"
+            raise ArgumentError("data", f"{found}: give a text file or a folder of text files.")
+        return kept
 
     def unused(self) -> list[str]:
         """A note for each pattern that matched nothing."""
@@ -404,12 +357,6 @@ class FilesOfText:
             for pattern in patterns
             if pattern not in self.matched
         ]
-
-    def _no_text(self, path: Path) -> ArgumentError:
-        left = f" ({' '.join(self.notes).rstrip('.')})" if self.notes else ""
-        chosen = " with these patterns" if self.include or self.exclude else ""
-        found = f"is {path}, which holds no text{chosen}{left}"
-        return ArgumentError("data", f"{found}: give a text file or a folder of text files.")
 
     def _chosen(self, root: Path, folder: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
         """The files below a folder that are shown and chosen. Raises OSError for a folder that is unreadable or in itself."""
@@ -431,30 +378,12 @@ class FilesOfText:
         self.matched.update(found)
         return bool(found)
 
-    def _texts(self, folder: Path, paths: list[Path]) -> list[FilePart]:
-        """The files that are text. Raises ArgumentError if most bytes are not."""
-        unread = [path for path in paths if _is_binary(path)]
-        kept = [path for path in paths if path not in unread]
-        texts = [path for path in kept if not _NO_TEXT.match(path.name)] or kept
-        if kept and _bytes(unread) > _bytes(texts):
-            found = f"is {folder}, most of which is binary, such as {_names(folder, unread)}: give text, or choose files by "
-            raise ArgumentError("data", found, "`include`.")
-        if unread:
-            self.notes.append(f"Left out of {folder}, because binary files are not read: {_names(folder, unread)}.")
-        return [FilePart(SourceFile(path, self.column)) for path in kept]
-
-    def _without_side_files(self, folder: Path, parts: list[FilePart]) -> list[FilePart]:
-        if left_out := side_files(folder, parts):
-            names = _names(folder, [part.path for part in left_out])
-            self.notes.append(f"Left out of {folder}, because the names of other files state the splits: {names}.")
-        return [part for part in parts if part not in left_out]
-
 
 def matches(relative: PurePath, pattern: str) -> bool:
-    """Whether a pattern matches a path below the given folder, or a folder above it, as in a .gitignore file.
+    """Whether a pattern matches a path below a folder, or a folder above it, as in a .gitignore file.
 
-    A pattern without a slash matches the name of a file or folder, and one with a slash a path from the given folder on, in
-    which `**` stands for any number of folders: "*.md", "notes", "src/*.py", "src/**/*.py".
+    One without a slash matches a name, such as "*.md" or "notes", and one with a slash a path from the folder on, in which
+    `**` stands for any number of folders, such as "src/*.py" or "src/**/*.py".
     """
     names = PurePath(pattern.strip("/")).parts
     if len(names) == 1 and not pattern.startswith(("/", "./")):
@@ -471,10 +400,11 @@ def _path_matches(parts: Sequence[str], names: Sequence[str]) -> bool:
     return bool(parts) and fnmatchcase(parts[0], names[0]) and _path_matches(parts[1:], names[1:])
 
 
-def _names(folder: Path, paths: Iterable[Path]) -> str:
-    """The names of some files below a folder, in a few words."""
-    return listed([path.relative_to(folder).as_posix() for path in sorted(paths)])
-
-
-def _bytes(paths: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for path in paths)
+def _is_binary(path: Path) -> bool:
+    """Whether a file is not text. UTF-16 is not binary: the error for it says how to convert it. Raises OSError."""
+    if path.suffix.lower() in (*COMPRESSED, *RECORDS):
+        return False
+    with path.open("rb") as stream:
+        head = stream.read(_HEAD)
+    is_zero = b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return is_zero or head.startswith(b"%PDF-")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from lineartime.choices import Split
+from lineartime.choices import TEXT_COLUMN, Split
 from lineartime.data.folders import SPLITS, named_split, pieces, split_of
 from lineartime.data.readers import missing_column
 from lineartime.errors import ArgumentError, LineartimeError, require_packages, typed_first_line
@@ -54,17 +54,26 @@ def reporting_read_errors(name: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Repository:
-    """A data set on the hub or in the mirror.
+class HubCorpus:
+    """A data set of the hub or of the mirror: any that the datasets library can read, or one that has a name in this library.
 
-    Attributes:
-        name: its name in messages.
-        repository: its name on the hub.
+    Of any data set, published splits are recognised by their names (`named_split`). If there is only one split, with any other
+    name, it is used for training. A missing split takes 5% of the training documents, chosen by a hash of their text.
     """
 
-    name: str
-    repository: str
-    _small_file: ClassVar[str]
+    name: str  # in messages
+    repository: str  # its name on the hub
+    config: str | None = None  # the name of one of its configurations; None for the only or the default one
+    column: str = TEXT_COLUMN  # with the text
+    files: dict[Split, str] | None = None  # of one with a name in this library, a pattern for the files of each split
+    texts_of: Callable[[Example], list[str]] | None = None  # the documents in a row; None for the text in `column`
+    lines: bool = False  # whether a row is a line of a document, rather than one or more documents
+    halves: bool = False  # whether validation and test share files: documents with even numbers are for validation
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether the column of the text can be chosen."""
+        return self.files is None
 
     @property
     def folder(self) -> Path | None:
@@ -78,54 +87,21 @@ class Repository:
         datasets_library(f"Reading {self.repository}")
         import huggingface_hub
 
+        small = ".gitattributes" if self.files is None else "README.md"  # every repository has the first
         try:
-            file = huggingface_hub.hf_hub_download(self.repository, self._small_file, repo_type="dataset")
-            return Path(file).parent.name  # the cache keeps files in snapshots/COMMIT
+            file = huggingface_hub.hf_hub_download(self.repository, small, repo_type="dataset")
         except Exception as error:  # any network error
             raise LineartimeError(
                 f"Cannot reach {self.repository} on the Hugging Face hub ({typed_first_line(error)}): check the name and the "
                 "network, or set LINEARTIME_MIRROR to a folder with a copy of that repository."
             ) from None
-
-    def load(self, path: Path | None, **options: Any) -> Any:
-        """The rows as an IterableDataset, from a folder or from the hub. Raises LineartimeError if they cannot be read."""
-        datasets = datasets_library(f"Reading {self.name}")
-        if path is None:
-            options["revision"] = self.revision
-        with reporting_read_errors(self.name):
-            return datasets.load_dataset(str(path or self.repository), streaming=True, **options)
-
-    def read(self, examples: Iterable[Example], texts: Callable[[Example], list[str]]) -> Iterator[str]:
-        """The texts of rows; every error of reading is a LineartimeError, also where another iterator consumes them."""
-        with reporting_read_errors(self.name):
-            for example in examples:
-                yield from texts(example)
-
-
-def files_identity(files: list[Path], split: Split) -> str:
-    """A string that changes when the files of a mirror do."""
-    facts = [(file, file.stat()) for file in files]
-    return "\n".join(f"{file.resolve()}:{split}:{fact.st_size}:{fact.st_mtime_ns}" for file, fact in facts)
-
-
-@dataclass(frozen=True)
-class HubDataset(Repository):
-    """Any data set that the datasets library can read, with its text in one column.
-
-    Published splits are recognised by their names (`named_split`). If there is only one split, with any other name, it is used
-    for training. A missing split takes 5% of the training documents, chosen by a hash of their text.
-
-    Attributes:
-        config: the name of one of its configurations; None for the only or the default one.
-        column: the column with the text.
-    """
-
-    config: str | None
-    column: str
-    _small_file = ".gitattributes"  # which every repository has
+        return Path(file).parent.name  # the cache keeps files in snapshots/COMMIT
 
     def describe(self, split: Split) -> str | None:
-        """The published splits from which a split is read; without a network, only the name of the data set."""
+        """The files or published splits from which a split is read; without a network, the name of the data set."""
+        if self.files is not None:
+            half = "half the documents of " if self.halves and split != "train" else ""
+            return f"{half}{self.files[split]} of {self.repository}"
         try:
             published, missing = self._published, self._missing
         except ArgumentError:
@@ -134,38 +110,65 @@ class HubDataset(Repository):
             return self.name
         if split in missing:
             return f"5% of split {' and '.join(published['train'])} of {self.name}"
-        if split not in published:
-            return None
         share = f"{1 - 0.05 * len(missing):.0%} of " if split == "train" and missing else ""
-        return f"{share}split {' and '.join(published[split])} of {self.name}"
+        return f"{share}split {' and '.join(published[split])} of {self.name}" if split in published else None
 
     def identity(self, split: Split) -> str:
-        """The repository, its revision and the column; for a mirror, the paths, sizes and modification times of all files."""
-        folder = self.folder
-        files = [] if folder is None else sorted(file for file in folder.rglob("*") if file.is_file())
-        version = self.revision if folder is None else files_identity(files, split)
-        return f"{self.name}:{self.column}:{split}:{version}"
+        """The repository and its revision; for a mirror, the paths, sizes and modification times of the files."""
+        if self.files is not None and split == "all":
+            return "\n".join(map(self.identity, SPLITS))
+        pattern = "**/*" if self.files is None else self.files[split]
+        if self.folder is None:
+            version = self.revision
+        else:
+            found = [(file, file.stat()) for file in sorted(self.folder.glob(pattern)) if file.is_file()]
+            version = "\n".join(f"{file.resolve()}:{split}:{facts.st_size}:{facts.st_mtime_ns}" for file, facts in found)
+        if not version:
+            found_none = f"There is no file {pattern} in {self.folder}"
+            raise LineartimeError(f"{found_none}: complete the mirror, or unset LINEARTIME_MIRROR.")
+        if self.files is None:
+            return f"{self.name}:{self.column}:{split}:{version}"
+        return version if self.folder else f"{self.repository}:{split}:{pattern}:{version}"
+
+    portable_identity = identity
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """The documents of a split in the order of the data set."""
-        parts = map(self._load, self._published.values()) if split == "all" else (self.examples(split),)
-        for part in parts:
-            yield from map(pieces, self.read(part, self.texts))
+        if split == "all" and self.files is None:
+            parts = map(self._published_rows, self._published.values())
+        else:
+            parts = map(self.examples, SPLITS if split == "all" else (split,))
+        for rows in parts:
+            if self.lines:
+                yield from _articles(self._read(rows, lambda row: [row["text"] or " \n"]))  # the hub has "" for " \n"
+            else:
+                yield from map(pieces, self._read(rows, self.texts))
 
     def examples(self, split: Split) -> Any:
         """The rows of a split as an IterableDataset."""
+        if self.files is not None:
+            self.identity(split)  # raises a clear error for missing files
+            rows = self._load(self.folder, data_files={split: self.files[split]}, split=split)
+            if self.halves and split != "train":
+                parity = int(split == "test")
+                rows = rows.filter(lambda _, index: index % 2 == parity, with_indices=True)
+            return rows
         missing = self._missing
         if split in self._published and (split != "train" or not missing):
-            return self._load(self._published[split])
+            return self._published_rows(self._published[split])
 
         def belongs(example: Example) -> bool:
             drawn = split_of("".join(self.texts(example)))
             return drawn not in missing if split == "train" else drawn == split
 
-        return self._load(self._published["train"]).filter(belongs)
+        return self._published_rows(self._published["train"]).filter(belongs)
 
     def texts(self, example: Example) -> list[str]:
-        """The text of a row, as a list; empty for a row without a value."""
+        """The documents in a row, of which one without a value has none."""
+        if self.lines:
+            raise LineartimeError(f"{self.name} cannot be streamed: encode it beforehand.")
+        if self.texts_of is not None:
+            return self.texts_of(example)
         if self.column not in example:
             raise missing_column(self.column, self.name, example, ".")
         text = example[self.column]
@@ -173,13 +176,26 @@ class HubDataset(Repository):
             raise LineartimeError(f'{self.name} has {text!r:.40} in "{self.column}" instead of a text: choose another column.')
         return [] if text is None else [text]
 
-    def _load(self, names: list[str]) -> Any:
-        path, config = self._place
-        loaded = [self.load(path, name=config, split=name) for name in names]
-        if len(loaded) == 1:
-            return loaded[0]
+    def _read(self, rows: Iterable[Example], texts: Callable[[Example], list[str]]) -> Iterator[str]:
+        """The texts of rows; every error of reading is a LineartimeError, also where another iterator consumes them."""
         with reporting_read_errors(self.name):
-            return datasets_library(f"Reading {self.name}").concatenate_datasets(loaded)
+            for row in rows:
+                yield from texts(row)
+
+    def _load(self, path: Path | None, **options: Any) -> Any:
+        """Some rows as an IterableDataset, from a folder or from the hub. Raises LineartimeError if they cannot be read."""
+        datasets = datasets_library(f"Reading {self.name}")
+        if path is None:
+            options["revision"] = self.revision
+        with reporting_read_errors(self.name):
+            return datasets.load_dataset(str(path or self.repository), streaming=True, **options)
+
+    def _published_rows(self, names: list[str]) -> Any:
+        """The rows of published splits, one after another."""
+        path, config = self._place
+        loaded = [self._load(path, name=config, split=name) for name in names]
+        with reporting_read_errors(self.name):
+            return loaded[0] if len(loaded) == 1 else datasets_library("").concatenate_datasets(loaded)
 
     @property
     def _place(self) -> tuple[Path | None, str | None]:
@@ -204,86 +220,15 @@ class HubDataset(Repository):
                     wrong = f"is {self.name}, but must name one of the configurations {', '.join(configs)}"
                     raise ArgumentError("data", f"{wrong}: {first}.") from None
                 raise
-        found: dict[Split, list[str]] = {}
-        for name in names:
-            if split := named_split(name):
-                found.setdefault(split, []).append(name)
-        if not found and len(names) == 1:
-            return {"train": names}
-        if not found:
+        found = {split: own for split in SPLITS if (own := [name for name in names if named_split(name) == split])}
+        if not found and len(names) > 1:
             raise LineartimeError(f"{self.name} has the splits {', '.join(names)}, none of which is for training or testing.")
-        return {split: found[split] for split in SPLITS if split in found}
+        return found or {"train": names}
 
     @property
     def _missing(self) -> list[Split]:
         """The splits that are taken from the training documents."""
         return [split for split in SPLITS if split not in self._published] if "train" in self._published else []
-
-
-_TITLE = re.compile(r" = (?!= ).+ = \n?")
-
-
-@dataclass(frozen=True)
-class HubCorpus(Repository):
-    """A data set that has a name in this library, and published splits.
-
-    Attributes:
-        files: a pattern for the files of each split.
-        columns: the columns to read; None for formats without columns.
-        texts_of: a function that returns the documents in an example.
-        lines: whether an example is a line of a document, rather than one or more documents.
-        halves: whether validation and test share files: validation takes the documents with even numbers, test the others.
-    """
-
-    files: dict[Split, str]
-    columns: tuple[str, ...] | None = ("text",)
-    texts_of: Callable[[Example], list[str]] = lambda example: [example["text"]]
-    lines: bool = False
-    halves: bool = False
-    _small_file = "README.md"
-
-    def describe(self, split: Split) -> str:
-        """The files of a split."""
-        half = "half the documents of " if self.halves and split != "train" else ""
-        return f"{half}{self.files[split]} of {self.repository}"
-
-    def identity(self, split: Split) -> str:
-        """The repository and its revision; for a mirror, the paths, sizes and modification times of the files."""
-        if split == "all":
-            return "\n".join(map(self.identity, SPLITS))
-        folder, pattern = self.folder, self.files[split]
-        if folder is None:
-            return f"{self.repository}:{split}:{pattern}:{self.revision}"
-        files = sorted(folder.glob(pattern))
-        if not files:
-            raise LineartimeError(f"There is no file {pattern} in {folder}: complete the mirror, or unset LINEARTIME_MIRROR.")
-        return files_identity(files, split)
-
-    def documents(self, split: Split) -> Iterator[Iterator[str]]:
-        """The documents of a split in the order of the files."""
-        for each in SPLITS if split == "all" else (split,):
-            examples = self.examples(each)
-            if self.lines:
-                lines = self.read(examples, lambda example: [example["text"] or " \n"])  # the hub has "" for an empty line
-                yield from _articles(lines)
-            else:
-                yield from map(pieces, self.read(examples, self.texts_of))
-
-    def examples(self, split: Split) -> Any:
-        """The rows of a split as an IterableDataset."""
-        self.identity(split)  # raises a clear error for missing files
-        options: dict[str, Any] = {} if self.columns is None else {"columns": list(self.columns)}
-        dataset = self.load(self.folder, data_files={split: self.files[split]}, split=split, **options)
-        if self.halves and split != "train":
-            parity = int(split == "test")
-            dataset = dataset.filter(lambda _, index: index % 2 == parity, with_indices=True)
-        return dataset
-
-    def texts(self, example: Example) -> list[str]:
-        """The documents in an example."""
-        if self.lines:
-            raise LineartimeError(f"{self.name} cannot be streamed: encode it beforehand.")
-        return self.texts_of(example)
 
 
 def _articles(lines: Iterator[str]) -> Iterator[Iterator[str]]:
@@ -292,7 +237,7 @@ def _articles(lines: Iterator[str]) -> Iterator[Iterator[str]]:
 
     def number(line: str) -> int:
         nonlocal titles
-        titles += _TITLE.fullmatch(line) is not None
+        titles += re.fullmatch(r" = (?!= ).+ = \n?", line) is not None
         return titles
 
     return (article for _, article in groupby(lines, number))
@@ -311,27 +256,26 @@ def _evidence(example: Example) -> list[str]:
     return [*example["entity_pages"]["wiki_context"], *example["search_results"]["search_context"]]
 
 
-def _files(pattern: str, **others: str) -> dict[Split, str]:
+def _files(pattern: str) -> dict[Split, str]:
     """A file pattern for each split, from a common pattern with a placeholder for the split."""
-    return {split: others.get(split, pattern.format(split)) for split in SPLITS}
+    return {split: pattern.format(split) for split in SPLITS}
 
 
-_C4 = "en/c4-{}.*.json.gz"
-_EVIDENCE = ("entity_pages", "search_results")
+_C4: dict[Split, str] = {**_files("en/c4-{}.*.json.gz"), "test": "en/c4-validation.*.json.gz"}
 HUB: dict[str, HubCorpus] = {
     corpus.name: corpus
     for corpus in (
-        HubCorpus("wiki40b", "google/wiki40b", _files("en/{}-*.parquet"), texts_of=_wiki40b),
+        HubCorpus("wiki40b", "google/wiki40b", files=_files("en/{}-*.parquet"), texts_of=_wiki40b),
         # One book per row. deepmind/pg19 is a loading script, which datasets no longer runs.
-        HubCorpus("pg19", "emozilla/pg19", _files("data/{}-*.parquet")),
-        HubCorpus("c4", "allenai/c4", _files(_C4, test=_C4.format("validation")), columns=None, halves=True),
-        HubCorpus("trivia_qa", "mandarjoshi/trivia_qa", _files("rc/{}-*.parquet"), columns=_EVIDENCE, texts_of=_evidence),
-        HubCorpus("wikitext", "Salesforce/wikitext", _files("wikitext-103-raw-v1/{}-*.parquet"), lines=True),
+        HubCorpus("pg19", "emozilla/pg19", files=_files("data/{}-*.parquet")),
+        HubCorpus("c4", "allenai/c4", files=_C4, halves=True),
+        HubCorpus("trivia_qa", "mandarjoshi/trivia_qa", files=_files("rc/{}-*.parquet"), texts_of=_evidence),
+        HubCorpus("wikitext", "Salesforce/wikitext", files=_files("wikitext-103-raw-v1/{}-*.parquet"), lines=True),
     )
 }
 
 
-def hub_dataset(name: str, column: str) -> HubDataset | HubCorpus:
+def hub_corpus(name: str, column: str) -> HubCorpus:
     """The data set of a name: hub:ORG/NAME, hub:ORG/NAME/CONFIG, or hub:NAME for one without an organisation.
 
     The rows of WikiText, in any configuration, are lines. They are joined into articles, as in the corpus wikitext.
@@ -343,4 +287,4 @@ def hub_dataset(name: str, column: str) -> HubDataset | HubCorpus:
     wikitext = HUB["wikitext"]
     if repository == wikitext.repository and config is not None:
         return replace(wikitext, name=name, files=_files(f"{config}/{{}}-*.parquet"))
-    return HubDataset(name, repository, config, column)
+    return HubCorpus(name, repository, config, column)

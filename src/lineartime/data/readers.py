@@ -5,49 +5,37 @@ values of two types, the line of an error is that of the file, not of a block, a
 """
 
 import bz2
-import codecs
 import csv
 import io
 import json
 import lzma
-import re
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from lineartime.choices import TEXT_COLUMN
-from lineartime.errors import ArgumentError, LineartimeError, file_error, first_line, missing_extra, require_packages
+from lineartime.errors import ArgumentError, LineartimeError, file_error, first_line, require_packages
 
 COMPRESSED = (".gz", ".xz", ".lzma", ".bz2", ".zst", ".zstd", ".zip")
-CSV = (".csv", ".tsv")
-RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *CSV)
+RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 BLOCK = 1 << 18  # bytes, or characters, of text in memory at a time
-_COMPRESSED_BLOCK = 1 << 12  # few bytes, because they may expand by a factor of thousands
-_Inflater = type(zlib.decompressobj())
+_COMPRESSED_BLOCK = 1 << 8  # few bytes, because they may expand by a factor of thousands
 
 LEAVE_OUT = "leave the file out."
-_SEPARATORS = ",;\t|"
-"""Of CSV; the first that makes one of the column that is read."""
-_SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file with text, and how it is read.
-
-    Attributes:
-        path: the file; its suffix indicates the format.
-        column: the column of records that holds the text.
-    """
+    """A file with text, whose suffix indicates the format."""
 
     path: Path
-    column: str = TEXT_COLUMN
+    column: str = TEXT_COLUMN  # of records, that holds the text
 
     @property
     def version(self) -> tuple[int, int]:
@@ -61,11 +49,20 @@ class SourceFile:
         """Whether the file is compressed, by its name."""
         return self.path.suffix.lower() in COMPRESSED
 
-    @property
+    @cached_property
     def format_suffix(self) -> str:
         """The suffix of the format, without that of a compression; for a .zip, of the file in it, if that is one of records."""
-        member = _member_suffix(self.path, self.version) if self.path.suffix.lower() == ".zip" else ""
-        return member if member in RECORDS else Path(self.path.stem if self.is_compressed else self.path).suffix.lower()
+        if self.path.suffix.lower() == ".zip":
+            with reporting(self.path), zipfile.ZipFile(self.path) as archive:
+                suffix = Path(_member(archive, self.path)).suffix.lower()
+            if suffix in RECORDS:
+                return suffix
+        return Path(self.path.stem if self.is_compressed else self.path).suffix.lower()
+
+    @property
+    def has_records(self) -> bool:
+        """Whether each record of the file is a document, rather than the whole file. Raises LineartimeError for a bad .zip."""
+        return self.format_suffix in RECORDS
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
@@ -74,13 +71,22 @@ class SourceFile:
         Raises LineartimeError, naming the file, if it cannot be read.
         """
         with reporting(self.path), self.path.open("rb") as raw:
-            if self.is_compressed:
-                yield io.BufferedReader(_Decompressed(_blocks(raw, self.path)), BLOCK)
+            if self.path.suffix.lower() == ".zip":
+                with zipfile.ZipFile(raw) as archive:
+                    try:
+                        member = archive.open(_member(archive, self.path))
+                    except RuntimeError as error:  # a password, or a compression that zipfile cannot read
+                        found = f"{self.path} cannot be read ({first_line(error)})"
+                        raise LineartimeError(f"{found}: unpack it and give the folder.") from None
+                    with member:
+                        yield member
+            elif self.is_compressed:
+                yield io.BufferedReader(_Blocks(decompressed(raw, self.path)), BLOCK)
             else:
                 yield raw
 
 
-class _Decompressed(io.RawIOBase):
+class _Blocks(io.RawIOBase):
     """An iterator of byte blocks as a file; empty blocks are skipped."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
@@ -98,68 +104,38 @@ class _Decompressed(io.RawIOBase):
         return count
 
 
-def _blocks(raw: IO[bytes], path: Path) -> Iterator[bytes]:
-    """The decompressed bytes of a file."""
-    match path.suffix.lower():
-        case ".gz":
-            yield from _streams(raw, partial(zlib.decompressobj, 16 + zlib.MAX_WBITS))  # the format of gzip
-        case ".xz" | ".lzma":
-            yield from _streams(raw, lzma.LZMADecompressor)
-        case ".bz2":
-            yield from _streams(raw, bz2.BZ2Decompressor)
-        case ".zst" | ".zstd":
-            require_packages("zstandard", extra="data", purpose=f"Reading {path}")
-            import zstandard
-
-            yield from _streams(raw, lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj())
-        case ".zip":
-            with zipfile.ZipFile(raw) as archive:
-                try:
-                    member = archive.open(_member(archive, path))
-                except (RuntimeError, NotImplementedError) as error:  # a password, or a compression that zipfile cannot read
-                    found = f"{path} cannot be read ({first_line(error)})"
-                    raise LineartimeError(f"{found}: unpack it and give the folder.") from None
-                with member:
-                    yield from iter(partial(member.read, BLOCK), b"")
-
-
-def _streams(raw: IO[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
-    """Decompress stream by stream, with new decoders.
+def decompressed(raw: IO[bytes], path: Path) -> Iterator[bytes]:
+    """Decompress a file stream by stream, each with a new decoder.
 
     The readers of lzma and bz2 end at padding between streams, and that of zstandard takes a file that is cut off for whole.
     """
     decoder: Any = None
-    compressed = raw.read(_COMPRESSED_BLOCK)
-    if compressed.startswith(bytes(5)):  # which lzma takes for an empty file
-        raise EOFError("it starts with zeros")
-    while compressed:
-        if decoder is None:
-            compressed = compressed.lstrip(b"\0")
-            decoder = new() if compressed else None
-        if decoder is not None:
+    has_streams = False
+    while compressed := raw.read(_COMPRESSED_BLOCK):
+        while compressed := compressed if decoder else compressed.lstrip(b"\0"):
+            decoder, has_streams = decoder or _decoder(path), True
             try:
-                yield from _pieces(decoder, compressed)
+                yield decoder.decompress(compressed)
             except Exception as error:  # each library has its own
                 raise EOFError(first_line(error)) from None
             compressed = decoder.unused_data if decoder.eof else b""
             decoder = None if decoder.eof else decoder
-        compressed = compressed or raw.read(_COMPRESSED_BLOCK)
-    if decoder is not None:
-        raise EOFError("it ends within a stream")
+    if decoder is not None or not has_streams:
+        raise EOFError("it ends within a stream" if has_streams else "it has only zeros")
 
 
-def _pieces(decoder: Any, compressed: bytes) -> Iterator[bytes]:
-    """What a decoder makes of some bytes; at most BLOCK at a time, but for zstandard, whose decoder has no limit."""
-    if isinstance(decoder, _Inflater):
-        yield decoder.decompress(compressed, BLOCK)
-        while decoder.unconsumed_tail and not decoder.eof:  # at the end, what was left before stays there
-            yield decoder.decompress(decoder.unconsumed_tail, BLOCK)
-    elif isinstance(decoder, bz2.BZ2Decompressor | lzma.LZMADecompressor):
-        yield decoder.decompress(compressed, BLOCK)
-        while not (decoder.eof or decoder.needs_input):
-            yield decoder.decompress(b"", BLOCK)
-    else:
-        yield decoder.decompress(compressed)
+def _decoder(path: Path) -> Any:
+    match path.suffix.lower():
+        case ".gz":
+            return zlib.decompressobj(16 + zlib.MAX_WBITS)  # the format of gzip
+        case ".xz" | ".lzma":
+            return lzma.LZMADecompressor()
+        case ".bz2":
+            return bz2.BZ2Decompressor()
+    require_packages("zstandard", extra="data", purpose=f"Reading {path}")
+    import zstandard
+
+    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
 
 def _member(archive: zipfile.ZipFile, path: Path) -> str:
@@ -170,185 +146,118 @@ def _member(archive: zipfile.ZipFile, path: Path) -> str:
     return names[0]
 
 
-@lru_cache(maxsize=4096)
-def _member_suffix(path: Path, version: tuple[int, int]) -> str:
-    """The suffix of the file in a .zip of this version."""
-    with reporting(path), zipfile.ZipFile(path) as archive:
-        return Path(_member(archive, path)).suffix.lower()
-
-
 @contextmanager
 def reporting(path: Path) -> Iterator[None]:
     """Raise LineartimeError, naming the file, where it cannot be read or decoded."""
     try:
         yield
     except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
-        raise damaged(path, error) from None
+        raise _damaged(path, error) from None
     except OSError as error:
-        raise (damaged(path, error) if error.errno is None else file_error("read", path, error)) from None
+        raise (_damaged(path, error) if error.errno is None else file_error("read", path, error)) from None
 
 
-def damaged(path: Path, error: Exception) -> LineartimeError:
-    """The error for a file that a library cannot decode."""
+def _damaged(path: Path, error: Exception) -> LineartimeError:
     return LineartimeError(f"{path} is damaged or cut off ({first_line(error)}): fetch it again, or {LEAVE_OUT}")
 
 
 def missing_column(column: str, where: str, columns: Iterable[str], otherwise: str = f", or {LEAVE_OUT}") -> ArgumentError:
     """The error for records of which the first lacks the column of the text, so that none is expected to have it."""
     found = f"is {column}, but {where} has the columns {', '.join(columns)}"
-    return ArgumentError("text_column", f"{found}: name the one that holds the text", *(otherwise or (", or {LEAVE_OUT}")))
+    return ArgumentError("text_column", f"{found}: name the one that holds the text{otherwise}")
 
 
-def not_utf8(where: str, content: bytes, place: int, offset: int) -> LineartimeError:
-    """The error for a byte that is not UTF-8, `place` in some content of a file and `offset` in the file."""
-    byte = content[place]
-    found = f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset})"
-    without_mark = f"utf-16{'le' if offset % 2 else 'be'}" if byte == 0 else "latin1"
-    encoding = "utf-16" if offset == 0 and byte in (0xFE, 0xFF) else without_mark
-    return LineartimeError(f"{found}: convert a text, for example by `iconv -f {encoding} -t utf-8`, or {LEAVE_OUT}")
-
-
-Format = Literal["text", "json lines", "json", "csv", "parquet"]
-
-
-def file_format(file: SourceFile) -> Format:
-    """The format of a file; all formats except "text" hold records.
-
-    A .json file holds an array of objects or texts, or one object; or JSON lines, if its first line is an object.
-
-    Raises LineartimeError for a .json or .zip file that cannot be read, and Parquet in a compressed file.
-    """
-    match file.format_suffix:
-        case ".parquet":
-            if file.is_compressed:
-                raise LineartimeError(f"{file.path} is Parquet in a compressed file, which cannot be read: unpack it.")
-            return "parquet"
-        case ".jsonl" | ".ndjson":
-            return "json lines"
-        case ".csv" | ".tsv":
-            return "csv"
-        case ".json":
-            return _json_format(file, file.version)
-    return "text"
+def not_utf8(where: str, byte: int, offset: int) -> LineartimeError:
+    """The error for a byte that is not UTF-8, or a zero, at an offset in a file."""
+    encoding = "utf-16" if byte in (0, 0xFE, 0xFF) and offset < 2 else "latin1"
+    advice = f"convert a text, for example by `iconv -f {encoding} -t utf-8`, or {LEAVE_OUT}"
+    return LineartimeError(f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset}): {advice}")
 
 
 def read_texts(file: SourceFile) -> Iterator[str]:
     """Yield the text of each record, empty for null. Raises LineartimeError, naming file and place, on unreadable text."""
     column, is_first = file.column, True
     for place, record in read_records(file, (column,)):
-        where, wrong, text = f"{file.path}, {place},", "", record.get(column)
-        if column not in record and is_first:
+        where = f"{file.path}, {place},"
+        if is_first and column not in record:
             raise missing_column(column, where, record)
-        if column not in record:
-            wrong = f'has no "{column}"'  # but the records before it have: another column would not help
-        elif not isinstance(text, str | None):
-            wrong = f'has {text!r:.40} in "{column}" instead of a text'
-        else:
-            try:
-                (text or "").encode()
-            except UnicodeEncodeError as error:
-                wrong = f"has an incomplete character in its text ({error.reason})"
-        if wrong:
-            raise LineartimeError(f"{where} {wrong}: correct it, or leave it out.")
+        text, is_first = record.get(column, False), False  # False is no text, but None is an empty one
+        try:
+            ("" if text is None else text).encode()
+        except (AttributeError, UnicodeEncodeError):  # of half a surrogate pair, which JSON can spell
+            found = f'{text!r:.40} in "{column}" instead of a text' if column in record else f'no "{column}"'
+            raise LineartimeError(f"{where} has {found}: correct it, or leave it out.") from None
         yield text or ""
-        is_first = False
 
 
 def read_records(file: SourceFile, columns: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each record of a file with its place, such as "line 3". All commands read records by this function.
 
-    Args:
-        file: the file, whose column decides the separator of CSV.
-        columns: the columns to read; None for all. Others are read as well where leaving them out would save nothing.
+    `columns` are the columns to read; None for all. Others are read as well where leaving them out would save nothing.
 
     Raises LineartimeError, naming file and place, for what cannot be read, and ArgumentError for a file without records.
     """
-    readers = {"json lines": _json_lines, "json": _json, "csv": _csv, "parquet": _parquet}
-    read = readers.get(file_format(file))
-    if read is None:
+    if not file.has_records:
         raise ArgumentError("data", f"is {file.path}, but must be a file of records: {', '.join(RECORDS)}.")
-    for place, record in read(file, columns):
-        if not isinstance(record, dict):
-            raise LineartimeError(
-                f"{file.path}, {place}, is {record!r:.40}, but must be an object: correct it, or leave it out."
-            )
-        yield place, record
+    if file.format_suffix == ".parquet":
+        yield from _parquet(file, columns)
+    elif file.format_suffix in (".csv", ".tsv"):
+        yield from _csv(file)
+    else:
+        for place, record in _json(file):
+            if not isinstance(record, dict):
+                where = f"{file.path}, {place},"
+                raise LineartimeError(f"{where} is {record!r:.40}, but must be an object: correct it, or leave it out.")
+            yield place, record
 
 
-def _json_lines(file: SourceFile, _: Collection[str] | None) -> Iterator[tuple[str, Any]]:
+def _lines(file: SourceFile, stream: IO[bytes]) -> Iterator[str]:
+    """The lines of a file. Raises LineartimeError, naming line and byte, for text that is not UTF-8."""
     position = 0
+    for number, line in enumerate(stream, 1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            wrong = line.find(b"\0") if number == 1 else -1  # UTF-16 without a mark
+        except UnicodeDecodeError as error:
+            wrong = len(line) - len(error.object) + error.start
+        if wrong >= 0:
+            raise not_utf8(f"{file.path}, line {number:,},", line[wrong], position + wrong)
+        yield text
+        position += len(line)
+
+
+def _json(file: SourceFile) -> Iterator[tuple[str, Any]]:
+    """The objects of JSON lines. A .json file may also hold an array of objects or texts, or one object on several lines."""
     with file.open() as stream:
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                for value in _values(f"{file.path}, line {number},", line, position):
-                    yield f"line {number:,}", value
-            position += len(line)
+        lines = ((number, line) for number, line in enumerate(_lines(file, stream), 1) if line.strip())
+        place, first = next(lines, (1, ""))
+        is_object = first.lstrip().startswith("{") and first.rstrip().endswith("}")
+        if file.format_suffix == ".json" and not is_object:
+            value = _parsed(str(file.path), first + "".join(line for _, line in lines))
+            for number, item in enumerate(value if isinstance(value, list) else [value], 1):
+                yield f"record {number:,}", {file.column: item} if isinstance(item, str) else item
+            return
+        for number, line in chain([(place, first)] if first else [], lines):
+            yield f"line {number:,}", _parsed(f"{file.path}, line {number:,},", line)
 
 
-def _json(file: SourceFile, _: Collection[str] | None) -> Iterator[tuple[str, Any]]:
-    """An array of objects or texts, or objects one after another."""
-    with file.open() as stream:
-        values = _values(str(file.path), stream.read(), 0)
-    if len(values) == 1 and isinstance(values[0], list):
-        values = [{file.column: value} if isinstance(value, str) else value for value in values[0]]
-    yield from ((f"record {number:,}", value) for number, value in enumerate(values, 1))
-
-
-@lru_cache(maxsize=4096)
-def _json_format(file: SourceFile, version: tuple[int, int]) -> Format:
-    """The format of a .json file of this version."""
-    with file.open() as stream:
-        first = next((line for line in stream if not line.removeprefix(codecs.BOM_UTF8).isspace()), b"")
+def _parsed(where: str, text: str) -> Any:
     try:
-        return "json lines" if isinstance(json.loads(first.removeprefix(codecs.BOM_UTF8)), dict) else "json"
-    except (ValueError, RecursionError):
-        return "json"
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
-        raise json.JSONDecodeError("an object has one name twice", "", 0)
-    return found
-
-
-def _values(where: str, content: bytes, position: int) -> list[Any]:
-    """The values of a JSON text, one after another, which is `position` bytes after the beginning of its file."""
-    if position == 0 and content.startswith(codecs.BOM_UTF8):
-        position, content = len(codecs.BOM_UTF8), content.removeprefix(codecs.BOM_UTF8)
-    values: list[Any] = []
-    try:
-        text, decoder, end = content.decode().strip(), json.JSONDecoder(object_pairs_hook=_object), 0
-        while end < len(text) or not values:
-            value, end = decoder.raw_decode(text, end)
-            values.append(value)
-            end = _SPACE.match(text, end).end()  # type: ignore[union-attr]  # which matches anything
-        return values
-    except UnicodeDecodeError as error:
-        raise not_utf8(where, content, error.start, position + error.start) from None
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
         raise LineartimeError(f"{where} is not JSON ({reason.removesuffix(' at')}): correct it, or leave it out.") from None
 
 
-def _csv(file: SourceFile, columns: Collection[str] | None) -> Iterator[tuple[str, Any]]:
+def _csv(file: SourceFile) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(max(1 << 30, csv.field_size_limit()))  # of the whole process; a field may be a book
     with file.open() as stream:
-        lines = _lines(file, stream)
-        header = next(lines, "").removeprefix("\ufeff")
-        if "\0" in header:  # UTF-16 without a mark
-            raise not_utf8(f"{file.path}, line 1,", header.encode(), header.index("\0"), header.index("\0"))
-
-        def named(separator: str) -> list[str]:
-            return [name.strip() for name in next(csv.reader([header], delimiter=separator), [])]
-
         if file.format_suffix == ".tsv":  # by its standard, without quotes
-            rows = csv.reader(chain([header], lines), delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
+            rows = csv.reader(_lines(file, stream), delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
         else:
-            separator = next((each for each in _SEPARATORS if file.column in named(each)), ",")
-            rows = csv.reader(chain([header], lines), delimiter=separator, strict=True)
+            rows = csv.reader(_lines(file, stream), strict=True)
         try:
             names = [name.strip() for name in next(rows, [])]
-            _check_once(names, columns, f"{file.path}, line 1,")
             for row in rows:
                 if row and len(row) != len(names):  # an empty line is no record
                     fields = "1 field" if len(row) == 1 else f"{len(row)} fields"
@@ -361,42 +270,22 @@ def _csv(file: SourceFile, columns: Collection[str] | None) -> Iterator[tuple[st
             raise LineartimeError(f"{where} is not CSV ({error}): correct it, or leave it out.") from None
 
 
-def _check_once(names: Sequence[str], columns: Collection[str] | None, where: str) -> None:
-    """Raise LineartimeError for a column, of those that are read, that a file names twice."""
-    for name in names:
-        if name and names.count(name) > 1 and (columns is None or name in columns):
-            raise LineartimeError(f"{where} names the column {name} twice: rename one, or {LEAVE_OUT}")
-
-
-def _lines(file: SourceFile, stream: IO[bytes]) -> Iterator[str]:
-    position = 0
-    for number, line in enumerate(stream, 1):
-        try:
-            yield line.decode()
-        except UnicodeDecodeError as error:
-            where = f"{file.path}, line {number:,},"
-            raise not_utf8(where, line, error.start, position + error.start) from None
-        position += len(line)
-
-
-def _parquet(file: SourceFile, columns: Collection[str] | None) -> Iterator[tuple[str, Any]]:
+def _parquet(file: SourceFile, columns: Collection[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
     path, number = file.path, 0
+    if file.is_compressed:
+        raise LineartimeError(f"{path} is Parquet in a compressed file, which cannot be read: unpack it.")
+    require_packages("pyarrow", extra="data", purpose=f"Reading {path}")
+    import pyarrow
+    import pyarrow.parquet
+
     try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise missing_extra("pyarrow", "data", f"Reading {path}") from None
-    try:
-        with reporting(path), path.open("rb") as raw, parquet.ParquetFile(raw) as table:
-            names = table.schema_arrow.names
-            _check_once(names, columns, str(path))
-            names = [name for name in names if columns is None or name in columns] or names
-            for batch in table.iter_batches(batch_size=16, columns=names):  # few rows at a time: a row may be a whole book
-                for row in range(batch.num_rows):
+        with file.open() as stream, pyarrow.parquet.ParquetFile(stream) as table:
+            names = [name for name in table.schema_arrow.names if columns is None or name in columns]
+            for batch in table.iter_batches(batch_size=16, columns=names or None):  # few rows at a time: one may be a book
+                for row in batch.to_pylist():
                     number += 1
-                    yield f"row {number:,}", {name: each[row].as_py() for name, each in zip(names, batch.columns, strict=True)}
-    except UnicodeDecodeError as error:
-        byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
-        raise LineartimeError(f"{path}, row {number:,}, is not UTF-8 text ({byte}): write it anew, or leave it out.") from None
-    except arrow.ArrowException as error:
-        raise damaged(path, error) from None
+                    yield f"row {number:,}", row
+    except UnicodeDecodeError:
+        raise LineartimeError(f"{path}, after row {number:,}, is not UTF-8 text: write it anew, or leave it out.") from None
+    except pyarrow.ArrowException as error:
+        raise _damaged(path, error) from None

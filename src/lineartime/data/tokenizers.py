@@ -1,6 +1,5 @@
 """Tokenizers: text to token ids and back, by bytes or with any tokenizer of the Hugging Face `tokenizers` library."""
 
-import codecs
 import hashlib
 import json
 import re
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,31 +25,13 @@ from lineartime.errors import (
 from lineartime.files import TOKENIZER_FILE
 
 
-class ByteStreamDecoder:
-    """Decodes bytes."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token: int) -> str:
-        """Add a token, and return the text that it completes."""
-        return self._decoder.decode(bytes([token])) if token < 256 else ""
-
-    def flush(self) -> str:
-        """Return the text held back, after the last token."""
-        return self._decoder.decode(b"", final=True)
-
-
-class JsonStreamDecoder:
+class StreamDecoder:
     """Decodes new tokens together with those before them, because the text of a token can depend on its neighbours.
 
     The `DecodeStream` of the tokenizers library holds text back until it is valid, which bytes of an untrained model never are.
     A token may end one character and begin the next, so every token may end within a character. What is held back is therefore
     the end of the text, not tokens: an incomplete character reads as U+FFFD.
     """
-
-    _MOST = 64
-    """The maximum number of tokens that are decoded together, besides those whose text is complete."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -62,88 +43,21 @@ class JsonStreamDecoder:
         """Add a token, and return the text that it completes."""
         self._waiting.append(token)
         text = self._decode(self._shown + self._waiting)
-        return self._return(text, len(text.rstrip("\ufffd")))
+        piece = text[self._returned :].rstrip("\ufffd")
+        self._returned += len(piece)
+        if self._returned == len(text):
+            # Some tokens have a text only beside others: the first token of a text loses its space.
+            alone = self._decode(self._waiting)
+            self._shown, self._waiting = self._waiting if alone else (self._shown + self._waiting)[:_KEPT], []
+            self._returned = len(alone or self._decode(self._shown))
+        return piece
 
     def flush(self) -> str:
         """Return the text held back, after the last token."""
-        text = self._decode(self._shown + self._waiting)
-        return self._return(text, len(text))
-
-    def _return(self, text: str, end: int) -> str:
-        """Return the text up to `end`, as far as it is new, and forget the tokens that are no longer needed."""
-        piece = text[self._returned : end]
-        self._returned = max(self._returned, end)
-        if end == len(text):
-            # Some tokens have a text only beside others: the first token of a text loses its space.
-            alone = self._decode(self._waiting)
-            self._shown, self._waiting = self._waiting if alone else (self._shown + self._waiting)[: self._MOST], []
-            self._returned = len(alone or self._decode(self._shown))
-        elif len(self._waiting) > self._MOST:  # the text of the later half ends in the same way
-            self._shown, self._waiting = [], self._waiting[self._MOST // 2 :]
-            later = len(self._decode(self._waiting))
-            if len(text) - end > later:  # not characters, but bytes that are none
-                piece, end = piece + text[end : len(text) - later], len(text) - later
-            self._returned = later - (len(text) - end)
-        return piece
+        return self._decode(self._shown + self._waiting)[self._returned :]
 
 
-SURE = 16
-"""On each side of a seam, the number of tokens that are the same whatever else a text holds."""
-
-
-class Seam(NamedTuple):
-    """A place at which the tokens of a long text can be joined from those of two parts.
-
-    Attributes:
-        text: a short text around it, with which the first part ends and the second begins.
-        ids: its tokens.
-        before: the number of these before the seam.
-        end: the number of characters that the tokens before the seam encode, with the whole of a last one.
-    """
-
-    text: str = ""
-    ids: NDArray[np.int64] = np.zeros(0, np.int64)
-    before: int = 0
-    end: int = 0
-
-    def joins(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> bool:
-        """Whether both parts have the tokens of the short text around the seam, and from there to where it ends or begins."""
-        last, beginning = self.ids[max(0, self.before - SURE) :], self.ids[: self.before + SURE]
-        return np.array_equal(first[-len(last) :], last) and np.array_equal(second[: len(beginning)], beginning)
-
-
-def find_seam(text: str, encodings: Sequence[Any], *, within_words: bool) -> Seam | None:
-    """A place in a short text, in its middle if possible, at which the tokens of a longer one can be joined.
-
-    It is the start of a word, because words are encoded independently. Within a word, BPE alone can be joined: its tokens are
-    right if each two adjacent ones are. The place must not depend on where the text begins or ends: whatever groups characters
-    by number, as digits by three, groups those of a text that begins one later in another way.
-
-    Args:
-        text: the text.
-        encodings: of the text, and of the text without its first and last character, by the tokenizers library.
-        within_words: whether the tokenizer is BPE.
-    """
-    tokens, shorter = (
-        [
-            (word != previous, start + shift, end + shift, token)
-            for word, previous, (start, end), token in zip(x.word_ids, [None, *x.word_ids], x.offsets, x.ids, strict=False)
-        ]
-        for shift, x in enumerate(encodings)
-    )
-    place_in_shorter = {token: place for place, token in enumerate(shorter)}
-    places = [
-        (not begins_word, abs(start - len(text) // 2), place)
-        for place, (begins_word, start, _, _) in enumerate(tokens)
-        if SURE <= place <= len(tokens) - SURE and (begins_word or within_words)
-    ]
-    for _, _, place in sorted(places):
-        other = place_in_shorter.get(tokens[place], 0)
-        if other >= SURE and tokens[place - SURE : place + SURE] == shorter[other - SURE : other + SURE]:
-            return Seam(text, np.array(encodings[0].ids), place, tokens[place - 1][2])
-    return None
-
-
+_KEPT = 64  # tokens, the last of which have no text of their own
 _HUB = "hub:"
 MASK_TEXT, END_TEXT = "[MASK]", "[END]"
 """How a mask and an end of document are displayed."""
@@ -151,17 +65,9 @@ FRAME = ("[CLS]", "[SEP]")
 """The names of the tokens before and after a text that a masked language model reads."""
 
 
-def _byte_level() -> dict[str, int]:
-    """The byte that each character in the pieces of byte-level tokenizers represents.
-
-    Printable characters of Latin-1 represent themselves. The characters from U+0100 represent the other bytes, in order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-BYTE_LEVEL = _byte_level()
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}  # of Latin-1, which represent themselves
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]  # represented by the characters from U+0100 on
+BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
 """The byte that each character of a byte-level piece represents."""
 _NOTHING_BEFORE: dict[str, dict[str, Any]] = {
     "Prepend": {"prepend": ""},
@@ -182,16 +88,11 @@ class ByteTokenizer:
         """The bytes of a text, also of one inside another: int64 [n]."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+    def encode_batch(self, texts: Sequence[str], inside: bool = False) -> list[NDArray[np.int64]]:
         """The bytes of several texts; one core is enough to copy them."""
         return [self.encode(text) for text in texts]
 
-    def seam(self, text: str) -> Seam:
-        """The middle of a text: no byte depends on another."""
-        end = len(text) // 2
-        return Seam(text, self.encode(text), len(text[:end].encode()), end)
-
-    def beginning(self, text: str, n_tokens: int) -> str:
+    def beginning(self, text: str, n_tokens: int, inside: bool = False) -> str:
         """The part of a text that its first bytes encode, with the whole of a last character that they hold a part of."""
         return text[: len(self.decode(self.encode(text)[:n_tokens].tolist()))]
 
@@ -199,9 +100,9 @@ class ByteTokenizer:
         """The text of token ids, without special tokens; incomplete characters become U+FFFD."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
-    def stream_decoder(self) -> ByteStreamDecoder:
-        """A decoder of bytes that arrive one by one."""
-        return ByteStreamDecoder()
+    def stream_decoder(self) -> StreamDecoder:
+        """A decoder of tokens that arrive one by one."""
+        return StreamDecoder(self.decode)
 
     def show(self, token: int) -> str:
         r"""A readable form of a token: its character, \xc3 for a part of one, or the name of a special token."""
@@ -251,8 +152,7 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._definition = definition
         self._source = source
-        self._joins_within_words = type(self._tokenizer.model).__name__ == "BPE"
-        if self._joins_within_words:
+        if type(self._tokenizer.model).__name__ == "BPE":
             self._tokenizer.model.dropout = None  # which would give a text other tokens each time
         self._known: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.end_of_document, size = self._special(self._END_NAMES, self._known)
@@ -268,32 +168,29 @@ class JsonTokenizer:
 
     def encode(self, text: str, inside: bool = False) -> NDArray[np.int64]:
         """The token ids of a text, without special tokens: int64 [n]; for one inside another, without what is put before."""
-        return (self._inside if inside else self).encode_batch([text])[0]
+        return self.encode_batch([text], inside)[0]
+
+    def encode_batch(self, texts: Sequence[str], inside: bool = False) -> list[NDArray[np.int64]]:
+        """The token ids of several texts, on all cores: int64 [n] each."""
+        return [np.array(each.ids, dtype=np.int64) for each in self._encodings(texts, inside)]
+
+    def _encodings(self, texts: Sequence[str], inside: bool, with_places: bool = False) -> Any:
+        tokenizer = self._inside if inside else self._tokenizer
+        encode = tokenizer.encode_batch if with_places else tokenizer.encode_batch_fast
+        with _library_errors(f"The tokenizer {self._source} cannot encode the text", "."):  # for instance an unknown word
+            return encode(list(texts), add_special_tokens=False)
 
     @cached_property
-    def _inside(self) -> "JsonTokenizer":
+    def _inside(self) -> Any:
         """The tokenizer without what it puts before a text."""
         definition = json.loads(self._definition)
         for part in chain(_parts_of(definition.get("normalizer")), _parts_of(definition.get("pre_tokenizer"))):
             part.update(_NOTHING_BEFORE.get(part.get("type", ""), {}))
-        return JsonTokenizer(json.dumps(definition), self._source)
+        return JsonTokenizer(json.dumps(definition), self._source)._tokenizer
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The token ids of several texts, on all cores: int64 [n] each."""
-        return [np.array(each.ids, dtype=np.int64) for each in self._encodings(texts, self._tokenizer.encode_batch_fast)]
-
-    def _encodings(self, texts: Sequence[str], encode: Callable[..., Any]) -> Any:
-        with _library_errors(f"The tokenizer {self._source} cannot encode the text", "."):  # for instance an unknown word
-            return encode(list(texts), add_special_tokens=False)
-
-    def seam(self, text: str) -> Seam | None:
-        """A place in a short text, in its middle if possible, at which the tokens of a longer one can be joined."""
-        encodings = self._encodings([text, text[1:-1]], self._tokenizer.encode_batch)
-        return find_seam(text, encodings, within_words=self._joins_within_words)
-
-    def beginning(self, text: str, n_tokens: int) -> str:
+    def beginning(self, text: str, n_tokens: int, inside: bool = False) -> str:
         """The part of a text that its first tokens encode, with the whole of a last character that they hold a part of."""
-        [encoding] = self._encodings([text], self._tokenizer.encode_batch)
+        [encoding] = self._encodings([text], inside, with_places=True)
         return text[: max((end for _, end in encoding.offsets[:n_tokens]), default=0)]
 
     def decode(self, ids: list[int]) -> str:
@@ -302,9 +199,9 @@ class JsonTokenizer:
             text: str = self._tokenizer.decode([token for token in ids if token < self._known])
         return text
 
-    def stream_decoder(self) -> JsonStreamDecoder:
+    def stream_decoder(self) -> StreamDecoder:
         """A decoder of tokens that arrive one by one."""
-        return JsonStreamDecoder(self.decode)
+        return StreamDecoder(self.decode)
 
     def show(self, token: int) -> str:
         r"""A readable form of a token: its text, the bytes of an incomplete character as \xc3, or its name."""
@@ -351,11 +248,9 @@ def named_tokenizer(choice: str) -> Tokenizer:
     try:
         file = huggingface_hub.hf_hub_download(choice.removeprefix(_HUB), TOKENIZER_FILE)
     except Exception as error:  # network and hub errors
-        raise ArgumentError(
-            "tokenizer",
-            f"is {choice}, which cannot be read from the Hugging Face hub ({typed_first_line(error)}): check the name and the "
-            "network, or give the path of a tokenizer.json.",
-        ) from None
+        found = f"is {choice}, which cannot be read from the Hugging Face hub ({typed_first_line(error)})"
+        advice = ": check the name and the network, or give the path of a tokenizer.json."
+        raise ArgumentError("tokenizer", found, advice) from None
     return JsonTokenizer(read_definition(Path(file)), choice)
 
 
@@ -392,15 +287,11 @@ def check_vocabulary(tokenizer: object, vocab_size: int) -> None:
     """Raise ArgumentError unless `tokenizer` is a tokenizer with the model's vocabulary size."""
     tokens = getattr(tokenizer, "vocab_size", None)
     if not isinstance(tokens, int) or not hasattr(tokenizer, "stream_decoder"):
-        raise ArgumentError(
-            "tokenizer",
-            f"is of type {type(tokenizer).__name__}, but must be the tokenizer of the model: load_tokenizer returns it.",
-        )
+        found = f"is of type {type(tokenizer).__name__}, but must be the tokenizer of the model"
+        raise ArgumentError("tokenizer", f"{found}: load_tokenizer returns it.")
     if tokens != vocab_size:
-        raise ArgumentError(
-            "tokenizer",
-            f"has {tokens:,} tokens, but the model's vocabulary has {vocab_size:,}: give the tokenizer of the model's run.",
-        )
+        found = f"has {tokens:,} tokens, but the model's vocabulary has {vocab_size:,}"
+        raise ArgumentError("tokenizer", f"{found}: give the tokenizer of the model's run.")
 
 
 def encode_given(tokenizer: Tokenizer, argument: str, text: object, inside: bool = False) -> list[int]:

@@ -38,7 +38,6 @@ _LONG_RUN = re.compile(r"[^\W\d_]{500}|\d{500}|(?:[^\w\s]|_){500}|\s{500}")
 _MIN_VOCABULARY: dict[TokenizerKind, int] = {"bpe": 256 + len(_SPECIAL), "unigram": 256 + len(_SPECIAL) + 1 + 256}
 _MAX_VOCABULARY = 2**24
 """The largest vocabulary: above the largest in use, and small enough for the library that trains it."""
-_NAME = re.compile(r"(bpe|unigram)-(\d{1,20})")
 
 TRAINING_BYTES: dict[TokenizerKind, int] = {"bpe": 1 << 30, "unigram": 1 << 26}
 """Bytes of text to learn from. Unigram needs many times as much memory."""
@@ -48,13 +47,8 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
     """Train a tokenizer on the beginning of the training split, on all cores.
 
     BPE works on bytes, and decoding restores every text exactly. Unigram falls back to bytes where it has no piece; decoding
-    restores every text, except that U+2581 becomes a space.
-
-    Args:
-        corpus: the text.
-        kind: "bpe" or "unigram".
-        vocab_size: the number of tokens, including the end of a document, the mask, [CLS] and [SEP]. A short text gives fewer.
-        max_bytes: the bytes of text to learn from; the default is `TRAINING_BYTES`.
+    restores every text, except that U+2581 becomes a space. `vocab_size` includes the end of a document, the mask, [CLS] and
+    [SEP]; a short text gives fewer tokens. `max_bytes` of text are learned from, by default `TRAINING_BYTES`.
 
     Raises LineartimeError for an unknown kind, a vocabulary too small for all bytes or too large, or a corpus without text.
     """
@@ -62,9 +56,8 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
     require_packages("tokenizers", extra="tokenizers", purpose="Training a tokenizer")
     import tokenizers
 
-    limit, size = TRAINING_BYTES[kind] if max_bytes is None else max_bytes, corpus.size("train")
-    with Progress(f"reading {corpus.name}", None if size is None else min(limit, size)) as progress:
-        texts = _texts(corpus, limit, progress)
+    with Progress(f"training a tokenizer on {corpus.name}") as progress:
+        texts = _texts(corpus, TRAINING_BYTES[kind] if max_bytes is None else max_bytes, progress)
         first = next(texts, None)
         if first is None:
             raise no_text(f"the train split of {corpus.name}")
@@ -81,7 +74,7 @@ def check_tokenizer_options(kind: TokenizerKind, vocab_size: int, max_bytes: int
 
 
 def _texts(corpus: Corpus, limit: int, progress: Progress) -> Iterator[str]:
-    """The training split in blocks of whole lines, or parts of overlong words, up to `limit` bytes."""
+    """The training split in blocks of whole lines, or parts of overlong lines and words, up to `limit` bytes."""
     for text in chain.from_iterable(map(_whole_lines, corpus.documents("train"))):
         size = len(text.encode())
         if size > limit:
@@ -93,21 +86,18 @@ def _texts(corpus: Corpus, limit: int, progress: Progress) -> Iterator[str]:
         progress.advance(size)
         limit -= size
         if limit <= 0:
-            break
-    progress.begin(f"training a tokenizer on {corpus.name}")
+            return
 
 
 def _whole_lines(blocks: Iterator[str]) -> Iterator[str]:
     """Cut a text into blocks at ends of lines; a line longer than a block is cut at the end of the block."""
     rest = ""
-    for block in blocks:
+    for block in chain(blocks, [""]):
         text = rest + block
-        cut = text.rfind("\n") + 1 or len(text)
+        cut = (text.rfind("\n") + 1 if block else 0) or len(text)
         rest = text[cut:]
-        if cut:
+        if text:
             yield text[:cut]
-    if rest:
-        yield rest
 
 
 def _train_bpe(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> str:
@@ -155,7 +145,7 @@ def _train_unigram(tokenizers: Any, texts: Iterator[str], vocab_size: int) -> st
 
 def is_tokenizer_name(choice: str) -> bool:
     """Whether `tokenizer_for` reads this as a name, not as a path."""
-    return is_ready_name(choice) or _to_train(choice) is not None
+    return is_ready_name(choice) or size_to_train(choice) is not None
 
 
 def names_folder(choice: str | None) -> bool:
@@ -163,16 +153,10 @@ def names_folder(choice: str | None) -> bool:
     return choice is not None and not is_tokenizer_name(choice) and is_folder(choice)
 
 
-def _to_train(choice: str) -> tuple[TokenizerKind, int] | None:
-    """The kind and size of a tokenizer to train, from a name such as bpe-32000; None for other names."""
-    found = _NAME.fullmatch(choice)
-    return None if found is None else ("bpe" if found[1] == "bpe" else "unigram", int(found[2]))
-
-
 def size_to_train(choice: str) -> int | None:
-    """The number of tokens in the name of a tokenizer to train; None for other names and for paths."""
-    wanted = _to_train(choice)
-    return None if wanted is None else wanted[1]
+    """The number of tokens in the name of a tokenizer to train, such as bpe-32000; None for other names and for paths."""
+    found = re.fullmatch(r"(?:bpe|unigram)-(\d{1,20})", choice)
+    return int(found[1]) if found else None
 
 
 def ready_tokenizer(choice: str | Path | None) -> Tokenizer:
@@ -195,10 +179,10 @@ def tokenizer_for(choice: str | Path | None, corpus: Corpus, cache: Path) -> Tok
     "bpe-32000" or "unigram-32000", with the size of the vocabulary, is trained on the corpus the first time and kept in the
     cache, a folder. Raises LineartimeError for any other choice, and for errors in training or reading the tokenizer.
     """
-    wanted = _to_train(choice) if isinstance(choice, str) else None
-    if wanted is None:
+    vocab_size = size_to_train(choice) if isinstance(choice, str) else None
+    if vocab_size is None:
         return ready_tokenizer(choice)
-    kind, vocab_size = wanted
+    kind: TokenizerKind = "bpe" if str(choice).startswith("bpe") else "unigram"
     if not _MIN_VOCABULARY[kind] <= vocab_size <= _MAX_VOCABULARY:
         sizes = f"from {_MIN_VOCABULARY[kind]:,} to {_MAX_VOCABULARY:,} tokens"
         raise ArgumentError("tokenizer", f"is {choice}, but {kind} tokenizers have {sizes}.")

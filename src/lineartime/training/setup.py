@@ -17,14 +17,12 @@ from lineartime.data import (
     Corpus,
     Loader,
     LocalCorpus,
-    PrefetchedLoader,
     Rows,
     StreamingLoader,
     Tokenizer,
     TokenStream,
     describe_splits,
     fingerprint,
-    joined,
     load_corpus,
     missing_split,
     no_text,
@@ -76,25 +74,21 @@ class Text:
         make = BatchMaker(tokenizer, config.task, config.seed, config.packed)
         length = text_length(config.context_length, config.task, tokenizer, config.packed)
         if config.streaming:
-            loader: Loader = StreamingLoader(corpus, make, length, rows)
+            self.loader: Loader = StreamingLoader(corpus, make, length, rows)
             self.name = f"a stream of {corpus.name}"
             self.splits = describe_splits(corpus, {"validation": self.validation})
             training = f"a stream of text {hashlib.sha256(portable_identity(corpus, 'train').encode()).hexdigest()[:12]}"
         else:
             stream = token_stream(corpus, "train", tokenizer, cache)
-            loader = CachedLoader(stream, make, length, rows)
+            self.loader = CachedLoader(stream, make, length, rows)
             self.name = f"{len(stream):,} tokens of {corpus.name}"
             streams: dict[Split, TokenStream] = {"train": stream, "validation": self.validation}
             # What cannot be read should show now, and not after days of training. `eval` finds the tokens in the cache.
-            testing = [source for source in corpus.sources if source.describe("test")]
-            local = [Corpus([source]) for source in testing if isinstance(source, LocalCorpus)]
-            encoded = [token_stream(each, "test", tokenizer, cache) for each in local]
-            if local and len(local) == len(testing):
-                streams["test"] = joined(corpus, "test", encoded)
+            if corpus.describe("test") and all(isinstance(source, LocalCorpus) for source in corpus.sources):
+                streams["test"] = token_stream(corpus, "test", tokenizer, cache)
             self.splits = describe_splits(corpus, streams)
             training = f"{len(stream):,} tokens, digest {stream.digest}"
         self.identity = f"{training}{HELD_OUT}{self.validation.digest}"
-        self.loader: Loader = PrefetchedLoader(loader)
         self._causal = config.task != "mlm"
 
     def bits_per_byte(self, loss: float) -> float | None:
