@@ -20,7 +20,7 @@ from lineartime.finetuning.answering import find_questions, score_answers
 from lineartime.finetuning.config import Advanced, FinetuneConfig
 from lineartime.finetuning.predict import predict
 from lineartime.finetuning.tune import finetune, tuned_config, with_head
-from lineartime.hf.tasks import LineartimeForQuestionAnswering
+from lineartime.hf.heads import LineartimeForQuestionAnswering
 from lineartime.runs.record import locked
 from lineartime.training.optimizers import matrices_of
 

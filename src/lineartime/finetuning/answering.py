@@ -32,7 +32,7 @@ from lineartime.fields import shown
 from lineartime.files import read_plain
 from lineartime.finetuning.config import FinetuneConfig
 from lineartime.finetuning.data import Records, Windows, held_out, id_of, names_of, on_disk, padded, read_windows, split_files
-from lineartime.hf.tasks import LineartimeForQuestionAnswering
+from lineartime.hf.heads import LineartimeForQuestionAnswering
 
 Metric = Literal["squad", "squad_v2", "triviaqa", "cmrc"]
 _ENDS = ("start_positions", "end_positions")

@@ -17,7 +17,7 @@ from lineartime.finetuning.data import Windows, names_of
 from lineartime.finetuning.labelling import Labels, label_windows, mean_logits, read_labelled
 from lineartime.finetuning.tune import MODEL, RESULT, FinetuneResult, check_outputs, check_same, digest
 from lineartime.hf.convert import quietly
-from lineartime.hf.tasks import LineartimeForQuestionAnswering, LineartimeForSequenceClassification
+from lineartime.hf.heads import LineartimeForQuestionAnswering, LineartimeForSequenceClassification
 from lineartime.machine import choose_device, choose_precision, is_out_of_memory
 from lineartime.runs.record import locked
 

@@ -25,13 +25,13 @@ from lineartime.hf.config import LineartimeConfig as LineartimeConfig
 from lineartime.hf.convert import convert as convert
 from lineartime.hf.convert import from_transformers as from_transformers
 from lineartime.hf.convert import to_transformers as to_transformers
-from lineartime.hf.language import LineartimeForCausalLM as LineartimeForCausalLM
-from lineartime.hf.language import LineartimeForMaskedLM as LineartimeForMaskedLM
+from lineartime.hf.heads import LineartimeForCausalLM as LineartimeForCausalLM
+from lineartime.hf.heads import LineartimeForMaskedLM as LineartimeForMaskedLM
+from lineartime.hf.heads import LineartimeForQuestionAnswering as LineartimeForQuestionAnswering
+from lineartime.hf.heads import LineartimeForSequenceClassification as LineartimeForSequenceClassification
+from lineartime.hf.heads import LineartimeForTokenClassification as LineartimeForTokenClassification
 from lineartime.hf.model import LineartimeModel as LineartimeModel
 from lineartime.hf.model import LineartimePreTrainedModel as LineartimePreTrainedModel
-from lineartime.hf.tasks import LineartimeForQuestionAnswering as LineartimeForQuestionAnswering
-from lineartime.hf.tasks import LineartimeForSequenceClassification as LineartimeForSequenceClassification
-from lineartime.hf.tasks import LineartimeForTokenClassification as LineartimeForTokenClassification
 from lineartime.hf.tokenizer import fast_tokenizer as fast_tokenizer
 
 MODELS = {
