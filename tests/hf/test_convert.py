@@ -16,7 +16,7 @@ import lineartime
 from lineartime.data import ByteTokenizer
 from lineartime.errors import LineartimeError
 from lineartime.hf import LineartimeForMaskedLM, LineartimeModel, convert, from_transformers
-from lineartime.hf.config import FIELDS
+from lineartime.hf.model import FIELDS
 
 EMBEDDING, NORM = "model.backbone.embedding.weight", "model.backbone.norm.weight"
 

@@ -29,8 +29,8 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
 from lineartime.finetuning.config import Advanced, FinetuneConfig, LabelKind
 from lineartime.finetuning.data import Records, Windows, held_out, id_of, names_of, on_disk, padded, read_windows, split_files
-from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.heads import LineartimeForSequenceClassification
+from lineartime.hf.model import LineartimeConfig
 
 _PROBLEMS: dict[LabelKind, str] = {
     "single": "single_label_classification",

@@ -31,8 +31,8 @@ from lineartime.finetuning.answering import Answering
 from lineartime.finetuning.config import Advanced, FinetuneConfig, OfFLASH
 from lineartime.finetuning.data import WINDOWS, Windows
 from lineartime.finetuning.labelling import Labelling
-from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.convert import quietly
+from lineartime.hf.model import LineartimeConfig
 from lineartime.hf.tokenizer import fast_tokenizer, framing
 from lineartime.machine import choose_device, choose_precision
 from lineartime.models.config import LayerConfig, ModelConfig

@@ -21,7 +21,6 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lineartime.hf.cache import LineartimeCache as LineartimeCache
-from lineartime.hf.config import LineartimeConfig as LineartimeConfig
 from lineartime.hf.convert import convert as convert
 from lineartime.hf.convert import from_transformers as from_transformers
 from lineartime.hf.convert import to_transformers as to_transformers
@@ -30,6 +29,7 @@ from lineartime.hf.heads import LineartimeForMaskedLM as LineartimeForMaskedLM
 from lineartime.hf.heads import LineartimeForQuestionAnswering as LineartimeForQuestionAnswering
 from lineartime.hf.heads import LineartimeForSequenceClassification as LineartimeForSequenceClassification
 from lineartime.hf.heads import LineartimeForTokenClassification as LineartimeForTokenClassification
+from lineartime.hf.model import LineartimeConfig as LineartimeConfig
 from lineartime.hf.model import LineartimeModel as LineartimeModel
 from lineartime.hf.model import LineartimePreTrainedModel as LineartimePreTrainedModel
 from lineartime.hf.tokenizer import fast_tokenizer as fast_tokenizer

@@ -21,8 +21,8 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, DamagedFileError, new_folder, os_error_behind, read_plain
 from lineartime.foreign.weights import read_weights
-from lineartime.hf.config import FIELDS, LineartimeConfig
 from lineartime.hf.heads import LineartimeForCausalLM, LineartimeForMaskedLM
+from lineartime.hf.model import FIELDS, LineartimeConfig
 from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
 from lineartime.machine import shapes_only
 from lineartime.models.config import ModelConfig

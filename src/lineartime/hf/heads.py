@@ -26,8 +26,8 @@ from transformers.utils import can_return_tuple
 from lineartime.checkpoint.format import all_finite
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.hf.cache import CACHE, LineartimeCache
-from lineartime.hf.config import LineartimeConfig
 from lineartime.hf.model import (
+    LineartimeConfig,
     LineartimeModel,
     LineartimePreTrainedModel,
     check_labels,
