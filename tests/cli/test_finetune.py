@@ -35,4 +35,4 @@ def test_a_model_is_tuned_and_asked_and_mistakes_are_named(
     fails([*other, "--chunk-size", "16"], "--chunk-size is 16, but the model was trained with 8")
     fails([*other, "--data", "none.json"], "--data is none.json, which does not exist")
     fails([*other, "--lora-rank", "-1"], "--lora-rank is -1, but must be at least 0")
-    fails([*other, "--context-length", "8", "--stride", "6"], "leaves 4 tokens of the 8 of a window")
+    fails([*other, "--context-length", "8", "--stride", "6"], "leaves 4 tokens of the 8 for its text")

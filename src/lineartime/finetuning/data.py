@@ -96,10 +96,8 @@ class Windows:
         before = 0 if second is None else 1 + len(backend.encode(first, add_special_tokens=False))
         room = self.context_length - before - 2
         if room <= self.stride:
-            raise LineartimeError(
-                f"{where} leaves {max(room, 0):,} tokens of the {self.context_length:,} of a window for its text, of which the "
-                f"next window repeats {self.stride:,}: raise `context_length` above {before + 2 + self.stride:,}."
-            )
+            what = f"leaves {max(room, 0):,} tokens of the {self.context_length:,} for its text, and the next window repeats"
+            raise LineartimeError(f"{where} {what} {self.stride:,}: raise `context_length` above {before + 2 + self.stride:,}.")
         strategy = "only_first" if second is None else "only_second"
         backend.enable_truncation(self.context_length, stride=self.stride, strategy=strategy)
         found = backend.encode(first, second)

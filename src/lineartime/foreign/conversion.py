@@ -93,10 +93,8 @@ def _read_flash_pytorch(
 ) -> tuple[LanguageModel, Tokenizer]:
     weights = read_weights(source)
     if not is_model(weights):
-        raise LineartimeError(
-            f"{source} holds no FLASHTransformer of FLASH-pytorch: its layers alone become ours with "
-            "lineartime.foreign.from_flash_pytorch, and other models cannot be read."
-        )
+        what = "holds no FLASHTransformer of FLASH-pytorch: use lineartime.foreign.from_flash_pytorch for its layers alone."
+        raise LineartimeError(f"{source} {what}")
     known = inspect.signature(from_flash_pytorch).parameters
     check_names(arguments, [name for name in known if name != "weights"], "FLASH-pytorch")
     if tokenizer is None:

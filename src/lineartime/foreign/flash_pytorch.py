@@ -148,10 +148,8 @@ def _gated(
     d_qk, d_model = state.matrix(f"{prefix}to_qk.0.weight")
     width = state.matrix(f"{prefix}to_hidden.0.weight")[0] // 2
     if width % d_model or d_qk % 2 or rotated > d_qk:
-        raise LineartimeError(
-            f"The weights have values of width {width} and queries of width {d_qk} of which {rotated} are rotated, but "
-            f"ours have a multiple of {d_model} and an even number."
-        )
+        what = f"values of width {width} and queries of width {d_qk} of which {rotated} are rotated"
+        raise LineartimeError(f"The weights have {what}, but ours have a multiple of {d_model} and an even number.")
     order = interleaved_order(d_qk, rotated)
     own = {}
     for kind, shape in (("weight", (d_model,)), ("bias", ())):

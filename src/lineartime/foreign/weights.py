@@ -56,9 +56,8 @@ def _read_pickle(file: Path, size: int) -> object:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError):  # what zipfile raises for anything that is no archive
-        raise LineartimeError(
-            f"{file} is no file of weights: give one of safetensors, or of torch.save of PyTorch 1.6 or newer."
-        ) from None
+        what = "is no file of weights: give one of safetensors, or of torch.save of PyTorch 1.6 or newer."
+        raise LineartimeError(f"{file} {what}") from None
     if any(record.compress_type != zipfile.ZIP_STORED for record in records) or sum(r.file_size for r in records) > size:
         raise LineartimeError(f"{file} is damaged: it is an archive that torch.save does not write.")
     try:

@@ -157,10 +157,8 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
 def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
     data = read_plain(source / CONFIG)
     if data.get("model_type") != LineartimeConfig.model_type:
-        raise LineartimeError(
-            f"{source / CONFIG} describes a model of type {data.get('model_type')!r}: only models of type 'lineartime', which "
-            "lineartime.hf saves, can be converted."
-        )
+        what = f"describes a model of type {data.get('model_type')!r}"
+        raise LineartimeError(f"{source / CONFIG} {what}: only models of type 'lineartime' can be converted.")
     try:
         config = ModelConfig.from_dict({name: data[name] for name in FIELDS if name in data})
     except ValueError as error:
@@ -179,10 +177,8 @@ def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
     definition = read_definition(source / TOKENIZER_FILE)
     tokenizer = plain_tokenizer(definition, str(source / TOKENIZER_FILE))
     if not 0 <= config.vocab_size - tokenizer.vocab_size < PADDED:
-        raise LineartimeError(
-            f"{source} holds a tokenizer of {tokenizer.vocab_size:,} tokens and a model of {config.vocab_size:,}: resize the "
-            "model with resize_token_embeddings(len(tokenizer)), and save it again."
-        )
+        sizes = f"a tokenizer of {tokenizer.vocab_size:,} tokens and a model of {config.vocab_size:,}"
+        raise LineartimeError(f"{source} holds {sizes}: save it again after resize_token_embeddings(len(tokenizer)).")
     config = replace(config, vocab_size=tokenizer.vocab_size)
     if config.task != "mlm":
         _check_end(source, tokenizer.end_of_document, definition)
@@ -228,7 +224,4 @@ def _check_end(source: Path, end: int, definition: str) -> None:
         found = known.token_to_id(given) if isinstance(given, str) else given
         if given is not None and found not in (end, [end]):
             own = f"lineartime ends documents of this tokenizer with token {end}, {known.id_to_token(end)!r}"
-            raise LineartimeError(
-                f"{file} ends texts with {key} {shown(given)}, but {own}: tune the model with that end, or set {key} to it to "
-                "convert the model without its own."
-            )
+            raise LineartimeError(f"{file} ends texts with {key} {shown(given)}, but {own}: tune it with that end, or set it.")

@@ -267,11 +267,9 @@ class LineartimeModel(LineartimePreTrainedModel):
             if prefix_lengths is not None:
                 tokens = real_tokens(mask, embedded).sum(1)
                 if past or not torch.equal(prefix_lengths.to(tokens), tokens):
-                    what = f"is {prefix_lengths.tolist()}, but a cache that has read {past} tokens takes"
-                    raise ArgumentError(
-                        "prefix_lengths",
-                        f"{what} a prefix first, and whole: read {tokens.tolist()} of the rows, then the rest.",
-                    )
+                    what = f"is {prefix_lengths.tolist()}, but a cache that has read {past} tokens"
+                    wanted = f"takes a prefix first and whole: read {tokens.tolist()} of the rows, then the rest."
+                    raise ArgumentError("prefix_lengths", f"{what} {wanted}")
             hidden = cache.extend(backbone, embedded, mask, prefix=prefix_lengths is not None, inputs=every)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
