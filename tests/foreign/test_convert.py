@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.foreign import gau_alpha as formulas
-from tests.foreign.agreement import theirs
+from tests.foreign import test_gau_alpha as formulas
+from tests.foreign.test_flash_pytorch import theirs
 
 import lineartime
 from lineartime.cli import main
