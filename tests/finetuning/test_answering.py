@@ -28,8 +28,6 @@ from lineartime.finetuning.tune import paired_tokenizer
 from lineartime.hf import LineartimeConfig, LineartimeForQuestionAnswering
 
 TEXT = "Größe 大小 [MASK] und noch viel mehr Text, der nicht in ein Fenster passt, " * 3
-
-
 WINDOWS = Windows(paired_tokenizer(ByteTokenizer()), context_length=64, stride=16)
 
 

@@ -38,20 +38,12 @@ def predict(
     device: Device = "auto",
     precision: Precision = "auto",
 ) -> int:
-    """Answer the questions or label the texts of a file with the model of `finetune`.
+    """Answer the questions, as `read_questions` reads them, or label the texts of a file with the folder of a fine-tuning.
 
-    Args:
-        model: the folder of the fine-tuning.
-        inputs: questions, as `read_questions` reads them; or texts, in the columns that the model was trained with.
-        out: a new file. JSON lines with id, answer and score, or with id, label and scores, are written while the file is read;
-            if the name ends in .json, they become a single object by id, as the official scripts of SQuAD and TriviaQA read it.
-        resume: whether to go on after the lines that a stopped call has written.
-        batch_size: the number of windows that are read at once; answers do not depend on it.
-        device: the device to compute on.
-        precision: the precision of matrix products.
-
-    Returns:
-        The number of answers or labels.
+    JSON lines with id, answer and score, or with id, label and scores, are written into `out`, a new file, while the file is
+    read. If its name ends in .json, they become a single object by id, as the official scripts of SQuAD and TriviaQA read it.
+    With `resume`, a call goes on after the lines that a stopped one has written. Returns the number of answers or labels, which
+    do not depend on the windows that are read at once, `batch_size`.
 
     Raises:
         ArgumentError: for an `out` that exists, or a folder that holds no fine-tuned model.
@@ -72,18 +64,16 @@ def predict(
     used = choose_precision(precision, place)
     with locked(begun):
         given = {"file": digest(inputs), "run": digest(model / MODEL), "precision": used}
-        count = 0
         if resume:
             check_same(given, read_plain(begun / BEGUN), {"file": inputs, "run": model, "precision": used}, out)
-            written = lines.read_bytes() if lines.exists() else b""
-            count = written.count(b"\n")
-            written = written[: written.rfind(b"\n") + 1]  # without a line that was not written to its end
+        kept = lines.read_bytes() if resume and lines.exists() else b""
+        kept = kept[: kept.rfind(b"\n") + 1]  # without a line that was not written to its end
+        count = kept.count(b"\n")
         predicted = _predictions(model / MODEL, result, inputs, count, batch_size, place, used == "bf16")
         first = next(predicted, [])  # before anything is written
         write_file(begun / BEGUN, json.dumps(given) + "\n")
-        with reporting_file_errors("write", lines), lines.open("ab" if resume else "wb") as file:
-            if resume:
-                file.truncate(len(written))
+        with reporting_file_errors("write", lines), lines.open("ab") as file:
+            file.truncate(len(kept))
             for block in chain([first], predicted):
                 file.writelines(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in block)
                 file.flush()

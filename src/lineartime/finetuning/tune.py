@@ -85,11 +85,7 @@ def finetune(config: FinetuneConfig, say: Say = print) -> FinetuneResult:
     """Fine-tune a masked language model with each learning rate, and keep the model that is best by the metric.
 
     The folder `config.out` gets the model of transformers with its tokenizer in `model`, the predictions on the held-out data,
-    and finetune.json with the metrics of all rates.
-
-    Args:
-        config: the options.
-        say: called with each line about what is done.
+    and finetune.json with the metrics of all rates. `say` is called with each line about what is done.
 
     Raises:
         ArgumentError: for options that do not fit the model or the data.
