@@ -63,6 +63,8 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
         what = f"has values of width {width} and keys of width {d_qk}, but ours have a multiple of {d_model} and an even number"
         raise LineartimeError(f"The weights of {PACKAGE} are of a model that {what}.")
     n_blocks = state.count(rf"{prefix}encoder\.layer\.(\d+)\.")
+    if (layers := config.get("num_hidden_layers", n_blocks)) != n_blocks:
+        raise LineartimeError(f"The weights of {PACKAGE} have {n_blocks} layers, but its configuration has {layers}.")
     embedding = state.take(f"{prefix}embeddings.word_embeddings.weight", vocab_size, d_model)
     types = f"{prefix}embeddings.token_type_embeddings.weight"
     token_types = state.matrix(types)[0]
