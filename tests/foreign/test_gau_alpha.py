@@ -177,7 +177,7 @@ def test_a_configuration_of_another_model_is_named() -> None:
         ({"layer_norm_eps": 0}, "GAU-alpha describes no model of lineartime: layer_norm_eps is 0, but must be above 0"),
         ({"normalization": "none"}, "normalization is 'none', but must be one of"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu', but must be one of"),
-        ({"num_hidden_layers": 3}, "The weights of GAU-alpha have 2 layers, but its configuration has 3"),
+        ({"num_hidden_layers": 4}, "The weights of GAU-alpha have 3 layers, but its configuration has 4"),
     ]
     weights = make_weights(CONFIG)
     for changes, message in unfit:
