@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lineartime.errors import LineartimeError, missing_extra, reporting_file_errors
 from lineartime.files import is_there, write_atomically
@@ -21,8 +21,7 @@ _SYSTEMS = (
     "flash-memory linear-elu cosformer flowformer linformer retnet gla mamba2 gated-deltanet rwkv7 deltanet hybrid-gau"
 )
 """The systems by their colours, which begin again after the last: those that share one are in few pictures together."""
-WIDTH, HEIGHT = 4.8, 3.6
-"""The size of a panel, in inches."""
+WIDTH, HEIGHT = 4.8, 3.6  # of a panel, in inches
 
 
 def looks_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -41,70 +40,79 @@ def looks_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 @dataclass
+class Curve:
+    """A curve by its name, which chooses its look; also `thin`, for further ones of a name, or `faint`, without markers."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    thin: bool = False
+    faint: bool = False
+    spread: Sequence[float] = ()  # half the height of a band around it, at each point
+
+
+@dataclass
 class Panel:
-    """Curves over a power of two by their names."""
+    """Curves with the labels of their axes."""
 
     title: str
-    y: str  # what the vertical axis shows, with its unit
-    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-
-    def add(self, name: str, x: float, y: float | None) -> None:
-        """Add a point to a curve, unless it has none or one there: the paper's numbers are the same for all texts."""
-        points = self.curves.setdefault(name, []) if y is not None else []
-        if y is not None and x not in dict(points):
-            points.append((x, y))
-
-    @property
-    def places(self) -> list[float]:
-        """Where its curves have points."""
-        return sorted({x for points in self.curves.values() for x, _ in points})
+    x: str
+    y: str  # with its unit
+    curves: list[Curve] = field(default_factory=list)
+    log: Literal["", "x", "xy"] = ""  # axes with logarithms, to the base 2 for x
+    whole_x: bool = False  # whether only integers stand at the horizontal axis
+    y_limits: tuple[float, float] | None = None
+    level: float | None = None  # of a dotted line
 
 
-def draw_panels(
-    panels: Sequence[Panel],
-    x: str,
-    looks: Mapping[str, Mapping[str, Any]],
-    *,
-    columns: int | None = None,
-    log: bool = False,
-    share_y: bool = False,
-) -> Any:
-    """A figure of panels, by default two or three in a row, with one legend below them; None without panels.
+def curves_of(points: Iterable[tuple[str, float | None, float | None]]) -> list[Curve]:
+    """Curves through the points of each name (name, x, y), sorted by x; a point without a number is left out."""
+    found: dict[str, dict[float, float]] = {}
+    for name, x, y in points:
+        if x is not None and y is not None:
+            found.setdefault(name, {})[x] = y
+    return [Curve(name, sorted(curve), [curve[x] for x in sorted(curve)]) for name, curve in found.items()]
+
+
+def draw_panels(panels: Sequence[Panel], looks: Mapping[str, Mapping[str, Any]], *, columns: int | None = None) -> Any:
+    """A figure of panels, by default two or three in a row, with one legend below them.
 
     The looks are the colour, the marker and the like of each curve, by its name, in the order of the legend.
     """
-    if not panels:
-        return None
-    figure, all_axes = new_panels(len(panels), len(looks), columns, share_y)
-    lines: dict[str, Any] = {}
-    for axes, panel in zip(all_axes, panels, strict=True):
-        for name, values in panel.curves.items():
-            (lines[name],) = axes.plot(*zip(*sorted(values), strict=True), markersize=4, **looks[name])
-        axes.set_xscale("log", base=2)
-        axes.set(title=panel.title, xlabel=x, ylabel=panel.y)
-        axes.margins(x=0.08, y=0.08)
-        if log:
-            axes.set_yscale("log")
-        axes.yaxis.set_tick_params(labelleft=True)
-        label_axes(axes, x_values=panel.places)
-    legend_below(figure, {name: lines[name] for name in looks if name in lines}, 3 * _columns(len(panels), columns))
-    return figure
-
-
-def new_panels(count: int, names: int, columns: int | None = None, share_y: bool = False) -> tuple[Any, list[Any]]:
-    """A figure with the axes of its panels, in rows, and room for a legend of so many names below them."""
-    columns = _columns(count, columns)
-    rows, lines = -(-count // columns), -(-names // (3 * columns))
-    figure = new_figure(WIDTH * columns + 0.4, HEIGHT * rows + 0.4 + 0.22 * lines)
+    columns = columns or (2 if len(panels) == 4 else min(len(panels), 3))
+    rows, names = -(-len(panels) // columns), {curve.name for panel in panels for curve in panel.curves}
+    figure = new_figure(WIDTH * columns + 0.4, HEIGHT * rows + 0.4 + 0.22 * -(-len(names) // (3 * columns)))
     figure.get_layout_engine().set(wspace=0.05, hspace=0.05)
-    grid = list(figure.subplots(rows, columns, squeeze=False, sharey=share_y).flat)
-    for unused in grid[count:]:
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in grid[len(panels) :]:
         unused.remove()
-    return figure, grid[:count]
-
-
-def _columns(panels: int, columns: int | None) -> int:
-    return columns or (2 if panels == 4 else min(panels, 3))
+    legend: dict[str, Any] = {}
+    for axes, panel in zip(grid, panels, strict=False):
+        for curve in panel.curves:
+            look = {**looks[curve.name], "markersize": 4, "linewidth": 1.4}
+            if curve.thin or curve.faint:
+                look |= {"marker": "", "linewidth": 0.8, "alpha": 0.4 if curve.faint else 1}
+            (line,) = axes.plot(curve.x, curve.y, **look)
+            if curve.spread:
+                low, high = ([y + sign * by for y, by in zip(curve.y, curve.spread, strict=True)] for sign in (-1, 1))
+                axes.fill_between(curve.x, low, high, color=look["color"], alpha=0.15, linewidth=0)
+            if curve.name not in legend or not (curve.thin or curve.faint):
+                legend[curve.name] = line
+        if panel.level is not None:
+            axes.axhline(panel.level, color="black", linestyle=":", linewidth=1)
+        axes.set(title=drawable(panel.title), xlabel=panel.x, ylabel=panel.y)
+        axes.margins(x=0.08, y=0.08)
+        if panel.log:
+            axes.set_xscale("log", base=2)
+        if panel.log == "xy":
+            axes.set_yscale("log")
+        if panel.y_limits:
+            axes.set_ylim(panel.y_limits)
+        label_axes(axes, whole_x=panel.whole_x, x_values=sorted({x for each in panel.curves for x in each.x if panel.log}))
+    shown = {name: legend[name] for name in looks if name in legend}
+    below = {"loc": "outside lower center", "ncols": max(1, min(len(shown), 3 * columns)), "fontsize": "small"}
+    figure.legend(shown.values(), map(drawable, shown), frameon=False, **below)
+    return figure
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -117,10 +125,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = ()) -> None:
-    """Give both axes a grid and plain numbers, such as 12,000, after their scales are set.
-
-    `whole_x` allows only integers on the horizontal axis; `x_values` are its numbers, if they are few.
-    """
+    """Give both axes a grid and plain numbers, such as 12,000, after their scales are set; `x_values`, if they are few."""
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     axes.grid(alpha=0.3)
@@ -135,7 +140,7 @@ def label_axes(axes: Any, *, whole_x: bool = False, x_values: Sequence[float] = 
         axes.set_xlim(min(low, (low + high) / 2 - 1), max(high, (low + high) / 2 + 1))  # there is no whole number between
         whole_numbers(axes.xaxis)
     if x_values:
-        axes.set_xticks(sorted(set(x_values)))
+        axes.set_xticks(x_values)
         axes.xaxis.set_tick_params(labelsize="small")
 
 
@@ -145,12 +150,6 @@ def whole_numbers(axis: Any) -> None:
 
     axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     axis.set_major_formatter(lambda x, _: counted(x))
-
-
-def legend_below(figure: Any, lines: Mapping[str, Any], columns: int) -> None:
-    """Add a legend of the lines of all panels, by their names, below the panels."""
-    names, columns = map(drawable, lines), min(len(lines), columns)
-    figure.legend(lines.values(), names, loc="outside lower center", ncols=columns, frameon=False, fontsize="small")
 
 
 def drawable(text: str) -> str:

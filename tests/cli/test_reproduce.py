@@ -8,7 +8,6 @@ import pytest
 from lineartime.cli import main
 from lineartime.experiments import command
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.runner import RunsResult
 
 Fails = Callable[..., None]
 
@@ -31,9 +30,9 @@ def test_wrong_input_is_one_sentence_with_the_flag(arguments: list[str], message
 def test_interrupt_says_how_to_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[ReproduceConfig] = []
 
-    def interrupted(config: ReproduceConfig) -> RunsResult:
+    def interrupted(config: ReproduceConfig) -> None:
         asked.append(config)
-        return RunsResult(interrupted=True)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "reproduce", interrupted)
     assert main(["reproduce", "lm", "--books", "a b.txt", "c.txt", "--out", "x"]) == 130

@@ -2,17 +2,18 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lineartime.errors import typed_first_line
-from lineartime.experiments import catalogue, worker
-from lineartime.experiments.catalogue import INTERRUPTED, Arm, Job, Optimizer, Scale
+from lineartime.experiments import catalogue, runner
+from lineartime.experiments.catalogue import Arm, Scale
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.runner import FinalResult, Outcome
+from lineartime.experiments.plan import Job
+from lineartime.experiments.runner import INTERRUPTED
 from lineartime.models.systems import Size
 from lineartime.training.config import TrainConfig
 
@@ -24,13 +25,15 @@ def ignore(_: str) -> None:
     """Leave out what a run says."""
 
 
+_SIZE = Size(16, gated_blocks=1, attention_blocks=1, n_heads=2, d_qk=8, chunk_size=16)
 TINY = Scale(
     "for tests",
-    {"main": Size(16, gated_blocks=1, attention_blocks=1, n_heads=2, d_qk=8, chunk_size=16)},
+    {"main": _SIZE, "memory": _SIZE},
     tokens_per_batch=128,
     tokens_at_once=128,
     budget=0.1,
     tuning=0.02,
+    rates={"adamw": (1e-3, 1e-2), "second": (1e-3, 1e-2)},
     speed_steps=3,
     speed_rounds=2,
     evaluations=4,
@@ -45,7 +48,7 @@ def tiny() -> Iterator[None]:
     """Two arms, two rates, and a scale of a second, without the pictures of single runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(catalogue.SCALES, "trial", TINY)
-        patch.setattr(catalogue, "OPTIMIZERS", {"adamw": Optimizer({"trial": (1e-3, 1e-2)})})
+        patch.setattr(catalogue, "OPTIMIZERS", {"adamw": {}})
         for name in ("lm", "mlm", "latency"):
             patch.setitem(catalogue.EXPERIMENTS, name, replace(catalogue.EXPERIMENTS[name], arms=ARMS))
         patch.setattr("lineartime.runs.curve.draw_curve", lambda run: run)
@@ -69,11 +72,7 @@ def make_options(room: Path, out: Path, name: str, **values: Any) -> ReproduceCo
 @pytest.fixture
 def options(tiny: None, room: Path, tmp_path: Path) -> Options:
     """`options("lm")`: options of an experiment, which go to a folder of the test."""
-
-    def make(name: str = "lm", **values: Any) -> ReproduceConfig:
-        return make_options(room, tmp_path / "out", name, **values)
-
-    return make
+    return lambda name="lm", **values: make_options(room, tmp_path / "out", name, **values)
 
 
 @pytest.fixture
@@ -95,34 +94,28 @@ def here(done: list[str]) -> Do:
 
 @pytest.fixture
 def pretended(done: list[str]) -> Do:
-    """Leave what a run leaves, without training."""
+    """Leave what a run leaves, without training: the smaller its rate and its seed, the lower its loss."""
 
     def do(job: Job) -> int:
         done.append(job.kind)
-        pretend(job)
+        loss = 2 + job.options["learning_rate"] + job.options["seed"] / 8
+        lines = [{"step": step, "loss": 5.0, "tokens_per_second": 4000.0} for step in range(1, job.options["steps"] + 1)]
+        lines.append({"step": job.options["steps"], "validation_loss": loss, "validation_bits_per_byte": loss / 2})
+        tests = [{"name": test.name, "loss": loss, "bits_per_byte": loss / 2} for test in job.tests]
+        job.folder.mkdir(parents=True)
+        record = {"options": TrainConfig.from_dict({**job.options, "out": str(job.folder)}).to_dict(), "processes": []}
+        (job.folder / "run.json").write_text(json.dumps(record))
+        (job.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (job.folder / "outcome.json").write_text(json.dumps({"kind": job.kind, "tests": tests}))
         return 0
 
     return do
 
 
-def pretend(job: Job) -> None:
-    """Write the files of a finished run: the smaller its rate and its seed, the lower its loss."""
-    loss = 2 + job.options["learning_rate"] + job.options["seed"] / 8
-    lines = [{"step": step, "loss": 5.0, "tokens_per_second": 4000.0} for step in range(1, job.options["steps"] + 1)]
-    lines.append({"step": job.options["steps"], "validation_loss": loss, "validation_bits_per_byte": loss / 2})
-    places = tuple((first, 2 * first - 1, loss) for first in (4, 8, 16, 32))
-    tests = tuple(FinalResult(test.name, 64, loss, loss / 2, None, 99, "text", places) for test in job.tests)
-    job.folder.mkdir(parents=True)
-    record = {"options": TrainConfig.from_dict({**job.options, "out": str(job.folder)}).to_dict(), "processes": []}
-    (job.folder / "run.json").write_text(json.dumps(record))
-    (job.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (job.folder / "outcome.json").write_text(json.dumps(asdict(Outcome(job.kind, tests=tests))))
-
-
 def perform(job: Job) -> int:
     """Do a job, and end as its process does."""
     try:
-        return INTERRUPTED if worker.perform(job) is None else 0
+        return 0 if runner.perform(job) else INTERRUPTED
     except Exception as error:
         job.folder.mkdir(parents=True, exist_ok=True)
         (job.folder / "log.txt").write_text(f"before\n{typed_first_line(error)}\n")

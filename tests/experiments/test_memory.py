@@ -5,6 +5,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from lineartime.data import Batch, TokenStream
 from lineartime.errors import ArgumentError
 from lineartime.experiments.command import reproduce
 from lineartime.experiments.memory_tasks import DIGITS, TASKS, needle, recall_training
+from lineartime.experiments.memory_training import TaskTrainer
 from lineartime.experiments.plan import make_plan, with_saved_options
 from lineartime.experiments.report import write_report
-from lineartime.experiments.runner import RunsResult, read_run, run_all
-from lineartime.experiments.worker import TaskTrainer
+from lineartime.experiments.runner import read_run, run_all
 from lineartime.runs.metrics import read_metrics
 
 from .conftest import Do, Options, ignore
@@ -119,11 +120,11 @@ def losses(folder: Path) -> list[tuple[float, ...]]:
 def test_tasks_are_trained_and_reported(options: Options, here: Do, done: list[str]) -> None:
     tasks = ("recall", "copying", "induction", "selective-copying", "needle")
     plan = make_plan(options("memory", tasks=tasks, systems=("flash", "transformer++"), longer=(2,), steps=8))
-    assert [str(each) for each in plan.settings][:2] == ["recall, 64 tokens, 4 to remember", "copying, 64 tokens"]
-    assert run_all(plan, ignore, here) == RunsResult()
+    assert [str(each) for each in plan.candidates][:2] == ["recall, 64 tokens, 4 to remember", "copying, 64 tokens"]
+    assert run_all(plan, ignore, here) == []
     assert done == ["memory"] * 5 * 2
-    file, report, notes = write_report(plan)
-    assert (notes, report["problems"]) == ([], [])
+    file, report = write_report(plan)
+    assert report["problems"] == []
     assert {path.name for path in plan.folder.glob("*.png")} == {"lengths.png", "states.png"}
     for setting in report["settings"]:
         for row in setting["rows"][:: len(setting["rows"]) - 1]:  # flash and transformer++
@@ -143,16 +144,12 @@ def test_tasks_are_trained_and_reported(options: Options, here: Do, done: list[s
 def test_best_rate_of_a_system_is_shown_with_all_its_seeds(options: Options, here: Do) -> None:
     values: dict[str, Any] = {"tasks": ("induction",), "systems": ("flash",), "steps": 4}
     plan = make_plan(options("memory", **values, seeds=2, rates=(1e-3, 1e-2)))
-    assert run_all(plan, ignore, here) == RunsResult()
+    assert run_all(plan, ignore, here) == []
     row = write_report(make_plan(with_saved_options(options("memory", **values))))[1]["settings"][0]["rows"][0]
     assert [run["seed"] for run in row["runs"]] == [0, 1]
+    folder = plan.folder / "induction-64" / "flash"
     accuracies = {
-        f"{rate:g}": sum(
-            point.accuracy or 0
-            for seed in (0, 1)
-            for point in read_run(plan.memory_job(plan.candidates[0], rate, seed)).points[-1:]
-        )
-        / 2
+        f"{rate:g}": sum(read_run(folder / f"rate-{rate:g}-seed-{seed}").final["validation_accuracy"] for seed in (0, 1)) / 2
         for rate in plan.config.rates
     }
     assert row["grid"]["adamw"] == accuracies
@@ -176,26 +173,24 @@ def test_interrupted_run_ends_as_if_it_had_not_been(
 
     with monkeypatch.context() as patch:
         patch.setattr(TaskTrainer, "take_step", take_and_stop)
-        assert run_all(plan, ignore, here).interrupted is not kill
-    job = plan.memory_job(plan.candidates[0], 3e-3, 0)
-    assert read_run(job).state == "interrupted"
-    assert run_all(plan, ignore, here) == RunsResult()
+        with nullcontext() if kill else pytest.raises(KeyboardInterrupt):
+            run_all(plan, ignore, here)
+    run = Path("recall-64-4", "flash", "rate-0.003-seed-0")
+    assert read_run(plan.folder / run).state == "interrupted"
+    assert run_all(plan, ignore, here) == []
     whole = make_plan(replace(options("memory", **values), out=tmp_path / "whole"))
-    assert run_all(whole, ignore, here) == RunsResult()
-    other = whole.memory_job(whole.candidates[0], 3e-3, 0)
-    assert losses(job.folder) == losses(other.folder)
-    assert read_run(job).outcome.tests == read_run(other).outcome.tests
+    assert run_all(whole, ignore, here) == []
+    assert losses(plan.folder / run) == losses(whole.folder / run)
+    assert read_run(plan.folder / run).outcome["tests"] == read_run(whole.folder / run).outcome["tests"]
 
 
 def test_other_lengths_join_the_report_and_nothing_is_repeated(options: Options, here: Do, done: list[str]) -> None:
     shared: dict[str, Any] = {"tasks": ("recall",), "systems": ("flash",), "steps": 2}
     for lengths, pairs in (((32,), (2,)), ((64,), (2, 8)), ((32, 64), (2,))):
         plan = make_plan(with_saved_options(options("memory", **shared, lengths=lengths, pairs=pairs)))
-        assert run_all(plan, ignore, here) == RunsResult()
+        assert run_all(plan, ignore, here) == []
     assert len(done) == 3
-    file, report, _ = write_report(
-        make_plan(with_saved_options(options("memory", tasks=("recall",), lengths=(32,), pairs=(2,))))
-    )
+    file, report = write_report(make_plan(with_saved_options(options("memory", **shared, lengths=(32,), pairs=(2,)))))
     assert [each["label"] for each in report["settings"]] == ["recall-32-2", "recall-64-2", "recall-64-8"]
     assert "--tasks recall --lengths 32 64 --pairs 2 8" in file.read_text()
     with pytest.raises(ArgumentError, match=r"steps is 3, but the runs in .* were made with 2: use that, or give another"):
@@ -222,5 +217,5 @@ def test_text_shorter_than_a_row_of_needles_is_told(options: Options, here: Do, 
     short = tmp_path / "short.txt"
     short.write_text("a short text\n" * 40)
     plan = make_plan(options("memory", tasks=("needle",), lengths=(4096,), systems=("flash",), steps=2, data=(str(short),)))
-    [problem] = run_all(plan, ignore, here).problems
+    [problem] = run_all(plan, ignore, here)
     assert "fewer than a text of 4,096: give more text, or smaller `lengths`" in problem

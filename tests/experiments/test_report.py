@@ -1,4 +1,4 @@
-"""The numbers of a report, its tables, and what the paper measured on the same text beside them."""
+"""The numbers of a report, and its tables."""
 
 import json
 from pathlib import Path
@@ -6,139 +6,94 @@ from typing import Any
 
 import pytest
 
-from lineartime.experiments.catalogue import Job
-from lineartime.experiments.collect import add_relative_losses, collect
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Plan, make_plan
-from lineartime.experiments.report import _speedups, render
-from lineartime.experiments.runner import Point, Run, Tuning, best_tuning, seconds_to, training_seconds
+from lineartime.experiments.report import _compare, _speedups, collect, render, seconds_to
+from lineartime.experiments.runner import Run, State, best_trial
+from lineartime.runs.record import Record
+
+Curve = list[list[Any]]
 
 
-def points(*pairs: tuple[float, float]) -> list[Point]:
-    return [Point(step, seconds, loss, None) for step, (seconds, loss) in enumerate(pairs)]
+def curve(*pairs: tuple[float, float]) -> Curve:
+    return [[step, seconds, loss, None, None] for step, (seconds, loss) in enumerate(pairs)]
 
 
-def run(loss: float | None, speed: float = 1.0) -> Run:
-    job = Job(Path("x"), "tune", {})
-    if loss is None:
-        return Run(job, "failed", "it diverged")
-    return Run(job, "finished", speed=speed, points=tuple(points((1.0, loss))))
-
-
-def test_compilation_and_evaluations_are_no_time_of_training() -> None:
-    lines: list[dict[str, Any]] = [{"step": 1, "loss": 5.0, "tokens_per_second": 1.0}]  # compiles for 100 s
-    lines += [{"step": step, "loss": 5.0, "tokens_per_second": 50.0} for step in (2, 3, 4)]
-    lines.append({"step": 4, "validation_loss": 4.0, "seconds": 1000.0})
-    assert training_seconds(lines, 100) == pytest.approx({1: 2.0, 2: 4.0, 3: 6.0, 4: 8.0})
+def run(loss: float | None, state: State = "finished") -> Run:
+    return Run(Path("x"), state, Record({}, ()), 1.0, () if loss is None else ({"step": 9, "validation_loss": loss},), {})
 
 
 def test_time_to_a_quality_is_interpolated() -> None:
-    curve = points((10, 4.0), (20, 3.0), (30, 2.5))
-    assert seconds_to(curve, 3.5) == pytest.approx(15)
-    assert seconds_to(curve, 2.5) == pytest.approx(30)
-    assert seconds_to(curve, 5.0) == 10
-    assert seconds_to(curve, 2.4) is None
+    falling = curve((10, 4.0), (20, 3.0), (30, 2.5))
+    assert seconds_to(falling, 3.5) == pytest.approx(15)
+    assert seconds_to(falling, 2.5) == pytest.approx(30)
+    assert seconds_to(falling, 5.0) == 10
+    assert seconds_to(falling, 2.4) is None
     assert seconds_to([], 2.4) is None
-    assert seconds_to(points((10, 4.0), (20, 2.0), (30, 2.5)), 2.5) == pytest.approx(17.5)  # the first time counts
+    assert seconds_to(curve((10, 4.0), (20, 2.0), (30, 2.5)), 2.5) == pytest.approx(17.5)  # the first time counts
 
 
 def test_rate_and_optimiser_with_the_lowest_loss_are_chosen() -> None:
-    adamw = Tuning("adamw", {1e-3: run(3.0, 10.0), 1e-2: run(2.9, 30.0)})
-    muon = Tuning("muon", {1e-3: run(2.8), 1e-2: run(None)})
-    chosen = best_tuning([adamw, muon])
-    assert chosen is muon
-    assert (muon.best, adamw.best) == (1e-3, 1e-2)
-    waiting = Tuning("muon", {1e-3: Run(Job(Path("x"), "tune", {}), "missing")})
-    assert best_tuning([adamw, waiting]) is None  # not before all have had their turn
-    assert best_tuning([Tuning("adamw", {1e-3: run(None)})]) is None
-    assert best_tuning([]) is None
+    adamw = {("adamw", 1e-3): run(3.0), ("adamw", 1e-2): run(2.9)}
+    failed, waiting = {("muon", 1e-2): run(None, "failed")}, {("muon", 1e-2): run(None, "missing")}
+    assert best_trial(adamw) == ("adamw", 1e-2)
+    assert best_trial({**adamw, ("muon", 1e-3): run(2.8), **failed}) == ("muon", 1e-3)
+    assert best_trial({**adamw, **waiting}) is None  # not before all have had their turn
+    assert best_trial(failed) is None
+    assert best_trial({}) is None
 
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "reproduce"
 
 
-def report_of(plan: Plan, bits: dict[str, list[float]]) -> dict[str, Any]:
-    """The report of an experiment that has not begun, with test losses, by arm and seed, filled in."""
-    report = collect(plan)
-    for setting in report["settings"]:
-        for row in setting["rows"]:
-            for run, value in zip(row["runs"], bits.get(row["name"], []), strict=False):
-                run["state"] = "finished"
-                run["tests"] = [{"name": "", "bits_per_byte": value, "loss": value, "by_position": []}]
-    return report
-
-
-def rendered(plan: Plan, report: Any) -> str:
-    plan.folder.mkdir(parents=True)
-    return render(plan, report)[0].read_text()
-
-
-def stored(name: str, out: Path) -> tuple[Plan, dict[str, Any]]:
-    """A report in the repository, and its plan."""
+def stored(name: str, out: Path) -> tuple[Plan, dict[str, Any], str]:
+    """A report in the repository that has run in one setting, its plan, and its text as it is written now."""
     report: dict[str, Any] = json.loads((STORED / name / "report.json").read_text())
-    return make_plan(ReproduceConfig(report["experiment"], report["scale"], out, **report["options"])), report
-
-
-def test_cost_of_an_approximation_stands_beside_the_papers(tmp_path: Path) -> None:
-    plan = make_plan(ReproduceConfig("lm", "cpu", tmp_path))
-    ran = {"flash-quad": [2.0, 2.5], "flash": [1.9, 2.6], "transformer++": [2.0, 2.1], "mc-tfm++": [2.1]}
-    text = rendered(plan, report_of(plan, ran))
-    assert "| wikipedia, 2,048 tokens | FLASH-Quad -> FLASH | -0.1000 / +0.1000 | -5.00 % / +4.00 % | +0.22 |" in text
-    assert "| wikipedia, 512 tokens | TFM++ -> MC-TFM++ | +0.1000 | +5.00 % | +0.54 |" in text
-    # The paper's +0.30 at 4,096 tokens is of Wiki-40B.
-    assert "| books, 4,096 tokens | FLASH-Quad -> FLASH | -0.1000 / +0.1000 | -5.00 % / +4.00 % | - |" in text
-
-    masked = make_plan(ReproduceConfig("mlm", "cpu", tmp_path))
-    text = rendered(masked, report_of(masked, {"flash-quad": [2.0], "flash": [1.9]}))
-    assert "| context | from -> to | nats | loss | paper: perplexity |" in text
-    assert "| wikipedia, 2,048 tokens | FLASH-Quad -> FLASH | -0.1000 | -5.00 % | +0.06 |" in text
-    assert "MC-TFM++ |" not in text  # which has not run
+    plan = make_plan(ReproduceConfig(report["experiment"], report["scale"], out, **report["options"]))
+    settings = []
+    for setting in report["settings"]:  # what has not begun was listed, too
+        rows = [row for row in setting["rows"] if any(run["curve"] for run in row["runs"])]
+        settings += [{**setting, "files": ["text"], "rows": rows}] if rows else []
+    report["settings"] = settings
+    plan.folder.mkdir(parents=True)
+    return plan, report, render(plan, report).read_text()
 
 
 def test_masked_models_are_measured_in_nats(tmp_path: Path) -> None:
-    plan, report = stored("mlm-cpu", tmp_path)
-    text = rendered(plan, report)
+    _, report, text = stored("mlm-cpu", tmp_path)
     run = next(run for row in report["settings"][0]["rows"] for run in row["runs"] if run["tests"])
     assert run["bits_per_byte"] is None
-    assert "test nats per masked token" in text
+    assert "**test nats per masked token**" in text
     assert f"{run['tests'][0]['loss']:.4f}" in text
 
 
-def test_stored_report_is_drawn_with_its_positions_and_trials(tmp_path: Path) -> None:
-    plan, report = stored("lm-cpu-600s-wikipedia-2048-fp32", tmp_path)
-    text = rendered(plan, report)
-    assert "Test loss by the place of a token in its context" in text
+def test_stored_report_is_drawn_with_its_trials(tmp_path: Path) -> None:
+    plan, report, text = stored("lm-cpu-600s-wikipedia-2048-fp32", tmp_path)
     row = next(row for setting in report["settings"] for row in setting["rows"] if row["tokens_per_second"])
     assert f"| {row['name']} | {row['trial_steps'][row['optimizer']]} |" in text
+    assert "**Fewer may choose a rate by chance**: performer (wikipedia, 2,048 tokens): 16." in text
+    assert "| 1.58 / 1.61 | 1.6 |" in text  # the speed-up here and in the paper
     assert {file.name for file in plan.folder.iterdir()} >= {"quality.png", "report.md"}
 
 
-def test_loss_is_compared_with_the_baseline_over_the_seeds_that_both_have(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {"name": "transformer++", "runs": [{"loss": 2.0}, {"loss": 4.0}]},
-        {"name": "flash", "runs": [{"loss": 1.0}, {"loss": 3.0}]},
-        {"name": "combiner", "runs": [{"loss": 1.5}]},
-        {"name": "performer", "runs": [{"loss": None}]},
-    ]
-    for row in rows:
-        row["paper_loss"] = None
-        for run in row["runs"]:
-            run["curve"] = []
-    add_relative_losses(make_plan(ReproduceConfig("lm", "cpu", tmp_path)), rows)
-    assert [row["relative_loss"] for row in rows] == [0.0, 4 / 6 - 1, 1.5 / 2 - 1, None]
+def compared(losses: list[float | None], base: list[float], curves: list[Curve] | None = None) -> dict[str, Any]:
+    """A row of these losses, beside a baseline of others."""
+    shown = curves or [[] for _ in losses]
+    row: dict[str, Any] = {"paper": {}, "runs": [{"loss": a, "curve": b} for a, b in zip(losses, shown, strict=True)]}
+    _compare(row, {"paper": {}, "runs": [{"loss": each, "curve": curve((10, 3.0), (20, each))} for each in base]})
+    return row
 
 
-def test_speedup_is_of_the_seeds_that_a_system_and_the_baseline_have(tmp_path: Path) -> None:
-    base, own = points((10, 3.0), (20, 2.0)), points((10, 2.0), (20, 1.9))
-    rows: list[dict[str, Any]] = [
-        {"name": "transformer++", "runs": [{"loss": 2.0, "curve": base}] * 2},
-        {"name": "flash", "runs": [{"loss": 2.1, "curve": []}, *[{"loss": 1.9, "curve": own}] * 2]},
-    ]
-    for row in rows:
-        row["paper_loss"] = None
-    add_relative_losses(make_plan(ReproduceConfig("lm", "cpu", tmp_path)), rows)
-    assert rows[1]["speedups"] == [None, 2.0]
-    assert _speedups(rows[1]["speedups"]) == "not reached / 2.00"
+def test_loss_is_compared_with_the_baseline_over_the_seeds_that_both_have() -> None:
+    base, rows = [2.0, 4.0], ([2.0, 4.0], [1.0, 3.0], [1.5], [None])
+    assert [compared(row, base)["relative_loss"] for row in rows] == [0.0, 4 / 6 - 1, 1.5 / 2 - 1, None]
+
+
+def test_speedup_is_of_the_seeds_that_a_system_and_the_baseline_have() -> None:
+    own = curve((10, 2.0), (20, 1.9))
+    row = compared([2.1, 1.9, 1.9], [2.0, 2.0], [[], own, own])
+    assert row["speedups"] == [None, 2.0]
+    assert _speedups(row["speedups"]) == "not reached / 2.00"
     assert _speedups([]) == "-"
 
 
@@ -147,4 +102,5 @@ def test_report_says_the_command_that_makes_its_runs(tmp_path: Path) -> None:
     plan = make_plan(ReproduceConfig("lm", "cpu", tmp_path, **options))
     report = json.loads(json.dumps(collect(plan)))
     command = "lineartime reproduce lm --scale cpu --wikipedia 'my articles.txt' --budget 300 --optimizers muon --threads 1"
-    assert f"- command: `{command}`" in rendered(plan, report)
+    plan.folder.mkdir()
+    assert f"- command: `{command}`" in render(plan, report).read_text()

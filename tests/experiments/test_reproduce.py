@@ -18,14 +18,12 @@ from lineartime.bench.command import make_benchmark
 from lineartime.bench.config import BenchConfig
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.experiments import catalogue, command, worker
-from lineartime.experiments.catalogue import INTERRUPTED, Job, Optimizer
-from lineartime.experiments.collect import Report, collect
+from lineartime.experiments import catalogue, command, runner
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.plan import make_plan, with_device, with_saved_options, write_plan
-from lineartime.experiments.report import _curves, write_report
-from lineartime.experiments.runner import RunsResult, all_jobs, in_own_process, read_run, run_all
-from lineartime.models.systems import register_system
+from lineartime.experiments.plan import Job, Plan, make_plan, with_device, with_saved_options, write_plan
+from lineartime.experiments.report import _quality_pictures, collect, write_report
+from lineartime.experiments.runner import INTERRUPTED, all_jobs, in_own_process, read_run, run_all
+from lineartime.models.registering import register_system
 from lineartime.runs.metrics import read_metrics
 from lineartime.training.loop import Trainer
 
@@ -40,7 +38,12 @@ class Story:
     out: Path
     done: list[list[str]]
     said: list[str]
-    reports: list[tuple[str, Report]]
+    reports: list[tuple[str, dict[str, Any]]]
+
+
+def folders(plan: Plan) -> list[Path]:
+    """The folders of all arms."""
+    return [each.folder for candidates in plan.candidates.values() for each in candidates]
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +62,17 @@ def story(tiny: None, room: Path) -> Story:
         return perform(job)
 
     def report() -> None:
-        file, data, notes = write_report(plan)
-        assert notes == []
+        file, data = write_report(plan)
         found.reports.append((file.read_text(), data))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "take_step", take_and_interrupt)
-        assert run_all(plan, ignore, do).interrupted
+        with pytest.raises(KeyboardInterrupt):
+            run_all(plan, ignore, do)
     report()
     for _ in range(2):
         found.done.append([])
-        assert run_all(plan, found.said.append, do) == RunsResult()
+        assert run_all(plan, found.said.append, do) == []
     report()
     return found
 
@@ -102,7 +105,6 @@ def test_report_of_a_finished_experiment_has_everything(story: Story, options: O
     text, report = story.reports[1]
     assert (report["complete"], report["missing"], report["problems"]) == (True, [], [])
     assert "Not complete" not in text
-    assert "Test loss by the place of a token in its context" in text
     assert "- precision of matrix products: fp32\n" in text
     assert "## Setup" in text
     flash, transformer = report["settings"][0]["rows"]
@@ -115,32 +117,35 @@ def test_report_of_a_finished_experiment_has_everything(story: Story, options: O
     assert transformer["relative_loss"] == 0
     plan = make_plan(options())
     assert (plan.folder / "quality.png").stat().st_size > 10_000
-    flash["runs"][0]["curve"] = [[step, step, 40.0 - step, 40.0 - step] for step in range(11)]
-    assert _curves(plan, report).axes[0].get_ylim()[1] > 39  # all of it but the first tenth can be seen
-    for each in plan.candidates:  # of tuning, only the numbers are kept; of a run, its last checkpoint too
-        assert not list_checkpoints(each.folder / "adamw-tune-0.001")
-        assert len(list_checkpoints(each.folder / "seed-0")) == 1
+    flash["runs"][0]["curve"] = [[step, step, 40.0 - step, 40.0 - step, None] for step in range(11)]
+    [(_, [panel], _)] = _quality_pictures(plan, report)
+    assert panel.y_limits is not None
+    assert panel.y_limits[1] > 39  # all of it but the first tenth can be seen
+    for folder in folders(plan):  # of tuning, only the numbers are kept; of a run, its last checkpoint too
+        assert not list_checkpoints(folder / "adamw-tune-0.001")
+        assert len(list_checkpoints(folder / "seed-0")) == 1
 
 
 def test_systems_read_the_same_batches_for_the_same_time(options: Options, finished: None) -> None:
     plan = make_plan(options())
-    runs = [read_run(plan.final_job(each, "adamw", 0)) for each in plan.candidates]
-    texts = [json.loads((list_checkpoints(run.job.folder)[0] / "training.json").read_text())["text"] for run in runs]
+    runs = [read_run(folder / "seed-0") for folder in folders(plan)]
+    texts = [json.loads((list_checkpoints(run.folder)[0] / "training.json").read_text())["text"] for run in runs]
     assert texts[0] == texts[1]
     same = ("tokens_per_batch", "context_length", "data", "seed", "beta2", "weight_decay", "schedule", "warmup_steps")
-    assert [runs[0].options[name] for name in same] == [runs[1].options[name] for name in same]
-    for run, each in zip(runs, plan.candidates, strict=True):
-        speeds = [read_run(plan.speed_job(each, "adamw", number)).speed or 0.0 for number in (0, 1)]
-        assert run.options["steps"] == max(2, round(0.1 * sum(speeds) / 2 / 128))  # the median of two
+    first, second = (run.record.options for run in runs)
+    assert [first[name] for name in same] == [second[name] for name in same]
+    for run, folder in zip(runs, folders(plan), strict=True):
+        speeds = [read_run(folder / f"adamw-speed-{number}").speed or 0.0 for number in (0, 1)]
+        assert run.record.options["steps"] == max(2, round(0.1 * sum(speeds) / 2 / 128))  # the median of two
     for row in collect(plan)["settings"][0]["rows"]:  # what the machine does during a run does not change its time
         data = row["runs"][0]
-        assert data["seconds"] == pytest.approx((data["steps"] or 0) * 128 / (row["tokens_per_second"] or 0))
-        assert data["curve"][-1][1] == data["seconds"]
+        assert data["curve"][-1][:2] == [data["steps"], pytest.approx(data["steps"] * 128 / row["tokens_per_second"])]
 
 
 def test_run_in_its_own_process_stops_after_its_step(options: Options) -> None:
     plan = make_plan(options())
-    job = plan.final_job(plan.candidates[0], "adamw", 0, 1e-3, steps=1_000_000)
+    speed = next(all_jobs(plan))
+    job = replace(speed, kind="run", options={**speed.options, "steps": 1_000_000, "eval_every": 1_000_000})
 
     def interrupt() -> None:
         deadline = time.monotonic() + 100
@@ -155,7 +160,7 @@ def test_run_in_its_own_process_stops_after_its_step(options: Options) -> None:
     assert in_own_process(job) == INTERRUPTED
     thread.join()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert read_run(job).state == "interrupted"
+    assert read_run(job.folder).state == "interrupted"
     assert list_checkpoints(job.folder)[-1].name == f"step-{int(read_metrics(job.folder)[-1]['step']):08d}"
     assert "Stopped after step" in (job.folder / "log.txt").read_text()
 
@@ -167,9 +172,9 @@ def test_diverged_run_is_told_and_not_repeated(options: Options, here: Do, done:
         diverges = job.kind == "tune" and "0.01" in job.folder.name
         return here(replace(job, options={**job.options, "learning_rate": 1e30, "steps": 40}) if diverges else job)
 
-    [problem] = run_all(plan, ignore, do).problems
+    [problem] = run_all(plan, ignore, do)
     assert re.match(r"wikipedia-64/flash/adamw-tune-0.01 failed: .*(loss|its gradient)", problem, re.IGNORECASE)
-    file, report, _ = write_report(plan)
+    file, report = write_report(plan)
     row = report["settings"][0]["rows"][0]
     assert (row["grid"]["adamw"]["0.01"], row["rate"]) == ("failed", 0.001)
     assert "adamw-tune-0.01 failed" in file.read_text()
@@ -189,25 +194,25 @@ def test_run_that_ended_for_another_reason_is_tried_again(
             raise LineartimeError("Cannot write x: No space left on device; free some space, then try again.")
         return take(self, *arguments)
 
-    def fail(_: Job) -> None:
+    def fail(*_: object, **options: object) -> None:
         raise OSError("check the network")
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "take_step", full)
-        problems = run_all(plan, ignore, here).problems
-    assert problems == (
+        problems = run_all(plan, ignore, here)
+    assert problems == [
         "wikipedia-64/flash/adamw-tune-0.01 ended with an error: Cannot write x: No space left on device; free some space, "
         "then try again.",
         "flash (wikipedia, 64 tokens) has no learning rate: not all of its trials have ended.",
-    )
+    ]
     with monkeypatch.context() as patch:  # the run is trained, but cannot be tested
-        patch.setattr(worker, "_measured", lambda job: fail(job) if job.tests else ())
-        problems = run_all(plan, ignore, here).problems
-    assert problems == ("wikipedia-64/flash/seed-0 ended with an error: OSError: check the network",)
-    steps = len(read_metrics(plan.candidates[0].folder / "seed-0"))
-    assert run_all(plan, ignore, here).problems == ()
+        patch.setattr(runner, "evaluate", fail)
+        problems = run_all(plan, ignore, here)
+    assert problems == ["wikipedia-64/flash/seed-0 ended with an error: OSError: check the network"]
+    steps = len(read_metrics(folders(plan)[0] / "seed-0"))
+    assert run_all(plan, ignore, here) == []
     assert done[-2:] == ["run", "run"]
-    assert len(read_metrics(plan.candidates[0].folder / "seed-0")) == steps  # nothing was trained again
+    assert len(read_metrics(folders(plan)[0] / "seed-0")) == steps  # nothing was trained again
     row = collect(plan)["settings"][0]["rows"][0]
     assert row["runs"][0]["tests"]
     assert all(isinstance(loss, float) for loss in row["grid"]["adamw"].values())
@@ -215,15 +220,10 @@ def test_run_that_ended_for_another_reason_is_tried_again(
 
 def test_damaged_run_is_one_sentence(options: Options, here: Do, finished: None) -> None:
     plan = make_plan(options(seeds=1))
-    folder = plan.candidates[1].folder / "seed-0"
-    (folder / "outcome.json").write_text("{")
-    [problem] = run_all(plan, ignore, here).problems
-    start = f"{folder} holds damaged files: delete it, and run the experiment again ({folder}/outcome.json is"
-    assert problem.startswith(start)
-    assert problem in write_report(plan)[1]["problems"]
-    (folder / "outcome.json").write_text('{"kind": "run", "tests": []}')
-    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    assert "says that it is finished, but its metrics do not" in run_all(plan, ignore, here).problems[0]
+    file = folders(plan)[1] / "seed-0" / "outcome.json"
+    file.write_text("{")
+    with pytest.raises(LineartimeError, match=rf"{re.escape(str(file))} is damaged \(.*\): restore it"):
+        run_all(plan, ignore, here)
 
 
 def test_runs_of_other_options_are_not_mixed(options: Options, finished: None, tmp_path: Path, text: Path) -> None:
@@ -258,7 +258,7 @@ def test_runs_in_another_precision_are_not_mixed(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "latency", "systems": ("flash",)}, "systems is flash, but this experiment measures all models of a context"),
+        ({"name": "latency", "systems": ("flash",)}, "systems is flash, but this experiment measures all its models together"),
         ({"contexts": (512,)}, "contexts has 512, which is not a context of this experiment here: use 64"),
         ({"rates": (1e-3,)}, "rates is 0.001, but each optimiser has its own: give one in `optimizers`"),
         ({"rates": (1e-3,), "scale": "paper"}, "rates is 0.001, but the scale paper has the paper's steps and rate"),
@@ -272,58 +272,58 @@ def test_wrong_input_is_one_sentence(options: Options, values: dict[str, Any], m
 
 def test_latency_is_measured_for_all_systems_together(options: Options, here: Do, done: list[str]) -> None:
     plan = make_plan(options("latency", threads=1))
-    job = plan.latency_job(plan.settings[0])
+    [job] = all_jobs(plan)
     [(_, subjects)] = make_benchmark(BenchConfig(**job.options)).cases
-    assert [subject.config for subject in subjects] == [each.model for each in plan.candidates]  # whose sizes are reported
+    [candidates] = plan.candidates.values()
+    assert [subject.config for subject in subjects] == [each.model for each in candidates]  # whose sizes are reported
 
     def do(job: Job) -> int:
         return here(replace(job, options={**job.options, "rounds": 1, "min_seconds": 0.0}))
 
-    assert run_all(plan, ignore, do).problems == ()
+    assert run_all(plan, ignore, do) == []
     assert done == ["latency"]
-    file, report, _ = write_report(plan)
+    file, report = write_report(plan)
     assert report["complete"]
     rows = report["settings"][0]["rows"]
-    assert all((row["microseconds_per_token"] or 0) > 0 for row in rows)
+    assert all(row["microseconds_per_token"] > 0 for row in rows)
     assert rows[1]["relative"] == 1
     assert f"{rows[0]['relative']:.2f}" in file.read_text()
     assert (plan.folder / "latency.png").exists()
-    assert len(read_run(job).outcome.entries) == 2
+    assert len(read_run(job.folder).outcome["entries"]) == 2
 
 
 def test_optimiser_joins_by_one_entry(
     options: Options, pretended: Do, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    second = Optimizer({"trial": (1e-3, 1e-2)}, {"beta2": 0.9})
-    monkeypatch.setitem(catalogue.OPTIMIZERS, "second", second)
+    monkeypatch.setitem(catalogue.OPTIMIZERS, "second", {"beta2": 0.9})
     plan = make_plan(options(seeds=1, systems=("transformer++",)))
-    assert run_all(plan, ignore, pretended).problems == ()
+    assert run_all(plan, ignore, pretended) == []
     assert done == ["speed"] * 4 + ["tune"] * 4 + ["run"]  # only the better one is trained
-    row = collect(plan)["settings"][0]["rows"][1]
+    [row] = collect(plan)["settings"][0]["rows"]
     losses = {(name, rate): loss for name, grid in row["grid"].items() for rate, loss in grid.items()}
     best = min(losses, key=lambda each: losses[each])
     assert (row["optimizer"], f"{row['rate']:g}") == best
-    trained = read_run(plan.final_job(plan.candidates[1], best[0], 0)).options
+    trained = read_run(folders(plan)[1] / "seed-0").record.options
     assert trained["beta2"] == (0.9 if best[0] == "second" else 0.99)
 
     assert "Rates tried with second" in write_report(plan)[0].read_text()
     # Runs of one optimiser are continued as such, whatever joins later.
-    monkeypatch.setitem(catalogue.OPTIMIZERS, "third", second)
+    monkeypatch.setitem(catalogue.OPTIMIZERS, "third", {})
     assert make_plan(with_saved_options(options(systems=("transformer++",)))).config.optimizers == ("adamw", "second")
 
 
 def test_further_seeds_join_the_report(options: Options, pretended: Do, done: list[str], finished: None) -> None:
     plan = make_plan(options(seeds=4, systems=("transformer++",)))
-    assert [job.kind for _, job in all_jobs(plan)].count("run") == 4
-    assert run_all(plan, ignore, pretended).problems == ()
+    assert [job.kind for job in all_jobs(plan)].count("run") == 4
+    assert run_all(plan, ignore, pretended) == []
     assert done == ["run"] * 3  # the first one had ended
-    file, report, _ = write_report(make_plan(options()))
+    file, report = write_report(make_plan(options()))
     row = report["settings"][0]["rows"][1]
     assert [run["state"] for run in row["runs"]] == ["finished"] * 4
-    losses = [run["bits_per_byte"] or 0.0 for run in row["runs"]]
+    losses = [run["bits_per_byte"] for run in row["runs"]]
     line = next(line for line in file.read_text().splitlines() if line.startswith("| transformer++ "))
     assert f"{statistics.fmean(losses):.4f} ± {statistics.stdev(losses):.4f} (4)" in line
-    assert "| 1.00 (4) |" in line  # the speed-up against itself
+    assert "| 1.00 ± 0.00 (4) |" in line  # the speed-up against itself
 
 
 @pytest.mark.usefixtures("only_systems_of_the_library_afterwards", "finished")
@@ -331,14 +331,17 @@ def test_system_of_ones_own_joins_a_finished_experiment(options: Options, preten
     register_system("relu", Relu, "mlp")
     added = ("relu", "flash:chunk_size=8")
     plan = make_plan(with_saved_options(options(seeds=1, add=added, systems=("relu",))))
-    assert run_all(plan, ignore, pretended).problems == ()
+    assert run_all(plan, ignore, pretended) == []
     assert done == ["speed"] * 2 + ["tune"] * 2 + ["run"]
-    file, report, _ = write_report(plan)
+    file, report = write_report(plan)
     states = {row["name"]: row["runs"][0]["state"] for row in report["settings"][0]["rows"]}
-    assert states == {"flash": "finished", "transformer++": "finished", "relu": "finished", "flash:chunk_size=8": "missing"}
+    assert states == {"flash": "finished", "transformer++": "finished", "relu": "finished"}
     assert report["missing"] == []  # of what was asked for
     text = file.read_text()
     assert "--add relu flash:chunk_size=8" in text
-    assert "flash:" not in text[text.index("**Parameters.**") :].split("\n")[0]  # which has no run
     later = make_plan(with_saved_options(options()))  # the folder remembers what was added
-    assert [each.arm.name for each in later.candidates] == ["flash", "transformer++", *added]
+    assert [each.arm.name for candidates in later.candidates.values() for each in candidates] == [
+        "flash",
+        "transformer++",
+        *added,
+    ]

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import lineartime
 from lineartime.checkpoint import best_checkpoint
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.experiments.runner import Outcome
 from lineartime.fields import Between, check_fields, decode
 from lineartime.files import DamagedFileError, read_file
 from lineartime.runs.record import read_record
@@ -129,7 +128,6 @@ FILES: dict[str, tuple[str, Any, Callable[[Path], Any]]] = {
     "step-00000006/training.json": ("skipped", -1, lambda run: saved_config(run / "step-00000006")),
     "step-00000006/validation.json": ("validation_loss", "2.0", best_checkpoint),
     "run.json": ("seed", [3], read_record),
-    "outcome.json": ("state_bytes", 1.5, lambda run: read_file(run / "outcome.json", Outcome)),
 }
 
 

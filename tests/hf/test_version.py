@@ -30,7 +30,7 @@ import pkgutil, sys
 from importlib import import_module
 import lineartime
 sys.modules["transformers"] = None  # importing it fails
-needing = ("lineartime.hf", "lineartime.finetuning.", "lineartime.__main__", "lineartime.experiments.__main__")
+needing = ("lineartime.hf", "lineartime.finetuning.", "lineartime.__main__")
 for module in pkgutil.walk_packages(lineartime.__path__, "lineartime.", onerror=lambda name: None):
     if not module.name.startswith(needing):
         import_module(module.name)

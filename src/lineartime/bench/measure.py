@@ -121,16 +121,15 @@ def peak_flops(device: torch.device, dtype: str, seconds: float = 0.3) -> float:
     return best
 
 
-def step_memory(model: nn.Module, step: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """The bytes that a step holds at most above the weights, and those of the gradients that it leaves, on a GPU."""
+def step_memory(model: nn.Module, step: Callable[[], object], device: torch.device) -> int:
+    """The bytes that a step holds at most above the weights, with the gradients that it leaves, on a GPU."""
     model.zero_grad()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     step()
     torch.cuda.synchronize(device)
-    gradients = sum(weight.grad.nbytes for weight in model.parameters() if weight.grad is not None)
-    return torch.cuda.max_memory_allocated(device) - before, gradients
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 @contextmanager

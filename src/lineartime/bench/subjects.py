@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, V vocabulary.
 
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import cycle
 from typing import Any
@@ -59,10 +59,6 @@ class Subject:
     def build(self) -> nn.Module:
         """The model, freshly initialised, on PyTorch's default device."""
         return build_peer(self.config) if self.is_peer else build_model(self.config)
-
-    def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary for JSON."""
-        return {**asdict(self), "config": self.config.to_dict()}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import tyro
 
-from lineartime.errors import LineartimeError
 from lineartime.experiments.config import ReproduceConfig
 
 
@@ -29,10 +28,9 @@ def run(options: ReproduceOptions, arguments: Sequence[str]) -> None:
         KeyboardInterrupt: after an interrupt; it names the command that resumes.
         LineartimeError: if runs failed.
     """
-    from lineartime.experiments.command import FAILED, reproduce
+    from lineartime.experiments.command import reproduce
 
-    result = reproduce(ReproduceConfig(**vars(options)))
-    if result.interrupted:
-        raise KeyboardInterrupt(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}")
-    if result.problems:
-        raise LineartimeError(FAILED)
+    try:
+        reproduce(ReproduceConfig(**vars(options)))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}") from None

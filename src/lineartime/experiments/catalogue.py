@@ -2,21 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from lineartime.choices import BYTE_VOCABULARY, MemoryTask, ScaleName, Task, TextName
 from lineartime.models.systems import SIZES, Size
 from lineartime.training.config import RecipeName
 
-JobKind = Literal["speed", "tune", "run", "latency", "memory"]
-"""Speed: a few steps to measure how fast a model trains. Tune: a short run with one learning rate. Memory: a run on a task."""
 MIN_TRIAL_STEPS = 60
 """The fewest steps after which trials rank learning rates as longer runs do: see docs/experiments.md."""
 MAX_TRIAL_RATIO = 4
 """The maximum duration of a trial that needs more time for these steps, as a multiple of its planned seconds."""
-INTERRUPTED = 130
-"""The exit status of a process that was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -54,35 +49,13 @@ class Setting:
     @property
     def label(self) -> str:
         """Its name, also that of its folder."""
-        if self.task is not None:
-            return f"{self.task}-{self.context}" + (f"-{self.pairs}" if self.pairs else "")
-        return f"{self.text}-{self.context}" + ("" if self.size == "main" else f"-{self.size}")
+        last = str(self.pairs or "") if self.task else "" if self.size == "main" else self.size
+        return "-".join(filter(None, (self.task or self.text, str(self.context), last)))
 
     def __str__(self) -> str:
-        if self.task is not None:
-            return f"{self.task}, {self.context:,} tokens" + (f", {self.pairs:,} to remember" if self.pairs else "")
-        size = "" if self.size == "main" else f", size {self.size}"
-        return f"{self.text}, {self.context:,} tokens{size}"
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """An optimiser, tuned over the same learning rates for every system: those of each scale that tunes.
-
-    Its options are those of training that choose it.
-    """
-
-    rates: Mapping[ScaleName, tuple[float, ...]]
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class FinalTest:
-    """A measurement of a trained model on the test split."""
-
-    name: str = ""  # what differs from training; empty if nothing does
-    times_context: int = 1  # the context, as a multiple of that of training
-    depth: float | None = None  # of a needle, as the share of the text before it; any if None
+        remembered = f", {self.pairs:,} to remember" if self.pairs else ""
+        size = "" if self.task or self.size == "main" else f", size {self.size}"
+        return f"{self.task or self.text}, {self.context:,} tokens{remembered}{size}"
 
 
 @dataclass(frozen=True)
@@ -92,9 +65,11 @@ class Scale:
     description: str
     sizes: Mapping[str, Size]  # of the models, by name
     tokens_per_batch: int  # in an optimiser step
-    tokens_at_once: int | None  # a step of more accumulates gradients; None if the recipe tells it
-    budget: float | None  # seconds of a run; None if the recipe fixes the steps
-    tuning: float | None  # seconds of a run that tries a learning rate; None if no rate is tried
+    tokens_at_once: int = 0  # a step of more accumulates gradients; 0 if the recipe tells it
+    budget: float | None = None  # seconds of a run; None if the recipe fixes the steps
+    tuning: float | None = None  # seconds of a run that tries a learning rate; None if no rate is tried
+    rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # those tried, by optimiser
+    steps: int | None = None  # of a run of memory, which has no budget
     tokenizer: str = "bytes"  # its name, as for training
     speed_steps: int = 8  # of a run that measures how fast a model trains, before any is tuned
     speed_rounds: int = 3  # how often all models are measured, in turn
@@ -121,34 +96,11 @@ class Experiment:
     task: Task = "clm"
     recipe: RecipeName = "lm-wiki40b"  # the paper's, for the scale `paper`
     paper_tables: tuple[str, ...] = ()  # those that have rows of the arms
-    tests: tuple[FinalTest, ...] = (FinalTest(),)  # at the end of a run
-    pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # (exact, approximate), by the paper's name
+    tested_at: tuple[int, ...] = (1,)  # the contexts of the tests at the end, as multiples of that of training
     words: bool = False  # whether the metric is the perplexity per word
     kind: Literal["quality", "latency", "memory"] = "quality"  # latency trains nothing, and memory on tasks
-    budget: Mapping[ScaleName, float] = field(default_factory=dict)  # if it is not the scale's own; so the next two
-    tuning: Mapping[ScaleName, float] = field(default_factory=dict)
-    tokenizer: Mapping[ScaleName, str] = field(default_factory=dict)
     override: Mapping[str, Any] = field(default_factory=dict)  # options of all arms whose system does not set them
-    steps: Mapping[ScaleName, int] = field(default_factory=dict)  # of a run of memory
-    rates: Mapping[ScaleName, tuple[float, ...]] = field(default_factory=dict)  # if they are not the optimiser's own
-
-
-@dataclass(frozen=True)
-class Job:
-    """One process: a run to train, on text or on a task, or a measurement of latency."""
-
-    folder: Path  # where it leaves its files
-    kind: JobKind
-    options: dict[str, Any]  # of training, or of the benchmark, as values for JSON
-    tests: tuple[FinalTest, ...] = ()  # to measure at the end
-    test_tokens: int | None = None  # how much of the test split they read; None for all of it
-    seconds: float | None = None  # of training that are planned; None if the steps are given
-    setting: Setting | None = None  # of a memory
-
-    @property
-    def name(self) -> str:
-        """Its folder, from that of the experiment on: setting, system and run, or for latency the setting alone."""
-        return "/".join(self.folder.parts[-1 if self.kind == "latency" else -3 :])
+    scaled: Mapping[ScaleName, Mapping[str, Any]] = field(default_factory=dict)  # other values for fields of the scale
 
 
 _GPU = Size(512, gated_blocks=24, attention_blocks=12, n_heads=8, initial_scores=SIZES["tiny"].initial_scores)
@@ -166,6 +118,7 @@ SCALES: dict[ScaleName, Scale] = {
         tokens_at_once=256,
         budget=2.0,
         tuning=0.5,
+        rates={"adamw": (3e-3, 3e-2), "muon": (3e-3, 3e-2)},  # two, to save time
         evaluations=5,
         validation_tokens=1024,
         test_tokens=2048,
@@ -183,6 +136,7 @@ SCALES: dict[ScaleName, Scale] = {
         tokens_at_once=4096,
         budget=600.0,
         tuning=60.0,
+        rates={"adamw": (7e-4, 1.5e-3, 3e-3, 6e-3), "muon": (3e-3, 6e-3, 1.2e-2, 2.4e-2)},
         tokenizer="bpe-4096",
     ),
     "gpu": Scale(
@@ -198,6 +152,7 @@ SCALES: dict[ScaleName, Scale] = {
         tokens_at_once=32_768,
         budget=300.0,
         tuning=40.0,
+        rates={"adamw": (3e-4, 7e-4, 1.5e-3, 3e-3), "muon": (1e-3, 2e-3, 4e-3, 8e-3)},
         speed_steps=30,
         validation_tokens=262_144,
         test_tokens=2_097_152,
@@ -207,31 +162,12 @@ SCALES: dict[ScaleName, Scale] = {
         "the paper's configuration: its presets, texts, steps and rate, in one process",
         {},
         tokens_per_batch=2**18,
-        tokens_at_once=None,
-        budget=None,
-        tuning=None,
         compile="auto",
     ),
 }
 
-OPTIMIZERS: dict[str, Optimizer] = {
-    "adamw": Optimizer(
-        {
-            "trial": (3e-3, 3e-2),  # two, to save time
-            "cpu": (7e-4, 1.5e-3, 3e-3, 6e-3),
-            "gpu": (3e-4, 7e-4, 1.5e-3, 3e-3),
-        }
-    ),
-    "muon": Optimizer(
-        {
-            "trial": (3e-3, 3e-2),
-            "cpu": (3e-3, 6e-3, 1.2e-2, 2.4e-2),
-            "gpu": (1e-3, 2e-3, 4e-3, 8e-3),
-        },
-        {"optimizer": "muon", "adamw_ratio": 2.0},
-    ),
-}
-
+OPTIMIZERS: dict[str, dict[str, Any]] = {"adamw": {}, "muon": {"optimizer": "muon", "adamw_ratio": 2.0}}
+"""The options of training that choose each optimiser."""
 _NOT_PAPER: tuple[ScaleName, ...] = ("trial", "cpu", "gpu")
 _ONLY_PAPER: tuple[ScaleName, ...] = ("paper",)
 _NOT_GPU: tuple[ScaleName, ...] = ("trial", "cpu", "paper")
@@ -270,12 +206,15 @@ def _remembering(tasks: tuple[MemoryTask, ...], pairs: int, *lengths: int) -> tu
     return tuple(Setting("books", length, "memory", task, pairs) for task in tasks for length in lengths)
 
 
+def _one_grid(*rates: float) -> dict[str, tuple[float, ...]]:
+    return dict.fromkeys(OPTIMIZERS, rates)
+
+
 _GENERATED: tuple[MemoryTask, ...] = ("recall", "copying", "induction", "selective-copying")
-_APPROXIMATIONS = {"FLASH-Quad -> FLASH": ("flash-quad", "flash"), "TFM++ -> MC-TFM++": ("transformer++", "mc-tfm++")}
 _LENGTHS = (512, 1024, 2048, 4096, 8192)
 _WIKIPEDIA = _in("wikipedia", *_LENGTHS)
 _ONE = _settings(_in("wikipedia", 1024), _in("wikipedia", 1024), _in("wikipedia", 1024))
-_FIVE_MINUTES: dict[ScaleName, float] = {"cpu": 300.0, "gpu": 240.0}
+_FIVE_MINUTES: dict[ScaleName, dict[str, Any]] = {"cpu": {"budget": 300.0}, "gpu": {"budget": 240.0}}
 _SMALL, _UNIT = {"initial_scores": "small"}, {"initial_scores": "unit"}
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -307,7 +246,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         baseline="transformer++",
         paper_tables=("lm_wiki40b",),
-        pairs=_APPROXIMATIONS,
     ),
     "next-ablation": Experiment(
         "The parts of flash-next",
@@ -336,9 +274,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         task="mlm",
         recipe="mlm-c4",
         paper_tables=("mlm_c4",),
-        pairs=_APPROXIMATIONS,
-        tokenizer={"cpu": "bytes"},  # of larger tokens, models learn little more than the frequencies in ten minutes,
-        tuning={"cpu": 240.0},  # and of bytes in one
+        # Of larger tokens, models learn little more than the frequencies in ten minutes, and of bytes in one.
+        scaled={"cpu": {"tokenizer": "bytes", "tuning": 240.0}},
     ),
     "pg19": Experiment(
         "Language models of books",
@@ -367,7 +304,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             tuple(Setting("wikipedia", 512, size) for size in ("scaling-512", "scaling-768", "scaling-1024")),
         ),
         baseline="transformer++",
-        budget=_FIVE_MINUTES,
+        scaled=_FIVE_MINUTES,
     ),
     "layer-ablation": Experiment(
         "The parts of a gated attention unit, and of attention",
@@ -388,7 +325,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         _settings(_in("wikipedia", 512), _in("wikipedia", 1024), _in("wikipedia", 512)),
         baseline="gau",
         paper_tables=("ablation_gau", "ablation_mhsa"),
-        budget=_FIVE_MINUTES,
+        scaled=_FIVE_MINUTES,
     ),
     "chunk-size": Experiment(
         "The size of chunks",
@@ -396,7 +333,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         tuple(Arm(f"chunks of {size}", "flash", {"chunk_size": size}) for size in (64, 128, 256, 512, 1024)),
         _settings(_in("books", 1024, 4096), _in("books", 1024, 8192), _in("wikipedia", 1024, 8192)),
         baseline="chunks of 256",
-        budget=_FIVE_MINUTES,
+        scaled=_FIVE_MINUTES,
     ),
     "local-global": Experiment(
         "The local and the global part of mixed chunk attention",
@@ -404,7 +341,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         (_FLASH, Arm("local alone", "flash-local"), Arm("global alone", "flash-global"), _FLASH_QUAD),
         _settings(_in("books", 2048), _in("books", 8192), _in("wikipedia", 1024, 8192)),
         baseline="flash",
-        budget=_FIVE_MINUTES,
+        scaled=_FIVE_MINUTES,
     ),
     "memory": Experiment(
         "What a model remembers",
@@ -413,10 +350,12 @@ EXPERIMENTS: dict[str, Experiment] = {
         _settings(_remembering(_GENERATED, 16, 128, 256), _remembering((*_GENERATED, "needle"), 64, 256, 1024, 4096), ()),
         baseline="transformer++",
         kind="memory",
-        tokenizer={"cpu": "bytes"},
         override={"absolute_position": "none"},  # a sinusoid would drown embeddings of a small width
-        steps={"trial": 20, "cpu": 2000, "gpu": 5000},
-        rates={"trial": (3e-3,), "cpu": (3e-3,), "gpu": (1e-3, 3e-3)},
+        scaled={
+            "trial": {"steps": 20, "rates": _one_grid(3e-3)},
+            "cpu": {"steps": 2000, "rates": _one_grid(3e-3), "tokenizer": "bytes"},
+            "gpu": {"steps": 5000, "rates": _one_grid(1e-3, 3e-3)},
+        },
     ),
     "positions": Experiment(
         "Positions",
@@ -429,8 +368,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         _ONE,
         baseline="all three",
-        tests=(FinalTest(), FinalTest("at 4 times the context", times_context=4)),
-        budget=_FIVE_MINUTES,
+        tested_at=(1, 4),
+        scaled=_FIVE_MINUTES,
     ),
     "normalization": Experiment(
         "The divisor of relu^2 attention",
@@ -447,7 +386,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         _ONE,
         baseline="gau count",
-        tests=(FinalTest(), FinalTest("at 4 times the context", times_context=4)),
-        budget=_FIVE_MINUTES,
+        tested_at=(1, 4),
+        scaled=_FIVE_MINUTES,
     ),
 }

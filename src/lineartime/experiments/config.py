@@ -1,5 +1,6 @@
 """The options of `reproduce`; their docstrings are the help of the command line."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -89,24 +90,26 @@ class ReproduceConfig:
         """Raise ArgumentError for a value that is not allowed."""
         from lineartime.experiments.catalogue import EXPERIMENTS, OPTIMIZERS
 
-        check_among("name", (self.name,) if self.name else (), tuple(EXPERIMENTS), "an experiment")
+        check_among("name", (self.name,) if self.name else (), EXPERIMENTS, "an experiment")
+        check_among("optimizers", self.optimizers, OPTIMIZERS, "an optimiser")
         remembers = bool(self.name) and EXPERIMENTS[self.name].kind == "memory"
-        for name in ("budget", "tuning") if remembers else MEMORY_OPTIONS if self.name else ():
-            if value := getattr(self, name):
-                raise ArgumentError(name, f"is {shown_option(value)}, which {self.name} does not have: leave it out.")
-        for name in ("budget", "tuning", "rates") if self.scale == "paper" else ():
-            if value := getattr(self, name):
-                found = f"is {shown_option(value)}, but the scale paper has the paper's steps and rate: leave it out."
-                raise ArgumentError(name, found)
-        if self.compile == "auto" and self.scale != "paper":
-            found = "is auto, which compiles long runs alone, but the time of a run follows from the speed of short ones"
-            raise ArgumentError("compile", f"{found}: use on or off.")
-        check_among("optimizers", self.optimizers, tuple(OPTIMIZERS), "an optimiser")
+        absent = ("budget", "tuning") if remembers else MEMORY_OPTIONS if self.name else ()
+        self._refuse(f"which {self.name} does not have: leave it out.", *absent)
+        if self.scale == "paper":
+            self._refuse("but the scale paper has the paper's steps and rate: leave it out.", "budget", "tuning", "rates")
+        elif self.compile == "auto":
+            why = "which compiles long runs alone, but the time of a run follows from the speed of short ones: use on or off."
+            self._refuse(why, "compile")
         if remembers and len(self.optimizers) > 1:
-            raise ArgumentError("optimizers", f"is {shown_option(self.optimizers)}, but this experiment uses one: give one.")
-        if self.rates and len(self.optimizers) != 1 and not remembers:
-            found = f"is {shown_option(self.rates)}, but each optimiser has its own: give one in `optimizers`."
-            raise ArgumentError("rates", found)
+            self._refuse("but this experiment uses one: give one.", "optimizers")
+        if not remembers and len(self.optimizers) != 1:
+            self._refuse("but each optimiser has its own: give one in `optimizers`.", "rates")
+
+    def _refuse(self, why: str, *names: str) -> None:
+        """Raise ArgumentError if one of these options is given."""
+        for name in names:
+            if value := getattr(self, name):
+                raise ArgumentError(name, f"is {shown_option(value)}, {why}")
 
 
 def shown_option(value: object) -> str:
@@ -116,11 +119,11 @@ def shown_option(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def check_among(argument: str, values: tuple[Any, ...], known: tuple[Any, ...], kind: str) -> None:
+def check_among(argument: str, values: tuple[Any, ...], known: Collection[Any], kind: str) -> None:
     """Raise ArgumentError, with the most similar known value, for a value that is not known."""
     for value in values:
         if value not in known:
             like = did_you_mean(str(value), map(str, known))
-            allowed = ", ".join(map(str, known))
             more = "; or `add` it" if argument == "systems" else ""
+            allowed = ", ".join(map(str, known))
             raise ArgumentError(argument, f"has {value!r}, which is not {kind} here{like}: use {allowed}{more}.")

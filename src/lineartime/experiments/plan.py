@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from lineartime.choices import Device, MemoryTask, Task
 from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.experiments import catalogue
-from lineartime.experiments.catalogue import Arm, Experiment, FinalTest, Job, Scale, Setting
+from lineartime.experiments.catalogue import Arm, Experiment, Scale, Setting
 from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig, check_among, shown_option
 from lineartime.experiments.memory_tasks import TASKS
 from lineartime.files import read_file, write_file
@@ -30,12 +30,6 @@ PLAN_OPTIONS = (
 )
 """The options on which runs depend, besides the experiment and the scale, which name the folder."""
 TRIAL_CONTEXT, TRIAL_PAIRS = 64, 4
-MEMORY_TRAINING = {"beta2": 0.98, "weight_decay": 0.1}
-"""Options of training on tasks: with them, small models leave chance sooner than with those of language models."""
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Where a needle is in the tests."""
-LATENCY_TOKENS = 8192
-"""The tokens of a step whose time is measured: one sequence of the longest context of the scale `cpu`."""
 TOLERANCE = 0.03
 """The largest allowed relative difference of a model's number of parameters from the first one's."""
 _PAPER_TOKENS, _PAPER_CORES = 2**18, 64
@@ -43,6 +37,40 @@ _PAPER_TOKENS, _PAPER_CORES = 2**18, 64
 
 parameters_of = cache(count_parameters)
 """The number of parameters of a model."""
+
+
+class Test(NamedTuple):
+    """A measurement of a trained model on the test split."""
+
+    times_context: int = 1  # the context, as a multiple of that of training
+    depth: float | None = None  # of a needle, as the share of the text before it; any if None
+
+    @property
+    def name(self) -> str:
+        """What differs from training; empty if nothing does."""
+        depth = "" if self.depth is None else f"depth {self.depth:.0%}"
+        return f"{depth} at {self.times_context} times the length".strip() if self.times_context > 1 else depth
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process does: train, on text or on a task, and test; or measure latency.
+
+    Of speed, a few steps measure how fast a model trains; of tune, a short run tries a learning rate.
+    """
+
+    folder: Path  # where it leaves its files
+    kind: Literal["speed", "tune", "run", "memory", "latency"]
+    options: dict[str, Any]  # of training, or of the benchmark; None for steps that are not known yet
+    tests: tuple[Test, ...] = ()  # to measure at the end
+    test_tokens: int | None = None  # how much of the test split they read; None for all of it
+    setting: Setting | None = None  # of a memory
+    problem: str = ""  # why it cannot be done yet
+
+    @property
+    def name(self) -> str:
+        """Its folder, from that of the experiment on: setting, system and run, or for latency the setting alone."""
+        return "/".join(self.folder.parts[-1 if self.kind == "latency" else -3 :])
 
 
 @dataclass(frozen=True)
@@ -54,11 +82,7 @@ class Candidate:
     model: ModelConfig
     options: Mapping[str, Any] = field(repr=False)
     folder: Path
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters of the model."""
-        return parameters_of(self.model)
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -68,114 +92,10 @@ class Plan:
     config: ReproduceConfig  # with defaults of the experiment and the scale
     experiment: Experiment
     scale: Scale
-    candidates: tuple[Candidate, ...]  # setting by setting, each with all arms
-    asked: tuple[Setting, ...]  # those to run now
-
-    @property
-    def folder(self) -> Path:
-        """Where everything goes."""
-        return folder_of(self.config)
-
-    @property
-    def tunes(self) -> bool:
-        """Whether learning rates are tuned."""
-        return self.config.scale != "paper"
-
-    @property
-    def settings(self) -> tuple[Setting, ...]:
-        """The settings, in order."""
-        return tuple(dict.fromkeys(each.setting for each in self.candidates))
-
-    def candidates_of(self, setting: Setting) -> list[Candidate]:
-        """The arms in a setting."""
-        return [each for each in self.candidates if each.setting == setting]
-
-    def selected(self, setting: Setting) -> list[Candidate]:
-        """The arms in a setting that the options ask to run now."""
-        candidates = self.candidates_of(setting) if setting in self.asked else []
-        return [each for each in candidates if not self.config.systems or each.arm.name in self.config.systems]
-
-    def seeds(self, arm: Arm) -> int:
-        """How many seeds of an arm belong to the experiment."""
-        return arm.seeds if self.tunes else 1
-
-    def rates(self, optimizer: str) -> tuple[float, ...]:
-        """The grid of learning rates of an optimiser."""
-        return self.config.rates or catalogue.OPTIMIZERS[optimizer].rates[self.config.scale]
-
-    def tokens_per_step(self, setting: Setting) -> int:
-        """The tokens of a step of training, if rates are tuned."""
-        return max(self.scale.tokens_per_batch, setting.context)
-
-    def speed_job(self, candidate: Candidate, optimizer: str, number: int = 0) -> Job:
-        """The job that measures how fast a model trains, in one of the rounds."""
-        steps, rates = self.scale.speed_steps, self.rates(optimizer)
-        options = self._training(candidate, optimizer, rates[len(rates) // 2], 0, steps)
-        return Job(
-            candidate.folder / f"{optimizer}-speed-{number}", "speed", options | {"eval_every": steps, "eval_windows": 1}
-        )
-
-    def tuning_job(self, candidate: Candidate, optimizer: str, rate: float, steps: int | None = None) -> Job:
-        """The job that tries a learning rate; incomplete without its steps, which the speed decides."""
-        options = self._training(candidate, optimizer, rate, 0, steps) | {"eval_every": steps}
-        return Job(candidate.folder / f"{optimizer}-tune-{rate:g}", "tune", options, seconds=self.config.tuning)
-
-    def final_job(
-        self, candidate: Candidate, optimizer: str, seed: int, rate: float | None = None, steps: int | None = None
-    ) -> Job:
-        """The job of a whole run; incomplete without the rate and the steps, which trials and the speed decide."""
-        folder, tests = candidate.folder / f"seed-{seed}", self.experiment.tests
-        if not self.tunes:
-            return Job(folder, "run", {**candidate.options, "seed": seed}, tests)
-        options = self._training(candidate, optimizer, rate, seed, steps)
-        return Job(folder, "run", options, tests, self.scale.test_tokens, self.config.budget)
-
-    def memory_job(self, candidate: Candidate, rate: float, seed: int) -> Job:
-        """The run of a model on the task of its setting."""
-        setting, config, scale = candidate.setting, self.config, self.scale
-        options = self._training(candidate, config.optimizers[0], rate, seed, config.steps) | MEMORY_TRAINING
-        folder = candidate.folder / f"rate-{rate:g}-seed-{seed}"
-        longer = {"": 1} | {f"at {times} times the length": times for times in config.longer}
-        tests = [FinalTest(name, times) for name, times in longer.items()]
-        for depth in DEPTHS if setting.task == "needle" else ():
-            tests += [FinalTest(f"depth {depth:.0%} {name}".strip(), times, depth=depth) for name, times in longer.items()]
-        return Job(folder, "memory", options, tuple(tests), scale.test_tokens, setting=setting)
-
-    def _training(
-        self, candidate: Candidate, optimizer: str, rate: float | None, seed: int, steps: int | None
-    ) -> dict[str, Any]:
-        context, scale = candidate.setting.context, self.scale
-        assert scale.tokens_at_once is not None  # the scale tunes
-        return {
-            **candidate.options,
-            **catalogue.OPTIMIZERS[optimizer].options,
-            "context_length": context,
-            "tokens_per_batch": self.tokens_per_step(candidate.setting),
-            "batch_size": max(1, scale.tokens_at_once // context),
-            "learning_rate": rate,
-            "steps": steps,
-            "seed": seed,
-            "eval_every": None if steps is None else max(1, -(-steps // scale.evaluations)),
-            "eval_windows": max(1, scale.validation_tokens // context),
-        }
-
-    def latency_job(self, setting: Setting) -> Job:
-        """The job that measures all arms at a context, by the options of a benchmark."""
-        config, candidates = self.config, self.candidates_of(setting)
-        options: dict[str, Any] = {
-            "presets": [each.options["preset"] for each in candidates],
-            "override": [f"{each.options['preset']}.{item}" for each in candidates for item in each.options["override"]],
-            "context_lengths": [setting.context],
-            "vocab_size": candidates[0].model.vocab_size,
-            "measure": ["train"],
-            "tokens_per_batch": max(self.scale.tokens_per_batch, LATENCY_TOKENS) if self.tunes else LATENCY_TOKENS,
-            "modes": ["compiled" if config.compile == "on" else "eager"],
-            "dtypes": [config.precision],
-            "memory": False,
-            "device": config.device,
-            "threads": config.threads,
-        }
-        return Job(self.folder / setting.label, "latency", options)
+    folder: Path  # where everything goes
+    candidates: Mapping[Setting, list[Candidate]]  # all arms in each setting
+    selected: Mapping[Setting, list[Candidate]]  # those to run now
+    rates: Mapping[str, tuple[float, ...]]  # the grid of learning rates of each optimiser; none at the scale `paper`
 
 
 def folder_of(config: ReproduceConfig) -> Path:
@@ -183,66 +103,61 @@ def folder_of(config: ReproduceConfig) -> Path:
     return config.out / f"{config.name}-{config.scale}"
 
 
+def scale_of(config: ReproduceConfig) -> Scale:
+    """The scale, as the experiment changes it."""
+    return replace(catalogue.SCALES[config.scale], **catalogue.EXPERIMENTS[config.name].scaled.get(config.scale, {}))
+
+
 def with_defaults(config: ReproduceConfig) -> ReproduceConfig:
     """The options with the values of the experiment and the scale in place of those that were not given."""
-    experiment, scale = catalogue.EXPERIMENTS[config.name], catalogue.SCALES[config.scale]
-    if experiment.kind == "memory":
-        return replace(
-            config,
-            steps=config.steps or experiment.steps.get(config.scale),
-            rates=config.rates or experiment.rates.get(config.scale, ()),
-            optimizers=config.optimizers or ("adamw",),
-            compile=config.compile or "off",
-        )
+    scale, remembers = scale_of(config), catalogue.EXPERIMENTS[config.name].kind == "memory"
     return replace(
         config,
-        budget=config.budget or experiment.budget.get(config.scale, scale.budget),
-        tuning=config.tuning or experiment.tuning.get(config.scale, scale.tuning),
-        optimizers=("adamw",) if config.scale == "paper" else config.optimizers or tuple(catalogue.OPTIMIZERS),
-        compile=config.compile or scale.compile,
+        budget=None if remembers else config.budget or scale.budget,
+        tuning=None if remembers else config.tuning or scale.tuning,
+        steps=config.steps or scale.steps,
+        optimizers=config.optimizers or (("adamw",) if remembers or config.scale == "paper" else tuple(catalogue.OPTIMIZERS)),
+        rates=config.rates or (scale.rates["adamw"] if remembers else ()),
+        compile=config.compile or ("off" if remembers else scale.compile),
     )
 
 
 def make_plan(config: ReproduceConfig) -> Plan:
     """The runs that the options ask for. Raises LineartimeError for an unknown experiment, model, text or context."""
     config.check()
-    experiment, scale = catalogue.EXPERIMENTS[config.name], catalogue.SCALES[config.scale]
-    scale = replace(scale, tokenizer=experiment.tokenizer.get(config.scale, scale.tokenizer))
+    experiment, scale = catalogue.EXPERIMENTS[config.name], scale_of(config)
+    remembers, measures_all = experiment.kind == "memory", experiment.kind == "latency"
     settings = experiment.settings["cpu" if config.scale == "trial" else config.scale]
     if config.scale == "trial":
-        shown = settings if experiment.kind == "memory" else settings[:1]
-        settings = tuple(Setting(each.text, TRIAL_CONTEXT, task=each.task, pairs=TRIAL_PAIRS) for each in shown)
+        shown = settings if remembers else settings[:1]
+        settings = tuple(Setting(each.text, TRIAL_CONTEXT, task=each.task, pairs=TRIAL_PAIRS * remembers) for each in shown)
     if not settings:
-        raise ArgumentError(
-            "name", f"is {config.name}, which the paper does not contain: use another scale than {config.scale}."
-        )
-    if experiment.kind == "memory":
-        settings, width = _memory_settings(config, settings), scale.sizes.get("memory", scale.sizes["main"]).d_model
-        scale = replace(
-            scale, description=f"models with two layers that move information, {width} wide, or more for more pairs"
-        )
-    if config.add and experiment.kind == "latency":
-        raise ArgumentError("add", "is given, but this experiment measures all its models together: use `bench()`.")
+        found = f"is {config.name}, which the paper does not contain: use another scale than {config.scale}."
+        raise ArgumentError("name", found)
+    if remembers:
+        settings, width = _memory_settings(config, settings), scale.sizes["memory"].d_model
+        wide = f"models with two layers that move information, {width} wide, or more for more pairs"
+        scale = replace(scale, description=wide)
+    for name in ("add", "systems") if measures_all else ():
+        if given := getattr(config, name):
+            found = f"is {shown_option(given)}, but this experiment measures all its models together: leave it out."
+            raise ArgumentError(name, found)
     arms = {arm.name: arm for arm in experiment.arms if config.scale in arm.scales}
     seeds = max(arm.seeds for arm in arms.values())
     arms |= {item: _added_arm(item, experiment.task, seeds) for item in config.add if item not in arms}
-    check_among("systems", config.systems, tuple(arms), "a model of this experiment")
-    if config.systems and experiment.kind == "latency":
-        given = " ".join(config.systems)
-        raise ArgumentError(
-            "systems", f"is {given}, but this experiment measures all models of a context together: leave it out."
-        )
-    check_among("contexts", config.contexts, tuple({each.context: None for each in settings}), "a context of this experiment")
-    check_among("texts", config.texts, tuple({each.text: None for each in settings}), "a text of this experiment")
+    check_among("systems", config.systems, arms, "a model of this experiment")
+    check_among("contexts", config.contexts, list({each.context: None for each in settings}), "a context of this experiment")
+    check_among("texts", config.texts, list({each.text: None for each in settings}), "a text of this experiment")
     config = with_defaults(config)
-    asked = tuple(
-        each
-        for each in settings
-        if each.context in (config.contexts or (each.context,)) and each.text in (config.texts or (each.text,))
-    )
-    if experiment.kind == "memory":
-        settings = tuple(dict.fromkeys((*settings, *_settings_there(config))))
-    return Plan(config, experiment, scale, tuple(_candidates(config, experiment, scale, [*arms.values()], settings)), asked)
+    there = _settings_there(config) if remembers else ()
+    candidates = {each: _candidates(config, experiment, scale, [*arms.values()], each) for each in (*settings, *there)}
+    selected = {
+        setting: [each for each in candidates[setting] if each.arm.name in (config.systems or arms)]
+        for setting in settings
+        if setting.context in (config.contexts or (setting.context,)) and setting.text in (config.texts or (setting.text,))
+    }
+    rates = {name: config.rates or scale.rates[name] for name in config.optimizers if scale.rates}
+    return Plan(config, experiment, scale, folder_of(config), candidates, selected, rates)
 
 
 def _memory_settings(config: ReproduceConfig, usual: tuple[Setting, ...]) -> tuple[Setting, ...]:
@@ -287,29 +202,32 @@ def _added_arm(item: str, task: Task, seeds: int) -> Arm:
 
 
 def _candidates(
-    config: ReproduceConfig, experiment: Experiment, scale: Scale, arms: list[Arm], settings: tuple[Setting, ...]
-) -> Iterator[Candidate]:
-    running: dict[str, Any] = {"precision": config.precision, "device": config.device, "compile": config.compile, "track": []}
-    running["cache"] = None if config.cache is None else str(config.cache)
+    config: ReproduceConfig, experiment: Experiment, scale: Scale, arms: list[Arm], setting: Setting
+) -> list[Candidate]:
+    """All arms in a setting, with as many parameters as the first, except at the scale `paper`."""
+    found: list[Candidate] = []
+    data = list(getattr(config, setting.text) or config.data)
+    shared: dict[str, Any] = {"precision": config.precision, "device": config.device, "compile": config.compile, "track": []}
+    shared["cache"] = None if config.cache is None else str(config.cache)
     if config.threads is not None:
-        running["threads"] = config.threads
-    for setting in settings:
-        data = list(getattr(config, setting.text) or config.data)
-        target: int | None = None
-        for arm in arms:
-            folder = folder_of(config) / setting.label / re.sub(r"[ :]", "-", arm.name).replace("/", "-over-")
-            if config.scale == "paper":
-                options, model = paper_model(experiment, arm, setting)
-                own: dict[str, Any] = {"data": data} if data else {}
-            else:
-                size = wide_enough(scale.sizes.get(setting.size, scale.sizes["main"]), setting.pairs)
-                vocab_size = TASKS[setting.task].vocab_size(setting.pairs) if setting.task else scale.vocab_size
-                usual = {name: value for name, value in experiment.override.items() if name not in SYSTEMS[arm.system].fields}
-                made = replace(arm, override=usual | dict(arm.override))
-                model = model_at(made, size, experiment.task, setting, vocab_size, target)
-                target = target or parameters_of(model)
-                options, own = training_options(arm, model), {"tokenizer": scale.tokenizer, "data": data}
-            yield Candidate(arm, setting, model, {**options, **running, **own}, folder)
+        shared["threads"] = config.threads
+    if config.scale != "paper":
+        shared |= {"tokenizer": scale.tokenizer, "data": data}
+    elif data:
+        shared["data"] = data
+    for arm in arms:
+        folder = folder_of(config) / setting.label / re.sub(r"[ :]", "-", arm.name).replace("/", "-over-")
+        if config.scale == "paper":
+            options, model = paper_model(experiment, arm, setting)
+        else:
+            size = wide_enough(scale.sizes.get(setting.size, scale.sizes["main"]), setting.pairs)
+            vocab_size = TASKS[setting.task].vocab_size(setting.pairs) if setting.task else scale.vocab_size
+            usual = {name: value for name, value in experiment.override.items() if name not in SYSTEMS[arm.system].fields}
+            made = replace(arm, override=usual | dict(arm.override))
+            model = model_at(made, size, experiment.task, setting, vocab_size, found[0].parameters if found else None)
+            options = training_options(arm, model)
+        found.append(Candidate(arm, setting, model, {**options, **shared}, folder, parameters_of(model)))
+    return found
 
 
 def model_at(arm: Arm, size: Size, task: Task, setting: Setting, vocab_size: int, target: int | None) -> ModelConfig:
@@ -392,8 +310,7 @@ def with_saved_options(config: ReproduceConfig) -> ReproduceConfig:
 def with_device(config: ReproduceConfig) -> ReproduceConfig:
     """Replace "auto" by the device and the precision that it means on this machine, so that no other continues in another one.
 
-    Raises:
-        ArgumentError: if there is no such device.
+    Raises ArgumentError if there is no such device.
     """
     device = choose_device(config.device)
     return replace(config, device=cast("Device", device.type), precision=choose_precision(config.precision, device))

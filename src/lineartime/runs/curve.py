@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineartime.errors import LineartimeError
-from lineartime.plots import drawable, label_axes, legend_below, looks_of, new_figure, save_figure
+from lineartime.plots import Curve, Panel, draw_panels, drawable, label_axes, looks_of, new_figure, save_figure
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, losses, read_metrics
 from lineartime.runs.record import read_record, texts_of
 
@@ -18,8 +18,6 @@ DEVIATION = "validation_deviation"
 """In the lines of merged seeds: the standard deviation of their validation losses, which is drawn as a band."""
 Runs = Mapping[str, Sequence[Line]]
 """The lines of several runs as returned by `thinned`, by the names of the runs."""
-_FAINT: dict[str, Any] = {"alpha": 0.3, "linewidth": 0.8}
-"""The look of training losses beside validation losses or means."""
 _MAX_POINTS = 2000
 """The maximum number of points of a curve in a comparison: more than an image has pixels across."""
 
@@ -41,12 +39,11 @@ def draw_report(run: str | Path, evaluation: "Evaluation", file: Path) -> Path:
     For a model without metrics, only the loss by position is plotted. Raises LineartimeError without matplotlib, or if a file
     cannot be read or written.
     """
-    run = Path(run)
-    learned = (run / METRICS_FILE).exists()
+    learned = Path(run, METRICS_FILE).exists()
     figure = new_figure(12 if learned else 6, 4.2)
     panels = figure.subplots(1, 2 if learned else 1, squeeze=False)[0]
     if learned:
-        _draw_losses(panels[0], run)
+        _draw_losses(panels[0], Path(run))
     _draw_positions(panels[-1], evaluation)
     return save_figure(figure, file)
 
@@ -58,15 +55,20 @@ def _draw_losses(axes: Any, run: Path) -> None:
     if training:
         steps, values = list(training), list(training.values())
         marker = "o" if len(steps) == 1 else None  # a line through one point cannot be seen
-        axes.plot(steps, values, marker=marker, color="tab:blue", label="training, each step", **_FAINT)
+        axes.plot(steps, values, marker=marker, color="tab:blue", label="training, each step", alpha=0.3, linewidth=0.8)
         if means := _trailing_means(values):
             axes.plot(steps[-len(means) :], means, color="tab:blue", label=f"training, mean of the last {AVERAGED} steps")
     if validation:
-        last, least = list(validation.values())[-1], min(validation, key=lambda step: validation[step])
+        last, least = list(validation.values())[-1], min(validation, key=validation.__getitem__)
         lowest = "" if validation[least] == last else f", {validation[least]:.3f} at step {least:,}"
         label = f"validation, {last:.3f} at the end{lowest}"
         axes.plot(list(validation), list(validation.values()), "o-", color="tab:orange", label=label)
-    axes.set(title=drawable(_title(run)), xlabel="step", ylabel="loss (nats per token)")
+    try:
+        options = read_record(run).options
+        title = f"{options.get('preset')} on {', '.join(Path(text).name for text in texts_of(options))}"
+    except LineartimeError:
+        title = run.name
+    axes.set(title=drawable(title), xlabel="step", ylabel="loss (nats per token)")
     label_axes(axes, whole_x=True)
     if training or validation:
         axes.legend()
@@ -100,71 +102,41 @@ def thinned(lines: Sequence[Line]) -> list[Line]:
 def draw_comparison(groups: Mapping[str, Runs], file: Path) -> Path:
     """Plot the validation losses of runs, and faintly their training losses, by step, tokens and time; return the file.
 
-    Each group of runs with comparable losses has its own row or, of more than two, panel, with a title. Raises LineartimeError
-    without matplotlib, or if the file cannot be written.
+    Each group of runs with comparable losses has its own row or, of more than two, panel by step, with its title. Raises
+    LineartimeError without matplotlib, or if the file cannot be written.
     """
-    columns, names = 3, [name for runs in groups.values() for name in runs]
-    rows = len(groups) if len(groups) < columns else -(-len(groups) // columns)  # many groups have a panel each, by step
-    figure = new_figure(13, 4.2 * rows + 0.25 * -(-len(names) // columns))
-    look = looks_of(names)
-    legend: dict[str, Any] = {}
-    grid = figure.subplots(rows, columns, sharey="row" if rows == len(groups) else False, squeeze=False)
-    grid = grid if rows == len(groups) else grid.reshape(-1, 1)
-    for unused in grid[len(groups) :].flat:
-        unused.remove()
-    for row, (title, runs) in zip(grid, groups.items(), strict=False):
-        legend |= _draw_group(row, runs, look)
-        row[0].set_ylabel("loss (nats per token)")
-        row[len(row) // 2].set_title(drawable(title), fontsize="medium")
-    averaged = any("loss" in line for runs in groups.values() for lines in runs.values() for line in lines)
-    faint = f"; faint: training loss, of {AVERAGED} steps and more the mean of the last {AVERAGED}" if averaged else ""
-    figure.suptitle(f"validation loss{faint}", fontsize="medium")
-    legend_below(figure, legend, columns)
-    return save_figure(figure, file)
+    panels = []
+    for title, runs in groups.items():
+        every = [line for lines in runs.values() for line in lines]
+        longest = max((line.get("seconds", 0.0) for line in every), default=0.0)
+        unit, seconds = next((unit for unit in (("hours", 3600), ("minutes", 60)) if longest > 2 * unit[1]), ("seconds", 1))
+        axes = {"step": ("step", 1), "tokens": ("tokens", 1), "seconds": (f"{unit} of training", seconds)}
+        for name, (label, scale) in axes.items() if len(groups) < 3 else [("step", axes["step"])]:
+            panel = Panel(title, label, "validation loss, and faint training loss", whole_x=name != "seconds")
+            for run, lines in runs.items():
+                training = [line for line in lines if {name, "loss"} <= line.keys()]
+                evaluated = [line for line in lines if {name, "validation_loss"} <= line.keys()]
+                for curve, loss in ((training, "loss"), (evaluated, "validation_loss")):
+                    if curve:
+                        places, values = [line[name] / scale for line in curve], [line[loss] for line in curve]
+                        band = [line.get(DEVIATION, 0.0) for line in curve] if DEVIATION in curve[-1] else []
+                        panel.curves.append(Curve(run, places, values, faint=loss == "loss", spread=band))
+            panel.y_limits = _limits(runs)
+            panels.append(panel)
+    names = [name for runs in groups.values() for name in runs]
+    return save_figure(draw_panels(panels, looks_of(names), columns=3), file)
 
 
-def _draw_group(row: Sequence[Any], runs: Runs, look: Mapping[str, dict[str, str]]) -> dict[str, Any]:
-    """Plot runs in the panels for steps, tokens and time, and return their lines for the legend."""
+def _limits(runs: Runs) -> tuple[float, float] | None:
+    """The range of the losses that are compared: the first training losses are so high that they would flatten the curves."""
     every = [line for lines in runs.values() for line in lines]
-    longest = max((line.get("seconds", 0.0) for line in every), default=0.0)
-    unit, seconds = next((unit for unit in (("hours", 3600), ("minutes", 60)) if longest > 2 * unit[1]), ("seconds", 1))
-    legend: dict[str, Any] = {}
-    for axes, name, label, scale in zip(
-        row, ("step", "tokens", "seconds"), ("step", "tokens", f"{unit} of training"), (1, 1, seconds), strict=False
-    ):
-        for run, lines in runs.items():
-            training = [(line[name] / scale, line["loss"]) for line in lines if {name, "loss"} <= line.keys()]
-            evaluated = [line for line in lines if {name, "validation_loss"} <= line.keys()]
-            if training:
-                (faint,) = axes.plot(*zip(*training, strict=True), **{**look[run], "marker": ""}, **_FAINT)
-                legend.setdefault(run, faint)
-            if evaluated:
-                places, means = [line[name] / scale for line in evaluated], [line["validation_loss"] for line in evaluated]
-                (legend[run],) = axes.plot(places, means, markersize=3, **look[run])
-                below, above = (
-                    [line["validation_loss"] + sign * line.get(DEVIATION, 0.0) for line in evaluated] for sign in (-1, 1)
-                )
-                axes.fill_between(places, below, above, color=look[run]["color"], alpha=0.15, linewidth=0)
-        axes.set_xlabel(label)
-        axes.yaxis.set_tick_params(labelleft=True)
-        label_axes(axes, whole_x=name != "seconds")
     evaluations = [line["validation_loss"] for line in every if "validation_loss" in line]
-    if len(set(evaluations)) > 1:  # the first training losses are so high that they would flatten the curves
-        unmeasured = [lines for lines in runs.values() if not any("validation_loss" in line for line in lines)]
-        low = min([*evaluations, *(line["loss"] for line in every if "loss" in line)])
-        high = max([*evaluations, *(line["loss"] for lines in unmeasured for line in lines if "loss" in line)])
-        row[0].set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
-    return legend
-
-
-def _title(run: Path) -> str:
-    """The model of a run and its text, or the folder's name if the record cannot be read."""
-    try:
-        options = read_record(run).options
-    except LineartimeError:
-        return run.name
-    text = ", ".join(Path(text).name for text in texts_of(options))
-    return f"{options.get('preset')} on {text}"
+    if len(set(evaluations)) < 2:
+        return None
+    unmeasured = [lines for lines in runs.values() if not any("validation_loss" in line for line in lines)]
+    low = min([*evaluations, *(line["loss"] for line in every if "loss" in line)])
+    high = max([*evaluations, *(line["loss"] for lines in unmeasured for line in lines if "loss" in line)])
+    return low - 0.05 * (high - low), high + 0.05 * (high - low)
 
 
 def _trailing_means(losses: Sequence[float]) -> list[float]:

@@ -1,0 +1,193 @@
+"""A run of the experiment on memory: a model is trained on texts that are drawn anew in every step, and tested on others.
+
+Shapes: B rows, T tokens.
+"""
+
+import math
+import statistics
+import sys
+from contextlib import closing
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load, save
+from torch import Tensor
+
+from lineartime.bench.measure import synchronized
+from lineartime.data import Batch, ByteTokenizer, TokenStream, load_corpus, token_stream
+from lineartime.errors import DivergedError, LineartimeError, reporting_file_errors
+from lineartime.experiments.memory_tasks import TASKS, needle
+from lineartime.experiments.plan import Job
+from lineartime.files import write_atomically
+from lineartime.host import cache_folder
+from lineartime.machine import autocast, choose_device, using_threads
+from lineartime.models.cost import stream_bytes
+from lineartime.models.language_model import CausalLM, build_model
+from lineartime.models.systems import SIZES
+from lineartime.ops.cross_entropy import IGNORED
+from lineartime.runs.metrics import MetricsLog
+from lineartime.runs.record import RunRecord
+from lineartime.training.config import TrainConfig, learning_rate
+from lineartime.training.loop import interrupts, memory_of_steps
+from lineartime.training.optimizers import build_optimizer, matrices_of
+
+PROGRESS_FILE = "progress.safetensors"
+"""Where a run on a task continues after an interruption."""
+DECODED = 32
+"""The tokens whose decoding is timed, at most half of the text."""
+SEEDS = {"validation": 2**62, "test": 2**62 + 1}
+"""The seeds of held-out texts, which are the same for all runs."""
+
+Part = Literal["train", "validation", "test"]
+
+
+def train_on_task(job: Job) -> dict[str, Any] | None:
+    """Train a model on the task of a job, or go on from its last evaluation, and measure it; None if it was interrupted.
+
+    Raises:
+        DivergedError: if a loss is not finite.
+        LineartimeError: if the text for needles is shorter than a row.
+    """
+    device, file, record = choose_device(job.options["device"]), job.folder / PROGRESS_FILE, RunRecord(job.folder)
+    with record.errors(), using_threads(job.options.get("threads")), memory_of_steps(device), interrupts(alone=True) as stop:
+        trainer = TaskTrainer(job, device)
+        config, first = trainer.config, 0
+        if file.exists():
+            with reporting_file_errors("read", file):
+                first = trainer.restore(load(file.read_bytes()))
+        record.begin(config.to_dict(), sys.argv)
+        with closing(MetricsLog(job.folder, first)) as log:
+            for step in range(first + 1, config.steps + 1):
+                log.tokens = step * job.options["tokens_per_batch"]
+                log.write(step, trainer.take_step(step - 1))
+                due = step % config.eval_every == 0 or step == config.steps
+                if due:
+                    loss, accuracy, _ = trainer.score(config.context_length, config.eval_windows, "validation")
+                    log.write(step, {"validation_loss": loss, "validation_accuracy": accuracy})
+                if due or stop.requested:
+                    with reporting_file_errors("write", file):
+                        write_atomically(file, trainer.saved(step))
+                if stop.requested:
+                    return None
+        state_bytes = stream_bytes(trainer.model.config, config.context_length)  # of a stream after a text, in float32
+        return {"tests": trainer.tests(), "state_bytes": state_bytes, "decode_seconds": trainer.decode_seconds()}
+
+
+class TaskTrainer:
+    """A model that is trained on the task of a job.
+
+    Weights of N(0, 0.02) become as large for the width of the model as they are in the paper's largest models: small ones would
+    need most of a short run to wake up.
+    """
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        assert job.setting is not None
+        assert job.setting.task is not None
+        self.config = TrainConfig.from_dict({**job.options, "out": str(job.folder)})
+        self._job, self._pairs, self._task, self._device = job, job.setting.pairs, TASKS[job.setting.task], device
+        config = self.config.model_config(self._task.vocab_size(self._pairs))
+        torch.manual_seed(self.config.seed)
+        model = build_model(config)
+        assert isinstance(model, CausalLM)
+        with torch.no_grad():
+            for matrix in matrices_of(model):
+                if abs(float(matrix.std()) - 0.02) < 0.005:
+                    matrix.mul_((SIZES["large"].d_model / config.d_model) ** 0.5)
+        if self.config.compile == "on":
+            model.compile_blocks()
+        self.model = model.to(device)
+        self._optimizer = build_optimizer(self.model, self.config)
+        self._texts: dict[Part, TokenStream] = {}  # of needles
+
+    def take_step(self, step: int) -> dict[str, float]:
+        """Take a step on fresh texts, which follow from the seed and the step; return its numbers for metrics.jsonl."""
+        config, begin = self.config, synchronized(self._device)
+        batch = self._draw(config.rows(0, 1).per_step, config.context_length, _generator(config.seed, step), "train")
+        self._optimizer.set_learning_rate(learning_rate(step, config))
+        with autocast(self._device, config.precision == "bf16"):
+            loss = self.model.loss(batch.inputs.to(self._device), batch.targets.to(self._device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm or math.inf)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if not math.isfinite(value := float(loss.detach())):
+            raise DivergedError(f"The loss became {value} at step {step + 1}: a lower rate helps.")
+        return {"loss": value, "tokens_per_second": batch.inputs.numel() / max(synchronized(self._device) - begin, 1e-9)}
+
+    @torch.no_grad()
+    def score(self, length: int, rows: int, part: Part, depth: float | None = None) -> tuple[float, float, int]:
+        """The mean loss in nats, the share of right answers and their number, on held-out texts of a length."""
+        generator = _generator(SEEDS[part])
+        at_once = max(1, self.config.batch_size * self.config.context_length // length)
+        loss, right, count = 0.0, 0, 0
+        self.model.eval()
+        for begin in range(0, rows, at_once):
+            batch = self._draw(min(at_once, rows - begin), length, generator, part, depth)
+            targets = batch.targets.to(self._device)
+            asked = targets != IGNORED
+            with autocast(self._device, self.config.precision == "bf16"):
+                logits = self.model.logits(self.model.backbone(batch.inputs.to(self._device))[asked]).float()
+            loss += float(F.cross_entropy(logits, targets[asked], reduction="sum"))
+            right += int((logits.argmax(-1) == targets[asked]).sum())
+            count += int(asked.sum())
+        self.model.train()
+        return loss / count, right / count, count
+
+    def tests(self) -> list[dict[str, Any]]:
+        """The results of the job's tests, except those on texts that the model cannot read."""
+        found, longest = [], self.model.config.longest_sequence
+        for test in self._job.tests:
+            length = self.config.context_length * test.times_context
+            if longest is None or length <= longest:
+                loss, accuracy, count = self.score(length, max(1, (self._job.test_tokens or 0) // length), "test", test.depth)
+                measures = {"loss": loss, "accuracy": accuracy, "tokens": count}
+                found.append({"name": test.name, "context_length": length, "depth": test.depth, **measures})
+        return found
+
+    @torch.no_grad()
+    def decode_seconds(self) -> float:
+        """The median seconds of one more token of one stream, at the end of a text."""
+        length = self.config.context_length
+        ids = self._draw(1, length, _generator(0), "test").inputs.to(self._device)
+        (first, last), times = ids.split(length - min(DECODED, length // 2), 1), []
+        decoder = self.model.eval().compile_for_decoding()
+        _, state = self.model.extend(first)
+        for token in last.unbind(1):
+            begin = synchronized(self._device)
+            _, state = decoder.extend(token, state)
+            times.append(synchronized(self._device) - begin)
+        return statistics.median(times)
+
+    def saved(self, step: int) -> bytes:
+        """What `restore` needs after a step."""
+        return save({**self.model.state_dict(), **self._optimizer.moments(), "step": torch.tensor(step)})
+
+    def restore(self, saved: dict[str, Tensor]) -> int:
+        """Continue with what was saved, and return the steps that were taken."""
+        step = int(saved["step"])
+        self._optimizer.start_at(step)
+        for name, values in {**self.model.state_dict(), **self._optimizer.moments()}.items():
+            values.copy_(saved[name])
+        return step
+
+    def _draw(self, rows: int, length: int, generator: torch.Generator, part: Part, depth: float | None = None) -> Batch:
+        """Texts of the task, for training or held out."""
+        draw = (self._task.training if part == "train" else None) or self._task.draw
+        if draw is not None:
+            return draw(rows, length, self._pairs, generator)
+        if part not in self._texts:
+            corpus, cache = load_corpus(self.config.data), self.config.cache or cache_folder()
+            self._texts[part] = token_stream(corpus, part, ByteTokenizer(), cache)
+        text = self._texts[part]
+        if len(text) < length:
+            found = f"There are {len(text):,} bytes in {text.name}, fewer than a text of {length:,}"
+            raise LineartimeError(f"{found}: give more text, or smaller `lengths`.")
+        return needle(rows, length, generator, text, depth)
+
+
+def _generator(*key: int) -> torch.Generator:
+    """A generator for a key."""
+    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return torch.Generator().manual_seed(seed)
