@@ -16,7 +16,7 @@ Curve = list[list[Any]]
 
 
 def curve(*pairs: tuple[float, float]) -> Curve:
-    return [[step, seconds, loss, None, None] for step, (seconds, loss) in enumerate(pairs)]
+    return [[step, seconds, loss, None] for step, (seconds, loss) in enumerate(pairs)]
 
 
 def run(loss: float | None, state: State = "finished") -> Run:
@@ -70,8 +70,8 @@ def test_masked_models_are_measured_in_nats(tmp_path: Path) -> None:
 def test_stored_report_is_drawn_with_its_trials(tmp_path: Path) -> None:
     plan, report, text = stored("lm-cpu-600s-wikipedia-2048-fp32", tmp_path)
     row = next(row for setting in report["settings"] for row in setting["rows"] if row["tokens_per_second"])
-    assert f"| {row['name']} | {row['trial_steps'][row['optimizer']]} |" in text
-    assert "**Fewer may choose a rate by chance**: performer (wikipedia, 2,048 tokens): 16." in text
+    assert f"**{row['grid'][row['optimizer']][format(row['rate'], 'g')]:.4f}**" in text
+    assert "**Trials of fewer than 60 steps may choose a rate by chance**: performer (wikipedia, 2,048 tokens): 16." in text
     assert "| 1.58 / 1.61 | 1.6 |" in text  # the speed-up here and in the paper
     assert {file.name for file in plan.folder.iterdir()} >= {"quality.png", "report.md"}
 

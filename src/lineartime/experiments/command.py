@@ -15,14 +15,8 @@ from lineartime.runs.record import texts_of
 from lineartime.screen import SCREEN
 from lineartime.units import duration
 
-NAMES = {
-    "speed": ("measurement of speed", "measurements of speed"),
-    "tune": ("trial", "trials"),
-    "run": ("run", "runs"),
-    "latency": ("measurement of latency", "measurements of latency"),
-    "memory": ("run", "runs"),
-}
-"""What one job and more of a kind are called."""
+NAMES = {"speed": "speed", "tune": "trial", "run": "run", "latency": "latency", "memory": "run"}
+"""What the jobs of a kind are called."""
 
 
 def reproduce(config: ReproduceConfig) -> None:
@@ -49,8 +43,8 @@ def reproduce(config: ReproduceConfig) -> None:
     interrupted = False
     try:
         if not config.report:
-            for text, note in text_notes(plan).items():
-                _say(f"{text} ({note})")
+            for note in text_notes(plan):
+                _say(note)
             problems = run_all(plan, _say)
     except KeyboardInterrupt:
         interrupted = True
@@ -87,15 +81,15 @@ def describe_all(config: ReproduceConfig) -> Iterator[str]:
 
 
 def describe(plan: Plan) -> Iterator[str]:
-    """Lines about one experiment: its settings and systems, their runs and steps or seconds, and what is left."""
+    """Lines about one experiment: its texts, its settings and systems, their runs and steps or seconds, and what is left."""
     yield f"{plan.config.name}: {plan.experiment.title}"
     yield plan.experiment.question
     yield f"scale {plan.config.scale}: {plan.scale.description}"
-    jobs, notes = list(all_jobs(plan)), text_notes(plan)
+    yield from text_notes(plan)
+    jobs = list(all_jobs(plan))
     width = max(len(each.arm.name) for candidates in plan.candidates.values() for each in candidates)
     for setting, candidates in plan.selected.items():
-        note = notes.pop(setting.text, "") if setting.reads_text else ""  # once for each text
-        yield f"{setting} ({note})" if note else f"{setting}"
+        yield f"{setting}"
         for each in candidates:
             own = _counted(plan, [job for job in jobs if job.folder.parent == each.folder])
             line = f"  {each.arm.name:{width}} {each.parameters / 1e6:7.2f} M  {own}"
@@ -105,23 +99,20 @@ def describe(plan: Plan) -> Iterator[str]:
     yield f"{len(jobs) - len(left)} of {len(jobs)} have ended; left: {_counted(plan, left) or 'nothing'}"
 
 
-def text_notes(plan: Plan) -> dict[str, str]:
-    """For the name of each kind of text that the selected runs read, the text that they read, in words.
-
-    Models whose speed is measured read no text.
-    """
-    notes: dict[str, str] = {}
-    for setting, candidates in plan.selected.items() if plan.experiment.kind != "latency" else ():
-        for each in candidates if setting.reads_text else ():
-            other = "" if getattr(plan.config, setting.text) else f"; the option {setting.text} gives another"
-            notes[setting.text] = f"text: {', '.join(texts_of(each.options))}{other}"
-    return notes
+def text_notes(plan: Plan) -> list[str]:
+    """A line for each kind of text that the selected runs read; models whose speed is measured read none."""
+    read = {
+        setting.text: candidates[0].options
+        for setting, candidates in plan.selected.items()
+        if plan.experiment.kind != "latency" and setting.reads_text and candidates
+    }
+    return [f"text of {text}: {', '.join(texts_of(options))}" for text, options in read.items()]
 
 
 def _counted(plan: Plan, jobs: Sequence[Job]) -> str:
     """The number of jobs of each kind, with the steps that are given, and the sum of the seconds of training."""
     kinds = Counter(job.kind for job in jobs)
-    words = [f"{number} {NAMES[kind][number > 1]}" for kind, number in kinds.items()]
+    words = [f"{number} {NAMES[kind]}{'s' if number > 1 else ''}" for kind, number in kinds.items()]
     seconds = kinds["tune"] * (plan.config.tuning or 0) + kinds["run"] * (plan.config.budget or 0)
     given = {(job.options["steps"], job.options["tokens_per_batch"]) for job in jobs if job.options.get("steps")}
     if seconds:

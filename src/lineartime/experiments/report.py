@@ -13,7 +13,7 @@ from typing import Any
 
 from lineartime.choices import Task
 from lineartime.errors import LineartimeError
-from lineartime.experiments.catalogue import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS, Setting
+from lineartime.experiments.catalogue import MIN_TRIAL_STEPS, Setting
 from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig
 from lineartime.experiments.plan import PLAN_FILE, TOLERANCE, Candidate, Plan, plan_options, with_defaults
 from lineartime.experiments.runner import Run, all_jobs, best_trial, read_run, read_speed, read_trials
@@ -31,35 +31,24 @@ Metric = Callable[[dict[str, Any]], float | None]
 
 SOURCE = "Transformer Quality in Linear Time (Hua, Dai, Liu and Le), arXiv 2202.10447"
 JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
-QUALITY = (
-    "- Of two or three seeds, all values are shown; of more, the mean ± the standard deviation, and their number.\n"
-    "- Losses are on text that was not trained on: *held-out* text, on which the curves and the tuned rates are measured, and "
-    "the *test* split, measured once at the end.\n"
-    "- *loss against the baseline*: the held-out loss over that of {base}, less one; for the paper, the same of the logarithms "
-    "of its perplexities. It compares across tokenizers and sizes better than losses do.\n"
-    "- *speed-up*, as the paper defines it: the time in which {base} reaches its final quality, over the time in which this "
-    "system reaches it; of the same seed, and of training alone. A learning rate is scheduled for the whole run, so a shorter "
-    "run could reach that quality sooner.\n"
-    "- \\* beside a rate: it is at an end of the grid, and one beyond it may be better."
-)
-SETUP = (
-    "- All runs of a setting and a seed read the same text in the same order, {batch:,} tokens in a step, or one sequence.\n"
-    "- All have the same optimisers, schedule, weight decay and clipping. Each system's learning rates are tuned over the same "
-    "grid, {tuning:g} s of training each, or up to {ratio} times as long until a trial has {least} steps.{short}\n"
-    "- Each run trains for {budget:g} s, without evaluations and compilation ({compiled}). Its steps and the curves follow "
-    "from the speed of a system (*tokens/s*), which was measured first, in turn."
-)
-PAPER_SETUP = "The paper's configuration, the same for all systems: its texts, tokens in a step, steps and learning rate."
-MEMORY = (
-    "All runs of a task and a seed train on the same texts, {batch:,} tokens in a step, and each text is read once. *accuracy* "
-    "is the share of right answers in texts that are the same for all; of several rates, the best one of a system is shown. "
-    "*steps to 95%* are those of the first evaluation with so many right answers. *state* is of one stream after a text, in "
-    "float32. Times are of this machine, whatever else it did; a step is whole, with the optimiser."
-)
-LATENCY = (
-    "All systems take turns in each measurement, with the same tokens in a step. A step is forward and backward, without the "
-    "optimiser. The paper's times are of whole steps on other machines, so only their ratios compare."
-)
+NOTES = {
+    "quality": (
+        "*held-out* text chooses rates, and is not trained on; the *test* split is measured once, at the end. *loss against "
+        "the baseline* is the held-out loss over that of {base}, less one; for the paper, the same of the logarithms of its "
+        "perplexities. *speed-up* is the time in which {base} reaches its final quality, over the time in which a system does. "
+        "\\* marks a best rate at an end of the grid. Of more than three seeds, the mean ± the standard deviation is shown."
+    ),
+    "memory": (
+        "*accuracy* is the share of right answers in texts that are the same for all; of several rates, the best one of a "
+        "system is shown. *steps to 95%* are those of the first evaluation with so many right answers. *state* is of one "
+        "stream after a text, in float32. Times are of this machine, whatever else it did."
+    ),
+    "latency": (
+        "All systems take turns in each measurement, with the same tokens in a step. A step is forward and backward, without "
+        "the optimiser. The paper's times are of whole steps on other machines, so only their ratios compare."
+    ),
+}
+"""What one has to know to read the tables; docs/experiments.md says how systems are treated equally."""
 ENOUGH = 0.95
 """The accuracy at which a task counts as learnt."""
 
@@ -86,7 +75,7 @@ def collect(plan: Plan) -> dict[str, Any]:
     for setting, candidates in plan.candidates.items():
         rows = [row for each in candidates if (row := make_row(plan, each, runs))]
         base = next((row for row in rows if row["name"] == plan.experiment.baseline), None)
-        for row in rows:
+        for row in rows if plan.experiment.kind != "memory" else ():
             _compare(row, base)
         if rows:
             text = texts_of(candidates[-1].options) if setting.reads_text and plan.experiment.kind != "latency" else []
@@ -144,14 +133,13 @@ def _processes(run: Run) -> Iterator[tuple[str, str | None]]:
 
 def _shared(plan: Plan, candidate: Candidate) -> Row:
     """What a row says of an arm before anything has run."""
-    experiment, first = plan.experiment, plan.candidates[candidate.setting][0]
+    arm, setting, experiment = candidate.arm, candidate.setting, plan.experiment
     return {
-        "name": candidate.arm.name,
+        "name": arm.name,
         "override": list(candidate.options["override"]),  # what differs from the preset of the size tiny
         "parameters": candidate.parameters,
-        "parameters_over_first": candidate.parameters / first.parameters - 1,
-        # "pplx", "latency_ms" and "speedup", as far as the paper has them.
-        "paper": paper_numbers(experiment.paper_tables, candidate.arm.paper_row, candidate.setting, experiment.task),
+        "parameters_over_first": candidate.parameters / plan.candidates[setting][0].parameters - 1,
+        "paper": paper_numbers(experiment.paper_tables, arm.paper_row, setting, experiment.task),
     }
 
 
@@ -202,7 +190,7 @@ def _memory_row(plan: Plan, candidate: Candidate, seen: list[Run]) -> Row | None
         "grid": {plan.config.optimizers[0]: {f"{rate:g}": found.get(rate) for rate in tried}},  # accuracies
         "runs": [_run(run, run.speed) for run in runs],
         "state_bytes": next((run.outcome["state_bytes"] for run in runs if run.final), None),  # of a stream after a text
-        "step_seconds": _mean(plan.scale.tokens_per_batch / run.speed for run in runs if run.speed),
+        "tokens_per_second": _mean(run.speed for run in runs),
         "decode_seconds": _mean(run.outcome["decode_seconds"] for run in runs if run.final),  # of a further token
     }
 
@@ -240,14 +228,16 @@ def _run(run: Run, speed: float | None) -> dict[str, Any]:
         "steps": options.get("steps"),
         "loss": final.get("validation_loss"),  # nats per token on held-out text, at the end
         "bits_per_byte": final.get("validation_bits_per_byte"),  # None for masked tokens
-        "curve": [  # step, seconds of training, loss, bits per byte and accuracy
-            [line["step"], line["step"] * per_step, line["validation_loss"], *map(line.get, CURVE)] for line in run.evaluations
+        "accuracy": final.get("validation_accuracy"),  # of a task
+        "steps_to_enough": next(
+            (line["step"] for line in run.evaluations if line.get("validation_accuracy", 0) >= ENOUGH), None
+        ),
+        "curve": [  # step, seconds of training, loss and bits per byte
+            [line["step"], line["step"] * per_step, line["validation_loss"], line.get("validation_bits_per_byte")]
+            for line in run.evaluations
         ],
         "tests": run.outcome.get("tests", []),
     }
-
-
-CURVE = ("validation_bits_per_byte", "validation_accuracy")
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -317,8 +307,9 @@ def render(plan: Plan, report: Mapping[str, Any]) -> Path:
     blocks = [f"# {plan.experiment.title}", plan.experiment.question, _facts(plan, report)]
     if not report["complete"]:
         blocks.append(_incomplete(report))
-    tables = {"latency": _latency_tables, "quality": _quality_tables, "memory": _memory_tables}[plan.experiment.kind]
-    blocks += [*pictures, *tables(plan, report), _parameters_apart(report)]
+    tables = _latency_tables if plan.experiment.kind == "latency" else _tables
+    note = NOTES[plan.experiment.kind].format(base=plan.experiment.baseline)
+    blocks += [*pictures, note, *tables(plan, report), _parameters_apart(report)]
     described = "; ".join(paper_tables()[name]["description"] for name in plan.experiment.paper_tables)
     if plan.experiment.kind != "memory":
         blocks.append(f"The paper: {SOURCE}{f' ({described})' if described else ''}.")
@@ -333,6 +324,10 @@ def _facts(plan: Plan, report: Mapping[str, Any]) -> str:
     if report["started"]:
         lines.append(f"- runs started from {report['started'][0]} to {report['started'][1]}")
     lines += [f"- machine: {machine}" for machine in report["machines"]]
+    if plan.config.budget:
+        lines.append(
+            f"- seconds of training: {plan.config.budget:g} a run, and {plan.config.tuning:g} or more a trial of a rate"
+        )
     if report["precisions"]:
         lines.append(f"- precision of matrix products: {' and '.join(report['precisions'])}")
     lines += [f"- text of {each['label']}: {', '.join(each['files'])}" for each in report["settings"] if each["files"]]
@@ -367,96 +362,61 @@ def _parameters_apart(report: Mapping[str, Any]) -> str:
     return f"Parameters are within 3 % of the first system's: {max((abs(over) for _, over in apart), default=0):.1%} at most."
 
 
-def _quality_tables(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
-    """A table for each setting, the tests that differ from training, what was the same for all, and every trial."""
-    config, scale, base = plan.config, plan.scale, plan.experiment.baseline
-    metric, unit = ("loss", "nats per masked token") if plan.experiment.task == "mlm" else ("bits_per_byte", "bits/byte")
+def _tables(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
+    """A table for each setting, without the columns of which there are no numbers, and every trial of a rate."""
+    of_task = ("accuracy", "accuracy", ".1%")
+    of_text = (
+        ("loss", "nats per masked token", ".4f") if plan.experiment.task == "mlm" else ("bits_per_byte", "bits/byte", ".4f")
+    )
+    metric, unit, form = of_task if plan.experiment.kind == "memory" else of_text
     for setting in report["settings"]:
         rows = setting["rows"]
-        names = dict.fromkeys(test["name"] for row in rows for run in row["runs"] for test in run["tests"])
+        tests = dict.fromkeys(test["name"] for row in rows for run in row["runs"] for test in run["tests"])
         columns = {
             "system": [row["name"] for row in rows],
             "parameters": [_parameters(row) for row in rows],
             "optimiser, rate": [_rate(row) for row in rows],
             "steps": _column(rows, lambda run: run["steps"], ",.0f"),
             "tokens/s": [cell(row["tokens_per_second"], ",.0f") for row in rows],
-            f"held-out {unit}": _column(rows, lambda run: run[metric]),
-        }
-        columns |= {f"**test {unit}** {name}".rstrip(): _column(rows, _test(name, metric)) for name in names}
-        if plan.experiment.words:
-            columns["test perplexity per word"] = _column(rows, _test("", "word_perplexity"), ",.4g")
-        columns |= {
+            f"held-out {unit}": _column(rows, lambda run: run[metric], form),
+            **{f"**test {unit}** {name}".rstrip(): _column(rows, _test(name, metric), form) for name in tests},
+            **(
+                {"test perplexity per word": _column(rows, _test("", "word_perplexity"), ",.4g")}
+                if plan.experiment.words
+                else {}
+            ),
+            f"steps to {ENOUGH:.0%}": _column(rows, lambda run: run.get("steps_to_enough"), ",.0f"),
+            "state": [cell(row.get("state_bytes"), size) for row in rows],
+            "µs per decoded token": [cell(row.get("decode_seconds"), three_digits, 1e6) for row in rows],
             "paper: perplexity": [cell(row["paper"].get("pplx"), ".4g") for row in rows],
-            "loss against the baseline": [cell(row["relative_loss"], "+.2f", 100, " %") for row in rows],
-            "paper: loss against it": [cell(row["paper_relative_loss"], "+.2f", 100, " %") for row in rows],
-            "speed-up": [_speedups(row["speedups"]) for row in rows],
+            "loss against the baseline": [cell(row.get("relative_loss"), "+.2f", 100, " %") for row in rows],
+            "paper: loss against it": [cell(row.get("paper_relative_loss"), "+.2f", 100, " %") for row in rows],
+            "speed-up": [_speedups(row.get("speedups", [])) for row in rows],
             "paper: speed-up": [cell(row["paper"].get("speedup"), ".3g") for row in rows],
         }
         yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
         yield column_table(columns)
-    yield QUALITY.format(base=base)
-    yield "## Setup"
-    if not plan.rates:
-        yield PAPER_SETUP
+    if not plan.config.tuning:
         return
-    trials = {
-        f"{row['name']} ({setting['name']})": row["trial_steps"].get(row["optimizer"])
-        for setting in report["settings"]
-        for row in setting["rows"]
-    }
-    few = [f"{name}: {steps}" for name, steps in trials.items() if steps and steps < MIN_TRIAL_STEPS]
-    yield SETUP.format(
-        batch=scale.tokens_per_batch,
-        tuning=config.tuning,
-        ratio=MAX_TRIAL_RATIO,
-        least=MIN_TRIAL_STEPS,
-        short=f" **Fewer may choose a rate by chance**: {', '.join(few)}." if few and config.scale != "trial" else "",
-        budget=config.budget,
-        compiled="compiled" if config.compile == "on" else "not compiled",
-    )
+    chosen = {f"{row['name']} ({each['name']})": row for each in report["settings"] for row in each["rows"] if row["optimizer"]}
+    steps = {name: row["trial_steps"][row["optimizer"]] for name, row in chosen.items()}
+    if few := [f"{name}: {number}" for name, number in steps.items() if number and number < MIN_TRIAL_STEPS]:
+        yield f"**Trials of fewer than {MIN_TRIAL_STEPS} steps may choose a rate by chance**: {', '.join(few)}."
     for setting in report["settings"]:
-        for optimizer, grid in setting["rows"][0]["grid"].items():
-            columns = {"system": [row["name"] for row in setting["rows"]]}
-            columns["steps"] = [str(row["trial_steps"].get(optimizer) or NOT_THERE) for row in setting["rows"]]
-            columns |= {rate: [_tried(row, optimizer, rate) for row in setting["rows"]] for rate in grid}
-            yield f"Rates tried with {optimizer}: {setting['name']} (nats per token on held-out text; bold: the choice)"
-            yield column_table(columns)
+        rows = setting["rows"]
+        columns = {"system": [row["name"] for row in rows]}
+        for optimizer, grid in rows[0]["grid"].items():
+            columns[f"{optimizer}: steps"] = [str(row["trial_steps"].get(optimizer) or NOT_THERE) for row in rows]
+            columns |= {f"{optimizer} {rate}": [_tried(row, optimizer, rate) for row in rows] for rate in grid}
+        yield f"Rates tried: {setting['name']} (nats per token on held-out text; bold: the choice)"
+        yield column_table(columns)
 
 
 def _tried(row: Row, optimizer: str, rate: str) -> str:
     loss = row["grid"][optimizer][rate]
     if not isinstance(loss, float):
         return str(loss)
-    chosen = row["optimizer"] == optimizer and f"{row['rate']:g}" == rate
-    return f"**{loss:.4f}**" if chosen else f"{loss:.4f}"
-
-
-def _memory_tables(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
-    """A table for each task, length and number of pairs; accuracies by the depth of a needle."""
-    for setting in report["settings"]:
-        rows = setting["rows"]
-        tests = {test["name"]: test for row in rows for run in row["runs"] for test in run["tests"]}
-        plain = [name for name, test in tests.items() if test.get("depth") is None]
-        columns = {
-            "system": [row["name"] for row in rows],
-            "parameters": [_parameters(row) for row in rows],
-            "rate": [_rate(row) for row in rows],
-            **{name or "**accuracy**": _column(rows, _test(name, "accuracy"), ".1%") for name in plain},
-            f"steps to {ENOUGH:.0%}": _column(rows, lambda run: steps_to(run["curve"], ENOUGH), ",.0f"),
-            "state": [cell(row["state_bytes"], size) for row in rows],
-            "ms per step": [cell(row["step_seconds"], three_digits, 1e3) for row in rows],
-            "µs per decoded token": [cell(row["decode_seconds"], three_digits, 1e6) for row in rows],
-        }
-        yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
-        yield column_table(columns)
-        deep = {name: test for name, test in tests.items() if name not in plain}
-        for length in dict.fromkeys(test["context_length"] for test in deep.values()):
-            columns = {"system": [row["name"] for row in rows]}
-            for name in (name for name, test in deep.items() if test["context_length"] == length):
-                columns[f"{deep[name]['depth']:.0%}"] = _column(rows, _test(name, "accuracy"), ".1%")
-            yield f"Accuracy by the share of a text of {length:,} tokens that is before the needle"
-            yield column_table(columns)
-    yield MEMORY.format(batch=plan.scale.tokens_per_batch)
+    return f"**{loss:.4f}**" if _rate(row).rstrip("*") == f"{optimizer} {rate}" else f"{loss:.4f}"
 
 
 def _latency_tables(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
@@ -477,12 +437,7 @@ def _latency_tables(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
             yield f"## {title}"
             yield column_table(columns)
     problems = {f"{row['name']}: {row['problem']}" for each in report["settings"] for row in each["rows"] if row["problem"]}
-    yield " ".join([LATENCY, *sorted(problems)])
-
-
-def steps_to(curve: Sequence[Sequence[Any]], accuracy: float) -> float | None:
-    """The steps after which the held-out texts of a task first had this accuracy; None if they never had."""
-    return next((point[0] for point in curve if point[4] is not None and point[4] >= accuracy), None)
+    yield "; ".join(sorted(problems))
 
 
 def _test(name: str, metric: str) -> Metric:
