@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +12,11 @@ from lineartime.cli import as_options
 from lineartime.errors import LineartimeError
 from lineartime.plots import check_picture
 from lineartime.runs.curve import draw_comparison
-from lineartime.runs.table import UNLIMITED, Group, RunSummary, group_runs, make_tables, merge_seeds, name_runs, summarize
+from lineartime.runs.table import UNLIMITED, RunSummary, group_runs, make_tables, merge_seeds, name_runs, summarize
 from lineartime.screen import SCREEN, output_console, tracked
 
 _PICTURE = "runs.png"
+Groups = Mapping[str, Sequence[RunSummary]]
 _MOST_DRAWN = 8
 """The maximum number of groups in the plot: a row of panels each."""
 
@@ -53,7 +54,7 @@ def run(options: RunsOptions) -> None:
         groups = group_runs(runs)
         picture = _draw(options, groups, problems)
         if options.json:
-            shown = [{"group": group.title, **run.to_dict()} for group in groups for run in group.runs]
+            shown = [{"group": title, **run.to_dict()} for title, of_group in groups.items() for run in of_group]
             print(json.dumps({"runs": shown, "problems": problems, "plot": picture and str(picture)}))
         else:
             _print(groups)
@@ -65,19 +66,19 @@ def run(options: RunsOptions) -> None:
         raise LineartimeError(" ".join(missing))
 
 
-def _draw(options: RunsOptions, groups: Sequence[Group], problems: list[str]) -> Path | None:
+def _draw(options: RunsOptions, groups: Groups, problems: list[str]) -> Path | None:
     """Draw the plot; without --plot, a failure is added to the problems instead of raised."""
     if options.json and options.plot is None:
         return None
     if options.plot is not None:
         check_picture(options.plot)
     file = options.plot or next(folder for folder in options.folders if folder.is_dir()) / _PICTURE
-    largest = sorted(groups, key=lambda group: -len(group.runs))[:_MOST_DRAWN]
-    drawn = [group for group in groups if group in largest]
+    largest = sorted(groups, key=lambda title: -len(groups[title]))[:_MOST_DRAWN]
+    drawn = {title: {run.name: run.lines for run in runs} for title, runs in groups.items() if title in largest}
     if len(drawn) < len(groups):
         problems.append(f"The plot shows the {len(drawn)} largest of {len(groups)} groups: give the folders of other runs.")
     try:
-        return draw_comparison({group.title: {run.name: run.lines for run in group.runs} for group in drawn}, file)
+        return draw_comparison(drawn, file)
     except LineartimeError as error:
         if options.plot is not None:
             raise
@@ -85,15 +86,15 @@ def _draw(options: RunsOptions, groups: Sequence[Group], problems: list[str]) ->
         return None
 
 
-def _print(groups: Sequence[Group]) -> None:
+def _print(groups: Groups) -> None:
     on_screen = sys.stdout.isatty()
     console = output_console(markup=False, width=None if on_screen else UNLIMITED)
     tables, left_out = make_tables(groups, console.width if on_screen else None)
-    for group, table in zip(groups, tables, strict=True):
-        if group.title:
-            console.print(group.title, soft_wrap=True)
+    for title, table in zip(groups, tables, strict=True):
+        if title:
+            console.print(title, soft_wrap=True)
         console.print(table)
-    failed = [run for group in groups for run in group.runs if run.error and "failed" in run.state]
+    failed = [run for runs in groups.values() for run in runs if run.error and "failed" in run.state]
     notes = [f"{run.name} failed: {as_options(run.error or '', RunsOptions)}" for run in failed]
     if left_out:
         notes.append(f"The screen is too narrow for {', '.join(left_out)} (--json has everything).")

@@ -13,17 +13,15 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from lineartime.errors import LineartimeError, first_line, reporting_file_errors
-from lineartime.fields import shown
 from lineartime.files import parse, write_atomically
 from lineartime.screen import progress_bar
 
@@ -71,44 +69,28 @@ class MetricsLog:
 
 
 def read_metrics(run: str | Path) -> list[dict[str, float]]:
-    """Read the finite numbers in each line of a run's metrics file. Raises LineartimeError if the file cannot be read.
+    """The finite numbers in each line of a run's metrics file. Raises LineartimeError if the file cannot be read.
 
-    Damaged lines are skipped, such as lines that a killed process or a full disk left incomplete.
+    Other lines are left out, such as those that a killed process or a full disk left incomplete.
     """
-    return read_damaged_metrics(run)[0]
-
-
-def read_damaged_metrics(run: str | Path) -> tuple[list[dict[str, float]], list[str]]:
-    """The lines of `read_metrics`, and a clause for each skipped line that says why.
-
-    A last line that is merely cut off is not reported.
-    """
-    lines, problems = [], []
+    lines = []
     path = Path(run, METRICS_FILE)
     with reporting_file_errors("read", path), path.open("rb") as file:
-        for number, content in enumerate(file, 1):
-            try:
-                lines.append(_parse(content))
-            except ValueError as error:
-                if content.endswith(b"\n") or not content.startswith(b"{"):
-                    problems.append(f"line {number:,}: {error}".rstrip("."))
-    return lines, problems
+        for content in file:
+            with suppress(ValueError):
+                line = parse(content)
+                if isinstance(line, dict) and "step" in line and all(map(_is_finite, line.values())):
+                    lines.append(line)
+    return lines
+
+
+def _is_finite(value: object) -> bool:
+    return type(value) in (int, float) and abs(cast("float", value)) < math.inf
 
 
 def losses(lines: Iterable[Line], name: str) -> dict[int, float]:
     """The values of "loss" or "validation_loss" by step, in nats per token."""
     return {int(line["step"]): line[name] for line in lines if name in line}
-
-
-def _parse(content: bytes) -> dict[str, float]:
-    """Parse the numbers of a line. Raises ValueError, with a clause as its message, for anything else."""
-    line = parse(content)
-    if not isinstance(line, dict) or "step" not in line:
-        raise ValueError(f"it is {shown(line)}, but must be an object with a step")
-    for name, value in line.items():
-        if type(value) not in (int, float) or not abs(value) < math.inf:
-            raise ValueError(f"{name} is {shown(value)}, but must be a finite number")
-    return line
 
 
 class Tracker(NamedTuple):
@@ -118,57 +100,33 @@ class Tracker(NamedTuple):
     close: Callable[[], object]
 
 
-class Trackers:
-    """Combines several trackers. A tracker that fails is dropped, and `say` reports this to the user.
+def start_trackers(
+    names: Sequence[str], run: Path, first_step: int, options: Mapping[str, Any], say: Callable[[str], None], *, resumed: bool
+) -> dict[str, Tracker]:
+    """The trackers by their names; those of a resumed run resume their runs too.
 
-    The trackers of a resumed run resume their runs too. Raises LineartimeError for a tracker that cannot start a new run.
+    A tracker that cannot start is left out of a resumed run, and `say` tells; of a new run, it raises LineartimeError.
     """
+    trackers: dict[str, Tracker] = {}
+    for name in dict.fromkeys(names):
+        try:
+            with redirect_stdout(sys.stderr):  # standard output is for results
+                if name == "tensorboard":
+                    trackers[name] = _tensorboard(run / "tensorboard", first_step)
+                else:
+                    trackers[name] = _wandb(run, options, resumed)
+        except Exception as error:  # a foreign package may raise anything
+            if not resumed:
+                for started in trackers.values():
+                    started.close()
+                found = f"The tracker {name} cannot start: {first_line(error).rstrip('.')}; fix that, or leave it out of "
+                raise LineartimeError(found, "`track`.") from None
+            say(_failed(name, error))
+    return trackers
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        run: Path,
-        first_step: int,
-        options: Mapping[str, Any],
-        say: Callable[[str], None],
-        *,
-        resumed: bool,
-    ) -> None:
-        self._say = say
-        self._trackers: dict[str, Tracker] = {}
-        for name in dict.fromkeys(names):
-            try:
-                with redirect_stdout(sys.stderr):  # standard output is for results
-                    if name == "tensorboard":
-                        self._trackers[name] = _tensorboard(run / "tensorboard", first_step)
-                    else:
-                        self._trackers[name] = _wandb(run, options, resumed)
-            except Exception as error:  # a foreign package may raise anything
-                if not resumed:
-                    self.close()
-                    found = f"The tracker {name} cannot start: {first_line(error).rstrip('.')}; fix that, or leave it out of "
-                    raise LineartimeError(found, "`track`.") from None
-                self._say_failed(name, error)
 
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Send numbers to every tracker."""
-        self._each(lambda tracker: tracker.write(step, numbers))
-
-    def close(self) -> None:
-        """Finish every tracker."""
-        with redirect_stdout(sys.stderr):
-            self._each(lambda tracker: tracker.close())
-
-    def _each(self, action: Callable[[Tracker], object]) -> None:
-        for name, tracker in list(self._trackers.items()):
-            try:
-                action(tracker)
-            except Exception as error:  # a foreign package may raise anything
-                del self._trackers[name]
-                self._say_failed(name, error)
-
-    def _say_failed(self, name: str, error: Exception) -> None:
-        self._say(f"The tracker {name} failed, and training continues without it: {first_line(error).rstrip('.')}.")
+def _failed(name: str, error: Exception) -> str:
+    return f"The tracker {name} failed, and training continues without it: {first_line(error).rstrip('.')}."
 
 
 def _tensorboard(folder: Path, first_step: int) -> Tracker:
@@ -227,13 +185,10 @@ class StepMetrics:
     skipped: int  # the number of steps so far that were skipped because a number was not finite
 
 
-class NullReporter:
+class NullReporter(AbstractContextManager["NullReporter"]):
     """Reports nothing: for the processes of a run that are not the main one."""
 
-    def __enter__(self) -> "NullReporter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         """Leave the `with` block."""
 
     def say(self, text: str) -> None:
@@ -271,7 +226,7 @@ class Reporter(NullReporter):
         self._task = self._progress.add_task("train", total=steps, completed=first_step, loss="-", speed="-", skipped="")
         self._log = MetricsLog(run, first_step)
         try:
-            self._trackers = Trackers(trackers, run, first_step, record, self.say, resumed=resumed)
+            self._trackers = start_trackers(trackers, run, first_step, record, self.say, resumed=resumed)
         except LineartimeError:
             self._log.close()
             raise
@@ -282,14 +237,11 @@ class Reporter(NullReporter):
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
-        self._trackers.close()
-        try:
+        self._track(lambda tracker: tracker.close())
+        with suppress(LineartimeError) if any(error) else nullcontext():
             self._log.close()
-        except LineartimeError:
-            if error is None:
-                raise
         if self._recorded:
             from lineartime.runs.curve import draw_curve  # which reads what is written here
 
@@ -346,4 +298,15 @@ class Reporter(NullReporter):
 
     def _record(self, step: int, **numbers: float) -> None:
         self._recorded = True
-        self._trackers.write(step, self._log.write(step, numbers))
+        finite = self._log.write(step, numbers)
+        self._track(lambda tracker: tracker.write(step, finite))
+
+    def _track(self, action: Callable[[Tracker], object]) -> None:
+        """Do something with every tracker. One that fails is dropped, and the user is told."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                with redirect_stdout(sys.stderr):
+                    action(tracker)
+            except Exception as error:  # a foreign package may raise anything
+                del self._trackers[name]
+                self.say(_failed(name, error))

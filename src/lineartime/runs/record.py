@@ -191,26 +191,23 @@ def _git() -> Git | None:
     )
 
 
-def is_locked(run: Path) -> bool | None:
-    """Whether a process is training in a folder now; None if it may be on another machine."""
+def is_locked(run: Path) -> bool:
+    """Whether a process of this machine is training in a folder now."""
     try:
         import fcntl
-    except ImportError:  # not a POSIX system: no lock
-        return None
-    try:
-        with (run / LOCK_FILE).open(encoding="utf-8", errors="replace") as file:
+
+        with (run / LOCK_FILE).open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
-            machine = file.read(1000)
     except BlockingIOError:
         return True
-    except OSError:  # no lock, one that may not be read, or a file system without locks
-        return None
-    return False if machine == platform.node() != "" else None
+    except (ImportError, OSError):  # not a POSIX system, no lock, one that may not be read, or a file system without locks
+        return False
+    return False
 
 
 @contextmanager
 def locked(folder: Path, *, keep: bool = False) -> Iterator[None]:
-    """Lock a folder as `lock_run`, for a `with` block; then delete the lock, which else says where a run was trained.
+    """Lock a folder as `lock_run`, for a `with` block; then delete the lock.
 
     With `keep`, it stays unless nothing else is there. A folder that was created for it and is empty is deleted.
     """
@@ -228,7 +225,7 @@ def locked(folder: Path, *, keep: bool = False) -> Iterator[None]:
 
 
 def lock_run(run: Path) -> IO[str]:
-    """Lock a run's folder, created if missing, until the returned file is closed. The lock names the machine.
+    """Lock a run's folder, created if missing, until the returned file is closed.
 
     Raises LineartimeError if another run is using the folder, or if the folder cannot be written.
     """
@@ -248,9 +245,6 @@ def lock_run(run: Path) -> IO[str]:
             return file
         with suppress(OSError):
             if os.path.samestat(os.fstat(file.fileno()), (run / LOCK_FILE).stat()):
-                with suppress(OSError):  # a full disk is reported by what has to be saved
-                    file.truncate(0)
-                    os.write(file.fileno(), os.fsencode(platform.node()))
                 return file
         file.close()  # a run that failed has deleted it since it was opened
     raise ArgumentError("out", f"is {run}, which another run is using: wait for its end, or use another folder.")

@@ -17,7 +17,7 @@ from lineartime.checkpoint import checkpoint_path, list_checkpoints
 from lineartime.errors import LineartimeError
 from lineartime.files import RECORD_FILE, is_there
 from lineartime.runs.curve import DEVIATION, thinned
-from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_damaged_metrics
+from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_metrics
 from lineartime.runs.record import WITHOUT_EFFECT, Record, is_locked, last_error, read_record, texts_of
 from lineartime.screen import new_table
 from lineartime.units import NOT_THERE, cell, counted, duration, without_empty
@@ -26,7 +26,7 @@ DEPTH = 3
 """Levels of folders to search for runs."""
 _OF_A_RUN = ("seed", *WITHOUT_EFFECT)
 """Options that may differ between the seeds of one setting."""
-_MEANS = ("training_loss", "validation_loss", "bits_per_byte", "tokens_per_second", "seconds", "waiting")
+_MEANS = ("training_loss", "validation_loss", "bits_per_byte", "tokens_per_second", "seconds")
 """What a merged run has as the mean of its runs."""
 UNLIMITED = 100_000
 """The width, in columns, of output that is not a terminal."""
@@ -50,11 +50,8 @@ class RunSummary:
     bits_per_byte: float | None  # the bits per byte of the same evaluation
     tokens_per_second: float | None  # the median of all steps
     seconds: float | None  # the time spent training, including evaluations and checkpoints
-    waiting: float | None  # the share of the steps' time spent waiting for data
-    skipped: int
-    state: str  # damaged, failed, finished, running, stopped (its last step is saved) or silent: see `_state`
+    state: str  # damaged, failed, finished, running, or stopped: see `_state`
     error: str | None  # the message of the error that ended a failed run
-    silent_seconds: float  # the time since its last write
     lines: list[Line] = field(repr=False)  # its losses, thinned for the plot
     seeds: tuple[int, ...] = ()  # of several runs that `merge_seeds` has merged, their seeds; empty for one run
     validation_deviation: float | None = None  # the standard deviation of their losses
@@ -97,76 +94,53 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
     """Summarise a run; also return a sentence for each of its damaged files."""
-    record, metrics = Record({}, ()), path / METRICS_FILE
-    lines: list[dict[str, float]] = []
-    damaged: list[str] = []
+    record, lines = Record({}, ()), list[dict[str, float]]()
     problems: list[str] = []
     try:
         if is_there(path / RECORD_FILE):
             record = read_record(path)
-        if is_there(metrics):  # otherwise it has not taken a step yet
-            lines, damaged = read_damaged_metrics(path)
+        if is_there(path / METRICS_FILE):  # otherwise it has not taken a step yet
+            lines = read_metrics(path)
     except LineartimeError as error:
         problems.append(str(error))
     options, failure = record.options | record.schedule, last_error(record)
-    whole = not problems
-    if damaged:
-        what = "1 damaged line" if len(damaged) == 1 else f"{len(damaged):,} damaged lines"
-        problems.append(f"{metrics} has {what}, skipped here ({damaged[0]}): restore it from a copy if you have one.")
-    evaluated = [line for line in lines if "validation_loss" in line]
-    best = min(evaluated, key=lambda line: line["validation_loss"], default={})
+    best = min((line for line in lines if "validation_loss" in line), key=lambda line: line["validation_loss"], default={})
     losses = [line["loss"] for line in lines if "loss" in line]
-    timed = [line for line in lines if line.get("tokens_per_second", 0) > 0]
-    totals: dict[str, float] = {"step": 0}
-    for line in lines:
-        totals |= {
-            name: max(totals.get(name, 0), line[name]) for name in ("step", "tokens", "seconds", "skipped") if name in line
-        }
-    changed = [place.stat().st_mtime for place in (metrics, path) if is_there(place)]
-    silent = max(0.0, time.time() - max(changed, default=time.time()))
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    last = {name: value for line in lines for name, value in line.items()}
+    step = int(last.get("step", 0))
     summary = RunSummary(
         name=name,
         path=path,
         options=options,
-        step=int(totals["step"]),
-        tokens=int(totals["tokens"]) if "tokens" in totals else None,
+        step=step,
+        tokens=int(last["tokens"]) if "tokens" in last else None,
         training_loss=statistics.fmean(losses[-AVERAGED:]) if losses else None,
         validation_loss=best.get("validation_loss"),
         bits_per_byte=best.get("validation_bits_per_byte"),
-        tokens_per_second=statistics.median(line["tokens_per_second"] for line in timed) if timed else None,
-        seconds=totals.get("seconds"),
-        waiting=_waiting([line for line in timed if "waiting" in line]),
-        skipped=int(totals.get("skipped", 0)),
-        state=_state(path, options.get("steps"), failure, totals, silent) if whole else "damaged",
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+        seconds=last.get("seconds"),
+        state="damaged" if problems else _state(path, options.get("steps"), failure, step, last.get("seconds", 0.0)),
         error=failure,
-        silent_seconds=round(silent, 1),
         lines=thinned(lines),
     )
     return summary, problems
 
 
-def _waiting(steps: Sequence[Line]) -> float | None:
-    """The share of waiting in the time of all steps. They have equally many tokens: their times are inverse to their speeds."""
-    seconds = [1 / line["tokens_per_second"] for line in steps]
-    return sum(line["waiting"] * second for line, second in zip(steps, seconds, strict=True)) / sum(seconds) if steps else None
+def _state(path: Path, steps: object, error: str | None, step: int, seconds: float) -> str:
+    """The state of a run, from its error, recorded steps, lock, last checkpoint and last write, in this order.
 
-
-def _state(path: Path, steps: object, error: str | None, totals: dict[str, float], silent: float) -> str:
-    """Determine the state of a run from its error, recorded steps, lock, last checkpoint and last write, in this order."""
-    locked, step, saved = is_locked(path), int(totals["step"]), list_checkpoints(path)[-1:]
+    One that is not locked may be on another machine: it is running if it has written within a minute, or ten of its steps.
+    """
+    locked, saved = is_locked(path), list_checkpoints(path)[-1:]
     if error is not None:
         return "running" if locked else "failed"  # it is being resumed, or not
     if isinstance(steps, int) and step >= steps and saved in ([], [checkpoint_path(path, steps)]):
         return "finished"  # perhaps copied without checkpoints; one killed in its last evaluation has only earlier ones
-    if locked:
-        return "running"
-    if saved == [checkpoint_path(path, step)]:
-        return "stopped"
-    if locked is False:  # its process was killed
-        return "silent"
-    # The run may be on another machine: allow a minute, or ten of its steps if they are long.
-    ten_steps = 10 * totals.get("seconds", 0) / step if step else 0.0
-    return "running" if silent < max(60.0, ten_steps) else "silent"
+    if locked or saved == [checkpoint_path(path, step)]:
+        return "running" if locked else "stopped"
+    written = max(place.stat().st_mtime for place in (path / METRICS_FILE, path) if is_there(place))
+    return "running" if time.time() - written < max(60.0, 10 * seconds / max(step, 1)) else "stopped"
 
 
 def merge_seeds(runs: Sequence[RunSummary]) -> list[RunSummary]:
@@ -192,16 +166,13 @@ def merge_seeds(runs: Sequence[RunSummary]) -> list[RunSummary]:
 def _merged(runs: Sequence[RunSummary]) -> RunSummary:
     runs = sorted(runs, key=lambda run: (run.options["seed"], run.name))
     first, states = runs[0], Counter(run.state for run in runs)
-    state = first.state if len(states) == 1 else ", ".join(f"{count} {state}" for state, count in states.items())
     means: dict[str, Any] = {name: _over(statistics.fmean, runs, name) for name in _MEANS}
     return replace(
         first,
         options={name: value for name, value in first.options.items() if name not in _OF_A_RUN},
         **means,
-        skipped=sum(run.skipped for run in runs),
-        state=state,
+        state=first.state if len(states) == 1 else ", ".join(f"{count} {state}" for state, count in states.items()),
         error=next((run.error for run in runs if run.error), None),
-        silent_seconds=min(run.silent_seconds for run in runs),
         lines=_mean_lines([run.lines for run in runs]),
         seeds=tuple(run.options["seed"] for run in runs),
         validation_deviation=_over(statistics.stdev, runs, "validation_loss"),
@@ -230,16 +201,8 @@ def _mean_lines(of_runs: Sequence[Sequence[Line]]) -> list[Line]:
     return merged
 
 
-@dataclass(frozen=True)
-class Group:
-    """Runs with comparable losses, the best first. `title` names their text, tokenizer and task, if there are other groups."""
-
-    title: str
-    runs: list[RunSummary]
-
-
-def group_runs(runs: Sequence[RunSummary]) -> list[Group]:
-    """Group runs by text, tokenizer and task, which are their title. Runs with unknown options form the last group."""
+def group_runs(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
+    """The runs by text, tokenizer and task, in words if there are several; the best first, unknown options last."""
     groups: dict[tuple[Any, ...], list[RunSummary]] = {}
     for run in runs:
         names = [str(run.options.get(name) or usual) for name, usual in (("tokenizer", "bytes"), ("task", "clm"))]
@@ -248,9 +211,8 @@ def group_runs(runs: Sequence[RunSummary]) -> list[Group]:
     if len(set(texts.values())) < len(texts):  # different ones would look alike
         texts = {text: " ".join(text) for text in texts}
     titles = {key: f"text {texts[key[0]]}, tokenizer {key[1]}, task {key[2]}" for key in sorted(groups) if key}
-    known = [Group(title if len(groups) > 1 else "", _ranked(groups[key])) for key, title in titles.items()]
-    unknown = [Group("unknown text" if known else "", _ranked(groups[()]))] if () in groups else []
-    return [*known, *unknown]
+    titles |= {(): "unknown text"} if () in groups else {}
+    return {title if len(groups) > 1 else "": _ranked(groups[key]) for key, title in titles.items()}
 
 
 def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
@@ -264,44 +226,36 @@ def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
     return sorted(runs, key=rank)
 
 
-def make_tables(groups: Sequence[Group], width: int | None = None) -> tuple[list[Table], list[str]]:
+def make_tables(groups: Mapping[str, Sequence[RunSummary]], width: int | None = None) -> tuple[list[Table], list[str]]:
     """A table for each group, and the columns that were left out, the least important ones, on a screen of a width."""
-    runs = [run for group in groups for run in group.runs]
+    runs = [run for of_group in groups.values() for run in of_group]
     in_titles = (*_GROUPED_BY, "seed") if any(run.seeds for run in runs) else _GROUPED_BY
-    differing = dict.fromkeys(name for group in groups for name in differing_options(group.runs))
+    differing = dict.fromkeys(name for of_group in groups.values() for name in differing_options(of_group))
     options = [name for name in differing if name not in in_titles]
-    columns, left_out = _columns(runs, options), []
+    columns: dict[str, Sequence[str]] = {name: [shown(run) for run in runs] for name, shown in _CELLS.items()}
+    columns |= {name: [_option(_options_of(run).get(name)) for run in runs] for name in options}
+    if len({_option(run.options.get("data")) for run in runs}) > 1:  # the titles of the groups name the text
+        del columns["data"]
+    columns, left_out = without_empty(columns, _ALWAYS), []
+    console = Console()
+    unfolded = console.options.update_width(UNLIMITED)
     for name in (*_FIRST_TO_GO, *reversed(options), *_LAST_TO_GO):
-        if width is None or all(_width(table) <= width for table in _tables(groups, columns)):
+        tables = _tables(groups, columns)
+        if width is None or all(console.measure(table, options=unfolded).maximum <= width for table in tables):
             break
         if columns.pop(name, None) is not None:
             left_out.append(name)
     return _tables(groups, columns), left_out
 
 
-def _columns(runs: Sequence[RunSummary], options: Sequence[str]) -> dict[str, Sequence[str]]:
-    """The cells of all runs by column, with columns for options. Columns without content are left out."""
-    columns = {name: [shown(run) for run in runs] for name, shown in _CELLS.items()}
-    columns |= {name: [_option(_options_of(run).get(name)) for run in runs] for name in options}
-    if len({_option(run.options.get("data")) for run in runs}) > 1:  # the titles of the groups name the text
-        del columns["data"]
-    return without_empty(columns, _ALWAYS)
-
-
-def _tables(groups: Sequence[Group], columns: Mapping[str, Sequence[str]]) -> list[Table]:
+def _tables(groups: Mapping[str, Sequence[RunSummary]], columns: Mapping[str, Sequence[str]]) -> list[Table]:
     """A table for each group. In a narrow one, only the names of runs fold."""
     rows, tables = zip(*columns.values(), strict=True), []
-    for group in groups:
+    for runs in groups.values():
         tables.append(new_table([*columns], left=("run", "model", "data", "state"), folded=("run",)))
-        for row in islice(rows, len(group.runs)):
+        for row in islice(rows, len(runs)):
             tables[-1].add_row(*row)
     return tables
-
-
-def _width(table: Table) -> int:
-    """The width of a table in which nothing folds, in characters."""
-    console = Console()
-    return console.measure(table, options=console.options.update_width(UNLIMITED)).maximum
 
 
 def differing_options(runs: Sequence[RunSummary]) -> list[str]:
@@ -341,11 +295,8 @@ _CELLS: dict[str, Callable[[RunSummary], str]] = {
     "bits/byte": lambda run: cell(run.bits_per_byte, ".3f", unit=_spread(run.bits_deviation)),
     "tokens/s": lambda run: cell(run.tokens_per_second, ",.0f"),
     "time": lambda run: cell(run.seconds, duration),
-    "waiting": lambda run: cell(run.waiting, ".1%"),
-    "skipped": lambda run: cell(run.skipped or None, ","),
-    "state": lambda run: f"silent {duration(run.silent_seconds)}" if run.state == "silent" else run.state,
+    "state": lambda run: run.state,
 }
 _ALWAYS = ("run", "step", "validation", "state")
 # The order in which columns are left out on a narrow screen; options that differ come in between.
-_FIRST_TO_GO = ("skipped", "waiting", "tokens", "training")
-_LAST_TO_GO = ("time", "tokens/s", "data", "model", "bits/byte")
+_FIRST_TO_GO, _LAST_TO_GO = ("tokens", "training"), ("time", "tokens/s", "data", "model", "bits/byte")
