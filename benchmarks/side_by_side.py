@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--no-imports", action="store_true", help="time only training")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "side-by-side.json")
     options = parser.parse_args()
-    from lineartime.bench.results import describe_machine  # not above: a checkout may have it elsewhere
+    from lineartime.bench.command import describe_machine  # not above: a checkout may have it elsewhere
 
     old, new = (Checkout(path) for path in (options.old, options.new))
     rows: list[dict[str, Any]] = []

@@ -15,11 +15,10 @@ import torch
 
 import lineartime
 from lineartime.bench import command
-from lineartime.bench.command import make_benchmark, run_benchmark
+from lineartime.bench.command import Benchmark, Entry, draw_plots, make_benchmark, report, run_benchmark
 from lineartime.bench.config import BenchConfig, Measure
 from lineartime.bench.measure import RewindingStep, interleaved, median_and_spread, repetitions, timed
-from lineartime.bench.results import Entry, Results, draw_plots, report
-from lineartime.bench.subjects import Benchmark, Case, Ready, Subject, flops_per_token, prepare, state_after
+from lineartime.bench.subjects import Case, Ready, Subject, flops_per_token, prepare, state_after
 from lineartime.errors import LineartimeError
 from lineartime.generation.prompts import prefill_batch
 from lineartime.models.cost import cost
@@ -78,19 +77,18 @@ def subject(name: str = "flash-tiny", mode: str = "eager", **values: Any) -> Sub
     return Subject(name, mode, config)  # type: ignore[arg-type]
 
 
-def measured(name: str, *seconds: float, measure: Measure = "train", **values: Any) -> Entry:
-    tokens = 4 if measure == "decode" else 32
-    given = {"measure": measure, "length": 8, "dtype": "fp32", "batch": 4, "tokens": tokens, "mode": "eager"}
-    return Entry(subject=name, seconds=seconds, **{**given, **values})
+def measured(
+    name: str, *seconds: float, measure: Measure = "train", length: int = 8, mode: str = "eager", **values: Any
+) -> Entry:
+    return Entry(Case(measure, length, "fp32", 4), subject(name, mode), seconds=seconds, **values)
 
 
-def results_of(folder: Path, *entries: Entry, peaks: dict[str, list[float]] | None = None) -> Results:
+def results_of(folder: Path, *entries: Entry, peaks: dict[str, list[float]] | None = None) -> Benchmark:
     """The results of these entries, saved."""
-    subjects = tuple(subject(name) for name in dict.fromkeys(each.subject for each in entries))
-    results = Results(folder, {"tokens_per_batch": 32, "memory": True}, Benchmark(CPU, ((entries[0].case, subjects),)))
-    results.entries, results.peaks = list(entries), peaks or {}
-    results.save()
-    return results
+    benchmark = Benchmark(small(folder), CPU, entries)
+    benchmark.peaks = peaks or {}
+    benchmark.save(folder)
+    return benchmark
 
 
 def test_lengths_have_equally_many_tokens_and_as_many_streams_as_asked_for(finished: tuple[Path, str]) -> None:
@@ -303,10 +301,10 @@ def test_wrong_options_are_named(
 
 def test_override_can_be_for_one_preset_alone(options: Callable[..., BenchConfig]) -> None:
     benchmark = make_benchmark(options(override=("n_blocks=2", "d_model=16", "flash-tiny.n_blocks=3"), vocab_size=9))
-    blocks = {subject.name: subject.config.n_blocks for subject in benchmark.subjects}
+    blocks = {found.subject.name: found.subject.config.n_blocks for found in benchmark.entries}
     assert blocks == {"flash-tiny": 3, "transformer++-tiny": 2}
     override = ("d_qk=8", "pattern.3.d_qk=16", "hybrid-gau-tiny.pattern.0.d_qk=4")
-    config = make_benchmark(options(override=override, presets=("hybrid-gau-tiny",))).subjects[0].config
+    config = make_benchmark(options(override=override, presets=("hybrid-gau-tiny",))).entries[0].subject.config
     assert [mixer.options["d_qk"] for mixer in config.mixers] == [4, 8, 8, 16]
 
 
@@ -335,5 +333,5 @@ def test_tables_leave_out_empty_columns(tmp_path: Path) -> None:
     assert "| 8 | 4 | transformer++-tiny | out of memory | - | - | - | - |\n" in text
     assert "| position | batch | model | ms | tokens/s | x first | state |\n" in text
     assert "flash-quad-tiny" not in text
-    draw_plots(results)
+    draw_plots(results, tmp_path)
     assert {file.name for file in tmp_path.glob("*.png")} == {"latency.png", "memory.png", "decode.png"}

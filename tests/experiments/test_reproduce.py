@@ -272,9 +272,9 @@ def test_wrong_input_is_one_sentence(options: Options, values: dict[str, Any], m
 def test_latency_is_measured_for_all_systems_together(options: Options, here: Do, done: list[str]) -> None:
     plan = make_plan(options("latency", threads=1))
     [job] = all_jobs(plan)
-    [(_, subjects)] = make_benchmark(BenchConfig(**job.options)).cases
+    entries = make_benchmark(BenchConfig(**job.options)).entries
     [candidates] = plan.candidates.values()
-    assert [subject.config for subject in subjects] == [each.model for each in candidates]  # whose sizes are reported
+    assert [each.subject.config for each in entries] == [each.model for each in candidates]  # whose sizes are reported
 
     def do(job: Job) -> int:
         return here(replace(job, options={**job.options, "rounds": 1, "min_seconds": 0.0}))

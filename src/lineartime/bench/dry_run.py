@@ -41,10 +41,9 @@ def dry_run(config: TrainConfig) -> list[str]:
             step()
             step_seconds = statistics.median(timed(step, 1, time.perf_counter) for _ in range(STEPS))
             evaluation_seconds = timed(trainer.validation.loss, 1, time.perf_counter)
-    evaluations = 1 + -(-config.steps // config.eval_every)  # including one before the first step
-    seconds = config.steps * step_seconds + evaluations * evaluation_seconds
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
-    moments = sum(moment.numel() * moment.element_size() for moment in trainer.optimizer.moments().values())
+    seconds = config.steps * step_seconds + (1 + -(-config.steps // config.eval_every)) * evaluation_seconds
+    weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    moments = sum(moment.nbytes for moment in trainer.optimizer.moments().values())
     # Of tensors on a GPU, otherwise of the whole process.
     peak = torch.cuda.max_memory_allocated(setup.device) if setup.device.type == "cuda" else peak_memory()
     return [

@@ -70,15 +70,9 @@ def interleaved(
 ) -> Iterator[tuple[Key, float | Exception]]:
     """Time all steps in turn, A B B A, so that machine noise and what ran just before affect all of them alike.
 
-    A step that is repeated within a measurement is first called once untimed, with the processor's caches as others left them.
-
-    Args:
-        steps: the steps to time, and how many calls make one measurement.
-        rounds: the number of measurements of each step.
-        clock: returns the time in seconds, after all pending work has finished.
-
-    Yields:
-        The key of a step with the seconds per call, or with the error that it raised, after which it is not called again.
+    `steps` are the steps to time, each with the calls that make one measurement. If there are several, it is first called once
+    untimed, with the processor's caches as others left them. Yields a key with the seconds per call, or with the error that
+    was raised, after which the step is not called again.
     """
     failed = set()
     order = list(steps.items())

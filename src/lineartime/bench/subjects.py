@@ -61,25 +61,6 @@ class Subject:
         return build_peer(self.config) if self.is_peer else build_model(self.config)
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """What is measured: cases, each with the subjects that take turns in it."""
-
-    device: torch.device  # the device to measure on
-    cases: tuple[tuple[Case, tuple[Subject, ...]], ...]  # each with its subjects
-    precision: str = ""  # which precision "auto" chose, and why; empty without "auto"
-
-    @property
-    def subjects(self) -> tuple[Subject, ...]:
-        """All subjects, in the order of the options."""
-        return tuple(dict.fromkeys(subject for _, subjects in self.cases for subject in subjects))
-
-    @property
-    def compiled(self) -> bool:
-        """Whether any subject is compiled."""
-        return any(subject.mode == "compiled" for subject in self.subjects)
-
-
 @dataclass
 class Ready:
     """A model, what takes one of its steps, and for decode the bytes of the state of one stream before it."""

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -335,7 +335,7 @@ def _measure_latency(job: Job) -> dict[str, Any]:
     out = job.folder / "bench"
     shutil.rmtree(out, ignore_errors=True)
     results = run_benchmark(BenchConfig(**job.options, out=out))
-    return {"time": results.started, "machine": results.machine, "entries": [asdict(each) for each in results.finished]}
+    return {"time": results.started, "machine": results.machine, "entries": [each.to_dict() for each in results.finished]}
 
 
 def _train(job: Job) -> dict[str, Any] | None:

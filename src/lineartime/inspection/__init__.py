@@ -1,7 +1,6 @@
 """What a model does with a text, layer by layer: as arrays, and as one picture."""
 
-from lineartime.inspection.look import Inspection, LayerView, inspect
+from lineartime.inspection.look import Inspection, LayerView, inspect, open_attention
 from lineartime.inspection.picture import draw
-from lineartime.inspection.weights import open_attention
 
 __all__ = ["Inspection", "LayerView", "draw", "inspect", "open_attention"]

@@ -1,6 +1,6 @@
 """Collect what an inspection shows: the losses of a text, and the attention weights and states of each layer.
 
-Shapes: T tokens that the model reads, H heads.
+Shapes: T tokens that the model reads, d model width, H heads, which are one in GAU and FLASH.
 """
 
 import io
@@ -16,12 +16,15 @@ from lineartime.data.tokenizers import FRAME, Tokenizer, check_vocabulary, encod
 from lineartime.errors import ArgumentError
 from lineartime.evaluation.perplexity import token_losses
 from lineartime.fields import Between, check_limits
-from lineartime.inspection.weights import open_attention
-from lineartime.layers.flash import FLASH
+from lineartime.layers.attention import Attention
+from lineartime.layers.flash import FLASH, GAU
+from lineartime.layers.mesa import FLASHMesa
 from lineartime.layers.mixer import Mixer, ShiftedState
 from lineartime.models.language_model import LanguageModel, check_finite_logits, check_model
 from lineartime.ops.checks import check_positive
 from lineartime.ops.cross_entropy import IGNORED
+from lineartime.ops.mixed_chunk import attend
+from lineartime.ops.modes import acc_dtype
 
 MAX_TOKENS = 2048
 """The maximum number of tokens shown: an attention map has a point for each pair of tokens."""
@@ -31,37 +34,22 @@ _STATES = 64
 
 @dataclass(frozen=True)
 class LayerView:
-    """What one layer does with the text.
+    """What one layer does with the text."""
 
-    Attributes:
-        name: the class name of the mixer.
-        weights: how much each token (row) reads each other one (column), [H, T, T] float32, by the part of the attention:
-            "attention", or "local" and "global"; empty for a mixer other than GAU, FLASH and softmax attention.
-        state_norms: the norm of the sum over all earlier chunks or tokens, by the number of tokens read; empty without one.
-        state_bytes: the memory of the whole state, by the number of tokens read; empty for a bidirectional mixer.
-    """
-
-    name: str
-    weights: Mapping[str, Tensor]
-    state_norms: Mapping[int, float]
-    state_bytes: Mapping[int, int]
+    name: str  # the class name of the mixer
+    weights: Mapping[str, Tensor]  # as `open_attention` returns them, float32
+    state_norms: Mapping[int, float]  # of the sum over earlier chunks or tokens, by the tokens read; empty without one
+    state_bytes: Mapping[int, int]  # of the whole state, by the tokens read; empty for a bidirectional mixer
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a model does with a text.
+    """What a model does with a text."""
 
-    Attributes:
-        tokens: the text of each token that may be predicted.
-        losses: the loss of each of them in nats, float32 [T]; NaN where the model had nothing to predict.
-        layers: the layers, from first to last.
-        notes: sentences about the text, such as one about tokens that were left out.
-    """
-
-    tokens: tuple[str, ...]
-    losses: Tensor
-    layers: tuple[LayerView, ...]
-    notes: tuple[str, ...]
+    tokens: tuple[str, ...]  # the text of each token that may be predicted
+    losses: Tensor  # of each of them in nats, float32 [T]; NaN where the model had nothing to predict
+    layers: tuple[LayerView, ...]  # from first to last
+    notes: tuple[str, ...]  # sentences about the text, such as one about tokens that were left out
 
     @property
     def loss(self) -> float | None:
@@ -157,3 +145,35 @@ def _layer(mixer: Mixer, x: Tensor, prefix_lengths: Tensor | None) -> LayerView:
         if summary is not None and summary.numel():
             norms[stop] = float(summary.float().norm())
     return LayerView(type(mixer).__name__, weights, norms, sizes)
+
+
+def open_attention(mixer: Mixer, x: Tensor, prefix_lengths: Tensor | None = None) -> dict[str, Tensor]:
+    """How much each token (row) reads each other one (column), [H, T, T], by the part of the attention.
+
+    GAU and softmax attention have the part "attention"; FLASH has "local" and "global". Other mixers have none, and the result
+    is empty. The sum of the parts times the values is what the layer gates or projects.
+
+    Args:
+        mixer: the layer.
+        x: its input, one text, [1, T, d].
+        prefix_lengths: int64 [1], how many of the first tokens read each other in both directions, or None.
+    """
+    packing = mixer.describe(x.shape, prefix_lengths=prefix_lengths, device=x.device)
+    normed, _ = mixer.shifted(mixer.before(packing.pack(x)), packing, None)
+    marks = torch.eye(x.shape[1], dtype=acc_dtype(x), device=x.device)  # values of which an attention returns its weights
+    if type(mixer) is Attention:
+        q, k, _ = mixer.project(normed, packing)
+        read, _ = mixer.attend_heads((q, k, marks[:, None].expand(-1, mixer.n_heads, -1)), packing, None)
+        return {"attention": read.unflatten(1, (mixer.n_heads, -1)).transpose(0, 1)}
+    if not isinstance(mixer, GAU) or type(mixer) not in (GAU, FLASH, FLASHMesa):
+        return {}
+    options, y = mixer.options(packing), mixer.to_gate_value_base(normed)[:, -mixer.d_qk :]
+    (q, k, *linear), _ = mixer.queries_and_keys(y, packing, None)
+    near, _ = attend(q, k, None, None, marks, packing, options)
+    if not linear:
+        return {"attention": near[None]}
+    q, k = linear
+    if isinstance(mixer, FLASHMesa):
+        q, _ = mixer.solve(q, k, packing, None)
+    across, _ = attend(None, None, q, k, marks, packing, options)
+    return {"local": near[None], "global": across[None]}
