@@ -81,7 +81,8 @@ def draw_panels(panels: Sequence[Panel], looks: Mapping[str, Mapping[str, Any]],
     """
     columns = columns or (2 if len(panels) == 4 else min(len(panels), 3))
     rows, names = -(-len(panels) // columns), {curve.name for panel in panels for curve in panel.curves}
-    figure = new_figure(WIDTH * columns + 0.4, HEIGHT * rows + 0.4 + 0.22 * -(-len(names) // (3 * columns)))
+    beside = max(1, min(len(names), int(WIDTH * columns / (0.6 + 0.08 * max(map(len, names), default=0)))))  # in the legend
+    figure = new_figure(WIDTH * columns + 0.4, HEIGHT * rows + 0.4 + 0.22 * -(-len(names) // beside))
     figure.get_layout_engine().set(wspace=0.05, hspace=0.05)
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in grid[len(panels) :]:
@@ -110,7 +111,7 @@ def draw_panels(panels: Sequence[Panel], looks: Mapping[str, Mapping[str, Any]],
             axes.set_ylim(panel.y_limits)
         label_axes(axes, whole_x=panel.whole_x, x_values=sorted({x for each in panel.curves for x in each.x if panel.log}))
     shown = {name: legend[name] for name in looks if name in legend}
-    below = {"loc": "outside lower center", "ncols": max(1, min(len(shown), 3 * columns)), "fontsize": "small"}
+    below = {"loc": "outside lower center", "ncols": beside, "fontsize": "small"}
     figure.legend(shown.values(), map(drawable, shown), frameon=False, **below)
     return figure
 
