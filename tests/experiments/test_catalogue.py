@@ -136,7 +136,7 @@ def test_list_shows_what_is_asked_for_and_each_text_once() -> None:
 
     shown = listed(systems=("combiner",), contexts=(512,))
     assert [part in shown for part in ("  combiner ", "512 tokens", "  flash", "4,096 tokens")] == [True, True, False, False]
-    total = "6 speeds, 8 trials, 1 run: 18 min 0 s of training"
+    total = "6 speed measurements, 8 trials, 1 run: 18 min 0 s of training"
     assert shown.endswith(f"{total}\n0 of 15 have ended; left: {total}")
     assert listed(scale="paper", systems=("flash",)).endswith("left: 5 runs of 125,000 steps of 262,144 tokens")
     memory = list(command.describe(make_plan(ReproduceConfig("memory"))))

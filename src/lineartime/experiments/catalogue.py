@@ -88,7 +88,6 @@ class Scale:
 class Experiment:
     """A question, the models that are compared to answer it, and the settings."""
 
-    title: str
     question: str
     arms: tuple[Arm, ...]  # parameters are matched to the first
     settings: Mapping[ScaleName, tuple[Setting, ...]]  # `trial` takes the first one of `cpu`, with a short context
@@ -219,7 +218,6 @@ _SMALL, _UNIT = {"initial_scores": "small"}, {"initial_scores": "unit"}
 
 EXPERIMENTS: dict[str, Experiment] = {
     "latency": Experiment(
-        "Time of a training step by the length of the context",
         "Which systems take as long for a token at any length?",
         (
             *(_FLASH, _FLASH_NEXT, _FLASH_QUAD, *_each(_TRANSFORMER, scales=_NOT_GPU), _TRANSFORMER_1, _TRANSFORMER_2),
@@ -232,7 +230,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         kind="latency",
     ),
     "lm": Experiment(
-        "Language models",
         "How well does each system predict the next token after the same time of training?",
         (
             *_each(_FLASH, _FLASH_NEXT, _FLASH_QUAD, _TRANSFORMER_2, seeds=2),
@@ -248,7 +245,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         paper_tables=("lm_wiki40b",),
     ),
     "next-ablation": Experiment(
-        "The parts of flash-next",
         "Is flash-next better than FLASH after the same time of training, and what does each of its parts add?",
         _each(
             _FLASH,
@@ -263,7 +259,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         baseline="flash",
     ),
     "mlm": Experiment(
-        "Masked language models",
         "How well does each system predict masked tokens after the same time of training?",
         (
             *_each(_FLASH, _FLASH_QUAD, _TRANSFORMER_2, seeds=2),
@@ -278,7 +273,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         scaled={"cpu": {"tokenizer": "bytes", "tuning": 240.0}},
     ),
     "pg19": Experiment(
-        "Language models of books",
         "Which system is the best on long books, and how fast does it reach the final quality of Transformer+?",
         (
             *_each(_FLASH, _FLASH_QUAD, _TRANSFORMER_2, _TRANSFORMER_1, seeds=2, paper_preset="{system}-large"),
@@ -292,7 +286,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         words=True,
     ),
     "gau-vs-mhsa": Experiment(
-        "A gated attention unit against attention with a feed-forward layer, at three sizes",
         "Is a model of gated attention units better than a Transformer of as many parameters?",
         (
             *_each(_FLASH_QUAD, paper_preset="gau-{size}"),
@@ -307,7 +300,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         scaled=_FIVE_MINUTES,
     ),
     "layer-ablation": Experiment(
-        "The parts of a gated attention unit, and of attention",
         "What do relu^2, a single head and the gate do in a gated attention unit, and what would they do in a Transformer?",
         (
             Arm("gau", "flash-quad", paper_row="original GAU", paper_preset="gau-ablation"),
@@ -328,7 +320,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         scaled=_FIVE_MINUTES,
     ),
     "chunk-size": Experiment(
-        "The size of chunks",
         "How large must the chunks of FLASH be?",
         tuple(Arm(f"chunks of {size}", "flash", {"chunk_size": size}) for size in (64, 128, 256, 512, 1024)),
         _settings(_in("books", 1024, 4096), _in("books", 1024, 8192), _in("wikipedia", 1024, 8192)),
@@ -336,7 +327,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         scaled=_FIVE_MINUTES,
     ),
     "local-global": Experiment(
-        "The local and the global part of mixed chunk attention",
         "Does FLASH need both the quadratic part inside chunks and the linear part across them?",
         (_FLASH, Arm("local alone", "flash-local"), Arm("global alone", "flash-global"), _FLASH_QUAD),
         _settings(_in("books", 2048), _in("books", 8192), _in("wikipedia", 1024, 8192)),
@@ -344,7 +334,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         scaled=_FIVE_MINUTES,
     ),
     "memory": Experiment(
-        "What a model remembers",
         "Which systems find again what stood far back in a text, and how much state do they need for it?",
         _each(_FLASH, _FLASH_NEXT, _FLASH_MEMORY, Arm("gau", "flash-quad"), _TRANSFORMER_2, scales=_NOT_PAPER),
         _settings(_remembering(_GENERATED, 16, 128, 256), _remembering((*_GENERATED, "needle"), 64, 256, 1024, 4096), ()),
@@ -358,7 +347,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         },
     ),
     "positions": Experiment(
-        "Positions",
         "Are rotary positions enough, or are the relative bias and the sinusoid needed too?",
         (
             Arm("all three", "flash"),
@@ -372,7 +360,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         scaled=_FIVE_MINUTES,
     ),
     "normalization": Experiment(
-        "The divisor of relu^2 attention",
         "How are scores best divided, and does a model still work at four times the length it was trained at?",
         (
             Arm("gau count", "flash-quad", _UNIT | {"normalization": "count"}),

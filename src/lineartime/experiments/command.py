@@ -15,7 +15,7 @@ from lineartime.runs.record import texts_of
 from lineartime.screen import SCREEN
 from lineartime.units import duration
 
-NAMES = {"speed": "speed", "tune": "trial", "run": "run", "latency": "latency", "memory": "run"}
+NAMES = {"speed": "speed measurement", "tune": "trial", "run": "run", "latency": "latency measurement", "memory": "run"}
 """What the jobs of a kind are called."""
 
 
@@ -74,16 +74,15 @@ def describe_all(config: ReproduceConfig) -> Iterator[str]:
     """A line for each experiment at a scale: its name and its runs."""
     for name, experiment in catalogue.EXPERIMENTS.items():
         if config.scale == "paper" and not experiment.settings["paper"]:
-            yield f"{name:20} {experiment.title}: not in the paper"
+            yield f"{name:15} {experiment.question} not in the paper"
         else:
             plan = make_plan(replace(config, name=name, systems=(), add=(), contexts=(), texts=()))
-            yield f"{name:20} {experiment.title}: {_counted(plan, list(all_jobs(plan)))}"
+            yield f"{name:15} {experiment.question} {_counted(plan, list(all_jobs(plan)))}"
 
 
 def describe(plan: Plan) -> Iterator[str]:
     """Lines about one experiment: its texts, its settings and systems, their runs and steps or seconds, and what is left."""
-    yield f"{plan.config.name}: {plan.experiment.title}"
-    yield plan.experiment.question
+    yield f"{plan.config.name}: {plan.experiment.question}"
     yield f"scale {plan.config.scale}: {plan.scale.description}"
     yield from text_notes(plan)
     jobs = list(all_jobs(plan))

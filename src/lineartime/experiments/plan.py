@@ -39,7 +39,7 @@ parameters_of = cache(count_parameters)
 """The number of parameters of a model."""
 
 
-class Test(NamedTuple):
+class FinalTest(NamedTuple):
     """A measurement of a trained model on the test split."""
 
     times_context: int = 1  # the context, as a multiple of that of training
@@ -62,7 +62,7 @@ class Job:
     folder: Path  # where it leaves its files
     kind: Literal["speed", "tune", "run", "memory", "latency"]
     options: dict[str, Any]  # of training, or of the benchmark; None for steps that are not known yet
-    tests: tuple[Test, ...] = ()  # to measure at the end
+    tests: tuple[FinalTest, ...] = ()  # to measure at the end
     test_tokens: int | None = None  # how much of the test split they read; None for all of it
     setting: Setting | None = None  # of a memory
     problem: str = ""  # why it cannot be done yet

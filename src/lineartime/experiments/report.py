@@ -304,7 +304,7 @@ def render(plan: Plan, report: Mapping[str, Any]) -> Path:
         pictures = list(_draw(plan, report))
     except LineartimeError as error:
         pictures = [f"No pictures: {error}"]
-    blocks = [f"# {plan.experiment.title}", plan.experiment.question, _facts(plan, report)]
+    blocks = [f"# {plan.experiment.question}", _facts(plan, report)]
     if not report["complete"]:
         blocks.append(_incomplete(report))
     tables = _latency_tables if plan.experiment.kind == "latency" else _tables

@@ -26,7 +26,7 @@ from lineartime.errors import ArgumentError, DivergedError, typed_first_line
 from lineartime.evaluation import evaluate
 from lineartime.experiments import catalogue, memory_training
 from lineartime.experiments.catalogue import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS, Setting
-from lineartime.experiments.plan import Candidate, Job, Plan, Test, write_plan
+from lineartime.experiments.plan import Candidate, FinalTest, Job, Plan, write_plan
 from lineartime.files import RECORD_FILE, read_plain, write_file
 from lineartime.host import stop_signals
 from lineartime.machine import choose_device, compiler_missing, using_threads
@@ -166,7 +166,7 @@ def _steps(plan: Plan, candidate: Candidate, optimizer: str, seconds: float | No
 
 def _final_job(plan: Plan, candidate: Candidate, seed: int) -> Job:
     """The run of a seed with the optimiser and the rate that the trials choose."""
-    folder, tests = candidate.folder / f"seed-{seed}", tuple(map(Test, plan.experiment.tested_at))
+    folder, tests = candidate.folder / f"seed-{seed}", tuple(map(FinalTest, plan.experiment.tested_at))
     if not plan.rates:
         return Job(folder, "run", {**candidate.options, "seed": seed}, tests)
     trials = read_trials(plan, candidate)
@@ -185,7 +185,7 @@ def _memory_job(plan: Plan, candidate: Candidate, rate: float, seed: int) -> Job
     config, setting = plan.config, candidate.setting
     options = _training(plan, candidate, config.optimizers[0], rate, seed, config.steps) | MEMORY_TRAINING
     depths = (None, *DEPTHS) if setting.task == "needle" else (None,)
-    tests = tuple(Test(times, depth) for depth, times in product(depths, (1, *config.longer)))
+    tests = tuple(FinalTest(times, depth) for depth, times in product(depths, (1, *config.longer)))
     return Job(candidate.folder / f"rate-{rate:g}-seed-{seed}", "memory", options, tests, plan.scale.test_tokens, setting)
 
 
