@@ -129,41 +129,30 @@ def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     assert draw_curve(tmp_path).exists()
 
 
-class FakeRun:
-    """A run of wandb, which notes each call."""
-
-    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
-        self.calls = calls
-
-    def log(self, numbers: dict[str, float]) -> None:
-        self.calls.append(("log", numbers))
-
-    def define_metric(self, name: str, step_metric: str | None = None, hidden: bool | None = None) -> None:
-        self.calls.append(("define_metric", name, step_metric))
-
-    def finish(self) -> None:
-        self.calls.append(("finish",))
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The calls of wandb."""
+    """The calls of wandb, whose run is `wandb.run`."""
     found: list[tuple[Any, ...]] = []
 
-    def init(*, settings: object, resume: str, **options: Any) -> FakeRun:
+    def init(*, settings: object, resume: str, **options: Any) -> object:
         print("a greeting")
         found.append(("init", options, resume))
-        return FakeRun(found)
+        return module.run
 
     module = types.ModuleType("wandb")
     module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="a test")
-    vars(module).update({"init": init, "Settings": lambda *, console: None})
+    run = types.SimpleNamespace(
+        log=lambda numbers: found.append(("log", numbers)),
+        define_metric=lambda name, step_metric=None, hidden=None: found.append(("define_metric", name, step_metric)),
+        finish=lambda: found.append(("finish",)),
+    )
+    vars(module).update({"init": init, "run": run, "Settings": lambda *, console: None})
     monkeypatch.setitem(sys.modules, "wandb", module)
     return found
 
 
-def run_with(run: Path, *trackers: str, first_step: int = 0, resumed: bool = False) -> None:
-    with Reporter(run, first_step, 5, trackers, record={"seed": 3}, resumed=resumed) as report:
+def run_with(run: Path, first_step: int = 0, resumed: bool = False) -> None:
+    with Reporter(run, first_step, 5, ("wandb",), record={"seed": 3}, resumed=resumed) as report:
         for step in (first_step + 1, first_step + 2):
             take(report, step)
         report.validation(first_step + 2, 5.25, 7.5)
@@ -182,22 +171,12 @@ def scalars(run: Path) -> dict[tuple[str, int], float]:
     return found
 
 
-def test_scalars_hold_the_numbers_of_the_metrics(tmp_path: Path) -> None:
-    run_with(tmp_path, "tensorboard")
-    found = scalars(tmp_path)
-    for line in read_metrics(tmp_path):
-        step = int(line.pop("step"))
-        for name in line.keys() - {"tokens", "seconds"}:  # which an evaluation tells once more
-            assert found[name, step] == pytest.approx(line[name])
-    assert found["validation_bits_per_byte", 2] == 7.5
-
-
 def test_wandb_gets_options_and_numbers_and_the_same_run_again(
     tmp_path: Path, calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     run = tmp_path / "my-run"
-    run_with(run, "wandb")
+    run_with(run)
     _, given, again = calls[0]
     identity = given.pop("id")
     assert again == "allow"
@@ -207,10 +186,10 @@ def test_wandb_gets_options_and_numbers_and_the_same_run_again(
     assert calls[-1] == ("finish",)
     for first_step in (2, 0):  # also before its first checkpoint of a step
         calls.clear()
-        run_with(run, "wandb", first_step=first_step, resumed=True)
+        run_with(run, first_step=first_step, resumed=True)
         assert calls[0][1]["id"] == identity
     calls.clear()
-    run_with(run, "wandb", first_step=0)  # nothing was left of the old one
+    run_with(run, first_step=0)  # nothing was left of the old one
     assert calls[0][1]["id"] != identity
     assert "a greeting" not in capsys.readouterr().out
 
@@ -227,19 +206,26 @@ def test_tracker_that_fails_is_named_once_and_the_other_goes_on(
         raise OSError(28, "No space left on device.\nmore")
 
     with Reporter(tmp_path, 0, 2, ("wandb", "tensorboard"), record={}, resumed=False) as report:
-        tracker = report._trackers["tensorboard"]
-        monkeypatch.setattr(*((FakeRun, "log", fail) if failing == "wandb" else (EventsWriter, "write_event", fail)))
+        broken = (sys.modules["wandb"].run, "log") if failing == "wandb" else (EventsWriter, "write_event")
+        tensorboard = report._trackers["tensorboard"]
+        monkeypatch.setattr(*broken, fail)
         for step in (1, 2):
             take(report, step)
+        report.validation(2, 5.25, 7.5)
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("The tracker")]
     assert said == [f"The tracker {failing} failed, and training continues without it: [Errno 28] No space left on device."]
-    assert len(read_metrics(tmp_path)) == 2
+    lines = read_metrics(tmp_path)
+    assert len(lines) == 3
     if failing == "wandb":
         assert ("finish",) not in calls  # which might never end
-        assert scalars(tmp_path)["loss", 2] == 5.5
+        found = scalars(tmp_path)
+        for line in lines:
+            step = int(line.pop("step"))
+            for name in line.keys() - {"tokens", "seconds"}:  # which an evaluation tells once more
+                assert found[name, step] == pytest.approx(line[name])
     else:
-        tracker.close()
-        assert len([call for call in calls if call[0] == "log"]) == 2
+        tensorboard.close()
+        assert [call[1] for call in calls if call[0] == "log"] == lines
 
 
 def test_tracker_that_cannot_start_is_an_error_at_first_and_left_out_later(
@@ -252,7 +238,7 @@ def test_tracker_that_cannot_start_is_an_error_at_first_and_left_out_later(
     with pytest.raises(
         LineartimeError, match="The tracker wandb cannot start: no key is configured; fix that, or leave it out"
     ):
-        run_with(tmp_path, "wandb")
-    run_with(tmp_path, "wandb", resumed=True)
+        run_with(tmp_path)
+    run_with(tmp_path, resumed=True)
     assert "The tracker wandb failed, and training continues without it: no key" in capsys.readouterr().err
     assert read_metrics(tmp_path)
