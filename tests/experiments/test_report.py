@@ -8,7 +8,7 @@ import pytest
 
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Plan, make_plan
-from lineartime.experiments.report import _compare, _speedups, collect, render, seconds_to
+from lineartime.experiments.report import _compare, _seeds, collect, render, seconds_to
 from lineartime.experiments.runner import Run, State, best_trial
 from lineartime.runs.record import Record
 
@@ -93,8 +93,8 @@ def test_speedup_is_of_the_seeds_that_a_system_and_the_baseline_have() -> None:
     own = curve((10, 2.0), (20, 1.9))
     row = compared([2.1, 1.9, 1.9], [2.0, 2.0], [[], own, own])
     assert row["speedups"] == [None, 2.0]
-    assert _speedups(row["speedups"]) == "not reached / 2.00"
-    assert _speedups([]) == "-"
+    assert _seeds(row["speedups"], ".2f") == "not reached / 2.00"
+    assert _seeds([], ".2f") == "-"
 
 
 def test_report_says_the_command_that_makes_its_runs(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lineartime.files import write_file
 from lineartime.host import threads_in_words
 from lineartime.models.registering import imported_names
 from lineartime.plots import Curve, Panel, curves_of, draw_panels, looks_of, save_figure
-from lineartime.runs.record import texts_of
+from lineartime.runs.record import Process, texts_of
 from lineartime.units import NOT_THERE, cell, column_table, size, three_digits
 
 Row = dict[str, Any]
@@ -86,10 +86,10 @@ def collect(plan: Plan) -> dict[str, Any]:
     missing = [job.name + marks[state] for job, state in asked if state in marks]
     failed = {run.folder: run for run in runs if run.state == "failed"}
     problems = [f"{folder.relative_to(plan.folder)} failed: {run.outcome['error']}" for folder, run in failed.items()]
-    processes = [process for run in runs for process in _processes(run)]
-    precisions = {str(run.record.options["precision"]) for run in runs if run.record.options}
+    processes = [process for run in runs for process in run.record.processes]
+    precisions = {str(run.record.options["precision"]) for run in runs if "precision" in run.record.options}
     precisions |= {entry["dtype"] for run in runs for entry in run.outcome.get("entries", ())}
-    times = sorted(time for _, time in processes if time)
+    times = sorted(process.time for process in processes)
     given = {name: _names(getattr(plan.config, name)) for name in TEXT_OPTIONS}
     return {
         "experiment": plan.config.name,
@@ -98,7 +98,7 @@ def collect(plan: Plan) -> dict[str, Any]:
         "complete": not missing and not problems,
         "missing": missing,  # runs that were asked for
         "problems": problems,  # a sentence for each run that failed
-        "machines": list(dict.fromkeys(machine for machine, _ in processes)),
+        "machines": list(dict.fromkeys(map(_machine, processes))),
         "precisions": sorted(precisions),  # of matrix products
         "started": [times[0], times[-1]] if times else [],  # when the first and the last run began
         "settings": settings,
@@ -121,14 +121,11 @@ def _names(paths: Iterable[str]) -> list[str]:
     return [Path(path).name for path in paths]
 
 
-def _processes(run: Run) -> Iterator[tuple[str, str | None]]:
-    """The machine and the start of each process of a run."""
-    if machine := run.outcome.get("machine"):  # of latency
-        where = machine.get("gpu") or f"{machine['cpu']}, {threads_in_words(machine['threads'])}"
-        yield f"{where}; torch {machine['torch']}, Python {machine['python']}", run.outcome["time"]
-    for each in run.record.processes:
-        where = ", ".join(each.machine.gpus) or f"{each.machine.processor}, {threads_in_words(each.machine.threads)}"
-        yield f"{where}; torch {each.versions.get('torch')}, Python {each.versions.get('python')}", each.time
+def _machine(process: Process) -> str:
+    """The machine of a process, in words."""
+    machine, versions = process.machine, process.versions
+    where = ", ".join(machine.gpus) or f"{machine.processor}, {threads_in_words(machine.threads)}"
+    return f"{where}; torch {versions.get('torch')}, Python {versions.get('python')}"
 
 
 def _shared(plan: Plan, candidate: Candidate) -> Row:
@@ -374,7 +371,7 @@ def _tables(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
         tests = dict.fromkeys(test["name"] for row in rows for run in row["runs"] for test in run["tests"])
         columns = {
             "system": [row["name"] for row in rows],
-            "parameters": [_parameters(row) for row in rows],
+            "parameters": [cell(row["parameters"], ",.2f", 1e-6, " M") for row in rows],
             "optimiser, rate": [_rate(row) for row in rows],
             "steps": _column(rows, lambda run: run["steps"], ",.0f"),
             "tokens/s": [cell(row["tokens_per_second"], ",.0f") for row in rows],
@@ -391,7 +388,7 @@ def _tables(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
             "paper: perplexity": [cell(row["paper"].get("pplx"), ".4g") for row in rows],
             "loss against the baseline": [cell(row.get("relative_loss"), "+.2f", 100, " %") for row in rows],
             "paper: loss against it": [cell(row.get("paper_relative_loss"), "+.2f", 100, " %") for row in rows],
-            "speed-up": [_speedups(row.get("speedups", [])) for row in rows],
+            "speed-up": [_seeds(row.get("speedups", []), ".2f") for row in rows],
             "paper: speed-up": [cell(row["paper"].get("speedup"), ".3g") for row in rows],
         }
         yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
@@ -454,24 +451,12 @@ def _column(rows: Sequence[Row], metric: Metric, form: str = ".4f") -> list[str]
     return [_seeds(_values(row, metric), form) for row in rows]
 
 
-def _seeds(values: Sequence[float], form: str) -> str:
+def _seeds(values: Sequence[float | None], form: str) -> str:
     """The values of all seeds, or of more than three, their mean and standard deviation."""
-    if len(values) > 3:
-        return f"{statistics.fmean(values):{form}} ± {statistics.stdev(values):{form}} ({len(values)})"
-    return " / ".join(f"{value:{form}}" for value in values) or NOT_THERE
-
-
-def _speedups(speedups: Sequence[float | None]) -> str:
-    known = [speedup for speedup in speedups if speedup is not None]
-    if len(known) == len(speedups):
-        return _seeds(known, ".2f")
-    return " / ".join("not reached" if speedup is None else f"{speedup:.2f}" for speedup in speedups)
-
-
-def _parameters(row: Row) -> str:
-    mark = "" if abs(row["parameters_over_first"]) <= TOLERANCE else " (!)"
-    millions = f"{row['parameters'] / 1e6:,.2f} M"
-    return f"{millions}, {row['parameters_over_first']:+.1%}{mark}" if row["parameters_over_first"] else millions
+    known = [value for value in values if value is not None]
+    if len(known) == len(values) > 3:
+        return f"{statistics.fmean(known):{form}} ± {statistics.stdev(known):{form}} ({len(known)})"
+    return " / ".join("not reached" if value is None else f"{value:{form}}" for value in values) or NOT_THERE
 
 
 def _rate(row: Row) -> str:

@@ -31,7 +31,7 @@ from lineartime.files import RECORD_FILE, read_plain, write_file
 from lineartime.host import stop_signals
 from lineartime.machine import choose_device, compiler_missing, using_threads
 from lineartime.runs.metrics import METRICS_FILE, Line, read_metrics
-from lineartime.runs.record import Record, lock_run, read_record
+from lineartime.runs.record import Record, RunRecord, lock_run, read_record
 from lineartime.screen import SCREEN
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
@@ -334,8 +334,11 @@ def _measure_latency(job: Job) -> dict[str, Any]:
     """Measure all systems at a context, in turn. An interrupted measurement leaves no results."""
     out = job.folder / "bench"
     shutil.rmtree(out, ignore_errors=True)
-    results = run_benchmark(BenchConfig(**job.options, out=out))
-    return {"time": results.started, "machine": results.machine, "entries": [each.to_dict() for each in results.finished]}
+    record = RunRecord(job.folder)
+    with record.errors():
+        record.begin(job.options, sys.argv)
+        found = run_benchmark(BenchConfig(**job.options, out=out)).finished
+    return {"entries": [each.to_dict() for each in found]}
 
 
 def _train(job: Job) -> dict[str, Any] | None:
