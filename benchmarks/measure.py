@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from lineartime.bench.measure import Clock, interleaved, median_and_spread, repetitions, timed
 from lineartime.bench.command import describe_machine
+from lineartime.bench.measure import Clock, interleaved, median_and_spread, repetitions, timed
 from lineartime.machine import is_out_of_memory
 
 Key = TypeVar("Key")

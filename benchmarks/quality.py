@@ -14,6 +14,7 @@ from typing import Any
 
 from measure import RESULTS
 
+from lineartime.plots import Curve, Panel, draw_panels, looks_of, save_figure
 from lineartime.units import markdown_table
 
 REPORTS = RESULTS / "reproduce"
@@ -96,25 +97,18 @@ def test_table(name: str, report: dict[str, Any]) -> str:
 
 def draw() -> None:
     """Draw the curves of `MODELS`: held-out bits per byte by seconds of training."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    for axes, (name, title) in zip(figure.subplots(1, len(SHOWN)), SHOWN.items(), strict=True):
+    panels = []
+    for name, title in SHOWN.items():
         rows = systems(name)
-        for model, colour in zip(MODELS, ("C0", "C1", "C2", "C3"), strict=True):
-            for run in rows[model]["runs"]:
-                _, seconds, _, bits = zip(*run["curve"], strict=True)
-                first = run["seed"] == 0
-                axes.plot(seconds, bits, color=colour, linewidth=2 if first else 0.8, label=model if first else None)
         final = rows[BASELINE]["runs"][0]["bits_per_byte"]
-        axes.axhline(final, color="C3", linestyle=":", linewidth=1)
         lowest = min(run["bits_per_byte"] for model in MODELS for run in rows[model]["runs"])
-        axes.set(xlim=(60, 620), ylim=(lowest - 0.04, final + 0.45), title=title, xlabel="seconds of training")
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("held-out bits per byte")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(MODELS), frameon=False)
-    figure.savefig(DOCUMENTS / "quality.png", dpi=110)
+        limits = (lowest - 0.04, final + 0.45)
+        panels.append(Panel(title, "seconds of training", "held-out bits per byte", y_limits=limits, level=final))
+        for model in MODELS:
+            for run in rows[model]["runs"]:
+                _, seconds, _, bits, *_ = zip(*run["curve"], strict=True)
+                panels[-1].curves.append(Curve(model, seconds, bits, thin=run["seed"] != 0))
+    save_figure(draw_panels(panels, looks_of(MODELS)), DOCUMENTS / "quality.png", 110)
 
 
 if __name__ == "__main__":

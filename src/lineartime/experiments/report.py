@@ -82,7 +82,7 @@ def collect(plan: Plan) -> dict[str, Any]:
             named = {"label": setting.label, "name": str(setting), "text": setting.text, "context": setting.context}
             settings.append({**named, "files": _names(text), "rows": rows})
     marks = {"missing": "", "interrupted": " (interrupted)"}
-    asked = [(job, read_run(job.folder).state) for job in all_jobs(plan)]
+    asked = [(job, read_run(job.folder).state) for job in all_jobs(plan) if job.kind != "speed"]
     missing = [job.name + marks[state] for job, state in asked if state in marks]
     failed = {run.folder: run for run in runs if run.state == "failed"}
     problems = [f"{folder.relative_to(plan.folder)} failed: {run.outcome['error']}" for folder, run in failed.items()]
