@@ -110,11 +110,12 @@ def scale_of(config: ReproduceConfig) -> Scale:
 
 def with_defaults(config: ReproduceConfig) -> ReproduceConfig:
     """The options with the values of the experiment and the scale in place of those that were not given."""
-    scale, remembers = scale_of(config), catalogue.EXPERIMENTS[config.name].kind == "memory"
+    scale, kind = scale_of(config), catalogue.EXPERIMENTS[config.name].kind
+    remembers, trains_for_seconds = kind == "memory", kind == "quality"
     return replace(
         config,
-        budget=None if remembers else config.budget or scale.budget,
-        tuning=None if remembers else config.tuning or scale.tuning,
+        budget=config.budget or scale.budget if trains_for_seconds else None,
+        tuning=config.tuning or scale.tuning if trains_for_seconds else None,
         steps=config.steps or scale.steps,
         optimizers=config.optimizers or (("adamw",) if remembers or config.scale == "paper" else tuple(catalogue.OPTIMIZERS)),
         rates=config.rates or (scale.rates["adamw"] if remembers else ()),

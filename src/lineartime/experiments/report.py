@@ -433,8 +433,8 @@ def _latency_tables(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
         if set().union(*list(columns.values())[1:]) != {NOT_THERE}:
             yield f"## {title}"
             yield column_table(columns)
-    problems = {f"{row['name']}: {row['problem']}" for each in report["settings"] for row in each["rows"] if row["problem"]}
-    yield "; ".join(sorted(problems))
+    for each in report["settings"]:
+        yield from (f"{row['name']}, {each['name']}: {row['problem']}." for row in each["rows"] if row["problem"])
 
 
 def _test(name: str, metric: str) -> Metric:
