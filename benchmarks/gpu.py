@@ -43,8 +43,18 @@ from torch.autograd import DeviceType
 
 import lineartime
 from lineartime.bench.config import Mode
-from lineartime.bench.measure import peak_flops, release, separate_compilations, synchronized
-from lineartime.bench.subjects import Case, Subject, check_peer, forward_flops_per_token, prepare, state_after
+from lineartime.bench.measure import (
+    Case,
+    Subject,
+    check_peer,
+    forward_flops_per_token,
+    peak_flops,
+    prepare,
+    release,
+    separate_compilations,
+    state_after,
+    synchronized,
+)
 from lineartime.errors import LineartimeError
 from lineartime.generation.decoding import Sampling, continuing, drawing
 from lineartime.generation.prompts import prefill_batch

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from measure import RESULTS, median_seconds, save
 
-from lineartime.bench.measure import synchronized
-from lineartime.bench.subjects import Case, Subject, prepare
+from lineartime.bench.measure import Case, Subject, prepare, synchronized
 from lineartime.host import freed_memory_kept
 from lineartime.machine import choose_precision
 from lineartime.models.systems import resolve

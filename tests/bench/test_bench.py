@@ -17,8 +17,19 @@ import lineartime
 from lineartime.bench import command
 from lineartime.bench.command import Benchmark, Entry, draw_plots, make_benchmark, report, run_benchmark
 from lineartime.bench.config import BenchConfig, Measure
-from lineartime.bench.measure import RewindingStep, interleaved, median_and_spread, repetitions, timed
-from lineartime.bench.subjects import Case, Ready, Subject, flops_per_token, prepare, state_after
+from lineartime.bench.measure import (
+    Case,
+    Ready,
+    RewindingStep,
+    Subject,
+    flops_per_token,
+    interleaved,
+    median_and_spread,
+    prepare,
+    repetitions,
+    state_after,
+    timed,
+)
 from lineartime.errors import LineartimeError
 from lineartime.generation.prompts import prefill_batch
 from lineartime.models.cost import cost
@@ -290,7 +301,7 @@ def test_wrong_options_are_named(
     options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr("lineartime.bench.command.supports_bf16", lambda device: False)
-    monkeypatch.setattr("lineartime.bench.subjects.is_installed", lambda _: False)
+    monkeypatch.setattr("lineartime.bench.measure.is_installed", lambda _: False)
     monkeypatch.setattr("shutil.which", lambda name: None)
     config = options(**values)
     with pytest.raises(LineartimeError, match=message):

@@ -1,4 +1,1 @@
-"""What models cost in time and memory.
-
-This package imports nothing by itself: `lineartime.bench.measure` and `lineartime.bench.subjects` need only PyTorch and numpy.
-"""
+"""What models cost in time and memory; `lineartime.bench.measure` needs only PyTorch and numpy."""

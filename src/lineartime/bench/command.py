@@ -17,10 +17,15 @@ import torch
 
 from lineartime.bench.config import RESULTS_FILE, STREAMED, BenchConfig, Dtype, Measure
 from lineartime.bench.measure import (
+    Case,
+    Subject,
+    check_peer,
+    flops_per_token,
     forget,
     interleaved,
     median_and_spread,
     peak_flops,
+    prepare,
     release,
     repetitions,
     separate_compilations,
@@ -28,7 +33,6 @@ from lineartime.bench.measure import (
     synchronized,
     timed,
 )
-from lineartime.bench.subjects import Case, Subject, check_peer, flops_per_token, prepare
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, typed_first_line
 from lineartime.files import write_file
 from lineartime.host import freed_memory_kept, installed_version, processor_name, threads_in_words

@@ -1,17 +1,33 @@
-"""Time and memory: steps take turns and are repeated; the reference is the fastest matrix product measured in the same run."""
+"""What a benchmark measures, and how: steps of models take turns and are repeated, beside the fastest matrix product.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
 
 import gc
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from functools import lru_cache, partial
+from itertools import cycle
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineartime.bench.config import STREAMED, Dtype, Measure, Mode
+from lineartime.errors import is_installed, missing_extra
+from lineartime.generation.decoding import continuing
+from lineartime.generation.prompts import prefill_batch
+from lineartime.machine import autocast, shapes_only
+from lineartime.models.backbone import ModelState
+from lineartime.models.config import ModelConfig
+from lineartime.models.cost import cost, forward_flops
+from lineartime.models.language_model import CausalLM, LanguageModel, build_model
 
 Key = TypeVar("Key")
 Clock = Callable[[], float]
@@ -152,3 +168,179 @@ def forget(device: torch.device) -> None:
     """Free everything that the subjects of a case left behind, including compiled code."""
     torch.compiler.reset()
     release(device)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case to measure: `length` is the context length, or the position for decode; `batch` counts sequences or streams."""
+
+    measure: Measure
+    length: int
+    dtype: Dtype
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.measure} {'at' if self.measure == 'decode' else 'of'} {self.length:,} in {self.dtype}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.batch if self.measure == "decode" else self.batch * self.length
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A preset or a peer, eager or compiled; a peer is built at the sizes of `config`."""
+
+    name: str
+    mode: Mode
+    config: ModelConfig
+    is_peer: bool = False
+
+    def __str__(self) -> str:
+        return self.name if self.mode == "eager" else f"{self.name} {self.mode}"
+
+    def build(self) -> nn.Module:
+        """The model, freshly initialised, on PyTorch's default device."""
+        return build_peer(self.config) if self.is_peer else build_model(self.config)
+
+
+@dataclass
+class Ready:
+    """A model, what takes one of its steps, and for decode the bytes of the state of one stream before it."""
+
+    model: nn.Module
+    step: Callable[[], object]
+    state_bytes: int | None = None
+
+
+def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
+    """Build a subject and the inputs of a case; nothing is compiled before the first step."""
+    torch.manual_seed(0)
+    with device:
+        model = subject.build()
+        ids = torch.randint(0, subject.config.vocab_size, (case.batch, case.length + 1))
+    model.train(case.measure == "train")
+    bf16 = case.dtype == "bf16"
+    context = ids[:, :-1]
+
+    def infer(call: Callable[..., Any], *args: Any) -> Any:
+        with torch.no_grad(), autocast(device, bf16):
+            return call(*args)
+
+    if case.measure in STREAMED:
+        assert isinstance(model, CausalLM)
+        if bf16:
+            model = model.bfloat16()  # as generation does: autocast would convert the weights for every token
+        if case.measure == "prefill":
+            return Ready(model, partial(infer, prefill_batch, model, context))
+        if subject.mode == "compiled":
+            model.compile_step()
+        with torch.no_grad():
+            state = state_after(model, context)
+            step = _decoding(model, state, ids[:, -1])
+        return Ready(model, step, state.nbytes // case.batch)
+    if subject.mode == "compiled":
+        compile_model = model.compile_blocks if isinstance(model, LanguageModel) else model.compile
+        compile_model()
+    if case.measure == "forward":
+        return Ready(model, partial(infer, model, context))
+
+    def train() -> None:
+        model.zero_grad()
+        with autocast(device, bf16):
+            if isinstance(model, LanguageModel):
+                value = model.loss(context, ids[:, 1:])
+            else:
+                value = F.cross_entropy(model(context).float().flatten(0, 1), ids[:, 1:].flatten())
+        value.backward()
+
+    return Ready(model, train)
+
+
+def _decoding(model: CausalLM, state: ModelState, tokens: Tensor) -> Callable[[], object]:
+    """A step that reads one more token of each stream, from a state on, and returns the logits of the next tokens.
+
+    If the state grows or ends, the step goes back before it has grown by more than a thirty-second, or nine tokens.
+    """
+    read_next = continuing(model, state.clone())
+
+    @torch.no_grad()
+    def step() -> Tensor:
+        return read_next(tokens)
+
+    @torch.no_grad()
+    def rewind() -> None:
+        nonlocal read_next
+        read_next = continuing(model, state.clone())
+        read_next(tokens)  # which makes room for those that follow
+
+    position, longest = int(state.position.max()), model.config.longest_sequence
+    if model.constant_state and longest is None:
+        return step
+    burst = max(8, position // 32 - 1)
+    return RewindingStep(step, rewind, burst if longest is None else min(burst, longest - position - 1))
+
+
+def state_after(model: CausalLM, ids: Tensor) -> Any:
+    """A state with the shapes, dtypes and position of the state after ids [B, T], but filled with zeros."""
+    batch, tokens = ids.shape
+    with shapes_only():
+        shadow = build_model(model.config.first_round)
+        assert isinstance(shadow, CausalLM)
+        _, shape = shadow.extend(ids.to("meta"), shadow.init_state(batch))  # a context of any length costs nothing
+    state = model.init_state(batch)
+    for at in range(min(2, tokens)):  # after two tokens, every part has its final dtype
+        _, state = model.extend(ids[:, at : at + 1], state)
+
+    def filled(shape: Tensor, like: Tensor) -> Tensor:
+        value = tokens if like.dtype == torch.long else 0  # the position
+        return torch.full(shape.shape, value, dtype=like.dtype, device=like.device)
+
+    return ModelState(tuple(like.map(filled, block) for like, block in zip(cycle(shape.blocks), state.blocks, strict=False)))
+
+
+def flops_per_token(subject: Subject, case: Case) -> float | None:
+    """FLOPs of a step per token; a backward pass counts as two forward passes. None for decode."""
+    if case.measure == "decode":
+        return None
+    forward = forward_flops_per_token(subject, case.length)
+    if case.measure == "prefill":  # with logits of the last token alone
+        return forward - 2 * subject.config.d_model * subject.config.vocab_size * (case.length - 1) / case.length
+    return 3 * forward if case.measure == "train" else forward
+
+
+@lru_cache
+def forward_flops_per_token(subject: Subject, length: int) -> float:
+    """FLOPs per token of the matrix products in a forward pass over `length` tokens."""
+    if not subject.is_peer:
+        return cost(subject.config, length).flops_per_token
+    with warnings.catch_warnings(), shapes_only():
+        warnings.simplefilter("ignore")
+        return forward_flops(subject.build(), torch.zeros(1, length, dtype=torch.long)) / length
+
+
+def check_peer() -> None:
+    """Raise LineartimeError if FLASH-pytorch is not installed."""
+    if not is_installed("flash_pytorch"):
+        raise missing_extra("FLASH-pytorch", "peers", "The peer flash-pytorch")
+
+
+def build_peer(config: ModelConfig) -> nn.Module:
+    """FLASH-pytorch at the sizes of one of our models: ids [B, T] -> logits [B, T, V]."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings about its own code
+        from flash_pytorch import FLASHTransformer
+
+        sizes = config.mixer.options
+        model: nn.Module = FLASHTransformer(
+            dim=config.d_model,
+            num_tokens=config.vocab_size,
+            depth=config.n_blocks,
+            group_size=sizes["chunk_size"],
+            query_key_dim=sizes["d_qk"],
+            expansion_factor=float(sizes["expansion"]),
+            causal=config.task == "clm",
+            norm_type="layernorm" if config.norm == "layernorm" else "scalenorm",
+        )
+    return model
