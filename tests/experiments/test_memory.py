@@ -132,7 +132,7 @@ def test_tasks_are_trained_and_reported(options: Options, here: Do, done: list[s
             assert [point[0] for point in row["runs"][0]["curve"]] == [2, 4, 6, 8]
             assert all(0 <= test["accuracy"] <= 1 for run in row["runs"] for test in run["tests"])
             assert (row["state_bytes"] or 0) > 0
-            assert min(row["tokens_per_second"], row["decode_seconds"]) > 0
+            assert row["tokens_per_second"] > 0
     text = file.read_text()
     assert "| **test accuracy** at 2 times the length |" in text
     assert "| **test accuracy** depth 25% |" in text

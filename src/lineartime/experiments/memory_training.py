@@ -4,7 +4,6 @@ Shapes: B rows, T tokens.
 """
 
 import math
-import statistics
 import sys
 from contextlib import closing
 from typing import Any, Literal
@@ -35,8 +34,6 @@ from lineartime.training.optimizers import build_optimizer, matrices_of
 
 PROGRESS_FILE = "progress.safetensors"
 """Where a run on a task continues after an interruption."""
-DECODED = 32
-"""The tokens whose decoding is timed, at most half of the text."""
 SEEDS = {"validation": 2**62, "test": 2**62 + 1}
 """The seeds of held-out texts, which are the same for all runs."""
 
@@ -71,8 +68,8 @@ def train_on_task(job: Job) -> dict[str, Any] | None:
                         write_atomically(file, trainer.saved(step))
                 if stop.requested:
                     return None
-        state_bytes = stream_bytes(trainer.model.config, config.context_length)  # of a stream after a text, in float32
-        return {"tests": trainer.tests(), "state_bytes": state_bytes, "decode_seconds": trainer.decode_seconds()}
+        # The state is that of a stream after a text, in float32.
+        return {"tests": trainer.tests(), "state_bytes": stream_bytes(trainer.model.config, config.context_length)}
 
 
 class TaskTrainer:
@@ -145,20 +142,6 @@ class TaskTrainer:
                 measures = {"loss": loss, "accuracy": accuracy, "tokens": count}
                 found.append({"name": test.name, "context_length": length, "depth": test.depth, **measures})
         return found
-
-    @torch.no_grad()
-    def decode_seconds(self) -> float:
-        """The median seconds of one more token of one stream, at the end of a text."""
-        length = self.config.context_length
-        ids = self._draw(1, length, _generator(0), "test").inputs.to(self._device)
-        (first, last), times = ids.split(length - min(DECODED, length // 2), 1), []
-        decoder = self.model.eval().compile_for_decoding()
-        _, state = self.model.extend(first)
-        for token in last.unbind(1):
-            begin = synchronized(self._device)
-            _, state = decoder.extend(token, state)
-            times.append(synchronized(self._device) - begin)
-        return statistics.median(times)
 
     def saved(self, step: int) -> bytes:
         """What `restore` needs after a step."""

@@ -188,7 +188,6 @@ def _memory_row(plan: Plan, candidate: Candidate, seen: list[Run]) -> Row | None
         "runs": [_run(run, run.speed) for run in runs],
         "state_bytes": next((run.outcome["state_bytes"] for run in runs if run.final), None),  # of a stream after a text
         "tokens_per_second": _mean(run.speed for run in runs),
-        "decode_seconds": _mean(run.outcome["decode_seconds"] for run in runs if run.final),  # of a further token
     }
 
 
@@ -384,7 +383,6 @@ def _tables(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
             ),
             f"steps to {ENOUGH:.0%}": _column(rows, lambda run: run.get("steps_to_enough"), ",.0f"),
             "state": [cell(row.get("state_bytes"), size) for row in rows],
-            "µs per decoded token": [cell(row.get("decode_seconds"), three_digits, 1e6) for row in rows],
             "paper: perplexity": [cell(row["paper"].get("pplx"), ".4g") for row in rows],
             "loss against the baseline": [cell(row.get("relative_loss"), "+.2f", 100, " %") for row in rows],
             "paper: loss against it": [cell(row.get("paper_relative_loss"), "+.2f", 100, " %") for row in rows],
