@@ -197,22 +197,6 @@ def test_other_lengths_join_the_report_and_nothing_is_repeated(options: Options,
         reproduce(options("memory", steps=3))
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "message"),
-    [
-        ("memory", {"lengths": (63,)}, "lengths has 63, but must be an even number of at least 16 for recall of 4"),
-        ("memory", {"lengths": (64,), "pairs": (32,)}, "lengths has 64, but must be an even number of at least 128 for recall"),
-        ("memory", {"optimizers": ("adamw", "adamw")}, "optimizers is adamw adamw, but this experiment uses one"),
-        ("memory", {"scale": "paper"}, "name is memory, which the paper does not contain: use another scale"),
-        ("memory", {"budget": 3.0}, "budget is 3.0, which memory does not have: leave it out"),
-        ("lm", {"tasks": ("recall",)}, "tasks is recall, which lm does not have: leave it out"),
-    ],
-)
-def test_wrong_input_is_one_sentence(options: Options, name: str, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        make_plan(options(name, **values))
-
-
 def test_text_shorter_than_a_row_of_needles_is_told(options: Options, here: Do, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("a short text\n" * 40)

@@ -262,6 +262,15 @@ def test_runs_in_another_precision_are_not_mixed(
         ({"rates": (1e-3,)}, "rates is 0.001, but each optimiser has its own: give one in `optimizers`"),
         ({"rates": (1e-3,), "scale": "paper"}, "rates is 0.001, but the scale paper has the paper's steps and rate"),
         ({"compile": "auto"}, "compile is auto, which compiles long runs alone, .* use on or off"),
+        ({"name": "memory", "lengths": (63,)}, "lengths has 63, but must be an even number of at least 16 for recall of 4"),
+        (
+            {"name": "memory", "lengths": (64,), "pairs": (32,)},
+            "lengths has 64, but must be an even number of at least 128 for recall",
+        ),
+        ({"name": "memory", "optimizers": ("adamw", "adamw")}, "optimizers is adamw adamw, but this experiment uses one"),
+        ({"name": "memory", "scale": "paper"}, "name is memory, which the paper does not contain: use another scale"),
+        ({"name": "memory", "budget": 3.0}, "budget is 3.0, which memory does not have: leave it out"),
+        ({"tasks": ("recall",)}, "tasks is recall, which lm does not have: leave it out"),
     ],
 )
 def test_wrong_input_is_one_sentence(options: Options, values: dict[str, Any], message: str) -> None:

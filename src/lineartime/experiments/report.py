@@ -41,7 +41,7 @@ NOTES = {
     "memory": (
         "*accuracy* is the share of right answers in texts that are the same for all; of several rates, the best one of a "
         "system is shown. *steps to 95%* are those of the first evaluation with so many right answers. *state* is of one "
-        "stream after a text, in float32. Times are of this machine, whatever else it did."
+        "stream after a text, in float32. Speeds are of this machine, whatever else it did."
     ),
     "latency": (
         "All systems take turns in each measurement, with the same tokens in a step. A step is forward and backward, without "

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from lineartime.bench.command import run_benchmark
 from lineartime.bench.config import BenchConfig
 from lineartime.checkpoint import list_checkpoints
-from lineartime.errors import ArgumentError, DivergedError, typed_first_line
+from lineartime.errors import ArgumentError, DivergedError, reporting_file_errors, typed_first_line
 from lineartime.evaluation import evaluate
 from lineartime.experiments import catalogue, memory_training
 from lineartime.experiments.catalogue import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS, Setting
@@ -263,9 +263,11 @@ def in_own_process(job: Job) -> int:
     Returns:
         Its exit status, or that of an interrupt if there was one, even if the job has ended.
     """
-    methods = multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    if "forkserver" in methods:
+    with reporting_file_errors("write", job.folder):
+        job.folder.mkdir(parents=True, exist_ok=True)
+    forks = sys.platform == "linux"  # elsewhere, libraries of the system may not be forked
+    context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
         context.set_forkserver_preload([__name__, "matplotlib.figure"])  # what takes seconds to import, once for all
     process = context.Process(target=work, args=(job,))
     asked: list[int] = []
@@ -289,7 +291,6 @@ def work(job: Job) -> None:
     """Do a job in this process, and exit: with 0, also for a run that failed; 1 to be tried again; 130 if interrupted."""
     with suppress(OSError, AttributeError):
         os.setpgrp()  # Ctrl-C reaches the parent alone, which passes it on once
-    job.folder.mkdir(parents=True, exist_ok=True)
     with (job.folder / LOG_FILE).open("a") as log:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(log.fileno(), stream.fileno())
