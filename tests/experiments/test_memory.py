@@ -18,8 +18,7 @@ from lineartime.choices import MemoryTask
 from lineartime.data import Batch, TokenStream
 from lineartime.errors import ArgumentError
 from lineartime.experiments.command import reproduce
-from lineartime.experiments.memory_tasks import DIGITS, TASKS, needle, recall_training
-from lineartime.experiments.memory_training import TaskTrainer
+from lineartime.experiments.memory import DIGITS, TASKS, TaskTrainer, needle, recall_training
 from lineartime.experiments.plan import make_plan, with_saved_options
 from lineartime.experiments.report import write_report
 from lineartime.experiments.runner import read_run, run_all

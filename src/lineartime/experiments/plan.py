@@ -15,7 +15,7 @@ from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.experiments import catalogue
 from lineartime.experiments.catalogue import Arm, Experiment, Scale, Setting
 from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig, check_among, shown_option
-from lineartime.experiments.memory_tasks import TASKS
+from lineartime.experiments.memory import TASKS
 from lineartime.files import read_file, write_file
 from lineartime.machine import choose_device, choose_precision
 from lineartime.models.config import ModelConfig

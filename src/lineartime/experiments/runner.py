@@ -24,7 +24,7 @@ from lineartime.bench.config import BenchConfig
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import ArgumentError, DivergedError, reporting_file_errors, typed_first_line
 from lineartime.evaluation import evaluate
-from lineartime.experiments import catalogue, memory_training
+from lineartime.experiments import catalogue, memory
 from lineartime.experiments.catalogue import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS, Setting
 from lineartime.experiments.plan import Candidate, FinalTest, Job, Plan, write_plan
 from lineartime.files import RECORD_FILE, read_plain, write_file
@@ -75,7 +75,7 @@ def read_run(folder: Path) -> Run:
     outcome = read_plain(folder / OUTCOME_FILE) if (folder / OUTCOME_FILE).exists() else {}
     lines = read_metrics(folder) if (folder / METRICS_FILE).exists() else []
     record = read_record(folder) if (folder / RECORD_FILE).exists() else Record({}, ())
-    began = bool(list_checkpoints(folder)) or (folder / memory_training.PROGRESS_FILE).exists()
+    began = bool(list_checkpoints(folder)) or (folder / memory.PROGRESS_FILE).exists()
     state: State = "interrupted" if began else "missing"
     if outcome:
         state = "failed" if outcome.get("error") else "finished"
@@ -318,7 +318,7 @@ def perform(job: Job) -> bool:
     That training diverges is an outcome: the same steps would diverge again. After any other error, such as a full disk, which
     is raised, the next call tries again.
     """
-    do = {"latency": _measure_latency, "memory": memory_training.train_on_task}.get(job.kind, _train)
+    do = {"latency": _measure_latency, "memory": memory.train_on_task}.get(job.kind, _train)
     try:
         outcome = do(job)
     except DivergedError as error:
@@ -327,7 +327,7 @@ def perform(job: Job) -> bool:
     if outcome is None:
         return False
     write_file(job.folder / OUTCOME_FILE, json.dumps({"kind": job.kind, **outcome}, indent=1) + "\n")
-    (job.folder / memory_training.PROGRESS_FILE).unlink(missing_ok=True)  # no longer needed
+    (job.folder / memory.PROGRESS_FILE).unlink(missing_ok=True)  # no longer needed
     return True
 
 
