@@ -96,7 +96,6 @@ class Experiment:
     recipe: RecipeName = "lm-wiki40b"  # the paper's, for the scale `paper`
     paper_tables: tuple[str, ...] = ()  # those that have rows of the arms
     tested_at: tuple[int, ...] = (1,)  # the contexts of the tests at the end, as multiples of that of training
-    words: bool = False  # whether the metric is the perplexity per word
     kind: Literal["quality", "latency", "memory"] = "quality"  # latency trains nothing, and memory on tasks
     override: Mapping[str, Any] = field(default_factory=dict)  # options of all arms whose system does not set them
     scaled: Mapping[ScaleName, Mapping[str, Any]] = field(default_factory=dict)  # other values for fields of the scale
@@ -283,7 +282,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         baseline="transformer+",
         recipe="lm-pg19",
         paper_tables=("lm_pg19",),
-        words=True,
     ),
     "gau-vs-mhsa": Experiment(
         "Is a model of gated attention units better than a Transformer of as many parameters?",

@@ -353,18 +353,17 @@ def _parameters_apart(report: Mapping[str, Any]) -> str:
     """A sentence about how far the numbers of parameters are apart."""
     apart = sorted({(row["name"], row["parameters_over_first"]) for setting in report["settings"] for row in setting["rows"]})
     far = [f"{name} ({over:+.2%})" for name, over in apart if abs(over) > TOLERANCE]
-    if far:
-        return f"Parameters are **not within 3 %** of the first system's, because widths are whole numbers: {', '.join(far)}."
-    return f"Parameters are within 3 % of the first system's: {max((abs(over) for _, over in apart), default=0):.1%} at most."
+    found = f"are **not within 3 %** of the first system's: {', '.join(far)}" if far else "are within 3 % of the first system's"
+    return f"Parameters {found}."
 
 
 def _tables(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
     """A table for each setting, without the columns of which there are no numbers, and every trial of a rate."""
-    of_task = ("accuracy", "accuracy", ".1%")
-    of_text = (
-        ("loss", "nats per masked token", ".4f") if plan.experiment.task == "mlm" else ("bits_per_byte", "bits/byte", ".4f")
-    )
-    metric, unit, form = of_task if plan.experiment.kind == "memory" else of_text
+    metric, unit, form = "bits_per_byte", "bits/byte", ".4f"
+    if plan.experiment.task == "mlm":
+        metric, unit = "loss", "nats per masked token"
+    if plan.experiment.kind == "memory":
+        metric, unit, form = "accuracy", "accuracy", ".1%"
     for setting in report["settings"]:
         rows = setting["rows"]
         tests = dict.fromkeys(test["name"] for row in rows for run in row["runs"] for test in run["tests"])
@@ -376,11 +375,7 @@ def _tables(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
             "tokens/s": [cell(row["tokens_per_second"], ",.0f") for row in rows],
             f"held-out {unit}": _column(rows, lambda run: run[metric], form),
             **{f"**test {unit}** {name}".rstrip(): _column(rows, _test(name, metric), form) for name in tests},
-            **(
-                {"test perplexity per word": _column(rows, _test("", "word_perplexity"), ",.4g")}
-                if plan.experiment.words
-                else {}
-            ),
+            "test perplexity per word": _column(rows, _test("", "word_perplexity"), ",.4g"),
             f"steps to {ENOUGH:.0%}": _column(rows, lambda run: run.get("steps_to_enough"), ",.0f"),
             "state": [cell(row.get("state_bytes"), size) for row in rows],
             "paper: perplexity": [cell(row["paper"].get("pplx"), ".4g") for row in rows],
