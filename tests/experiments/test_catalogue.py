@@ -19,7 +19,7 @@ from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import TOLERANCE, Candidate, Job, Plan, make_plan
 from lineartime.experiments.report import paper_numbers, paper_tables
 from lineartime.experiments.runner import all_jobs
-from lineartime.models.registering import VARIABLE
+from lineartime.models.systems import VARIABLE
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 

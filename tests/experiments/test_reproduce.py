@@ -23,7 +23,7 @@ from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Job, Plan, make_plan, with_device, with_saved_options, write_plan
 from lineartime.experiments.report import _quality_pictures, collect, write_report
 from lineartime.experiments.runner import INTERRUPTED, all_jobs, in_own_process, read_run, run_all
-from lineartime.models.registering import register_system
+from lineartime.models.systems import register_system
 from lineartime.runs.metrics import read_metrics
 from lineartime.training.loop import Trainer
 

@@ -19,7 +19,7 @@ from lineartime.experiments.plan import PLAN_FILE, TOLERANCE, Candidate, Plan, p
 from lineartime.experiments.runner import Run, all_jobs, best_trial, read_run, read_speed, read_trials
 from lineartime.files import write_file
 from lineartime.host import threads_in_words
-from lineartime.models.registering import imported_names
+from lineartime.models.systems import imported_names
 from lineartime.plots import Curve, Panel, curves_of, draw_panels, looks_of, save_figure
 from lineartime.runs.record import Process, texts_of
 from lineartime.units import NOT_THERE, cell, column_table, size, three_digits
