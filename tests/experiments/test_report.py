@@ -8,8 +8,8 @@ import pytest
 
 from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import Plan, make_plan
-from lineartime.experiments.report import _compare, _seeds, collect, render, seconds_to
-from lineartime.experiments.runner import Run, State, best_trial
+from lineartime.experiments.report import _compare, _run, _seeds, collect, render, seconds_to
+from lineartime.experiments.runner import Run, State, best_trial, read_run
 from lineartime.runs.record import Record
 
 Curve = list[list[Any]]
@@ -21,6 +21,15 @@ def curve(*pairs: tuple[float, float]) -> Curve:
 
 def run(loss: float | None, state: State = "finished") -> Run:
     return Run(Path("x"), state, Record({}, ()), 1.0, () if loss is None else ({"step": 9, "validation_loss": loss},), {})
+
+
+def test_compilation_and_evaluations_are_no_time_of_training(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [{"step": 1, "loss": 5.0, "tokens_per_second": 1.0}]  # compiles for 100 s
+    lines += [{"step": step, "loss": 5.0, "tokens_per_second": 50.0} for step in (2, 3, 4)]
+    lines.append({"step": 4, "validation_loss": 4.0, "seconds": 1000.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "run.json").write_text('{"options": {"tokens_per_batch": 100}, "processes": []}')
+    assert _run(read_run(tmp_path), None)["curve"] == [[4, 8.0, 4.0, None]]
 
 
 def test_time_to_a_quality_is_interpolated() -> None:
