@@ -243,6 +243,7 @@ def test_prompt_may_be_what_an_encoder_returns(model: CausalLM) -> None:
     prompt, count = [3, 1, 4], np.int64(8)
     expected = list(generate(model, prompt, int(count), GREEDY))
     arrays = [np.array(prompt), np.array(prompt, dtype=np.uint16), torch.tensor(prompt), tuple(prompt), list(np.array(prompt))]
+    arrays += [np.array(prompt[::-1])[::-1], np.frombuffer(bytes(prompt), np.uint8)]
     for given in arrays:
         assert list(generate(model, given, count, GREEDY)) == expected  # type: ignore[arg-type]
     assert generate_batch(model, arrays, 8, GREEDY) == [list(text) for text in [expected] * len(arrays)]
