@@ -188,7 +188,7 @@ BUDGETS: dict[str, int] = {
     "hf": 1320,
     "inspection": 300,
     "layers": 2350,
-    "models": 2600,
+    "models": 2590,
     "ops": 3580,
     "runs": 1130,
     "seq2seq": 300,
