@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import lineartime
 from lineartime.generation import Sampling
-from lineartime.generation.decoding import step_and_pick
+from lineartime.generation.decoding import pick
 from lineartime.layers import FLASH, mixer
 from lineartime.models import backbone
 from lineartime.ops import positions
@@ -56,7 +56,7 @@ def test_decode_step_copies_nothing_to_the_host(preset: str, token_shift: bool) 
     logits, state = model.extend(token, state)
     assert logits.shape == (3, 1, 30)
     for sampling in (Sampling(temperature=0.0), Sampling(1.0, 5, 0.9)):
-        assert step_and_pick(model, state, sampling, token[:, 0], torch.zeros(3, device=META)).shape == (3,)
+        assert pick(logits[:, 0], sampling, torch.zeros(3, device=META)).shape == (3,)
 
 
 READERS = (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)

@@ -317,7 +317,7 @@ def forward_flops_per_token(subject: Subject, length: int) -> float:
         return cost(subject.config, length).flops_per_token
     with warnings.catch_warnings(), shapes_only():
         warnings.simplefilter("ignore")
-        return forward_flops(subject.build(), torch.zeros(1, length, dtype=torch.long)) / length
+        return forward_flops(subject.build(), torch.zeros(1, length, dtype=torch.long))["Global"] / length
 
 
 def check_peer() -> None:

@@ -5,7 +5,6 @@ Shapes: B texts, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -193,7 +192,11 @@ def drawing(
         uniform = torch.zeros(count, dtype=torch.float64, device=tokens.device)
         seen = None if seen is None else seen.to(tokens.device)
         changed = [*state.tensors(), *(() if seen is None else (seen,))]
-        step = recorded(partial(step_and_pick, model, state, sampling, seen=seen), (tokens, uniform), changed)
+
+        def read_and_pick(tokens: Tensor, uniform: Tensor) -> Tensor:
+            return pick(read_token(model, tokens, state)[0], sampling, uniform, seen)
+
+        step = recorded(read_and_pick, (tokens, uniform), changed)
         return lambda tokens: step(tokens, uniform_numbers(count, generator))
     native = model.compile_for_decoding().native
     if native is None or seen is not None or count > MAX_STREAMS:
@@ -201,16 +204,6 @@ def drawing(
         return lambda tokens: draw(read_next(tokens), sampling, generator, seen)
     draw_next, how = native.draw, (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     return lambda tokens: draw_next(tokens, uniform_numbers(count, generator), *how, state)
-
-
-def step_and_pick(
-    model: CausalLM, state: ModelState, sampling: Sampling, tokens: Tensor, uniform: Tensor, seen: Tensor | None = None
-) -> Tensor:
-    """Continue streams by a token each, int64 [B], and pick the next ones by numbers in [0, 1), [B] -> int64 [B].
-
-    A state of constant size is updated in place.
-    """
-    return pick(read_token(model, tokens, state)[0], sampling, uniform, seen)
 
 
 def _can_record(model: CausalLM) -> bool:

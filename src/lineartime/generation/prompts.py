@@ -95,7 +95,7 @@ def checked_prompt(model: CausalLM, argument: str, prompt: Ids, state: PromptSta
 def token_ids(argument: str, given: Any, vocab_size: int) -> tuple[int, ...]:
     """Convert token ids to integers. Raises ArgumentError, naming the argument, unless they are `Ids` below `vocab_size`."""
     try:
-        ids = torch.as_tensor(given if hasattr(given, "dtype") else list(given), device="cpu")
+        ids = torch.as_tensor(given.tolist() if hasattr(given, "tolist") else list(given), device="cpu")
     except (TypeError, ValueError, RuntimeError):  # of a text, for instance, or of something that is no sequence
         what = "must be integers, the token ids of one text: encode a text with the model's tokenizer"
         raise ArgumentError(argument, f"is {shown(given)}, but {what}.") from None

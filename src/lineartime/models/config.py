@@ -4,15 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import Parameter
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torch import nn
 from typing_extensions import Self
 
 from lineartime.choices import Task
 from lineartime.errors import ArgumentError, check_choice, did_you_mean
-from lineartime.fields import Between, check_fields, check_limits, check_names, check_type, from_fields, shown
+from lineartime.fields import Between, check_fields, check_limits, check_names, decode, from_fields, shown
 from lineartime.foreign.mixers import ForeignFLASH, ForeignGAU, NormPosition, post_norm
 from lineartime.layers.cross import CrossGAU
 from lineartime.layers.feedforward import GLU, MLP
@@ -21,7 +20,6 @@ from lineartime.layers.mesa import FLASHMesa, Memory
 from lineartime.layers.mixer import READ_PREFIX, Mixer
 from lineartime.layers.residual import LayerOptions, Norm, Option, constructor_options
 from lineartime.machine import shapes_only
-from lineartime.units import number_or_text
 
 if TYPE_CHECKING:
     from lineartime.models.language_model import CausalLM, MaskedLM
@@ -57,8 +55,7 @@ class LayerConfig:
         allowed = own_options(layers[kind])
         check_names(options, allowed, kind)
         for name, value in options.items():
-            options[name] = value = _as_tuple(value, allowed[name].type)
-            check_type(name, value, allowed[name].type)
+            options[name] = decode(allowed[name].type, value, name)  # a list of JSON becomes a tuple
             if type(value) in (int, float):
                 check_limits(name, value, [Between(-(2**31), 2**31 - 1)])
         values = {name: options.get(name, option.default) for name, option in allowed.items()}
@@ -90,19 +87,6 @@ class LayerConfig:
         layer = self.layer if norm_position == "pre" else post_norm(self.layer)
         own = {name: value for name, value in self.options.items() if name != "memory"}
         return layer(d_model, **own, **options)
-
-
-def _as_tuple(value: Any, hint: Any) -> Any:
-    """A value with tuples in place of the lists of JSON and, for an option of several values, of texts with commas."""
-    if isinstance(value, (list, tuple)):
-        return tuple(_as_tuple(item, None) for item in value)
-    hints = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    of_items = next((get_args(each)[0] for each in hints if get_origin(each) is tuple), None)
-    if of_items is None or value is None or (isinstance(value, str) and str in hints):
-        return value
-    if not isinstance(value, str):
-        return (value,)
-    return tuple(item if of_items is str else number_or_text(item) for item in value.split(",") if item)
 
 
 def known_layers() -> dict[str, type[Any]]:

@@ -67,26 +67,21 @@ def cost(config: ModelConfig, context_length: int) -> Cost:
     if longest is not None and context_length > longest:
         raise ArgumentError("context_length", f"is {context_length}, but the model reads at most {longest} tokens.")
     model = _first_round(config)
-    of_modules = _flops(model, torch.zeros(1, context_length, dtype=torch.long, device="meta"))
-    names = (f"{type(model).__name__}.{_BLOCKS}{place}" for place in range(config.first_round.n_blocks))
-    blocks = [sum(of_modules.get(name, {}).values()) for name in names]
-    flops = sum(of_modules["Global"].values()) - sum(blocks) + _of_all(blocks, config.n_blocks)
-    return Cost(count_parameters(config), flops / context_length, stream_bytes(config, context_length))
+    flops = forward_flops(model, torch.zeros(1, context_length, dtype=torch.long, device="meta"))
+    places = range(config.first_round.n_blocks)
+    blocks = [flops.get(f"{type(model).__name__}.{_BLOCKS}{place}", 0) for place in places]
+    whole = flops["Global"] - sum(blocks) + _of_all(blocks, config.n_blocks)
+    return Cost(count_parameters(config), whole / context_length, stream_bytes(config, context_length))
 
 
-def forward_flops(model: nn.Module, ids: Tensor) -> int:
-    """Operations in the matrix products of a forward pass, of a model and ids on the meta device."""
-    return sum(_flops(model, ids)["Global"].values())
-
-
-def _flops(model: nn.Module, ids: Tensor) -> dict[str, dict[Any, int]]:
-    """Operations in the matrix products of a forward pass by module, "Global" for all of them, and by operator."""
+def forward_flops(model: nn.Module, ids: Tensor) -> dict[str, int]:
+    """Operations in the matrix products of a forward pass on the meta device, by module; "Global" are those of all."""
     from torch.utils.flop_counter import FlopCounterMode  # which takes a tenth of a second to import
 
     model.requires_grad_(False)  # or the counter would follow gradients
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(ids)
-    return {"Global": {}, **counter.get_flop_counts()}
+    return {name: sum(by_operator.values()) for name, by_operator in counter.get_flop_counts().items()}
 
 
 def stream_bytes(config: ModelConfig, context_length: int) -> int | None:
@@ -120,7 +115,7 @@ def _first_round(config: PartsConfig) -> Any:
     try:
         with shapes_only():
             model = build_model(config.first_round) if isinstance(config, ModelConfig) else config.build()
-        if _n_elements(model.state_dict()) > 2**60:
+        if sum(tensor.numel() for tensor in model.state_dict().values()) > 2**60:
             raise OverflowError
     except (RuntimeError, OverflowError, MemoryError):
         raise _too_large(config, "which no tensor can have") from None
@@ -135,10 +130,6 @@ def _tensors(config: PartsConfig) -> tuple[dict[str, Tensor], list[dict[str, Ten
         return tensors, [], 0
     others = {name: tensor for name, tensor in tensors.items() if not name.startswith(_BLOCKS)}
     return others, [block.state_dict() for block in model.backbone.blocks], config.n_blocks
-
-
-def _n_elements(tensors: dict[str, Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors.values())
 
 
 def model_tensors(config: PartsConfig) -> Iterator[tuple[str, Tensor]]:
@@ -168,8 +159,8 @@ def check_memory(
     (others, blocks, n_blocks), memory = _tensors(config), memory_bytes(device or torch.device("cpu"))
     if memory is None:
         return
-    outside = _n_elements(others)
-    parameters = outside + _of_all(map(_n_elements, blocks), n_blocks)
+    outside, *inside = (sum(tensor.numel() for tensor in part.values()) for part in (others, *blocks))
+    parameters = outside + _of_all(inside, n_blocks)
     weights = parameters * _WEIGHT_BYTES * copies // processes
     if weights > memory:
         needed = f"with which the model has {parameters:,} parameters and needs at least {size(weights)}"

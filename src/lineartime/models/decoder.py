@@ -28,8 +28,6 @@ MAX_STREAMS = MAX_ROWS
 """The maximum number of streams that a decoder continues at once."""
 _NEAR = 64
 """Angles are sums, of the angle of a position that is divisible by this, and of one below: `near` in decode.cpp."""
-_STATE = ("last", "summary", "keys", "values", "position", "base")
-"""The tensors of `State` in decode.cpp."""
 _LONG, _ADDRESS, _NUMBER = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
@@ -146,8 +144,8 @@ class NativeDecoder:
             limit = f"is {self._n_positions}, the number of learned positions"
             raise ArgumentError("max_positions", f"{limit}, but a stream has as many tokens.")
         if self._recalling and (state.position % self._chunk_size == 0).any():
-            for place in self._recalling:
-                fold_full_chunks(self._own(state.blocks[place]))
+            for block in [state.blocks[place] for place in self._recalling]:
+                fold_full_chunks(block.own if self._shifted else block)
 
     def _bind(self, state: ModelState) -> _Bound:
         """The addresses of a state, which are found once for all tokens."""
@@ -155,24 +153,20 @@ class NativeDecoder:
         every, streams, threads = [self._tensors(block) for block in state.blocks], len(state), torch.get_num_threads()
         for tensors, likes in zip(every, self._like, strict=True):
             for tensor, like in zip(tensors, likes, strict=True):
-                self._check("state", tensor, like.dtype, streams, *like.shape[1:])
-        null = [] if self._shifted else [0]
-        rows = [[*null, *(tensor.data_ptr() for tensor in tensors), 0][: len(_STATE)] for tensors in every]
-        addresses = torch.tensor(rows, device="cpu")
+                if like is not None:
+                    self._check("state", tensor, like.dtype, streams, *like.shape[1:])
+        addresses = torch.tensor([[0 if x is None else x.data_ptr() for x in tensors] for tensors in every], device="cpu")
         # PyTorch does not see what C++ writes: this lets it refuse the gradient of what read these tensors before.
         torch.autograd.graph.increment_version([tensor for tensor in state.tensors() if not tensor.is_inference()])
         memory = torch.zeros(self._bytes(self._model, streams, threads) + 64, dtype=torch.uint8, device="cpu")
         aligned = -memory.data_ptr() % 64 + memory.data_ptr()
         return _Bound(state, threads, addresses, memory, (self._model, addresses.data_ptr(), streams, aligned, threads))
 
-    def _tensors(self, block: Any) -> list[Tensor]:
-        """The tensors of the state of a block, in the order of `State` in decode.cpp."""
-        own = self._own(block)
-        last = [own.last] if isinstance(own, MemoryState) else []
-        return [*([block.last] if self._shifted else []), own.summary, own.keys, own.values, own.position, *last]
-
-    def _own(self, block: Any) -> Any:
-        return block.own if self._shifted else block
+    def _tensors(self, block: Any) -> list[Any]:
+        """The tensors of the state of a block that are those of `State` in decode.cpp, or None."""
+        shifted, own = (block.last, block.own) if self._shifted else (None, block)
+        last = own.last if isinstance(own, MemoryState) else None
+        return [shifted, own.summary, own.keys, own.values, own.position, last]
 
     def _check(self, argument: str, x: Tensor, dtype: torch.dtype, *shape: int) -> None:
         if x.shape != shape or x.dtype != dtype or not has_plain_memory(x):
