@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 32580,
-    "all tests": 23130,
+    "all source": 31460,
+    "all tests": 22990,
     "baselines": 4100,
     "bench": 880,
     "checkpoint": 710,
@@ -182,7 +182,7 @@ BUDGETS: dict[str, int] = {
     "evaluation": 600,
     "experiments": 2230,
     "finetuning": 1400,
-    "foreign": 740,
+    "foreign": 750,
     "generation": 780,
     "ground": 1490,
     "hf": 1320,
