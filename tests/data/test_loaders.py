@@ -27,24 +27,20 @@ def loader(length: int = 400, context: int = 8, **options: Any) -> Loader:
     return CachedLoader(stream(length), BatchMaker(ByteTokenizer(), **{"task": "clm", "seed": 3, **options}), context, rows)
 
 
-def rows_of(batch: Batch, context: int) -> list[list[int]]:
-    """The inputs and targets of a batch, row by row."""
-    both = torch.stack([batch.inputs.view(-1, context), batch.targets.view(-1, context)], dim=1)
-    return both.flatten(1).tolist()
+def rows_of(batch: Batch) -> list[list[int]]:
+    """The inputs and targets of a batch, row by row of 8 tokens."""
+    return torch.stack([batch.inputs.view(-1, 8), batch.targets.view(-1, 8)], dim=1).flatten(1).tolist()
 
 
-def step_rows(loaders: list[Loader], context: int) -> list[list[int]]:
+def step_rows(loaders: list[Loader]) -> list[list[int]]:
     """All rows of the next step, in order, from the loaders of all ranks."""
-    parts = [[row for batch in one.next_step() for row in rows_of(batch, context)] for one in loaders]
+    parts = [[row for batch in one.next_step() for row in rows_of(batch)] for one in loaders]
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
 
 
-def numbers(length: int) -> TokenStream:
-    return TokenStream("the train split of numbers", np.arange(length, dtype=np.uint16), length)
-
-
 def test_an_epoch_reads_every_window_once_and_the_next_one_at_other_places() -> None:
-    one = CachedLoader(numbers(401), BatchMaker(ByteTokenizer(), "clm"), 8, Rows(1, 1))
+    numbers = TokenStream("the train split of numbers", np.arange(401, dtype=np.uint16), 401)
+    one = CachedLoader(numbers, BatchMaker(ByteTokenizer(), "clm"), 8, Rows(1, 1))
     starts = [int(one.next_step()[0].inputs[0, 0]) for _ in range(150)]
     offsets = []
     while starts:
@@ -72,23 +68,20 @@ def test_any_number_of_processes_resumes_at_any_step_with_the_same_rows(
 ) -> None:
     options: dict[str, Any] = {"per_step": 8, "task": task, "packed": packed}
     whole = loader(at_once=8, **options)
-    expected = [step_rows([whole], 8) for _ in range(done + 4)]
+    expected = [step_rows([whole]) for _ in range(done + 4)]
     before = [loader(at_once=4, rank=rank, ranks=2, **options) for rank in range(2)]
     for step in range(done):
-        assert step_rows(before, 8) == expected[step]
+        assert step_rows(before) == expected[step]
     state = json.loads(json.dumps(merge_states([one.state() for one in before])))
     after = [loader(at_once=at_once, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
     for one in after:
         one.restore(state)
     for step in range(done, done + 4):
-        assert step_rows(after, 8) == expected[step]
+        assert step_rows(after) == expected[step]
 
 
 def test_each_seed_gives_another_order() -> None:
-    first, same, other = loader(), loader(), loader(seed=4)
-    rows = step_rows([first], 8)
-    assert rows == step_rows([same], 8)
-    assert rows != step_rows([other], 8)
+    assert step_rows([loader()]) == step_rows([loader()]) != step_rows([loader(seed=4)])
 
 
 def test_what_cannot_be_read_in_steps_is_an_error() -> None:
@@ -160,7 +153,7 @@ def test_groups_hold_the_same_rows_whatever_the_number_of_processes(ranks: int) 
     plain = loader(per_step=16)
     loaders = [loader(per_step=16, at_once=2, rank=rank, ranks=ranks, groups=8) for rank in range(ranks)]
     for _ in range(4):
-        rows = step_rows([plain], 8)
+        rows = step_rows([plain])
         for rank, one in enumerate(loaders):
-            batches = [rows_of(batch, 8) for batch in one.next_step()]
+            batches = [rows_of(batch) for batch in one.next_step()]
             assert batches == [[rows[group], rows[group + 8]] for group in range(rank, 8, ranks)]
