@@ -75,9 +75,8 @@ class LocalCorpus:
         return [example["text"]]
 
     def _parts(self, split: Split) -> list[FilePart]:
-        if split != "all":
-            return self.splits.get(split, [])
-        return list(dict.fromkeys(replace(part, splits=()) for each in SPLITS for part in self.splits.get(each, [])))
+        whole = (replace(part, splits=()) for each in SPLITS for part in self.splits.get(each, []))
+        return list(dict.fromkeys(whole)) if split == "all" else self.splits.get(split, [])
 
 
 def _examples(parts: list[FilePart]) -> Iterator[dict[str, str]]:
@@ -230,11 +229,8 @@ def standard_library() -> Corpus:
 
 def _hutter(name: str) -> LocalCorpus:
     """Load enwik8 or text8 from a file NAME or NAME.zip in the mirror folder or the working directory."""
-    candidates = (folder / f"{name}{suffix}" for folder in (mirror(), Path()) if folder for suffix in ("", ".zip"))
-    file = next(filter(Path.is_file, candidates), None)
-    if file is None:
-        raise LineartimeError(
-            f"There is no file {name} or {name}.zip here: download http://mattmahoney.net/dc/{name}.zip into this folder, or "
-            "into the folder that LINEARTIME_MIRROR names."
-        )
-    return LocalCorpus(name, within_files([FilePart(SourceFile(file), at_lines=False)]))
+    for file in (folder / f"{name}{suffix}" for folder in (mirror(), Path()) if folder for suffix in ("", ".zip")):
+        if file.is_file():
+            return LocalCorpus(name, within_files([FilePart(SourceFile(file), at_lines=False)]))
+    advice = f"download http://mattmahoney.net/dc/{name}.zip into this folder, or the one that LINEARTIME_MIRROR names"
+    raise LineartimeError(f"There is no file {name} or {name}.zip here: {advice}.")

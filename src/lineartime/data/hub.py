@@ -48,9 +48,8 @@ def reporting_read_errors(name: str) -> Iterator[None]:
     except LineartimeError:
         raise
     except Exception as error:  # network, compression, Parquet and JSON errors of several libraries
-        raise LineartimeError(
-            f"Cannot read {name} ({typed_first_line(error)}): check its files or the network, then try again."
-        ) from None
+        advice = "check its files or the network, then try again"
+        raise LineartimeError(f"Cannot read {name} ({typed_first_line(error)}): {advice}.") from None
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,9 @@ class HubCorpus:
         try:
             file = huggingface_hub.hf_hub_download(self.repository, small, repo_type="dataset")
         except Exception as error:  # any network error
-            raise LineartimeError(
-                f"Cannot reach {self.repository} on the Hugging Face hub ({typed_first_line(error)}): check the name and the "
-                "network, or set LINEARTIME_MIRROR to a folder with a copy of that repository."
-            ) from None
+            found = f"Cannot reach {self.repository} on the Hugging Face hub ({typed_first_line(error)})"
+            advice = "check the name and the network, or set LINEARTIME_MIRROR to a folder with a copy of that repository"
+            raise LineartimeError(f"{found}: {advice}.") from None
         return Path(file).parent.name  # the cache keeps files in snapshots/COMMIT
 
     def describe(self, split: Split) -> str | None:

@@ -45,10 +45,9 @@ class Rows:
 
     def __post_init__(self) -> None:
         if self.per_step < 1 or self.at_once < 1 or self.per_step % (self.at_once * self.ranks):
-            raise LineartimeError(
-                f"A step of {self.per_step} sequences cannot be distributed over {self.ranks} processes in batches of "
-                f"{self.at_once}: use a multiple of {self.at_once * self.ranks} sequences."
-            )
+            over = f"over {self.ranks} processes in batches of {self.at_once}"
+            found = f"A step of {self.per_step} sequences cannot be distributed {over}"
+            raise LineartimeError(f"{found}: use a multiple of {self.at_once * self.ranks} sequences.")
 
     def of_step(self, first: int) -> list[list[int]]:
         """The numbers of this process's rows, by micro-batch, in the step that starts with row `first`."""
@@ -243,10 +242,8 @@ class StreamingLoader(Loader):
 
     def _seek(self, state: State) -> None:
         if state.get("of") != self._rows.ranks:
-            raise LineartimeError(
-                f"The run streamed its text to {state.get('of', 'no')} processes and cannot continue in {self._rows.ranks}: "
-                "resume it with as many processes and its own options."
-            )
+            found = f"The run streamed its text to {state.get('of', 'no')} processes and cannot continue in {self._rows.ranks}"
+            raise LineartimeError(f"{found}: resume it with as many processes and its own options.")
         self._begin(**state["processes"][str(self._rows.rank)])
 
     def _read(self, epoch: int, source: State | None) -> Iterator[_Example]:

@@ -165,11 +165,8 @@ def ready_tokenizer(choice: str | Path | None) -> Tokenizer:
     if not name:
         raise ArgumentError("tokenizer", "is empty: give a name or a path, or leave it out.")
     if not is_tokenizer_name(name) and not is_there(name):
-        raise ArgumentError(
-            "tokenizer",
-            f"is {choice}, which is neither a file nor a name: use bytes, bpe-{VOCAB_SIZE}, unigram-{VOCAB_SIZE}, "
-            "hub:NAME or the path of a tokenizer.json.",
-        )
+        names = f"bytes, bpe-{VOCAB_SIZE}, unigram-{VOCAB_SIZE}, hub:NAME or the path of a tokenizer.json"
+        raise ArgumentError("tokenizer", f"is {choice}, which is neither a file nor a name: use {names}.")
     return named_tokenizer(name)
 
 
