@@ -14,8 +14,8 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
 from lineartime.data import JsonTokenizer
 from lineartime.data import tokens as encode_module
+from lineartime.data.tokenizers import _train_bpe, _train_unigram
 from lineartime.data.tokens import encoded, write_tokens
-from lineartime.data.train_tokenizer import _train_bpe, _train_unigram
 from lineartime.generation import PromptState
 from lineartime.text_generation import _masked_ids, prompt_ids
 
