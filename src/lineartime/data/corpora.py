@@ -225,7 +225,7 @@ class HubCorpus:
         path, config = self._place
         loaded = [self._load(path, name=config, split=name) for name in names]
         with reporting_read_errors(self.name):
-            return loaded[0] if len(loaded) == 1 else datasets_library("").concatenate_datasets(loaded)
+            return loaded[0] if len(loaded) == 1 else datasets_library(f"Reading {self.name}").concatenate_datasets(loaded)
 
     @property
     def _place(self) -> tuple[Path | None, str | None]:
