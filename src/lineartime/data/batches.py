@@ -25,7 +25,7 @@ from torch import Tensor
 from lineartime.choices import Task
 from lineartime.data.corpora import Corpus, datasets_library, reporting_read_errors
 from lineartime.data.tokenizers import Tokenizer
-from lineartime.data.tokens import TokenStream
+from lineartime.data.tokens import PART, TokenStream, encoded
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.ops.cross_entropy import IGNORED
 
@@ -387,7 +387,7 @@ class StreamingLoader(Loader):
 
     def _read(self, epoch: int, source: State | None) -> Iterator[_Example]:
         """The examples of this process's share from a state on, endlessly, without empty ones."""
-        name, tokenizer = self._source.name, self._make.tokenizer
+        name, tokenizer, end = self._source.name, self._make.tokenizer, self._make.tokenizer.end_of_document
         datasets_library(f"Streaming {name}")
         from datasets.distributed import split_dataset_by_node
 
@@ -402,9 +402,10 @@ class StreamingLoader(Loader):
                         found = f"The checkpoint's position in {name} does not exist in this text"
                         raise LineartimeError(f"{found}: restore the checkpoint from a copy, or train again.") from None
                 for example in dataset:
-                    ids = tokenizer.encode_batch([text for text in self._source.texts(example) if text])
-                    if ids:
-                        yield _Example(epoch, source, np.concatenate([np.append(x, tokenizer.end_of_document) for x in ids]))
+                    documents = (iter([text]) for text in self._source.texts(example))
+                    parts = [np.append(ids, end) if part.is_last else ids for part, ids in encoded(tokenizer, documents, PART)]
+                    if parts:
+                        yield _Example(epoch, source, np.concatenate(parts))
                         is_empty = False
                     source = dataset.state_dict()
             if is_empty:

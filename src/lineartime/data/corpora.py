@@ -452,11 +452,18 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, include: Sequence[st
     """
     names = (data,) if isinstance(data, (str, Path)) else tuple(data) if isinstance(data, Sequence) else data or ()
     check_type("data", names, tuple[str | Path, ...])
+    paths = [Path(name) for name in names if isinstance(name, Path) or not is_corpus_name(name)]
+    where = " and ".join(map(str, names)) or DEFAULT_TEXT
+    for argument, patterns in (("include", include), ("exclude", exclude)):
+        check_type(argument, patterns, tuple[str, ...])
+        if not all(pattern.strip("/") for pattern in patterns):
+            raise ArgumentError(argument, "has an empty pattern: write one such as *.md, or leave it out.")
+        if patterns and not paths:
+            raise ArgumentError(argument, f"is for folders, but the text is {where}: leave it out.")
     found = FilesOfText(text_column, include, exclude)
     sources: list[Source] = []
     named: dict[str, Files] = {}
     seen: set[str | Path] = set()
-    paths = [Path(name) for name in names if isinstance(name, Path) or not is_corpus_name(name)]
     held_out = any(own_split(path) in ("validation", "test") for path in paths)
     for name in names:
         if not str(name):
@@ -488,11 +495,7 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, include: Sequence[st
         together = {split: [part for each in named.values() for part in each.get(split, [])] for split in SPLITS}
         sources.insert(0, LocalCorpus(", ".join(named), completed(together)))
     if not sources:
-        sources += standard_library().sources
-    where = " and ".join(source.name for source in sources)
-    for argument, patterns in (("include", include), ("exclude", exclude)):
-        if patterns and not paths:
-            raise ArgumentError(argument, f"is for folders, but the text is {where}: leave it out.")
+        sources.append(standard_library())
     if text_column != TEXT_COLUMN and not any(source.has_columns for source in sources):
         raise ArgumentError("text_column", f"is {text_column}, but {where} has no columns: leave it at {TEXT_COLUMN}.")
     return Corpus(tuple(sources), (*found.notes, *found.unused()))
@@ -508,13 +511,13 @@ def load_corpus_of_run(data: Data, text_column: str, include: Sequence[str] = ()
         raise LineartimeError("The text of this run ", error.predicate, " Give the place where it is now: `data`.") from None
 
 
-def standard_library() -> Corpus:
+def standard_library() -> LocalCorpus:
     """The source of the running Python's standard library, without its tests: about 12 MB on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY & set(file.relative_to(root).parts)]
     if not files:
         raise LineartimeError(f"There is no Python source in {root}, the standard library: give a text of your own.")
-    return Corpus((LocalCorpus(DEFAULT_TEXT, by_file(root, [FilePart(SourceFile(file)) for file in files])),))
+    return LocalCorpus(DEFAULT_TEXT, by_file(root, [FilePart(SourceFile(file)) for file in files]))
 
 
 def _hutter(name: str) -> LocalCorpus:

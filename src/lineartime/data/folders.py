@@ -17,7 +17,6 @@ from typing import IO
 from lineartime.choices import TEXT_COLUMN, Split
 from lineartime.data.readers import BLOCK, COMPRESSED, RECORDS, SourceFile, not_utf8, read_texts
 from lineartime.errors import ArgumentError, file_error
-from lineartime.fields import check_type
 from lineartime.files import RECORD_FILE
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -313,12 +312,6 @@ class FilesOfText:
     exclude: Sequence[str] = ()  # patterns of the files and folders of a folder to leave out
     notes: list[str] = field(default_factory=list, init=False)  # sentences for the user about files that are left out
     matched: set[str] = field(default_factory=set, init=False)  # the patterns that matched a file or folder
-
-    def __post_init__(self) -> None:
-        for argument, patterns in (("include", self.include), ("exclude", self.exclude)):
-            check_type(argument, patterns, tuple[str, ...])
-            if not all(pattern.strip("/") for pattern in patterns):
-                raise ArgumentError(argument, "has an empty pattern: write one such as *.md, or leave it out.")
 
     def find(self, path: Path) -> list[FilePart]:
         """The files of text at an existing path, without empty ones.
