@@ -327,7 +327,7 @@ _UNKNOWN = "<unk>"  # Unigram requires one, but byte fallback never uses it
 _LIKE_A_NAME = (
     "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in [*_SPECIAL, _UNKNOWN]) + "|<(?=0x[0-9A-F]{2}>)"
 )
-_LONG_SPACE = re.compile(r"\s{500}")
+_LONG_WORD = re.compile(r"\S{500}|\s{500}")
 _LONG_RUN = re.compile(r"[^\W\d_]{500}|\d{500}|(?:[^\w\s]|_){500}|\s{500}")
 """Characters that would be one word, as DNA is. Merging pairs in a word takes a time that grows with its length squared."""
 _MIN_VOCABULARY: dict[TokenizerKind, int] = {"bpe": 256 + len(_SPECIAL), "unigram": 256 + len(_SPECIAL) + 1 + 256}
@@ -374,9 +374,9 @@ def _texts(corpus: Corpus, limit: int, progress: Progress) -> Iterator[str]:
         size = len(text.encode())
         if size > limit:
             text = text.encode()[:limit].decode(errors="ignore") or text[:1]
-        # The pattern alone would take a third of the time of training.
-        has_long_run = max(map(len, text.split()), default=0) >= 500 or bool(_LONG_SPACE.search(text))
-        cuts = [0, *(run.end() for run in _LONG_RUN.finditer(text if has_long_run else "")), len(text)]
+        # The pattern of runs alone would take a third of the time of training.
+        runs = _LONG_RUN.finditer(text) if _LONG_WORD.search(text) else ()
+        cuts = [0, *(run.end() for run in runs), len(text)]
         yield from (text[start:stop] for start, stop in pairwise(cuts))
         progress.advance(size)
         limit -= size
