@@ -257,5 +257,6 @@ def test_the_command_writes_a_tokenizer_and_never_over_another(
     assert read_tokenizer(out).decode(read_tokenizer(out).encode("naïve").tolist()) == "naïve"
     assert main(arguments) == 1
     assert "exists already: delete it, or choose another name" in capsys.readouterr().err
-    assert main(["tokenize", "--data", str(tmp_path / "missing"), "--out", f"{out}.new", "--vocab-size", "9"]) == 1
-    assert "--vocab-size is 9, but must be at least 260" in capsys.readouterr().err  # before it looks for the text
+    assert main(["tokenize", "--data", str(text), "--out", f"{out}.new", "--vocab-size", "9"]) == 1
+    assert "--vocab-size is 9, but must be at least 260" in capsys.readouterr().err
+    assert [file.name for file in out.parent.iterdir()] == ["tokenizer.json"]

@@ -347,7 +347,9 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
 
     Raises LineartimeError for an unknown kind, a vocabulary too small for all bytes or too large, or a corpus without text.
     """
-    check_tokenizer_options(kind, vocab_size, max_bytes)
+    check_type("kind", kind, TokenizerKind)
+    check_type("max_bytes", max_bytes, AtLeastOne | None)
+    check_type("vocab_size", vocab_size, Annotated[int, Between(_MIN_VOCABULARY[kind], _MAX_VOCABULARY)])
     require_packages("tokenizers", extra="tokenizers", purpose="Training a tokenizer")
     import tokenizers
 
@@ -359,13 +361,6 @@ def train_tokenizer(corpus: Corpus, kind: TokenizerKind, vocab_size: int, max_by
         train = _train_bpe if kind == "bpe" else _train_unigram
         definition = train(tokenizers, chain([first], texts), vocab_size)
     return JsonTokenizer(definition, f"{kind} of {corpus.name}")
-
-
-def check_tokenizer_options(kind: TokenizerKind, vocab_size: int, max_bytes: int | None) -> None:
-    """Raise ArgumentError for an option that `train_tokenizer` does not take; a command calls this before it reads the text."""
-    check_type("kind", kind, TokenizerKind)
-    check_type("max_bytes", max_bytes, AtLeastOne | None)
-    check_type("vocab_size", vocab_size, Annotated[int, Between(_MIN_VOCABULARY[kind], _MAX_VOCABULARY)])
 
 
 def _texts(corpus: Corpus, limit: int, progress: Progress) -> Iterator[str]:
