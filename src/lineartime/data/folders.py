@@ -271,16 +271,10 @@ def by_file(root: Path, parts: Sequence[FilePart]) -> Files:
     return splits if fair else within_files(parts)
 
 
-def describe_parts(parts: Iterable[FilePart]) -> str:
-    """Describe parts in a few words: "5% of text.txt", "120 files (a.txt, b.txt, ...)"."""
-    shares: dict[Path, float] = {}
-    for part in parts:
-        share = sum(SHARES[split] for split in part.splits) or 1.0
-        shares[part.path] = shares.get(part.path, 0.0) + share
-    groups: dict[float, list[str]] = {}
-    for path, share in shares.items():
-        groups.setdefault(round(share, 2), []).append(path.name)
-    return " and ".join(f"{f'{share:.0%} of ' if share < 1 else ''}{_listed(names)}" for share, names in groups.items())
+def describe_parts(parts: Sequence[FilePart]) -> str:
+    """Describe the parts of a split, which are equal shares: "5% of text.txt", "120 files (a.txt, b.txt, ...)"."""
+    share = sum(SHARES[split] for split in parts[0].splits)
+    return f"{f'{share:.0%} of ' if share else ''}{_listed([part.path.name for part in parts])}"
 
 
 def _listed(names: list[str]) -> str:
