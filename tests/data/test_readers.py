@@ -21,7 +21,7 @@ import zstandard
 from lineartime.choices import Split
 from lineartime.data import folders, load_corpus, readers
 from lineartime.data.folders import SPLITS, FilePart
-from lineartime.data.readers import BLOCK, SourceFile
+from lineartime.data.readers import BLOCK
 from lineartime.errors import ArgumentError, LineartimeError
 
 
@@ -48,7 +48,7 @@ TEXTS = ["one\ntwo, three", "", 'four "five"\r\nsix', "日本 é 🚀\n", "x" * 
 
 
 def read(path: Path, split: Split | None = None, column: str = "text") -> list[str]:
-    part = FilePart(SourceFile(path, column), () if split is None else (split,))
+    part = FilePart(path, column, () if split is None else (split,))
     return ["".join(blocks) for blocks in part.documents()]
 
 
@@ -244,7 +244,7 @@ def test_a_long_line_is_a_document_like_any_other(tmp_path: Path, monkeypatch: p
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
     (tmp_path / "a.txt").write_text(text)
     for file in ("a.jsonl", "a.txt"):
-        (document,) = FilePart(SourceFile(tmp_path / file)).documents()
+        (document,) = FilePart(tmp_path / file).documents()
         lengths = [len(block) for block in document]
         assert sum(lengths) == len(text)
         assert max(lengths) <= BLOCK

@@ -31,7 +31,7 @@ from lineartime.data.folders import (
     split_of,
     within_files,
 )
-from lineartime.data.readers import SourceFile, missing_column
+from lineartime.data.readers import missing_column
 from lineartime.errors import (
     ArgumentError,
     LineartimeError,
@@ -333,7 +333,7 @@ class LocalCorpus:
     @property
     def has_columns(self) -> bool:
         """Whether some files hold records."""
-        return any(part.file.has_records for parts in self.splits.values() for part in parts)
+        return any(part.has_records for parts in self.splits.values() for part in parts)
 
     def describe(self, split: Split) -> str | None:
         """The files of a split."""
@@ -355,7 +355,7 @@ class LocalCorpus:
     def examples(self, split: Split) -> Any:
         """The documents as an IterableDataset with one shard per file. All files must hold records."""
         parts = self._parts(split)
-        if one := next((part.path for part in parts if not part.file.has_records), None):
+        if one := next((part.path for part in parts if not part.has_records), None):
             found = f"{one} is one long text and cannot be streamed, as JSON lines and Parquet can"
             raise LineartimeError(f"{found}: encode it beforehand.")
         return datasets_library(f"Streaming {self.name}").IterableDataset.from_generator(_examples, gen_kwargs={"parts": parts})
@@ -517,13 +517,13 @@ def standard_library() -> LocalCorpus:
     files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY & set(file.relative_to(root).parts)]
     if not files:
         raise LineartimeError(f"There is no Python source in {root}, the standard library: give a text of your own.")
-    return LocalCorpus(DEFAULT_TEXT, by_file(root, [FilePart(SourceFile(file)) for file in files]))
+    return LocalCorpus(DEFAULT_TEXT, by_file(root, [FilePart(file) for file in files]))
 
 
 def _hutter(name: str) -> LocalCorpus:
     """Load enwik8 or text8 from a file NAME or NAME.zip in the mirror folder or the working directory."""
     for file in (folder / f"{name}{suffix}" for folder in (mirror(), Path()) if folder for suffix in ("", ".zip")):
         if file.is_file():
-            return LocalCorpus(name, within_files([FilePart(SourceFile(file), at_lines=False)]))
+            return LocalCorpus(name, within_files([FilePart(file, at_lines=False)]))
     advice = f"download http://mattmahoney.net/dc/{name}.zip into this folder, or the one that LINEARTIME_MIRROR names"
     raise LineartimeError(f"There is no file {name} or {name}.zip here: {advice}.")
