@@ -76,7 +76,7 @@ _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}  # of
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]  # represented by the characters from U+0100 on
 BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
 """The byte that each character of a byte-level piece represents."""
-_NOTHING_BEFORE: dict[str, dict[str, Any]] = {
+_NOTHING_BEFORE: dict[Any, dict[str, Any]] = {  # by the type of a part of a definition
     "Prepend": {"prepend": ""},
     "Metaspace": {"prepend_scheme": "never", "add_prefix_space": False},
     "ByteLevel": {"add_prefix_space": False},
@@ -133,15 +133,6 @@ def _library_errors(what: str, advice: str) -> Iterator[None]:
         raise LineartimeError(f"{what} ({first_line(error):.300}){advice}") from None
 
 
-def _parts_of(stage: Any) -> Iterator[dict[str, Any]]:
-    """The parts of a stage of a definition, with sequences flattened."""
-    if isinstance(stage, dict):
-        yield stage
-        for name in ("normalizers", "pretokenizers"):
-            for part in stage.get(name, ()):
-                yield from _parts_of(part)
-
-
 class JsonTokenizer:
     """A tokenizer saved by the Hugging Face `tokenizers` library; missing end-of-document and mask tokens are added."""
 
@@ -190,9 +181,7 @@ class JsonTokenizer:
     @cached_property
     def _inside(self) -> Any:
         """The tokenizer without what it puts before a text."""
-        definition = json.loads(self._definition)
-        for part in chain(_parts_of(definition.get("normalizer")), _parts_of(definition.get("pre_tokenizer"))):
-            part.update(_NOTHING_BEFORE.get(part.get("type", ""), {}))
+        definition = json.loads(self._definition, object_hook=lambda part: part | _NOTHING_BEFORE.get(part.get("type"), {}))
         return JsonTokenizer(json.dumps(definition), self._source)._tokenizer
 
     def beginning(self, text: str, n_tokens: int, inside: bool = False) -> str:
