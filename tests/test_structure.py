@@ -178,7 +178,7 @@ BUDGETS: dict[str, int] = {
     "bench": 1040,
     "checkpoint": 710,
     "cli": 1480,
-    "data": 2430,
+    "data": 2400,
     "evaluation": 600,
     "experiments": 2950,
     "finetuning": 1400,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -263,14 +262,13 @@ class HubCorpus:
 
 def _articles(lines: Iterator[str]) -> Iterator[Iterator[str]]:
     """Group the lines of WikiText into articles, which begin with a title such as ` = Title = `."""
-    titles = 0
-
-    def number(line: str) -> int:
-        nonlocal titles
-        titles += re.fullmatch(r" = (?!= ).+ = \n?", line) is not None
-        return titles
-
-    return (article for _, article in groupby(lines, number))
+    article: list[str] = []
+    for line in lines:
+        if re.fullmatch(r" = (?!= ).+ = \n?", line) and article:
+            yield iter(article)
+            article = []
+        article.append(line)
+    yield iter(article)
 
 
 def _wiki40b(example: Example) -> list[str]:
