@@ -178,7 +178,7 @@ BUDGETS: dict[str, int] = {
     "bench": 880,
     "checkpoint": 710,
     "cli": 1480,
-    "data": 2450,
+    "data": 2400,
     "evaluation": 600,
     "experiments": 2230,
     "finetuning": 1400,

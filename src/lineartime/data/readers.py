@@ -258,6 +258,9 @@ def _csv(file: SourceFile) -> Iterator[tuple[str, dict[str, Any]]]:
             rows = csv.reader(_lines(file, stream), strict=True)
         try:
             names = [name.strip() for name in next(rows, [])]
+            if len(names) == 1 and {*names[0]} & {*";\t|"}:
+                found = f"{file.path}, line 1, names the column {names[0]!r:.40}"
+                raise LineartimeError(f"{found}: separate columns by commas, in .tsv by tabs, or {LEAVE_OUT}")
             for row in rows:
                 if row and len(row) != len(names):  # an empty line is no record
                     fields = "1 field" if len(row) == 1 else f"{len(row)} fields"

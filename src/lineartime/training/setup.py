@@ -36,7 +36,7 @@ from lineartime.data import (
     tokenizer_from_json,
 )
 from lineartime.data.corpora import load_corpus_of_run
-from lineartime.data.train_tokenizer import names_folder
+from lineartime.data.tokenizers import names_folder
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.evaluation.perplexity import bits_per_byte
 from lineartime.host import cache_folder
