@@ -151,11 +151,13 @@ def test_a_tsv_file_knows_no_quotes_and_names_of_csv_may_be_anything(tmp_path: P
         ("a.jsonl", '{"text": "\\ud800"}', r"line 1, has '.ud800' in .text. instead of a text"),
         ("a.jsonl", '{"text": "a"}\n3\n', r"line 2, is 3, but must be an object: correct it"),
         ("a.jsonl", "[" * 5_000, r"line 1, is not JSON"),
+        ("a.jsonl", '{"text": "a", "text": "b"}', r"line 1, is not JSON \(an object has one name twice\): correct it"),
         ("a.jsonl", '{"text": "a"}\n{"text": "caf\xe9"}', r"line 2, is not UTF-8 text \(byte 0xe9 at offset 27\)"),
         ("a.csv", "id;text\n1;a\n", "a.csv, line 1, names the column 'id;text': separate columns by commas"),
         ("a.csv", "t\0e\0x\0t\0\n\0", r"a.csv, line 1, is not UTF-8 text \(byte 0x00 at offset 1\): .*iconv -f utf-16"),
         ("a.csv", "id,text\n1,a\n2\n", r"a.csv, line 3, has 1 field, but line 1 names 2: quote fields"),
         ("a.csv", 'id,text\n1,"a\n2,b\n', r"a.csv, line 3, is not CSV \(unexpected end of data\)"),
+        ("a.csv", "text,id,text\na,1,b\n", "a.csv, line 1, names the column text twice: rename one, or leave the file out"),
     ],
 )
 def test_a_record_that_is_no_document_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
