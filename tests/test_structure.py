@@ -172,13 +172,13 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 31460,
-    "all tests": 22990,
+    "all source": 31420,
+    "all tests": 22940,
     "baselines": 4100,
     "bench": 880,
     "checkpoint": 710,
     "cli": 1480,
-    "data": 2400,
+    "data": 2410,
     "evaluation": 600,
     "experiments": 2230,
     "finetuning": 1400,
