@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from lineartime.cli.options import Checkpoint
 from lineartime.errors import ArgumentError
 from lineartime.files import is_folder, is_there
+from lineartime.units import number_or_text
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class ConvertOptions:
 
 
 def run(options: ConvertOptions) -> None:
-    """Convert the model, and print how to load it."""
+    """Convert the model, and print what was written and how to load it."""
     from lineartime.data.progress import Progress
     from lineartime.foreign.conversion import is_foreign
 
@@ -36,7 +37,7 @@ def run(options: ConvertOptions) -> None:
 
 
 def _convert(options: ConvertOptions) -> str:
-    """Convert a model of lineartime for transformers, or the reverse; return what was written and how to load it."""
+    """Convert a model of lineartime for transformers, or the reverse."""
     from lineartime.foreign.weights import SUFFIXES
 
     if not is_folder(options.source):
@@ -53,12 +54,18 @@ def _convert(options: ConvertOptions) -> str:
 
 
 def _read_foreign(options: ConvertOptions) -> str:
-    """Convert a model of another package; return what was written and how to load it."""
+    """Convert a model of another package."""
     from lineartime.checkpoint import load_tokenizer
     from lineartime.foreign.conversion import convert
 
     _refuse(options, "checkpoint")
-    arguments = dict(map(_read, options.flash_pytorch))
+    words = {"true": True, "false": False}
+    arguments = {}
+    for item in options.flash_pytorch:
+        name, equals, text = item.partition("=")
+        if not equals:
+            raise ArgumentError("flash_pytorch", f"contains {item!r}, which is not NAME=VALUE, for instance group_size=128.")
+        arguments[name] = words[text.lower()] if text.lower() in words else number_or_text(text)
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
     written = _ours(convert(options.source, options.destination, tokenizer=tokenizer, flash_pytorch=arguments))
     if is_folder(options.source) or "causal" in arguments:
@@ -81,18 +88,3 @@ def _ours(folder: Path) -> str:
 
     command = "fill" if read_model_config(folder).task == "mlm" else "generate"
     return f"{folder}: a model of lineartime, which `lineartime {command} {folder}` and the other commands read"
-
-
-def _read(item: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE, where the value is an integer, true or false."""
-    from lineartime.foreign.flash_pytorch import IN_WEIGHTS
-
-    name, _, text = item.partition("=")
-    if name in IN_WEIGHTS:
-        raise ArgumentError("flash_pytorch", f"contains {item!r}, but {name} is known from the weights: leave it out.")
-    words = {"true": True, "false": False}
-    if text.lower() in words:
-        return name, words[text.lower()]
-    if text.isdecimal() and len(text) < 10:
-        return name, int(text)
-    raise ArgumentError("flash_pytorch", f"contains {item!r}, which is not NAME=VALUE with true, false or an integer.")

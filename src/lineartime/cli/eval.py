@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
-from rich.console import Console
 
 from lineartime.choices import Context, Precision, Split
 from lineartime.cli.options import Checkpoint, Device, Threads
@@ -20,6 +19,7 @@ from lineartime.errors import ArgumentError
 from lineartime.plots import check_picture
 from lineartime.runs.curve import draw_report
 from lineartime.screen import SCREEN, new_table, output_console
+from lineartime.units import NOT_THERE, cell
 
 if TYPE_CHECKING:
     from lineartime.evaluation import Difference, Evaluation
@@ -86,114 +86,80 @@ def run(options: EvalOptions) -> None:
     given = {name: value for name, value in vars(options).items() if name in signature(evaluate).parameters}
     given |= {name: given[name] or None for name in ("data", "include", "exclude")}
     given |= {"packed": None if options.packed == "auto" else options.packed == "on", "precision": precision}
-    evaluations: list[Evaluation] = []
+    measured: list[Evaluation] = []
     with using_threads(options.threads):
         try:
             for each in options.runs:
-                evaluations.append(evaluate(each, **given, say=partial(print, file=SCREEN)))
+                measured.append(evaluate(each, **given, say=partial(print, file=SCREEN)))
                 if options.json:
-                    before = evaluations[0] if len(evaluations) > 1 else None
-                    print(json.dumps(_plain(evaluations[-1], precision, before)), flush=True)
+                    print(json.dumps({**_plain(measured), "precision": precision}), flush=True)
         finally:  # also if a later run fails, or is interrupted: what was measured took long
-            if evaluations and len(options.runs) > 1 and not options.json:
-                _print_comparison(evaluations, f"{device.type}, {precision}")
-    first = evaluations[0]
-    if len(options.runs) == 1 and not options.json:
-        _print(first, f"{device.type}, {precision}")
+            if measured and not options.json:
+                _print(measured, f"{device.type}, {precision}")
     if options.plot is not None:
-        assert first.checkpoint is not None
-        picture = draw_report(first.checkpoint.parent, first, options.plot)
+        assert measured[0].checkpoint is not None
+        picture = draw_report(measured[0].checkpoint.parent, measured[0], options.plot)
         print(f"picture: {picture}", file=SCREEN if options.json else sys.stdout)
 
 
-def _plain(evaluation: "Evaluation", precision: str, first: "Evaluation | None") -> dict[str, Any]:
-    """A result as JSON values, with its difference from that of the first run; None if they cannot be compared."""
-    perplexity = "masked_perplexity" if evaluation.masked else "perplexity"
-    finite = evaluation.perplexity if math.isfinite(evaluation.perplexity) else None  # JSON has no infinity
-    plain = {**evaluation.to_dict(), "precision": precision, perplexity: finite}
-    if first is not None:
-        found, _ = _difference(first, evaluation)
-        plain["difference_from_first"] = None if found is None else dataclasses.asdict(found)
+def _plain(measured: Sequence["Evaluation"]) -> dict[str, Any]:
+    """The last result as JSON values, with its difference from the first; None if they cannot be compared."""
+    last = measured[-1]
+    perplexity = last.perplexity if math.isfinite(last.perplexity) else None  # JSON has no infinity
+    plain = {**last.to_dict(), "masked_perplexity" if last.masked else "perplexity": perplexity}
+    if len(measured) > 1:
+        found = _difference(measured[0], last)
+        plain["difference_from_first"] = None if isinstance(found, str) else dataclasses.asdict(found)
     return plain
 
 
-def _difference(first: "Evaluation", other: "Evaluation") -> tuple["Difference | None", str]:
+def _difference(first: "Evaluation", other: "Evaluation") -> "Difference | str":
     """The difference of two evaluations, or why they cannot be compared."""
     from lineartime.evaluation import difference
 
     try:
-        return difference(first, other), ""
+        return difference(first, other)
     except ArgumentError as error:
-        return None, error.predicate
+        return f"{other.checkpoint} {error.predicate}"
 
 
-def _print_comparison(evaluations: Sequence["Evaluation"], where: str) -> None:
-    """Print the losses of several runs, and how far each is above that of the first one, on the same tokens."""
-    console, first = output_console(markup=False), evaluations[0]
-    for what in dict.fromkeys(f"{each.text}, {each.tokens:,} tokens; {each.context}" for each in evaluations):
-        console.print(f"{what}; computed on {where}", soft_wrap=True)
-    table = new_table(("run", "loss (nats)", "bits per byte", "difference"), left=("run",), folded=("run",))
-    notes = {}
-    for evaluation in evaluations:
-        found, problem = (None, "") if evaluation is first else _difference(first, evaluation)
-        if problem:
-            notes[str(evaluation.checkpoint)] = problem
-        table.add_row(str(evaluation.checkpoint), *_cells(evaluation, found))
+def _print(measured: Sequence["Evaluation"], where: str) -> None:
+    """Print a table with a column for each run."""
+    console, first = output_console(markup=False), measured[0]
+    for what in dict.fromkeys(f"{each.text}, {each.tokens:,} tokens; {each.context}; computed on {where}" for each in measured):
+        console.print(what, soft_wrap=True)
+    for number, each in enumerate(measured, 1):
+        console.print(f"run {number}: {each.checkpoint}", soft_wrap=True)
+    token = "masked token" if first.masked else "token"
+    rows = {
+        f"nats per {token}": [_with_error(each.loss, each.loss_error) for each in measured],
+        "bits per byte": [cell(each.bits_per_byte, ".4f") for each in measured],
+        f"perplexity per {token}": [f"{each.perplexity:.5g}" for each in measured],
+        "perplexity per word": [cell(each.word_perplexity, ".5g") for each in measured],
+    }
+    if len(measured) > 1:
+        above = rows[f"{'nats' if first.masked else 'bits per byte'} above run 1"] = [NOT_THERE]
+        for found in (_difference(first, each) for each in measured[1:]):
+            if isinstance(found, str):
+                console.print(found, soft_wrap=True)
+                above.append(NOT_THERE)
+            elif found.bits_per_byte is None:
+                above.append(_with_error(found.loss, found.loss_error, sign="+"))
+            else:
+                above.append(_with_error(found.bits_per_byte, found.bits_per_byte_error, sign="+"))
+    places = [(part.first, part.last) for part in first.by_position]
+    if all([(part.first, part.last) for part in each.by_position] == places for each in measured):
+        for index, (begin, end) in enumerate(places):
+            reach = f"{begin:,}" if begin == end else f"{begin:,} to {end:,}"
+            name = f"nats at position {reach}" if first.masked else f"nats, {reach} tokens read"
+            parts = [each.by_position[index] for each in measured]
+            rows[name] = [_with_error(part.loss, part.error) for part in parts]
+    table = new_table(("", *(f"run {number}" for number in range(1, len(measured) + 1))), left=("",))
+    for name, cells in rows.items():
+        if set(cells) != {NOT_THERE}:
+            table.add_row(name, *cells)
     console.print(table)
-    unit = "nats per masked token" if first.masked else "bits per byte"
-    console.print(f"difference: {unit} above the first run, window by window", soft_wrap=True)
-    _print_positions(console, evaluations)
-    for run, problem in notes.items():
-        console.print(f"{run} {problem}", soft_wrap=True)
 
 
-def _print_positions(console: Console, evaluations: Sequence["Evaluation"]) -> None:
-    """Print the losses of several runs by position, if they have the same positions."""
-    first, *others = [{(part.first, part.last): part.loss for part in each.by_position} for each in evaluations]
-    if all(other.keys() == first.keys() for other in others):
-        headers = ("position" if evaluations[0].masked else "tokens read", *(f"run {i + 1}" for i in range(len(evaluations))))
-        table = new_table(headers, title="loss by position (nats)")
-        for part in first:
-            table.add_row(_reach(*part), *(f"{losses[part]:.4f}" for losses in (first, *others)))
-        console.print(table)
-
-
-def _reach(first: int, last: int) -> str:
-    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
-
-
-def _cells(evaluation: "Evaluation", found: "Difference | None") -> tuple[str, str, str]:
-    """The loss in nats, the bits per byte, and the difference from the first run; the first and the last with their errors."""
-    apart, error = None, None
-    if found is not None:
-        masked = evaluation.masked
-        apart, error = (found.loss, found.loss_error) if masked else (found.bits_per_byte, found.bits_per_byte_error)
-    bits = "-" if evaluation.bits_per_byte is None else f"{evaluation.bits_per_byte:.4f}"
-    loss = f"{evaluation.loss:.4f}{_plus_minus(evaluation.loss_error)}"
-    return loss, bits, "-" if apart is None else f"{apart:+.4f}{_plus_minus(error)}"
-
-
-def _plus_minus(error: float | None) -> str:
-    return "" if error is None else f" ± {error:.4f}"
-
-
-def _print(evaluation: "Evaluation", where: str) -> None:
-    console = output_console(markup=False)
-    what = f"{evaluation.checkpoint} on {evaluation.text}, {evaluation.tokens:,} tokens"
-    console.print(f"{what}; computed on {where}", soft_wrap=True)
-    token = "masked token" if evaluation.masked else "token"
-    console.print(f"context         {evaluation.context}", soft_wrap=True)
-    console.print(f"loss            {evaluation.loss:.4f}{_plus_minus(evaluation.loss_error)} nats per {token}")
-    console.print(f"perplexity      {evaluation.perplexity:.3f} per {token}")
-    if evaluation.word_perplexity is not None:
-        per_word = f"{evaluation.word_perplexity:{'.3f' if evaluation.word_perplexity < 1e6 else '.3g'}}"
-        console.print(f"                {per_word} per word")
-    if evaluation.bits_per_byte is not None:
-        console.print(f"bits per byte   {evaluation.bits_per_byte:.4f}")
-    headers = ("position" if evaluation.masked else "tokens read", "loss (nats)", "± error", "tokens")
-    table = new_table(headers, title="loss by position in the context")
-    for position in evaluation.by_position:
-        reach = _reach(position.first, position.last)
-        error = "-" if position.error is None else f"{position.error:.4f}"
-        table.add_row(reach, f"{position.loss:.4f}", error, f"{position.count:,}")
-    console.print(table)
+def _with_error(value: float, error: float | None, sign: str = "") -> str:
+    return f"{value:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")

@@ -28,36 +28,27 @@ class ExportOptions:
 def run(options: ExportOptions) -> None:
     """Export the model and print how to load it."""
     if options.part == "text" and options.format == "package":
-        raise ArgumentError("format", "is package, but a package holds the step alone: use program or onnx, or `part='step'`.")
-    from lineartime.data.progress import Progress
-    from lineartime.export import checked_file
-
-    checked_file(options.file, ".onnx" if options.format == "onnx" else ".pt2")  # before the slow part
-    with Progress(f"exporting {options.run}"):
-        said = _export(options)
-    print(said)
-
-
-def _export(options: ExportOptions) -> str:
-    """Export the model; return what was written and how to load it."""
+        raise ArgumentError("format", "is package, but a package holds the step alone: use program or onnx, or `part=step`.")
     from lineartime.checkpoint import load_with_tokenizer
-    from lineartime.export import export_step, export_text, write_onnx, write_package, write_program
+    from lineartime.data.progress import Progress
+    from lineartime.export import checked_file, export_step, export_text, write_onnx, write_package, write_program
     from lineartime.models.language_model import MaskedLM
 
-    model = load_with_tokenizer(options.run, checkpoint=options.checkpoint).model
-    if options.part == "text":
-        program = export_text(model)
-        inputs = "ids and mask [B, T]" if isinstance(model, MaskedLM) else "ids [B, T]"
-        if options.format == "onnx":
-            return f"{write_onnx(program, options.file)}: {inputs} to logits [B, T, V], in ONNX"
-        file = write_program(program, options.file)
-        return f"{file}: {inputs} to logits [B, T, V], for torch.export.load"
-    if isinstance(model, MaskedLM):
-        raise ArgumentError("part", "is step, but a masked language model reads whole texts: use `part='text'`.")
-    program = export_step(model)
-    if options.format == "package":
-        file = write_package(program, options.file)
-        return f"{file}: a compiled step, for torch._inductor.aoti_load_package or AOTInductor's loader in C++"
-    if options.format == "onnx":
-        return f"{write_onnx(program, options.file)}: a step of streams in ONNX"
-    return f"{write_program(program, options.file)}: a step of streams, for torch.export.load"
+    checked_file(options.file, ".onnx" if options.format == "onnx" else ".pt2")  # before the slow part
+    writers = {
+        "program": (write_program, "for torch.export.load"),
+        "package": (write_package, "compiled, for torch._inductor.aoti_load_package or AOTInductor's loader in C++"),
+        "onnx": (write_onnx, "in ONNX"),
+    }
+    with Progress(f"exporting {options.run}"):
+        model = load_with_tokenizer(options.run, checkpoint=options.checkpoint).model
+        if options.part == "text":
+            program = export_text(model)
+            what = f"{'ids and mask' if isinstance(model, MaskedLM) else 'ids'} [B, T] to logits [B, T, V]"
+        elif isinstance(model, MaskedLM):
+            raise ArgumentError("part", "is step, but a masked language model reads whole texts: use `part=text`.")
+        else:
+            program, what = export_step(model), "a step of streams"
+        write, how = writers[options.format]
+        file = write(program, options.file)
+    print(f"{file}: {what}, {how}")

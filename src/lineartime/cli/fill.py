@@ -44,10 +44,6 @@ def run(options: FillOptions) -> None:
     for number, candidates in enumerate(masks, 1):
         table = new_table(("probability", "id", "token"), left=("token",), title=f"mask {number} of {len(masks)}")
         for candidate in candidates:
-            table.add_row(f"{candidate.probability:.4f}", str(candidate.token), _quoted(candidate.text))
+            letters = (each if each.isprintable() else each.encode("unicode_escape").decode() for each in candidate.text)
+            table.add_row(f"{candidate.probability:.4f}", str(candidate.token), f'"{"".join(letters)}"')
         console.print(table)
-
-
-def _quoted(text: str) -> str:
-    """Quote a text, with escapes for characters that a terminal does not show."""
-    return '"' + "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text) + '"'

@@ -18,7 +18,7 @@ from lineartime.units import size
 if TYPE_CHECKING:
     import torch
 
-    from lineartime.models.language_model import CausalLM, LanguageModel
+    from lineartime.models.language_model import CausalLM
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,13 @@ def _generate(options: GenerateOptions, prompt: str, device: "torch.device") -> 
     from lineartime.checkpoint import load_with_tokenizer
     from lineartime.data.progress import Progress
     from lineartime.generation import Sampling, load_state, read_prompt, save_state
+    from lineartime.models.language_model import CausalLM, check_model
     from lineartime.text_generation import generate_samples, generate_text, prompt_ids
 
     sampling = Sampling(**{field.name: getattr(options, field.name) for field in fields(Sampling)})
     loaded = load_with_tokenizer(options.run, device, checkpoint=options.checkpoint)
-    tokenizer = loaded.tokenizer
-    model, how = _prepared(loaded.model, options, device)
+    tokenizer, model = loaded.tokenizer, check_model(loaded.model, CausalLM, "generate")
+    how = _prepare(model, options, device)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show every character
     state = None if options.state is None else load_state(model, options.state)
@@ -110,14 +111,12 @@ def _generate(options: GenerateOptions, prompt: str, device: "torch.device") -> 
     if options.max_tokens == 0:
         return
     if options.samples == 1 and not options.json:
-        sys.stdout.write(prompt)
         try:
+            print(prompt, end="")
             for piece in generate_text(model, tokenizer, rest, options.max_tokens, sampling, options.stop, state):
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+                print(piece, end="", flush=True)
         finally:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            print(flush=True)
         return
     with Progress(f"drawing {options.samples} samples"):
         samples = generate_samples(model, tokenizer, rest, options.samples, options.max_tokens, sampling, options.stop, state)
@@ -128,25 +127,23 @@ def _generate(options: GenerateOptions, prompt: str, device: "torch.device") -> 
             print(f"--- sample {number} of {options.samples} ---\n{prompt}{sample.text}", flush=True)
 
 
-def _prepared(model: "LanguageModel", options: GenerateOptions, device: "torch.device") -> "tuple[CausalLM, str]":
-    """The model, as the options say it should compute, and how it does in words."""
+def _prepare(model: "CausalLM", options: GenerateOptions, device: "torch.device") -> str:
+    """Let the model compute as the options say, and tell how it does."""
     import torch
 
     from lineartime.machine import why_not_compile
-    from lineartime.models.language_model import CausalLM, check_model
 
-    model = check_model(model, CausalLM, "generate")
     if options.precision == "bf16":
-        model = model.to(torch.bfloat16)
+        model.to(torch.bfloat16)
     if not options.compile:
-        return model, options.precision
+        return options.precision
     if not model.constant_state:
-        why_not = "only steps with a state of constant size can be compiled, such as those of FLASH"
+        why_not: str | None = "only steps with a state of constant size can be compiled, such as those of FLASH"
     elif model.compile_for_decoding().native is not None:
         why_not = "the step of this system is one function in C++, which is faster"
     else:
         why_not = why_not_compile(device)
     if why_not:
-        return model, f"{options.precision}, not compiled: {why_not}"
+        return f"{options.precision}, not compiled: {why_not}"
     model.compile_step()
-    return model, f"{options.precision}, compiled: the first token waits for it"
+    return f"{options.precision}, compiled: the first token waits for it"

@@ -2,9 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tyro
 
@@ -25,67 +23,43 @@ class PresetsOptions:
 
 
 def run(options: PresetsOptions) -> None:
-    """Print the presets; raises LineartimeError if no name matches."""
-    from lineartime.models.cost import check_context_length
-    from lineartime.models.systems import PRESETS
+    """Print the presets and what they cost; raises LineartimeError if no name matches.
+
+    Operations are those of the matrix products of a forward pass over the context length or, if a model reads fewer tokens,
+    over those. A bidirectional model has no state.
+    """
+    from lineartime.models.cost import check_context_length, preset_cost
+    from lineartime.models.systems import PRESETS, presets, system_of
 
     check_context_length(options.context_length)
     names = [name for name in PRESETS if not options.names or any(part in name for part in options.names)]
     if not names:
-        raise LineartimeError(
-            f"No preset name contains {' or '.join(options.names)}{did_you_mean(options.names[0], PRESETS)}: leave the names "
-            "out to see all of them."
-        )
-    if options.json:
-        for entry in _entries(names, options.context_length):
-            print(json.dumps(entry), flush=True)
-    else:
-        _print_costs(names, options.context_length)
-
-
-def _entries(names: Sequence[str], context_length: int) -> Iterator[dict[str, Any]]:
-    """Each preset and its cost, counted for the context length or, if it reads fewer tokens, for those.
-
-    Operations are those of the matrix products of a forward pass; the state is None for a bidirectional model.
-    """
-    from lineartime.models.cost import preset_cost
-    from lineartime.models.systems import presets, system_of
-
-    causal, bidirectional = presets("clm"), presets("mlm")
-    for name in names:
-        model = causal.get(name) or bidirectional[name]
-        length, (parameters, flops, state) = preset_cost(name, model, context_length)
-        yield {
-            "name": name,
-            "description": system_of(name).describe(),
-            "n_blocks": model.n_blocks,
-            "d_model": model.d_model,
-            "parameters": parameters,
-            "context_length": length,
-            "flops_per_token": flops,
-            "state_bytes": state,
-        }
-
-
-def _print_costs(names: Sequence[str], context_length: int) -> None:
-    console = output_console(width=None if sys.stdout.isatty() else 140)
-    headers = ["preset", "parameters", "size", "MFLOP/token", "state"]
-    if console.width >= 120:  # a narrower column would hold one word per line
-        headers.append("what it is")
+        parts = f"No preset name contains {' or '.join(options.names)}{did_you_mean(options.names[0], PRESETS)}"
+        raise LineartimeError(f"{parts}: leave the names out to see all of them.")
+    console = output_console(markup=False, width=None if sys.stdout.isatty() else 140)
+    headers = ["preset", "parameters", "size", "MFLOP/token", "state", "what it is"]
+    if console.width < 120:  # the last column would hold one word per line
+        del headers[-1]
     table = new_table(headers, left=("preset", "what it is"), folded=("what it is",))
-    for entry in tracked(_entries(names, context_length), "counting", len(names)):
+    causal, bidirectional = presets("clm"), presets("mlm")
+    for name in tracked(names, "counting", len(names)):
+        model, what = causal.get(name) or bidirectional[name], system_of(name).describe()
+        length, (parameters, flops, state) = preset_cost(name, model, options.context_length)
+        if options.json:
+            sizes = {"n_blocks": model.n_blocks, "d_model": model.d_model, "parameters": parameters}
+            costs = {"context_length": length, "flops_per_token": flops, "state_bytes": state}
+            print(json.dumps({"name": name, "description": what, **sizes, **costs}), flush=True)
         row = [
-            entry["name"],
-            f"{entry['parameters'] / 1e6:.1f} M",
-            f"{entry['n_blocks']} x {entry['d_model']}",
-            f"{entry['flops_per_token'] / 1e6:,.1f}" + (" " if entry["context_length"] == context_length else "*"),
-            "none" if entry["state_bytes"] is None else f"{entry['state_bytes'] / 1e6:,.1f} MB",
-            entry["description"],
+            name,
+            f"{parameters / 1e6:.1f} M",
+            f"{model.n_blocks} x {model.d_model}",
+            f"{flops / 1e6:,.1f}" + (" " if length == options.context_length else "*"),
+            "none" if state is None else f"{state / 1e6:,.1f} MB",
+            what,
         ]
         table.add_row(*row[: len(headers)])
-    console.print(table)
-    for line in (
-        f"MFLOP/token  matrix products of a forward pass over {context_length:,} tokens (*: over as many as it reads)",
-        "state        memory of a stream after them, in float32 (none: the model is bidirectional only, for --task mlm)",
-    ):
-        console.print(line, soft_wrap=True)
+    if not options.json:
+        console.print(table)
+        over = f"over {options.context_length:,} tokens (*: over as many as it reads)"
+        console.print(f"MFLOP/token  matrix products of a forward pass {over}", soft_wrap=True)
+        console.print("state        memory of a stream after them (none: bidirectional only, for --task mlm)", soft_wrap=True)

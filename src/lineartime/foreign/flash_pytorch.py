@@ -26,8 +26,6 @@ from lineartime.ops.checks import check_positive
 PACKAGE = "FLASH-pytorch"
 NORM_EPS: dict[Norm, float] = {"scalenorm": 1e-10, "layernorm": 1e-5}
 """The epsilon of our norm that corresponds to theirs."""
-IN_WEIGHTS = ("dim", "num_tokens", "depth", "query_key_dim", "expansion_factor", "norm_type", "attn_dropout")
-"""The arguments of FLASHTransformer that its weights determine, or that do not change what it computes."""
 MAPS = [0, 2, 1, 3]
 """The indices of its quadratic queries, linear queries, quadratic keys and linear keys among ours."""
 
