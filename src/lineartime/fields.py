@@ -7,9 +7,8 @@ allowed: msgspec names no value, ignores unknown fields of dataclasses and takes
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -20,8 +19,6 @@ Config = TypeVar("Config")
 
 _SHOWN = 60
 """The maximum length of a value in a message, in characters."""
-_UNWRITABLE = re.compile(r"[\0\ud800-\udc7f\udd00-\udfff]")
-"""What no file can hold: the character zero, and surrogates other than those by which Python writes the bytes of paths."""
 _WORDS: dict[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -75,7 +72,6 @@ Count = Annotated[int, Between(0, 10**15)]
 """A count, for instance of steps, tokens or bytes."""
 AtLeastOne = Annotated[int, Between(1)]
 Positive = Annotated[float, Between(above=0)]
-_ANY_NUMBER = Between(-(2**63), 2**64 - 1)
 Digest = Annotated[str, Matching("[0-9a-f]{64}", "a SHA-256 in 64 hexadecimal digits")]
 
 
@@ -88,43 +84,35 @@ def decode(hint: Any, value: Any, name: str = "") -> Any:
     """
     kind, parts = get_origin(hint), get_args(hint)
     if kind is Annotated:
-        if _is_of_type(value, parts[0]):  # these limits are closer than those of any number
-            check_limits(name, value, parts[1:])
         found = decode(parts[0], value, name)
         check_limits(name, found, parts[1:])
         return found
     if kind in (Union, UnionType):
-        return _decode_union(hint, value, name)
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        options = [option for option in parts if option is not NoneType]
+        if value is None and len(options) < len(parts):
+            return None
+        for option in options:
+            try:
+                return decode(option, value, name)
+            except ArgumentError:
+                if len(options) == 1:
+                    raise  # it may name a part of the value
+    elif dataclasses.is_dataclass(hint) and isinstance(value, dict):
         hints = _hints(hint)
         values = {field: decode(hints.get(field, Any), item, _inside(name, field)) for field, item in value.items()}
         return from_fields(cast("type[Any]", hint), values, name)
-    if kind is tuple and isinstance(value, (list, tuple)):
+    elif kind is tuple and isinstance(value, (list, tuple)):
         return tuple(decode(parts[0], item, f"{name}[{place}]") for place, item in enumerate(value))
-    if kind is dict and isinstance(value, dict):
-        keys = [decode(parts[0], key, f"a name in {name or 'the file'}") for key in value]
-        return {key: decode(parts[1], item, _inside(name, key)) for key, item in zip(keys, value.values(), strict=True)}
-    if hint is Path and isinstance(value, str):
+    elif kind is dict and isinstance(value, dict):
+        return {decode(parts[0], key, name): decode(parts[1], item, _inside(name, str(key))) for key, item in value.items()}
+    elif hint is Path and isinstance(value, str):
         if not value:
             raise ArgumentError(name, "is empty: give a path, or leave it out.")
-        value = Path(value)
-    if not _is_of_type(value, hint):
-        raise ArgumentError(name or "the content", f"is {shown(value)}, but must be {describe(hint)}.")
-    _check_contents(value, name)
-    return value
-
-
-def _decode_union(hint: Any, value: Any, name: str) -> Any:
-    options = [option for option in get_args(hint) if option is not NoneType]
-    if value is None and len(options) < len(get_args(hint)):
-        return None
-    for option in options:
-        try:
-            return decode(option, value, name)
-        except ArgumentError:
-            if len(options) == 1:
-                raise  # it may name a part of the value
-    raise ArgumentError(name, f"is {shown(value)}, but must be {describe(hint)}.")
+        return Path(value)
+    elif _is_of_type(value, hint):
+        check_limits(name, value, ())
+        return value
+    raise ArgumentError(name or "the content", f"is {shown(value)}, but must be {describe(hint)}.")
 
 
 def _is_of_type(value: Any, hint: Any) -> bool:
@@ -133,22 +121,6 @@ def _is_of_type(value: Any, hint: Any) -> bool:
     if hint in (int, float):
         return not isinstance(value, bool) and isinstance(value, (int, float) if hint is float else int)
     return hint is Any or (isinstance(hint, type) and get_origin(hint) is None and isinstance(value, hint))
-
-
-def _check_contents(value: Any, name: str) -> None:
-    """Raise ArgumentError for what no file can hold: numbers that are not finite or have more than 64 bits, and some texts."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _check_contents(item, _inside(name, key))
-    elif isinstance(value, (list, tuple)):
-        for place, item in enumerate(value):
-            _check_contents(item, f"{name}[{place}]")
-    elif isinstance(value, (int, float)):
-        check_limits(name, value, [_ANY_NUMBER] if isinstance(value, int) else [])
-    elif isinstance(value, (str, Path)) and _UNWRITABLE.search(str(value)):
-        raise ArgumentError(
-            name, f"is {shown(str(value))}, but must be a text that UTF-8 can hold, without the character zero."
-        )
 
 
 def from_fields(cls: type[Config], values: dict[str, Any], name: str = "") -> Config:
@@ -227,13 +199,10 @@ def describe(hint: Any) -> str:
     return _WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def _read_hints(cls: Any) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     """The types of the fields of a dataclass, with their ranges."""
     hints = get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-_hints: Callable[[Any], dict[str, Any]] = cache(_read_hints)  # to type checkers, a class is not hashable
 
 
 def _inside(name: str, field: str) -> str:

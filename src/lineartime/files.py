@@ -65,9 +65,18 @@ def synchronise_folder(folder: Path) -> None:
 def new_folder(argument: str, folder: Path) -> Iterator[Path]:
     """Write a folder under a temporary name, which the `with` block gets, and rename it when all of it is on the disk.
 
-    Raises ArgumentError as `check_new_folder`, and LineartimeError if the folder cannot be written.
+    Raises ArgumentError, naming the argument, for what no new folder can replace: all but an empty folder, no name, or the name
+    of a checkpoint, which would belong to the run; and LineartimeError if the folder cannot be written.
     """
-    check_new_folder(argument, folder)
+    if folder.name in ("", ".."):
+        raise ArgumentError(argument, f"is {folder}, which is not the name of a new folder: choose another one.")
+    if re.fullmatch(CHECKPOINT, folder.name):
+        raise ArgumentError(argument, f"is {folder}, the name of a checkpoint in a run: choose another name.")
+    with reporting_file_errors("read", folder):
+        is_empty = folder.is_dir() and not any(folder.iterdir()) and not folder.is_mount()
+        taken = folder.is_symlink() or (is_there(folder) and not is_empty)
+    if taken:
+        raise ArgumentError(argument, f"is {folder}, which exists already: delete it, or choose another folder.")
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
     with _reporting_writes(folder, partial):
         try:
@@ -81,23 +90,7 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
             partial.rename(folder)
             synchronise(folder.parent)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def check_new_folder(argument: str, folder: Path) -> None:
-    """Raise ArgumentError, naming the argument, for what no new folder can replace: all but an empty folder, or no name.
-
-    The names of checkpoints are refused too: in the folder of a run, they would belong to the run.
-    """
-    if folder.name in ("", ".."):
-        raise ArgumentError(argument, f"is {folder}, which is not the name of a new folder: choose another one.")
-    if re.fullmatch(CHECKPOINT, folder.name):
-        raise ArgumentError(argument, f"is {folder}, the name of a checkpoint in a run: choose another name.")
-    with reporting_file_errors("read", folder):
-        is_empty = folder.is_dir() and not any(folder.iterdir()) and not folder.is_mount()
-        taken = folder.is_symlink() or (is_there(folder) and not is_empty)
-    if taken:
-        raise ArgumentError(argument, f"is {folder}, which exists already: delete it, or choose another folder.")
+            remove(partial)
 
 
 @contextmanager
@@ -122,7 +115,13 @@ def new_file(argument: str, file: Path) -> Iterator[Path]:
             check_new(argument, file)  # another process may have written it meanwhile
             partial.rename(file)
         finally:
-            partial.unlink(missing_ok=True)
+            remove(partial)
+
+
+def check_new(argument: str, file: Path) -> None:
+    """Raise ArgumentError, naming the argument, for a file that exists."""
+    if is_there(file):
+        raise ArgumentError(argument, f"is {file}, which exists already: delete it, or choose another name.")
 
 
 @contextmanager
@@ -131,9 +130,8 @@ def _reporting_writes(destination: Path, partial: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        failed = Path(os.fsdecode(error.filename if isinstance(error.filename, str | bytes) else destination)).absolute()
-        above = (destination.absolute(), *destination.absolute().parents)
-        if failed in above or partial.absolute() in (failed, *failed.parents):
+        failed = str(Path(os.fsdecode(error.filename or destination)).absolute())
+        if partial.name in failed or str(destination.absolute()).startswith(failed):
             raise file_error("write", destination, error) from None
         raise file_error("use", failed, error) from None
 
@@ -163,12 +161,6 @@ def os_error_behind(error: Exception) -> OSError:
     """The error of the system that an error of safetensors or of the tokenizers library tells in words."""
     number = re.search(r"os error (\d+)", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
-
-
-def check_new(argument: str, file: Path) -> None:
-    """Raise ArgumentError, naming the argument, for a file that exists."""
-    if is_there(file):
-        raise ArgumentError(argument, f"is {file}, which exists already: delete it, or choose another name.")
 
 
 @contextmanager
@@ -213,9 +205,9 @@ class DamagedFileError(LineartimeError):
     """A file does not hold what the library writes into it; `what` is a clause: "step is -1, but must be at least 0"."""
 
     def __init__(self, file: Path, what: str, advice: str = "restore it from a copy") -> None:
-        super().__init__(f"{file} is damaged ({what}): {advice}.")
+        self.what = what.rstrip(".")
+        super().__init__(f"{file} is damaged ({self.what}): {advice}.")
         self.args = (file, what, advice)
-        self.what = what
 
 
 def read_file(file: Path, content: type[Content], advice: str = "restore it from a copy") -> Content:
@@ -225,8 +217,9 @@ def read_file(file: Path, content: type[Content], advice: str = "restore it from
     """
     found = read_plain(file, advice)
     try:
-        return decoded(content, found)
-    except ValueError as error:
+        decoded: Content = decode(content, found)
+        return decoded
+    except ArgumentError as error:
         raise DamagedFileError(file, str(error), advice) from None
 
 
@@ -235,33 +228,9 @@ def read_plain(file: Path, advice: str = "restore it from a copy", content: byte
     with reporting_file_errors("read", file):
         content = file.read_bytes() if content is None else content
     try:
-        found = parse(content)
-        if not isinstance(found, dict):
-            raise ValueError(f"it is {shown(found)}, but must be an object")
+        found = json.loads(content)
     except ValueError as error:
-        raise DamagedFileError(file, str(error), advice) from None
-    return found
-
-
-def parse(content: bytes) -> Any:
-    """Parse a JSON text. Raises ValueError, with a clause that says what is wrong, for anything else.
-
-    Infinities and NaN are accepted here, so that `decoded` can name their fields.
-    """
-    try:
-        return json.loads(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8 at byte {error.start:,}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"it is not JSON: {error.msg} at line {error.lineno:,}, column {error.colno:,}") from None
-    except RecursionError:
-        raise ValueError("it has lists and objects nested too deeply") from None
-
-
-def decoded(content: type[Content], plain: Any) -> Content:
-    """Convert plain data to a dataclass. Raises ValueError, with a clause that names field, value and what is allowed."""
-    try:
-        found: Content = decode(content, plain)
-    except ArgumentError as error:
-        raise ValueError(str(error).rstrip(".")) from None
+        raise DamagedFileError(file, f"it is not JSON: {error}", advice) from None
+    if not isinstance(found, dict):
+        raise DamagedFileError(file, f"it is {shown(found)}, but must be an object", advice)
     return found

@@ -7,10 +7,10 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Item = TypeVar("Item")
-
-_GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
-"""The system's errors for a terminal or a pipe that nobody reads any more."""
 
 
 class _Screen:
@@ -38,22 +35,25 @@ class _Screen:
 
     def write(self, text: str) -> int:
         """Write, ignoring failures."""
-        self._forgiving(lambda: sys.stderr.write(text))
+        with _ignoring_failures():
+            sys.stderr.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Flush, ignoring failures."""
-        self._forgiving(lambda: sys.stderr.flush())
+        with _ignoring_failures():
+            sys.stderr.flush()
 
-    @staticmethod
-    def _forgiving(action: Any) -> None:
-        try:
-            action()
-        except OSError as error:
-            if error.errno in _GONE:
-                discard(sys.stderr)
-        except (AttributeError, ValueError):  # there is none, or it is closed
-            pass
+
+@contextmanager
+def _ignoring_failures() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO):  # nobody reads the terminal or pipe any more
+            discard(sys.stderr)
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        pass
 
 
 SCREEN = cast("IO[str]", _Screen())
@@ -94,21 +94,10 @@ def tracked(items: Iterable[Item], description: str, total: int) -> Iterable[Ite
 
 def print_markdown(text: str) -> None:
     """Print Markdown to standard output: laid out on a terminal, and as it is in a file or a pipe."""
-    from rich.markdown import Markdown, TableElement
-    from rich.table import Table
-
-    class Folding(TableElement):
-        def __rich_console__(self, console: Any, options: Any) -> Any:
-            for table in super().__rich_console__(console, options):
-                for column in table.columns if isinstance(table, Table) else ():
-                    column.overflow = "fold"  # otherwise long names are cut
-                yield table
-
-    class Report(Markdown):
-        elements: ClassVar = Markdown.elements | {"table_open": Folding}
+    from rich.markdown import Markdown
 
     if sys.stdout.isatty():
-        output_console().print(Report(text))
+        output_console().print(Markdown(text))
     else:
         print(text, end="")
 

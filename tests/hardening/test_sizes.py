@@ -50,7 +50,7 @@ TOO_LARGE = {
     f"train --seed {10**30}": ("--seed is", "must be"),
     "train --learning-rate inf": ("--learning-rate is inf", "must be"),
     f"train --batch-size {2**25}": ("--batch-size puts", "GB"),
-    f"train --context {2**29}": ("--context-length puts 536,870,912 tokens", "GB"),  # even one sequence is too long
+    f"train --context-length {2**29}": ("--context-length puts 536,870,912 tokens", "GB"),  # even one sequence is too long
     f"eval RUN --stride {10**23}": ("--stride is", "must be"),
     f"generate RUN --prompt x --samples {10**12}": ("--samples is", "must be"),
 }

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from lineartime.errors import LineartimeError, first_line, reporting_file_errors
-from lineartime.files import parse, write_atomically
+from lineartime.files import write_atomically
 from lineartime.screen import progress_bar
 
 METRICS_FILE = "metrics.jsonl"
@@ -78,7 +78,7 @@ def read_metrics(run: str | Path) -> list[dict[str, float]]:
     with reporting_file_errors("read", path), path.open("rb") as file:
         for content in file:
             with suppress(ValueError):
-                line = parse(content)
+                line = json.loads(content)
                 if isinstance(line, dict) and "step" in line and all(map(_is_finite, line.values())):
                     lines.append(line)
     return lines
@@ -119,8 +119,8 @@ def start_trackers(
             if not resumed:
                 for started in trackers.values():
                     started.close()
-                found = f"The tracker {name} cannot start: {first_line(error).rstrip('.')}; fix that, or leave it out of "
-                raise LineartimeError(found, "`track`.") from None
+                found = f"The tracker {name} cannot start: {first_line(error).rstrip('.')}; fix that"
+                raise LineartimeError(f"{found}, or leave it out of `track`.") from None
             say(_failed(name, error))
     return trackers
 
