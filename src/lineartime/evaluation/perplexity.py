@@ -5,6 +5,7 @@ Shapes: B batch or rows, T tokens, V vocabulary.
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby, islice
@@ -229,14 +230,6 @@ def bits_per_byte(loss: float, tokens: int, n_bytes: int) -> float:
     return loss * tokens / max(1, n_bytes) / math.log(2)
 
 
-def word_perplexity(loss: float, tokens: int, n_words: int) -> float | None:
-    """The perplexity per word, from nats per token; None if there are no words or the result is too large for a float."""
-    try:
-        return math.exp(loss * tokens / n_words)
-    except (OverflowError, ZeroDivisionError):
-        return None
-
-
 @torch.no_grad()
 def evaluate_windowed(
     model: LanguageModel,
@@ -263,7 +256,9 @@ def evaluate_windowed(
     """
     if not 1 <= stride <= context_length:
         raise ArgumentError("stride", f"is {stride}, but must be from 1 to `context_length={context_length!r}`.")
-    tokens = _length(stream, max_tokens)
+    if len(stream) == 0:
+        raise no_text(stream.name)
+    tokens = min(len(stream), max_tokens or len(stream))
     sums, task, longest = PositionSums(), model.config.task, model.config.longest_sequence
     length = text_length(context_length, task, tokenizer, packed)
     beside = int(row_frame(task, tokenizer, packed) is not None)  # tokens of a frame before the text, and after it
@@ -311,7 +306,9 @@ def evaluate_carried(
     Raises:
         LineartimeError: for an empty stream, or one that is longer than the model can read, or logits that are not finite.
     """
-    tokens = _length(stream, max_tokens)
+    if len(stream) == 0:
+        raise no_text(stream.name)
+    tokens = min(len(stream), max_tokens or len(stream))
     spans = list(_documents(stream, tokenizer, tokens)) if documents else [(0, tokens)]
     longest, most = model.config.longest_sequence, max(end - begin for begin, end in spans)
     if longest is not None and most > longest:
@@ -338,12 +335,6 @@ def evaluate_carried(
     what = "documents, each from its first token" if documents else "carried from the first token of the split"
     context = f"{what} to the last, {segment} tokens read at a time"
     return _evaluation(sums, context, stream)
-
-
-def _length(stream: TokenStream, max_tokens: int | None) -> int:
-    if len(stream) == 0:
-        raise no_text(stream.name)
-    return min(len(stream), max_tokens or len(stream))
 
 
 def _read(stream: TokenStream, tokenizer: Tokenizer, start: int, length: int) -> Tensor:
@@ -384,13 +375,16 @@ def _evaluation(sums: PositionSums, context: str, stream: TokenStream, masked: b
     """The result, from the sums of the losses. Raises LineartimeError if no token was predicted, or a loss is not finite."""
     mean = sums.mean()
     if mean is None:
-        raise LineartimeError(
-            f"The model predicts no token of {stream.name}, so there is no loss: give more text, or more `max_tokens`.",
-        )
+        found = f"The model predicts no token of {stream.name}, so there is no loss"
+        raise LineartimeError(f"{found}: give more text, or more `max_tokens`.")
     loss, error, count = mean
     check_finite_logits(math.isfinite(loss))
     # The measured part of the stream is assumed to have a proportional share of its bytes and words.
     n_bytes, n_words = (round(number * count / len(stream)) for number in (stream.n_bytes, stream.n_words))
+    per_word = None
+    if not masked:
+        with suppress(OverflowError, ZeroDivisionError):  # too large for a float, or no words
+            per_word = math.exp(loss * count / n_words)
     return Evaluation(
         stream.name,
         context,
@@ -398,7 +392,7 @@ def _evaluation(sums: PositionSums, context: str, stream: TokenStream, masked: b
         count,
         masked,
         bits_per_byte=None if masked else bits_per_byte(loss, count, n_bytes),
-        word_perplexity=None if masked else word_perplexity(loss, count, n_words),
+        word_perplexity=per_word,
         by_position=list(sums.by_position()),
         loss_error=error,
         samples=sums.samples(),
