@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 import lineartime
 from lineartime import checkpoint as checkpoints
-from lineartime.checkpoint import TextPosition, TrainingState, load_tokenizer
-from lineartime.checkpoint.format import FORMAT, write_files
+from lineartime.checkpoint import FORMAT, TrainingState, load_tokenizer, write_files
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 
@@ -29,7 +28,7 @@ def save(tiny: Callable[..., Any], tmp_path: Path) -> Save:
         model, path = tiny(**{"n_blocks": 1, **options}), checkpoints.checkpoint_path(tmp_path, step)
         (path / "optimizer").mkdir(parents=True)
         save_file({"exp_avg": torch.arange(3.0)}, path / MOMENTS)
-        state = TrainingState(step, "99 tokens", TextPosition(3), {"preset": "flash-tiny"}, validation_loss=loss)
+        state = TrainingState(step, "99 tokens", {"rows": 3}, {"preset": "flash-tiny"}, validation_loss=loss)
         write_files(path, model.state_dict(), model.config, ByteTokenizer(), state)
         return path
 
@@ -42,7 +41,7 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> N
 
 
 def steps_of(run: Path) -> list[int]:
-    return [checkpoints.format.checkpoint_step(path) for path in checkpoints.list_checkpoints(run)]
+    return [checkpoints.checkpoint_step(path) for path in checkpoints.list_checkpoints(run)]
 
 
 def test_files_that_only_resuming_needs_may_be_left_out(save: Save) -> None:

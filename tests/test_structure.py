@@ -89,7 +89,7 @@ assert "torch._dynamo" not in sys.modules
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(*sorted(name for name in new if name not in sys.stdlib_module_names and name not in ("lineartime", "torch")))
 print(lineartime.ops.attend.__name__, lineartime.layers.GAU is lineartime.GAU)
-print(lineartime.data.ByteTokenizer.vocab_size, lineartime.training.TrainConfig is lineartime.TrainConfig)
+print(lineartime.data.ByteTokenizer.vocab_size, lineartime.evaluation.evaluate is lineartime.evaluate)
 print(*dir(lineartime))
 try:
     lineartime.nothing
@@ -143,7 +143,7 @@ def test_only_the_command_line_knows_that_there_is_one() -> None:
 
 
 def test_every_package_lists_only_names_it_has() -> None:
-    for name in ("ops", "layers", "models", "data", "evaluation", "checkpoint", "foreign"):
+    for name in ("ops", "layers", "models", "data", "evaluation", "foreign"):
         package = __import__(f"lineartime.{name}", fromlist=["__all__"])
         assert all(hasattr(package, exported) for exported in package.__all__)
 
@@ -172,19 +172,19 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 31420,
-    "all tests": 22940,
+    "all source": 31460,
+    "all tests": 22990,
     "baselines": 4100,
     "bench": 880,
-    "checkpoint": 710,
-    "cli": 1480,
-    "data": 2410,
-    "evaluation": 600,
+    "checkpoint": 560,
+    "cli": 1330,
+    "data": 2450,
+    "evaluation": 580,
     "experiments": 2230,
     "finetuning": 1400,
     "foreign": 750,
     "generation": 780,
-    "ground": 1490,
+    "ground": 1410,
     "hf": 1320,
     "inspection": 280,
     "layers": 2350,
@@ -193,7 +193,7 @@ BUDGETS: dict[str, int] = {
     "runs": 1010,
     "seq2seq": 300,
     "top": 910,
-    "training": 2340,
+    "training": 1890,
 }
 
 

@@ -1,9 +1,10 @@
-"""Options: recipes, learning rates of each step, and runs that go on to more steps."""
+"""Options and results: recipes, learning rates, runs that go on to more steps, and `train` as a notebook calls it."""
 
 import json
 import math
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,19 @@ import pytest
 import torch
 
 import lineartime
-from lineartime.cli import main
+from lineartime.checkpoint import best_checkpoint
 from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.models import LayerConfig
+from lineartime.models.config import Task
 from lineartime.models.systems import presets
 from lineartime.runs.metrics import read_metrics
+from lineartime.runs.record import read_record
 from lineartime.runs.table import summarize
 from lineartime.training.config import TrainConfig, learning_rate, recipe_config, with_other_steps
 from lineartime.training.loop import train
 from lineartime.training.saving import complete
+
+MakeConfig = Callable[..., TrainConfig]
 
 # The table of the paper's recipes, written out a second time.
 SHARED = {
@@ -83,60 +89,26 @@ def test_only_the_vanilla_transformer_is_not_clipped() -> None:
     assert recipe_config("lm-wiki40b", "transformer++-base").clip_norm == 0.1
 
 
-def test_recipe_runs_from_a_local_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    folder = tmp_path / "mirror" / "google" / "wiki40b" / "en"
-    folder.mkdir(parents=True)
-    for split, count in (("train", 60), ("validation", 8), ("test", 8)):
-        texts = [
-            f"\n_START_ARTICLE_\nNumber {i}\n_START_PARAGRAPH_\n{i} squared is {i * i}._NEWLINE_Its double is {2 * i}."
-            for i in range(count)
-        ]
-        table = pyarrow.table({"wikidata_id": [f"Q{i}" for i in range(count)], "text": texts, "version_id": texts})
-        pyarrow.parquet.write_table(table, folder / f"{split}-00000-of-00001.parquet")
-    monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path / "mirror"))
-    run = tmp_path / "run"
-    small = ["--steps", "2", "--warmup-steps", "1", "--context", "32", "--tokens-per-batch", "64", "--batch-size", "1"]
-    model = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "--tokenizer", "bpe-300", "--eval-windows", "2"]
-    where = ["--out", str(run), "--cache", str(tmp_path / "cache"), "--eval-every", "2", "--precision", "fp32"]
-    assert main(["train", "--recipe", "lm-wiki40b", "--model", "flash-tiny", *small, *model, *where]) == 0
-    assert lineartime.load(run).config.vocab_size == 300
-    assert json.loads((run / "run.json").read_text())["options"]["recipe"] == "lm-wiki40b"
-    assert main(["eval", str(run), "--cache", str(tmp_path / "cache")]) == 0
+COSINE = [0.1 + 0.9 * (1 + math.cos(math.pi * x / 8)) / 2 for x in range(8)]
 
 
-MakeConfig = Callable[..., TrainConfig]
-
-
-def test_learning_rate_rises_then_falls_to_zero() -> None:
-    config = TrainConfig(steps=10, warmup_steps=4, learning_rate=1.0)
-    rates = [learning_rate(step, config) for step in range(10)]
-    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert rates[5:] == pytest.approx([5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
-    assert [learning_rate(step, TrainConfig(steps=50, learning_rate=1.0)) for step in (0, 4)] == [0.2, 1.0]  # a tenth
-    assert learning_rate(0, TrainConfig(steps=1, warmup_steps=0, learning_rate=2.0)) == 2.0
-    constant = TrainConfig(steps=5, warmup_steps=2, learning_rate=2.0, schedule="constant")
-    assert [learning_rate(step, constant) for step in range(5)] == [1.0, *[2.0] * 4]
-
-
-def test_cosine_falls_from_the_peak_to_a_tenth_of_it_along_its_formula() -> None:
-    config = TrainConfig(steps=12, warmup_steps=4, learning_rate=2.0, schedule="cosine")
-    rates = [learning_rate(step, config) for step in range(13)]
-    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
-    assert rates[4:] == pytest.approx([0.2 + 1.8 * (1 + math.cos(math.pi * x / 8)) / 2 for x in range(9)])
-    assert rates[8] == pytest.approx((2.0 + 0.2) / 2)
-    assert rates[12] == pytest.approx(0.2)
-    assert learning_rate(0, TrainConfig(steps=1, warmup_steps=0, learning_rate=2.0, schedule="cosine")) == 2.0
-
-
-def test_wsd_is_constant_then_falls_linearly_to_zero_over_its_last_steps() -> None:
-    config = TrainConfig(steps=10, warmup_steps=2, learning_rate=2.0, schedule="wsd", decay_steps=4)
-    assert [learning_rate(step, config) for step in range(10)] == [1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.5, 1.0, 0.5]
-    usual = TrainConfig(steps=50, learning_rate=1.0, schedule="wsd")  # a tenth of warm-up, a fifth of decay
-    assert [learning_rate(step, usual) for step in (4, 5, 40, 41, 49)] == pytest.approx([1.0, 1.0, 1.0, 0.9, 0.1])
-    assert learning_rate(0, TrainConfig(steps=1, warmup_steps=0, learning_rate=2.0, schedule="wsd")) == 2.0
+@pytest.mark.parametrize(
+    ("schedule", "options", "rates"),
+    [
+        ("linear", {"steps": 10, "warmup_steps": 4}, [1 / 4, 1 / 2, 3 / 4, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        ("linear", {"steps": 20}, [1 / 2, 1, *(left / 18 for left in range(18, 0, -1))]),  # a tenth of warm-up
+        ("constant", {"steps": 5, "warmup_steps": 2}, [1 / 2, 1, 1, 1, 1]),
+        ("cosine", {"steps": 12, "warmup_steps": 4}, [1 / 4, 1 / 2, 3 / 4, 1, *COSINE]),
+        ("wsd", {"steps": 10, "warmup_steps": 2, "decay_steps": 4}, [1 / 2, 1, 1, 1, 1, 1, 1, 3 / 4, 1 / 2, 1 / 4]),
+        ("wsd", {"steps": 10}, [1, 1, 1, 1, 1, 1, 1, 1, 1, 1 / 2]),  # a fifth of decay
+        ("wsd", {"steps": 10, "warmup_steps": 9}, [*(step / 9 for step in range(1, 10)), 1]),  # which never jumps
+        *((schedule, {"steps": 1, "warmup_steps": 0}, [1]) for schedule in ("linear", "cosine", "wsd")),
+    ],
+)
+def test_learning_rate_of_each_step_follows_its_formula(schedule: Any, options: dict[str, Any], rates: list[float]) -> None:
+    config = TrainConfig(learning_rate=2.0, schedule=schedule, **options)
+    config.check()
+    assert [learning_rate(step, config) for step in range(config.steps)] == pytest.approx([2 * rate for rate in rates])
 
 
 @pytest.mark.parametrize(
@@ -158,7 +130,7 @@ def test_run_goes_on_to_other_steps_if_those_taken_had_the_same_rates(
     started = TrainConfig(steps=100, **options)
     asked = TrainConfig(steps=steps, **options)
     if not allowed:
-        with pytest.raises(ArgumentError, match=r"^steps is .* with `init_from`; a run with `schedule='constant'`, or wsd"):
+        with pytest.raises(ArgumentError, match=r"^steps is .* with `init_from`; a run with `schedule=constant`, or wsd"):
             with_other_steps(started, asked, taken)
         return
     changed = with_other_steps(started, asked, taken)
@@ -184,7 +156,7 @@ def test_run_that_goes_on_is_the_one_that_was_started_for_all_steps(config: Make
 
 
 def test_finished_run_with_a_falling_rate_says_how_to_go_on(finished: Path) -> None:
-    message = r"^steps is 8, but the run was started with 6, .* with `init_from`; a run with `schedule='constant'`, or wsd"
+    message = r"^steps is 8, but the run was started with 6, .* with `init_from`; a run with `schedule=constant`, or wsd"
     with pytest.raises(ArgumentError, match=message):
         train(out=finished, resume=True, steps=8)
     with pytest.raises(ArgumentError, match=r"^decay_steps is 2, but the linear schedule of this run has no decay"):
@@ -192,22 +164,121 @@ def test_finished_run_with_a_falling_rate_says_how_to_go_on(finished: Path) -> N
 
 
 def test_new_run_says_what_its_user_may_not_expect(config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    run = train(config(steps=2, tokenizer="bpe-8000")).run
+    train(config(steps=2, tokenizer="bpe-8000"))
     assert re.search(
         r"The tokenizer has [\d,]+ tokens instead of 8,000, because the text is too short", capsys.readouterr().err
     )
-    first: dict[str, Any] = {"steps": 2, "override": (), "init_from": run}
-    train(config(**first, out=run.with_name("same")))
-    assert "were trained on" not in capsys.readouterr().err
-    train(config(**first, context_length=32, out=run.with_name("longer")))
-    assert "The weights were trained on 24 tokens at a time; now, context_length is 32." in capsys.readouterr().err
 
 
-def test_rate_of_wsd_never_jumps_whatever_is_left_to_its_defaults() -> None:
-    for options in ({"warmup_steps": 9}, {"warmup_steps": 6, "decay_steps": 4}, {}):
-        config = TrainConfig(steps=10, learning_rate=1.0, schedule="wsd", **options)
-        config.check()
-        rates = [learning_rate(step, config) for step in range(10)]
-        rising, falling = rates[: rates.index(1.0) + 1], rates[rates.index(1.0) :]
-        assert (rising, falling) == (sorted(rising), sorted(falling, reverse=True))
-        assert rates[-1] == 1 / (options.get("decay_steps") or (1 if options else 2))
+@pytest.fixture
+def options(config: MakeConfig) -> dict[str, Any]:
+    """The options of a run of a second, as somebody types them: paths are texts, fields of the model a dictionary."""
+    values = {name: value for name, value in vars(config()).items() if value != getattr(TrainConfig(), name)}
+    values |= {"data": values["data"][0], "cache": str(values["cache"]), "out": str(values["out"])}
+    return values | {"override": {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}, "track": []}
+
+
+@pytest.mark.pictures
+def test_result_has_the_folder_the_losses_and_the_model(options: dict[str, Any], tmp_path: Path) -> None:
+    result = train(**options)
+    assert (result.run, result.step, result.finished) == (tmp_path / "run", 6, True)
+    assert list(result.training_losses) == [1, 2, 3, 4, 5, 6]
+    assert list(result.validation_losses) == [2, 4, 6]
+    assert result.checkpoint == best_checkpoint(result.run)
+    assert result.model is result.model  # loaded once
+    assert not result.model.training
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    with torch.no_grad():
+        assert torch.equal(result.model(ids), lineartime.load(result.run)(ids))
+    assert (result.run / "loss.png").is_file()
+    assert result.draw_curve() == result.run / "loss.png"
+
+
+def test_second_run_in_the_same_process_is_a_run_of_its_own(
+    options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    first = train(**options)
+    torch.manual_seed(123)  # whatever happens in between
+    second = train(**options | {"out": str(tmp_path / "second")})
+    assert second.training_losses == first.training_losses
+    assert signal.getsignal(signal.SIGINT) is handler
+    shown = capsys.readouterr()
+    assert shown.out == ""  # standard output is the caller's
+    assert shown.err.count("flash-tiny: ") == 2
+    assert shown.err.count("step 6/6  training loss") == 2
+    with pytest.raises(LineartimeError, match="already holds a run"):
+        train(**options)
+
+
+def test_misspelt_option_is_named() -> None:
+    with pytest.raises(TypeError, match="stepz"):
+        train(stepz=3)
+
+
+@pytest.mark.parametrize("task", ["clm", "mlm"])
+def test_every_model_config_becomes_options_that_build_it_again(task: Task) -> None:
+    for name, preset in presets(task).items():
+        if not name.endswith("-tiny"):
+            continue
+        changed = preset.override(d_model=preset.d_model * 2, n_blocks=3, dropout=0.1, norm="rmsnorm", vocab_size=77)
+        for model in (preset, changed):
+            config = TrainConfig(preset=model, context_length=100)  # type: ignore[arg-type]
+            kept = TrainConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+            assert kept.model_config(model.vocab_size) == model, name
+            for wrong in ("dropout=0.1", None):
+                with pytest.raises(ArgumentError, match="override is "):
+                    TrainConfig(preset=model, context_length=100, override=wrong).check()  # type: ignore[arg-type]
+            everything = TrainConfig(preset=model, recipe="lm-pg19", context_length=100)  # type: ignore[arg-type]
+            assert everything.model_config(model.vocab_size) == model, name
+    assert TrainConfig(preset=presets("clm")["flash-base"]).override == ("vocab_size=32000",)  # type: ignore[arg-type]
+
+
+def test_run_may_be_given_a_model_as_plain_data(options: dict[str, Any], tmp_path: Path) -> None:
+    model = presets()["flash-tiny"].override(**options.pop("override"), activation="softmax")
+    result = train(**options, preset=model)
+    assert result.model.config == model
+    assert read_record(result.run).options["preset"] == "flash-tiny"
+    assert train(out=str(result.run), resume=True, preset=model).finished
+    with pytest.raises(ArgumentError, match=r"override cannot set vocab_size to 300: .*`tokenizer`, which has 258 tokens"):
+        train(**options | {"preset": model.override(vocab_size=300), "out": str(tmp_path / "other")})
+
+
+def test_preset_that_is_no_model_is_named() -> None:
+    mixed = presets()["flash-tiny"].override(feed_forward=LayerConfig("mlp"))
+    wrong: list[tuple[Any, Any, str]] = [
+        (mixed, "clm", "preset is a ModelConfig with the mixer 'flash' and the feed-forward layer 'mlp', which no preset has"),
+        (LayerConfig("flash"), "clm", "preset is of type LayerConfig, but must be the name of a preset, or a ModelConfig"),
+        (presets()["flash-tiny"], "mlm", "task is 'mlm', but that of the ModelConfig is 'clm': leave one of them out"),
+    ]
+    for preset, task, message in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            train(preset=preset, task=task)
+
+
+def test_config_takes_what_python_users_write_and_survives_json(tmp_path: Path) -> None:
+    override = {"d_model": 16, "dropout": 0.1, "max_positions": None, "share": True, "absolute_position": "none"}
+    config = TrainConfig(override=override, out="runs/x", cache="c", track=["wandb"], data=tmp_path)  # type: ignore[arg-type]
+    assert config.override == ("d_model=16", "dropout=0.1", "max_positions=none", "share=true", "absolute_position=none")
+    assert (config.out, config.track) == (Path("runs/x"), ("wandb",))
+    assert (config.cache, config.data) == (Path("c").absolute(), (str(tmp_path),))
+    config.check()
+    assert config == TrainConfig(override=config.override, out="runs/x", cache="c", track="wandb", data=tmp_path)  # type: ignore[arg-type]
+    assert TrainConfig.from_dict(config.to_dict()) == config
+
+
+def test_texts_are_recorded_as_readers_of_the_file_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").touch()
+    given: list[tuple[Any, Any]] = [
+        (None, None),
+        ("a.txt", str(tmp_path / "a.txt")),
+        ("missing.txt", "missing.txt"),  # so that all commands name it as it was given
+        (["a.txt", "wiki40b"], [str(tmp_path / "a.txt"), "wiki40b"]),
+    ]
+    for data, recorded in given:
+        config = TrainConfig(data=data)
+        assert config.to_dict()["data"] == recorded
+        assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ArgumentError, match=r"^data is 3, but must be a list, each item of which is a text"):
+        TrainConfig(data=3)  # type: ignore[arg-type]

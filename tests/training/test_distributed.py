@@ -1,8 +1,11 @@
 """Several processes on one machine, over gloo: whatever they share, the run is that of one process."""
 
 import json
-import random
+import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,11 +25,6 @@ from lineartime.training.parallel import Environment, read_environment
 
 MakeConfig = Callable[..., TrainConfig]
 Launch = Callable[..., Any]
-
-
-def trained(config: TrainConfig) -> Path:
-    """Train, and return the run's folder."""
-    return train(config).run
 
 
 pytestmark = pytest.mark.slow
@@ -65,31 +63,9 @@ def test_any_number_of_processes_gives_the_run_of_one(
     common = {"context_length": 32, "tokens_per_batch": 8 * 32, "batch_size": 4, "steps": 3, "eval_every": 3}
     alone = {key: value for key, value in options.items() if key in ("task", "packed", "optimizer", "tokens_per_batch")}
     for name, changed, count in (("one", alone, 1), ("run", options, size)):
-        processes = launch(config(**{**common, **changed}, out=tmp_path / name), count, before=KEEP_GRADIENTS)
+        processes = launch(config(**{**common, **changed}, out=tmp_path / name), count)
         assert processes.wait() == [0] * count, processes.errors()
     assert_same_run(tmp_path / "run", tmp_path / "one")
-    one, several = (torch.load(tmp_path / f"{name}-gradients.pt") for name in ("one", "run"))
-    for a, b in zip(several, one, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
-# The gradients of the first step, whole, from the main process.
-KEEP_GRADIENTS = """
-import lineartime.training.loop as loop
-build = loop.build_optimizer
-def watched(model, config):
-    optimizer = build(model, config)
-    step = optimizer.step
-    def keep_and_step():
-        gradients = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
-        file = config.out.with_name(config.out.name + "-gradients.pt")
-        if os.environ["RANK"] == "0" and not file.exists():
-            torch.save(gradients, file)
-        step()
-    optimizer.step = keep_and_step
-    return optimizer
-loop.build_optimizer = watched
-"""
 
 
 @pytest.mark.parametrize(
@@ -112,7 +88,7 @@ def test_gradients_of_so_many_tokens_are_clipped_alike_by_any_number_of_processe
         processes = launch(config(**{**common, **options}, out=tmp_path / name), size)
         assert processes.wait() == [0] * size, processes.errors()
     assert_same_run(tmp_path / "run", tmp_path / "one")
-    trained(config(**common, out=tmp_path / "global"))
+    train(config(**common, out=tmp_path / "global"))
     assert metrics(tmp_path / "global", "loss") != pytest.approx(metrics(tmp_path / "one", "loss"), rel=1e-6)
 
 
@@ -123,13 +99,13 @@ def test_run_saved_by_four_processes_goes_on_with_two_and_with_one(config: MakeC
         "batch_size": 4,
         "override": (*config().override, "dropout=0.0"),
     }
-    expected = trained(config(**common, out=tmp_path / "one"))
+    expected = train(config(**common, out=tmp_path / "one")).run
     for size, last in ((4, 2), (2, 4)):
         resume = config(**common, parallel="fsdp", resume=size != 4)
         assert launch(resume, size, before=stop_after(last)).wait() == [0] * size
         assert last_checkpoint(tmp_path / "run").name == f"step-0000000{last}"
         assert read_validation_loss(last_checkpoint(tmp_path / "run")) is not None  # all processes evaluated it together
-    trained(config(**common, resume=True))
+    train(config(**common, resume=True))
     assert_same_run(tmp_path / "run", expected)
 
 
@@ -147,16 +123,6 @@ loop.Trainer.take_step = take_and_stop
 """
 
 
-def test_two_processes_with_muon_resume_to_the_bit(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
-    options = {"optimizer": "muon", "parallel": "ddp", "tokens_per_batch": 4 * 24}
-    assert launch(config(**options, out=tmp_path / "one"), 2).wait() == [0, 0]
-    assert launch(config(**options), 2, before=stop_after(2)).wait() == [0, 0]
-    assert launch(config(**options, resume=True), 2).wait() == [0, 0]
-    weights, wanted = (lineartime.load(last_checkpoint(tmp_path / name)).state_dict() for name in ("run", "one"))
-    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
-    assert metrics(tmp_path / "run", "loss") == metrics(tmp_path / "one", "loss")
-
-
 @pytest.mark.nightly
 def test_context_longer_than_the_held_out_text_is_measured_in_shorter_windows(
     config: MakeConfig, launch: Launch, tmp_path: Path
@@ -167,14 +133,17 @@ def test_context_longer_than_the_held_out_text_is_measured_in_shorter_windows(
     assert metrics(tmp_path / "run", "validation_loss")[1] > 0
 
 
-def test_streamed_run_of_two_processes_resumes_to_the_bit(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"optimizer": "muon", "parallel": "ddp"}, {"streaming": True}], ids=["muon", "stream"])
+def test_two_processes_resume_to_the_bit(config: MakeConfig, launch: Launch, tmp_path: Path, options: dict[str, Any]) -> None:
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": f"{i} times {i} is {i * i}. " * (1 + i % 3)}) + "\n" for i in range(600)))
-    common = {"data": str(file), "streaming": True, "tokens_per_batch": 4 * 24}
+    common = {"data": str(file), "tokens_per_batch": 4 * 24, **options}
     assert launch(config(**common, out=tmp_path / "one"), 2).wait() == [0, 0]
     assert launch(config(**common), 2, before=stop_after(3)).wait() == [0, 0]
     assert launch(config(**common, resume=True), 2).wait() == [0, 0]
-    assert_same_run(tmp_path / "run", tmp_path / "one")
+    weights, wanted = (lineartime.load(last_checkpoint(tmp_path / name)).state_dict() for name in ("run", "one"))
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+    assert metrics(tmp_path / "run", "loss") == metrics(tmp_path / "one", "loss")
 
 
 @pytest.mark.nightly
@@ -184,34 +153,6 @@ def test_in_bf16_fsdp_trains_as_ddp_does(config: MakeConfig, launch: Launch, tmp
         assert processes.wait() == [0, 0], processes.errors()
     found, wanted = (metrics(tmp_path / name, "loss") for name in ("fsdp", "ddp"))
     assert found == pytest.approx(wanted, rel=1e-5), "the residual stream must stay in float32"
-
-
-EVERY_SYSTEM = """
-import torch
-import torch.distributed as dist
-import lineartime
-from lineartime.machine import autocast
-from lineartime.models import presets
-from lineartime.training.parallel import World
-from lineartime.training.parallel import Objective, Sharded
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-for name in [name for name in presets("mlm") if name.endswith("-tiny")]:
-    model = lineartime.build(name, task="clm" if name in presets("clm") else "mlm", n_blocks=1, vocab_size=64)
-    ids = torch.randint(0, 64, (2, 128))
-    with autocast(torch.device("cpu"), True):
-        expected = Objective(model)(ids, ids)
-        loss = Sharded(Objective(model), World(), bf16=True).objective(ids, ids)
-    loss.backward()
-    assert abs(loss.item() / expected.item() - 1) < 5e-4, name
-"""
-
-
-@pytest.mark.nightly
-def test_every_system_has_the_same_loss_under_fsdp_in_bf16(fork: Callable[[str], Any]) -> None:
-    """Blocks have parameters in bf16 there, and a residual stream in float32."""
-    process = fork(EVERY_SYSTEM)
-    assert process.wait() == 0, process.output
 
 
 def test_two_processes_train_one_run_after_another(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
@@ -243,54 +184,52 @@ def test_process_that_is_lost_while_training_ends_the_others_in_time(
     assert "resume the run from its last checkpoint" in processes.errors()[0]
 
 
-def test_error_of_one_process_is_said_once(config: MakeConfig, launch: Launch) -> None:
-    processes = launch(config(data="/does/not/exist"), 2)
-    assert processes.wait(60) == [1, 1]
-    first, second = processes.errors()
-    assert first.startswith("ArgumentError: data is /does/not/exist, which is neither a file or folder")
-    assert second.startswith("ReportedError")  # which the command line does not show
+LINES = [json.dumps({"text": f"{i} times {i} is {i * i}. "}) for i in range(600)]
+REPLACED = """
+import dataclasses
+if os.environ["RANK"] == "2":
+    config = dataclasses.replace(config, {})
+"""
+NO_MEMORY = """
+import lineartime.training.setup as setup
+def fail(config):
+    raise LineartimeError("the first process has no memory left")
+if os.environ["RANK"] == "0":
+    setup.build_model = fail
+"""
 
 
 @pytest.mark.parametrize(
-    ("changed", "speaker", "message"),
+    ("options", "before", "speaker", "message"),
     [
-        ("out=Path('elsewhere')", 0, "is not the same folder for 1 of the 3 processes"),
-        ("learning_rate=0.03", 0, "Process 2 was started for another run than process 0: learning_rate is 0.03 there"),
-        ("decay_steps=5", 2, "decay_steps is 5, but linear schedules have no decay: use `schedule='wsd'`, or leave it out."),
+        ({"data": "/does/not/exist"}, "", 0, "ArgumentError: data is /does/not/exist, which is neither a file or folder"),
+        ({"preset": "flash-quad-tiny", "context_parallel": 3, "override": ("d_model=16",)}, "", 0, "but GAU reads"),
+        ({"context_parallel": 3, "context_length": 25}, "", 0, "context_length is 25, but must be a multiple of 24, for 3"),
+        ({"context_parallel": 2}, "", 0, "context_parallel is 2, which does not divide the number of processes, 3: use a"),
+        ({}, REPLACED.format("learning_rate=0.03"), 0, "learning_rate is 0.03 in process 2, and 0.003 in process 0: start all"),
+        ({}, REPLACED.format("decay_steps=5"), 2, "decay_steps is 5, but linear schedules have no decay: use `schedule=wsd`"),
+        ({"data": "text", "streaming": True}, "", 1, "line 302"),
+        ({"timeout": 60.0}, NO_MEMORY, 0, "the first process has no memory left"),
     ],
-    ids=["folder", "options", "value"],
+    ids=["data", "model", "length", "number", "options", "value", "text", "memory"],
 )
-def test_process_that_differs_ends_all_at_once_and_one_says_why(
-    config: MakeConfig, launch: Launch, changed: str, speaker: int, message: str
+def test_error_of_one_process_ends_all_and_that_process_says_why(
+    config: MakeConfig, launch: Launch, tmp_path: Path, options: dict[str, Any], before: str, speaker: int, message: str
 ) -> None:
-    other = f"""
-import dataclasses
-if os.environ["RANK"] == "2":
-    config = dataclasses.replace(config, {changed})
-"""
-    processes = launch(config(), 3, before=other)
-    assert processes.wait(60) == [1, 1, 1]  # long before the timeout
-    said = processes.errors()
-    assert message in said[speaker]
-    assert [rank for rank in range(3) if not said[rank].startswith("ReportedError")] == [speaker]
-
-
-def test_text_that_one_process_cannot_read_ends_all_and_is_on_record(
-    config: MakeConfig, launch: Launch, tmp_path: Path
-) -> None:
-    lines = [json.dumps({"text": f"{i} times {i} is {i * i}. "}) for i in range(600)]
     (tmp_path / "text").mkdir()
     for split in ("train", "valid", "test"):
-        (tmp_path / "text" / f"{split}.jsonl").write_text("\n".join(lines))
-    (tmp_path / "text" / "train.jsonl").write_text("\n".join([*lines[:301], '{"text": 5}', *lines[302:]]))
-    options = {"data": str(tmp_path / "text"), "streaming": True, "tokens_per_batch": 4 * 24}
-    processes = launch(config(**options, steps=100, eval_every=100), 2)
-    assert processes.wait(120) == [1, 1]
-    said = sorted(processes.errors())
-    assert [each.partition(":")[0] for each in said] == ["LineartimeError", "ReportedError"]
-    error = last_error(read_record(tmp_path / "run"))
-    assert error is not None
-    assert "line 302" in error
+        (tmp_path / "text" / f"{split}.jsonl").write_text("\n".join(LINES))
+    (tmp_path / "text" / "train.jsonl").write_text("\n".join([*LINES[:301], '{"text": 5}', *LINES[302:]]))
+    if options.get("data") == "text":
+        options = {**options, "data": str(tmp_path / "text")}
+    started = time.monotonic()
+    processes = launch(config(**{"steps": 100, "eval_every": 100, **options}), 3, before=before)
+    assert processes.wait(60) == [1, 1, 1]
+    assert time.monotonic() - started < 40  # long before the timeout
+    said = processes.errors()
+    assert message in said[speaker]
+    lost = ("A process of the run was lost", "The first process of machine 0 could not prepare")
+    assert all(message in each or any(sentence in each for sentence in lost) for each in said)
 
 
 def test_tokenizer_that_the_main_process_trained_is_that_of_all(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
@@ -299,38 +238,14 @@ def test_tokenizer_that_the_main_process_trained_is_that_of_all(config: MakeConf
     other = f"""
 if os.environ["RANK"] == "1":
     import dataclasses
-    import lineartime.training.setup as setup
-    own = setup.tokenizer_for
+    import lineartime.data as data
+    own = data.tokenizer_for
     def with_another_one(choice, corpus, cache):
         return own("bpe-300", corpus, Path({str(tmp_path / "cache-1")!r}))
-    setup.tokenizer_for = with_another_one
+    data.tokenizer_for = with_another_one
 """
     processes = launch(config(tokenizer="bpe-400"), 2, before=other)
     assert processes.wait(120) == [0, 0], processes.errors()
-
-
-@pytest.mark.nightly
-def test_killed_at_any_moment_six_times_a_run_loses_nothing(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"steps": 70, "eval_every": 3, "eval_windows": 1, "timeout": 10.0, "tokens_per_batch": 4 * 24}
-    expected = trained(config(**options, out=tmp_path / "one"))
-    run, chance, kills = tmp_path / "run", random.Random(5), 0
-    while kills < 6:
-        processes = launch(config(**options, resume=bool(list_checkpoints(run))), 2)
-        # From before the first step to some way on: every moment can be hit, and there is progress on the whole.
-        wait_for_step(run, 0 if not list_checkpoints(run) else int(last_checkpoint(run).name[5:]))
-        time.sleep(chance.random() * 0.4)
-        victim = processes.processes[chance.randrange(2)]
-        if not victim.is_running:
-            break
-        victim.send(signal.SIGKILL)
-        kills += 1
-        codes = processes.wait(60)
-        assert None not in codes, "one that was not killed did not end"
-        assert -signal.SIGKILL in codes
-    assert kills == 6
-    processes = launch(config(**options, resume=True), 2)
-    assert processes.wait() == [0, 0], processes.errors()
-    assert_same_run(run, expected)
 
 
 def wait_for_step(run: Path, step: int) -> None:
@@ -346,23 +261,6 @@ def wait_for_step(run: Path, step: int) -> None:
     raise AssertionError(f"{run} did not come to step {step}")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"preset": "flash-quad-tiny", "override": ("d_model=16",)}, "context_parallel needs a model of FLASH, but GAU reads"),
-        ({}, "context_length is 24, but must be a multiple of 16: 2 processes"),
-    ],
-)
-def test_options_that_do_not_fit_the_processes_are_named(
-    config: MakeConfig, launch: Launch, options: dict[str, Any], message: str
-) -> None:
-    processes = launch(config(context_parallel=2, **options), 2)
-    assert processes.wait(30) == [1, 1]
-    first, second = processes.errors()
-    assert message in first
-    assert second.startswith("ReportedError")  # it is said once
-
-
 def test_steps_that_cannot_be_divided_are_named(config: MakeConfig) -> None:
     for options, message in (
         ({"tokens_per_batch": 96}, "tokens_per_batch is 96, .* multiple of 72, which is 3 processes x `context_length`"),
@@ -370,23 +268,6 @@ def test_steps_that_cannot_be_divided_are_named(config: MakeConfig) -> None:
     ):
         with pytest.raises(LineartimeError, match=message):
             replace(config(), **options).rows(0, 3)
-
-
-def test_error_between_two_exchanges_of_the_set_up_is_told_at_once(config: MakeConfig, launch: Launch) -> None:
-    """The other process must neither wait in the store for text that nobody prepares, nor hide the error by a time-out."""
-    before = """
-import os
-import lineartime.training.setup as setup
-def fail(config):
-    raise LineartimeError("the first process has no memory left")
-if os.environ["RANK"] == "0":
-    setup.build_model = fail
-"""
-    start = time.monotonic()
-    processes = launch(config(timeout=60.0), 2, before=before)
-    assert processes.wait() == [1, 1]
-    assert time.monotonic() - start < 40
-    assert any("the first process has no memory left" in error for error in processes.errors())
 
 
 def test_environment_of_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,12 +278,77 @@ def test_environment_of_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
     assert read_environment() == Environment(4, 3, 1, 2, 1, 2, 0)
-    for name, value, message in (
-        ("LOCAL_RANK", "one", "is 'one', but must be a whole number below 4: start the"),
-        ("RANK", "4", "is '4', but must be a whole number below 4"),
-        ("RANK", "", "is '', but must be a whole number below 4"),  # all processes would be the first, and wait for the others
-    ):
+    for name, value in (("LOCAL_RANK", "one"), ("RANK", "4"), ("RANK", "")):  # all processes would be the first, and wait
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            with pytest.raises(LineartimeError, match=f"^{name} in the environment {message}"):
+            with pytest.raises(LineartimeError, match=r"The environment is not that of several processes .*: start"):
                 read_environment()
+
+
+OPTIONS = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--context-length", "24", "--batch-size", "2"]
+OPTIONS += ["--steps", "100000", "--eval-every", "4", "--eval-windows", "2", "--precision", "fp32"]
+SCRIPT = """
+import os, signal, sys
+from lineartime.cli import main
+from lineartime.training.loop import Trainer
+
+take = Trainer.take_step
+def take_or_die(self, report, stop):
+    if self.step == 5 and self.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return take(self, report, stop)
+Trainer.take_step = take_or_die
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def steps_of(run: Path) -> list[int]:
+    """The steps on record."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("\n")]
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_mistake_that_all_processes_find_is_said_once(tmp_path: Path) -> None:
+    command = [*TORCHRUN, "-m", "lineartime", "train", "--data", "nothing", "--out", str(tmp_path / "run")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert result.returncode == 1
+    assert result.stderr.count("error: --data is nothing, which is neither a file or folder") == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_torchrun_starts_all_again_after_a_loss_and_can_be_asked_to_stop(text: Path, tmp_path: Path) -> None:
+    run, script = tmp_path / "run", tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [*TORCHRUN, "--max-restarts", "1"]
+    where = ["--data", str(text), "--cache", str(tmp_path / "cache"), "--out", str(run)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, str(script), "train", *OPTIONS, *where], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            deadline = time.monotonic() + 240
+            while max(steps_of(run), default=0) < 7:  # beyond the step at which a process is lost
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            _, shown = process.communicate(timeout=120)
+        finally:  # torchrun ends its processes when it is asked to stop, but not when it is killed
+            process.terminate()
+            end = threading.Timer(60, process.kill)
+            end.start()
+            process.wait()
+            end.cancel()
+    # Both processes say what there is to say once: a sentence for each start, and one for the end.
+    assert shown.count("x 2 processes (ddp)") == 2
+    assert shown.count("resume by: torchrun --nproc-per-node 2 -m lineartime train --resume --out") == 1
+    steps = steps_of(run)
+    assert steps == list(range(1, len(steps) + 1))
+    assert last_checkpoint(run).name == f"step-{len(steps):08d}"

@@ -13,9 +13,8 @@ from lineartime.host import peak_memory
 from lineartime.machine import using_threads
 from lineartime.runs.metrics import NullReporter
 from lineartime.training.config import TrainConfig
-from lineartime.training.loop import Stop, memory_of_steps, prepare
+from lineartime.training.loop import Stop, Trainer, memory_of_steps
 from lineartime.training.parallel import read_environment
-from lineartime.training.saving import check_folder
 from lineartime.units import duration, size
 
 STEPS = 3
@@ -32,23 +31,22 @@ def dry_run(config: TrainConfig) -> list[str]:
         raise ArgumentError("context_parallel", f"is {config.context_parallel}, but a dry run is one process: leave it out.")
     if (processes := read_environment().world_size) > 1:
         raise LineartimeError(f"torchrun started {processes} processes, but a dry run is one process: leave torchrun out.")
-    check_folder(config)
     with using_threads(config.threads):
-        trainer = prepare(config)
-        config, setup = trainer.config, trainer.setup
+        trainer = Trainer(config)
+        config = trainer.config
         step = partial(trainer.take_step, NullReporter(), Stop())
-        with closing(trainer.text.loader), memory_of_steps(setup.device):
+        with closing(trainer.text.loader), memory_of_steps(trainer.device):
             step()
             step_seconds = statistics.median(timed(step, 1, time.perf_counter) for _ in range(STEPS))
-            evaluation_seconds = timed(trainer.validation.loss, 1, time.perf_counter)
+            evaluation_seconds = timed(trainer.validation_loss, 1, time.perf_counter)
     seconds = config.steps * step_seconds + (1 + -(-config.steps // config.eval_every)) * evaluation_seconds
     weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
     moments = sum(moment.nbytes for moment in trainer.optimizer.moments().values())
     # Of tensors on a GPU, otherwise of the whole process.
-    peak = torch.cuda.max_memory_allocated(setup.device) if setup.device.type == "cuda" else peak_memory()
+    peak = torch.cuda.max_memory_allocated(trainer.device) if trainer.device.type == "cuda" else peak_memory()
     return [
         *trainer.notes,
-        f"a step        {step_seconds:.3g} s, {setup.tokens_per_step / step_seconds:,.0f} tokens/s, the median of {STEPS}",
+        f"a step        {step_seconds:.3g} s, {trainer.tokens_per_step / step_seconds:,.0f} tokens/s, the median of {STEPS}",
         f"an evaluation {evaluation_seconds:.3g} s",
         f"the run       {duration(seconds)}, without checkpoints",
         f"a checkpoint  {size(weights + moments)}, {size(weights)} of it weights",

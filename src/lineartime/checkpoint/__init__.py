@@ -7,76 +7,59 @@ not stored anywhere, but determined from the folder.
     model.safetensors  model.json  tokenizer.json       what `load` needs
     optimizer/*.safetensors  training.json              what resuming the run also needs
     validation.json                                     the validation loss, if it was measured after the rest was written
+
+The weights are compared with the model's config before memory is allocated.
 """
 
+import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
-from lineartime.checkpoint.format import (
-    TextPosition,
-    TrainingState,
-    UnfitWeightsError,
-    add_validation_loss,
-    checkpoint_path,
-    checkpoint_step,
-    has_training_state,
-    is_checkpoint,
-    list_checkpoints,
-    load_into,
-    partial_path,
-    read_any_model,
-    read_model,
-    read_model_config,
-    read_training_state,
-    read_validation_loss,
+from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
+from lineartime.fields import Between, check_type, decode, shown
+from lineartime.files import (
+    CHECKPOINT,
+    TOKENIZER_FILE,
+    DamagedFileError,
+    is_folder,
+    is_there,
+    new_folder,
+    os_error_behind,
+    read_plain,
+    remove,
+    remove_abandoned,
+    write_atomically,
 )
-from lineartime.checkpoint.saving import save
-from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.fields import check_type, shown
-from lineartime.files import TOKENIZER_FILE, is_folder, is_there, remove, remove_abandoned
 
 if TYPE_CHECKING:  # the contents of a run can be listed without PyTorch
     import torch
+    from torch import Tensor
 
     from lineartime.data import Tokenizer
-    from lineartime.models.language_model import CausalLM, MaskedLM
-    from lineartime.seq2seq import EncoderDecoder
+    from lineartime.models.config import ModelConfig
+    from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM
+    from lineartime.seq2seq import EncoderDecoder, EncoderDecoderConfig
 
-__all__ = [
-    "CheckpointChoice",
-    "Loaded",
-    "NoCheckpointError",
-    "TextPosition",
-    "TrainingState",
-    "UnfitWeightsError",
-    "add_validation_loss",
-    "best_checkpoint",
-    "checkpoint_path",
-    "find_checkpoint",
-    "has_training_state",
-    "is_checkpoint",
-    "last_checkpoint",
-    "list_checkpoints",
-    "load",
-    "load_into",
-    "load_tokenizer",
-    "load_with_tokenizer",
-    "prune",
-    "read_from",
-    "read_model_config",
-    "read_training_state",
-    "read_validation_loss",
-    "remove_partial",
-    "save",
-]
-
+FORMAT = 1
+"""The version of the format, which every JSON file of a checkpoint states."""
+OPTIMIZER_FOLDER = "optimizer"
+WEIGHTS = "model.safetensors"
+_MODEL, _TRAINING, _VALIDATION = "model.json", "training.json", "validation.json"
 
 CheckpointChoice = Literal["best", "last"] | int
 """A checkpoint of a run: the best one, the last one, or that of a step."""
-Content = TypeVar("Content")
+Step = Annotated[int, Between(0, 10**9)]
+
+_GONE = ("like", "lanes", "max_expansion", "shuffle_documents")
+"""Options that the first runs recorded, and that training no longer has."""
+HELD_OUT = ", held out "
+"""What stands before the digest of the held-out text in the identity of a text."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The types of floating-point weights, as the header of a file names them."""
 
 
 class NoCheckpointError(LineartimeError):
@@ -90,24 +73,8 @@ class NoCheckpointError(LineartimeError):
         self.args = (path,)  # used to copy the error to another process
 
 
-def load(
-    path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: CheckpointChoice | None = None
-) -> "CausalLM | MaskedLM | EncoderDecoder":
-    """Load a model in evaluation mode, from the folder of a run or of one checkpoint.
-
-    Args:
-        path: the folder.
-        device: the device to load the model to: "auto" for the best one here, or a name or a device of PyTorch.
-        checkpoint: which checkpoint of a run: "best" (the default), with the lowest validation loss; "last"; or a step.
-
-    Raises:
-        LineartimeError: if there is no such checkpoint, or it is damaged, or this version of lineartime cannot read it; or if
-            PyTorch has no such device here.
-    """
-    from lineartime.machine import choose_device
-
-    place = choose_device(device)
-    return read_from(path, read_any_model, checkpoint)[0].to(place).eval()
+class UnfitWeightsError(ValueError):
+    """Weights that do not fit the model. The message is a clause."""
 
 
 class Loaded(NamedTuple):
@@ -118,35 +85,65 @@ class Loaded(NamedTuple):
     tokenizer: "Tokenizer"
 
 
-def load_with_tokenizer(
-    path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: CheckpointChoice | None = None
-) -> Loaded:
-    """Load a language model with its tokenizer; arguments and errors as for `load`, and an error for an encoder-decoder."""
-    from lineartime.machine import choose_device
+@dataclass(frozen=True)
+class TrainingState:
+    """What resuming a run needs besides tensors: training.json."""
 
-    place = choose_device(device)
-    loaded = read_from(path, lambda found: Loaded(found, *read_model(found)), checkpoint)
-    loaded.model.to(place).eval()
-    return loaded
+    step: Step  # steps taken
+    text: str  # the identity of the text, which shows whether it has changed
+    data: dict[str, Any]  # the position in the text, from the loaders of all processes
+    config: dict[str, Any]  # the run's options
+    skipped: Step = 0  # steps that were skipped because the loss or the gradient was not finite
+    validation_loss: float | None = None  # in nats per token, at this step; None if it was not measured by then
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", known_options(self.config))
+
+    @property
+    def held_out(self) -> str:
+        """The digest of the held-out text."""
+        return self.text.partition(HELD_OUT)[2]
 
 
-def read_from(path: str | Path, read: Callable[[Path], Content], which: CheckpointChoice | None = None) -> Content:
-    """Read from the checkpoint that `find_checkpoint` finds. Raises LineartimeError as `find_checkpoint` and `read`."""
-    check_type("path", path, str | Path)
-    return read(find_checkpoint(path, which))
+def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a run, without those that are gone."""
+    kept = {option: value for option, value in options.items() if option not in _GONE}
+    if isinstance(kept.get("track"), (list, tuple)):  # of which one is gone
+        kept["track"] = [name for name in kept["track"] if name != "trackio"]
+    return kept
 
 
-def load_tokenizer(path: str | Path) -> "Tokenizer":
-    """Load the tokenizer of a run or of a checkpoint, from a tokenizer.json, or by its name: "bytes", or "hub:gpt2".
+# Find a checkpoint ----------------------------------------------------------------------------------------------------
 
-    Raises LineartimeError if there is none, or it cannot be read.
-    """
-    from lineartime.data.tokenizers import is_ready_name, named_tokenizer, read_tokenizer
 
-    check_type("path", path, str | Path)
-    if not is_ready_name(str(path)) and is_folder(path) and not is_there(Path(path, TOKENIZER_FILE)):
-        return read_from(path, read_tokenizer)
-    return named_tokenizer(str(path))
+def checkpoint_path(run: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return run / f"step-{step:08d}"
+
+
+def list_checkpoints(run: str | Path) -> list[Path]:
+    """The checkpoints in a run's folder, oldest first."""
+    run = Path(run)
+    if not is_folder(run):
+        return []
+    with reporting_file_errors("read", run):
+        found = [path for path in run.iterdir() if re.fullmatch(CHECKPOINT, path.name) and is_folder(path)]
+    return sorted(found, key=checkpoint_step)
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a folder is itself a checkpoint, perhaps a damaged one."""
+    return any(is_there(Path(path, name)) for name in (WEIGHTS, _MODEL))
+
+
+def partial_path(checkpoint: Path) -> Path:
+    """The name of a checkpoint while it is being written or deleted."""
+    return checkpoint.with_name(f".{checkpoint.name}.partial")
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The step of a checkpoint in a run's folder, from its name."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def last_checkpoint(run: str | Path) -> Path:
@@ -182,25 +179,355 @@ def find_checkpoint(path: str | Path, which: CheckpointChoice | None = None) -> 
 
     Raises LineartimeError if there is none, and ArgumentError for an invalid `which`, or if the path is a checkpoint itself.
     """
+    check_type("path", path, str | Path)
     path = Path(path)
     if is_there(path / "config.json") and not is_there(path / "model.json") and not list_checkpoints(path):
         raise LineartimeError(f"{path} holds a transformers model: convert it to lineartime with `lineartime.hf.convert()`.")
     if is_checkpoint(path):
         if which is not None:
-            raise ArgumentError(
-                "checkpoint", f"is {which}, but {path} is a checkpoint itself: leave it out, or give the folder of the run."
-            )
+            found = f"is {which}, but {path} is a checkpoint itself: leave it out, or give the folder of the run."
+            raise ArgumentError("checkpoint", found)
         return path
     if which is None or which == "best":
         return best_checkpoint(path)
     last = last_checkpoint(path)
     if which == "last":
         return last
-    found = {checkpoint_step(checkpoint): checkpoint for checkpoint in list_checkpoints(path)}
-    if not isinstance(which, int) or isinstance(which, bool) or which not in found:
-        needed = f"must be best, last, or the step of a checkpoint in {path}, which has {', '.join(map(str, found))}"
+    steps = {checkpoint_step(checkpoint): checkpoint for checkpoint in list_checkpoints(path)}
+    if not isinstance(which, int) or isinstance(which, bool) or which not in steps:
+        needed = f"must be best, last, or the step of a checkpoint in {path}, which has {', '.join(map(str, steps))}"
         raise ArgumentError("checkpoint", f"is {shown(which)}, but {needed}.")
-    return found[which]
+    return steps[which]
+
+
+# Load ---------------------------------------------------------------------------------------------------------------
+
+
+def load(
+    path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: CheckpointChoice | None = None
+) -> "CausalLM | MaskedLM | EncoderDecoder":
+    """Load a model in evaluation mode, from the folder of a run or of one checkpoint.
+
+    Args:
+        path: the folder.
+        device: the device to load the model to: "auto" for the best one here, or a name or a device of PyTorch.
+        checkpoint: which checkpoint of a run: "best" (the default), with the lowest validation loss; "last"; or a step.
+
+    Raises:
+        LineartimeError: if there is no such checkpoint, or it is damaged, or this version of lineartime cannot read it; or if
+            PyTorch has no such device here.
+    """
+    from lineartime.machine import choose_device
+
+    place = choose_device(device)
+    return read_any_model(find_checkpoint(path, checkpoint))[0].to(place).eval()
+
+
+def load_with_tokenizer(
+    path: str | Path, device: "str | torch.device" = "cpu", *, checkpoint: CheckpointChoice | None = None
+) -> Loaded:
+    """Load a language model with its tokenizer; arguments and errors as for `load`, and an error for an encoder-decoder."""
+    from lineartime.machine import choose_device
+
+    place, found = choose_device(device), find_checkpoint(path, checkpoint)
+    model, tokenizer = read_model(found)
+    return Loaded(found, model.to(place).eval(), tokenizer)
+
+
+def load_tokenizer(path: str | Path) -> "Tokenizer":
+    """Load the tokenizer of a run or of a checkpoint, from a tokenizer.json, or by its name: "bytes", or "hub:gpt2".
+
+    Raises LineartimeError if there is none, or it cannot be read.
+    """
+    from lineartime.data.tokenizers import is_ready_name, named_tokenizer, read_tokenizer
+
+    check_type("path", path, str | Path)
+    if not is_ready_name(str(path)) and is_folder(path) and not is_there(Path(path, TOKENIZER_FILE)):
+        return read_tokenizer(find_checkpoint(path))
+    return named_tokenizer(str(path))
+
+
+def read_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
+    """As `read_any_model`, but for a language model: raises LineartimeError for an encoder-decoder."""
+    read_model_config(checkpoint)
+    model, tokenizer = read_any_model(checkpoint)
+    return cast("CausalLM | MaskedLM", model), tokenizer
+
+
+def read_any_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM | EncoderDecoder, Tokenizer]":
+    """Build the model of a checkpoint with its weights, on the CPU, and its tokenizer. Raises as `load` does."""
+    from lineartime.data import read_tokenizer
+    from lineartime.models.cost import check_memory
+
+    config = _read_config(checkpoint)
+    try:
+        check_weights(checkpoint / WEIGHTS, config)
+        try:
+            check_memory(config)
+        except ArgumentError as error:
+            raise LineartimeError(f"{checkpoint} holds a model that is too large for this machine: {error}") from None
+        model = config.build().float()  # whatever PyTorch's default dtype is
+        load_weights(checkpoint / WEIGHTS, model)
+    except UnfitWeightsError as error:
+        raise damaged(checkpoint, str(error)) from None
+    tokenizer = read_tokenizer(checkpoint)
+    if tokenizer.vocab_size != model.config.vocab_size:
+        sizes = f"its tokenizer has {tokenizer.vocab_size:,} tokens and its model {model.config.vocab_size:,}"
+        raise damaged(checkpoint, sizes)
+    return model, tokenizer
+
+
+def load_into(model: "LanguageModel", checkpoint: Path) -> None:
+    """Copy the weights of a checkpoint into a model. Raises LineartimeError if they are damaged, or do not fit."""
+    try:
+        check_weights(checkpoint / WEIGHTS, model.config)
+    except UnfitWeightsError as error:
+        raise damaged(checkpoint, str(error)) from None
+    load_weights(checkpoint / WEIGHTS, model)
+
+
+def read_model_config(checkpoint: Path) -> "ModelConfig":
+    """Read the config of a checkpoint's language model. Raises LineartimeError if it cannot be read, or is of another kind."""
+    from lineartime.models.config import ModelConfig
+
+    config = _read_config(checkpoint)
+    if not isinstance(config, ModelConfig):
+        raise LineartimeError(f"{checkpoint} holds an encoder-decoder, no language model: read it with `lineartime.load`.")
+    return config
+
+
+def _read_config(checkpoint: Path) -> "ModelConfig | EncoderDecoderConfig":
+    from lineartime.models.config import ModelConfig
+    from lineartime.seq2seq import EncoderDecoderConfig
+
+    description = _read(checkpoint / _MODEL)
+    try:
+        return (EncoderDecoderConfig if "n_decoder_blocks" in description else ModelConfig).from_dict(description)
+    except ValueError as error:
+        found = f"{checkpoint / _MODEL} describes no model that this version of lineartime can build: {error}"
+        raise LineartimeError(found) from None
+
+
+def read_training_state(checkpoint: Path) -> TrainingState:
+    """Read what resuming needs besides tensors; missing fields take defaults. Raises LineartimeError if unreadable."""
+    values = _read(checkpoint / _TRAINING)
+    values.pop("automatic", None)  # which the first runs recorded, and nothing needs
+    try:
+        state: TrainingState = decode(TrainingState, values)
+        if re.fullmatch(CHECKPOINT, checkpoint.name) and state.step != checkpoint_step(checkpoint):
+            raise ValueError(f"step is {state.step}, but must be that of the folder")
+    except ValueError as error:
+        raise damaged(checkpoint, f"{_TRAINING}: {error}") from None
+    return state
+
+
+def has_training_state(checkpoint: Path) -> bool:
+    """Whether a checkpoint holds the state of training; it does not if only the model was shared."""
+    return (checkpoint / _TRAINING).exists()
+
+
+def read_validation_loss(checkpoint: Path) -> float | None:
+    """The validation loss of a checkpoint in nats per token; None if not measured. Raises LineartimeError if damaged."""
+    if (checkpoint / _VALIDATION).exists():
+        try:
+            loss: float = decode(float, _read(checkpoint / _VALIDATION).get("validation_loss"), "validation_loss")
+            return loss
+        except ArgumentError as error:
+            raise damaged(checkpoint, f"{_VALIDATION}: {error}") from None
+    return read_training_state(checkpoint).validation_loss if has_training_state(checkpoint) else None
+
+
+def add_validation_loss(checkpoint: Path, loss: float) -> None:
+    """Add the validation loss to a checkpoint that was written before it was measured. Raises LineartimeError on failure.
+
+    The loss gets its own file, so that a process killed meanwhile leaves the checkpoint as it was.
+    """
+    with reporting_file_errors("write", checkpoint / _VALIDATION):
+        write_atomically(checkpoint / _VALIDATION, _json({"validation_loss": loss}))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The content of a JSON file. Raises LineartimeError for a version that only a later lineartime reads."""
+    try:
+        data = read_plain(file)
+        version = decode(Annotated[int, Between(1)], data.pop("format", FORMAT), "format")
+    except DamagedFileError as error:
+        raise damaged(file.parent, f"{file.name}: {error.what}") from None
+    except ArgumentError as error:
+        raise damaged(file.parent, f"{file.name}: {error}") from None
+    if version > FORMAT:
+        found = f"{file} has format {version}, but this version of lineartime reads formats up to {FORMAT}"
+        raise LineartimeError(f"{found}: upgrade lineartime.")
+    return data
+
+
+def damaged(checkpoint: Path, reason: str) -> LineartimeError:
+    """The error for a checkpoint that cannot be used. It names another one to use instead, if there is one."""
+    siblings = list_checkpoints(checkpoint.parent)
+    others = [other.name for other in siblings if other != checkpoint] if checkpoint in siblings else []
+    advice = f"use {others[-1]}, or delete the damaged one" if others else "restore it from a copy, or train again"
+    return LineartimeError(f"The checkpoint {checkpoint} is damaged ({reason.rstrip('.')}): {advice}.")
+
+
+def all_finite(tensor: "Tensor") -> bool:
+    """Whether all numbers are finite in float32, in which models are loaded."""
+    return bool(tensor.float().isfinite().all())
+
+
+def check_weights(file: Path, config: "ModelConfig | EncoderDecoderConfig") -> None:
+    """Compare the names, shapes and types in the header of a file with what a model needs; nothing else is read.
+
+    Raises UnfitWeightsError, naming the tensor that differs, ArgumentError for a model that is too large for PyTorch, and
+    LineartimeError for a file that is missing or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    from lineartime.models.cost import model_tensors
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is not a dict
+            header = {name: (list(found.get_shape()), found.get_dtype()) for name, found in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise damaged(file.parent, f"{file.name}: {error}") from None
+    for name, wanted in model_tensors(config):  # which may be many more, in a damaged description
+        if name not in header:
+            raise UnfitWeightsError(f"{file.name} lacks {name}")
+        shape, dtype = header.pop(name)
+        if shape != list(wanted.shape):
+            raise UnfitWeightsError(f"{name} has the shape {shape}, but the model needs {list(wanted.shape)}")
+        if wanted.is_floating_point() and dtype not in FLOATS:
+            raise UnfitWeightsError(f"{name} is of type {dtype}, but must be one of {', '.join(FLOATS)}")
+        if not wanted.is_floating_point() and not dtype.startswith(("I", "U")):
+            raise UnfitWeightsError(f"{name} is of type {dtype}, but must be integers")
+    if header:
+        raise UnfitWeightsError(f"{file.name} has the tensor {shown(min(header))}, which the model does not have")
+
+
+def load_weights(file: Path, model: "LanguageModel | EncoderDecoder") -> None:
+    """Copy the weights of a file, which `check_weights` has compared, into a model, one tensor at a time.
+
+    Raises LineartimeError for a damaged file, or if a number is not finite.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with torch.no_grad(), safe_open(file, framework="pt") as opened:
+            for name, own in model.state_dict().items():
+                own.copy_(opened.get_tensor(name))
+                if not torch.isfinite(own).all():  # float64 may hold numbers that are infinite in the dtype of the model
+                    raise damaged(file.parent, f"{name} holds numbers that are not finite")
+    except (SafetensorError, OSError) as error:
+        raise damaged(file.parent, f"{file.name}: {error}") from None
+
+
+# Write --------------------------------------------------------------------------------------------------------------
+
+
+def save(model: "LanguageModel | EncoderDecoder", tokenizer: "Tokenizer", folder: str | Path) -> Path:
+    """Save a model with its tokenizer into a new folder, which `load`, `evaluate` and all commands can read.
+
+    The folder is written under a temporary name and renamed when all of it is on the disk.
+
+    Args:
+        model: the model, on any device.
+        tokenizer: the tokenizer with which the model was trained.
+        folder: where to save it; a folder that is not empty is not replaced.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ArgumentError: for anything but a model, layers or weights that are not those of the model's config, weights that are
+            not finite, a tokenizer that does not fit, or a folder that cannot be used.
+        LineartimeError: if it cannot be written.
+    """
+    from lineartime.data.tokenizers import check_vocabulary
+    from lineartime.models.language_model import LanguageModel, check_model
+    from lineartime.seq2seq import EncoderDecoder
+
+    if not isinstance(model, EncoderDecoder):
+        model = check_model(model, LanguageModel, "be saved", computes=False)
+    check_vocabulary(tokenizer, model.config.vocab_size)
+    check_finite("model", model)
+    check_layers(model)
+    with new_folder("folder", Path(folder)) as partial:
+        write_model(partial, model, tokenizer)
+        try:
+            check_weights(partial / WEIGHTS, model.config)
+        except UnfitWeightsError as error:
+            raise ArgumentError("model", f"could not be loaded again: {error}.") from None
+    return Path(folder)
+
+
+def check_finite(argument: str, model: "LanguageModel | EncoderDecoder") -> None:
+    """Raise ArgumentError, naming the argument that holds the model, unless all weights are finite."""
+    for name, weight in model.state_dict().items():
+        if weight.is_meta:
+            raise ArgumentError(argument, f"has {name} on the meta device, where it has no values: move it from there first.")
+        if not all_finite(weight.detach().cpu()):
+            raise ArgumentError(argument, f"has numbers in {name} that are not finite, so it could not be loaded again.")
+
+
+def check_layers(model: "LanguageModel | EncoderDecoder") -> None:
+    """Raise ArgumentError unless every module has the class and the options with which the config builds it again."""
+    from torch import nn
+
+    from lineartime.machine import shapes_only
+
+    with shapes_only():
+        built = model.config.build()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, wanted in built.named_modules(remove_duplicate=False):
+        found = modules.get(name)
+        if found is None or isinstance(found, nn.Dropout):  # missing weights are named later; saved models do not drop
+            continue
+        if type(found) is not type(wanted):
+            kinds = f"has a {type(found).__name__} as {name}, but a {type(wanted).__name__} in its config"
+            raise ArgumentError("model", f"{kinds}, so another model would be loaded: save its state_dict() instead.")
+        for option, value in vars(wanted).items():
+            is_option = isinstance(value, (bool, int, float, str, type(None))) and option[0] != "_" and option != "training"
+            if is_option and (own := getattr(found, option)) != value:
+                differs = f"has {option} = {own!r} in {name}, but {value!r} in its config, so another model would be loaded"
+                raise ArgumentError("model", f"{differs}: build it with {option}={own!r}, and copy its weights.")
+
+
+def write_model(folder: Path, model: "LanguageModel | EncoderDecoder", tokenizer: "Tokenizer") -> None:
+    """Write a model and its tokenizer into a folder. Raises OSError on failure."""
+    # Copies, because safetensors refuses weights that share memory.
+    weights = {name: weight.detach().to("cpu", copy=True) for name, weight in model.state_dict().items()}
+    write_files(folder, weights, model.config, tokenizer)
+
+
+def write_files(
+    checkpoint: Path,
+    weights: "Mapping[str, Tensor]",
+    config: "ModelConfig | EncoderDecoderConfig",
+    tokenizer: "Tokenizer",
+    state: TrainingState | None = None,
+    moments: "Mapping[str, Tensor] | None" = None,
+) -> None:
+    """Fill the folder of a checkpoint. Without `state`, only the model and its tokenizer are written. Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    (checkpoint / _MODEL).write_text(_json(config.to_dict()), encoding="utf-8")
+    (checkpoint / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
+    if state is not None:
+        (checkpoint / _TRAINING).write_text(_json(vars(state)), encoding="utf-8")
+    for tensors, file in ((weights, checkpoint / WEIGHTS), (moments, checkpoint / OPTIMIZER_FOLDER / "moments.safetensors")):
+        if tensors:
+            file.parent.mkdir(exist_ok=True)
+            try:
+                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+            except SafetensorError as error:
+                raise os_error_behind(error) from None
+            shutil.copymode(checkpoint / _MODEL, file)  # safetensors lets only their owner read them
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    return json.dumps({"format": FORMAT, **data}, indent=2) + "\n"
 
 
 def prune(run: Path, keep_every: int | None = None) -> None:

@@ -4,22 +4,21 @@ Each command is a module with a dataclass, whose fields are the command's option
 `run`. Only this package knows about flags: errors of the library name arguments, which become flags here.
 """
 
-import ast
+import os
 import re
-import shlex
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import is_dataclass, make_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import tyro
 from rich.console import Console
 from rich.text import Text
 
-from lineartime.errors import ArgumentError, LineartimeError, ReportedError, file_error
+from lineartime.errors import ArgumentError, LineartimeError, file_error
 from lineartime.host import installed_version
 from lineartime.screen import SCREEN, discard, open_standard_streams
 
@@ -59,29 +58,8 @@ _IMPORT = Annotated[
     tyro.conf.UseAppendAction[tuple[str, ...]],
     tyro.conf.arg(name="import", metavar="MODULE", help="Module, or file ending in .py, that registers systems of your own."),
 ]
-_REGISTRY = tyro.constructors.ConstructorRegistry()
-_MENTION = re.compile(r"`(?:lineartime\.(?:[a-z]+\.)*)?([a-z_]+)(\(\)|=[^`]+)?`")
+_MENTION = re.compile(r"`(?:lineartime\.(?:[a-z]+\.)*)?([a-z_]+)(\(\)|=[^`]*)?`")
 """What a message names in backticks: an argument, an argument with its value, or a function that is also a command."""
-
-
-@_REGISTRY.primitive_rule
-def _path(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Path] | None:
-    """Paths, but for an empty one, as of a variable that is not set: it would be the current folder."""
-
-    def read(words: list[str]) -> Path:
-        if not words[0]:
-            raise ValueError("the path is empty")
-        return Path(words[0])
-
-    if info.type is not Path:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="PATH",
-        instance_from_str=read,
-        is_instance=lambda x: isinstance(x, Path),
-        str_from_instance=lambda x: [str(x)],
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["--version"]:
             print(f"lineartime {installed_version('lineartime')}, torch {installed_version('torch')}")
             return 0
-        name, *rest = arguments if arguments[:1] and arguments[0] in COMMANDS else _command_first(arguments)
+        if not arguments or arguments[0] not in COMMANDS:
+            _show_commands(arguments)
+        name, *rest = arguments
         options = parse(options_of(name), rest)
         run = import_module(f"lineartime.cli.{name}").run
         if name in ("train", "reproduce"):
@@ -101,10 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             run(options)
         sys.stdout.flush()  # so that a closed output fails here
-    except ReportedError:
-        time.sleep(3)  # torchrun ends all processes when one ends: let the one that reports the error end first
-        return 1
     except LineartimeError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(3)  # if the main process reports the same, torchrun ends this one meanwhile
         return _fail(_sentence(error, options))
     except BrokenPipeError:  # the reader of the output, for instance `head`, has closed it
         discard(sys.stdout)
@@ -138,8 +117,8 @@ def parse(options: type[OptionsOfCommand], arguments: Sequence[str]) -> OptionsO
     Exit with status 2 and a message if the arguments are wrong.
 
     Raises:
-        LineartimeError: for a list that is given twice, of which tyro would keep the last values alone; or if a module cannot
-            be imported.
+        LineartimeError: for a list that is given twice, of which tyro would keep the last values alone, and for an empty path,
+            as of a variable that is not set, which would be the current folder; or if a module cannot be imported.
     """
     flags = [word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")]
     for name, hint in get_type_hints(options, include_extras=True).items():
@@ -149,20 +128,21 @@ def parse(options: type[OptionsOfCommand], arguments: Sequence[str]) -> OptionsO
             raise LineartimeError(f"{flag} is given twice, and only the last one would count: give all its values after one.")
     own: Any = ("options", Annotated[options, tyro.conf.arg(name="")])
     with_import: Any = make_dataclass("with_import", [own, ("modules", _IMPORT, ())])
-    name = options.__module__.rpartition(".")[2]
-    parsed = tyro.cli(with_import, prog=f"lineartime {name}", description=COMMANDS[name], args=arguments, registry=_REGISTRY)
+    command = options.__module__.rpartition(".")[2]
+    parsed = tyro.cli(with_import, prog=f"lineartime {command}", description=COMMANDS[command], args=arguments)
+    found: OptionsOfCommand = parsed.options
+    empty = [name for name, value in vars(found).items() if value == Path() or value == (Path(),)]
+    if empty and any(word == "" or word.endswith("=") for word in arguments):
+        raise LineartimeError(f"--{empty[0].replace('_', '-')} is an empty path: give one, or leave it out.")
     if parsed.modules:
         from lineartime.models.systems import import_modules
 
         import_modules([str(Path(name).absolute()) if name.endswith(".py") else name for name in parsed.modules])
-    found: OptionsOfCommand = parsed.options
     return found
 
 
-def _command_first(arguments: Sequence[str]) -> list[str]:
-    """The arguments with --import behind the command; exits with the list of commands for --help, or if there is no command."""
-    words = enumerate(arguments)
-    place = next((i for i, word in words if word in COMMANDS and arguments[i - 1 : i] != ["--import"]), len(arguments))
+def _show_commands(arguments: Sequence[str]) -> None:
+    """Exit with the list of commands, for --help or for what is no command."""
     kinds = [make_dataclass(name, [], namespace={"__doc__": does}) for name, does in COMMANDS.items()]
     # Not A | B: the members are known only when this runs.
     commands: Any = Union[tuple(Annotated[kind, tyro.conf.subcommand(kind.__name__)] for kind in kinds)]  # noqa: UP007  # X | Y takes no tuple
@@ -170,11 +150,9 @@ def _command_first(arguments: Sequence[str]) -> list[str]:
     fields: list[Any] = [
         ("command", Annotated[commands, tyro.conf.arg(name="")]),
         ("version", Annotated[bool, tyro.conf.FlagCreatePairsOff, version], False),
-        ("modules", _IMPORT, ()),
     ]
     everything: Any = make_dataclass("everything", fields)
-    tyro.cli(everything, prog="lineartime", description="Transformer quality in linear time.", args=arguments[: place + 1])
-    return [*arguments[place:], *arguments[:place]]
+    tyro.cli(everything, prog="lineartime", description="Transformer quality in linear time.", args=arguments[:1])
 
 
 def _sentence(error: LineartimeError, options: Any) -> str:
@@ -184,40 +162,36 @@ def _sentence(error: LineartimeError, options: Any) -> str:
     name = error.argument.partition("[")[0]  # "context_lengths[1]" is a value of --context-lengths
     if getattr(options, f"{name}_file", None) is not None:  # a text that was read from a file
         name += "_file"
-    return f"{_flag(name, type(options)) or error.argument} {as_options(error.predicate, type(options))}"
+    subject = _flags(type(options)).get(name, error.argument)
+    return f"{subject} {as_options(error.predicate, type(options))}"
 
 
 def as_options(message: str, command: type) -> str:
     """Write the arguments that a message names in backticks as options of a command, or of `train`, of which errors advise."""
+    flags = {"import": "--import", **_flags(options_of("train")), **_flags(command)}
 
-    def written(mention: re.Match[str]) -> str:
+    def option(mention: re.Match[str]) -> str:
         name, rest = mention[1], mention[2] or ""
-        if rest == "()":
-            return f"`lineartime {name}`" if name in COMMANDS else mention[0]
-        flag = _flag(name, command) or _flag(name, options_of("train"))
-        if flag is None or not rest:
-            return flag or mention[0]
-        try:
-            value = ast.literal_eval(rest[1:])
-        except (ValueError, SyntaxError):  # a text of the user, not of ours
+        if rest == "()" and name in COMMANDS:
+            return f"`lineartime {name}`"
+        if name not in flags:  # a text of the user, not of ours
             return mention[0]
-        if isinstance(value, bool):
-            return flag if value else flag.replace("--", "--no-", 1)
-        return f"{flag} {shlex.quote(str(value))}"
+        value = rest[1:].strip("'")
+        return f"{flags[name]} {value}" if value not in ("", "True") else flags[name]
 
-    return _MENTION.sub(written, message)
+    return _MENTION.sub(option, message)
 
 
-def _flag(name: str, command: type) -> str | None:
-    """The option of a command for an argument of Python: its name if it has no flag; None if the command has no such option."""
-    hints = {**get_type_hints(command, include_extras=True), "import": str}
-    for hint in list(hints.values()):  # a group of options
-        hints |= get_type_hints(hint.__origin__) if is_dataclass(getattr(hint, "__origin__", None)) else {}
-    if name not in hints:
-        return None
-    marks = getattr(hints[name], "__metadata__", ())
-    shown: str = next((own for mark in marks if (own := getattr(mark, "name", None))), name)  # of tyro.conf.arg
-    return shown if tyro.conf.Positional in marks else f"--{shown.replace('_', '-')}"
+def _flags(options: type) -> dict[str, str]:
+    """How each argument is given on the command line: by its flag, or, if it has none, by its name."""
+    flags = {}
+    for name, hint in get_type_hints(options, include_extras=True).items():
+        is_positional = tyro.conf.Positional in getattr(hint, "__metadata__", ())
+        flags[name] = name if is_positional else f"--{name.replace('_', '-')}"
+        group = getattr(hint, "__origin__", None)
+        if is_dataclass(group):
+            flags |= _flags(cast("type", group))
+    return flags
 
 
 def _fail(message: str) -> int:

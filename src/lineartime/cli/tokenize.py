@@ -36,7 +36,9 @@ class TokenizeOptions:
 def run(options: TokenizeOptions) -> None:
     """Train the tokenizer, write it, and print its size."""
     from lineartime.data import describe_splits, load_corpus, train_tokenizer
+    from lineartime.data.train_tokenizer import check_tokenizer_options
 
+    check_tokenizer_options(options.kind, options.vocab_size, options.max_bytes)
     with new_file("out", options.out) as partial:
         corpus = load_corpus(options.data, options.text_column, options.include, options.exclude)
         for line in describe_splits(corpus):

@@ -1,28 +1,35 @@
-"""`lineartime train`: train a model, or resume a run."""
+"""`lineartime train`: train a model, or resume a run.
+
+A file may hold options, over which the command line takes precedence:
+
+preset = "flash-tiny"          # TOML; YAML and JSON work as well
+data = ["books/", "wiki.txt"]
+learning-rate = 0.003          # or learning_rate
+"""
 
 import dataclasses
+import json
+import re
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from lineartime.cli.config_file import read_options, to_toml
-from lineartime.errors import ArgumentError
+from lineartime.errors import ArgumentError, LineartimeError, missing_extra, reporting_file_errors
 from lineartime.screen import SCREEN
-from lineartime.training.config import TrainConfig
+from lineartime.training.config import TrainConfig, merged_override
 
-_ALIASES = {"model": "preset", "context": "context_length"}
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
 @dataclass(frozen=True)
 class TrainOptions(TrainConfig):
     """The options of `lineartime train`."""
 
-    preset: Annotated[str, tyro.conf.arg(name="model", aliases=["--preset"])] = TrainConfig.preset
-    context_length: Annotated[int, tyro.conf.arg(aliases=["--context"])] = TrainConfig.context_length
     data: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.data
     include: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.include
     exclude: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.exclude
@@ -41,17 +48,15 @@ def run(options: TrainOptions, arguments: Sequence[str]) -> None:
     """Train, then print the best checkpoint."""
     for name in ("resume", "auto_resume"):
         if options.dry_run and getattr(options, name):
-            raise ArgumentError("dry_run", f"tries a new run, and cannot be combined with `{name}=True`.")
+            raise ArgumentError("dry_run", f"tries a new run, and cannot be combined with `{name}`.")
 
-    from lineartime.training.config import merged_override
     from lineartime.training.saving import complete
 
     given = {} if options.config is None else read_options(options.config)
-    override = merged_override(given.get("override", ()), options.override)
-    given |= {name: getattr(options, name) for name in _named(arguments)}
-    if "override" in given:
-        given["override"] = override
-    config = complete(given)
+    flags = {word.partition("=")[0][2:].replace("-", "_").removeprefix("no_") for word in arguments if word.startswith("--")}
+    typed = {field.name: getattr(options, field.name) for field in dataclasses.fields(TrainConfig) if field.name in flags}
+    override = merged_override(given.get("override", ()), options.override)  # as on top of a recipe's
+    config = complete({**given, **typed, "override": override})
     if options.print_config:
         config.check()
         expanded = {**config.to_dict(), "resume": options.resume}
@@ -62,33 +67,72 @@ def run(options: TrainOptions, arguments: Sequence[str]) -> None:
 
         print("\n".join(dry_run(config)))
     else:
-        _train(config, given)
+        from lineartime.training.loop import train_completed
+        from lineartime.training.parallel import read_environment
 
-
-def _train(config: TrainConfig, given: Collection[str]) -> None:
-    from lineartime.training.loop import train_completed
-    from lineartime.training.parallel import read_environment
-
-    result = train_completed(config, given)
-    if read_environment().rank == 0:
-        if not result.finished:
-            print(f"resume by: {_resume_command(result.run)}", file=SCREEN)
-        print(f"best checkpoint: {result.checkpoint}")
-
-
-def _named(arguments: Sequence[str]) -> list[str]:
-    """The options of training that the arguments give, whatever their values are."""
-    words = {word.partition("=")[0][2:].replace("-", "_").removeprefix("no_") for word in arguments if word.startswith("--")}
-    named = {_ALIASES.get(word, word) for word in words}
-    return [field.name for field in dataclasses.fields(TrainConfig) if field.name in named]
+        result = train_completed(config)
+        if read_environment().rank == 0:
+            if not result.finished:
+                print(f"resume by: {_resume_command(result.run)}", file=SCREEN)
+            print(f"best checkpoint: {result.checkpoint}")
 
 
 def _resume_command(run: Path) -> str:
     from lineartime.models.systems import imported_names
     from lineartime.training.parallel import read_environment
 
-    imports = "".join(f" --import {shlex.quote(name)}" for name in imported_names())
-    start, environment = "lineartime", read_environment()
+    environment = read_environment()
+    start = ["lineartime"]
     if environment.world_size > 1:
-        start = f"torchrun --nproc-per-node {environment.local_world_size} -m lineartime"
-    return f"{start} train --resume --out {shlex.quote(str(run))}{imports}"
+        start = ["torchrun", "--nproc-per-node", str(environment.local_world_size), "-m", "lineartime"]
+    imports = [word for name in imported_names() for word in ("--import", name)]
+    return shlex.join([*start, "train", "--resume", "--out", str(run), *imports])
+
+
+def read_options(file: Path) -> dict[str, Any]:
+    """The options in a TOML, YAML or JSON file. Raises LineartimeError, naming the file, if it is wrong or unreadable."""
+    with reporting_file_errors("read", file):
+        content = file.read_bytes()
+    try:
+        values = _parse(file, content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # from any of the parsers, or bytes that are not UTF-8
+        what = " ".join(str(error).split())
+        raise LineartimeError(f"{file} cannot be read as {file.suffix[1:].upper()}: {what}.") from None
+    if not isinstance(values, dict):
+        raise LineartimeError(f"{file} holds a {type(values).__name__}, but must hold options by name.")
+    found = {str(name).replace("-", "_"): value for name, value in values.items()}
+    try:
+        config = TrainConfig.from_dict(found)
+    except ArgumentError as error:
+        raise LineartimeError(f"{file}: {error}") from None
+    return {name: getattr(config, name) for name in found}
+
+
+def _parse(file: Path, text: str) -> Any:
+    if file.suffix == ".json":
+        return json.loads(text)
+    if file.suffix == ".toml":
+        try:
+            return import_module("tomllib").loads(text)
+        except ImportError:  # Python 3.10
+            raise LineartimeError(f"{file} is TOML, which needs Python 3.11: use YAML or JSON.") from None
+    if file.suffix not in (".yaml", ".yml"):
+        raise LineartimeError(f"{file} has the suffix {file.suffix!r}: options are read from .toml, .yaml or .json.")
+    try:
+        yaml: Any = import_module("yaml")
+    except ImportError:
+        raise missing_extra("PyYAML", "data", f"{file}, a YAML file,") from None
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})  # PyYAML alone reads 1e-3 as a string, not as a number
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-0123456789"))
+    try:
+        return yaml.load(text, loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def to_toml(options: Mapping[str, Any]) -> str:
+    """Format plain options as TOML, one per line. Those that are None, which TOML cannot express, are comments."""
+    return "".join(
+        f"# {name} =\n" if value is None else f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
+        for name, value in options.items()
+    )

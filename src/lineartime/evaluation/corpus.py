@@ -1,6 +1,6 @@
 """Evaluate a model, or the model of a run, on a split of a text."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,15 +9,13 @@ import torch
 
 from lineartime.checkpoint import (
     CheckpointChoice,
-    Loaded,
     has_training_state,
     load_with_tokenizer,
-    read_from,
     read_training_state,
 )
 from lineartime.choices import TEXT_COLUMN, Context, Precision, Split
-from lineartime.data import Corpus, Tokenizer, describe_splits, load_corpus, token_stream
-from lineartime.data.corpora import Data, load_corpus_of_run
+from lineartime.data import Tokenizer, describe_splits, load_corpus, token_stream
+from lineartime.data.corpora import load_corpus_of_run
 from lineartime.data.tokenizers import check_vocabulary
 from lineartime.errors import ArgumentError
 from lineartime.evaluation.perplexity import Evaluation, evaluate_carried, evaluate_windowed
@@ -96,9 +94,11 @@ def evaluate(
     unknown = "a model in memory does not record"
     if isinstance(model, (str, Path)):
         unknown = f"{model} has no training.json, which records"
-        loaded, trained, held_out = read_from(model, _read, checkpoint)
-        measured, tokenizer = loaded.checkpoint, tokenizer or loaded.tokenizer
-        model = loaded.model.to(choose_device(device))
+        measured, model, own = load_with_tokenizer(model, choose_device(device), checkpoint=checkpoint)
+        tokenizer = tokenizer or own
+        if has_training_state(measured):
+            state = read_training_state(measured)
+            trained, held_out = state.config, state.held_out
     elif checkpoint is not None:
         raise ArgumentError("checkpoint", f"is {checkpoint}, but a model in memory has none: leave it out.")
     elif device != "auto":
@@ -106,14 +106,18 @@ def evaluate(
     model = check_model(model, LanguageModel, "be measured")
     needed = {"data": data, "context_length": context_length, "tokenizer": tokenizer}
     if missing := [name for name, value in needed.items() if value is None and name not in trained]:
-        why = f"is missing, but {unknown} what the model was trained on: give "
-        raise ArgumentError(missing[0], why, " and ".join(f"`{name}`" for name in missing), ".")
+        give = " and ".join(f"`{name}`" for name in missing)
+        raise ArgumentError(missing[0], f"is missing, but {unknown} what the model was trained on: give {give}.")
     check_vocabulary(tokenizer, model.config.vocab_size)
     assert tokenizer is not None
     if context != "windowed":
         _check_carried(model, context, stride, packed)
 
-    corpus = _corpus(trained, data, text_column=text_column, include=include, exclude=exclude)
+    # The text of a run is read as in training, where nothing else is given.
+    reading = {"text_column": TEXT_COLUMN, "include": (), "exclude": (), **(trained if data is None else {})}
+    given = {"text_column": text_column, "include": include, "exclude": exclude}
+    read: dict[str, Any] = {name: reading[name] if value is None else value for name, value in given.items()}
+    corpus = load_corpus_of_run(trained["data"], **read) if data is None else load_corpus(data, **read)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     cache = cache_folder() if cache is None else Path(cache)
     stream = token_stream(corpus, split, tokenizer, cache, max_tokens)
@@ -144,21 +148,6 @@ def evaluate(
             max_tokens=max_tokens,
         )
     return replace(evaluation, checkpoint=measured)
-
-
-def _read(checkpoint: Path) -> tuple[Loaded, dict[str, Any], str]:
-    """Read a checkpoint, the options with which its run was started, and the digest of its held-out text; empty if unknown."""
-    state = read_training_state(checkpoint) if has_training_state(checkpoint) else None
-    known = ({}, "") if state is None else (state.config, state.held_out)
-    return load_with_tokenizer(checkpoint), *known
-
-
-def _corpus(trained: Mapping[str, Any], data: Data, **given: Any) -> Corpus:
-    """A text, or that of a run, `trained`, if `data` is None; read as `given`, or where this is None, as in training."""
-    usual = {"text_column": TEXT_COLUMN, "include": (), "exclude": ()}
-    kept = trained if data is None else {}
-    reading = {name: kept.get(name, usual[name]) if value is None else value for name, value in given.items()}
-    return load_corpus_of_run(trained["data"], **reading) if data is None else load_corpus(data, **reading)
 
 
 def _check_carried(model: LanguageModel, context: Context, stride: int | None, packed: bool | None) -> None:

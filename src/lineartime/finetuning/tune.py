@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerFast, Trainer, TrainingArguments
 from transformers.modeling_outputs import ModelOutput
 
-from lineartime.checkpoint import find_checkpoint, load_with_tokenizer
-from lineartime.checkpoint.format import WEIGHTS, all_finite
+from lineartime.checkpoint import WEIGHTS, all_finite, find_checkpoint, load_with_tokenizer
 from lineartime.data.tokenizers import FRAME, Tokenizer
 from lineartime.errors import ArgumentError, DivergedError, LineartimeError, reporting_file_errors
 from lineartime.fields import shown

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.checkpoint.saving import write_model
+from lineartime.checkpoint import write_model
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import check_names

@@ -13,9 +13,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import logging
 
-from lineartime.checkpoint import CheckpointChoice, read_from
-from lineartime.checkpoint.format import has_training_state, is_checkpoint, list_checkpoints, read_model, read_training_state
-from lineartime.checkpoint.saving import write_model
+from lineartime import checkpoint as checkpoints
+from lineartime.checkpoint import CheckpointChoice
 from lineartime.data.tokenizers import Tokenizer, read_definition
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
@@ -65,7 +64,7 @@ def convert(source: str | Path, destination: str | Path, *, checkpoint: Checkpoi
     Raises ArgumentError for a source that is neither, and the errors of these two functions.
     """
     source = Path(source)
-    if list_checkpoints(source) or (is_checkpoint(source) and not (source / CONFIG).exists()):
+    if checkpoints.list_checkpoints(source) or (checkpoints.is_checkpoint(source) and not (source / CONFIG).exists()):
         return to_transformers(source, destination, checkpoint=checkpoint)
     if not (source / CONFIG).exists():
         problem = "holds neither a run or checkpoint nor a model of transformers" if source.is_dir() else "is no folder"
@@ -87,7 +86,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
     """
     destination = Path(destination)
     with new_folder("destination", destination) as folder:
-        model, tokenizer, context = read_from(source, _read_checkpoint, checkpoint)
+        model, tokenizer, context = _read_checkpoint(checkpoints.find_checkpoint(source, checkpoint))
         end, masked = tokenizer.end_of_document, model.config.task == "mlm"
         config = LineartimeConfig.from_model_config(model.config, bos_token_id=end, eos_token_id=end, pad_token_id=end)
         longest = model.config.longest_sequence
@@ -117,8 +116,8 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
 
 def _read_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, int | None]:
     """A model, its tokenizer, and its context in training, if known."""
-    options = read_training_state(checkpoint).config if has_training_state(checkpoint) else {}
-    return (*read_model(checkpoint), options.get("context_length"))
+    options = checkpoints.read_training_state(checkpoint).config if checkpoints.has_training_state(checkpoint) else {}
+    return (*checkpoints.read_model(checkpoint), options.get("context_length"))
 
 
 @contextmanager
@@ -150,7 +149,7 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
     """
     source, destination = Path(source), Path(destination)
     with new_folder("destination", destination) as partial:
-        write_model(partial, *_read_model(source))
+        checkpoints.write_model(partial, *_read_model(source))
     return destination
 
 

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
-from lineartime.checkpoint.format import all_finite
+from lineartime.checkpoint import all_finite
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.hf.model import (

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
-from lineartime.checkpoint.format import all_finite
+from lineartime.checkpoint import all_finite
 from lineartime.choices import VOCAB_SIZE, Task
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.hf.cache import CACHE, LineartimeCache

@@ -17,8 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
-from lineartime.checkpoint import list_checkpoints
-from lineartime.checkpoint.format import checked_options
+from lineartime.checkpoint import known_options, list_checkpoints
 from lineartime.choices import DEFAULT_TEXT
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors, typed_first_line
 from lineartime.files import RECORD_FILE, is_there, read_file, write_file
@@ -76,7 +75,7 @@ class Record:
     seed: int | None = None  # the option `seed`
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", checked_options("options", self.options))
+        object.__setattr__(self, "options", known_options(self.options))
 
     @property
     def schedule(self) -> dict[str, Any]:

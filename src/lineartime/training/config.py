@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lineartime.choices import TEXT_COLUMN, Device, Precision, Task
 from lineartime.errors import ArgumentError, check_choice
-from lineartime.fields import Between, Positive, check_fields, decode
+from lineartime.fields import Between, Positive, check_fields, from_fields
 from lineartime.files import absolute_path
 from lineartime.host import Threads
 from lineartime.units import number_or_text
@@ -166,16 +166,17 @@ class TrainConfig:
             if isinstance(override, (list, tuple)):  # anything else is refused below
                 override = [*written(model["override"]), *override]
             given |= {**model, "override": override}
-        if isinstance(self.track, str):
-            given["track"] = [self.track]
-        data = [] if self.data is None else [self.data] if isinstance(self.data, (str, Path)) else self.data
-        given["data"] = [absolute_path(item, is_corpus_name) for item in data] if isinstance(data, (list, tuple)) else data
-        for name in ("preset", "task", "override", "track", "data"):
-            object.__setattr__(self, name, given[name])
+        for name in ("track", "data"):
+            if isinstance(given[name], (str, Path)):
+                given[name] = [given[name]]
+        data = given["data"] or ()
         # A resumed run has to find its text from any working directory.
-        object.__setattr__(self, "tokenizer", absolute_path(self.tokenizer, is_tokenizer_name))
+        given["data"] = [absolute_path(item, is_corpus_name) for item in data] if isinstance(data, (list, tuple)) else data
+        given["tokenizer"] = absolute_path(self.tokenizer, is_tokenizer_name)
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
         check_fields(self)
-        if isinstance(self.cache, Path):
+        if self.cache is not None:
             object.__setattr__(self, "cache", self.cache.absolute())
 
     @property
@@ -191,37 +192,29 @@ class TrainConfig:
     def check(self) -> None:
         """Raise LineartimeError, naming the argument, for values that do not fit together."""
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
-            self._refuse("warmup_steps", "but must be below ", f"`steps={self.steps!r}`", ".")
+            raise ArgumentError("warmup_steps", f"is {self.warmup_steps}, but must be below `steps={self.steps}`.")
         if self.schedule == "wsd" and self.decay_steps is not None and warmup_steps(self) + self.decay_steps > self.steps:
-            most = f"but must, with {warmup_steps(self)} steps of warm-up, be at most "
-            self._refuse("decay_steps", most, f"`steps={self.steps!r}`", ".")
+            most = f"with {warmup_steps(self)} steps of warm-up, be at most `steps={self.steps}`"
+            raise ArgumentError("decay_steps", f"is {self.decay_steps}, but must, {most}.")
         if self.keep_every is not None and self.keep_every % self.eval_every:
-            multiple = ("but must be a multiple of ", f"`eval_every={self.eval_every!r}`")
-            self._refuse("keep_every", *multiple, ": checkpoints follow evaluations.")
+            multiple = f"a multiple of `eval_every={self.eval_every}`: checkpoints follow evaluations"
+            raise ArgumentError("keep_every", f"is {self.keep_every}, but must be {multiple}.")
         if self.clips_locally and self.parallel == "fsdp":
-            found = ("but with ", "`parallel='fsdp'`", " no process has a whole gradient: use ")
-            advice = ("`clip='global'`", " or ", "`parallel='ddp'`", ".")
-            self._refuse("clip" if self.clip_tokens is None else "clip_tokens", *found, *advice)
-        if self.packed and self.context_parallel > 1:
-            raise ArgumentError("packed", "cannot be combined with `context_parallel`: use one or the other.")
-        if self.task == "prefix-lm" and self.context_parallel > 1:
-            self._refuse("task", "whose prefixes cannot be split over processes: leave out ", "`context_parallel`", ".")
-        if not self.resume and self.recipe is None:  # otherwise, what was not given may be unused here
-            self._check_used()
-
-    def _check_used(self) -> None:
-        """Raise ArgumentError for an option that has no effect beside the others."""
+            name = "clip" if self.clip_tokens is None else "clip_tokens"
+            found = f"is {getattr(self, name)}, but with `parallel=fsdp` no process has a whole gradient"
+            raise ArgumentError(name, f"{found}: use `clip=global` or `parallel=ddp`.")
+        if self.context_parallel > 1 and (self.packed or self.task == "prefix-lm"):
+            what = "documents are kept apart (`packed`)" if self.packed else "`task=prefix-lm` has prefixes"
+            raise ArgumentError("context_parallel", f"is {self.context_parallel}, but {what}: use one or the other.")
+        if self.resume or self.recipe is not None:  # then, what was not given may be unused here
+            return
         if self.decay_steps is not None and self.schedule != "wsd":
-            problem = f"but {self.schedule} schedules have no decay: use "
-            self._refuse("decay_steps", problem, "`schedule='wsd'`", ", or leave it out.")
+            found = f"is {self.decay_steps}, but {self.schedule} schedules have no decay"
+            raise ArgumentError("decay_steps", f"{found}: use `schedule=wsd`, or leave it out.")
         for name in ("adamw_ratio", "momentum"):
-            usual = getattr(TrainConfig, name)
-            if self.optimizer == "adamw" and getattr(self, name) != usual:
-                use = (": use ", "`optimizer='muon'`", " or ", f"`{name}={usual!r}`", ".")
-                self._refuse(name, "but is not used with ", "`optimizer='adamw'`", *use)
-
-    def _refuse(self, name: str, *why: str) -> NoReturn:
-        raise ArgumentError(name, f"is {getattr(self, name)}, ", *why)
+            if self.optimizer == "adamw" and getattr(self, name) != getattr(TrainConfig, name):
+                found = f"is {getattr(self, name)}, but is not used with `optimizer=adamw`"
+                raise ArgumentError(name, f"{found}: use `optimizer=muon`, or leave it out.")
 
     def rows(self, data_rank: int, data_ranks: int) -> "Rows":
         """Divide the sequences of a step over the `data_ranks` processes that read different data. Raises as `check`.
@@ -235,16 +228,16 @@ class TrainConfig:
             smallest = data_ranks * self.context_length
             each, rest = divmod(self.tokens_per_batch, smallest)
             if rest or each < 1:
-                processes = f"{data_ranks} processes x " if data_ranks > 1 else ""
-                multiple = f"but must be a positive multiple of {smallest}, which is {processes}"
-                self._refuse("tokens_per_batch", multiple, "`context_length`", ".")
+                product = f"{data_ranks} processes x `context_length`" if data_ranks > 1 else "`context_length`"
+                multiple = f"a positive multiple of {smallest}, which is {product}"
+                raise ArgumentError("tokens_per_batch", f"is {self.tokens_per_batch}, but must be {multiple}.")
         together = each
         if self.clip_tokens is not None and self.clip_norm > 0:
             together, rest = divmod(self.clip_tokens, self.context_length)
             if rest or together < 1 or each % together:
-                divides = f" that divides the {each * self.context_length} tokens of a step in each process."
-                multiple_of = f"`context_length={self.context_length!r}`"
-                self._refuse("clip_tokens", "but must be a multiple of ", multiple_of, divides)
+                multiple = f"a multiple of `context_length={self.context_length}`"
+                divides = f"that divides the {each * self.context_length} tokens of a step in each process"
+                raise ArgumentError("clip_tokens", f"is {self.clip_tokens}, but must be {multiple} {divides}.")
         at_once = next(count for count in range(min(self.batch_size, together), 0, -1) if together % count == 0)
         return Rows(each * data_ranks, at_once, data_rank, data_ranks, each // together * data_ranks)
 
@@ -257,16 +250,16 @@ class TrainConfig:
             raise ArgumentError("override", "cannot set task: use `task`.")
         asked = values.pop("vocab_size", vocab_size)  # comes from a `ModelConfig`
         if asked != vocab_size:
-            has = f", which has {vocab_size} tokens; choose another one, or vocab_size={vocab_size}."
-            raise ArgumentError("override", f"cannot set vocab_size to {asked}: it follows from `tokenizer`", has)
+            has = f"it follows from `tokenizer`, which has {vocab_size} tokens; choose another one, or vocab_size={vocab_size}"
+            raise ArgumentError("override", f"cannot set vocab_size to {asked}: {has}.")
         resolve(self.preset, self.task)  # an error names the preset or the task
         with errors_in_override():
             config = resolve(self.preset, self.task, vocab_size=vocab_size, **values)
             longest = config.longest_sequence
         if longest is not None and self.context_length > longest:
             field = "max_positions" if longest == config.max_positions else "max_length"
-            reads = f"but {self.preset} reads at most {longest} tokens: use a shorter context, or "
-            self._refuse("context_length", reads, "`override`", f" {field}={self.context_length}.")
+            reads = f"but {self.preset} reads at most {longest} tokens: use a shorter context, or `override`"
+            raise ArgumentError("context_length", f"is {self.context_length}, {reads} {field}={self.context_length}.")
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -278,9 +271,7 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "TrainConfig":
         """Restore a config from the dictionary of `to_dict`; missing fields take their defaults. Raises ArgumentError."""
-        given = data.get("data") or []
-        config: TrainConfig = decode(cls, {**data, "data": [given] if isinstance(given, (str, Path)) else given})
-        return config
+        return from_fields(cls, dict(data))
 
 
 def warmup_steps(config: TrainConfig) -> int:
@@ -316,39 +307,26 @@ def learning_rate(step: int, config: TrainConfig) -> float:
             return peak * min(1.0, left / decay_steps(config))
 
 
-def describe_schedule(config: TrainConfig) -> str:
-    """The schedule in a few words."""
-    ends = {
-        "linear": "linear schedule to zero",
-        "cosine": "cosine schedule to a tenth of the peak",
-        "constant": "constant after the warm-up",
-        "wsd": f"constant, then linear to zero over the last {decay_steps(config):,}",
-    }
-    return f"{ends[config.schedule]}, warm-up steps: {warmup_steps(config):,}"
-
-
 def with_other_steps(started: TrainConfig, asked: TrainConfig, taken: int) -> TrainConfig:
     """The options of a run, with its own warm-up, that goes on to the steps and the steps of decay of `asked`.
 
     Raises ArgumentError if the `taken` steps would have had other learning rates, or more were taken than are asked for.
     """
-    if asked.steps <= warmup_steps(started):
-        found = f"is {asked.steps}, but the run was started with a warm-up of {warmup_steps(started)} steps"
-        raise ArgumentError("steps", f"{found}: ask for more.")
+    warmup, name = warmup_steps(started), "steps" if asked.steps != started.steps else "decay_steps"
+    found = f"is {getattr(asked, name)}, but the run was started with {getattr(started, name)}"
+    if asked.steps <= max(taken - 1, warmup):
+        raise ArgumentError("steps", f"{found}, of which {warmup} are warm-up, and has taken {taken}: ask for more.")
     if asked.decay_steps is not None and started.schedule != "wsd":
-        found = f"is {asked.decay_steps}, but the {started.schedule} schedule of this run has no decay"
-        raise ArgumentError("decay_steps", f"{found}: leave it out.")
-    if asked.steps < taken:
-        raise ArgumentError("steps", f"is {asked.steps}, but the run has taken {taken} steps: ask for at least as many.")
-    changed = dataclasses.replace(started, steps=asked.steps, decay_steps=asked.decay_steps, warmup_steps=warmup_steps(started))
+        problem = f"is {asked.decay_steps}, but the {started.schedule} schedule of this run has no decay: leave it out."
+        raise ArgumentError("decay_steps", problem)
+    changed = dataclasses.replace(started, steps=asked.steps, decay_steps=asked.decay_steps, warmup_steps=warmup)
     compared = {round(number * max(0, taken - 1) / _COMPARED) for number in range(_COMPARED + 1)} if taken else set()
     if any(learning_rate(step, changed) != learning_rate(step, started) for step in compared):
-        name = "steps" if asked.steps != started.steps else "decay_steps"
         raise ArgumentError(
             name,
-            f"is {getattr(asked, name)}, but the run was started with {getattr(started, name)}, and some of the {taken} steps "
-            f"taken would have had other learning rates ({started.schedule} schedule): leave it out, or start a new run from "
-            "its weights with `init_from`; a run with `schedule='constant'`, or wsd before its decay, can go on.",
+            f"{found}, and some of the {taken} steps taken would have had other learning rates ({started.schedule} schedule): "
+            "leave it out, or start a new run from its weights with `init_from`; a run with `schedule=constant`, or wsd before "
+            "its decay, can go on.",
         )
     return changed
 

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,35 +15,33 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lineartime import checkpoint as checkpoints
-from lineartime.choices import Precision
 from lineartime.data import Batch, evaluation_batch, merge_states, read_window, spread_windows, text_length
-from lineartime.errors import DivergedError, LineartimeError, did_you_mean, require_packages
-from lineartime.fields import decode
+from lineartime.errors import DivergedError, LineartimeError, require_packages
 from lineartime.files import removed_on_failure
 from lineartime.host import freed_memory_kept, stop_signals
-from lineartime.machine import autocast, choose_device, using_threads
+from lineartime.machine import autocast, choose_compile, choose_device, choose_precision, faster_precision, using_threads
 from lineartime.models.language_model import CausalLM, MaskedLM
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.runs.curve import draw_curve
 from lineartime.runs.metrics import NullReporter, Reporter, StepMetrics, losses, read_metrics
-from lineartime.runs.record import RunRecord
-from lineartime.training.config import TrainConfig, learning_rate
+from lineartime.runs.record import RunRecord, locked
+from lineartime.training.config import TrainConfig, learning_rate, warmup_steps
 from lineartime.training.optimizers import build_optimizer
-from lineartime.training.parallel import World, join_world, parallelize, part_of, read_environment
-from lineartime.training.saving import (
-    CheckpointWriter,
-    check_shared,
-    complete,
-    locked_run,
-    restore_moments,
-    resumed_config,
-    saved_config,
-    starting_point,
+from lineartime.training.parallel import Objective, Parallel, World, join_world, part_of, read_environment
+from lineartime.training.saving import CheckpointWriter, complete, restore_moments, saved_config, starting_point
+from lineartime.training.setup import (
+    Text,
+    check_same_run,
+    check_start,
+    make_model,
+    make_tokenizer,
+    read_corpus,
+    slice_unit,
+    start_notes,
 )
-from lineartime.training.setup import Setup, precision_notes, set_up, start_notes
 
 
 @dataclass(frozen=True)
@@ -105,113 +103,88 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
         if config.resume or options.get("resume"):  # a config also records where its defaults came from
             given = {name: value for name, value in given.items() if name not in ("recipe", "init_from")}
         options = {**given, **options}
-    names = [field.name for field in dataclasses.fields(TrainConfig)]
-    for name in options:
-        if name not in names:
-            raise TypeError(f"train has no option {name!r}{did_you_mean(name, names)}.")
     if not isinstance(options.get("preset", ""), str):  # a `ModelConfig` sets several options
         described = TrainConfig(**options)
         options |= {name: getattr(described, name) for name in ("preset", "task", "override")}
-    return train_completed(complete(options), options)
+    return train_completed(complete(options))
 
 
-def train_completed(config: TrainConfig, given: Collection[str]) -> TrainingResult:
-    """Train with a complete set of options. `given` names those that were given; the others are defaults."""
-    environment = read_environment()
-    device = choose_device(config.device, environment.local_rank)
+def train_completed(config: TrainConfig) -> TrainingResult:
+    """Train with a complete set of options, as `complete` returns it."""
+    device = choose_device(config.device, read_environment().local_rank)
+    run, record = config.run_directory, RunRecord(config.run_directory)
     together = join_world(device, timeout=config.timeout, context_parallel=config.context_parallel)
-    record = RunRecord(config.run_directory)
     kept = torch.random.fork_rng([device] if device.type == "cuda" else [])  # a step seeds the generators of the caller
     own_precision = autocast(device, bf16=False)  # an autocast of the caller would change backward passes and optimisers
-    threads = using_threads(config.threads)
-    with record.errors(), kept, threads, own_precision, together as world, locked_run(config, world):
-        # The trainer gets no name: it must be freed before the processes disconnect, which could deadlock (`join_world`).
-        if environment.torchelastic_restart_count > 0:  # torchrun has replaced a lost process: resume if there is a checkpoint
-            exists = bool(checkpoints.list_checkpoints(config.run_directory))
-            config = dataclasses.replace(config, resume=config.resume or exists)
+    with (
+        record.errors(),
+        kept,
+        using_threads(config.threads),
+        own_precision,
+        together as world,
+        locked(run, keep=True) if world.is_main else nullcontext(),
+    ):
         start = world.share(lambda: starting_point(config))
-        check_shared(config.run_directory, world)
-        return prepare(config, world, start, given, record).run()
-
-
-def prepare(
-    config: TrainConfig,
-    world: World | None = None,
-    start: Path | None = None,
-    given: Collection[str] = (),
-    record: RunRecord | None = None,
-) -> "Trainer":
-    """The trainer of a new run, or of a run that starts from a checkpoint; its folder is not touched. Raises as `train`."""
-    world = world or World()
-    before: Precision | None = None  # the precision of the run that is resumed
-    with world.raise_on_all_ranks():
-        config.check()
-        if "wandb" in config.track:
-            require_packages("wandb", extra="wandb", purpose="The tracker wandb")
-        if start is not None:
-            started = saved_config(start)
-            taken = checkpoints.read_training_state(start).step
-            config = resumed_config(config, started, given, taken)
-            config.check()
-            before = started.precision
-    setup = set_up(config, world, start)
-    notes = precision_notes(setup.config.precision, before, setup.device)
-    return Trainer(setup, world, record or RunRecord(config.run_directory), start, notes)
+        # The trainer gets no name: it must be freed before the processes disconnect, which could deadlock (`join_world`).
+        return Trainer(config, world, start, record).run()
 
 
 class Trainer:
-    """A model with its optimiser and its text, and the steps taken so far.
+    """A model with its optimiser and its text, and the steps taken so far. The folder of the run is not touched before `run`.
 
-    `start` is the checkpoint to resume from; the model already holds its weights. `notes` are printed before training starts.
+    `start` is the checkpoint to resume from; without it, the run is new. `notes` are printed before training starts. Raises
+    LineartimeError for options that are incompatible with each other, the text or this machine.
     """
 
     def __init__(
-        self, setup: Setup, world: World, record: RunRecord, start: Path | None = None, notes: Sequence[str] = ()
+        self, config: TrainConfig, world: World | None = None, start: Path | None = None, record: RunRecord | None = None
     ) -> None:
-        self.config = config = setup.config
-        self.setup = setup
-        self.world = world
-        self.record = record
-        self.model = setup.model
-        self.text = setup.text
-        self.parallel = parallelize(setup.objective, config, world)  # copies the weights, so they must be final by now
-        self.optimizer = build_optimizer(self.model, config)
-        self.writer = CheckpointWriter(
-            config.run_directory, self.model, self.optimizer, setup.tokenizer, world, config.keep_every
+        config.check()
+        if "wandb" in config.track:
+            require_packages("wandb", extra="wandb", purpose="The tracker wandb")
+        self.world = world = world or World()
+        self.resumed = start is not None
+        self.device = choose_device(config.device, world.local_rank)
+        self._record = record or RunRecord(config.run_directory)
+
+        rows = config.rows(world.data_rank, world.data_ranks)
+        if start is None and config.init_from is not None:
+            check_start(config, config.init_from)
+        corpus = world.local_main_first("the corpus", lambda: read_corpus(config, start))
+        self.tokenizer = make_tokenizer(config, world, start, corpus)
+        self.model = model = make_model(config, world, start, self.tokenizer.vocab_size, rows, self.device)
+        objective = Objective(model, world.context_group)
+        self.text = world.local_main_first("the text", lambda: Text(corpus, self.tokenizer, config, rows))
+        check_same_run(config, self.text, world)
+
+        self.tokens_per_step = rows.per_step * config.context_length
+        tokens = self.tokens_per_step * config.steps
+        precision, (compiled, why_not_compiled) = world.share(
+            lambda: (
+                choose_precision(config.precision, self.device),
+                choose_compile(config.compile, self.device, model.n_parameters, tokens),
+            )
         )
+        if config.recompute:
+            model.recompute_blocks()
+        if compiled:
+            model.compile_blocks()
+        # Checkpoints store the resolved options, so that a resumed run computes the same.
+        self.config = config = dataclasses.replace(
+            config, precision=precision, compile="on" if compiled else "off", tokens_per_batch=self.tokens_per_step
+        )
+        self.parallel = Parallel(objective, config, world)  # copies the weights, so they must be final by now
+        self.optimizer = build_optimizer(model, config)
+        self.writer = CheckpointWriter(config, model, self.optimizer, self.tokenizer, world)
+        self._window, self._windows = self._spread_windows()
+
         self.step = 0
         self.skipped = 0
         self._skipped_in_a_row = 0
         self._validation_loss: float | None = None  # at the current step
-        self.resumed = start is not None
-        with world.raise_on_all_ranks():
-            self.validation = Validation(self.parallel.objective, setup, world)
-            if start is not None:
-                self._restore(start)
-        if start is None:
-            notes = [*notes, *world.share(lambda: start_notes(config, setup.tokenizer, self.model.config))]
-        else:
-            with world.raise_on_all_ranks():
-                restore_moments(start, self.optimizer, self.step - self.skipped, world)
-        self.notes = [*notes, *self.text.splits, setup.summary(world), self.optimizer.summary(config), *self._more_notes(start)]
-
-    def _more_notes(self, start: Path | None) -> list[str]:
-        """What the user may want to know before training starts."""
-        config = self.config
-        notes = []
         if start is not None:
-            notes.append(f"Resuming from {start.name}.")
-            if config.max_time is not None:
-                notes.append(f"Training stops after {config.max_time:g} minutes (max_time).")
-        if config.task == "prefix-lm":
-            each = "document" if config.packed else "sequence"
-            notes.append(f"Validation reads the first half of each {each} as its prefix and measures what follows.")
-        if self.text.is_lossy:
-            notes.append(
-                "The tokenizer does not restore the text exactly: bits per byte and perplexity per word leave out what it "
-                "loses, and do not compare with those of other tokenizers."
-            )
-        return notes
+            self._restore(start)
+        self.notes = [*self._notes(start), *self.text.splits, self._summary(why_not_compiled)]
 
     def _restore(self, start: Path) -> None:
         """Restore the position of a checkpoint. Raises LineartimeError if the text has changed."""
@@ -223,28 +196,63 @@ class Trainer:
                 "began on records, and held out by their numbers, goes on with that version alone."
             )
         self.step, self.skipped, self._validation_loss = state.step, state.skipped, checkpoints.read_validation_loss(start)
-        self.text.loader.restore(state.data.to_dict())
+        self.text.loader.restore(state.data)
+        restore_moments(start, self.optimizer, self.step - self.skipped)
+
+    def _notes(self, start: Path | None) -> list[str]:
+        """What the user may not expect."""
+        config = self.config
+        before = None if start is None else saved_config(start).precision
+        faster, reason = faster_precision(self.device)
+        notes = []
+        if before not in (None, config.precision):
+            notes.append(f"Computing in {config.precision}, and no longer in {before}.")
+        elif config.precision != faster and (config.precision == "bf16" or start is not None):
+            notes.append(f"Computing in {config.precision}; {faster} would be faster here, because {reason}.")
+        if start is None:
+            notes += self.world.share(lambda: start_notes(config, self.tokenizer, self.model.config))
+        else:
+            notes.append(f"Resuming from {start.name}.")
+        if self.resumed and config.max_time is not None:
+            notes.append(f"Training stops after {config.max_time:g} minutes (max_time).")
+        if self.text.is_lossy:
+            notes.append(
+                "The tokenizer does not restore the text exactly: bits per byte and perplexity per word leave out what it "
+                "loses, and do not compare with those of other tokenizers."
+            )
+        return notes
+
+    def _summary(self, why_not_compiled: str) -> str:
+        """The run in one line."""
+        config, world = self.config, self.world
+        shared = f", {world.context_parallel} per sequence" if world.context_parallel > 1 else ""
+        processes = f" x {world.size} processes ({config.parallel}){shared}" if world.size > 1 else ""
+        compiled = f"not compiled because {why_not_compiled}" if why_not_compiled else f"compile {config.compile}"
+        return (
+            f"{config.preset}: {self.model.n_parameters:,} parameters, vocabulary of {self.tokenizer.vocab_size:,}; "
+            f"{self.device.type}{processes}, {config.precision}, {compiled}; {config.optimizer}, peak learning rate "
+            f"{config.learning_rate:g}, {config.schedule} schedule after {warmup_steps(config):,} steps of warm-up; "
+            f"{config.steps:,} steps of {self.tokens_per_step:,} tokens, from {self.text.name}, to {config.run_directory}"
+        )
 
     def run(self) -> TrainingResult:
         """Take the remaining steps, with evaluations and checkpoints in between."""
-        steps, run = self.config.steps, self.config.run_directory
+        config, run = self.config, self.config.run_directory
+        minutes = math.inf if config.max_time is None else config.max_time
+        interruptible = interrupts(alone=self.world.size == 1, seconds=60 * minutes)
         try:
-            with self.world.raise_on_all_ranks():
-                reporter = self._reporter()
-            minutes = math.inf if self.config.max_time is None else self.config.max_time
-            interruptible = interrupts(alone=self.world.size == 1, seconds=60 * minutes)
-            with memory_of_steps(self.setup.device), reporter as report, interruptible as stop:
+            with memory_of_steps(self.device), self._reporter() as report, interruptible as stop:
                 for note in self.notes:
                     report.say(note)
                 if not self.resumed:
-                    self._validate(stop)
+                    self._evaluate(report, stop)
                     self.save()  # so that a checkpoint exists from the start
                 elif self._evaluation_is_due and self._validation_loss is None:  # the run ended before it was measured
                     self._evaluate_saved(report)
-                if self.step >= steps:
-                    report.say(f"The run in {run} has already taken all of its {steps} steps.")
+                if self.step >= config.steps:
+                    report.say(f"The run in {run} has already taken all of its {config.steps} steps.")
                 stopped = False
-                while self.step < steps and not stopped:
+                while self.step < config.steps and not stopped:
                     stopped = self.take_step(report, stop)
                     if self._evaluation_is_due and not stopped:
                         stopped = not self._evaluate(report, stop)
@@ -252,34 +260,35 @@ class Trainer:
                         self.save()
                 self.writer.finish()
                 if stopped:  # the step is saved before it is evaluated, since there may be little time
-                    late = stop.is_late and not stop.signalled
+                    late = not stop.signalled and time.monotonic() >= stop.deadline
                     why = f" (max_time is over: {minutes:g} minutes)" if late else ""
                     report.say(f"Stopped after step {self.step}, which is saved{why}. It is now evaluated.")
                     self._evaluate_saved(report)
         finally:
             self.text.loader.close()
             self.writer.wait()  # finish writing the current checkpoint even after an error
-        return TrainingResult(run, self.step, finished=self.step >= steps)
+        return TrainingResult(run, self.step, finished=self.step >= config.steps)
 
     def _reporter(self) -> NullReporter:
         if not self.world.is_main:
             return NullReporter()
         config, run = self.config, self.config.run_directory
         with nullcontext() if self.resumed else removed_on_failure(run):  # without a reporter, a new run leaves no files
-            self.record.begin(config.to_dict(), sys.argv)
+            self._record.begin(config.to_dict(), sys.argv)
             return Reporter(run, self.step, config.steps, config.track, record=config.to_dict(), resumed=self.resumed)
 
     def take_step(self, report: NullReporter, stop: "Stop") -> bool:
         """Take one optimiser step, or skip it if its gradient is not finite; return whether any process was asked to stop."""
+        self.writer.raise_failure()
         start = time.perf_counter()
-        batches, failure = self._read()
+        batches = self.text.loader.next_step()
         waiting = time.perf_counter() - start
-        own_targets, targets = self._count_targets(batches, failure)
+        own_targets = [int((batch.targets != IGNORED).sum()) for batch in batches]
+        # Processes that share a sequence have the same batches.
+        [targets] = self.world.sum(sum(own_targets) / self.world.context_parallel)
         loss, norm = self._compute_gradient(batches, own_targets, targets)
         finite = math.isfinite(loss) and math.isfinite(norm)
-        loss, norm, infinite, failed, stopped = self.world.sum(loss, norm, not finite, self.writer.failed, stop.requested)
-        if failed:
-            self.writer.finish()  # raises the error
+        loss, norm, infinite, stopped = self.world.sum(loss, norm, not finite, stop.requested)
         loss = loss / targets if targets else math.nan  # a masked model may have nothing to predict
         rates = self.optimizer.set_learning_rate(learning_rate(self.step, self.config))
         self.step += 1
@@ -292,28 +301,10 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad()
         seconds, norm = time.perf_counter() - start, norm / self.world.size
-        report.step(self.step, StepMetrics(loss, rates, norm, self.setup.tokens_per_step, seconds, waiting, self.skipped))
+        report.step(self.step, StepMetrics(loss, rates, norm, self.tokens_per_step, seconds, waiting, self.skipped))
         if infinite:
             self._report_skipped(loss, report)
         return stopped > 0
-
-    def _read(self) -> tuple[list[Batch], Exception | None]:
-        """This process's micro-batches of the next step, or none and the error, which is to end all processes."""
-        try:
-            return self.text.loader.next_step(), None
-        except Exception as error:
-            return [], error
-
-    def _count_targets(self, batches: Sequence[Batch], failure: Exception | None) -> tuple[list[int], float]:
-        """The targets in each micro-batch, and all of the step. If one process could not read, all raise its `failure`."""
-        own = [int((batch.targets != IGNORED).sum()) for batch in batches]
-        # Processes that share a sequence have the same batches.
-        total, failed = self.world.sum(sum(own) / self.world.context_parallel, failure is not None)
-        if failed:
-            with self.world.raise_on_all_ranks():
-                if failure is not None:
-                    raise failure
-        return own, total
 
     def _compute_gradient(self, batches: Sequence[Batch], own_targets: list[int], targets: float) -> tuple[float, float]:
         """Run both passes of a step and clip the gradient; return the sum of this process's losses, in nats.
@@ -323,35 +314,34 @@ class Trainer:
         # The seed of dropout is derived from the step, so that checkpoints need not store a state.
         seeds = np.random.SeedSequence((self.config.seed, self.step, self.world.rank)).generate_state(1, np.uint64)
         torch.manual_seed(int(seeds[0] >> np.uint64(1)))
-        device, bf16 = self.setup.device, self.config.precision == "bf16"
+        bf16 = self.config.precision == "bf16"
         losses: list[Tensor] = []
         norms: list[Tensor] = []
         size = len(batches) // self.parallel.groups
         for start in range(0, len(batches), size):
-            weight = self.parallel.loss_weight(sum(own_targets[start : start + size]), max(1.0, targets))
+            weight = self.parallel.loss_weight(sum(own_targets[start : start + size]), targets)
             for index in range(start, start + size):
                 with self.parallel.accumulate(last=index == len(batches) - 1):
-                    with autocast(device, bf16):
-                        loss = self.parallel.objective(*part_of(batches[index], self.world, device))
+                    with autocast(self.device, bf16):
+                        loss = self.parallel.objective(*part_of(batches[index], self.world, self.device))
                     (loss * weight).backward()
                 losses.append(loss.detach())
-            norms.append(self.parallel.clip(self.config.clip_norm or math.inf))
+            norms.append(self.parallel.clip())
         self.parallel.finish()
         # Copy to the host once, at the end: a copy waits for the device, which then idles until the next pass is queued.
         numbers = torch.stack([x.to(losses[0].dtype) for x in (*losses, *norms)]).tolist()
         return sum(numbers[: len(losses)]), sum(numbers[len(losses) :]) / len(norms)
 
     def _report_skipped(self, loss: float, report: NullReporter) -> None:
-        """Say why the step was skipped. Raises LineartimeError after too many in a row."""
+        """Say why the step was skipped. Raises DivergedError after too many in a row."""
         reason = "its gradient was not finite" if math.isfinite(loss) else f"its loss was {loss}"
         if self._skipped_in_a_row < self.config.max_skipped:
             report.say(f"step {self.step} was skipped ({self.skipped} so far in this run): {reason}")
             return
         self.writer.finish()
         raise self._diverged(
-            f"Step {self.step} is the last of {self._skipped_in_a_row} consecutive skipped steps (",
-            "`max_skipped`",
-            f"), because {reason}; the last checkpoint is {checkpoints.last_checkpoint(self.config.run_directory)}",
+            f"Step {self.step} is the last of {self._skipped_in_a_row} consecutive skipped steps (`max_skipped`), because "
+            f"{reason}; the last checkpoint is {checkpoints.last_checkpoint(self.config.run_directory)}"
         )
 
     @property
@@ -359,11 +349,14 @@ class Trainer:
         return self.step > 0 and (self.step % self.config.eval_every == 0 or self.step == self.config.steps)
 
     def _evaluate(self, report: NullReporter, stop: "Stop | None" = None) -> bool:
-        """Report the validation loss of this step; return False if any process is asked to stop before it is known."""
-        loss = self._validate(stop)
+        """Measure the validation loss, and report it after a step; False if a process is asked to stop before it is known."""
+        loss = self._validation_loss = self.validation_loss(stop)
         if loss is None:
             return False
-        report.validation(self.step, loss, self.text.bits_per_byte(loss))
+        if not math.isfinite(loss):
+            raise self._diverged(f"The validation loss became {loss} at step {self.step}")
+        if self.step > 0:
+            report.validation(self.step, loss, self.text.bits_per_byte(loss))
         return True
 
     def _evaluate_saved(self, report: NullReporter) -> None:
@@ -372,22 +365,59 @@ class Trainer:
             self._evaluate(report)
         except KeyboardInterrupt:
             report.say(f"Step {self.step} is not evaluated.")
-            return
-        loss, checkpoint = self._validation_loss, checkpoints.checkpoint_path(self.config.run_directory, self.step)
-        with self.world.raise_on_all_ranks():
-            if self.world.is_main and loss is not None:
-                checkpoints.add_validation_loss(checkpoint, loss)
+        if self.world.is_main and self._validation_loss is not None:
+            checkpoint = checkpoints.checkpoint_path(self.config.run_directory, self.step)
+            checkpoints.add_validation_loss(checkpoint, self._validation_loss)
 
-    def _validate(self, stop: "Stop | None" = None) -> float | None:
-        loss = self._validation_loss = self.validation.loss(stop)
-        if loss is not None and not math.isfinite(loss):
-            raise self._diverged(f"The validation loss became {loss} at step {self.step}")
-        return loss
+    def _spread_windows(self) -> tuple[int, list[int]]:
+        """The length of the windows in which the held-out text is measured, and their starts: the same ones every time.
 
-    def _diverged(self, *what: str) -> LineartimeError:
-        rate = ("`learning_rate`", f" below {self.config.learning_rate:g}")
-        advice = (": start another run in another folder, with ", *rate, " or more ", "`warmup_steps`", ".")
-        return self.world.reported_by_main(DivergedError(*what, *advice))
+        A text that is shorter than a window is read as one shorter window. Raises LineartimeError if processes share sequences
+        and the text is too short for a whole chunk for each of them.
+        """
+        config, text = self.config, self.text.validation
+        length = config.context_length
+        if self.world.context_parallel > 1 and len(text) <= length:  # the longest window that can be sliced
+            unit = slice_unit(self.model.config, self.world)
+            length = (len(text) - 1) // unit * unit
+            if length <= 0:
+                few = f"The held-out text has {len(text)} tokens, too few for slices of whole chunks ({unit} + 1)"
+                raise LineartimeError(f"{few}: give more text, or a smaller `context_parallel`.")
+        length = text_length(length, config.task, self.tokenizer, config.packed)
+        return length, spread_windows(text, config.eval_windows, length)
+
+    @torch.no_grad()
+    def validation_loss(self, stop: "Stop | None" = None) -> float | None:
+        """The mean loss over all held-out targets, in nats; None if any process is asked to stop before the end."""
+        world, config, text, objective = self.world, self.config, self.text.validation, self.parallel.objective
+        total, count, stopped = 0.0, 0, False
+        objective.eval()
+        together = config.batch_size * world.data_ranks
+        for first in range(0, len(self._windows), together):
+            stopped = stop is not None and world.sum(stop.requested) != [0]
+            if stopped:
+                break
+            own = list(range(first, min(first + together, len(self._windows))))[world.data_rank :: world.data_ranks]
+            read = own or [first]  # FSDP needs every process in each forward pass
+            windows = torch.stack([read_window(text, self._windows[index], self._window + 1) for index in read])
+            batch = evaluation_batch(config.task, windows, self.tokenizer, read, packed=config.packed)
+            if not own:
+                batch = batch._replace(targets=torch.full_like(batch.targets, IGNORED))
+            # These shapes are too rare to be worth compiling.
+            with torch.compiler.set_stance("force_eager"), autocast(self.device, config.precision == "bf16"):
+                total += float(objective(*part_of(batch, world, self.device)))
+            count += int((batch.targets != IGNORED).sum())
+        objective.train()
+        if stopped:
+            return None
+        total, targets = world.sum(total, count / world.context_parallel)
+        if not targets:
+            raise LineartimeError(f"The held-out text, {text.name}, has no token to predict: give more text to hold out.")
+        return total / targets
+
+    def _diverged(self, what: str) -> DivergedError:
+        rate = f"`learning_rate` below {self.config.learning_rate:g}"
+        return DivergedError(f"{what}: start another run in another folder, with {rate} or more `warmup_steps`.")
 
     def save(self) -> None:
         """Start writing a checkpoint of this step. All processes must call this together."""
@@ -396,7 +426,7 @@ class Trainer:
             checkpoints.TrainingState(
                 step=self.step,
                 text=self.text.identity,
-                data=decode(checkpoints.TextPosition, position),
+                data=position,
                 config=self.config.to_dict(),
                 skipped=self.skipped,
                 validation_loss=self._validation_loss,
@@ -409,70 +439,6 @@ def memory_of_steps(device: torch.device) -> AbstractContextManager[None]:
     return freed_memory_kept() if device.type == "cpu" else nullcontext()
 
 
-class Validation:
-    """Evaluates on windows spread evenly over held-out text, the same ones every time.
-
-    `objective` computes the sum of a batch's losses. A text that is shorter than a window is read as one shorter window. Raises
-    LineartimeError if processes share sequences and the text is too short for a whole chunk for each of them.
-    """
-
-    def __init__(self, objective: nn.Module, setup: Setup, world: World) -> None:
-        self._objective = objective
-        self._setup = setup
-        self._world = world
-        self._length = setup.config.context_length
-        available, unit = len(setup.text.validation), setup.slice_unit
-        if world.context_parallel > 1 and available <= self._length:  # the longest window that can be sliced
-            self._length = (available - 1) // unit * unit
-            if self._length <= 0:
-                raise LineartimeError(
-                    f"The held-out text has {available} tokens, too few for slices of whole chunks ({unit} + 1): "
-                    "give more text, or a smaller `context_parallel`.",
-                )
-        self._length = text_length(self._length, setup.config.task, setup.tokenizer, setup.config.packed)
-        self._starts = spread_windows(setup.text.validation, setup.config.eval_windows, self._length)
-
-    @torch.no_grad()
-    def loss(self, stop: "Stop | None" = None) -> float | None:
-        """The mean over all targets, in nats; None if any process is asked to stop before the end."""
-        setup, world = self._setup, self._world
-        total, count, stopped = 0.0, 0, False
-        self._objective.eval()
-        with torch.compiler.set_stance("force_eager"):  # these shapes are too rare to be worth compiling
-            for batch in self._batches():
-                stopped = stop is not None and world.sum(stop.requested) != [0]
-                if stopped:
-                    break
-                with autocast(setup.device, setup.config.precision == "bf16"):
-                    total += float(self._objective(*part_of(batch, world, setup.device)))
-                count += int((batch.targets != IGNORED).sum())
-        self._objective.train()
-        if stopped:
-            return None
-        total, targets = world.sum(total, count / world.context_parallel)
-        if not targets:
-            raise LineartimeError(
-                f"The held-out text, {setup.text.validation.name}, has no token to predict: give more text to hold out."
-            )
-        return total / targets
-
-    def _batches(self) -> list[Batch]:
-        """This process's batches. All processes have equally many, since FSDP needs every process in each forward pass."""
-        world, text = self._world, self._setup.text.validation
-        together = self._setup.config.batch_size * world.data_ranks
-        batches = []
-        for first in range(0, len(self._starts), together):
-            indices = list(range(first, min(first + together, len(self._starts))))
-            own = indices[world.data_rank :: world.data_ranks]
-            windows = [read_window(text, self._starts[index], self._length + 1) for index in own or indices[:1]]
-            config = self._setup.config
-            batch = evaluation_batch(
-                config.task, torch.stack(windows), self._setup.tokenizer, own or indices[:1], packed=config.packed
-            )
-            batches.append(batch if own else batch._replace(targets=torch.full_like(batch.targets, IGNORED)))
-        return batches
-
-
 @dataclass
 class Stop:
     """Whether a signal has asked the run to stop, or its deadline has passed, a time of `time.monotonic`."""
@@ -483,12 +449,7 @@ class Stop:
     @property
     def requested(self) -> bool:
         """Whether the run has to stop."""
-        return self.signalled or self.is_late
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the deadline has passed."""
-        return time.monotonic() >= self.deadline
+        return self.signalled or time.monotonic() >= self.deadline
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lineartime.layers.dense import Dense
 from lineartime.layers.residual import ResidualLayer
-from lineartime.training.config import TrainConfig, describe_schedule
+from lineartime.training.config import TrainConfig
 
 RMS = 0.2
 """The approximate root mean square of an update at a learning rate of 1."""
@@ -52,7 +52,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, maps: Mapping[Tensor, Sequence[int]], *, lr: float, momentum: float, weight_decay: float, bf16: bool
     ) -> None:
-        super().__init__(list(maps), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        super().__init__(list(maps), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "ratio": 1.0})
         self._rows = {parameter: list(rows) for parameter, rows in maps.items()}
         self._bf16 = bf16
 
@@ -85,17 +85,15 @@ class Muon(torch.optim.Optimizer):
         return update
 
 
-_MOMENTS = {Muon: ("momentum_buffer",), torch.optim.AdamW: ("exp_avg", "exp_avg_sq")}
-"""The tensors that an optimiser keeps for each parameter, in the parameter's shape."""
-
-
 class ModelOptimizer:
-    """Updates all parameters of a model, each by one of its `parts`: optimisers with their shares of the learning rate."""
+    """Updates all parameters of a model, each by one of the optimisers `parts`.
 
-    def __init__(self, model: nn.Module, *parts: tuple[torch.optim.Optimizer, float]) -> None:
+    Each group of parameters has `ratio`, its share of the learning rate of the run.
+    """
+
+    def __init__(self, model: nn.Module, *parts: torch.optim.Optimizer) -> None:
         self._model = model
-        self._parts = [part for part, _ in parts]
-        self._ratios = [ratio for _, ratio in parts]
+        self._parts = parts
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -104,10 +102,9 @@ class ModelOptimizer:
 
     def set_learning_rate(self, rate: float) -> dict[str, float]:
         """Set the learning rates of the next step from the run's rate; return them by their names in metrics.jsonl."""
-        rates = [ratio * rate for ratio in self._ratios]
-        for part, own in zip(self._parts, rates, strict=True):
-            for group in part.param_groups:
-                group["lr"] = own
+        for group in self.param_groups:
+            group["lr"] = group["ratio"] * rate
+        rates = [part.param_groups[0]["lr"] for part in self._parts]
         return dict(zip(("learning_rate", "adamw_learning_rate"), rates, strict=False))
 
     def step(self) -> None:
@@ -121,28 +118,22 @@ class ModelOptimizer:
             part.zero_grad()
 
     def moments(self) -> dict[str, Tensor]:
-        """The running means that it keeps, by name; complete after the first step."""
+        """The running means that it keeps, by name, in the shapes of the parameters; complete after the first step."""
         return {
-            f"{moment}.{name}": part.state[parameter][moment]
+            f"{moment}.{name}": value
             for part, name, parameter in self._named()
-            for moment in _MOMENTS[type(part)]
-            if moment in part.state.get(parameter, {})
+            for moment, value in part.state.get(parameter, {}).items()
+            if moment != "step"
         }
 
     def start_at(self, step: int) -> None:
         """Enter the state after `step` steps, with zero moments into which those of a checkpoint can be loaded."""
         for part, _, parameter in self._named():
-            state = part.state[parameter] = {moment: torch.zeros_like(parameter) for moment in _MOMENTS[type(part)]}
-            if isinstance(part, torch.optim.AdamW):
-                state["step"] = torch.tensor(float(step), device=parameter.device)
-
-    def summary(self, config: TrainConfig) -> str:
-        """One line that states what each part updates, and at which learning rate."""
-        texts = []
-        for part, ratio in zip(self._parts, self._ratios, strict=True):
-            count = sum(parameter.numel() for group in part.param_groups for parameter in group["params"])
-            texts.append(f"{type(part).__name__}: {count:,} parameters, peak learning rate {ratio * config.learning_rate:g}")
-        return f"{'; '.join(texts)}; {describe_schedule(config)}"
+            if isinstance(part, Muon):
+                part.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+            else:
+                moments = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+                part.state[parameter] = {"step": torch.tensor(float(step), device=parameter.device), **moments}
 
     def _named(self) -> Iterator[tuple[torch.optim.Optimizer, str, nn.Parameter]]:
         """Each parameter with its part and its name in the model."""
@@ -160,8 +151,8 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> ModelOptimizer:
     ratio = config.adamw_ratio if config.optimizer == "muon" else 1.0
     adamw = torch.optim.AdamW(
         [
-            {"params": [p for p in others if id(p) in matrices], "weight_decay": decay},
-            {"params": [p for p in others if id(p) not in matrices], "weight_decay": 0.0},
+            {"params": [p for p in others if id(p) in matrices], "weight_decay": decay, "ratio": ratio},
+            {"params": [p for p in others if id(p) not in matrices], "weight_decay": 0.0, "ratio": ratio},
         ],
         lr=ratio * rate,
         betas=(config.beta1, config.beta2),
@@ -169,9 +160,9 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> ModelOptimizer:
         fused=all(p.device.type != "mps" for p in others),  # the fused kernels for MPS are untested
     )
     if config.optimizer == "adamw":
-        return ModelOptimizer(model, (adamw, ratio))
+        return ModelOptimizer(model, adamw)
     muon = Muon(maps, lr=rate, momentum=config.momentum, weight_decay=decay, bf16=config.precision == "bf16")
-    return ModelOptimizer(model, (muon, 1.0), (adamw, ratio))
+    return ModelOptimizer(model, muon, adamw)
 
 
 def matrices_of(model: nn.Module) -> Iterator[Tensor]:
