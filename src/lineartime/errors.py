@@ -14,9 +14,9 @@ from importlib.util import find_spec
 class LineartimeError(Exception):
     """An error that the user can fix. Its message is one sentence that names what is wrong and says what to do."""
 
-    def __init__(self, *message: str) -> None:
-        super().__init__("".join(message))
-        self.message = "".join(message)  # subclasses replace `args`, which copies an error to another process
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message  # subclasses replace `args`, which copies an error to another process
 
     def __str__(self) -> str:
         return self.message
@@ -36,14 +36,10 @@ class ArgumentError(LineartimeError, ValueError):
         predicate: the rest of the sentence: the value, what is allowed, what to do.
     """
 
-    def __init__(self, argument: str, *predicate: str) -> None:
-        self.argument, self.predicate = argument, "".join(predicate)
-        super().__init__(f"{argument} {self.predicate}")
-        self.args = (argument, self.predicate)
-
-
-class ReportedError(LineartimeError):
-    """An error that another process of the run reports, so that this process stays quiet."""
+    def __init__(self, argument: str, predicate: str) -> None:
+        super().__init__(f"{argument} {predicate}")
+        self.argument, self.predicate = argument, predicate
+        self.args = (argument, predicate)
 
 
 def missing_extra(package: str, extra: str, purpose: str) -> LineartimeError:
@@ -91,18 +87,17 @@ def typed_first_line(error: Exception) -> str:
     return line if isinstance(error, LineartimeError) or line == kind else f"{kind}: {line}"
 
 
-def file_error(action: str, path: object, error: OSError, *then: str) -> LineartimeError:
-    """The error for a file that we cannot read or write (`action`). `then` says what to do next: by default, try again."""
+def file_error(action: str, path: object, error: OSError, then: str = "try again") -> LineartimeError:
+    """The error for a file that we cannot read or write (`action`). `then` says what to do next."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     advice = "free some space" if full else "check the path and its permissions"
-    then = then or ("try again",)
-    return LineartimeError(f"Cannot {action} {path}: {error.strerror or error}; {advice}, then ", *then, ".")
+    return LineartimeError(f"Cannot {action} {path}: {error.strerror or error}; {advice}, then {then}.")
 
 
 @contextmanager
-def reporting_file_errors(action: str, path: object, *then: str) -> Iterator[None]:
+def reporting_file_errors(action: str, path: object, then: str = "try again") -> Iterator[None]:
     """Turn an OSError in a `with` block into the LineartimeError of `file_error`."""
     try:
         yield
     except OSError as error:
-        raise file_error(action, path, error, *then) from None
+        raise file_error(action, path, error, then) from None

@@ -192,8 +192,8 @@ def checked_file(file: str | Path, suffix: str) -> Path:
     """Check the path of a program to write. Raises ArgumentError for another suffix or an existing file."""
     file = Path(file)
     if file.suffix != suffix:
-        found = f"is {file}, but must end in {suffix}, the suffix of this format: rename it, or choose another "
-        raise ArgumentError("file", found, "`format`.")
+        found = f"is {file}, but must end in {suffix}, the suffix of this format: rename it, or choose another `format`."
+        raise ArgumentError("file", found)
     check_new("file", file)
     return file
 

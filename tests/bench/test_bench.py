@@ -284,7 +284,7 @@ def test_state_of_zeros_is_like_the_real_one() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"task": "mlm"}, "^measure has prefill, which needs `task='clm'`: leave it out"),
+        ({"task": "mlm"}, "^measure has prefill, which needs `task=clm`: leave it out"),
         (
             {"presets": ("transformer-tiny",), "positions": (1024,), "override": ()},
             "^positions make .* read 1026 tokens, but it .* 1024",

@@ -1,19 +1,16 @@
-"""Corpora: the files of a folder that hold text, and their splits, by names, by file, within files, and of several texts."""
+"""Corpora and their splits: by names of files and folders, by file, within files, and of several texts together."""
 
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 
 import pytest
 
 from lineartime.choices import Split
 from lineartime.data import ByteTokenizer, Corpus, LocalCorpus, describe_splits, load_corpus, token_stream
-from lineartime.data.folders import SPLITS, matches, split_of_path
-from lineartime.errors import ArgumentError, LineartimeError
-
-PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
-IDS = bytes(range(256)) * 8
+from lineartime.data.corpora import standard_library
+from lineartime.data.folders import SPLITS, split_of_path
+from lineartime.errors import LineartimeError
 
 
 def documents(corpus: Corpus, split: Split) -> list[str]:
@@ -26,15 +23,15 @@ def files(corpus: Corpus) -> dict[Split, list[Path]]:
     return {split: [part.path for part in parts] for split, parts in source.splits.items()}
 
 
-def write(root: Path, *names: str, lines: int = 100, files: Mapping[str, bytes] | None = None) -> None:
-    """Write files, or texts of the same lines, each of which is the name of its file."""
-    for name, content in (files or {name: f"{name}\n".encode() * lines for name in names}).items():
+def write(root: Path, *names: str, lines: int = 100) -> None:
+    """Write texts of the same lines, each of which is the name of its file."""
+    for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
+        (root / name).write_text(f"{name}\n" * lines)
 
 
 def test_the_standard_library_is_large_and_split_by_file() -> None:
-    paths = {split: set(found) for split, found in files(load_corpus(None)).items()}
+    paths = {split: set(found) for split, found in files(standard_library()).items()}
     assert len(set.union(*paths.values())) == sum(map(len, paths.values()))
     sizes = {split: sum(path.stat().st_size for path in found) for split, found in paths.items()}
     assert sum(sizes.values()) > 5_000_000
@@ -251,104 +248,3 @@ def test_the_identity_of_a_split_follows_its_files(tmp_path: Path) -> None:
     assert [load_corpus(tmp_path / "a.txt").identity(split) for split in SPLITS] == before
     os.utime(tmp_path / "a.txt", ns=(1, 1))
     assert load_corpus(tmp_path / "a.txt").identity("train") != before[0]
-
-
-# The files of a folder --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write(tmp_path, "a.md", "b.txt", "src/c.py", "src/deep/d.py", "notes/e.md", lines=1)
-    return tmp_path
-
-
-def chosen(folder: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> set[str]:
-    found = files(load_corpus(folder, include=include, exclude=exclude))
-    return {path.relative_to(folder).as_posix() for paths in found.values() for path in paths}
-
-
-def test_a_pattern_matches_names_or_paths_from_the_folder_on() -> None:
-    cases = {
-        "*.md": ("a.md notes/e.md", "a.mdx"),
-        "notes/": ("notes/e.md", "my-notes/e.md"),
-        "src/*.py": ("src/c.py", "src/deep/d.py other/src/c.py"),
-        "src/**/*.py": ("src/deep/d.py src/c.py", "c.py"),
-        "**/deep/**/*.py": ("src/deep/d.py deep/d.py", "src/c.py"),
-        "src/*": ("src/deep/d.py", "c.py"),  # the folder src/deep
-        "./src": ("src/c.py", "other/src/c.py"),
-        "/c.py": ("c.py", "src/c.py"),
-        "**/c.py": ("c.py src/c.py", "cc.py"),
-        "[ab]*.md": ("a.md", "c.md archive/c.txt"),
-    }
-    for pattern, (wanted, others) in cases.items():
-        assert all(matches(PurePath(path), pattern) for path in wanted.split()), pattern
-        assert not any(matches(PurePath(path), pattern) for path in others.split()), pattern
-
-
-def test_patterns_choose_files_and_exclude_counts_last(folder: Path) -> None:
-    assert chosen(folder, include=["*.md", "*.txt"]) == {"a.md", "b.txt", "notes/e.md"}
-    assert chosen(folder, exclude=["src", "*.txt"]) == {"a.md", "notes/e.md"}
-    assert chosen(folder, include=["*.py"], exclude=["deep"]) == {"src/c.py"}
-    (folder / "loop").symlink_to(folder)
-    with pytest.raises(LineartimeError, match=r"is a link to a folder that contains it"):
-        chosen(folder)
-    assert chosen(folder, exclude=["loop", "src"]) == {"a.md", "b.txt", "notes/e.md"}  # an excluded folder is not read
-    notes = load_corpus(folder, exclude=["*.pgn", "loop"]).notes
-    assert notes == ("No file matches *.pgn, a pattern of exclude.",)
-
-
-def test_patterns_that_cannot_be_meant_are_errors(folder: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"which holds no text with these patterns: give a text file"):
-        load_corpus(folder, include=["*.rs"])
-    with pytest.raises(ArgumentError, match=r"^exclude has an empty pattern"):
-        load_corpus(folder, exclude=["/"])
-    with pytest.raises(ArgumentError, match=r"^exclude is '\*.md', but must be a list, each item of which is a text"):
-        load_corpus(folder, exclude="*.md")
-    with pytest.raises(ArgumentError, match=r"^include is for folders, but the text is wiki40b"):
-        load_corpus("wiki40b", include=["*.py"])
-
-
-def test_what_is_no_text_is_left_out_and_named(folder: Path) -> None:
-    texts = {*chosen(folder), "other/run.json"}  # which is no run
-    write(
-        folder,
-        files={"b.txt": b"text " * 5000, "other/run.json": b"{}", "old.tar": PNG, "picture.png": PNG, ".git/d": b"hidden"},
-    )
-    write(folder, files={"paper.pdf": b"%PDF-1.7\n" + b"text " * 400 + b"\xe9"})  # without a zero at its beginning
-    write(
-        folder, files={"src/__pycache__/c.pyc": PNG * 999, "runs/a/run.json": b"{}", "runs/a/step-00000001/model.json": b"{}"}
-    )
-    assert chosen(folder) == texts
-    assert load_corpus(folder).notes == (
-        f"Left out of {folder}, because binary files are not read: 3 files (old.tar, paper.pdf, picture.png).",
-    )
-
-
-def test_a_binary_file_alone_or_most_of_a_folder_is_an_error(tmp_path: Path) -> None:
-    write(tmp_path, files={"alone/picture.png": PNG * 10, "ids/train.bin": IDS, "ids/prepare.py": b"# encodes\n"})
-    write(tmp_path, files={"ids/README.md": b"## about\n" * 999})
-    os.mkfifo(tmp_path / "pipe")
-    for name, message in {
-        "alone/picture.png": r"is not UTF-8 text .*: convert a text",
-        "alone": r"holds no text \(Left out of .*, because binary files are not read: picture.png\): give a text file",
-        "ids": r"^data is .*, most of which is binary, such as train.bin: give text, or choose files by `include`",
-        "pipe": r"pipe, which is neither a file nor a folder: write the text to a file",
-    }.items():
-        with pytest.raises(LineartimeError, match=message):
-            documents(load_corpus(tmp_path / name), "all")
-    assert chosen(tmp_path / "ids", include=["*.md"]) == {"README.md"}
-
-
-def test_utf_16_is_not_taken_for_binary(folder: Path) -> None:
-    (folder / "windows.txt").write_text("some text", encoding="utf-16")
-    with pytest.raises(LineartimeError, match=r"windows.txt is not UTF-8 .*iconv -f utf-16 .* leave the file out"):
-        documents(load_corpus(folder), "all")
-
-
-def test_a_column_that_no_file_has_is_an_error(tmp_path: Path) -> None:
-    """The wrong column must not train a model on braces and quotes."""
-    for name, content in (("rows.json", b'[{"body": "some text"}]'), ("rows.csv", b"body\nsome text\n")):
-        write(tmp_path / name, files={"README.md": b"About these files.", name: content})
-        with pytest.raises(ArgumentError, match=rf"^text_column is text, but .*{name}, .* [12], has the columns body"):
-            documents(load_corpus(tmp_path / name), "all")
-        assert documents(load_corpus(tmp_path / name, "body", include=["rows.*"]), "all") == ["some text"]

@@ -11,8 +11,8 @@ import pytest
 
 from lineartime.choices import Split
 from lineartime.data import Corpus, describe_splits, load_corpus
-from lineartime.data.corpora import HUB
 from lineartime.data.folders import SPLITS
+from lineartime.data.hub import HUB
 from lineartime.errors import LineartimeError
 
 ARTICLE = (
@@ -193,13 +193,18 @@ def test_a_data_set_is_asked_of_the_hub_at_the_newest_commit(monkeypatch: pytest
 
     asked: list[Any] = []
 
-    def answering(answer: Any) -> Any:
-        return lambda *arguments, **options: asked.append((arguments, options)) or answer
+    def splits(*arguments: Any, **options: Any) -> list[str]:
+        asked.append((arguments, options))
+        return ["train", "test"]
+
+    def load(*arguments: Any, **options: Any) -> list[dict[str, str | None]]:
+        asked.append((arguments, options))
+        return [{"text": "a"}, {"text": None}]
 
     monkeypatch.delenv("LINEARTIME_MIRROR", raising=False)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: "/cache/snapshots/abc123/.gitattributes")
-    monkeypatch.setattr(datasets, "get_dataset_split_names", answering(["train", "test"]))
-    monkeypatch.setattr(datasets, "load_dataset", answering([{"text": "a"}, {"text": None}]))
+    monkeypatch.setattr(datasets, "get_dataset_split_names", splits)
+    monkeypatch.setattr(datasets, "load_dataset", load)
     corpus = load_corpus("hub:org/name/config")
     assert read(corpus, "test") == ["a"]
     assert asked == [

@@ -1,32 +1,14 @@
-"""Loaders: the order of encoded text, and streams, divided over processes and resumed after any step."""
-
 import json
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lineartime.data import (
-    Batch,
-    BatchMaker,
-    ByteTokenizer,
-    CachedLoader,
-    Corpus,
-    Loader,
-    Rows,
-    StreamingLoader,
-    TokenStream,
-    load_corpus,
-    merge_states,
-)
-from lineartime.data.folders import SPLITS
+from lineartime.data import BatchMaker, ByteTokenizer, CachedLoader, Loader, Rows, TokenStream, merge_states
+from lineartime.data.batches import Batch
 from lineartime.errors import ArgumentError, LineartimeError
 
 END = ByteTokenizer.end_of_document
@@ -45,20 +27,24 @@ def loader(length: int = 400, context: int = 8, **options: Any) -> Loader:
     return CachedLoader(stream(length), BatchMaker(ByteTokenizer(), **{"task": "clm", "seed": 3, **options}), context, rows)
 
 
-def rows_of(batch: Batch) -> list[list[int]]:
-    """The inputs and targets of a batch, row by row of 8 tokens."""
-    return torch.stack([batch.inputs.view(-1, 8), batch.targets.view(-1, 8)], dim=1).flatten(1).tolist()
+def rows_of(batch: Batch, context: int) -> list[list[int]]:
+    """The inputs and targets of a batch, row by row."""
+    both = torch.stack([batch.inputs.view(-1, context), batch.targets.view(-1, context)], dim=1)
+    return both.flatten(1).tolist()
 
 
-def step_rows(loaders: list[Loader]) -> list[list[int]]:
+def step_rows(loaders: list[Loader], context: int) -> list[list[int]]:
     """All rows of the next step, in order, from the loaders of all ranks."""
-    parts = [[row for batch in one.next_step() for row in rows_of(batch)] for one in loaders]
+    parts = [[row for batch in one.next_step() for row in rows_of(batch, context)] for one in loaders]
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
 
 
+def numbers(length: int) -> TokenStream:
+    return TokenStream("the train split of numbers", np.arange(length, dtype=np.uint16), length)
+
+
 def test_an_epoch_reads_every_window_once_and_the_next_one_at_other_places() -> None:
-    numbers = TokenStream("the train split of numbers", np.arange(401, dtype=np.uint16), 401)
-    one = CachedLoader(numbers, BatchMaker(ByteTokenizer(), "clm"), 8, Rows(1, 1))
+    one = CachedLoader(numbers(401), BatchMaker(ByteTokenizer(), "clm"), 8, Rows(1, 1))
     starts = [int(one.next_step()[0].inputs[0, 0]) for _ in range(150)]
     offsets = []
     while starts:
@@ -86,20 +72,23 @@ def test_any_number_of_processes_resumes_at_any_step_with_the_same_rows(
 ) -> None:
     options: dict[str, Any] = {"per_step": 8, "task": task, "packed": packed}
     whole = loader(at_once=8, **options)
-    expected = [step_rows([whole]) for _ in range(done + 4)]
+    expected = [step_rows([whole], 8) for _ in range(done + 4)]
     before = [loader(at_once=4, rank=rank, ranks=2, **options) for rank in range(2)]
     for step in range(done):
-        assert step_rows(before) == expected[step]
+        assert step_rows(before, 8) == expected[step]
     state = json.loads(json.dumps(merge_states([one.state() for one in before])))
     after = [loader(at_once=at_once, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
     for one in after:
         one.restore(state)
     for step in range(done, done + 4):
-        assert step_rows(after) == expected[step]
+        assert step_rows(after, 8) == expected[step]
 
 
 def test_each_seed_gives_another_order() -> None:
-    assert step_rows([loader()]) == step_rows([loader()]) != step_rows([loader(seed=4)])
+    first, same, other = loader(), loader(), loader(seed=4)
+    rows = step_rows([first], 8)
+    assert rows == step_rows([same], 8)
+    assert rows != step_rows([other], 8)
 
 
 def test_what_cannot_be_read_in_steps_is_an_error() -> None:
@@ -171,111 +160,7 @@ def test_groups_hold_the_same_rows_whatever_the_number_of_processes(ranks: int) 
     plain = loader(per_step=16)
     loaders = [loader(per_step=16, at_once=2, rank=rank, ranks=ranks, groups=8) for rank in range(ranks)]
     for _ in range(4):
-        rows = step_rows([plain])
+        rows = step_rows([plain], 8)
         for rank, one in enumerate(loaders):
-            batches = [rows_of(batch) for batch in one.next_step()]
+            batches = [rows_of(batch, 8) for batch in one.next_step()]
             assert batches == [[rows[group], rows[group + 8]] for group in range(rank, 8, ranks)]
-
-
-# Streams ----------------------------------------------------------------------------------------------------------------------
-
-CONTEXT = 8
-FILES = [[f"<{file}.{number}{'x' * ((7 * number + 3 * file) % 23)}>" for number in range(9 + file)] for file in range(3)]
-
-
-def write(file: Path, texts: list[str]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, row_group_size=3)
-    else:
-        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-
-@pytest.fixture(params=["a data set of the hub", "files"])
-def corpus(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
-    monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path / "mirror"))
-    for number, texts in enumerate(FILES):
-        write(tmp_path / f"mirror/emozilla/pg19/data/train-{number:05d}-of-00003.parquet", texts)
-        write(tmp_path / f"json/train-{number}.jsonl", texts)
-    for split in SPLITS[1:]:
-        write(tmp_path / f"json/{split}.jsonl", ["text"])
-    return load_corpus("pg19" if "hub" in request.param else tmp_path / "json")
-
-
-def streaming(corpus: Corpus, rank: int = 0, ranks: int = 1, context: int = CONTEXT, **options: Any) -> StreamingLoader:
-    make = BatchMaker(ByteTokenizer(), **{"task": "clm", "seed": 1, **options})
-    return StreamingLoader(corpus, make, context, Rows(4, 2 // ranks, rank, ranks))
-
-
-def step(one: StreamingLoader) -> list[list[int]]:
-    return [batch.inputs.flatten().tolist() + batch.targets.flatten()[-1:].tolist() for batch in one.next_step()]
-
-
-def restored(one: StreamingLoader, states: list[dict[str, Any]]) -> StreamingLoader:
-    one.restore(json.loads(json.dumps(merge_states(states))))
-    return one
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_stream_has_each_document_once_an_epoch(corpus: Corpus, ranks: int) -> None:
-    shares = []
-    for rank in range(ranks):
-        one, tokens = streaming(corpus, rank, ranks), []
-        while one.state()["processes"][str(rank)]["epoch"] == 0:
-            tokens += [token for batch in one.next_step() for token in batch.inputs.flatten().tolist()]
-        text = bytes(token if token < 256 else 0 for token in tokens).decode()
-        shares += text.split("\0")[: sum(map(len, FILES)) // ranks]
-    assert Counter(shares) == Counter(text for file in FILES for text in file)
-
-
-@pytest.mark.parametrize("options", [{"task": "clm"}, {"task": "mlm"}, {"task": "clm", "packed": True}])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_stream_stopped_and_resumed_twice_goes_on_as_if_it_had_not_been(
-    corpus: Corpus, ranks: int, options: dict[str, Any]
-) -> None:
-    whole = [streaming(corpus, rank, ranks, **options) for rank in range(ranks)]
-    expected = [[step(one) for one in whole] for _ in range(24)]
-    for first, second in ((1, 2), (5, 11), (9, 20)):  # one, many, and documents of the next epoch
-        running = [streaming(corpus, rank, ranks, **options) for rank in range(ranks)]
-        for number in range(24):
-            if number in (first, second):
-                states = [one.state() for one in running]
-                running = [restored(streaming(corpus, rank, ranks, **options), states) for rank in range(ranks)]
-            assert [step(one) for one in running] == expected[number]
-
-
-def test_stream_leaves_out_held_out_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path))
-    write(tmp_path / "org/whole/data.parquet", [f"text {i}" for i in range(100)])
-    corpus = load_corpus("hub:org/whole")
-    held_out = {"".join(blocks) for split in SPLITS[1:] for blocks in corpus.documents(split)}
-    one = streaming(corpus, context=100)
-    text = ByteTokenizer().decode([token for _ in range(5) for row in step(one) for token in row])
-    assert len(held_out) > 3
-    assert not any(f"{document}text" in text for document in held_out)
-
-
-def test_state_of_a_stream_stays_small_however_long_the_documents(tmp_path: Path) -> None:
-    text = "".join(f"line {i}\n" for i in range(60_000))  # longer than a block
-    write(tmp_path / "train.jsonl", [text] * 3)
-    one = streaming(load_corpus(tmp_path / "train.jsonl"), context=4096)
-    tokens = [token for _ in range(20) for batch in one.next_step() for token in batch.inputs.flatten().tolist()]
-    assert ByteTokenizer().decode(tokens) == text[: 20 * 4 * 4096]
-    assert len(json.dumps(one.state())) < 1000
-
-
-def test_text_that_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", ["one", "two", "three"])
-    (tmp_path / "a.txt").write_text("text\n" * 100)
-    (tmp_path / "b.jsonl").write_text('{"text": "abc"}\n{"txt": "abc"}\n')
-    few = load_corpus(tmp_path / "a.jsonl")
-    with pytest.raises(LineartimeError, match=r"fewer documents than processes \(2\): use fewer processes"):
-        streaming(few, 1, 2)
-    with pytest.raises(LineartimeError, match=r"a.txt is one long text and cannot be streamed"):
-        streaming(load_corpus(tmp_path / "a.txt"))
-    with pytest.raises(LineartimeError, match=r"^data is .*, but a stream is a single text: give one"):
-        streaming(load_corpus([str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]))
-    with pytest.raises(LineartimeError, match=r'b.jsonl, line 2, has no "text"'):
-        streaming(load_corpus(tmp_path / "b.jsonl")).next_step()
-    with pytest.raises(LineartimeError, match="to no processes and cannot continue in 1"):
-        streaming(few).restore({"rows": 8})

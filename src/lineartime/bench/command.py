@@ -231,11 +231,9 @@ def _model_configs(options: BenchConfig) -> dict[str, ModelConfig]:
             length = max(options.lengths(measure)) + (2 if measure == "decode" else 0)
             if config.longest_sequence is not None and length > config.longest_sequence:
                 field = "max_positions" if config.longest_sequence == config.max_positions else "max_length"
-                found = (
-                    f"make {name} read {length} tokens, but it reads at most {config.longest_sequence}: use shorter ones, or "
-                )
+                found = f"make {name} read {length} tokens, but it reads at most {config.longest_sequence}"
                 argument = "positions" if measure == "decode" else "context_lengths"
-                raise ArgumentError(argument, found, f"`override` {field}={length}.")
+                raise ArgumentError(argument, f"{found}: use shorter ones, or `override` {field}={length}.")
     return configs
 
 

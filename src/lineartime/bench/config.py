@@ -87,8 +87,8 @@ class BenchConfig:
                 raise ArgumentError(name, "is empty: give at least one value.")
         streamed = [measure for measure in self.measure if measure in STREAMED]
         if streamed and self.task != "clm":
-            causal = "`task='clm'`"
-            raise ArgumentError("measure", f"has {streamed[0]}, which needs ", causal, ": leave it out, or use that task.")
+            needs = f"has {streamed[0]}, which needs `task=clm`"
+            raise ArgumentError("measure", f"{needs}: leave it out, or use that task.")
 
     def lengths(self, measure: Measure) -> tuple[int, ...]:
         """The lengths of a measure."""

@@ -17,6 +17,7 @@ from typing import IO
 from lineartime.choices import TEXT_COLUMN, Split
 from lineartime.data.readers import BLOCK, COMPRESSED, RECORDS, SourceFile, not_utf8, read_texts
 from lineartime.errors import ArgumentError, file_error
+from lineartime.fields import check_type
 from lineartime.files import RECORD_FILE
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -26,36 +27,42 @@ _HEAD = 8192  # bytes in which a binary file has a zero, by the rule of git
 
 
 @dataclass(frozen=True)
-class FilePart(SourceFile):
+class FilePart:
     """A file, or some splits of it: ranges of a text, or records by a hash of their text."""
 
+    file: SourceFile
     splits: tuple[Split, ...] = ()  # empty for the whole file
     at_lines: bool = True  # whether a text is cut at the end of a line; otherwise between any two characters
     is_alone: bool = False  # whether no other file is divided with it, so that few records must be enough for all splits
 
+    @property
+    def path(self) -> Path:
+        """The path of the file."""
+        return self.file.path
+
     def identity(self) -> str:
         """A string that changes when the file does, or when it is read in another way."""
-        read_as = f"{self.format_suffix}:{self.column}:{self.is_alone:d}:{self.at_lines}"
-        return f"{self.path.resolve()}:{'+'.join(self.splits)}:{self.version}:{read_as}"
+        read_as = f"{self.file.format_suffix}:{self.file.column}:{self.is_alone:d}:{self.at_lines}"
+        return f"{self.path.resolve()}:{'+'.join(self.splits)}:{self.file.version}:{read_as}"
 
     def portable_identity(self) -> str:
         """Like `identity`, but the same for a copy of the file elsewhere: by its name and size."""
-        kind = ":csv" if self.format_suffix in (".csv", ".tsv") else ""
-        return f"{self.path.name}:{'+'.join(self.splits)}:{self.is_alone:d}:{self.column}:{self.version[0]}{kind}"
+        kind = ":csv" if self.file.format_suffix in (".csv", ".tsv") else ""
+        return f"{self.path.name}:{'+'.join(self.splits)}:{self.is_alone:d}:{self.file.column}:{self.file.version[0]}{kind}"
 
     def documents(self) -> Iterator[Iterator[str]]:
         """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""
-        if self.has_records:
-            moved = _moved(self) if self.is_alone and self.splits else {}
-            for text in read_texts(self):
+        if self.file.has_records:
+            moved = _moved(self.file) if self.is_alone and self.splits else {}
+            for text in read_texts(self.file):
                 if not self.splits or (moved.get(text) or split_of(text)) in self.splits:
                     yield pieces(text)
             return
-        next(_decoded(self, 0, None), "")  # what follows the start of UTF-16 could pass for UTF-8
+        next(_decoded(self.file, 0, None), "")  # what follows the start of UTF-16 could pass for UTF-8
         if not self.splits:
-            yield _decoded(self, 0, None)
+            yield _decoded(self.file, 0, None)
         for split in self.splits:
-            yield _decoded(self, *_cuts(SourceFile(self.path), self.at_lines, self.version)[split])
+            yield _decoded(self.file, *_cuts(self.file, self.at_lines, self.file.version)[split])
 
 
 def split_of(text: str) -> Split:
@@ -265,10 +272,16 @@ def by_file(root: Path, parts: Sequence[FilePart]) -> Files:
     return splits if fair else within_files(parts)
 
 
-def describe_parts(parts: Sequence[FilePart]) -> str:
-    """Describe the parts of a split, which are equal shares: "5% of text.txt", "120 files (a.txt, b.txt, ...)"."""
-    share = sum(SHARES[split] for split in parts[0].splits)
-    return f"{f'{share:.0%} of ' if share else ''}{_listed([part.path.name for part in parts])}"
+def describe_parts(parts: Iterable[FilePart]) -> str:
+    """Describe parts in a few words: "5% of text.txt", "120 files (a.txt, b.txt, ...)"."""
+    shares: dict[Path, float] = {}
+    for part in parts:
+        share = sum(SHARES[split] for split in part.splits) or 1.0
+        shares[part.path] = shares.get(part.path, 0.0) + share
+    groups: dict[float, list[str]] = {}
+    for path, share in shares.items():
+        groups.setdefault(round(share, 2), []).append(path.name)
+    return " and ".join(f"{f'{share:.0%} of ' if share < 1 else ''}{_listed(names)}" for share, names in groups.items())
 
 
 def _listed(names: list[str]) -> str:
@@ -301,6 +314,12 @@ class FilesOfText:
     notes: list[str] = field(default_factory=list, init=False)  # sentences for the user about files that are left out
     matched: set[str] = field(default_factory=set, init=False)  # the patterns that matched a file or folder
 
+    def __post_init__(self) -> None:
+        for argument, patterns in (("include", self.include), ("exclude", self.exclude)):
+            check_type(argument, patterns, tuple[str, ...])
+            if not all(pattern.strip("/") for pattern in patterns):
+                raise ArgumentError(argument, "has an empty pattern: write one such as *.md, or leave it out.")
+
     def find(self, path: Path) -> list[FilePart]:
         """The files of text at an existing path, without empty ones.
 
@@ -312,15 +331,15 @@ class FilesOfText:
             raise ArgumentError("data", f"is {path}, which is neither a file nor a folder: write the text to a file.")
         try:
             files = sorted(self._chosen(path, path)) if path.is_dir() else [path]
-            parts = [FilePart(file, self.column) for file in files if file.stat().st_size]
+            parts = [FilePart(SourceFile(file, self.column)) for file in files if file.stat().st_size]
             unread = [part for part in parts if path.is_dir() and _is_binary(part.path)]
         except OSError as error:
             raise file_error("read", error.filename or path, error) from None
         kept = [part for part in parts if part not in unread]
         texts = [part for part in kept if not _NO_TEXT.match(part.path.name)] or kept
         if kept and _bytes(unread) > _bytes(texts):
-            found = f"is {path}, most of which is binary, such as {_names(path, unread)}: give text, or choose files by "
-            raise ArgumentError("data", found, "`include`.")
+            found = f"is {path}, most of which is binary, such as {_names(path, unread)}: give text, or choose files"
+            raise ArgumentError("data", f"{found} by `include`.")
         if unread:
             self.notes.append(f"Left out of {path}, because binary files are not read: {_names(path, unread)}.")
         if not kept:

@@ -241,15 +241,9 @@ def _json(file: SourceFile) -> Iterator[tuple[str, Any]]:
             yield f"line {number:,}", _parsed(f"{file.path}, line {number:,},", line)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):  # of which Python would keep the last, without a word
-        raise json.JSONDecodeError("an object has one name twice", "", 0)
-    return found
-
-
 def _parsed(where: str, text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
         raise LineartimeError(f"{where} is not JSON ({reason.removesuffix(' at')}): correct it, or leave it out.") from None
@@ -264,11 +258,6 @@ def _csv(file: SourceFile) -> Iterator[tuple[str, dict[str, Any]]]:
             rows = csv.reader(_lines(file, stream), strict=True)
         try:
             names = [name.strip() for name in next(rows, [])]
-            if len(names) == 1 and {*names[0]} & {*";\t|"}:
-                found = f"{file.path}, line 1, names the column {names[0]!r:.40}"
-                raise LineartimeError(f"{found}: separate columns by commas, in .tsv by tabs, or {LEAVE_OUT}")
-            if twice := next((name for name in names if names.count(name) > 1), None):
-                raise LineartimeError(f"{file.path}, line 1, names the column {twice} twice: rename one, or {LEAVE_OUT}")
             for row in rows:
                 if row and len(row) != len(names):  # an empty line is no record
                     fields = "1 field" if len(row) == 1 else f"{len(row)} fields"

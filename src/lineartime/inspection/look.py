@@ -94,8 +94,8 @@ def inspect(model: LanguageModel, tokenizer: Tokenizer, text: str, max_tokens: i
         raise ArgumentError("text", "is empty, but must hold at least one token.")
     frame = () if row_frame(config.task, tokenizer) is None else FRAME
     if longest is not None and len(shown) + len(frame) > longest:
-        found = f"has {len(shown) + len(frame):,} tokens, but this model reads at most {longest:,}: shorten it, or use "
-        raise ArgumentError("text", found, f"`max_tokens={longest - len(frame)!r}`.")
+        found = f"has {len(shown) + len(frame):,} tokens, but this model reads at most {longest:,}: shorten it"
+        raise ArgumentError("text", f"{found}, or use `max_tokens={longest - len(frame)}`.")
     end = tokenizer.end_of_document
     window = torch.tensor([[*shown, end] if config.task == "mlm" else [end, *shown]], device="cpu")
     batch, device = evaluation_batch(config.task, window, tokenizer, [0]), next(model.parameters()).device

@@ -314,7 +314,7 @@ class ModelConfig(PartsConfig):
             raise ArgumentError("mixer", f"is {self.mixer.kind}, {wanted}: give another pattern, or an empty one.")
         for mixer in self.mixers:
             if (why := why_not_learned(mixer.layer, self.task)) is not None:
-                raise ArgumentError("task", f"is {self.task!r}, but a model of {mixer.kind} ", why)
+                raise ArgumentError("task", f"is {self.task!r}, but a model of {mixer.kind} {why}")
         if (self.max_positions is not None) != (self.absolute_position == "learned"):
             raise ArgumentError(
                 "max_positions",

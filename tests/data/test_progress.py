@@ -1,0 +1,35 @@
+"""Progress: a bar on a terminal, and elsewhere a line now and then."""
+
+import io
+import sys
+
+import pytest
+
+from lineartime.data import progress
+from lineartime.data.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_now_and_then_tell_what_is_done(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Progress("thinking") as shown:
+        shown.advance(3)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "_PAUSE", 0)
+    with Progress("reading") as shown:
+        shown.advance(3)
+        shown.advance(2000)
+    with Progress("measuring", 4) as shown:
+        shown.advance(3)
+    assert capsys.readouterr().err.splitlines() == ["reading ... 3 bytes", "reading ... 2.0 kB", "measuring ... 75%"]
+
+
+def test_a_terminal_shows_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", "80")
+    with Progress("encoding") as shown:
+        shown.advance(2000)
+    assert "encoding 2.0 kB" in terminal.getvalue()
