@@ -253,11 +253,12 @@ def not_finite(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("model.safetensors", lambda file: os.truncate(file, 2000), "run/model is damaged"),
-        ("model.safetensors", lambda file: save_file({}, file), r"run/model is damaged \(model.backbone"),
+        ("model.safetensors", lambda file: os.truncate(file, 2000), "model/model.safetensors is damaged"),
+        ("model.safetensors", lambda file: save_file({}, file), r"model/model.safetensors is damaged \(model.backbone"),
         ("model.safetensors", not_finite, "model holds numbers that are not finite in model.backbone"),
-        ("config.json", lambda file: file.write_text(file.read_text()[:50]), "run/model is damaged"),
-        ("tokenizer.json", lambda file: file.write_text("{"), "run/model is damaged"),
+        ("config.json", lambda file: file.write_text(file.read_text()[:50]), "model/config.json is damaged"),
+        ("config.json", lambda file: file.write_text("{}"), "model/config.json describes a model of type None"),
+        ("tokenizer.json", lambda file: file.write_text("{"), "model/tokenizer.json is damaged"),
     ],
 )
 def test_damaged_models_are_named(

@@ -11,12 +11,12 @@ from transformers import AutoTokenizer
 
 from lineartime.choices import Device, Precision
 from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
-from lineartime.files import DamagedFileError, is_there, read_file, read_plain, remove, write_file
+from lineartime.files import TOKENIZER_FILE, DamagedFileError, is_there, read_file, read_plain, remove, write_file
 from lineartime.finetuning.answering import best_answers, read_questions, windows_to_answer
 from lineartime.finetuning.data import Windows, names_of
 from lineartime.finetuning.labelling import Labels, label_windows, mean_logits, read_labelled
 from lineartime.finetuning.tune import MODEL, RESULT, FinetuneResult, check_outputs, check_same, digest
-from lineartime.hf.convert import quietly
+from lineartime.hf.convert import WEIGHTS, quietly, read_config
 from lineartime.hf.heads import LineartimeForQuestionAnswering, LineartimeForSequenceClassification
 from lineartime.machine import choose_device, choose_precision, is_out_of_memory
 from lineartime.runs.record import locked
@@ -115,16 +115,19 @@ def _predictions(
 
 
 def _load(folder: Path, kind: Any, config: dict[str, Any], device: torch.device) -> tuple[Any, Windows]:
-    """The model and the windows that it reads. Raises LineartimeError, naming the folder, if a file is missing or damaged."""
+    """The model and the windows that it reads. Raises LineartimeError, naming the file, for one that is missing or damaged."""
+    read_config(folder)
+    file = folder / TOKENIZER_FILE
     try:
         with quietly():
             windows = Windows(AutoTokenizer.from_pretrained(folder), config["context_length"], config["stride"])
+            file = folder / WEIGHTS
             model, lacking = kind.from_pretrained(folder, output_loading_info=True)
             if names := sorted(map(str, chain(lacking["missing_keys"], lacking["mismatched_keys"]))):
                 raise ValueError(f"{names[0]} is missing or has another shape")
     except Exception as error:
         if isinstance(error, LineartimeError) or is_out_of_memory(error):
             raise
-        raise DamagedFileError(folder, first_line(error)) from None
+        raise DamagedFileError(file, first_line(error)) from None
     model.register_forward_hook(check_outputs)
     return model.to(device), windows

@@ -153,11 +153,17 @@ def from_transformers(source: str | Path, destination: str | Path) -> Path:
     return destination
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration of a model of ours for transformers. Raises LineartimeError if it is damaged, or of another model."""
+    config = read_plain(folder / CONFIG)
+    if config.get("model_type") != LineartimeConfig.model_type:
+        what = f"describes a model of type {config.get('model_type')!r}"
+        raise LineartimeError(f"{folder / CONFIG} {what}: only models of type 'lineartime' can be read.")
+    return config
+
+
 def _read_model(source: Path) -> tuple[LanguageModel, Tokenizer]:
-    data = read_plain(source / CONFIG)
-    if data.get("model_type") != LineartimeConfig.model_type:
-        what = f"describes a model of type {data.get('model_type')!r}"
-        raise LineartimeError(f"{source / CONFIG} {what}: only models of type 'lineartime' can be converted.")
+    data = read_config(source)
     try:
         config = ModelConfig.from_dict({name: data[name] for name in FIELDS if name in data})
     except ValueError as error:
