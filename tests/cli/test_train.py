@@ -24,7 +24,7 @@ Fails = Callable[..., None]
 OPTIONS = TrainConfig(preset="gau-tiny", context_length=24, learning_rate=0.002, override=("d_model=16", "n_blocks=1"))
 TEXTS = {
     "run.toml": 'preset = "gau-tiny"\ncontext-length = 24\nlearning_rate = 2e-3\noverride = ["d_model=16", "n_blocks=1"]\n',
-    "run.yaml": "preset: gau-tiny\ncontext-length: 24\nlearning-rate: 2e-3\noverride:\n  - d_model=16\n  - n_blocks=1\n",
+    "run.yaml": "model: gau-tiny\ncontext: 24\nlearning-rate: 2e-3\noverride:\n  - d_model=16\n  - n_blocks=1\n",
     "run.json": '{"preset": "gau-tiny", "context_length": 24, "learning-rate": 2e-3, "override": ["d_model=16", "n_blocks=1"]}',
 }
 
@@ -43,6 +43,7 @@ def test_every_format_gives_the_same_options(tmp_path: Path) -> None:
         ("a.yaml", "- steps", "a.yaml holds a list, but must hold options by name"),
         ("a.json", b"\xff\xfe", "a.json cannot be read as JSON: 'utf-8' codec can't decode"),
         ("a.json", '{"stepps": 3}', r"a.json: stepps is not a field here \(did you mean steps\?\)"),
+        ("a.json", '{"model": "flash-tiny", "preset": "gau-tiny"}', "a.json has an option twice, under two names"),
         ("a.txt", "steps = 3", "a.txt has the suffix '.txt': options are read from .toml, .yaml or .json"),
     ],
 )
@@ -67,6 +68,8 @@ def test_command_line_wins_over_a_file_and_a_file_over_a_recipe(tmp_path: Path, 
     assert (found["steps"], found["learning_rate"]) == (7, 0.2)
     assert found["data"].endswith("README.md")
     assert printed(capsys, "--config", str(file), "--data", "docs")["data"].endswith("docs")
+    found = printed(capsys, "--config", str(file), "--model", "gau-tiny", "--context=64")  # other names of --preset and its kin
+    assert (found["preset"], found["context_length"]) == ("gau-tiny", 64)
     file.write_text('{"recipe": "lm-pg19", "preset": "flash-base", "override": ["d_model=32", "n_blocks=2"]}')
     found = printed(capsys, "--config", str(file), "--override", "n_blocks=1", "dropout=0.1")  # fields of the model alike
     assert found["override"] == ["chunk_size=512", "d_model=32", "n_blocks=1", "dropout=0.1"]

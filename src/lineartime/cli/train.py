@@ -23,6 +23,8 @@ from lineartime.errors import ArgumentError, LineartimeError, missing_extra, rep
 from lineartime.screen import SCREEN
 from lineartime.training.config import TrainConfig, merged_override
 
+_SHORT = {"model": "preset", "context": "context_length"}
+"""Other names of options, on the command line and in files."""
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
@@ -30,6 +32,8 @@ _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 class TrainOptions(TrainConfig):
     """The options of `lineartime train`."""
 
+    preset: Annotated[str, tyro.conf.arg(aliases=["--model"])] = TrainConfig.preset
+    context_length: Annotated[int, tyro.conf.arg(aliases=["--context"])] = TrainConfig.context_length
     data: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.data
     include: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.include
     exclude: tyro.conf.UseAppendAction[tuple[str, ...]] = TrainConfig.exclude
@@ -54,7 +58,8 @@ def run(options: TrainOptions, arguments: Sequence[str]) -> None:
 
     given = {} if options.config is None else read_options(options.config)
     flags = {word.partition("=")[0][2:].replace("-", "_").removeprefix("no_") for word in arguments if word.startswith("--")}
-    typed = {field.name: getattr(options, field.name) for field in dataclasses.fields(TrainConfig) if field.name in flags}
+    named = {_SHORT.get(flag, flag) for flag in flags}
+    typed = {field.name: getattr(options, field.name) for field in dataclasses.fields(TrainConfig) if field.name in named}
     override = merged_override(given.get("override", ()), options.override)  # as on top of a recipe's
     config = complete({**given, **typed, "override": override})
     if options.print_config:
@@ -100,7 +105,10 @@ def read_options(file: Path) -> dict[str, Any]:
         raise LineartimeError(f"{file} cannot be read as {file.suffix[1:].upper()}: {what}.") from None
     if not isinstance(values, dict):
         raise LineartimeError(f"{file} holds a {type(values).__name__}, but must hold options by name.")
-    found = {str(name).replace("-", "_"): value for name, value in values.items()}
+    plain = {str(name).replace("-", "_"): value for name, value in values.items()}
+    found = {_SHORT.get(name, name): value for name, value in plain.items()}
+    if len(found) < len(values):
+        raise LineartimeError(f"{file} has an option twice, under two names: keep one.")
     try:
         config = TrainConfig.from_dict(found)
     except ArgumentError as error:
