@@ -71,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["--version"]:
             print(f"lineartime {installed_version('lineartime')}, torch {installed_version('torch')}")
             return 0
+        for _ in range(arguments.count("--import")):  # which may stand before the command, too
+            if arguments[:1] == ["--import"]:
+                arguments = [*arguments[2:], *arguments[:2]]
         if not arguments or arguments[0] not in COMMANDS:
             _show_commands(arguments)
         name, *rest = arguments
