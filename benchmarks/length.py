@@ -6,6 +6,7 @@ with zeros, which does not change the time. All have a vocabulary of 256 bytes, 
 """
 
 import argparse
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,18 @@ def table(rows: list[dict[str, object]]) -> str:
     columns = [("training", n) for n in LENGTHS] + [("generation", n) for n in POSITIONS]
     return markdown_table(
         header, [[f"`{name}`", *[_shown(cells.get((what, name, n))) for what, n in columns]] for name in NAMES]
+    )
+
+
+def readme_table() -> str:
+    """What the README shows of the stored results."""
+    rows = json.loads((Path(__file__).parent / "results" / "length.json").read_text())["rows"]
+    cells = {(row["what"], row["preset"], row["length"]): row["us_per_token"] for row in rows}
+    names = {PRESETS[0]: "FLASH", PEER: "FLASH-pytorch", PRESETS[-1]: "Transformer++"}
+    columns = [*(("training", n) for n in (512, 8192, 65536)), *(("generation", n) for n in (POSITIONS[0], POSITIONS[-1]))]
+    header = ["µs for a token", *(f"{'train' if what == 'training' else 'generate'} at {n:,}" for what, n in columns)]
+    return markdown_table(
+        header, [[own, *(_shown(cells.get((what, name, n))) for what, n in columns)] for name, own in names.items()]
     )
 
 

@@ -1,4 +1,4 @@
-"""Draw the picture of the README, and print its table: `python benchmarks/quality.py [FOLDER]`.
+"""Draw docs/quality.png, and print what the README says of it: `python benchmarks/quality.py [FOLDER]`.
 
 The numbers come from the reports of `SHOWN` in `benchmarks/results/reproduce`. With the folder of an experiment, its report is
 copied there first, and its table is printed, for docs/results.md.
@@ -38,7 +38,7 @@ def main() -> None:
         copy(folder)
         print(test_table(folder.resolve().name, json.loads((folder / "report.json").read_text())))
     draw()
-    print(readme_table())
+    print(readme_sentence())
 
 
 def copy(folder: Path) -> None:
@@ -69,19 +69,17 @@ def tested(row: dict[str, Any]) -> list[str]:
     return [f"{test['loss'] if test['bits_per_byte'] is None else test['bits_per_byte']:.3f}" for test in tests]
 
 
-def readme_table() -> str:
-    """The means over seeds of `MODELS` in the three settings of the README."""
-    settings = [systems(name) for name in SHOWN]
-    lines = []
-    for model in MODELS:
-        cells = []
-        for row in (rows[model] for rows in settings):
-            bits = statistics.mean(map(float, tested(row)))
-            reached = None not in row["speedups"]
-            speedup = f"{statistics.mean(row['speedups']):.2f} x" if reached else "not reached"
-            cells.append(f"{bits:.3f} ({speedup})")
-        lines.append([f"`{model}`", *cells])
-    return markdown_table(["test bits per byte (speed-up)", *SHOWN.values()], lines)
+def readme_sentence() -> str:
+    """By how much `flash` and `flash-next` are below `BASELINE` in the three settings of the README, in per cent."""
+    below: dict[str, list[float]] = {"flash": [], "flash-next": []}
+    for rows in map(systems, SHOWN):
+        means = {model: statistics.mean(map(float, tested(rows[model]))) for model in (*below, BASELINE)}
+        for model, found in below.items():
+            found.append(100 * (1 - means[model] / means[BASELINE]))
+    (least, most), (of_next, most_of_next) = ((min(found), max(found)) for found in below.values())
+    return (
+        f"{least:.0f} to {most:.0f} % below Transformer++, and `flash-next`, our variant, {of_next:.0f} to {most_of_next:.0f} %"
+    )
 
 
 def test_table(name: str, report: dict[str, Any]) -> str:
