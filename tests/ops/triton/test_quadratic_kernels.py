@@ -17,7 +17,7 @@ from lineartime.ops.quadratic import Inputs
 from lineartime.ops.triton import quadratic
 
 pytest.importorskip("triton")
-common = pytest.importorskip("lineartime.ops.triton.common")
+kernels = pytest.importorskip("lineartime.ops.triton.kernels")
 # Triton 3.9 announces another default for 3.10 whenever it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -238,6 +238,6 @@ def test_float32_is_multiplied_as_exactly_as_torch_is_told_to(dtype: torch.dtype
     products = torch.backends.cuda.matmul
     before, products.fp32_precision = products.fp32_precision, precision
     try:
-        assert common.number_formats(dtype)["PRECISION"] == expected
+        assert kernels.number_formats(dtype)["PRECISION"] == expected
     finally:
         products.fp32_precision = before

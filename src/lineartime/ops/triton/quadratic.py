@@ -2,7 +2,7 @@
 
 Shapes: B batch, T tokens, s query/key width, e value width.
 
-    out[t] = sum over j of P[t, j] v[j]                                                 P and dX as in score_kernels.py
+    out[t] = sum over j of P[t, j] v[j]                                                 P and dX as in kernels.py
     dv[j]  = sum over t of P[t, j] dout[t]      dbias[j - t] = sum over b and the diagonal of dX
     dq[t]  = c sum over j of dX[t, j] k[j]         dk[j] = c sum over t of dX[t, j] q[t]
 
@@ -36,7 +36,7 @@ def _parts(batch: int, length: int, causal: bool) -> Iterator[tuple[int, int]]:
 
 
 def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor]:
-    from lineartime.ops.triton.score_kernels import Pairs, attention_weights  # Triton may be absent
+    from lineartime.ops.triton.kernels import Pairs, attention_weights  # Triton may be absent
 
     q, k, v, bias, row_scale, score_scale, causal, activation = inputs
     row_scale = row_scale.float()
@@ -57,7 +57,7 @@ def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor]:
 
 
 def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: list[bool]) -> list[Tensor | None]:
-    from lineartime.ops.triton.score_kernels import Pairs, score_gradient  # Triton may be absent
+    from lineartime.ops.triton.kernels import Pairs, score_gradient  # Triton may be absent
 
     if inputs.v.numel() == 0:
         return [None if x is None else x.new_zeros(x.shape) for x in inputs[:4]]
