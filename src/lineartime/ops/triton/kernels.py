@@ -1,4 +1,4 @@
-"""The Triton kernels: attention weights, their gradients, and cross-entropy. Triton may be absent: import this where it is used.
+"""The Triton kernels: attention weights, their gradients, and cross-entropy. Triton may be absent: import this where needed.
 
 Shapes: N sequences, T tokens, s query/key width, e value width, V vocabulary. Of a sequence, a kernel computes some queries and
 some keys.
