@@ -45,9 +45,6 @@ class TableBias(RelativeBias):
         self.table = nn.Parameter(torch.empty(2 * max_length - 1, **factory))
         self.reset_parameters()
 
-    def extra_repr(self) -> str:
-        return f"max_length={self.max_length}"
-
     def forward(self, n: int, packing: Packing | None = None) -> Tensor:
         return self.table[self.max_length - n : self.max_length + n - 1].to(acc_dtype(self.table))
 
@@ -64,9 +61,6 @@ class RotaryBias(RelativeBias):
         self.a = nn.Parameter(torch.empty(d_qk, **factory))
         self.b = nn.Parameter(torch.empty(d_qk, **factory))
         self.reset_parameters()
-
-    def extra_repr(self) -> str:
-        return f"d_qk={len(self.a)}"
 
     def forward(self, n: int, packing: Packing | None = None) -> Tensor:
         exact, half = acc_dtype(self.a), self.a.shape[0] // 2
@@ -100,9 +94,6 @@ class ScaledSin(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.scale, self.d_model**-0.5)
-
-    def extra_repr(self) -> str:
-        return f"d_model={self.d_model}"
 
     def forward(self, positions: Tensor) -> Tensor:
         """[...] integer positions -> [..., d]."""

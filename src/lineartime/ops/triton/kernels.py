@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineartime.ops.triton import workspace
+from lineartime.ops.triton.quadratic import workspace
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run as Python on the CPU: set by the environment variable TRITON_INTERPRET when they are imported."""
