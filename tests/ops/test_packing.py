@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.ops import cases
 from tests.pairs import every_pair
 from torch import Tensor
 
@@ -42,15 +43,10 @@ def random(*shape: int) -> Tensor:
 
 
 CASES: dict[str, Any] = {
-    "rows": lambda: describe(3, 9),
-    "masked rows": lambda: describe(3, 9, mask=SIDES["holes"]),
+    **{name: packing for name, packing in cases.CASES.items() if not name.startswith("no ")},
     "full mask": lambda: describe(3, 9, mask=torch.ones(3, 9, dtype=torch.bool)),
-    "pack": lambda: pack_of(ENDS),
-    "masked pack": lambda: pack_of(ENDS, mask=MASK[None]),
-    "one grid": lambda: pack_of(ENDS, one_grid=True),
     "grouped pack": lambda: grouped(ENDS),
-    "prefixes": lambda: describe(3, 9, prefix=torch.tensor([0, 4, 9])),
-    "prefixes of a pack": lambda: grouped(ENDS, mask=MASK[None], prefix=torch.tensor([2, 0, 9, 0, 10, 0, 4])),
+    "prefixes of a grouped pack": lambda: grouped(ENDS, mask=MASK[None], prefix=torch.tensor([2, 0, 9, 0, 10, 0, 4])),
     "streams": lambda: describe(3, 9, position=torch.tensor([5, 0, 3])),
     "masked streams": lambda: describe(3, 9, mask=SIDES["holes"], position=torch.tensor([5, 0, 3])),
     "streams at one place": lambda: describe(3, 9, position=torch.tensor([8, 8, 8])),

@@ -75,13 +75,6 @@ class RotaryBias(RelativeBias):
         return torch.cat([(even - odd)[1:].flip(0), even + odd])
 
 
-def build_relative_bias(max_length: int | None, d_qk: int, **factory: Unpack[FactoryOptions]) -> RelativeBias:
-    """Build a relative bias: a table if `max_length` is given and at most 512, and the rotary form otherwise."""
-    if max_length is not None and max_length <= MAX_TABLE_LENGTH:
-        return TableBias(max_length, **factory)
-    return RotaryBias(d_qk, **factory)
-
-
 class ScaledSin(nn.Module):
     """The sinusoid table times one learned scalar, which starts at 1/sqrt(d) (arXiv 2202.10447, code 7)."""
 
