@@ -144,6 +144,7 @@ class CrossGAU(ResidualLayer):
         k, v, mask = state.k, state.v, state.mask
         hidden, count = None, torch.full((1,), k.shape[2], device=k.device)
         if mask is not None:
+            k, v = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (k, v))
             hidden, count = ~mask[:, None, None], mask.sum(-1)[:, None, None]
         compute, scales = matmul_dtype(q, k, v), Scales(q.shape[-1] ** -0.5, reciprocal, reciprocal)
         with without_autocast(q):
