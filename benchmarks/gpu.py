@@ -64,14 +64,13 @@ from lineartime.models.systems import resolve
 from lineartime.ops import MixedChunkOptions, Scales, attend, describe
 from lineartime.ops.backends import Backend
 from lineartime.ops.mixed_chunk import reciprocal
-from lineartime.ops.triton import common, score_kernels
-from lineartime.ops.triton.cross_entropy import cross_entropy_kernel
+from lineartime.ops.triton import kernels
 
 LENGTHS = {1024: "1K", 8192: "8K", 65536: "64K"}
 TOKENS = 65536
 """In a batch."""
 EXACT = "exact"
-KERNELS = score_kernels.attention_weights_kernel, score_kernels.score_gradient_kernel, cross_entropy_kernel
+KERNELS = kernels.attention_weights_kernel, kernels.score_gradient_kernel, kernels.cross_entropy_kernel
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -324,10 +323,10 @@ class Run:
         q, k = (torch.randn(count, length, d_qk, device=self.device, dtype=dtype) for _ in range(2))
         v, d_out = (torch.randn(count, length, d_value, device=self.device, dtype=dtype) for _ in range(2))
         bias, rows = torch.randn(2 * length - 1, device=self.device), torch.rand(count, length, device=self.device)
-        options: dict[str, Any] = {"causal": True, "activation": "relu2"}
-        of_pairs = partial(score_kernels.attention_weights, q, k, bias, rows, 0.1, dtype=dtype, **options)
+        options: dict[str, Any] = {"causal": True, "activation": "relu2", "pairs": kernels.Pairs(0, length, 0, length)}
+        of_pairs = partial(kernels.attention_weights, q, k, bias, rows, 0.1, dtype=dtype, **options)
         weights = of_pairs()
-        gradient = partial(score_kernels.score_gradient, q, k, v, bias, rows, d_out, 0.1, dtype=dtype, **options)
+        gradient = partial(kernels.score_gradient, q, k, v, bias, rows, d_out, 0.1, dtype=dtype, **options)
         inside = count * length**2  # causal: half of all pairs, twice
         cases: dict[str, tuple[Callable[[], Tensor], float, float]] = {
             "attention_weights": (of_pairs, inside * d_qk, 2 * q.numel() + weights.numel()),
@@ -445,7 +444,7 @@ def main() -> None:
     options = parser.parse_args()
     if not (torch.cuda.is_available() or options.rehearse):
         sys.exit("gpu.py needs a GPU, and PyTorch sees none: use --rehearse for a trial at small sizes.")
-    if not (torch.cuda.is_available() or common.INTERPRETED):
+    if not (torch.cuda.is_available() or kernels.INTERPRETED):
         sys.exit("PyTorch sees no GPU: set TRITON_INTERPRET=1 to rehearse on a CPU.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"

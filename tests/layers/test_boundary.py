@@ -197,8 +197,3 @@ def test_another_default_device_changes_nothing(causal: bool) -> None:
             found = outputs()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_boundaries_of_documents_may_be_int32() -> None:
-    mixer = fresh("flash", causal=True)
-    assert torch.equal(mixer(ROW, None, integers(0, 4, 9, dtype=torch.int32)), mixer(ROW, None, integers(0, 4, 9)))

@@ -29,10 +29,13 @@ def make_inputs(queries: int = 6, source: int = 9) -> tuple[Tensor, Tensor]:
     return torch.randn(2, queries, 8, dtype=torch.float64), torch.randn(2, source, 8, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("n_heads", "gated"), [(1, True), (2, True), (1, False), (4, False)])
+@pytest.mark.parametrize(
+    ("n_heads", "gated", "padded"), [(1, True, False), (2, True, True), (1, False, True), (4, False, False)]
+)
 @pytest.mark.parametrize("activation", ["relu2", "softmax"])
-def test_cross_gau_and_its_gradients_are_those_of_its_formula(n_heads: int, gated: bool, activation: Any) -> None:
+def test_cross_gau_and_its_gradients_are_those_of_its_formula(n_heads: int, gated: bool, padded: bool, activation: Any) -> None:
     layer, inputs = make_layer(n_heads=n_heads, gated=gated, activation=activation), make_inputs()
+    mask = torch.arange(9) % 4 > torch.tensor([[0], [3]]) if padded else None  # the second source has no real token
     x, source = (tokens.requires_grad_() for tokens in inputs)
     normed = F.layer_norm(x, (8,), layer.norm.weight, layer.norm.bias)
     widths = (16, 16) if gated else (0, 32)
@@ -40,9 +43,9 @@ def test_cross_gau_and_its_gradients_are_those_of_its_formula(n_heads: int, gate
     v, zk = F.silu(F.linear(source, layer.to_value_key.weight, layer.to_value_key.bias)).split([widths[1], 4], -1)
     q, k = (z * gamma + beta for z, gamma, beta in zip((zq, zk), layer.gamma, layer.beta, strict=True))
     heads = zip(*(part.chunk(n_heads, -1) for part in (q, k, v)), strict=True)
-    attended = torch.cat([cross_attention_oracle(*head, activation=activation) for head in heads], -1)
+    attended = torch.cat([cross_attention_oracle(*head, source_mask=mask, activation=activation) for head in heads], -1)
     expected = x + F.linear(u * attended if gated else attended, layer.to_output.weight, layer.to_output.bias)
-    out, weights = layer(x, source), torch.randn_like(x)
+    out, weights = layer(x, source, source_mask=mask), torch.randn_like(x)
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
     parts = [x, source, *layer.parameters()]
     gradients = [torch.autograd.grad((each * weights).sum(), parts) for each in (out, expected)]
@@ -73,12 +76,18 @@ def test_padding_on_either_side_changes_nothing() -> None:
     assert not padded[:, [0, 4, 5]].any()
 
 
-def test_source_of_padding_leaves_the_input() -> None:
-    layer, (x, source) = make_layer(), make_inputs()
-    source_mask = torch.tensor([[False] * 9, [True] * 9])
-    out = layer(x, source, source_mask=source_mask)
-    torch.testing.assert_close(out[0], x[0] + layer.to_output.bias, atol=1e-12, rtol=0)
-    torch.testing.assert_close(out[1], layer(x, source)[1], atol=1e-12, rtol=0)
+@pytest.mark.parametrize("activation", ["relu2", "softmax"])
+def test_half_precision_autocast_stays_finite_with_large_scores(activation: Any) -> None:
+    layer, inputs = make_layer(n_heads=2, activation=activation).float(), make_inputs()
+    x, source = (tokens.float().requires_grad_() for tokens in inputs)
+    with torch.no_grad():  # squares of scores beyond 65,504, of small values
+        layer.gamma.mul_(40)
+        layer.to_value_key.weight[:16] *= 1e-4
+        layer.to_value_key.bias[:16] = 0
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = layer(x, source, source_mask=torch.arange(9) < torch.tensor([[5], [0]]))
+    assert out.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.float().mean(), [x, source]))
 
 
 def test_source_read_once_answers_in_any_pieces() -> None:

@@ -1,31 +1,78 @@
+"""GAU and FLASH against their formulas, and what is theirs alone."""
+
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from tests import definitions
 from torch import Tensor
 
-from lineartime.layers import FLASH, GAU, RotaryBias, TableBias
+from lineartime.baselines.performer import Performer
+from lineartime.errors import ArgumentError
+from lineartime.layers import FLASH, GAU, Attention, RotaryBias, TableBias
+from lineartime.layers.mixer import Mixer
 from lineartime.ops import rope
+from lineartime.ops.state import State
 
 
-def test_flash_is_its_formula() -> None:
-    layer = FLASH(8, d_qk=4, chunk_size=4, causal=True, norm="scalenorm").double()
+@pytest.mark.parametrize("chunked", [False, True])
+def test_layer_is_its_formula(chunked: bool) -> None:
+    flash, gau = FLASH(8, d_qk=4, chunk_size=4, causal=True, norm="scalenorm"), GAU(8, d_qk=4, max_length=11)
+    layer = (flash if chunked else gau).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     x = torch.randn(1, 11, 8, dtype=torch.float64)
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * layer.norm.g
+    if chunked:
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * layer.norm.g
+    else:
+        normed = F.layer_norm(x, (8,), layer.norm.weight, layer.norm.bias)
     u, v, z = F.silu(F.linear(normed, layer.to_gate_value_base.weight, layer.to_gate_value_base.bias)).split([16, 16, 4], -1)
-    heads = [rope(z * gamma + beta, torch.arange(11)) for gamma, beta in zip(layer.gamma, layer.beta, strict=True)]
+    maps = [rope(z * gamma + beta, torch.arange(11)) for gamma, beta in zip(layer.gamma, layer.beta, strict=True)]
     assert isinstance(layer.bias, TableBias)
-    attended = definitions.mixed_chunk(*heads, v, chunk_size=4, causal=True, bias=layer.bias.table)
+    if chunked:
+        attended = definitions.mixed_chunk(*maps, v, chunk_size=4, causal=True, bias=layer.bias.table)
+    else:
+        attended = definitions.quadratic(*maps, v, bias=layer.bias.table)
     expected = x + F.linear(u * attended, layer.to_output.weight, layer.to_output.bias)
     torch.testing.assert_close(layer(x), expected, atol=1e-12, rtol=0)
 
 
-def test_form_of_the_bias_follows_from_the_chunk_size() -> None:
-    assert isinstance(FLASH(8, d_qk=4, chunk_size=512).bias, TableBias)
-    assert isinstance(FLASH(8, d_qk=4, chunk_size=513).bias, RotaryBias)
+def test_form_of_the_bias_follows_from_the_configuration_alone() -> None:
+    for n, form in ((512, TableBias), (513, RotaryBias), (None, RotaryBias)):
+        assert isinstance(GAU(8, d_qk=4, max_length=n).bias, form)
+    for n, form in ((512, TableBias), (513, RotaryBias)):
+        assert isinstance(FLASH(8, d_qk=4, chunk_size=n).bias, form)
+    assert GAU(8, d_qk=4, relative_bias=False).bias is None
+
+
+def test_input_beyond_the_table_is_an_error_that_says_what_to_do() -> None:
+    layer = GAU(8, d_qk=4, causal=True, max_length=5)
+    layer(torch.zeros(1, 5, 8))
+    _, state = layer.extend(torch.zeros(1, 5, 8))
+    streams = State.concatenate([state, layer.init_state(1)])  # at several positions
+    message = "max_length is 5, .* but the sequence has 6 tokens: build it with a larger max_length"
+    for read in (
+        lambda: layer(torch.zeros(1, 6, 8)),
+        lambda: layer.extend(torch.zeros(1, 1, 8), state),
+        lambda: layer.extend(torch.zeros(2, 1, 8), streams),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            read()
+
+
+def test_padding_does_not_count_towards_the_table() -> None:
+    layer = GAU(8, d_qk=4, max_length=5)
+    x, mask = torch.randn(2, 9, 8), torch.arange(9) >= torch.tensor([[4], [6]])
+    torch.testing.assert_close(layer(x, mask=mask)[0, 4:], layer(x[:1, 4:])[0], atol=1e-6, rtol=0)
+
+
+def test_function_without_a_table_does_not_change_past_512_tokens() -> None:
+    layer = GAU(8, d_qk=4, causal=True)
+    x = torch.randn(1, 514, 8)
+    torch.testing.assert_close(layer(x)[:, :512], layer(x[:, :512]), atol=1e-5, rtol=0)
 
 
 def test_state_is_as_large_after_20_000_tokens_as_after_1_000() -> None:
@@ -93,3 +140,39 @@ def test_stream_of_whole_chunks_is_compiled_as_one_graph() -> None:
         expected, _ = layer.extend(x, layer.init_state(2))
         compiled, _ = torch.compile(layer.extend, fullgraph=True, backend="eager")(x, layer.init_state(2))
     torch.testing.assert_close(compiled, expected)
+
+
+STREAMS: dict[str, Callable[..., Mixer]] = {
+    "flash": partial(FLASH, d_qk=4, chunk_size=4),
+    "gau": partial(GAU, d_qk=4),
+    "attention": partial(Attention, n_heads=2),
+    "performer": partial(Performer, n_heads=2),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+@torch.no_grad()
+def test_streams_begun_in_another_precision_are_continued(kind: str) -> None:
+    layer, x = STREAMS[kind](16, causal=True), torch.randn(1, 4 + 3, 16)
+    _, state = layer.extend(x[:, :-1], None)
+    whole, last = layer(x), x[:, -1:]
+    for dtype in (torch.float64, torch.bfloat16):
+        out, _ = layer.to(dtype).extend(last.to(dtype), state.clone())
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.float(), whole[:, -1:], atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_step_in_half_precision_overflows_no_sooner_than_a_row() -> None:
+    layer, x = FLASH(16, d_qk=8, chunk_size=8, causal=True, initial_scores="unit"), torch.randn(2, 9, 16).half()
+    layer.to_gate_value_base.weight[-8:] *= 15
+    layer.to_gate_value_base.weight[32:64] *= 1e-3
+    layer.gamma[:2] = 60.0
+    layer.half()
+    state, stepped = layer.init_state(2), []
+    for place in range(9):
+        out, state = layer.extend(x[:, place, None], state)
+        stepped.append(out)
+    whole = layer(x)
+    assert whole.isfinite().all()
+    torch.testing.assert_close(torch.cat(stepped, 1), whole, atol=0.05, rtol=0.02)

@@ -8,12 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import lineartime
-from lineartime.errors import ArgumentError
 from lineartime.layers import set_backend
 from lineartime.layers.mesa import FLASHMesa, MemoryState, fold_full_chunks, inverse
-from lineartime.models import ModelConfig
-from lineartime.models.systems import resolve
 from lineartime.ops import describe, oracle, rope, tiles
 
 CHUNK = 4
@@ -139,10 +135,3 @@ def test_memory_is_stable_over_long_texts_in_bf16() -> None:
         assert eigenvalues.real.min() > -1e-3
         assert eigenvalues.abs().max() < 1 + 1e-3
     assert s.isfinite().all()
-
-
-def test_configuration_with_a_memory_that_is_gone_is_refused() -> None:
-    data = resolve("flash-tiny").to_dict()
-    data["mixer"]["memory"] = "decay"
-    with pytest.raises(ArgumentError, match="memory is 'decay', but must be one of 'sum', 'mesa'"):
-        lineartime.build(ModelConfig.from_dict(data))

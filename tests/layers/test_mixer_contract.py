@@ -276,15 +276,6 @@ def small_parts() -> Iterator[None]:
 
 
 @every_mechanism_in_both_directions
-def test_rows_shorter_than_a_chunk_are_read_as_in_whole_chunks(name: str, causal: bool) -> None:
-    mixer, length = build(name, causal), CHUNK - 3
-    x = torch.randn(2, length, D_MODEL)
-    longer, mask = torch.cat([x, torch.randn(2, 2 * CHUNK, D_MODEL)], 1), torch.arange(length + 2 * CHUNK) < length
-    with small_parts():
-        close(mixer(x), mixer(longer, mask=mask.expand(2, -1))[:, :length])
-
-
-@every_mechanism_in_both_directions
 @settings(max_examples=5, deadline=None)
 @given(lengths=st.lists(st.integers(0, 3) | st.integers(0, 2 * CHUNK + 3), min_size=1, max_size=9))
 def test_pack_of_any_lengths_equals_its_documents_alone(name: str, causal: bool, lengths: list[int]) -> None:

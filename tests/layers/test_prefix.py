@@ -1,7 +1,6 @@
 """Layers that read a prefix in both directions and the rest causally."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -57,40 +56,6 @@ def test_published_divisor_is_that_of_the_causal_layer_inside_a_prefix_too() -> 
     x = tokens(1)
     added = (layer(x, prefix_lengths=torch.tensor([7])) - x)[:, :7]
     close(added * 20**2, (both_ways(x[:, :7]) - x[:, :7]) * 7**2)
-
-
-@every_case
-def test_no_later_token_leaks_into_a_prefix_or_into_earlier_tokens_and_every_prefix_token_is_read(name: str) -> None:
-    layer, x, prefix = build(name), tokens(1), CHUNK + 3
-    lengths = torch.tensor([prefix])
-    out = layer(x, prefix_lengths=lengths)
-    for changed in range(LENGTH):
-        other = x.clone()
-        other[:, changed] += 1
-        moved = (layer(other, prefix_lengths=lengths) - out).abs().amax(-1)[0] > 1e-12
-        first = 0 if changed < prefix else changed
-        assert not moved[:first].any()
-        # relu^2 may be blind to a key, but not for every query; across chunks, FLASH reads linearly
-        assert moved[:prefix].any() == (changed < prefix)
-
-
-@every_case
-def test_values_and_gradients_of_a_stream_that_begins_with_a_prefix_are_those_of_the_parallel_form(name: str) -> None:
-    layer = build(name)
-    x = tokens().requires_grad_()
-    for length in (1, CHUNK, CHUNK + 3):
-        first, state = layer.read_prefix(x[:, :length])
-        pieces = [first]
-        assert state.position.tolist() == [length] * 4
-        for start, stop in pairwise([length, length + 1, length + 3, LENGTH]):
-            piece, state = layer.extend(x[:, start:stop], state)
-            pieces.append(piece)
-        streamed, whole = torch.cat(pieces, 1), layer(x, prefix_lengths=torch.full((4,), length))
-        close(streamed, whole)
-        direction = torch.randn_like(whole)
-        gradients = [torch.autograd.grad((out * direction).sum(), [x, *layer.parameters()]) for out in (streamed, whole)]
-        for one, other in zip(*gradients, strict=True):
-            close(one, other)
 
 
 @pytest.mark.parametrize("name", ["flash", "gau, max_length=128", "attention"])  # the base does it alone

@@ -91,3 +91,8 @@ def maps_of(count: int, chunk_size: int | None = CHUNK, dtype: torch.dtype = tor
 
 def bias_of(chunk_size: int | None, longest: int = 24) -> Tensor:
     return torch.randn(2 * (chunk_size or longest) - 1, dtype=torch.float64)
+
+
+def assert_same(a: list[Tensor], b: list[Tensor], atol: float = 1e-10) -> None:
+    for one, other in zip(a, b, strict=True):
+        torch.testing.assert_close(one, other, atol=atol, rtol=0)

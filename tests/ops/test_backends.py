@@ -10,15 +10,12 @@ from lineartime.ops.backends import choose_backend
 ALL = ("torch", "tiled", "triton", "oracle")
 
 
-def test_processor_takes_the_tiled_form_where_there_is_one() -> None:
+def test_processor_takes_the_tiled_form_where_there_is_one_and_other_devices_plain_pytorch() -> None:
     like = torch.empty(1)
+    assert choose_backend("auto", ALL, torch.empty(1, device="meta"), torch.float32, "relu2") == "torch"
     assert choose_backend("auto", ALL, like, torch.float32, "relu2") == "tiled"
     assert choose_backend("auto", ALL, like, torch.float32, "softmax") == "torch"
     assert choose_backend("auto", ("torch", "triton"), like, torch.float32, "relu2") == "torch"
-
-
-def test_other_devices_take_plain_pytorch() -> None:
-    assert choose_backend("auto", ALL, torch.empty(1, device="meta"), torch.float32, "relu2") == "torch"
 
 
 def test_gpu_takes_the_kernels_that_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:

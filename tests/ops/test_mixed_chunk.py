@@ -1,4 +1,4 @@
-"""Mixed chunk attention and, without chunks, GAU's: whole sequences against the definition."""
+"""Mixed chunk attention and, without chunks, GAU's, against the definition: whole sequences, and streams cut anywhere."""
 
 import math
 from collections.abc import Callable
@@ -7,17 +7,30 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from tests.ops.cases import CASES, CHUNK, D_QK, NORMALIZATIONS, bias_of, maps_of, options_of, packing_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.ops.cases import CASES, CHUNK, D_QK, D_VALUE, NORMALIZATIONS, bias_of, maps_of, near, options_of, packing_of
 from tests.pairs import every_pair
 from torch import Tensor
 
-from lineartime.layers import GAU, set_backend
+from lineartime import native
+from lineartime.errors import ArgumentError
+from lineartime.layers import FLASH, GAU, set_backend
 from lineartime.ops import mixed_chunk
 from lineartime.ops.activations import ACTIVATIONS
 from lineartime.ops.context import ContextGroup
-from lineartime.ops.mixed_chunk import MixedChunkOptions, Scales, attend, attention_weights, reciprocal
+from lineartime.ops.mixed_chunk import (
+    MixedChunkOptions,
+    MixedChunkState,
+    Scales,
+    attend,
+    attend_cached,
+    attention_weights,
+    mixed_chunk_state,
+    reciprocal,
+)
 from lineartime.ops.packing import Packing
+from lineartime.ops.state import KVCache
 
 
 def attended(packing: Packing, options: MixedChunkOptions, *maps: Tensor) -> Tensor:
@@ -66,38 +79,12 @@ def test_definition_is_the_formula_of_the_paper(backend: Any) -> None:
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("backend", ["oracle", "torch"])
-def test_softmax_with_prefixes_is_that_of_a_prefix_model(backend: Any) -> None:
-    q, k, v = maps_of(4 * 14, None)
-    packing, t, j = CASES["prefixes"](), torch.arange(14)[:, None], torch.arange(14)
-    assert packing.prefix is not None
-    found = attended(packing, options_of(None, True, activation="softmax", backend=backend), q, k, v)
-    prefix = packing.prefix[:, None, None]
-    exact = F.scaled_dot_product_attention(
-        *(x.view(4, 14, -1) for x in (q, k, v)), attn_mask=(j <= t) | ((t < prefix) & (j < prefix))
-    )
-    torch.testing.assert_close(found.view_as(exact), exact, atol=1e-12, rtol=0)
-
-
 def test_published_length_is_a_divisor_inside_the_square() -> None:
     q, v = torch.full((2, 1), 3.0), torch.ones(2, 1)
     for causal, longest, n in ((False, None, 2), (True, 6, 6), (True, None, 512)):
         scales = GAU(4, d_qk=2, causal=causal, normalization="paper", max_length=longest).scales()
         out = attended(packing_of(1, 2), MixedChunkOptions(None, causal, scales), q, q, v)
         torch.testing.assert_close(out, (9 / n) ** 2 * torch.tensor([[1.0 + (not causal)], [2.0]]))
-
-
-def test_prefix_of_nothing_is_causal_attention_to_the_bit_and_one_of_everything_reads_both_ways() -> None:
-    for chunk_size in (CHUNK, None):
-        maps, bias = maps_of(28, chunk_size), bias_of(chunk_size)
-        causal, both_ways = (
-            attended(packing_of(2, 14), options_of(chunk_size, causal, bias), *maps) for causal in (True, False)
-        )
-        nothing, everything = (
-            attended(packing_of(2, 14, prefix=[n, n]), options_of(chunk_size, True, bias), *maps) for n in (0, 14)
-        )
-        assert torch.equal(nothing, causal)
-        torch.testing.assert_close(everything, both_ways, atol=1e-12, rtol=0)
 
 
 @every_pair(case=["ragged", "left", "pack"], chunk_size=[CHUNK, None], dtype=[torch.float16, torch.bfloat16])
@@ -108,16 +95,6 @@ def test_half_precision_is_as_exact_as_its_inputs(case: str, chunk_size: int | N
     exact = attended(packing, options_of(chunk_size, True, backend="oracle"), *(x.double() for x in maps))
     assert out.dtype == dtype
     assert (out - exact).abs().max() < 4 * torch.finfo(dtype).eps * exact.abs().max()
-
-
-def test_states_and_counts_accumulate_in_float32_also_under_autocast() -> None:
-    # 1 + 1 + ... stops at 256 in bfloat16: the mean over 600 chunks of ones would come out as less than a half.
-    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
-        ones = torch.ones(600, 1, dtype=dtype)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            out = attended(packing_of(1, 600), options_of(1, True, d_qk=2), 0 * ones, ones, ones, ones, ones)
-        assert out.dtype == torch.bfloat16
-        assert out[-1].item() == 1.0
 
 
 @every_pair(
@@ -187,3 +164,169 @@ def test_oracle_and_tiles_are_chosen_by_their_names(monkeypatch: pytest.MonkeyPa
         set_backend(layer, backend)
         layer(x)
     assert ran == ["tiled", "tiled", "oracle"]
+
+
+# Streams ---------------------------------------------------------------------------------------------------------------
+
+LONGEST = 70
+
+
+def empty_state(chunk_size: int | None, streams: int = 1, dtype: torch.dtype = torch.float64) -> MixedChunkState | KVCache:
+    like = torch.zeros((), dtype=dtype)
+    if chunk_size is not None:
+        return mixed_chunk_state(streams, chunk_size, D_QK, D_VALUE, like)
+    return KVCache(
+        torch.zeros(streams, dtype=torch.long), like.new_zeros(streams, 0, D_QK), like.new_zeros(streams, 0, D_VALUE)
+    )
+
+
+def read(maps: list[Tensor], packing: Packing, options: MixedChunkOptions, state: Any) -> tuple[Tensor, Any]:
+    if options.chunk_size is None:
+        q, k, v = maps
+        return attend_cached(q, k, v, packing, options, state)
+    return attend(*maps, packing, options, state)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 7) | st.just(1), st.booleans()), min_size=1, max_size=9),
+    chunk_size=st.sampled_from([CHUNK, None]),
+    activation=st.sampled_from(ACTIVATIONS),
+    normalization=st.sampled_from(NORMALIZATIONS),
+    biased=st.booleans(),
+    gradients=st.booleans(),
+)
+def test_streams_in_any_pieces_with_and_without_padding_are_the_definition(
+    pieces: list[tuple[int, bool]], chunk_size: int | None, activation: Any, normalization: Any, biased: bool, gradients: bool
+) -> None:
+    """After the first piece with padding, the streams are at different positions. Padding holds no number."""
+    mask = torch.cat([torch.rand(3, size) > 0.4 * padded for size, padded in pieces], 1)
+    total, bias = mask.shape[1], bias_of(chunk_size, LONGEST) if biased else None
+    maps = [x.view(3, total, x.shape[1]) for x in maps_of(3 * total, chunk_size)]
+    leaves = [*maps, *([] if bias is None else [bias])]
+    for x in leaves:
+        x.requires_grad_(gradients)
+    named: dict[str, Any] = {"activation": activation, "normalization": normalization}
+    state, outputs, start = empty_state(chunk_size, 3), [], 0
+    with torch.set_grad_enabled(gradients):
+        for size, padded in pieces:
+            here = slice(start, start := start + size)
+            real = mask[:, here]
+            packing = packing_of(3, size, position=state.position, mask=real if padded else None)
+            own = [packing.pack(x[:, here].masked_fill(~real[..., None], torch.nan)) for x in maps]
+            out, state = read(own, packing, options_of(chunk_size, True, bias, **named), state)
+            outputs.append(packing.unpack(out))
+    assert torch.equal(state.position, mask.sum(1))
+    packing = packing_of(3, total, mask=mask)
+    oracle = options_of(chunk_size, True, bias, backend="oracle", **named)
+    found, expected = torch.cat(outputs, 1), packing.unpack(attended(packing, oracle, *map(packing.pack, maps)))
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    if gradients and mask.any():
+        direction = torch.randn_like(found)
+        results = (
+            torch.autograd.grad((y * direction).sum(), leaves, materialize_grads=True, allow_unused=True)
+            for y in (found, expected)
+        )
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+
+
+def step_of(maps: list[Tensor], state: Any, bias: Tensor | None = None) -> tuple[Tensor, Any]:
+    packing = packing_of(len(state), 1, position=state.position)
+    return read(maps, packing, MixedChunkOptions(CHUNK, True, SCALES, bias=None if bias is None else near(bias)), state)
+
+
+SCALES = options_of(CHUNK, True).scales
+
+
+def test_token_is_written_into_the_memory_of_the_state_unless_a_gradient_needs_the_old_one() -> None:
+    state: Any = empty_state(CHUNK, 2)
+    memory = [x.data_ptr() for x in state.tensors()]
+    for _ in range(2 * CHUNK + 1):
+        _, state = step_of(maps_of(2), state)
+    assert [x.data_ptr() for x in state.tensors()] == memory
+    before = state.clone()
+    q, *others = maps_of(2)
+    step_of([q.requires_grad_(), *others], state)
+    assert all(torch.equal(one, other) for one, other in zip(before.tensors(), state.tensors(), strict=True))
+
+
+def test_step_can_be_recorded() -> None:
+    """A CUDA graph repeats the same operations on the same memory: no shape may depend on a position."""
+    state, bias, maps, outputs = empty_state(CHUNK, 2), bias_of(CHUNK), [x.view(2, 9, -1) for x in maps_of(18)], []
+    memory = [x.data_ptr() for x in state.tensors()]
+    torch._dynamo.reset()
+    compiled = torch.compile(step_of, backend="aot_eager", fullgraph=True, dynamic=False)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for place in range(9):
+            out, state = compiled([x[:, place].clone() for x in maps], state, bias)
+            outputs.append(out)
+    assert [x.data_ptr() for x in state.tensors()] == memory
+    assert state.position.tolist() == [9, 9]
+    expected = attended(packing_of(2, 9), options_of(CHUNK, True, bias, backend="oracle"), *(x.flatten(0, 1) for x in maps))
+    torch.testing.assert_close(torch.stack(outputs, 1).flatten(0, 1), expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("chunk_size", [CHUNK, None])
+def test_idle_streams_keep_their_bits(chunk_size: int | None) -> None:
+    state: Any = empty_state(chunk_size, 3)
+    for counts in ([6, 2, 5], [1, 0, 1], [0, 0, 4], [3, 0, 9]):
+        before = state.clone()
+        mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+        packing = packing_of(*mask.shape, position=state.position, mask=mask)
+        _, state = read(maps_of(packing.count, chunk_size), packing, options_of(chunk_size, True), state)
+        for old, new in zip(before.tensors(), state.tensors(), strict=True):
+            for row in (torch.tensor(counts) == 0).nonzero()[:, 0].tolist():
+                n = slice(int(before.position[row])) if chunk_size is None and old.dim() > 1 else ...
+                assert torch.equal(old[row][n], new[row][n])
+
+
+@pytest.mark.parametrize("size", [None, 1, 600])  # of the pieces of a stream; None for a whole sequence
+@pytest.mark.parametrize("autocast", [False, True])
+def test_states_and_counts_accumulate_in_float32_also_under_autocast(size: int | None, autocast: bool) -> None:
+    # 1 + 1 + ... stops at 256 in bfloat16: the mean over 600 chunks of ones would come out as less than a half.
+    ones = torch.ones(600, 1, dtype=torch.float32 if autocast else torch.bfloat16)
+    state: Any = None if size is None else mixed_chunk_state(1, 1, 1, 1, like=ones)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        for piece in ones.split(size or 600):
+            packing = packing_of(1, len(piece), position=None if state is None else state.position)
+            out, state = read([0 * piece, *[piece] * 4], packing, options_of(1, True, d_qk=2), state)
+    assert out.dtype == torch.bfloat16
+    assert out[-1].item() == 1.0
+    if state is not None:
+        assert state.summary.dtype == torch.float32
+        assert state.summary.item() == 600.0
+
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@every_pair(dtype=list(TOLERANCES), normalization=NORMALIZATIONS, chunk_size=[CHUNK, None], biased=[True, False])
+def test_tokens_one_by_one_are_as_exact_as_their_dtype(
+    dtype: torch.dtype, normalization: Any, chunk_size: int | None, biased: bool
+) -> None:
+    maps, bias = maps_of(3 * 23, chunk_size, dtype), bias_of(chunk_size).to(dtype) if biased else None
+    packing, named = packing_of(3, 23), {"normalization": normalization}
+    wide = None if bias is None else bias.double()
+    exact = attended(packing, options_of(chunk_size, True, wide, backend="oracle", **named), *(x.double() for x in maps))
+    state, outputs = empty_state(chunk_size, 3, dtype), []
+    for place in range(23):
+        packing, own = packing_of(3, 1, position=state.position), [x.view(3, 23, -1)[:, place] for x in maps]
+        out, state = read(own, packing, options_of(chunk_size, True, bias, **named), state)
+        assert out.dtype == dtype
+        outputs.append(out)
+    assert (torch.stack(outputs, 1).flatten(0, 1) - exact).abs().max() < TOLERANCES[dtype] * exact.abs().max()
+
+
+def test_without_functions_in_cpp_plain_pytorch_runs_and_tiles_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.SWITCH, "0")
+    native.native_functions.cache_clear()
+    layer, x = FLASH(8, d_qk=4, chunk_size=CHUNK, causal=True), torch.randn(1, 3 * CHUNK, 8)
+    with torch.no_grad():
+        expected = layer(x)
+        set_backend(layer, "tiled")
+        found, _ = layer.extend(x, layer.init_state(1))
+        with pytest.raises(ArgumentError, match="cannot run here: LINEARTIME_NATIVE is 0; use 'auto' or 'torch'"):
+            layer(x)
+    native.native_functions.cache_clear()
+    torch.testing.assert_close(found, expected)

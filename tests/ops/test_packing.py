@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.ops import cases
 from tests.pairs import every_pair
 from torch import Tensor
 
@@ -42,15 +43,10 @@ def random(*shape: int) -> Tensor:
 
 
 CASES: dict[str, Any] = {
-    "rows": lambda: describe(3, 9),
-    "masked rows": lambda: describe(3, 9, mask=SIDES["holes"]),
+    **{name: packing for name, packing in cases.CASES.items() if not name.startswith("no ")},
     "full mask": lambda: describe(3, 9, mask=torch.ones(3, 9, dtype=torch.bool)),
-    "pack": lambda: pack_of(ENDS),
-    "masked pack": lambda: pack_of(ENDS, mask=MASK[None]),
-    "one grid": lambda: pack_of(ENDS, one_grid=True),
     "grouped pack": lambda: grouped(ENDS),
-    "prefixes": lambda: describe(3, 9, prefix=torch.tensor([0, 4, 9])),
-    "prefixes of a pack": lambda: grouped(ENDS, mask=MASK[None], prefix=torch.tensor([2, 0, 9, 0, 10, 0, 4])),
+    "prefixes of a grouped pack": lambda: grouped(ENDS, mask=MASK[None], prefix=torch.tensor([2, 0, 9, 0, 10, 0, 4])),
     "streams": lambda: describe(3, 9, position=torch.tensor([5, 0, 3])),
     "masked streams": lambda: describe(3, 9, mask=SIDES["holes"], position=torch.tensor([5, 0, 3])),
     "streams at one place": lambda: describe(3, 9, position=torch.tensor([8, 8, 8])),
@@ -102,25 +98,6 @@ def test_groups_of_a_pack_hold_its_real_tokens_shortest_documents_first() -> Non
     assert torch.equal(packing.prefix, prefixes[chosen])
 
 
-@every_pair(case=["no rows", "no tokens", "all padding", "empty documents", "no documents"], chunk_size=[None, 4])
-def test_documents_without_tokens_read_nothing(case: str, chunk_size: int | None) -> None:
-    packing = {
-        "no rows": lambda: describe(0, 3),
-        "no tokens": lambda: describe(2, 0, mask=torch.zeros(2, 0, dtype=torch.bool)),
-        "all padding": lambda: describe(2, 3, mask=torch.zeros(2, 3, dtype=torch.bool)),
-        "empty documents": lambda: pack_of([0, 0, 0]),
-        "no documents": lambda: pack_of([0]),
-    }[case]()
-    x = torch.ones(*packing.shape, 2)
-    packed = packing.pack(x)
-    assert packed.shape == (0, 2)
-    assert torch.equal(packing.unpack(packed), torch.zeros_like(x))
-    assert torch.equal(packing.by_row(lambda rows, real: rows, packed), packed)
-    for grid, tokens in packing.by_grid(chunk_size, True, packed):
-        assert torch.equal(grid.tokens(grid.queries(tokens)), packed)
-        assert not grid.keys(tokens).any()
-
-
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
 def test_layer_that_is_recorded_for_one_length_says_what_to_use() -> None:
@@ -131,19 +108,6 @@ def test_layer_that_is_recorded_for_one_length_says_what_to_use() -> None:
 def documents_of(packing: Packing, x: Tensor) -> list[Tensor]:
     """The tokens [N, ...] of each document."""
     return list(x.split(packing.new.tolist()))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_rows_are_documents(case: str) -> None:
-    packing = CASES[case]()
-    x = random(packing.count, 2)
-
-    def running_sum(x: Tensor, real: Tensor | None) -> Tensor:
-        assert real is None or (not x[~real].any() and real.any(1).all() | (packing.new == 0).any())
-        return x.cumsum(1)
-
-    expected = torch.cat([own.cumsum(0) for own in documents_of(packing, x)])
-    torch.testing.assert_close(packing.by_row(running_sum, x), expected, atol=1e-12, rtol=0)
 
 
 def earlier_by_definition(x: Tensor, n: int, recent: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,16 +154,6 @@ def test_what_a_stream_remembers_keeps_its_dtype() -> None:
         (before,), after = packing.earlier(x, 1, recent)
         assert after is not None
         assert (before.dtype, after.dtype) == (torch.bfloat16, torch.float32)
-
-
-def test_positions_of_rotations_are_those_of_the_documents() -> None:
-    x = random(80, 2, 4)
-    for packing in (pack_of(ENDS), describe(2, 40), describe(2, 40, position=torch.tensor([7, 10**8]))):
-        positions = torch.cat([torch.arange(n) + start for n, start in zip(packing.new, packing.start, strict=True)])
-        expected = packings.rotate(
-            x.mT.flatten(1, 2)[:, None].view(80, 4, 2).mT, packings.rotary_table(positions, 2, x.dtype)[:, :, None]
-        )
-        torch.testing.assert_close(packing.rotate(x), expected, atol=1e-12, rtol=0)
 
 
 # Chunks ---------------------------------------------------------------------------------------------------------------
@@ -262,14 +216,6 @@ def test_sums_over_chunks_stay_in_their_document_even_if_another_is_infinite(end
         torch.testing.assert_close(total, chunks[own].sum(0), atol=1e-12, rtol=0)
         for count, g in enumerate(own.tolist()):
             torch.testing.assert_close(before[g], chunks[own[:count]].sum(0), atol=1e-12, rtol=0)
-
-
-def test_sums_over_chunks_of_rows_are_those_of_the_same_documents_in_a_pack() -> None:
-    x = random(24, 2)
-    (rows,), (pack,) = describe(2, 12).grids(4, causal=True), pack_of([0, 12, 24], one_grid=True).grids(4, causal=True)
-    for name in ("sum_before", "sum_of"):
-        one, other = (getattr(grid, name)(grid.keys(x)) for grid in (rows, replace(pack, chunks=None)))
-        torch.testing.assert_close(one, other[: len(one)], atol=1e-12, rtol=0)
 
 
 NIGHTLY = pytest.mark.nightly

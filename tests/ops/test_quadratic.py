@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ops.cases import bias_of, maps_of, near, options_of, packing_of
+from tests.ops.cases import assert_same, bias_of, maps_of, near, options_of, packing_of
 from tests.pairs import every_pair
 from torch import Tensor
 
@@ -12,7 +12,6 @@ from lineartime.errors import ArgumentError
 from lineartime.ops import KVCache, quadratic
 from lineartime.ops.mixed_chunk import BLOCK, MixedChunkOptions, attend, attend_cached
 from lineartime.ops.packing import Packing
-from lineartime.ops.positions import by_distance
 
 
 def values_and_gradients(inputs: list[Tensor], packing: Packing, options: MixedChunkOptions) -> list[Tensor]:
@@ -23,11 +22,6 @@ def values_and_gradients(inputs: list[Tensor], packing: Packing, options: MixedC
     out, _ = attend(leaves[0], leaves[1], None, None, leaves[2], packing, options)
     weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
     return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
-
-
-def assert_same(a: list[Tensor], b: list[Tensor], atol: float = 1e-9) -> None:
-    for one, other in zip(a, b, strict=True):
-        torch.testing.assert_close(one, other, atol=atol, rtol=0)
 
 
 LENGTH = 2 * BLOCK + 88
@@ -168,14 +162,3 @@ def test_pytorch_can_check_and_compile_the_tiled_form() -> None:
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     results = [[out, *torch.autograd.grad(out.square().sum(), leaves)] for out in (run(*leaves), compiled(*leaves))]
     assert_same(*results, 1e-5)
-
-
-@pytest.mark.parametrize("backend", ["tiled", "torch"])
-def test_bias_by_distance_has_the_gradient_of_its_matrix(backend: Any) -> None:
-    packing, (q, k, v), bias = packing_of(2, 40), maps_of(80, None), bias_of(None, 40)
-    *_, found = values_and_gradients([q, k, v, bias], packing, options_of(None, False, backend=backend))
-    leaf = bias.clone().requires_grad_()
-    scores = q.view(2, 40, -1) @ k.view(2, 40, -1).mT / q.shape[1] ** 0.5 + by_distance(leaf, 40)
-    out = (scores.relu().square() / 40 @ v.view(2, 40, -1)).flatten(0, 1)
-    (exact,) = torch.autograd.grad((out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)).sum(), leaf)
-    torch.testing.assert_close(found, exact, atol=1e-12, rtol=0)

@@ -1,11 +1,13 @@
-"""What all states of streams can do."""
+"""What all states of streams can do, and the memory of a cache, which grows by doubling."""
 
 from dataclasses import dataclass
 
 import torch
+from tests.ops.cases import options_of, packing_of
 from torch import Tensor
 
-from lineartime.ops.state import State, writable
+from lineartime.ops.mixed_chunk import attend_cached
+from lineartime.ops.state import MIN_ROOM, KVCache, State, writable
 
 
 @dataclass(eq=False)
@@ -89,3 +91,36 @@ def test_gradients_flow_through_taken_and_concatenated_states() -> None:
     joined = State.concatenate([state.take(torch.tensor([1, 1])), state])
     (gradient,) = torch.autograd.grad(joined.places.sum(), places)
     assert gradient.flatten(1).tolist() == [[1.0] * 3, [3.0] * 3]
+
+
+def empty_cache() -> KVCache:
+    return KVCache(torch.zeros(2, dtype=torch.long), torch.zeros(2, 0, 3), torch.zeros(2, 0, 5))
+
+
+@torch.no_grad()
+def test_memory_of_a_cache_is_allocated_only_when_it_has_doubled() -> None:
+    k, v = torch.randn(2, 5 * MIN_ROOM, 3), torch.randn(2, 5 * MIN_ROOM, 5)
+    cache, memory = empty_cache(), set()
+    for place in range(k.shape[1]):
+        here, packing = slice(place, place + 1), packing_of(2, 1, position=cache.position)
+        cache, keys, values, last = cache.append(k[:, here], v[:, here], packing)
+        memory.add(cache.k.untyped_storage().data_ptr())
+        assert torch.equal(keys, k[:, : place + 1])
+        assert torch.equal(values, v[:, : place + 1])
+        assert last.tolist() == [place]
+    assert len(memory) <= 4  # room for 64, 128, 256 and 512 tokens
+
+
+def test_cache_without_gradients_keeps_what_the_gradients_of_queries_need() -> None:
+    q, k, v = torch.randn(2, 4, 3, requires_grad=True), torch.randn(2, 4, 3), torch.randn(2, 4, 5)
+
+    def read(cache: KVCache, places: slice) -> tuple[Tensor, KVCache]:
+        packing = packing_of(2, len(range(4)[places]), position=cache.position)
+        own = (x[:, places].flatten(0, 1) for x in (q, k, v))
+        return attend_cached(*own, packing, options_of(None, True, d_qk=4), cache)
+
+    before, cache = read(empty_cache(), slice(2))
+    after, _ = read(cache, slice(2, 4))
+    (gradient,) = torch.autograd.grad(before.sum() + after.sum(), q)
+    at_once, _ = read(empty_cache(), slice(4))
+    torch.testing.assert_close(gradient, torch.autograd.grad(at_once.sum(), q)[0])

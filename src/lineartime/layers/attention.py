@@ -11,6 +11,7 @@ longest row.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -74,10 +75,6 @@ class MultiHeadMixer(Mixer):
         """Do the same for more tokens of streams, [R, H, L, h], and return the new state; `state` may be overwritten."""
         raise NotImplementedError
 
-    def attend_bidirectional(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Bidirectional `attend`, for prefixes, if the mixer `reads_prefix`."""
-        raise NotImplementedError
-
     def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
         attended, state = self.attend_heads(self.project(x, packing), packing, state)
         return self.combine(x, attended), state
@@ -89,11 +86,11 @@ class MultiHeadMixer(Mixer):
         with without_autocast(maps[-1]):
             q, k, v = (heads.to(compute) for heads in maps)
             if state is None:
-                out = packing.by_row(self._in_rows(self.attend), q, k, v)
+                out = packing.by_row(partial(_in_rows, self.attend), q, k, v)
                 if packing.prefix is not None:
-                    out = self._with_prefix(out, q, k, v, packing)
+                    out = _with_prefix(out, q, k, v, packing)
             else:
-                q, k, v = (split_rows(packing.to_rows(heads)) for heads in (q, k, v))
+                q, k, v = (packing.to_rows(heads).transpose(1, 2) for heads in (q, k, v))
                 attended, state = self.attend_next(q, k, v, state, packing)
                 out = packing.tokens(attended.transpose(1, 2))
         return out.flatten(1).to(dtype), state
@@ -126,27 +123,6 @@ class MultiHeadMixer(Mixer):
         """The state before the first token of `batch_size` streams: by default, a cache of keys and values."""
         empty = self.empty_cache(batch_size)
         return KVCache(self.first_position(batch_size), empty, empty)
-
-    def _with_prefix(self, causal: Tensor, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
-        """The outputs [N, H, h] of causal attention, and in prefixes those of a bidirectional one to the prefix."""
-        assert packing.prefix is not None
-        in_prefix = packing.position < packing.prefix[packing.document] if packing.rows == 1 else None
-        if in_prefix is None:
-            in_prefix = (packing.position < packing.prefix[:, None]).flatten()
-        marks = in_prefix[:, None, None]
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, inside: Tensor, real: Tensor | None) -> Tensor:
-            return self._in_rows(self.attend_bidirectional)(q, k, v, inside[..., 0, 0])
-
-        return torch.where(marks, packing.by_row(attend, *(x.masked_fill(~marks, 0) for x in (q, k, v)), marks), causal)
-
-    def _in_rows(self, form: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A form of `attend` for rows whose heads come after their tokens, [R, L, H, h]."""
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-            return form(split_rows(q), split_rows(k), split_rows(v), real).transpose(1, 2)
-
-        return attend
 
 
 class AttentionOptions(HeadOptions, total=False):
@@ -185,9 +161,6 @@ class Attention(MultiHeadMixer):
         """Softmax attention: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         return _attend(q, k, v, real, self.causal)
 
-    def attend_bidirectional(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        return _attend(q, k, v, real, causal=False)
-
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: KVCache, packing: Packing) -> tuple[Tensor, KVCache]:
         state, keys, values, visible = append(state, k, v, packing)
         q = q.to(keys.dtype)
@@ -200,16 +173,28 @@ class Attention(MultiHeadMixer):
         return common_dtype(v)
 
 
+def _in_rows(form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+    """A form of `attend` for rows whose heads come after their tokens, [R, L, H, h]."""
+    return form(*(x.transpose(1, 2) for x in (q, k, v)), real).transpose(1, 2)
+
+
+def _with_prefix(causal: Tensor, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+    """The outputs [N, H, h] of causal attention, and in prefixes those of a bidirectional one to the prefix."""
+    assert packing.prefix is not None
+    prefix = packing.prefix[packing.document] if packing.rows == 1 else packing.prefix[:, None]
+    marks = (packing.position < prefix).flatten()[:, None, None]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, inside: Tensor, real: Tensor | None) -> Tensor:
+        return _in_rows(partial(_attend, causal=False), q, k, v, inside[..., 0, 0])
+
+    return torch.where(marks, packing.by_row(attend, *(x.masked_fill(~marks, 0) for x in (q, k, v)), marks), causal)
+
+
 def append(state: KVCache, k: Tensor, v: Tensor, packing: Packing) -> tuple[KVCache, Tensor, Tensor, Tensor]:
     """`KVCache.append` of [R, H, L, h], with which keys each new token sees, bool [L, K] or [R, 1, L, K]."""
     state, keys, values, last = state.append(k, v, packing)
     visible = torch.arange(keys.shape[2], device=k.device) <= last[..., None]
     return state, keys, values, visible if visible.dim() == 2 else visible[:, None]
-
-
-def split_rows(x: Tensor) -> Tensor:
-    """[R, L, H, h] -> [R, H, L, h]."""
-    return x.transpose(1, 2)
 
 
 def split_heads(x: Tensor, n_heads: int) -> Tensor:
@@ -220,11 +205,6 @@ def split_heads(x: Tensor, n_heads: int) -> Tensor:
 def merge_heads(x: Tensor) -> Tensor:
     """[B, H, T, h] -> [B, T, H * h]."""
     return x.transpose(1, 2).flatten(2)
-
-
-def fold_heads(x: Tensor) -> Tensor:
-    """[B, H, T, h] -> [B * H, T, h]: heads become rows, for operations without heads."""
-    return x.flatten(0, 1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, causal: bool) -> Tensor:

@@ -8,6 +8,8 @@ e = expansion * d value width of all heads.
     V = silu(source Wv + bv)    [B,S,e]      K = silu(source Wk + bk) * gamma_k + beta_k   [B,S,s]
     out = input + (U * attention(Q, K, V)) Wo + bo      with heads: s and e are split into H parts that attend separately
 
+The attention is that of a GAU, relu(q.k / sqrt(s / H))^2 / n. The paper leaves n open; here it is the number of real tokens of
+the source.
 Without its gate, as in the paper's ablation of GAU: U is left out, V is 2e wide, and Wo maps 2e to d.
 """
 
@@ -25,7 +27,8 @@ from lineartime.layers.dense import Dense, factory
 from lineartime.layers.residual import LayerOptions, ResidualLayer
 from lineartime.ops.activations import ACTIVATIONS, Activation
 from lineartime.ops.checks import as_mask, check_n_heads, check_positive
-from lineartime.ops.cross import cross_attention
+from lineartime.ops.mixed_chunk import Scales, attention_weights, reciprocal
+from lineartime.ops.modes import matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.state import State
 
 
@@ -133,8 +136,21 @@ class CrossGAU(ResidualLayer):
         x = _zero_padding(x, mask)
         gate, base = F.silu(self.to_gate_query(self.before(x))).split([self.d_gate, self.d_qk], dim=-1)
         q = split_heads(base * self.gamma[0] + self.beta[0], self.n_heads)
-        attended = merge_heads(cross_attention(q, state.k, state.v, source_mask=state.mask, activation=self.activation))
+        attended = merge_heads(self.read(q, state))
         return _zero_padding(self.after(x, self.to_output(gate * attended if self.gated else attended)), mask)
+
+    def read(self, q: Tensor, state: SourceState) -> Tensor:
+        """Attend from [B, H, T, s / H] to all real tokens of a source; zeros where there is none."""
+        k, v, mask = state.k, state.v, state.mask
+        hidden, count = None, torch.full((1,), k.shape[2], device=k.device)
+        if mask is not None:
+            k, v = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (k, v))
+            hidden, count = ~mask[:, None, None], mask.sum(-1)[:, None, None]
+        compute, scales = matmul_dtype(q, k, v), Scales(q.shape[-1] ** -0.5, reciprocal, reciprocal)
+        with without_autocast(q):
+            products = q.to(compute) @ k.to(compute).mT
+            weights = attention_weights(products, hidden, count.clamp(min=1), None, self.activation, scales)
+            return (weights.to(compute) @ v.to(compute)).to(output_dtype(v, compute))
 
 
 def _zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:

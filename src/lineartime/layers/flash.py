@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from lineartime.errors import ArgumentError, check_choice
 from lineartime.layers.dense import Dense, factory, is_untouched
 from lineartime.layers.mixer import Mixer, MixerOptions
-from lineartime.layers.positions import RelativeBias, build_relative_bias
+from lineartime.layers.positions import MAX_TABLE_LENGTH, RelativeBias, RotaryBias, TableBias
 from lineartime.ops import tiles
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, SOFTMAXES, Activation, Normalization
 from lineartime.ops.backends import BACKENDS, Backend, choose_backend, why_not
@@ -120,8 +120,10 @@ class GAU(Mixer):
         self.to_output = Dense(self.d_value, d_model, **factory(options))
         self.relative_bias = relative_bias
         self.bias: RelativeBias | None = None
-        if relative_bias:
-            self.bias = build_relative_bias(max_length, d_qk, **factory(options))
+        if relative_bias and max_length is not None and max_length <= MAX_TABLE_LENGTH:
+            self.bias = TableBias(max_length, **factory(options))
+        elif relative_bias:
+            self.bias = RotaryBias(d_qk, **factory(options))
 
     def init_own(self) -> None:
         """Initialise gamma and beta: see `initial_scores`."""

@@ -143,7 +143,7 @@ class FLASHMesa(FLASH):
             p = p if earlier is None else p + grid.of_documents(earlier)
             out = q @ inverse(p, grid.begin.clamp(min=1)).to(q.dtype)
         if grid.prefix is not None:
-            k = torch.where(grid.prefix_slots[..., None], k, 0)
+            k = torch.where(grid.slots_before(grid.prefix)[..., None], k, 0)
             whole = inverse(grid.sum_of(k.mT @ k), grid.prefix.clamp(min=1)).to(q.dtype)
             both_ways = q @ grid.of_documents(whole)
             out = both_ways if out is None else torch.where(grid.in_prefix[..., None], both_ways, out)

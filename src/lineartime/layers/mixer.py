@@ -97,6 +97,7 @@ class Mixer(ResidualLayer, ABC):
             raise ArgumentError("causal", f"is False, but {type(self).__name__} must have causal=True: {self.why_only_causal}.")
         self.causal = causal
         self.token_shift = token_shift
+        self.shifted_width = (d_model + 1) // 2 if token_shift else 0
         self._no_streams: Any = None
 
     @property
@@ -113,11 +114,6 @@ class Mixer(ResidualLayer, ABC):
     def any_parameter(self) -> Tensor:
         """One of the parameters, which tells the dtype and device of new states; any projection may be another module."""
         return next(self.parameters())
-
-    @property
-    def shifted_width(self) -> int:
-        """How many features of a token are taken from the one before; 0 without a token shift."""
-        return (self.d_model + 1) // 2 if self.token_shift else 0
 
     def init_at_depth(self, block: int, n_blocks: int) -> None:
         """Initialise again what depends on the depth, block 0 ... n_blocks - 1; a layer that is built alone is block 0 of 1."""

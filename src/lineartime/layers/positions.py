@@ -45,9 +45,6 @@ class TableBias(RelativeBias):
         self.table = nn.Parameter(torch.empty(2 * max_length - 1, **factory))
         self.reset_parameters()
 
-    def extra_repr(self) -> str:
-        return f"max_length={self.max_length}"
-
     def forward(self, n: int, packing: Packing | None = None) -> Tensor:
         return self.table[self.max_length - n : self.max_length + n - 1].to(acc_dtype(self.table))
 
@@ -65,9 +62,6 @@ class RotaryBias(RelativeBias):
         self.b = nn.Parameter(torch.empty(d_qk, **factory))
         self.reset_parameters()
 
-    def extra_repr(self) -> str:
-        return f"d_qk={len(self.a)}"
-
     def forward(self, n: int, packing: Packing | None = None) -> Tensor:
         exact, half = acc_dtype(self.a), self.a.shape[0] // 2
 
@@ -79,13 +73,6 @@ class RotaryBias(RelativeBias):
         (a1, a2), (b1, b2) = self.a.to(exact).chunk(2), self.b.to(exact).chunk(2)
         even, odd = cos @ (a1 * b1 + a2 * b2), sin @ (a2 * b1 - a1 * b2)
         return torch.cat([(even - odd)[1:].flip(0), even + odd])
-
-
-def build_relative_bias(max_length: int | None, d_qk: int, **factory: Unpack[FactoryOptions]) -> RelativeBias:
-    """Build a relative bias: a table if `max_length` is given and at most 512, and the rotary form otherwise."""
-    if max_length is not None and max_length <= MAX_TABLE_LENGTH:
-        return TableBias(max_length, **factory)
-    return RotaryBias(d_qk, **factory)
 
 
 class ScaledSin(nn.Module):
@@ -100,9 +87,6 @@ class ScaledSin(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.scale, self.d_model**-0.5)
-
-    def extra_repr(self) -> str:
-        return f"d_model={self.d_model}"
 
     def forward(self, positions: Tensor) -> Tensor:
         """[...] integer positions -> [..., d]."""

@@ -24,8 +24,3 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu2": relu2}
 """The activations of each score alone, whose weights the normalization divides. `lineartime.foreign` adds another one."""
 SOFTMAXES: dict[str, Callable[[Tensor], Tensor] | None] = {"softmax": None}
 """The softmaxes, with the factor of their scores as a function of the number of visible keys; None for no factor."""
-
-
-def known_activations() -> tuple[str, ...]:
-    """All activations: those of `ACTIVATIONS`, and those that were added."""
-    return (*FUNCTIONS, *SOFTMAXES)

@@ -95,7 +95,7 @@ def _can_fuse(hidden: Tensor, compute: torch.dtype) -> bool:
 def _losses(logits: Tensor, targets: Tensor, keep: bool, fused: bool) -> tuple[Tensor, Tensor]:
     """The losses [n] of logits [n, V] and, with `keep`, the gradient of the logits, in their dtype."""
     if fused:
-        from lineartime.ops.triton.cross_entropy import cross_entropy_  # Triton may be absent
+        from lineartime.ops.triton.kernels import cross_entropy_  # Triton may be absent
 
         return cross_entropy_(logits, targets, IGNORED, keep), logits  # which it has overwritten
     numbers = logits.to(acc_dtype(logits))

@@ -317,7 +317,7 @@ def linear_part(
         summary = state.summary + grid.sum_of(torch.where(grid.full[:, None, None], sums, 0))
     if grid.prefix is not None:
         if grid.causal:
-            sums = (torch.where(grid.prefix_slots[..., None], k, 0).mT @ v).to(exact)
+            sums = (torch.where(grid.slots_before(grid.prefix)[..., None], k, 0).mT @ v).to(exact)
         total = grid.sum_of(sums) if grid.causal or earlier is None else grid.sum_of(sums) + earlier
         total = (total * (scales.prefix or scales.sum)(grid.prefix.to(exact))[:, None, None]).to(q.dtype)
         whole = q @ grid.of_documents(total)

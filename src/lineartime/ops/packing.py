@@ -172,8 +172,11 @@ class Grid:
     @property
     def real(self) -> Tensor:
         """Which slots hold a token, bool [G, C]."""
-        slot = torch.arange(self.size, device=self.of.device)
-        return self.begin[:, None] + slot < self.end[self.of][:, None]
+        return self.slots_before(self.end)
+
+    def slots_before(self, position: Tensor) -> Tensor:
+        """Which slots stand before a position of their document, int64 [D]: bool [G, C]."""
+        return self.begin[:, None] + torch.arange(self.size, device=self.of.device) < position[self.of][:, None]
 
     @property
     def sizes(self) -> Tensor:
@@ -184,12 +187,6 @@ class Grid:
     def full(self) -> Tensor:
         """Which chunks have a token in every slot, bool [G]."""
         return self.begin + self.size <= self.end[self.of]
-
-    @property
-    def prefix_slots(self) -> Tensor:
-        """Which slots hold one of the tokens that see each other, bool [G, C]; only with prefixes."""
-        assert self.prefix is not None
-        return self.begin[:, None] + torch.arange(self.size, device=self.of.device) < self.prefix[self.of][:, None]
 
     @property
     def query_slot(self) -> Tensor:
@@ -402,58 +399,54 @@ class Packing:
     def _grid(self, own: slice, lengths: list[int] | None, chunk_size: int | None, causal: bool) -> Grid:
         """The grid of some documents, of these lengths."""
         new, start, starts = self.new[own], self.start[own], self.starts
+        many, device = new.shape[0], new.device
         longest = max(lengths, default=0) if lengths else self.longest
-        count, is_pack = self.count if lengths is None else sum(lengths), new.shape[0] != self.shape[0]
+        count = self.count if lengths is None else sum(lengths)
         prefix = None if self.prefix is None else self.prefix[own]
         if not causal:  # the whole document is a prefix, also the part that other processes have
             prefix = new if self.context is None else new * self.context.size
+
         views, size = self.even, longest
-        chunks: int | list[int] | None = 1
+        chunks: int | list[int] | None
         if chunk_size is None:  # a row of these tokens alone
-            start = torch.zeros_like(start)
+            start, chunks = torch.zeros_like(start), 1
+            base = start
         else:
             fixed = self.streams or self.one_grid or is_traced()  # else, short documents have short chunks
             size = chunk_size if fixed else min(chunk_size, max(1, longest))
             views = self.even and (not self.streams or (self.common_start is not None and self.common_start % size == 0))
-            # A stream may begin with the last slot of a chunk.
-            bound = longest + (size - 1 if self.streams and not views else 0)
-            chunks = bound // size + 1 if is_exporting() else max(1, (bound + size - 1) // size)
-            if not views and lengths is not None and starts is not None and not self.one_grid:
+            base = start - start % size  # where the first chunk of each document begins
+            if not views and lengths is not None and starts is not None and not self.one_grid:  # the host knows them all
                 chunks = [max(1, -(-(a % size + n) // size)) for a, n in zip(starts[own], lengths, strict=True)]
-            elif not views and is_pack:
+            elif not views and many != self.shape[0]:  # any division of a pack
                 chunks = None
-        width = size if views or not self.streams else min(size, max(1, longest))
-        return _lay(new, start, prefix, causal, size, width, chunks, count, views)
+            else:  # rows, of which those of streams may begin with the last slot of a chunk
+                bound = longest + (size - 1 if self.streams and not views else 0)
+                chunks = bound // size + 1 if is_exporting() else max(1, (bound + size - 1) // size)
 
-
-def _lay(
-    new: Tensor, start: Tensor, prefix: Tensor | None, causal: bool, size: int, width: int, chunks: int | list[int] | None,
-    count: int, views: bool,
-) -> Grid:  # fmt: skip
-    """Cut documents of `new` tokens, int64 [D], after `start` others, into chunks of `size` slots."""
-    device, end, many = new.device, start + new, new.shape[0]
-    base = start - start % size if isinstance(size, int) and size else start  # where the first chunk of each document begins
-    if chunks is not None and not isinstance(chunks, list):  # a number, which code that is exported has as a symbol
-        first, total = chunks * torch.arange(many, device=device), many * chunks
-        chunk = torch.arange(total, device=device)
-        of = chunk // chunks
-    else:
-        each = ((end - base + size - 1) // size).clamp(min=1)
-        first, total = each.cumsum(0) - each, many + count // size if chunks is None else sum(chunks)
-        chunk = torch.arange(total, device=device)
-        of = _document(each, total)
-    begin = base[of] + (chunk - first[of]) * size
-    slot = place = None
-    if not views:
-        token, document = torch.arange(count, device=device), _document(new, count)
-        inside = token - (new.cumsum(0) - end)[document] - base[document]  # its slot among those of its document
-        slot = place = first[document] * size + inside
-        if width < size:
-            own = (slot // size).clamp(max=total - 1)
-            place = own * width + slot % size - (start[of] - begin).clamp(min=0)[own]
-        real = token < new.sum()  # traced code has others behind them
-        slot, place = torch.where(real, slot, total * size), torch.where(real, place, total * width)
-    return Grid(size, width, chunks, first, of, begin, start, end, prefix, causal, slot, place, count)
+        end = start + new
+        if chunks is not None and not isinstance(chunks, list):  # a number, which code that is exported has as a symbol
+            first, total = chunks * torch.arange(many, device=device), many * chunks
+            chunk = torch.arange(total, device=device)
+            of = chunk // chunks
+        else:
+            each = ((end - base + size - 1) // size).clamp(min=1)
+            first, total = each.cumsum(0) - each, many + count // size if chunks is None else sum(chunks)
+            chunk = torch.arange(total, device=device)
+            of = _document(each, total)
+        begin = base[of] + (chunk - first[of]) * size
+        width, slot, place = size, None, None
+        if not views:
+            width = min(size, max(1, longest)) if self.streams else size
+            token, document = torch.arange(count, device=device), _document(new, count)
+            inside = token - (new.cumsum(0) - end)[document] - base[document]  # its slot among those of its document
+            slot = place = first[document] * size + inside
+            if width < size:
+                own_chunk = (slot // size).clamp(max=total - 1)
+                place = own_chunk * width + slot % size - (start[of] - begin).clamp(min=0)[own_chunk]
+            real = token < new.sum()  # traced code has others behind them
+            slot, place = torch.where(real, slot, total * size), torch.where(real, place, total * width)
+        return Grid(size, width, chunks, first, of, begin, start, end, prefix, causal, slot, place, count)
 
 
 def merged(rows: Tensor, count: int) -> Tensor:
@@ -512,7 +505,17 @@ def describe(
         prefix = check_prefix_lengths(prefix, new, of_rows=cu_seqlens is None)
     offset = 0 if context is None else context.rank * length
     start = torch.full_like(new, offset) if position is None else position.clone()  # a step writes into that of a state
-    starts, lengths = _on_host((rows, length), new, start, mask, cu_seqlens, document_lengths, streams, offset)
+    starts: list[int] | None = None
+    lengths: list[int] | None = None
+    if is_traced() or under_transform() or (streams and length == 1 and device.type != "cpu"):
+        pass  # the host cannot know them, or would have to wait
+    elif mask is None and (not streams or start.is_meta):
+        lengths = [length] * rows if cu_seqlens is None else document_lengths or cu_seqlens.diff().tolist()
+        starts = [offset] * len(lengths)
+    elif plain:
+        starts, lengths = start.tolist(), [length] * rows
+    else:
+        lengths, starts = torch.stack([new, start]).tolist()
     even = plain or (lengths is not None and not one_grid and len(set(lengths)) == 1)
     longest = length if lengths is None else max(lengths, default=0)
     count = rows * length if lengths is None else sum(lengths)
@@ -542,23 +545,6 @@ def describe(
         (rows, length), order, position, sharing, start, new, starts, lengths, longest, even, streams, prefix,
         tuple(map(len, groups)) if len(groups) > 1 else (), one_grid, context,
     )  # fmt: skip
-
-
-def _on_host(
-    shape: tuple[int, int], new: Tensor, start: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None,
-    document_lengths: list[int] | None, streams: bool, offset: int,
-) -> tuple[list[int] | None, list[int] | None]:  # fmt: skip
-    """How many tokens documents have before these, and how many these are; None if the host cannot know without waiting."""
-    rows, length = shape
-    if is_traced() or under_transform() or (streams and length == 1 and new.device.type != "cpu"):
-        return None, None
-    if mask is None and (not streams or start.is_meta):
-        lengths = [length] * rows if cu_seqlens is None else document_lengths or cu_seqlens.diff().tolist()
-        return [offset] * len(lengths), lengths
-    if mask is None and cu_seqlens is None:
-        return start.tolist(), [length] * rows
-    lengths, starts = torch.stack([new, start]).tolist()
-    return starts, lengths
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -21,11 +21,7 @@ def _rotary_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> 
     return torch.stack([angles.cos(), angles.sin()]).to(dtype).to(positions.device)
 
 
-def _fake_table(positions: Tensor, n_frequencies: int, dtype: torch.dtype) -> Tensor:
-    return positions.new_empty(2, *positions.shape, n_frequencies, dtype=dtype)
-
-
-_opaque_table = register_operator(_rotary_table, _fake_table)
+_opaque_table = register_operator(_rotary_table, lambda at, n, dtype: at.new_empty(2, *at.shape, n, dtype=dtype))
 """The table for compiled code, where each use would otherwise recompute the cosines."""
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KERNELS = ("lineartime.ops.triton.score_kernels", "lineartime.ops.triton.cross_entropy")
-FORMS = ("lineartime.ops.triton.quadratic",)
+KERNELS = "lineartime.ops.triton.kernels"
 
 
 def interpret_kernels() -> None:
@@ -22,8 +21,7 @@ def interpret_kernels() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "interpreter.py"))  # repairs it
-        for name in KERNELS:
-            importlib.import_module(name)
+        importlib.import_module(KERNELS)
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]
@@ -49,7 +47,7 @@ def allocations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(tuple(shape))
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
-    for name in (*KERNELS, *FORMS):
+    for name in (KERNELS, "lineartime.ops.triton.quadratic"):
         monkeypatch.setattr(importlib.import_module(name), "workspace", poisoned)
     return shapes
 

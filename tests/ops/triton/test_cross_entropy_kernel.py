@@ -11,7 +11,7 @@ from torch import Tensor
 from lineartime.ops import cross_entropy
 from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
 
-kernels = pytest.importorskip("lineartime.ops.triton.cross_entropy")
+kernels = pytest.importorskip("lineartime.ops.triton.kernels")
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 

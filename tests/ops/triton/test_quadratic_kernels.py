@@ -3,9 +3,13 @@
 The same line in the dtype under test is the measure of how much error is allowed there.
 """
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.pairs import every_pair
@@ -17,7 +21,7 @@ from lineartime.ops.quadratic import Inputs
 from lineartime.ops.triton import quadratic
 
 pytest.importorskip("triton")
-common = pytest.importorskip("lineartime.ops.triton.common")
+kernels = pytest.importorskip("lineartime.ops.triton.kernels")
 # Triton 3.9 announces another default for 3.10 whenever it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -238,6 +242,17 @@ def test_float32_is_multiplied_as_exactly_as_torch_is_told_to(dtype: torch.dtype
     products = torch.backends.cuda.matmul
     before, products.fp32_precision = products.fp32_precision, precision
     try:
-        assert common.number_formats(dtype)["PRECISION"] == expected
+        assert kernels.number_formats(dtype)["PRECISION"] == expected
     finally:
         products.fp32_precision = before
+
+
+def test_products_of_exact_float32_keep_22_bits_of_each_factor() -> None:
+    """As in the interpreter that the kernels are tested in."""
+    interpreter = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "interpreter.py")))
+    numbers = torch.randn(4096).numpy()
+    first, rest = interpreter._split(interpreter.interpreter.TensorHandle(numbers, interpreter.tl.float32))
+    for part in (first, rest):
+        assert not (part.data.view(np.uint32) & 0x1FFF).any(), "tensor cores read no more than the first 10 bits of a fraction"
+    left = numbers.astype(np.float64) - first.data - rest.data
+    assert (np.abs(left) <= 2.0**-22 * np.abs(numbers)).all()

@@ -2,7 +2,7 @@
 
 Shapes: B batch, T tokens, s query/key width, e value width.
 
-    out[t] = sum over j of P[t, j] v[j]                                                 P and dX as in score_kernels.py
+    out[t] = sum over j of P[t, j] v[j]                                                 P and dX as in kernels.py
     dv[j]  = sum over t of P[t, j] dout[t]      dbias[j - t] = sum over b and the diagonal of dX
     dq[t]  = c sum over j of dX[t, j] k[j]         dk[j] = c sum over t of dX[t, j] q[t]
 
@@ -11,7 +11,7 @@ once, and they enter matrix products of PyTorch. The parts follow each other in 
 give the same bits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,12 @@ from lineartime.ops.modes import acc_dtype
 from lineartime.ops.operator import Fused
 from lineartime.ops.positions import sum_by_distance
 from lineartime.ops.quadratic import Inputs
-from lineartime.ops.triton import state_dtype, workspace
+
+
+def workspace(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory; every result and every intermediate of the kernels is allocated here."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
 
 SCORES = 2**26
 """The largest number of pairs whose scores are in memory at a time, unless `TOKENS` tokens of each sequence have more."""
@@ -36,11 +41,11 @@ def _parts(batch: int, length: int, causal: bool) -> Iterator[tuple[int, int]]:
 
 
 def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor]:
-    from lineartime.ops.triton.score_kernels import Pairs, attention_weights  # Triton may be absent
+    from lineartime.ops.triton.kernels import Pairs, attention_weights  # Triton may be absent
 
     q, k, v, bias, row_scale, score_scale, causal, activation = inputs
     row_scale = row_scale.float()
-    (batch, length, _), dtype = v.shape, state_dtype(v.dtype)
+    (batch, length, _), dtype = v.shape, torch.float32 if v.dtype == torch.float16 else v.dtype  # for its range
     if v.numel() == 0:
         return (workspace(v.shape, v.dtype, v.device),)
     q, k, row_scale = (x.contiguous() for x in (q, k, row_scale))
@@ -57,13 +62,13 @@ def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor]:
 
 
 def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: list[bool]) -> list[Tensor | None]:
-    from lineartime.ops.triton.score_kernels import Pairs, score_gradient  # Triton may be absent
+    from lineartime.ops.triton.kernels import Pairs, score_gradient  # Triton may be absent
 
     if inputs.v.numel() == 0:
         return [None if x is None else x.new_zeros(x.shape) for x in inputs[:4]]
     bias, _, score_scale, causal, activation = inputs[3:]
     q, k, v, row_scale, d_out = (x.contiguous() for x in (*inputs[:3], inputs.row_scale.float(), d_out))
-    (batch, length, _), dtype = v.shape, state_dtype(v.dtype)
+    (batch, length, _), dtype = v.shape, torch.float32 if v.dtype == torch.float16 else v.dtype  # for its range
     d_bias = None
     if bias is not None:
         bias = bias.contiguous()
