@@ -176,6 +176,9 @@ def test_hidden_states_are_what_each_block_reads_and_the_last_ones(causal: Linea
     assert whole.hidden_states[0].grad is not None
     causal.config.output_hidden_states = True  # as if it were asked for in each call
     assert len(causal(ids).hidden_states) == 3
+    prefix, options = causal_model(task="prefix-lm"), {"prefix_lengths": torch.tensor([9, 9]), "output_hidden_states": True}
+    for cached, plain in zip(*(prefix(ids, use_cache=use, **options).hidden_states for use in (True, False)), strict=True):
+        close(cached, plain)
 
 
 def test_embedded_tokens_positions_and_the_last_logits_can_be_asked_for(causal: LineartimeForCausalLM) -> None:
@@ -446,17 +449,13 @@ def test_bf16_does_not_round_the_mean_of_numbers_away(kind: Any) -> None:
         torch.testing.assert_close(model(ids).logits, exact, rtol=0, atol=0.2)
 
 
-def test_labels_of_padding_do_not_count() -> None:
-    model, (ids, mask) = awake(LineartimeForTokenClassification(tiny(task="mlm"))), batch()
-    labels = (ids % 2).masked_fill(mask == 0, -100)
+def test_labels_and_ends_of_answers_in_padding_do_not_count() -> None:
+    ids, mask = batch()
+    model, labels = awake(LineartimeForTokenClassification(tiny(task="mlm"))), (ids % 2).masked_fill(mask == 0, -100)
     output = model(ids, attention_mask=mask, labels=labels)
     torch.testing.assert_close(output.loss, F.cross_entropy(output.logits[labels >= 0], labels[labels >= 0]))
-
-
-def test_an_answer_has_a_beginning_and_an_end() -> None:
-    model, (ids, mask) = awake(LineartimeForQuestionAnswering(tiny(task="mlm"))), batch()
-    start, end = torch.tensor([3, 1]), torch.tensor([5, 2])
-    output = model(ids, attention_mask=mask, start_positions=start, end_positions=end)
+    answering, start, end = model_of(LineartimeForQuestionAnswering), torch.tensor([3, 1]), torch.tensor([5, 2])
+    output = answering(ids, attention_mask=mask, start_positions=start, end_positions=end)
     found = [(output.start_logits, start), (output.end_logits, end)]
     losses = [F.cross_entropy(logits[i, :n], place[i]) for logits, place in found for i, n in ((0, 14), (1, 6))]
     torch.testing.assert_close(output.loss, torch.stack(losses).mean())

@@ -75,6 +75,7 @@ def test_logits_equal_forward(dtype: torch.dtype) -> None:
         {"normalization": "paper"},
         {"normalization": "paper_sum"},
         {"chunk_size": 1},
+        {"chunk_size": 520, "n_blocks": 1},  # a rotary bias
         {"d_model": 34, "d_qk": 2, "expansion": 1},
     ],
     ids=str,
@@ -126,10 +127,6 @@ def test_tokens_have_the_same_bits_by_any_team_beside_others_and_after_a_fork() 
     assert result.returncode == 0, result.stderr
 
 
-def test_long_chunks_have_a_rotary_bias() -> None:
-    check_equals_forward(model_of(chunk_size=520, n_blocks=1), 2)
-
-
 def test_streams_at_other_positions_do_not_mix() -> None:
     model = model_of(token_shift=True)
     ids, decoder = torch.randint(37, (3, 40)), decoder_of(model)
@@ -158,6 +155,7 @@ def test_sinusoids_of_far_positions_are_exact() -> None:
         torch.testing.assert_close(decoder.hidden(embedded, state), wanted, rtol=0, atol=1e-8)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -172,12 +170,7 @@ def test_sinusoids_of_far_positions_are_exact() -> None:
     ],
     ids=str,
 )
-def test_draws_what_pick_draws(sampling: Sampling) -> None:
-    for dtype in TOLERANCE:
-        check_draws_what_pick_draws(sampling, dtype)
-
-
-def check_draws_what_pick_draws(sampling: Sampling, dtype: torch.dtype) -> None:
+def test_draws_what_pick_draws(sampling: Sampling, dtype: torch.dtype) -> None:
     model = model_of(dtype, vocab_size=700)
     decoder, read, drawn = decoder_of(model), state_of(model, 8), state_of(model, 8)
     generator, tokens = torch.Generator().manual_seed(0), torch.arange(8)
@@ -233,14 +226,9 @@ def mixed(model: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("change", [hooked, replaced, adapted, mixed])
-def test_changed_models_have_no_decoder(change: Any) -> None:
+def test_changed_models_and_other_layers_have_no_decoder(change: Any) -> None:
     model = model_of()
     change(model)
-    assert model.compile_for_decoding().native is None
-
-
-@pytest.mark.parametrize("options", [{"activation": "softmax"}, {"mixer": "flash-foreign"}], ids=str)
-def test_other_layers_have_no_decoder(options: dict[str, Any]) -> None:
-    assert model_of(**options).compile_for_decoding().native is None
-    assert build("flash-quad-tiny", n_blocks=1).compile_for_decoding().native is None
-    assert build("flash-tiny", n_blocks=1, dropout=0.1).train().compile_for_decoding().native is None
+    others = model_of(activation="softmax"), model_of(mixer="flash-foreign"), build("flash-quad-tiny", n_blocks=1)
+    for each in (model, *others, build("flash-tiny", n_blocks=1, dropout=0.1).train()):
+        assert each.compile_for_decoding().native is None
