@@ -37,13 +37,10 @@ def test_logarithmic_axis_has_numbers_in_full() -> None:
         assert expected <= set(labels(axes.yaxis))
 
 
-def test_system_has_one_colour_in_every_picture() -> None:
+def test_system_has_one_colour_in_every_picture_and_systems_of_one_colour_differ_otherwise() -> None:
     alone = {name: looks_of([name])[name] for name in ("flash", "transformer++", "flash-quad", "flash-next", "combiner")}
     assert looks_of(["chunks of 64", *reversed(alone)]) | alone == looks_of(["chunks of 64", *reversed(alone)])
     assert looks_of(["runs/transformer++-tiny-3"]).popitem()[1] == alone["transformer++"]
     assert len({look["color"] for look in looks_of(["a", "b", *alone]).values()}) == 7
-
-
-def test_systems_of_one_colour_differ_in_markers_or_lines() -> None:
     looks = looks_of(["flash-tiny", "flash-memory-tiny", "linformer-tiny", "flash-memory-large"]).values()
     assert len({tuple(look.items()) for look in looks}) == 4

@@ -13,26 +13,20 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 PARTS = ["smoke", "models", "generation", "kernels", "lengths", "ops", "peers", "exactness", "tuning"]
 
 
-def run_script(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.mark.nightly
+def test_parts_run_from_a_bare_clone_and_writes_its_tables(tmp_path: Path) -> None:
     """From another folder, where the package is not installed and what the command line needs is absent."""
-    absent = ("tyro", "rich", "datasets", "tensorboardX", "tokenizers", "matplotlib")
     script = f"""
 import runpy, sys
-for name in {absent}:
+for name in ("tyro", "rich", "datasets", "tensorboardX", "tokenizers", "matplotlib"):
     sys.modules[name] = None
-sys.argv = [{str(SCRIPT)!r}, *sys.argv[1:]]
-sys.path[0] = {str(SCRIPT.parent)!r}
+sys.argv, sys.path[0] = [{str(SCRIPT)!r}, *sys.argv[1:]], {str(SCRIPT.parent)!r}
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-c", script, *arguments, "--out", str(tmp_path / "out")]
-    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-
-
-@pytest.mark.nightly
-def test_parts_run_from_a_bare_clone_and_writes_its_tables(tmp_path: Path) -> None:
-    result = run_script(tmp_path, "--rehearse")
+    command = [sys.executable, "-W", "ignore", "-c", script, "--rehearse", "--out", str(tmp_path / "out")]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     data = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert {row["part"]: row["result"] for row in data["tables"]["parts"]} == dict.fromkeys(PARTS, "done")

@@ -160,6 +160,7 @@ def test_command_line_imports_a_file_and_other_processes_too(tmp_path: Path, cap
     size = ["--override", *(f"{name}={value}" for name, value in SMALL.items()), "--max-time", "1e-6"]
     data = ["--data", str(tmp_path / "text.txt"), "--out", run]
     assert main(["train", "--preset", "cubed-tiny", *small, *data, "--import", file, *size]) == 0
+    assert os.environ[VARIABLE] == file  # so that processes that a command starts import it, too
     assert f"resume by: lineartime train --resume --out {run} --import {file}\n" in capsys.readouterr().err
     assert main(["train", "--resume", "--max-time", "9", "--out", run, "--import", file]) == 0
     assert main(["generate", run, "--max-tokens", "3", f"--import={file}"]) == 0

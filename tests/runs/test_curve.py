@@ -1,25 +1,11 @@
 """The plots of losses."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
 from lineartime.runs.curve import draw_curve, thinned
-
-
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved from now on."""
-    figures: list[Figure] = []
-    save = Figure.savefig
-
-    def capture(self: Figure, *arguments: Any, **options: Any) -> None:
-        figures.append(self)
-        save(self, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", capture)
-    return figures
 
 
 @pytest.mark.parametrize("steps", [1, 19, 45])
@@ -28,7 +14,8 @@ def test_mean_of_the_last_steps_begins_where_there_are_as_many(
 ) -> None:
     text = "".join(f'{{"step": {step}, "loss": {float(step)}}}\n' for step in range(1, steps + 1))
     (tmp_path / "metrics.jsonl").write_text(text)
-    figures = captured(monkeypatch)
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     draw_curve(tmp_path)
     each, *means = figures[0].axes[0].lines
     assert len(each.get_xdata()) == steps
