@@ -103,19 +103,6 @@ def test_model_has_the_same_logits(s: int, norm: str, causal: bool, length: int)
     torch.testing.assert_close(ours.double()(ids), other.double()(ids), atol=1e-5 * size, rtol=0)  # their angles are float32
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_texts_of_different_lengths_have_the_same_logits_in_a_batch(causal: bool) -> None:
-    ours, other = model_pair(causal, "scalenorm")
-    lengths = [3 * CHUNK + 5, 1, CHUNK + 3]
-    ids, mask = torch.randint(30, (3, max(lengths))), torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    together = ours(ids, mask=mask)
-    for row, length in enumerate(lengths):
-        alone = other(ids[row : row + 1, :length])[0]
-        torch.testing.assert_close(together[row, :length], alone, atol=1e-4, rtol=1e-5)
-    if causal:  # both ways, theirs divides by the number of tokens with padding
-        torch.testing.assert_close(together[mask], other(ids, mask=mask)[mask], atol=1e-4, rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_in_half_precision_become_float32(dtype: torch.dtype) -> None:
     weights = theirs("FLASHTransformer", dim=D, num_tokens=30, depth=2, query_key_dim=S).to(dtype).state_dict()

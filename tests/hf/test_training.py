@@ -12,14 +12,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from lineartime.data import ByteTokenizer
 from lineartime.hf import (
     LineartimeForCausalLM,
     LineartimeForMaskedLM,
     LineartimeForQuestionAnswering,
     LineartimeForSequenceClassification,
     LineartimeForTokenClassification,
-    fast_tokenizer,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
@@ -27,11 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:Futur
 QUIET: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
 QUIET["dataloader_pin_memory"] = False
 """Arguments of a `Trainer` that writes and shows nothing by itself."""
-
-
-def examples() -> list[dict[str, list[int]]]:
-    tokenizer = fast_tokenizer(ByteTokenizer())
-    return [{"input_ids": tokenizer(f"the square of {i} is {i * i}")["input_ids"]} for i in range(24)]
 
 
 PROBLEMS = ("regression", "multi_label_classification", "single_label_classification")
@@ -129,7 +122,8 @@ def test_label_smoothing_does_not_teach_a_causal_model_to_copy_its_input(causal:
 
 
 def test_a_packed_batch_has_the_loss_of_its_documents(tmp_path: Path) -> None:
-    model, documents = causal_model(vocab_size=258), examples()[:4]
+    model, texts = causal_model(vocab_size=258), [f"the square of {10**i} is {100**i}" for i in range(4)]
+    documents = [{"input_ids": list(text.encode())} for text in texts]
     pack = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     losses, counts = [], []
     for document in documents:

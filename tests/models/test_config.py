@@ -243,12 +243,6 @@ def test_linear_systems_stream_with_constant_memory() -> None:
         assert long > short if system in growing else long == short, system
 
 
-def test_token_shift_costs_half_a_token_of_state_and_nothing_else() -> None:
-    plain, shifted = (cost(resolve("flash-tiny", token_shift=token_shift), 300) for token_shift in (False, True))
-    assert plain.state_bytes is not None
-    assert shifted == plain._replace(state_bytes=plain.state_bytes + 8 * 128 * 4)  # blocks x half of d x float32
-
-
 def test_the_option_that_needs_too_much_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "memory_bytes", lambda device: 4 * 10**9)
     with pytest.raises(ArgumentError, match=r"^n_blocks is 5,000, with which the model has"):

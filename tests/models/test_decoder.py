@@ -15,7 +15,6 @@ from lineartime.models.backbone import ModelState
 from lineartime.models.decoder import NativeDecoder
 from lineartime.models.language_model import CausalLM
 from lineartime.native import why_not_native
-from lineartime.ops.state import State
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason="there is no compiler")
 CHUNK = 8
@@ -127,21 +126,6 @@ def test_tokens_have_the_same_bits_by_any_team_beside_others_and_after_a_fork() 
     assert result.returncode == 0, result.stderr
 
 
-def test_streams_at_other_positions_do_not_mix() -> None:
-    model = model_of(token_shift=True)
-    ids, decoder = torch.randint(37, (3, 40)), decoder_of(model)
-    alone = [state_of(model, 1) for _ in range(3)]
-    for stream, read in enumerate((0, 7, 18)):
-        for token in range(read):
-            decoder.logits(ids[stream, token : token + 1], alone[stream])
-    joined = State.concatenate(alone)
-    for step in range(20):
-        tokens = torch.stack([ids[stream, read + step] for stream, read in enumerate((0, 7, 18))])
-        together = decoder.logits(tokens, joined)
-        each = [decoder.logits(tokens[stream : stream + 1], alone[stream]) for stream in range(3)]
-        torch.testing.assert_close(together, torch.cat(each), rtol=0, atol=1e-12)
-
-
 def test_sinusoids_of_far_positions_are_exact() -> None:
     model, position = model_of(n_blocks=1), 100_003 * 64 + 63
     layer: Any = model.backbone.blocks[0].mixer  # type: ignore[index]
@@ -181,14 +165,6 @@ def test_draws_what_pick_draws(sampling: Sampling, dtype: torch.dtype) -> None:
         options = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
         tokens = decoder.draw(tokens, uniform, *options, drawn)
         assert torch.equal(tokens, wanted)  # in bfloat16, several tokens have the same logit
-
-
-def test_logits_that_are_not_finite_draw_no_token() -> None:
-    model = model_of(tie_word_embeddings=False)
-    assert model.lm_head is not None
-    model.lm_head.bias.data[5] = float("nan")
-    tokens = decoder_of(model).draw(torch.tensor([1]), torch.zeros(1).double(), 0.8, 0, 0.95, 0.0, state_of(model, 1))
-    assert tokens.tolist() == [-1]
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -8,12 +8,12 @@ import time
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 
-from lineartime.errors import LineartimeError
 from lineartime.runs.curve import draw_curve
 from lineartime.runs.metrics import METRICS_FILE, NullReporter, Reporter, StepMetrics, read_metrics
 
@@ -202,13 +202,11 @@ def test_tracker_that_fails_is_named_once_and_the_other_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     failing: str,
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device.\nmore")
-
+    full = OSError(28, "No space left on device.\nmore")
     with Reporter(tmp_path, 0, 2, ("wandb", "tensorboard"), record={}, resumed=False) as report:
         broken = (sys.modules["wandb"].run, "log") if failing == "wandb" else (EventsWriter, "write_event")
         tensorboard = report._trackers["tensorboard"]
-        monkeypatch.setattr(*broken, fail)
+        monkeypatch.setattr(*broken, Mock(side_effect=full))
         for step in (1, 2):
             take(report, step)
         report.validation(2, 5.25, 7.5)
@@ -228,17 +226,11 @@ def test_tracker_that_fails_is_named_once_and_the_other_goes_on(
         assert [call[1] for call in calls if call[0] == "log"] == lines
 
 
-def test_tracker_that_cannot_start_is_an_error_at_first_and_left_out_later(
+def test_tracker_that_cannot_start_is_left_out_of_a_resumed_run(
     tmp_path: Path, calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(**_: object) -> None:
-        raise RuntimeError("no key is configured")
-
-    monkeypatch.setattr(sys.modules["wandb"], "init", fail)
-    with pytest.raises(
-        LineartimeError, match="The tracker wandb cannot start: no key is configured; fix that, or leave it out"
-    ):
-        run_with(tmp_path)
+    """That it is an error of a new run is tested beside training."""
+    monkeypatch.setattr(sys.modules["wandb"], "init", Mock(side_effect=RuntimeError("no key is configured")))
     run_with(tmp_path, resumed=True)
     assert "The tracker wandb failed, and training continues without it: no key" in capsys.readouterr().err
     assert read_metrics(tmp_path)
