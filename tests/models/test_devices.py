@@ -19,6 +19,7 @@ from lineartime.generation.decoding import pick
 from lineartime.layers import FLASH, mixer
 from lineartime.models import backbone
 from lineartime.ops import positions
+from lineartime.ops.modes import look_up
 from lineartime.ops.packing import describe
 from lineartime.ops.state import State
 
@@ -134,6 +135,14 @@ def test_norms_of_layers_sum_over_tokens_in_fp32_under_autocast() -> None:
     model, half = (nn.Sequential(nn.Linear(3, 16), FLASH(16, d_qk=8, chunk_size=32), nn.Linear(16, 3)) for _ in range(2))
     half.load_state_dict(model.state_dict())  # under autocast, bf16 enters the layer
     assert_gradients_are_close(model, torch.randn(4, TOKENS // 4, 3), half, autocast=True)
+
+
+@pytest.mark.parametrize("width", [(), (4,)])  # a table of biases, and of vectors
+def test_rows_that_are_looked_up_often_get_all_of_their_gradient(width: tuple[int, ...]) -> None:
+    table = torch.zeros(3, *width, dtype=torch.bfloat16, requires_grad=True)
+    look_up(table, torch.zeros(TOKENS, dtype=torch.long)).sum().backward()
+    assert table.grad is not None
+    assert table.grad[0].unique().item() == TOKENS
 
 
 # Dense maps whose weights another library keeps in a form of its own, as quantisation does ------------------------------
