@@ -116,8 +116,6 @@ def test_what_cannot_be_continued_is_named(model: CausalLM, awake: Build) -> Non
     with pytest.raises(ArgumentError, match=r"^state has 1 states for 2 prompts: give one for each, or one for all"):
         generate_batch(model, [[1], [2]], 3, state=[read_prompt(model, [1])])
     with pytest.raises(ArgumentError, match=r"^prompt is empty"):
-        generate(model, [], 3)
-    with pytest.raises(ArgumentError, match=r"^prompt is empty"):
         read_prompt(model, [], read_prompt(model, [1]))
 
 
