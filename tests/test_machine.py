@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -111,12 +111,9 @@ def test_long_runs_are_compiled_and_short_ones_are_not(monkeypatch: pytest.Monke
 
 
 def test_without_a_working_compiler_nothing_is_compiled_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(function: object) -> NoReturn:
-        raise RuntimeError("C++ compile error\nwith its output")
-
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("C++ compile error\nwith its output")))
     for found, reason in ((None, "there is no C++ compiler here"), ("g++", "torch.compile fails here (C++ compile error)")):
         monkeypatch.setattr(machine.shutil, "which", lambda name, found=found: found)
-        monkeypatch.setattr(torch, "compile", fail)
         why_not_compile.cache_clear()
         assert choose_compile("auto", CPU, 3_000_000, 100_000 * 4096) == (False, reason)
         assert choose_compile("on", CPU, 1, 1) == (False, reason)

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -189,9 +190,6 @@ def test_run_that_ended_for_another_reason_is_tried_again(
             raise LineartimeError("Cannot write x: No space left on device; free some space, then try again.")
         return take(self, *arguments)
 
-    def fail(*_: object, **options: object) -> None:
-        raise OSError("check the network")
-
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "take_step", full)
         problems = run_all(plan, ignore, here)
@@ -201,7 +199,7 @@ def test_run_that_ended_for_another_reason_is_tried_again(
         "flash (wikipedia, 64 tokens) has no learning rate: not all of its trials have ended.",
     ]
     with monkeypatch.context() as patch:  # the run is trained, but cannot be tested
-        patch.setattr(runner, "evaluate", fail)
+        patch.setattr(runner, "evaluate", Mock(side_effect=OSError("check the network")))
         problems = run_all(plan, ignore, here)
     assert problems == ["wikipedia-64/flash/seed-0 ended with an error: OSError: check the network"]
     steps = len(read_metrics(folders(plan)[0] / "seed-0"))

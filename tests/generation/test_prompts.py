@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -134,10 +135,8 @@ def test_tokens_of_a_state_count_for_the_longest_text() -> None:
 
 
 def test_full_disk_is_named_and_leaves_no_file(model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    full = SafetensorError("I/O error: No space left on device (os error 28)")
+    monkeypatch.setattr("safetensors.torch.save_file", Mock(side_effect=full))
     with pytest.raises(LineartimeError, match=r"Cannot write .*text.state: No space left on device; free some space"):
         save_state(model, read_prompt(model, [1]), tmp_path / "text.state")
     with pytest.raises(LineartimeError, match=r"Cannot write .*model: No space left on device; free some space"):
