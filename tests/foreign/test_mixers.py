@@ -20,10 +20,7 @@ def test_buckets_of_distances_are_those_of_t5() -> None:
     causal = torch.tensor([0, 1, 7, 8, 11, 12, 15, 16, 21, 21, 26, 26, 29, 29, 31, 31, 31])
     assert torch.equal(distance_buckets(-distances, causal=True), causal)
     assert not distance_buckets(distances, causal=True).any()
-
-
-def test_a_bias_by_buckets_depends_on_the_distance_alone_and_has_no_limit() -> None:
-    bias = BucketBias(causal=False)
+    bias = BucketBias(causal=False)  # which has no limit
     assert torch.equal(bias(300)[300:], bias.values[distance_buckets(torch.arange(1, 300), causal=False)])
     assert torch.equal(bias(10_000)[9_700:-9_700], bias(300))
 

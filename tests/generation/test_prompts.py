@@ -161,12 +161,7 @@ def test_damaged_file_is_an_error(awake: Build, tmp_path: Path) -> None:
         metadata, tensors = dict(opened.metadata()), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     facts = json.loads(metadata["facts"])
     wrong: list[tuple[dict[str, Any], Any, str, str]] = [
-        (
-            {"logits": tensors["logits"]},
-            facts,
-            metadata["format"],
-            "is damaged .KeyError: '0.position'.: read the",
-        ),
+        ({"logits": tensors["logits"]}, facts, metadata["format"], "is damaged .KeyError: '0.position'.: read the"),
         (tensors, {**facts, "numbers": {}}, metadata["format"], "is damaged .KeyError: '0.longest'"),
         (tensors, [facts], metadata["format"], "is damaged .TypeError: list indices"),
         (tensors, facts, "pt", "is no file of a state: give one that save_state wrote"),
