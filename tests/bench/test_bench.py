@@ -352,7 +352,7 @@ def test_tables_leave_out_empty_columns(tmp_path: Path) -> None:
 
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-PARTS = ["smoke", "models", "generation", "kernels", "lengths", "ops", "peers", "exactness", "tuning"]
+PARTS = ["smoke", "models", "generation", "kernels", "lengths", "ops", "peers", "exactness"]
 
 
 @pytest.mark.nightly
