@@ -241,10 +241,8 @@ def small() -> ExportedProgram:
 def test_onnxscript_that_is_of_another_time_or_missing_is_named(
     small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lacks(*_: object, **__: object) -> None:
-        raise ModuleNotFoundError("No module named 'onnxscript._framework_apis.torch_2_11'")
-
-    monkeypatch.setattr(torch.onnx, "export", lacks)
+    lacks = ModuleNotFoundError("No module named 'onnxscript._framework_apis.torch_2_11'")
+    monkeypatch.setattr(torch.onnx, "export", Mock(side_effect=lacks))
     with pytest.raises(LineartimeError, match=r"too old or too new for PyTorch .* \(ModuleNotFoundError: .*pip install -U"):
         write_onnx(small, tmp_path / "step.onnx")
     monkeypatch.setitem(sys.modules, "onnxscript", None)

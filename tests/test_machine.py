@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,16 +55,12 @@ SLOW_UNITS = "without AMX, the processor's units for bf16 (avx512_bf16) are slow
     ],
 )
 def test_auto_precision_follows_from_what_the_processor_has(
-    described: str, expected: str, reason: str, processor: Callable[[str], None]
+    described: str, expected: str, reason: str, processor: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor(described)
     assert [faster_precision(CPU) for _ in range(3)] == [(expected, reason)] * 3
     assert [choose_precision(asked, CPU) for asked in ("auto", "fp32", "bf16")] == [expected, "fp32", "bf16"]
-
-
-def test_units_that_pytorch_cannot_use_do_not_count(processor: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    processor(X86)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # units that PyTorch cannot use do not count
     assert choose_precision("auto", CPU) == "fp32"
 
 
@@ -84,6 +80,11 @@ def test_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(LineartimeError, match=r"^device is mps, but PyTorch sees no GPU of Apple here: use cpu"):
         choose_device("mps")
     assert choose_device("auto", local_rank=3) == CPU
+    assert choose_device("meta") == torch.device("meta")
+    assert choose_device(torch.device("cpu", 0)) == torch.device("cpu", 0)
+    for device in ("gpu", None):
+        with pytest.raises(ArgumentError, match=rf"device is {device}, which PyTorch cannot use here \(.+\): use auto or cpu"):
+            choose_device(device)  # type: ignore[arg-type]
     with pytest.raises(LineartimeError, match=r"^device is cuda, but PyTorch sees no GPU here: use cpu"):
         choose_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -110,26 +111,14 @@ def test_long_runs_are_compiled_and_short_ones_are_not(monkeypatch: pytest.Monke
 
 
 def test_without_a_working_compiler_nothing_is_compiled_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(function: object) -> NoReturn:
-        raise RuntimeError("C++ compile error\nwith its output")
-
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("C++ compile error\nwith its output")))
     for found, reason in ((None, "there is no C++ compiler here"), ("g++", "torch.compile fails here (C++ compile error)")):
         monkeypatch.setattr(machine.shutil, "which", lambda name, found=found: found)
-        monkeypatch.setattr(torch, "compile", fail)
         why_not_compile.cache_clear()
         assert choose_compile("auto", CPU, 3_000_000, 100_000 * 4096) == (False, reason)
         assert choose_compile("on", CPU, 1, 1) == (False, reason)
         assert choose_compile("auto", CPU, 1, 1) == (False, "")  # it would not pay anyway
     why_not_compile.cache_clear()
-
-
-def test_device_is_found_by_our_names_and_by_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device("meta") == torch.device("meta")
-    assert choose_device(torch.device("cpu", 0)) == torch.device("cpu", 0)
-    for device in ("gpu", None):
-        with pytest.raises(ArgumentError, match=rf"device is {device}, which PyTorch cannot use here \(.+\): use auto or cpu"):
-            choose_device(device)  # type: ignore[arg-type]
 
 
 def test_modules_have_their_shapes_and_no_memory() -> None:

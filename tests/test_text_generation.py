@@ -61,18 +61,13 @@ def test_of_several_stop_texts_the_first_to_be_complete_counts(tokenizer: Tokeni
         assert "".join(generate_text(model, tokenizer, "", 1000, stop=stop)) == expected, stop
 
 
-@pytest.mark.parametrize(
-    ("text", "prompt", "stop", "pieces"),
-    [
+def test_pieces_hold_no_part_of_a_stop_text(writes: Any, tiny: Tiny) -> None:
+    for text, prompt, stop, pieces in (
         ("one\n\ntwo\n", "", "\n\n\n", ["o", "n", "e", "\n\nt", "w", "o", "\n"]),  # what may become a stop text waits
         ("\nand", "a line\n", "\n\n", ["\na", "n", "d"]),  # the prompt is not searched
-    ],
-)
-def test_pieces_hold_no_part_of_a_stop_text(
-    text: str, prompt: str, stop: str, pieces: list[str], writes: Any, tiny: Tiny
-) -> None:
-    writes(list(text.encode()))
-    assert list(generate_text(tiny().eval(), BYTES, prompt, 1000, stop=stop)) == pieces
+    ):
+        writes(list(text.encode()))
+        assert list(generate_text(tiny().eval(), BYTES, prompt, 1000, stop=stop)) == pieces
 
 
 @pytest.mark.parametrize("system", ["flash", "transformer++"])
@@ -173,10 +168,6 @@ def test_what_cannot_be_filled_is_named(tiny: Tiny) -> None:
     with pytest.raises(ArgumentError, match="text has 11 tokens, but this model reads at most 10: shorten it"):
         fill_mask(short, BYTES, "1234567890[MASK]")
     assert fill_mask(short, BYTES, "123456789[MASK]")
-
-
-def test_logits_that_are_not_finite_are_named(tiny: Tiny) -> None:
-    model = tiny(task="mlm", noise=0.3).eval()
     torch.nn.init.constant_(model.backbone.embedding.weight, float("nan"))
     with pytest.raises(LineartimeError, match="logits of the model are not finite: its weights are damaged"):
         fill_mask(model, BYTES, "[MASK]")

@@ -1,8 +1,6 @@
 """What experiments and added systems list can be built, is of equal size, and is in the paper where they say so."""
 
-import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from torch import Tensor
 
 from lineartime.baselines.kernel_attention import KernelAttention
 from lineartime.choices import ScaleName
-from lineartime.cli import main
 from lineartime.errors import ArgumentError
 from lineartime.experiments import catalogue, command
 from lineartime.experiments.catalogue import Setting
@@ -19,7 +16,6 @@ from lineartime.experiments.config import ReproduceConfig
 from lineartime.experiments.plan import TOLERANCE, Candidate, Job, Plan, make_plan
 from lineartime.experiments.report import paper_numbers, paper_tables
 from lineartime.experiments.runner import all_jobs
-from lineartime.models.systems import VARIABLE
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 
@@ -140,19 +136,6 @@ def test_list_shows_what_is_asked_for_and_each_text_once() -> None:
     assert re.findall("text of .*", texts) == ["text of wikipedia: d.txt", "text of books: b.txt"]
 
 
-OWN = """
-import lineartime
-from lineartime.baselines.kernel_attention import KernelAttention
-
-class Own(KernelAttention):
-    name = "own"
-    def features(self, x):
-        return x.relu() + 0.001
-
-lineartime.register_system("own", Own, "mlp")
-"""
-
-
 class Relu(KernelAttention):
     """Linear attention with features relu(x)."""
 
@@ -185,15 +168,3 @@ def test_added_system_may_have_other_options(options: Options) -> None:
 def test_added_systems_that_cannot_be_are_named(options: Options, name: str, item: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         make_plan(options(name, add=(item,)))
-
-
-@pytest.mark.usefixtures("only_systems_of_the_library_afterwards", "tiny")
-def test_added_systems_may_be_registered_by_a_module_of_the_user(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    arguments = ["lm", "--scale", "trial", "--list", "--add", "own", "--systems", "own", "--import", "own.py"]
-    assert main(["reproduce", *arguments]) == 0
-    assert "own-tiny" in capsys.readouterr().out
-    assert os.environ[VARIABLE] == str(tmp_path / "own.py")  # so that the processes of runs import it, too

@@ -93,12 +93,9 @@ def compared(losses: list[float | None], base: list[float], curves: list[Curve] 
     return row
 
 
-def test_loss_is_compared_with_the_baseline_over_the_seeds_that_both_have() -> None:
+def test_loss_and_speed_are_compared_over_the_seeds_that_a_system_and_the_baseline_have() -> None:
     base, rows = [2.0, 4.0], ([2.0, 4.0], [1.0, 3.0], [1.5], [None])
     assert [compared(row, base)["relative_loss"] for row in rows] == [0.0, 4 / 6 - 1, 1.5 / 2 - 1, None]
-
-
-def test_speedup_is_of_the_seeds_that_a_system_and_the_baseline_have() -> None:
     own = curve((10, 2.0), (20, 1.9))
     row = compared([2.1, 1.9, 1.9], [2.0, 2.0], [[], own, own])
     assert row["speedups"] == [None, 2.0]

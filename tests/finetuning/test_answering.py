@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.hf.tiny import awake, tiny
 
 from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.errors import LineartimeError
@@ -25,7 +26,7 @@ from lineartime.finetuning.answering import (
 )
 from lineartime.finetuning.data import Windows
 from lineartime.finetuning.tune import paired_tokenizer
-from lineartime.hf import LineartimeConfig, LineartimeForQuestionAnswering
+from lineartime.hf import LineartimeForQuestionAnswering
 
 TEXT = "Größe 大小 [MASK] und noch viel mehr Text, der nicht in ein Fenster passt, " * 3
 WINDOWS = Windows(paired_tokenizer(ByteTokenizer()), context_length=64, stride=16)
@@ -84,12 +85,7 @@ def test_the_best_span_is_the_best_of_all(longest: int) -> None:
 
 
 def test_answers_do_not_depend_on_the_batch_and_documents_compete() -> None:
-    torch.manual_seed(0)
-    config = LineartimeConfig.from_preset("flash-tiny", "mlm", vocab_size=258, d_model=16, n_blocks=2, d_qk=8, chunk_size=16)
-    model = LineartimeForQuestionAnswering(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    model = awake(LineartimeForQuestionAnswering(tiny(task="mlm", vocab_size=258)))
     questions = [
         Question("a", "was?", TEXT),
         Question("b", "wo?", "kurz"),
@@ -102,16 +98,16 @@ def test_answers_do_not_depend_on_the_batch_and_documents_compete() -> None:
     for key, answer in found[0].items():
         assert found[1][key].text == answer.text
         assert found[1][key].score == pytest.approx(answer.score, abs=1e-5)
-    first_windows = [each for each in windows if each["question"] == 0]
-    of_windows = [best_answers(model, [each], questions[:1], 12, 1)["a"] for each in first_windows]
-    first = best_answers(model, first_windows, questions[:1], 12, 4)["a"]
-    assert len(of_windows) > 2
-    assert first.score == pytest.approx(max(each.score for each in of_windows), abs=1e-5)
-    alone = [
-        best_answers(model, list(windows_to_answer([each], WINDOWS)), [each], 12, 4)["a"]
-        for each in (questions[0], questions[2])
-    ]
-    assert found[0]["a"].score == pytest.approx(max(each.score for each in alone), abs=1e-5)
+
+    def score(windows: list[dict[str, Any]]) -> float:
+        """Of the only question of these windows."""
+        return best_answers(model, windows, questions[:1], 12, 4)["a"].score
+
+    first, other = (list(windows_to_answer([questions[place]], WINDOWS)) for place in (0, 2))
+    assert len(first) > 2
+    assert score(first) == pytest.approx(max(score([each]) for each in first), abs=1e-5)
+    both = score(first), best_answers(model, other, questions[2:3], 12, 4)["a"].score
+    assert found[0]["a"].score == pytest.approx(max(both), abs=1e-5)
     assert found[0]["c"] == ("", float("-inf"))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as arrow
 import pytest
 import torch
-from pyarrow import parquet
+from pyarrow import csv, parquet
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from lineartime.errors import LineartimeError
@@ -32,8 +32,7 @@ def written(tmp_path: Path) -> Written:
         if file.suffix == ".parquet":
             parquet.write_table(arrow.Table.from_pylist(records), file)
         elif file.suffix == ".csv":
-            lines = [",".join(f'"{value}"' for value in each.values()) for each in records]
-            file.write_text("\n".join([",".join(records[0]), *lines]))
+            csv.write_csv(arrow.Table.from_pylist(records), file)
         else:
             file.write_text("".join(json.dumps(each) + "\n" for each in records))
         return file

@@ -140,10 +140,7 @@ def test_logits_and_gradients_are_those_of_its_formulas(changes: dict[str, Any])
 
     assert_agree(ours, other, F.embedding(ids, word), mask, tolerance=1e-10)
     torch.testing.assert_close(
-        model(ids, mask=mask, token_types=types)[mask],
-        forward(weights, config, ids, mask, types)[mask],
-        atol=1e-10,
-        rtol=1e-10,
+        model(ids, mask=mask, token_types=types)[mask], forward(weights, config, ids, mask, types)[mask], atol=1e-10, rtol=1e-10
     )
 
 

@@ -74,7 +74,7 @@ def test_text_with_a_sampling_of_its_own_is_that_of_generate_whatever_else_is_dr
         batch.add([1], sampling=0.8)  # type: ignore[arg-type]
 
 
-def test_mistakes_are_named(awake: Build) -> None:
+def test_mistakes_are_named() -> None:
     model = lineartime.build("transformer-tiny", d_model=16, n_blocks=1, n_heads=2, vocab_size=40, max_positions=4).eval()
     batch = TextBatch(model)
     number = batch.add([1, 2, 3])
@@ -88,12 +88,6 @@ def test_mistakes_are_named(awake: Build) -> None:
     with pytest.raises(ArgumentError, match=r"^prompt is empty"):
         batch.add([])
     assert batch.add([1]) == 1
-    broken = awake("flash")
-    torch.nn.init.constant_(broken.backbone.embedding.weight, torch.nan)
-    batch = TextBatch(broken)
-    batch.add([1])
-    with pytest.raises(LineartimeError, match=r"^The logits of text 0 are not finite: remove it from the batch"):
-        batch.step()
 
 
 @pytest.mark.parametrize("system", ["flash", "transformer++"])
@@ -108,7 +102,9 @@ def test_text_that_fails_does_not_change_the_others(system: str, awake: Build) -
             bad = batch.add([], dataclasses.replace(state, state=damaged))
         if step == 5:
             for _ in range(3):
-                with pytest.raises(LineartimeError, match=rf"^The logits of text {bad} are not finite: remove it"):
+                with pytest.raises(
+                    LineartimeError, match=rf"^The logits of text {bad} are not finite: remove it from the batch"
+                ):
                     batch.step()
             batch.remove(bad)
         texts.append(batch.step()[good])

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 from tests.hf.tiny import causal_model
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import lineartime
@@ -16,13 +15,6 @@ def quiet() -> None:
     """No progress bars, and no warnings."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-
-
-@pytest.fixture
-def checkpointing() -> str:
-    """What transformers calls computing blocks again: activation checkpointing since 5.23."""
-    names = ("activation_checkpointing", "gradient_checkpointing")
-    return next(name for name in names if hasattr(PreTrainedModel, f"{name}_enable"))
 
 
 @pytest.fixture

@@ -10,16 +10,14 @@ from safetensors.torch import load_file
 from tests.hf.tiny import GREEDY, awake, causal_model, close, ids_of, tiny
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
 
-from lineartime.data import ByteTokenizer
 from lineartime.hf import (
     LineartimeForCausalLM,
     LineartimeForMaskedLM,
     LineartimeForQuestionAnswering,
     LineartimeForSequenceClassification,
     LineartimeForTokenClassification,
-    fast_tokenizer,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
@@ -29,18 +27,13 @@ QUIET["dataloader_pin_memory"] = False
 """Arguments of a `Trainer` that writes and shows nothing by itself."""
 
 
-def examples() -> list[dict[str, list[int]]]:
-    tokenizer = fast_tokenizer(ByteTokenizer())
-    return [{"input_ids": tokenizer(f"the square of {i} is {i * i}")["input_ids"]} for i in range(24)]
-
-
 PROBLEMS = ("regression", "multi_label_classification", "single_label_classification")
 LANGUAGE = ("clm", "prefix-lm", "mlm")
 
 
 def _learner(kind: str) -> tuple[Any, list[dict[str, Any]]]:
     """A model for a task, and seven examples of different lengths."""
-    config = tiny(task=kind if kind in LANGUAGE else "mlm", n_blocks=1)
+    config = tiny(task=kind if kind in LANGUAGE else "mlm")
     config.num_labels, draw = (1 if kind == "regression" else 3), torch.Generator().manual_seed(1)
     ids = [torch.randint(40, (n,), generator=draw) for n in (6, 12, 5, 9, 4, 2, 7)]
     rows = [{"input_ids": x} for x in ids]
@@ -76,6 +69,26 @@ def _padded(rows: list[dict[str, Tensor]], side: str) -> dict[str, Tensor]:
 
 
 RIGHT = ("multi_label_classification", "mlm", "answers")
+
+
+@pytest.mark.parametrize("kind", ["single_label_classification", "clm", "mlm", "tokens", "answers"])
+def test_gradients_are_the_same_with_blocks_computed_again(kind: str) -> None:
+    names = ("activation_checkpointing", "gradient_checkpointing")  # its name since transformers 5.23, and before
+    checkpointing = next(name for name in names if hasattr(PreTrainedModel, f"{name}_enable"))
+    (model, rows), calls = _learner(kind), []
+    inputs = _padded(rows, "right")
+    for block in awake(model).train().model.backbone.blocks:
+        block.mixer.norm.register_forward_hook(lambda *_: calls.append(1))
+    parameters = list(model.parameters())  # each has a gradient, or autograd raises an error
+    before = torch.autograd.grad(model(**inputs).loss, parameters)
+    assert len(calls) == 2
+    getattr(model, f"{checkpointing}_enable")()
+    assert getattr(model, f"is_{checkpointing}")
+    after = torch.autograd.grad(model(**inputs).loss, parameters)
+    assert len(calls) == 6  # forward, and again for the backward pass
+    torch.testing.assert_close(after, before)
+    getattr(model, f"{checkpointing}_disable")()
+    assert not getattr(model, f"is_{checkpointing}")
 
 
 @pytest.mark.parametrize("kind", [*PROBLEMS, *LANGUAGE, "tokens", "answers"])
@@ -129,7 +142,8 @@ def test_label_smoothing_does_not_teach_a_causal_model_to_copy_its_input(causal:
 
 
 def test_a_packed_batch_has_the_loss_of_its_documents(tmp_path: Path) -> None:
-    model, documents = causal_model(vocab_size=258), examples()[:4]
+    model, texts = causal_model(vocab_size=258), [f"the square of {10**i} is {100**i}" for i in range(4)]
+    documents = [{"input_ids": list(text.encode())} for text in texts]
     pack = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     losses, counts = [], []
     for document in documents:

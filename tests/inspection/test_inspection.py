@@ -100,15 +100,6 @@ def test_picture_has_a_panel_for_each_part_and_state(tiny: Any, system: str, tas
         assert sum(f", {layer.name}" in title for title in titles) == 2 * (len(layer.weights) + bool(layer.state_bytes))
 
 
-def test_map_of_a_short_text_has_whole_positions_and_no_empty_part(tiny: Any) -> None:
-    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
-    softmax, flash = (draw(inspect(tiny(system).eval(), BYTES, "a")).axes for system in ("transformer++", "flash"))
-    assert not any("global" in axes.get_title() for axes in flash)
-    maps = [axes for axes in softmax if axes.images]
-    assert maps
-    assert all(float(tick).is_integer() for axes in maps for tick in [*axes.get_xticks(), *axes.get_yticks()])
-
-
 def test_texts_are_cut_or_refused() -> None:
     short = lineartime.build("linformer-tiny", task="mlm", d_model=16, n_blocks=1, n_heads=2, max_length=8).eval()
     for text, tokens, message in (

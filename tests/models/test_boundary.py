@@ -25,59 +25,39 @@ PAIR = EncoderDecoder(
 IDS = torch.randint(0, V, (2, 9))
 
 
-WRONG_IDS: dict[str, Any] = {
-    "uint8": IDS.to(torch.uint8),
-    "int8": IDS.to(torch.int8),
-    "int16": IDS.short(),
-    "uint16": IDS.to(torch.uint16),
-    "bool": IDS > 3,
-    "float32": IDS.float(),
-    "complex64": IDS.to(torch.complex64),
-    "None": None,
-    "a list": IDS.tolist(),
-    "numpy": IDS.numpy(),
-    "one-dimensional": IDS[0],
-    "three-dimensional": IDS[None],
-    "negative": -IDS - 1,
-    "beyond the vocabulary": IDS + V,
-    "on the meta device": IDS.to("meta"),
-    "vectors": torch.randn(2, 9, 16),
-}
-WRONG_STATES: dict[str, Any] = {
-    "a dictionary": {},
-    "no state": (),
-    "of another batch": FLASH.init_state(3),
-    "of another model": GAU.init_state(2),
-    "of fewer blocks": ModelState(FLASH.init_state(2).blocks[:1]),
-    "of one block": FLASH.init_state(2).blocks[0],
-    "of nothing": (None, None),
-    "a list": list(FLASH.init_state(2).blocks),
-    "a text": "state",
-    "of another chunk size": lineartime.build("flash-tiny", **SIZES, chunk_size=4).init_state(2),
-    "of an encoder and decoder": PAIR.init_state(IDS),
-}
+DTYPES = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.bool, torch.float32, torch.complex64)
+WRONG_TARGETS: list[Any] = [*(IDS.to(dtype) for dtype in DTYPES), None, IDS.tolist(), IDS.numpy(), -IDS - 1, IDS + V]
+WRONG_TARGETS += [torch.randn(2, 9, 16)]
+WRONG_IDS: list[Any] = [*WRONG_TARGETS, IDS[0], IDS[None], IDS.to("meta")]
+OF_TWO_PARTS = PAIR.init_state(IDS)
+WRONG_STATES: list[Any] = [
+    *({}, (), (None, None), "state", OF_TWO_PARTS, FLASH.init_state(3), GAU.init_state(2)),
+    ModelState(FLASH.init_state(2).blocks[:1]),
+    FLASH.init_state(2).blocks[0],
+    list(FLASH.init_state(2).blocks),
+    lineartime.build("flash-tiny", **SIZES, chunk_size=4).init_state(2),
+]
 NUMBERS: list[Any] = [1.5, 64.0, "8", True, float("nan"), float("inf"), [1], torch.tensor(1.5)]
 PROMPTS: list[Any] = [1.5, "8", None, True, 7, torch.tensor(1), [], [1.5], [True], [-1], [V], [[1]], IDS, IDS[0].float()]
-TARGETS = [ids for case, ids in WRONG_IDS.items() if "dimensional" not in case and "meta" not in case]
 DOCUMENTS = [torch.tensor([False, True]), torch.tensor([0, 9]).to(torch.uint8), torch.tensor([0, 18]).to("meta"), [0, 18]]
 MASKS = [torch.ones(2, 9), torch.ones(2, 8).bool(), torch.ones(2, 9).bool().to("meta"), [1]]
 PREFIXES = [torch.tensor([1.0, 2.0]), torch.tensor([1, 10]), [1, 2]]
 
 # The argument that the message names, what is called with a value, and values that are not allowed.
 WRONG: list[tuple[str, Callable[[Any], Any], Any]] = [
-    *(("ids", read, WRONG_IDS.values()) for read in (FLASH, MASKED, GAU.read_prefix)),
-    ("ids", lambda ids: FLASH.loss(ids, IDS), WRONG_IDS.values()),
-    ("ids", lambda ids: FLASH.extend(ids, FLASH.init_state(2)), WRONG_IDS.values()),
-    ("source_ids", lambda ids: PAIR(ids, IDS), WRONG_IDS.values()),
-    ("source_ids", PAIR.init_state, WRONG_IDS.values()),
-    ("target_ids", lambda ids: PAIR(IDS, ids), WRONG_IDS.values()),
-    ("target_ids", lambda ids: PAIR.extend(ids, PAIR.init_state(IDS)), WRONG_IDS.values()),
-    ("targets", lambda targets: FLASH.loss(IDS, targets), TARGETS),
+    *(("ids", read, WRONG_IDS) for read in (FLASH, MASKED, GAU.read_prefix)),
+    ("ids", lambda ids: FLASH.loss(ids, IDS), WRONG_IDS),
+    ("ids", lambda ids: FLASH.extend(ids, FLASH.init_state(2)), WRONG_IDS),
+    ("source_ids", lambda ids: PAIR(ids, IDS), WRONG_IDS),
+    ("source_ids", PAIR.init_state, WRONG_IDS),
+    ("target_ids", lambda ids: PAIR(IDS, ids), WRONG_IDS),
+    ("target_ids", lambda ids: PAIR.extend(ids, PAIR.init_state(IDS)), WRONG_IDS),
+    ("targets", lambda targets: FLASH.loss(IDS, targets), WRONG_TARGETS),
     *(("mask", lambda mask, call=call: call(IDS, mask=mask), MASKS) for call in (GAU, partial(GAU.loss, targets=IDS))),
     ("cu_seqlens", lambda ends: GAU(IDS.view(1, -1), cu_seqlens=ends), DOCUMENTS),
     ("prefix_lengths", lambda lengths: GAU(IDS, prefix_lengths=lengths), PREFIXES),
-    ("(state|x)", lambda state: FLASH.extend(IDS, state), WRONG_STATES.values()),
-    ("state", lambda state: PAIR.extend(IDS, state), [*WRONG_STATES.values()][:-1]),
+    ("(state|x)", lambda state: FLASH.extend(IDS, state), WRONG_STATES),
+    ("state", lambda state: PAIR.extend(IDS, state), [state for state in WRONG_STATES if state is not OF_TWO_PARTS]),
     ("max_tokens", lambda count: generate(FLASH, [1], count), [*NUMBERS, None, 0, -1]),
     ("max_tokens", lambda count: generate_batch(FLASH, [[1]], count), [*NUMBERS, None, 0, -1]),
     ("stop_token", lambda token: generate(FLASH, [1], 2, stop_token=token), [*NUMBERS, -1, V]),

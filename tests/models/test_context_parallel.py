@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     ("size", "cases"),
     [
-        (2, ["recomputation_repeats_the_exchange", "only_states_cross", "what_cannot_be_split_is_refused"]),
+        (2, ["only_states_cross", "what_cannot_be_split_is_refused"]),
         (3, ["split_is_whole"]),
         pytest.param(2, ["compiled_is_whole"], marks=pytest.mark.nightly),
     ],

@@ -152,30 +152,6 @@ def test_models_without_a_prefix_form_say_so(tiny: Any) -> None:
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-def test_every_way_to_read_hands_out_what_each_block_reads(tiny: Any) -> None:
-    model = awake(tiny, "flash", "prefix-lm")
-    ids, backbone, (first, second) = torch.randint(0, 40, (2, 9)), model.backbone, model.backbone.blocks
-    embedded, inputs = backbone.embedding(ids), list[Tensor]()
-    hidden = backbone.read(embedded, inputs=inputs)
-    packing = first.mixer.describe(hidden.shape, device=hidden.device)
-    assert len(inputs) == 2
-    close(hidden, backbone(ids))
-    close(packing.unpack(first(packing.pack(inputs[0]), packing)), inputs[1])
-    close(backbone.norm(packing.unpack(second(packing.pack(inputs[1]), packing))), hidden)
-
-    pieces, last, of_prefix = list[Tensor](), list[Tensor](), list[Tensor]()
-    close(backbone.extend(embedded, inputs=pieces)[0], hidden)
-    close(pieces, inputs)
-    _, state = backbone.extend(ids[:, :8])
-    with torch.no_grad():
-        close(backbone.extend(embedded[:, 8:], state, inputs=last)[0], hidden[:, 8:])
-    close(last, [x[:, 8:] for x in inputs])
-    hidden, state = backbone.read_prefix(embedded, inputs=of_prefix)
-    close(hidden, backbone(ids, prefix_lengths=torch.tensor([9, 9])))
-    assert [x.shape for x in of_prefix] == [(2, 9, 16)] * 2
-    assert state.position.tolist() == [9, 9]
-
-
 def test_weights_start_as_the_paper_says() -> None:
     model = lineartime.build("flash-tiny")
     block: Any = next(iter(model.backbone.blocks)).mixer

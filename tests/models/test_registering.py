@@ -135,12 +135,7 @@ def test_class_that_is_defined_again_replaces_the_first() -> None:
         ("mine", Unnamed, {}, r"^mixer is Unnamed, whose name, 'flash', is that of FLASH: give the class an attribute `name`"),
         ("mine", with_option("kind", str, default="soft"), {}, r"^mixer is Own, whose option kind .* of the model: rename it"),
         ("mine", with_option("expansion", int, default=2), {"feed_forward": "mlp"}, r"^mixer is Own, .* of the feed-forward"),
-        (
-            "mine",
-            with_option("sizes", list[int], default=[1]),
-            {},
-            r"^mixer is Own, of which no model can .*mixer.sizes",
-        ),
+        ("mine", with_option("sizes", list[int], default=[1]), {}, r"^mixer is Own, of which no model can .*mixer.sizes"),
     ],
 )
 def test_wrong_systems_are_named_and_leave_nothing(
@@ -160,6 +155,7 @@ def test_command_line_imports_a_file_and_other_processes_too(tmp_path: Path, cap
     size = ["--override", *(f"{name}={value}" for name, value in SMALL.items()), "--max-time", "1e-6"]
     data = ["--data", str(tmp_path / "text.txt"), "--out", run]
     assert main(["train", "--preset", "cubed-tiny", *small, *data, "--import", file, *size]) == 0
+    assert os.environ[VARIABLE] == file  # so that processes that a command starts import it, too
     assert f"resume by: lineartime train --resume --out {run} --import {file}\n" in capsys.readouterr().err
     assert main(["train", "--resume", "--max-time", "9", "--out", run, "--import", file]) == 0
     assert main(["generate", run, "--max-tokens", "3", f"--import={file}"]) == 0
@@ -168,23 +164,16 @@ def test_command_line_imports_a_file_and_other_processes_too(tmp_path: Path, cap
     subprocess.run(command, env={**os.environ, VARIABLE: file}, check=True, capture_output=True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--import", "broken", "presets"],
-            "Cannot import broken (ModuleNotFoundError: No module named 'broken'): write broken",
-        ),
-        (["presets", "--import", "broken.py"], "broken.py (ZeroDivisionError: division by zero, line 2 of "),
-    ],
-)
 def test_failing_imports_are_one_sentence(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("\n1 / 0\n")
-    assert main(arguments) == 1
-    assert message in capsys.readouterr().err
+    missing = "Cannot import broken (ModuleNotFoundError: No module named 'broken'): write broken"
+    failing = "broken.py (ZeroDivisionError: division by zero, line 2 of "
+    for arguments, message in ((["--import", "broken", "presets"], missing), (["presets", "--import", "broken.py"], failing)):
+        assert main(arguments) == 1
+        assert message in capsys.readouterr().err
 
 
 class Leaky(Squared):

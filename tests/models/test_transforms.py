@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
-import lineartime
 from lineartime.layers import FLASH, GAU, Attention, set_backend
 from lineartime.models import CausalLM, MaskedLM
 from lineartime.models.systems import SYSTEMS
@@ -20,8 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is 
 
 # One of each form that PyTorch has to differentiate otherwise, or whose batch holds masks, sorted tokens or landmarks.
 some_systems = pytest.mark.parametrize(
-    "system",
+    "model",
     ["flash", "flash-quad", "transformer++", "performer-chunked", "combiner", "reformer", "flash-weighted", "linformer"],
+    indirect=True,
 )
 
 
@@ -39,13 +39,13 @@ def tokens(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
-def build(system: str) -> CausalLM | MaskedLM:
+@pytest.fixture
+def model(request: pytest.FixtureRequest, tiny: Any) -> CausalLM | MaskedLM:
+    """A small model of the system that an indirect parameter names."""
     torch.manual_seed(1)
-    task: Any = "clm" if SYSTEMS[system].mixer.why_not_causal is None else "mlm"
-    model = lineartime.build(f"{system}-tiny", task, d_model=16, n_blocks=2, vocab_size=11, dropout=0.0).double().eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
+    task: Any = "clm" if SYSTEMS[request.param].mixer.why_not_causal is None else "mlm"
+    built: CausalLM | MaskedLM = tiny(request.param, task, noise=0.3, vocab_size=11).double().eval()
+    return built
 
 
 class Loss(torch.nn.Module):
@@ -58,8 +58,7 @@ class Loss(torch.nn.Module):
 
 
 @some_systems
-def test_forward_mode_derivatives_of_a_model_are_those_of_its_backward_pass(system: str) -> None:
-    model = build(system)
+def test_forward_mode_derivatives_of_a_model_are_those_of_its_backward_pass(model: CausalLM | MaskedLM) -> None:
     ids = torch.randint(0, 11, (2, 45))
     parameters = dict(model.named_parameters())
     direction = {name: torch.randn_like(value) for name, value in parameters.items()}
@@ -75,9 +74,8 @@ def test_forward_mode_derivatives_of_a_model_are_those_of_its_backward_pass(syst
 
 
 @some_systems
-def test_gradients_of_single_examples_by_vmap_are_those_of_the_examples_alone(system: str) -> None:
+def test_gradients_of_single_examples_by_vmap_are_those_of_the_examples_alone(model: CausalLM | MaskedLM) -> None:
     """Of the loss, as training takes it, with padding of a length of its own in each example."""
-    model = build(system)
     ids = torch.randint(0, 11, (3, 45))
     mask = torch.arange(45) < torch.tensor([45, 20, 33])[:, None]
     parameters = dict(model.named_parameters())
@@ -97,16 +95,17 @@ def test_gradients_of_single_examples_by_vmap_are_those_of_the_examples_alone(sy
             torch.testing.assert_close(found[name][row], expected, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["flash", "gau", "attention", "shifted"])
-def test_transforms_of_streams_are_those_of_the_streams_alone(kind: str) -> None:
-    options: Any = {"causal": True, "token_shift": kind == "shifted"}
-    streaming = {
-        "flash": lambda: FLASH(16, d_qk=8, chunk_size=4, **options),
-        "gau": lambda: GAU(16, d_qk=8, **options),
-        "attention": lambda: Attention(16, n_heads=2, **options),
-        "shifted": lambda: Attention(16, n_heads=2, **options),
-    }[kind]()
-    streaming.double().requires_grad_(False)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (FLASH, {"d_qk": 8, "chunk_size": 4}),
+        (GAU, {"d_qk": 8}),
+        (Attention, {"n_heads": 2}),
+        (Attention, {"n_heads": 2, "token_shift": True}),
+    ],
+)
+def test_transforms_of_streams_are_those_of_the_streams_alone(kind: Any, options: Any) -> None:
+    streaming = kind(16, causal=True, **options).double().requires_grad_(False)
 
     def read(x: Tensor) -> Tensor:
         first, state = streaming.extend(x[:, :3], None)

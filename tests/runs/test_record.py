@@ -12,10 +12,6 @@ COMMAND = ["lineartime", "train", "--seed", "7"]
 OPTIONS = {"seed": 7, "override": ("d_model=16",), "precision": "fp32", "resume": False}
 
 
-def begin_checkpoint(run: Path) -> None:
-    (run / "step-00000001").mkdir()
-
-
 def test_record_tells_options_command_versions_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     RunRecord(tmp_path / "run").begin(OPTIONS, COMMAND)
@@ -39,7 +35,7 @@ def test_record_tells_options_command_versions_and_machine(tmp_path: Path, monke
 def test_process_that_goes_on_is_added_with_what_it_changes(tmp_path: Path) -> None:
     for seed in (3, 7):  # the first left no checkpoint
         RunRecord(tmp_path).begin({**OPTIONS, "seed": seed}, COMMAND)
-    begin_checkpoint(tmp_path)
+    (tmp_path / "step-00000001").mkdir()  # a checkpoint
     RunRecord(tmp_path).begin({**OPTIONS, "precision": "bf16", "resume": True}, [*COMMAND, "--resume"])
     record = read_record(tmp_path)
     assert record.options["precision"] == "fp32"
@@ -91,7 +87,7 @@ def test_record_tells_the_state_of_git_if_there_is_one_and_never_where_it_comes_
     ],
 )
 def test_error_that_ends_a_process_is_on_record_until_the_next_one(tmp_path: Path, error: Exception, sentence: str) -> None:
-    begin_checkpoint(tmp_path)
+    (tmp_path / "step-00000001").mkdir()  # a checkpoint
     record = RunRecord(tmp_path)
     record.begin(OPTIONS, COMMAND)
     with pytest.raises(type(error)), record.errors():
