@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30630,
-    "all tests": 22570,
+    "all source": 30470,
+    "all tests": 21720,
     "baselines": 4100,
     "bench": 880,
     "checkpoint": 560,
