@@ -8,13 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.baselines.deltanet import DeltaNet, delta_rule_oracle
-from lineartime.baselines.gated_deltanet import GatedDeltaNet
-from lineartime.baselines.gla import GLA, gla_oracle
 from lineartime.baselines.lact import LaCT, lact_oracle
-from lineartime.baselines.mamba2 import Mamba2, ssd_oracle
-from lineartime.baselines.recurrent import RecurrentMixer
-from lineartime.baselines.retnet import RetNet, retention_oracle
+from lineartime.baselines.linear_models import (
+    GLA,
+    DeltaNet,
+    GatedDeltaNet,
+    Mamba2,
+    RetNet,
+    delta_rule_oracle,
+    gla_oracle,
+    retention_oracle,
+    ssd_oracle,
+)
+from lineartime.baselines.recurrence import RecurrentMixer
 from lineartime.baselines.rwkv7 import RWKV7, rwkv7_oracle
 from lineartime.models import build
 from lineartime.ops.positions import rotary_table, rotate

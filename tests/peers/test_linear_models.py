@@ -16,8 +16,7 @@ from tests.peers.packages import peer, randomized
 from torch import Tensor
 
 from lineartime.baselines import GLA, RWKV7, DeltaNet, GatedDeltaNet, Mamba2, RetNet
-from lineartime.baselines.recurrence import Tokens
-from lineartime.baselines.recurrent import RecurrentMixer
+from lineartime.baselines.recurrence import RecurrentMixer, Tokens
 
 # flash-linear-attention warns when it is imported without a GPU, and what it imports warns too
 pytestmark = pytest.mark.filterwarnings("ignore")

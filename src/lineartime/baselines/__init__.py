@@ -4,7 +4,6 @@ from lineartime.baselines.bigbird import BigBird as BigBird
 from lineartime.baselines.combiner import Combiner as Combiner
 from lineartime.baselines.combiner_fixed import CombinerFixed as CombinerFixed
 from lineartime.baselines.cosformer import CosFormer as CosFormer
-from lineartime.baselines.deltanet import DeltaNet as DeltaNet
 from lineartime.baselines.efficient import Efficient as Efficient
 from lineartime.baselines.explicit_topk import ExplicitTopK as ExplicitTopK
 from lineartime.baselines.flash_cls import FLASHCLS as FLASHCLS
@@ -14,17 +13,19 @@ from lineartime.baselines.flash_local import FLASHLocal as FLASHLocal
 from lineartime.baselines.flash_overlapping import FLASHOverlapping as FLASHOverlapping
 from lineartime.baselines.flash_weighted import FLASHWeighted as FLASHWeighted
 from lineartime.baselines.flowformer import Flowformer as Flowformer
-from lineartime.baselines.gated_deltanet import GatedDeltaNet as GatedDeltaNet
 from lineartime.baselines.gau_multi_head import GAUMultiHead as GAUMultiHead
 from lineartime.baselines.gau_ungated import GAUUngated as GAUUngated
-from lineartime.baselines.gla import GLA as GLA
 from lineartime.baselines.kernel_attention import KernelAttention as KernelAttention
 from lineartime.baselines.lact import LaCT as LaCT
 from lineartime.baselines.linear_elu import LinearELU as LinearELU
+from lineartime.baselines.linear_models import GLA as GLA
+from lineartime.baselines.linear_models import DeltaNet as DeltaNet
+from lineartime.baselines.linear_models import GatedDeltaNet as GatedDeltaNet
+from lineartime.baselines.linear_models import Mamba2 as Mamba2
+from lineartime.baselines.linear_models import RetNet as RetNet
 from lineartime.baselines.linear_taylor import LinearTaylor as LinearTaylor
 from lineartime.baselines.linformer import Linformer as Linformer
 from lineartime.baselines.longformer import Longformer as Longformer
-from lineartime.baselines.mamba2 import Mamba2 as Mamba2
 from lineartime.baselines.mc_tfm import MCTFM as MCTFM
 from lineartime.baselines.mhsa_gated import MHSAGated as MHSAGated
 from lineartime.baselines.mhsa_relu2 import MHSARelu2 as MHSARelu2
@@ -32,6 +33,5 @@ from lineartime.baselines.mixed_chunk import MixedChunk as MixedChunk
 from lineartime.baselines.nystromformer import Nystromformer as Nystromformer
 from lineartime.baselines.performer import Performer as Performer
 from lineartime.baselines.reformer import Reformer as Reformer
-from lineartime.baselines.retnet import RetNet as RetNet
 from lineartime.baselines.rwkv7 import RWKV7 as RWKV7
 from lineartime.baselines.sparse import Sparse as Sparse

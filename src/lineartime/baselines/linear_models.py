@@ -1,0 +1,210 @@
+"""Linear models of today, each by what its tokens give to a linear recurrence, `lineartime.baselines.recurrence`.
+
+    RetNet:          S[t] = gamma S[t - 1] + k[t] v[t]^T          gamma = 1 - 2^(-5 - head), with rotary positions
+    GLA:             S[t] = diag(alpha[t]) S[t - 1] + k[t] v[t]^T          alpha = sigmoid(x W1 W2 + b)^(1 / 16)
+    DeltaNet:        S[t] = S[t - 1] + beta[t] k[t] (v[t] - S[t - 1]^T k[t])^T          |q| = |k| = 1
+    Gated DeltaNet:  S[t] = alpha[t] S[t - 1] + beta[t] k[t] (v[t] - alpha[t] S[t - 1]^T k[t])^T
+                     alpha = exp(-A softplus(x w + b))
+    of all four:     o[t] = S[t]^T q[t] / sqrt(s)
+
+    Mamba-2:         S[t] = exp(-A step[t]) S[t - 1] + step[t] B[t] x[t]^T          step = softplus(u w + b)
+                     y[t] = S[t]^T C[t] + D x[t]
+
+Shapes: N tokens, T tokens of a document, H heads, s key width, e value width, d model width.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from lineartime.baselines.recurrence import LONGEST_DECAY, RecurrentMixer, SoftplusDecay, Tokens, recurrence_oracle
+from lineartime.layers.dense import Dense, factory
+from lineartime.layers.mixer import MixerOptions
+from lineartime.layers.residual import RMSNorm
+from lineartime.ops.checks import check_n_heads, check_positive
+from lineartime.ops.modes import acc_dtype
+from lineartime.ops.packing import Packing
+
+RANK = 16
+"""The width between W1 and W2 of GLA."""
+SMOOTHING = 16
+"""The root of GLA's decays."""
+
+
+def retention_oracle(q: Tensor, k: Tensor, v: Tensor, head: int) -> Tensor:
+    """RetNet's definition for one head of one document, one query at a time: q, k [T, s], v [T, e] -> [T, e]."""
+    gamma, rows = 1 - 2.0 ** (-5 - head), []
+    for t in range(len(v)):
+        rows.append(sum(gamma ** (t - j) * (q[t] @ k[j]) / q.shape[1] ** 0.5 * v[j] for j in range(t + 1)))
+    return torch.stack(rows)
+
+
+def gla_oracle(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
+    """GLA's definition for one head of one document: q, k, alpha [T, s], v [T, e] -> [T, e]."""
+    return recurrence_oracle(q / q.shape[1] ** 0.5, k, v, torch.diag_embed(alpha))
+
+
+def delta_rule_oracle(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
+    """Both DeltaNets' definition for one head of one document: q, k [T, s], v [T, e], beta, alpha [T] -> [T, e]."""
+    stored = beta[:, None] * k
+    moves = alpha[:, None, None] * (torch.eye(k.shape[1], dtype=k.dtype) - stored[:, :, None] * k[:, None])
+    return recurrence_oracle(q / q.shape[1] ** 0.5, stored, v, moves)
+
+
+def ssd_oracle(b: Tensor, c: Tensor, x: Tensor, step: Tensor, a: Tensor) -> Tensor:
+    """Mamba-2's definition for one head of one document, without D: B, C [T, s], x [T, e], step [T], A [] -> [T, e]."""
+    moves = (-a * step).exp()[:, None, None] * torch.eye(b.shape[1], dtype=b.dtype)
+    return recurrence_oracle(c, step[:, None] * b, x, moves)
+
+
+class RetNet(RecurrentMixer):
+    """RetNet: rotary positions, and one decay a head.
+
+    Args:
+        n_heads: H, which must divide d into even widths.
+        **options: the options of `Mixer`; causal is True, and False raises an error.
+
+    Source: "Retentive Network" (arXiv 2307.08621), multi-scale retention with rotary positions.
+    """
+
+    name = "retnet"
+    activated = False
+
+    def __init__(
+        self, d_model: int, *, n_heads: int = 3, short_convolution: bool = False, **options: Unpack[MixerOptions]
+    ) -> None:
+        super().__init__(d_model, n_heads, (d_model, d_model), short_convolution=short_convolution, **options)
+        check_n_heads(n_heads, {"d_model": d_model}, in_pairs=True)
+        self.rotated_width = d_model // n_heads
+
+    def tokens(self, normed: Tensor, maps: Sequence[Tensor], packing: Packing) -> Tokens:
+        q, k, v = (self.heads(each) for each in maps)
+        powers = 5 + torch.arange(self.n_heads, device=v.device, dtype=acc_dtype(v))
+        g = torch.log1p(-(2**-powers))[:, None].expand(*v.shape[:-1], 1)
+        return Tokens(packing.rotate(q) * q.shape[-1] ** -0.5, packing.rotate(k), v, g)
+
+
+class GLA(RecurrentMixer):
+    """Gated linear attention: each feature of the keys forgets as the token says.
+
+    Keys are half as wide as values. A decay below exp(-5), of a gate's logit below -80, counts as exp(-5).
+
+    Args:
+        n_heads: H, which must divide d / 2.
+        **options: the options of `Mixer`; causal is True, and False raises an error.
+
+    Source: "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+    """
+
+    name = "gla"
+    activated = False
+    chunk = 16
+
+    def __init__(
+        self, d_model: int, *, n_heads: int = 4, short_convolution: bool = False, **options: Unpack[MixerOptions]
+    ) -> None:
+        check_positive(d_model=d_model)
+        keys = d_model // 2
+        super().__init__(d_model, n_heads, (keys, d_model), short_convolution=short_convolution, **options)
+        self.to_rank = Dense(d_model, RANK, **factory(options))
+        self.to_decay = Dense(RANK, keys, **factory(options))
+
+    def tokens(self, normed: Tensor, maps: Sequence[Tensor], packing: Packing) -> Tokens:
+        q, k, v = (self.heads(each) for each in maps)
+        g = F.logsigmoid(self.to_decay(self.to_rank(normed))) / SMOOTHING
+        return Tokens(q * q.shape[-1] ** -0.5, k, v, self.heads(g).clamp(min=-LONGEST_DECAY / self.chunk))
+
+
+class Mamba2(RecurrentMixer):
+    """Mamba-2: a state space unit that needs no feed-forward layer.
+
+    Args:
+        n_heads: H, which must divide 2 d; published are heads of 64 values.
+        d_state: s, the width of the queries and keys that all heads share.
+        **options: the options of `Mixer`; causal is True, and False raises an error.
+
+    Source: "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space Duality"
+    (arXiv 2405.21060).
+    """
+
+    name = "mamba2"
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        n_heads: int = 24,
+        d_state: int = 128,
+        short_convolution: bool = True,
+        **options: Unpack[MixerOptions],
+    ) -> None:
+        check_positive(d_model=d_model, n_heads=n_heads, d_state=d_state)
+        values = 2 * d_model
+        widths, maps = (n_heads * d_state, values), (d_state, d_state, values)
+        super().__init__(d_model, n_heads, widths, maps, short_convolution=short_convolution, **options)
+        self.d_state = d_state
+        self.decay = SoftplusDecay(d_model, n_heads, **factory(options))
+        self.skip = nn.Parameter(torch.empty(n_heads, **factory(options)))
+        self.head_norm = RMSNorm(values, **factory(options))
+        self.init_own()
+
+    def init_own(self) -> None:
+        nn.init.ones_(self.skip)
+
+    def tokens(self, normed: Tensor, maps: Sequence[Tensor], packing: Packing) -> Tokens:
+        q, k, v = maps
+        step, g = self.decay(normed)
+        return Tokens(q[:, None], k[:, None], step * self.heads(v), g)
+
+    def combine(self, normed: Tensor, maps: Sequence[Tensor], x: Tokens, out: Tensor) -> Tensor:
+        assert self.to_gate is not None
+        out = (out + self.skip[:, None] * self.heads(maps[2])).flatten(1)
+        added: Tensor = self.to_output(self.head_norm(out * F.silu(self.to_gate(normed))))
+        return added
+
+
+class DeltaNet(RecurrentMixer):
+    """DeltaNet: the delta rule with keys of unit length.
+
+    Args:
+        n_heads: H, which must divide d.
+        **options: the options of `Mixer`; causal is True, and False raises an error.
+
+    Source: "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (arXiv 2406.06484).
+    """
+
+    name = "deltanet"
+    forgets: ClassVar[bool] = False
+    """Whether there is a decay, and a gate on the output."""
+
+    def __init__(
+        self, d_model: int, *, n_heads: int = 6, short_convolution: bool = True, **options: Unpack[MixerOptions]
+    ) -> None:
+        widths = (d_model, d_model)
+        super().__init__(d_model, n_heads, widths, gated=self.forgets, short_convolution=short_convolution, **options)
+        self.to_beta = Dense(d_model, n_heads, **factory(options))
+        self.decay = SoftplusDecay(d_model, n_heads, **factory(options)) if self.forgets else None
+
+    def tokens(self, normed: Tensor, maps: Sequence[Tensor], packing: Packing) -> Tokens:
+        q, k, v = (self.heads(each) for each in maps)
+        q, k = (F.normalize(each, dim=-1, eps=1e-6) for each in (q, k))
+        beta = self.to_beta(normed).sigmoid()[..., None]
+        g = torch.zeros_like(beta) if self.decay is None else self.decay(normed)[1]
+        stored = beta * k
+        return Tokens(q * q.shape[-1] ** -0.5, stored, v, g, -g.exp() * stored, k)
+
+
+class GatedDeltaNet(DeltaNet):
+    """Gated DeltaNet: a decay for each head and token, and a gate on the output.
+
+    The options are those of `DeltaNet`.
+
+    Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv 2412.06464).
+    """
+
+    name = "gated-deltanet"
+    forgets = True
