@@ -8,11 +8,15 @@ import torch
 from tests.pairs import every_pair
 from torch import Tensor
 
-from lineartime.baselines.flash_cls import FLASHCLS, flash_cls_oracle
-from lineartime.baselines.flash_first_to_all import FLASHFirstToAll, flash_first_to_all_oracle
-from lineartime.baselines.flash_global import FLASHGlobal
-from lineartime.baselines.flash_local import FLASHLocal
 from lineartime.baselines.flash_overlapping import FLASHOverlapping, flash_overlapping_oracle
+from lineartime.baselines.flash_variants import (
+    FLASHCLS,
+    FLASHFirstToAll,
+    FLASHGlobal,
+    FLASHLocal,
+    flash_cls_oracle,
+    flash_first_to_all_oracle,
+)
 from lineartime.baselines.flash_weighted import FLASHWeighted, flash_weighted_oracle
 from lineartime.layers import FLASH, GAU
 from lineartime.ops import Packing, attend, describe, oracle

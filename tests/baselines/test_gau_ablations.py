@@ -9,10 +9,7 @@ import torch.nn.functional as F
 from tests import definitions
 from torch import Tensor
 
-from lineartime.baselines.gau_multi_head import GAUMultiHead
-from lineartime.baselines.gau_ungated import GAUUngated
-from lineartime.baselines.mhsa_gated import MHSAGated
-from lineartime.baselines.mhsa_relu2 import MHSARelu2
+from lineartime.baselines.ablations import GAUMultiHead, GAUUngated, MHSAGated, MHSARelu2
 from lineartime.layers import GAU, Attention, set_backend
 from lineartime.layers.mixer import Mixer
 from lineartime.ops import rope

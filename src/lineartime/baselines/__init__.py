@@ -1,20 +1,22 @@
-"""The systems that GAU and FLASH are compared with, and the variants of both: one mechanism, one file."""
+"""The systems that GAU and FLASH are compared with, and the variants of both: one mechanism and its variants, one file."""
 
+from lineartime.baselines.ablations import GAUMultiHead as GAUMultiHead
+from lineartime.baselines.ablations import GAUUngated as GAUUngated
+from lineartime.baselines.ablations import MHSAGated as MHSAGated
+from lineartime.baselines.ablations import MHSARelu2 as MHSARelu2
 from lineartime.baselines.bigbird import BigBird as BigBird
 from lineartime.baselines.combiner import Combiner as Combiner
 from lineartime.baselines.combiner_fixed import CombinerFixed as CombinerFixed
 from lineartime.baselines.cosformer import CosFormer as CosFormer
 from lineartime.baselines.efficient import Efficient as Efficient
 from lineartime.baselines.explicit_topk import ExplicitTopK as ExplicitTopK
-from lineartime.baselines.flash_cls import FLASHCLS as FLASHCLS
-from lineartime.baselines.flash_first_to_all import FLASHFirstToAll as FLASHFirstToAll
-from lineartime.baselines.flash_global import FLASHGlobal as FLASHGlobal
-from lineartime.baselines.flash_local import FLASHLocal as FLASHLocal
 from lineartime.baselines.flash_overlapping import FLASHOverlapping as FLASHOverlapping
+from lineartime.baselines.flash_variants import FLASHCLS as FLASHCLS
+from lineartime.baselines.flash_variants import FLASHFirstToAll as FLASHFirstToAll
+from lineartime.baselines.flash_variants import FLASHGlobal as FLASHGlobal
+from lineartime.baselines.flash_variants import FLASHLocal as FLASHLocal
 from lineartime.baselines.flash_weighted import FLASHWeighted as FLASHWeighted
 from lineartime.baselines.flowformer import Flowformer as Flowformer
-from lineartime.baselines.gau_multi_head import GAUMultiHead as GAUMultiHead
-from lineartime.baselines.gau_ungated import GAUUngated as GAUUngated
 from lineartime.baselines.kernel_attention import KernelAttention as KernelAttention
 from lineartime.baselines.lact import LaCT as LaCT
 from lineartime.baselines.linear_elu import LinearELU as LinearELU
@@ -27,8 +29,6 @@ from lineartime.baselines.linear_taylor import LinearTaylor as LinearTaylor
 from lineartime.baselines.linformer import Linformer as Linformer
 from lineartime.baselines.longformer import Longformer as Longformer
 from lineartime.baselines.mc_tfm import MCTFM as MCTFM
-from lineartime.baselines.mhsa_gated import MHSAGated as MHSAGated
-from lineartime.baselines.mhsa_relu2 import MHSARelu2 as MHSARelu2
 from lineartime.baselines.mixed_chunk import MixedChunk as MixedChunk
 from lineartime.baselines.nystromformer import Nystromformer as Nystromformer
 from lineartime.baselines.performer import Performer as Performer

@@ -5,7 +5,6 @@ tensors of the functions may have other leading dimensions.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +13,7 @@ from typing_extensions import Unpack
 
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.checks import check_positive
-from lineartime.ops.mixed_chunk import MixedChunkOptions, attend_cached, quadratic_part
-from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
-from lineartime.ops.packing import Packing
-from lineartime.ops.state import KVCache
+from lineartime.ops.modes import acc_dtype
 
 
 def scaled_products(q: Tensor, k: Tensor) -> Tensor:
@@ -96,25 +92,6 @@ def with_global_queries(out: Tensor, q: Tensor, k: Tensor, v: Tensor, n_global: 
     """
     everything = masked_products(q[..., :n_global, :], k, real[:, None, None, :])
     return torch.cat([joint_softmax([(everything, v)]), out[..., n_global:, :]], -2)
-
-
-def attend_by_head(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: MixedChunkOptions, state: KVCache | None
-) -> tuple[Tensor, KVCache | None]:
-    """The attention of a GAU for each head, [N, H, s], [N, H, s], [N, H, e] -> [N, H, e], and the state of streams."""
-    if state is not None:
-        return attend_cached(q, k, v, packing, options, state)
-    compute, heads, outputs = matmul_dtype(q, k, v), q.shape[1], []
-    dtype = output_dtype(v, compute)
-    with without_autocast(v):
-        for grid, *own in packing.by_grid(None, options.causal, *(x.to(compute) for x in (q, k, v))):
-            # Each head of a document becomes a document.
-            of, begin = (x.repeat_interleave(heads, output_size=heads * len(x)) for x in (grid.of, grid.begin))
-            folded = replace(grid, of=of, begin=begin, count=heads * grid.count)
-            q, k, v = (grid.queries(x).transpose(1, 2).flatten(0, 1) for x in own)
-            out = quadratic_part(q, k, v, folded, options)
-            outputs.append(grid.tokens(out.unflatten(0, (-1, heads)).transpose(1, 2)).to(dtype))
-    return torch.cat(outputs), None
 
 
 class ChunkedHeadOptions(HeadOptions, total=False):

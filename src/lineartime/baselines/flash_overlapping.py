@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineartime.baselines.flash_parts import FLASHVariant
+from lineartime.baselines.flash_variants import FLASHVariant
 from lineartime.ops.activations import Activation, relu2
 from lineartime.ops.mixed_chunk import MixedChunkState, attend, attention_weights
 from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast

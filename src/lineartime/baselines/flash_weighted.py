@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.baselines.blocks import masked_products
-from lineartime.baselines.flash_parts import FLASHVariant
+from lineartime.baselines.flash_variants import FLASHVariant
 from lineartime.ops.activations import NORMALIZATIONS
 from lineartime.ops.mixed_chunk import MixedChunkState, attend, mixed_chunk_state
 from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
