@@ -20,7 +20,7 @@ from lineartime.baselines.cosformer import CosFormer, cosformer_attention_oracle
 from lineartime.baselines.efficient import Efficient, efficient_attention_oracle
 from lineartime.baselines.explicit_topk import ExplicitTopK, explicit_topk_attention_oracle
 from lineartime.baselines.flowformer import Flowformer, flowformer_attention_oracle
-from lineartime.baselines.linear_elu import LinearELU
+from lineartime.baselines.kernel_attention import LinearELU
 from lineartime.baselines.linear_taylor import LinearTaylor
 from lineartime.baselines.linformer import Linformer, linformer_attention_oracle
 from lineartime.baselines.longformer import Longformer, longformer_attention_oracle

@@ -1,7 +1,8 @@
-"""Linear attentions and efficient attention: rotated features, and numbers far from one."""
+"""Linear attentions and efficient attention: the forms of their sums, rotated features, and numbers far from one."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,15 @@ from tests.pairs import every_pair
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from lineartime.baselines import LinearELU, LinearTaylor, Performer
 from lineartime.baselines.efficient import Efficient, efficient_attention_oracle
-from lineartime.baselines.kernel_attention import KernelAttention
-from lineartime.baselines.linear_elu import LinearELU
-from lineartime.baselines.linear_taylor import LinearTaylor
-from lineartime.baselines.performer import Performer
+from lineartime.baselines.kernel_attention import (
+    KernelAttention,
+    chunked_sums,
+    linear_attention_oracle,
+    matmul_sums,
+    prefix_sums,
+)
 from lineartime.ops.packing import describe
 from lineartime.ops.positions import rope
 
@@ -22,6 +27,59 @@ LAYERS: list[Callable[..., KernelAttention]] = [Performer, partial(Performer, ca
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return Efficient(q.shape[-1], n_heads=1, causal=causal).attend(q[None, None], k[None, None], v[None, None], None)[0, 0]
+
+
+class Plain(KernelAttention):
+    """Linear attention whose features are its queries and keys."""
+
+    def features(self, x: Tensor) -> Tensor:
+        return x
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, form: Any, causal: bool = True) -> Tensor:
+    layer = Plain(4, n_heads=1, causal=causal)
+    layer.sums = form  # type: ignore[method-assign]
+    return layer.attend(*(x[None, None] for x in (q, k, v)), None)[0, 0]
+
+
+@every_pair(length=[1, 128, 130], form=[chunked_sums, prefix_sums, matmul_sums])  # chunks are 128 long
+def test_every_causal_form_is_the_definition(length: int, form: Any, assert_same_function: Callable[..., None]) -> None:
+    assert_same_function(
+        lambda q, k, v: linear_attention(q, k, v, form),
+        lambda q, k, v: linear_attention_oracle(q, k, v, causal=True),
+        *(torch.rand(length, width) for width in (4, 4, 5)),
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sums_beyond_half_precision_are_those_of_float32(causal: bool) -> None:
+    layer = Plain(16, n_heads=1, causal=causal, rope=False)
+    q, v = (8 * torch.rand(4000, 1, 16)).half(), torch.randn(4000, 1, 16).half()
+    packing = layer.describe((1, 4000), device=q.device)
+    found, expected = (layer.attend_heads((q, q, v), packing, None)[0] for q, v in ((q, v), (q.float(), v.float())))
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.float(), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_states_accumulate_in_float32() -> None:
+    # 1 + 1 + ... stops at 256 in bfloat16, which would make the mean of ones larger than one.
+    ones = torch.ones(100_000, 1, dtype=torch.bfloat16)
+    for form in (chunked_sums, prefix_sums):
+        assert linear_attention(ones, ones, ones, form)[-1].item() == pytest.approx(1, abs=0.01)
+
+
+def test_chunked_form_stores_no_state_for_every_token() -> None:
+    # With 64 x 65 numbers for each of 4,096 tokens a gradient would need to keep 68 MB for each head; chunks keep 1/128 of it.
+    saved: list[int] = []
+
+    def count(x: Tensor) -> Tensor:
+        saved.append(x.numel())
+        return x
+
+    q, k, v = (torch.rand(4096, 64, requires_grad=True) for _ in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        linear_attention(q, k, v, chunked_sums)
+    assert sum(saved) < 4096 * 64 * 65 / 2
 
 
 def test_performer_with_matmul_sums_forms_all_products_and_none_with_prefix_sums() -> None:

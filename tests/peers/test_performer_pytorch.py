@@ -19,9 +19,7 @@ import torch.nn.functional as F
 from tests.peers.packages import interleaved, peer, randomized
 from torch import Tensor, nn
 
-from lineartime.baselines.efficient import Efficient
-from lineartime.baselines.linear_elu import LinearELU
-from lineartime.baselines.performer import Performer
+from lineartime.baselines import Efficient, LinearELU, Performer
 
 D_MODEL, HEADS, HEAD_DIM = 24, 3, 8
 

@@ -18,8 +18,8 @@ from lineartime.baselines.flash_variants import FLASHLocal as FLASHLocal
 from lineartime.baselines.flash_weighted import FLASHWeighted as FLASHWeighted
 from lineartime.baselines.flowformer import Flowformer as Flowformer
 from lineartime.baselines.kernel_attention import KernelAttention as KernelAttention
+from lineartime.baselines.kernel_attention import LinearELU as LinearELU
 from lineartime.baselines.lact import LaCT as LaCT
-from lineartime.baselines.linear_elu import LinearELU as LinearELU
 from lineartime.baselines.linear_models import GLA as GLA
 from lineartime.baselines.linear_models import DeltaNet as DeltaNet
 from lineartime.baselines.linear_models import GatedDeltaNet as GatedDeltaNet

@@ -36,6 +36,14 @@ def cut_blocks(x: Tensor, size: int) -> Tensor:
     return cut
 
 
+def exclusive_cumsum(x: Tensor, dim: int) -> Tensor:
+    """The cumulative sum along `dim` that excludes the current element."""
+    shape = list(x.shape)
+    shape[dim] = 1
+    # Sizes of n - 1 would be compiled once for n = 2, and again for other n.
+    return torch.cat([x.new_zeros(shape), x], dim).narrow(dim, 0, x.shape[dim]).cumsum(dim)
+
+
 def open_chunk_pieces(position: int, new: int, chunk_size: int) -> Iterator[tuple[slice, int, int]]:
     """Cut new tokens where a chunk fills up: yield the tokens, and where they begin and end in the open chunk."""
     start = 0

@@ -6,8 +6,8 @@
     flash-first-to-all:  o_quad[t] = sum over all j of softmax over j (q_quad[t].k_quad[j] / sqrt(s)) v[j]
                          for the first token t of a chunk
 
-Where softmax replaces the quadratic part, the linear part stays. A token that attends to the whole document has no relative bias,
-because the bias is only defined for positions inside a chunk.
+Where softmax replaces the quadratic part, the linear part stays. A token that attends to the whole document has no relative
+bias, because the bias is only defined for positions inside a chunk.
 
 Shapes: N tokens, T tokens of a document, R rows, L tokens of a row, Q queries, C chunk size, s query/key width, e value width.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447): the ablations "local only" and "global only", the latter with

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lineartime.baselines.blocks import real_tokens
-from lineartime.baselines.linear import continued_sums
+from lineartime.baselines.kernel_attention import continued_sums
 from lineartime.layers.attention import MultiHeadMixer
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing

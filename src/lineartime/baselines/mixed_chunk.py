@@ -23,6 +23,7 @@ from lineartime.baselines.blocks import (
     ChunkedHeadOptions,
     ChunkedHeads,
     cut_blocks,
+    exclusive_cumsum,
     fill,
     join_blocks,
     masked_products,
@@ -31,8 +32,7 @@ from lineartime.baselines.blocks import (
     with_neighbours,
 )
 from lineartime.baselines.cosformer import weigh_by_cosine
-from lineartime.baselines.linear import exclusive_cumsum, normalized, with_ones
-from lineartime.baselines.linear_elu import elu_features
+from lineartime.baselines.kernel_attention import elu_features, normalized, with_ones
 from lineartime.baselines.performer import relu_features
 from lineartime.errors import check_choice
 from lineartime.ops.checks import check_fits, check_positive

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.kernel_attention import KernelAttention, KernelOptions
-from lineartime.baselines.linear import chunked_sums, matmul_sums, prefix_sums
+from lineartime.baselines.kernel_attention import KernelAttention, KernelOptions, chunked_sums, matmul_sums, prefix_sums
 from lineartime.errors import check_choice
 
 CausalSumsForm = Literal["prefix", "matmul", "chunked"]
@@ -49,5 +48,4 @@ class Performer(KernelAttention):
         return relu_features(x)
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        sums = {"prefix": prefix_sums, "matmul": matmul_sums, "chunked": chunked_sums}[self.causal_sums]
-        return sums(q, k, v)
+        return {"prefix": prefix_sums, "matmul": matmul_sums, "chunked": chunked_sums}[self.causal_sums](q, k, v)
