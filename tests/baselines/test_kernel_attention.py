@@ -158,3 +158,12 @@ def test_similarities_close_to_zero_still_make_a_mean(causal: bool) -> None:
     x = torch.full((1, 1, 20, 4), -12.0)
     out = LinearELU(4, n_heads=1, causal=causal).attend(x, x, torch.ones(1, 1, 20, 4), None)
     torch.testing.assert_close(out, torch.ones_like(out))
+
+
+@torch.no_grad()
+def test_token_that_is_padding_leaves_its_stream_where_it_is() -> None:
+    layer, x = LinearELU(4, n_heads=1, causal=True), torch.randn(2, 3, 4)
+    _, state = layer.extend(x[:, :2])
+    _, state = layer.extend(x[:, 2:], state, torch.tensor([[0], [1]]))
+    assert state.position.tolist() == [2, 3]
+    torch.testing.assert_close(layer.extend(x[:, 2:], state)[0][0], layer(x)[0, 2:])
