@@ -3,7 +3,7 @@
 import torch
 from tests.pairs import every_pair
 
-from lineartime.baselines.bigbird import choose_blocks
+from lineartime.baselines.sparse import choose_blocks
 
 SEEDS = torch.tensor([1, 2**32 - 1])
 

@@ -9,7 +9,7 @@ import torch
 from tests.peers.packages import peer, randomized
 from torch import nn
 
-from lineartime.baselines.linformer import Linformer
+from lineartime.baselines.landmarks import Linformer
 
 
 @pytest.mark.parametrize("length", [1, 9, 16])

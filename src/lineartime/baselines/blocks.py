@@ -77,13 +77,6 @@ def with_neighbours(x: Tensor, causal: bool) -> Tensor:
     return torch.cat([before, x] if causal else [before, x, after], -2)
 
 
-def visible_band(size: int, causal: bool, device: torch.device) -> Tensor:
-    """Which keys of a block and its neighbours are closer than S and, if causal, not later: bool [S, 2 S or 3 S]."""
-    offsets = torch.arange((2 if causal else 3) * size, device=device) - size
-    distance = torch.arange(size, device=device)[:, None] - offsets
-    return (distance < size) & (distance >= 0 if causal else distance > -size)
-
-
 def joint_softmax(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Attend with one softmax over several sets of keys: pairs of scores [..., Q, K], values [..., K, h] -> [..., Q, h]."""
     scores, values = zip(*parts, strict=True)
@@ -91,15 +84,6 @@ def joint_softmax(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     read = weights.split([part.shape[-1] for part in scores], -1)
     out: Tensor = sum(part @ value for part, value in zip(read, values, strict=True))
     return out
-
-
-def with_global_queries(out: Tensor, q: Tensor, k: Tensor, v: Tensor, n_global: int, real: Tensor) -> Tensor:
-    """Replace the outputs [R, H, L, h] of the first `n_global` tokens by their attention to all tokens of the row.
-
-    `real`, bool [R or 1, L], is False for padding.
-    """
-    everything = masked_products(q[..., :n_global, :], k, real[:, None, None, :])
-    return torch.cat([joint_softmax([(everything, v)]), out[..., n_global:, :]], -2)
 
 
 class ChunkedHeadOptions(HeadOptions, total=False):
