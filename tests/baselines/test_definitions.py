@@ -12,7 +12,7 @@ from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime import baselines
-from lineartime.baselines import combiner, cosformer, efficient, flowformer, landmarks, mc_tfm, mixed_chunk, reformer, sparse
+from lineartime.baselines import combiner, cosformer, efficient, flowformer, landmarks, mixed_chunk, reformer, sparse
 from lineartime.layers import Attention
 from lineartime.models.systems import SYSTEMS
 
@@ -135,7 +135,7 @@ ROWS: list[tuple[Any, dict[str, Any], Definition]] = [
     (baselines.Linformer, {"n_landmarks": 3, "max_length": LONGEST}, linformer),
     (baselines.Longformer, {"window": 1, "n_global": 1}, of_sets(longformer_reads)),
     (baselines.Longformer, {"window": 4, "n_global": 9}, of_sets(longformer_reads)),
-    (baselines.MCTFM, chunked, of_options(mc_tfm.mc_tfm_attention_oracle, "causal", "chunk_size")),
+    (baselines.MCTFM, chunked, of_options(mixed_chunk.mc_tfm_attention_oracle, "causal", "chunk_size")),
     (baselines.MixedChunk, {**chunked, "features": "relu"}, scheme),
     (baselines.MixedChunk, {**chunked, "features": "elu", "local": "overlapping"}, scheme),
     (baselines.MixedChunk, {**chunked, "features": "cos", "max_length": LONGEST}, scheme),

@@ -8,16 +8,18 @@ import torch
 from tests.pairs import every_pair
 from torch import Tensor
 
-from lineartime.baselines.flash_overlapping import FLASHOverlapping, flash_overlapping_oracle
 from lineartime.baselines.flash_variants import (
     FLASHCLS,
     FLASHFirstToAll,
     FLASHGlobal,
     FLASHLocal,
+    FLASHOverlapping,
+    FLASHWeighted,
     flash_cls_oracle,
     flash_first_to_all_oracle,
+    flash_overlapping_oracle,
+    flash_weighted_oracle,
 )
-from lineartime.baselines.flash_weighted import FLASHWeighted, flash_weighted_oracle
 from lineartime.layers import FLASH, GAU
 from lineartime.ops import Packing, attend, describe, oracle
 

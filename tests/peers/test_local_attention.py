@@ -11,7 +11,7 @@ import torch
 from tests.peers.packages import peer
 from torch import Tensor
 
-from lineartime.baselines.flash_overlapping import FLASHOverlapping
+from lineartime.baselines.flash_variants import FLASHOverlapping
 from lineartime.baselines.sparse import Sparse
 from lineartime.ops import MixedChunkOptions, Scales, attend, describe
 from lineartime.ops.mixed_chunk import reciprocal
