@@ -303,3 +303,99 @@ def test_segment_of_equal_tokens_for_every_landmark_is_softmax_attention() -> No
     q, k, v = (x.repeat_interleave(5, 2) for x in (q, k, v))
     layer = baselines.Nystromformer(12, n_heads=2, n_landmarks=4, convolution=0)
     torch.testing.assert_close(layer.attend(q, k, v, None), F.scaled_dot_product_attention(q, k, v), atol=1e-2, rtol=0)
+
+
+def drawn_blocks(count: int, causal: bool = True) -> list[list[list[int]]]:
+    """The random blocks of every block of a document with so many, for both heads; the first two are global."""
+    block = torch.arange(count)
+    n_blocks = block + 1 if causal else torch.full_like(block, count)
+    chosen, there = sparse.choose_blocks(torch.tensor([1, 2**32 - 1]), block, n_blocks, n_global=2, n_random=3)
+    return [[chosen[head, g][there[head, g]].tolist() for g in range(count)] for head in range(2)]
+
+
+@every_pair(causal=[False, True], count=[1, 2, 5, 7, 40])
+def test_random_blocks_are_distinct_and_neither_near_nor_global(causal: bool, count: int) -> None:
+    for head in drawn_blocks(count, causal):
+        for g, chosen in enumerate(head):
+            others = [b for b in range(2, g + 1 if causal else count) if abs(b - g) > 1]
+            assert set(chosen) <= set(others)
+            assert len(set(chosen)) == len(chosen) == min(3, len(others))
+
+
+def test_random_blocks_of_a_causal_block_do_not_depend_on_what_follows() -> None:
+    assert [head[:25] for head in drawn_blocks(40)] == drawn_blocks(25)
+
+
+def test_every_other_block_is_drawn_about_as_often() -> None:
+    last = torch.tensor([21])  # its others: blocks 1 to 19 of a causal row
+    chosen, there = sparse.choose_blocks(torch.randint(2**32, (4000,)), last, last + 1, n_global=1, n_random=1)
+    assert there.all()
+    counts = chosen.flatten().bincount(minlength=20)[1:]
+    assert len(counts) == 19
+    assert ((counts > 150) & (counts < 280)).all()  # 210 each
+
+
+@every_pair(causal=[False, True], length=[1, 4, 5, 17])
+def test_combiner_is_the_definition_on_its_projections(
+    causal: bool, length: int, assert_same_function: Callable[..., None]
+) -> None:
+    """With rotary positions of the cells, so that scores depend on distances alone."""
+    mixer = baselines.Combiner(8, n_heads=2, chunk_size=4, causal=causal).double()
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+
+    def definition(x: Tensor) -> Tensor:
+        normed = mixer.norm(x)
+        q, k, v = (heads.transpose(0, 1) for heads in mixer.project(normed[0], mixer.describe(x.shape, device=x.device)))
+        heads = combiner.combiner_attention_oracle(q, k, v[..., :4], normed[0], mixer.key_summary, chunk_size=4, causal=causal)
+        return torch.as_tensor(x + mixer.to_output(heads.transpose(0, 1).flatten(1))[None])
+
+    assert_same_function(mixer, definition, torch.randn(1, length, 8))
+
+
+def test_summaries_are_rotated_by_the_positions_of_their_cells() -> None:
+    """A document that begins with whole chunks of other tokens, which nothing reads, gives the scores of the document alone."""
+    mixer = baselines.Combiner(8, n_heads=2, chunk_size=4).double()
+    torch.nn.init.normal_(mixer.summary_to_key.weight)
+    o, x, query = torch.randn(3, 5, 8, dtype=torch.float64).unbind(0)
+    near, far = (mixer.key_summary(o, x, torch.full((5,), position)) for position in (2, 102))
+    turned = [mixer.key_summary(query, query, torch.full((5,), position)) for position in (6, 106)]
+    scores = [(q * k).sum(-1) for q, k in zip(turned, (near, far), strict=True)]
+    torch.testing.assert_close(scores[0], scores[1])
+    assert not torch.allclose(near, far)
+
+
+@pytest.mark.parametrize("name", ["summary_of_heads", "summary_to_key"])
+def test_adapter_of_the_summaries_is_applied_and_learns(name: str) -> None:
+    mixer = baselines.Combiner(8, n_heads=2, chunk_size=4).double()
+    x = torch.randn(1, 14, 8, dtype=torch.float64)
+    before = mixer(x)
+    adapter = torch.nn.Linear(8, 8).double()
+    mixer.get_submodule(name).register_forward_hook(lambda module, inputs, output: output + adapter(inputs[0]))
+    after = mixer(x)
+    assert not torch.allclose(before, after)
+    after.square().sum().backward()
+    assert adapter.weight.grad is not None
+    assert adapter.weight.grad.any()
+
+
+def test_bucket_depends_on_the_direction_of_a_vector_alone() -> None:
+    x, directions = torch.randn(1, 2, 50, 6), torch.randn(2, 3, 6, 2)
+    buckets = reformer.reformer_buckets(x, directions)
+    assert buckets.shape == (1, 2, 3, 50)
+    assert set(buckets.flatten().tolist()) == set(range(4))
+    assert torch.equal(reformer.reformer_buckets(8 * x, directions), buckets)
+    assert torch.equal(reformer.reformer_buckets(-x, directions), (buckets + 2) % 4)
+
+
+def test_tokens_are_hashed_before_they_are_rotated() -> None:
+    layer = baselines.Reformer(16, n_heads=2, n_buckets=8, causal=True)
+    _, state = layer.extend(torch.randn(1, 1, 16).expand(1, 30, 16), layer.init_state(1))
+    assert torch.equal(state.buckets, state.buckets[..., :1].expand_as(state.buckets))
+
+
+def test_query_of_zero_has_a_finite_gradient() -> None:
+    q = torch.zeros(1, 1, 3, 6, requires_grad=True)
+    out = baselines.Reformer(6, n_heads=1, chunk_size=4).attend(q, torch.zeros(1, 1, 3, 6), torch.randn(1, 1, 3, 6), None)
+    (gradient,) = torch.autograd.grad(out.square().sum(), q)
+    assert gradient.isfinite().all()
