@@ -53,42 +53,12 @@ def scheme(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return mixed_chunk.mixed_chunk_scheme_oracle(q, k, v, similarity, chunk_size=CHUNK, reach=reach, causal=layer.causal)
 
 
-def of_sets(reads: Callable[..., bool]) -> Definition:
-    """Softmax attention to the tokens j that token i reads: `reads(layer, i, j)`, and j <= i if the layer is causal."""
-
-    def definition(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        tokens = range(len(v))
-        sets = [[j for j in tokens if (j <= i or not layer.causal) and reads(layer, i, j)] for i in tokens]
-        return sparse.sparse_oracle(q, k, v, sets)
-
-    return definition
-
-
 def bigbird(layer: Any, head: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     blocks = torch.arange(-(-len(q) // layer.block_size))
     chosen, there = layer.choose(blocks, blocks + 1 if layer.causal else torch.full_like(blocks, len(blocks)))
-
-    def reads(layer: Any, i: int, j: int) -> bool:
-        g, block = i // layer.block_size, j // layer.block_size
-        drawn = chosen[head, g][there[head, g]].tolist()
-        return abs(g - block) <= 1 or min(g, block) < layer.n_global or block in drawn
-
-    return of_sets(reads)(layer, head, q, k, v)
-
-
-def longformer_reads(layer: Any, i: int, j: int) -> bool:
-    return abs(i - j) < layer.window or min(i, j) < layer.n_global
-
-
-def sparse_reads(layer: Any, i: int, j: int) -> bool:
-    return abs(i - j) < layer.stride or (i - j) % layer.stride == 0
-
-
-def explicit_topk(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = [k[: i + 1 if layer.causal else None] @ q[i] for i in range(len(q))]
-    smallest = [each.sort(descending=True).values[: layer.n_largest][-1] for each in scores]
-    sets = [(each >= least).nonzero()[:, 0] for each, least in zip(scores, smallest, strict=True)]
-    return sparse.sparse_oracle(q, k, v, sets)
+    drawn = [chosen[head, g][there[head, g]].tolist() for g in blocks]
+    options = {"block_size": layer.block_size, "n_global": layer.n_global, "causal": layer.causal}
+    return sparse.bigbird_oracle(q, k, v, drawn, **options)
 
 
 def combiner_fixed(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -117,14 +87,14 @@ ROWS: list[tuple[Any, dict[str, Any], Definition]] = [
     (baselines.CombinerFixed, chunked, combiner_fixed),
     (baselines.CosFormer, {"max_length": LONGEST}, of_options(cosformer.cosformer_attention_oracle, "causal", "max_length")),
     (baselines.Efficient, {}, of_options(efficient.efficient_attention_oracle, "causal")),
-    (baselines.ExplicitTopK, {"n_largest": 1}, explicit_topk),
-    (baselines.ExplicitTopK, {"n_largest": 4}, explicit_topk),
+    (baselines.ExplicitTopK, {"n_largest": 1}, of_options(sparse.explicit_topk_oracle, "causal", "n_largest")),
+    (baselines.ExplicitTopK, {"n_largest": 4}, of_options(sparse.explicit_topk_oracle, "causal", "n_largest")),
     (baselines.Flowformer, {}, of_options(flowformer.flowformer_attention_oracle, "causal")),
     (baselines.LinearELU, {}, linear(elu_features)),
     (baselines.LinearTaylor, {}, linear(taylor_features)),
     (baselines.Linformer, {"n_landmarks": 3, "max_length": LONGEST}, linformer),
-    (baselines.Longformer, {"window": 1, "n_global": 1}, of_sets(longformer_reads)),
-    (baselines.Longformer, {"window": 4, "n_global": 9}, of_sets(longformer_reads)),
+    (baselines.Longformer, {"window": 1, "n_global": 1}, of_options(sparse.longformer_oracle, "causal", "window", "n_global")),
+    (baselines.Longformer, {"window": 4, "n_global": 9}, of_options(sparse.longformer_oracle, "causal", "window", "n_global")),
     (baselines.MCTFM, chunked, of_options(mixed_chunk.mc_tfm_attention_oracle, "causal", "chunk_size")),
     (baselines.MixedChunk, {**chunked, "features": "relu"}, scheme),
     (baselines.MixedChunk, {**chunked, "features": "elu", "local": "overlapping"}, scheme),
@@ -136,8 +106,8 @@ ROWS: list[tuple[Any, dict[str, Any], Definition]] = [
     (baselines.Performer, {"causal_sums": "chunked"}, linear(relu_features)),
     (baselines.Reformer, {**chunked, "n_buckets": 2, "n_rounds": 1}, reformer_of),
     (baselines.Reformer, {**chunked, "n_buckets": 4, "n_rounds": 3}, reformer_of),
-    (baselines.Sparse, {"stride": 1}, of_sets(sparse_reads)),
-    (baselines.Sparse, {"stride": 4}, of_sets(sparse_reads)),
+    (baselines.Sparse, {"stride": 1}, of_options(sparse.sparse_oracle, "causal", "stride")),
+    (baselines.Sparse, {"stride": 4}, of_options(sparse.sparse_oracle, "causal", "stride")),
 ]
 CASES = {f"{mixer.__name__} {options}": (mixer, options, oracle) for mixer, options, oracle in ROWS}
 

@@ -19,13 +19,6 @@ from lineartime.ops.positions import rotary_table, rotate
 KEY, VALUE = 6, 5
 
 
-def recurrence_of(x: Tokens) -> Tensor:
-    moves = torch.diag_embed(x.g.exp().expand(-1, KEY))
-    if x.a is not None and x.b is not None:
-        moves = moves + x.a[:, :, None] * x.b[:, None]
-    return recurrence_oracle(x.q, x.k, x.v, moves)
-
-
 def drawn(length: int, per_feature: bool, delta: bool, fastest: float = 1.0) -> Tokens:
     torch.manual_seed(length)
 
@@ -43,7 +36,7 @@ def test_every_form_is_the_definition(per_feature: bool, delta: bool) -> None:
     """Values and gradients, at ragged lengths, in chunks of several sizes and one token at a time."""
     for length, size in ((1, 4), (3, 4), (4, 4), (13, 4), (13, 1), (37, 16), (9, 64)):
         x, start = drawn(length, per_feature, delta), torch.zeros(KEY, VALUE, dtype=torch.float64)
-        expected, (found, state) = recurrence_of(x), recurrence(x, start, chunk_size=size)
+        expected, (found, state) = recurrence_oracle(x), recurrence(x, start, chunk_size=size)
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
         direction, inputs = torch.randn_like(expected), [x.q, x.k, x.v, x.g]
         gradients = [torch.autograd.grad((out * direction).sum(), inputs, retain_graph=True) for out in (expected, found)]
@@ -59,7 +52,7 @@ def test_fastest_decay_that_a_chunk_allows_is_finite_in_float32() -> None:
     x = drawn(40, per_feature=True, delta=True)
     x = x._replace(g=torch.full_like(x.g, -LONGEST_DECAY / 16).detach().requires_grad_())
     single = x.map(lambda each: each.detach().float().requires_grad_())
-    out, expected = recurrence(single, torch.zeros(KEY, VALUE), chunk_size=16)[0], recurrence_of(x)
+    out, expected = recurrence(single, torch.zeros(KEY, VALUE), chunk_size=16)[0], recurrence_oracle(x)
     torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
     for name, scale in product("qkvg", (1.0, 1e-8)):  # of a mean over many tokens, gradients are small
         found, wanted = (

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.baselines.recurrence import LONGEST_DECAY, RecurrentMixer, SoftplusDecay, Tokens, recurrence_oracle
+from lineartime.baselines.recurrence import LONGEST_DECAY, RecurrentMixer, SoftplusDecay, Tokens
 from lineartime.layers.dense import Dense, factory
 from lineartime.layers.mixer import MixerOptions
 from lineartime.layers.residual import RMSNorm
@@ -44,21 +44,31 @@ def retention_oracle(q: Tensor, k: Tensor, v: Tensor, head: int) -> Tensor:
 
 
 def gla_oracle(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
-    """GLA's definition for one head of one document: q, k, alpha [T, s], v [T, e] -> [T, e]."""
-    return recurrence_oracle(q / q.shape[1] ** 0.5, k, v, torch.diag_embed(alpha))
+    """GLA's definition for one head of one document, one token at a time: q, k, alpha [T, s], v [T, e] -> [T, e]."""
+    s, rows = v.new_zeros(k.shape[1], v.shape[1]), []
+    for t in range(len(v)):
+        s = alpha[t][:, None] * s + torch.outer(k[t], v[t])
+        rows.append(s.mT @ q[t] / q.shape[1] ** 0.5)
+    return torch.stack(rows)
 
 
 def delta_rule_oracle(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
     """Both DeltaNets' definition for one head of one document: q, k [T, s], v [T, e], beta, alpha [T] -> [T, e]."""
-    stored = beta[:, None] * k
-    moves = alpha[:, None, None] * (torch.eye(k.shape[1], dtype=k.dtype) - stored[:, :, None] * k[:, None])
-    return recurrence_oracle(q / q.shape[1] ** 0.5, stored, v, moves)
+    s, rows = v.new_zeros(k.shape[1], v.shape[1]), []
+    for t in range(len(v)):
+        s = alpha[t] * s
+        s = s + beta[t] * torch.outer(k[t], v[t] - s.mT @ k[t])
+        rows.append(s.mT @ q[t] / q.shape[1] ** 0.5)
+    return torch.stack(rows)
 
 
 def ssd_oracle(b: Tensor, c: Tensor, x: Tensor, step: Tensor, a: Tensor) -> Tensor:
     """Mamba-2's definition for one head of one document, without D: B, C [T, s], x [T, e], step [T], A [] -> [T, e]."""
-    moves = (-a * step).exp()[:, None, None] * torch.eye(b.shape[1], dtype=b.dtype)
-    return recurrence_oracle(c, step[:, None] * b, x, moves)
+    s, rows = x.new_zeros(b.shape[1], x.shape[1]), []
+    for t in range(len(x)):
+        s = (-a * step[t]).exp() * s + step[t] * torch.outer(b[t], x[t])
+        rows.append(s.mT @ c[t])
+    return torch.stack(rows)
 
 
 class RetNet(RecurrentMixer):

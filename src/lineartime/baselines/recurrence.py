@@ -64,15 +64,14 @@ class Tokens(NamedTuple):
         return Tokens(function(self.q), function(self.k), function(self.v), function(self.g), *(rule or ()))
 
 
-def recurrence_oracle(q: Tensor, k: Tensor, v: Tensor, moves: Tensor) -> Tensor:
-    """The definition for one head of one document, where S[t] = moves[t] S[t - 1] + k[t] v[t]^T: the outputs S[t]^T q[t].
-
-    q, k [T, s], v [T, e] and moves [T, s, s] -> [T, e], one token at a time.
-    """
+def recurrence_oracle(x: Tokens) -> Tensor:
+    """The definition for one head of one document, one token at a time: [T, ...] -> [T, e]."""
+    q, k, v, g, a, b = x
     s, rows = v.new_zeros(k.shape[1], v.shape[1]), []
     for t in range(len(v)):
-        s = moves[t] @ s + torch.outer(k[t], v[t])
-        rows.append(s.mT @ q[t])
+        moved = 0 if a is None or b is None else torch.outer(a[t], b[t] @ s)
+        s = g[t].exp()[:, None] * s + moved + torch.outer(k[t], v[t])
+        rows.append(q[t] @ s)
     return torch.stack(rows)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.baselines.recurrence import RecurrentMixer, Tokens, recurrence_oracle
+from lineartime.baselines.recurrence import RecurrentMixer, Tokens
 from lineartime.layers.dense import Dense, FactoryOptions, factory
 from lineartime.layers.mixer import MixerOptions
 from lineartime.ops.packing import Packing
@@ -28,8 +28,12 @@ MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 
 def rwkv7_oracle(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, c: Tensor) -> Tensor:
-    """The definition for one head of one document: v [T, e], the others [T, s] -> [T, e]."""
-    return recurrence_oracle(r, k, v, torch.diag_embed(w) - (a * c)[:, :, None] * c[:, None])
+    """The definition for one head of one document, one token at a time: v [T, e], the others [T, s] -> [T, e]."""
+    s, rows = v.new_zeros(k.shape[1], v.shape[1]), []
+    for t in range(len(v)):
+        s = (torch.diag(w[t]) - torch.outer(a[t] * c[t], c[t])) @ s + torch.outer(k[t], v[t])
+        rows.append(s.mT @ r[t])
+    return torch.stack(rows)
 
 
 class LowRank(nn.Module):

@@ -21,7 +21,7 @@ Shapes: B streams, T tokens, R rows (one for each document or stream), H heads, 
 S stride or block size, G blocks of a row, W window, K keys that a token attends to at most.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +51,45 @@ COMPARED = 2**20
 """The number of pairs of a new and a cached token that a stream compares at a time; bounds the memory for a long prompt."""
 
 
-def sparse_oracle(q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Sequence[int] | Tensor]) -> Tensor:
-    """The definition for one head of one document, given the A(i): q, k, v [T, h] -> [T, h]. Slow, one query at a time."""
-    rows = [(k[own] @ q[i] / q.shape[-1] ** 0.5).softmax(0) @ v[own] for i, own in enumerate(reads)]
+def _oracle(q: Tensor, k: Tensor, v: Tensor, causal: bool, reads: Callable[[int, int], bool]) -> Tensor:
+    """Softmax attention of each i to the j that it reads, for definitions: q, k, v [T, h] of one head of one document."""
+    rows = []
+    for i in range(len(q)):
+        own = [j for j in range(len(k)) if (j <= i or not causal) and reads(i, j)]
+        rows.append((k[own] @ q[i] / q.shape[-1] ** 0.5).softmax(0) @ v[own])
     return torch.stack(rows)
+
+
+def sparse_oracle(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool) -> Tensor:
+    """The definition of Sparse."""
+    return _oracle(q, k, v, causal, lambda i, j: abs(i - j) < stride or (i - j) % stride == 0)
+
+
+def longformer_oracle(q: Tensor, k: Tensor, v: Tensor, *, window: int, n_global: int, causal: bool) -> Tensor:
+    """The definition of Longformer."""
+    return _oracle(q, k, v, causal, lambda i, j: abs(i - j) < window or j < n_global or i < n_global)
+
+
+def bigbird_oracle(
+    q: Tensor, k: Tensor, v: Tensor, random_blocks: list[list[int]], *, block_size: int, n_global: int, causal: bool
+) -> Tensor:
+    """The definition of BigBird, given the random blocks of each block."""
+
+    def reads(i: int, j: int) -> bool:
+        g, other = i // block_size, j // block_size
+        return abs(g - other) <= 1 or other < n_global or other in random_blocks[g] or g < n_global
+
+    return _oracle(q, k, v, causal, reads)
+
+
+def explicit_topk_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_largest: int, causal: bool) -> Tensor:
+    """The definition of ExplicitTopK."""
+
+    def reads(i: int, j: int) -> bool:
+        scores = k[: i + 1 if causal else None] @ q[i]
+        return bool(scores[j] >= scores.sort(descending=True).values[:n_largest][-1])
+
+    return _oracle(q, k, v, causal, reads)
 
 
 def visible_band(size: int, causal: bool, device: torch.device, reach: int) -> Tensor:
