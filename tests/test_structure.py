@@ -174,7 +174,7 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 BUDGETS: dict[str, int] = {
     "all source": 30630,
     "all tests": 22570,
-    "baselines": 3630,
+    "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
     "cli": 1340,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lineartime.baselines import GLA, RWKV7, DeltaNet, GatedDeltaNet, LaCT, Mamba2, RetNet, linear_models
 from lineartime.baselines.lact import lact_oracle
+from lineartime.baselines.linear_models import rwkv7_oracle
 from lineartime.baselines.recurrence import LONGEST_DECAY, Tokens, recurrence, recurrence_oracle, recurrence_step
-from lineartime.baselines.rwkv7 import rwkv7_oracle
 from lineartime.models import build
 from lineartime.ops.positions import rotary_table, rotate
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from lineartime.baselines.performer import Performer
+from lineartime.baselines import Performer
 from lineartime.errors import ArgumentError
 from lineartime.layers import FLASH, GAU, Attention
 from lineartime.layers.mixer import Mixer

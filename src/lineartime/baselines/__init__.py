@@ -17,10 +17,12 @@ from lineartime.baselines.flash_variants import FLASHWeighted as FLASHWeighted
 from lineartime.baselines.flowformer import Flowformer as Flowformer
 from lineartime.baselines.kernel_attention import KernelAttention as KernelAttention
 from lineartime.baselines.kernel_attention import LinearELU as LinearELU
+from lineartime.baselines.kernel_attention import Performer as Performer
 from lineartime.baselines.lact import LaCT as LaCT
 from lineartime.baselines.landmarks import Linformer as Linformer
 from lineartime.baselines.landmarks import Nystromformer as Nystromformer
 from lineartime.baselines.linear_models import GLA as GLA
+from lineartime.baselines.linear_models import RWKV7 as RWKV7
 from lineartime.baselines.linear_models import DeltaNet as DeltaNet
 from lineartime.baselines.linear_models import GatedDeltaNet as GatedDeltaNet
 from lineartime.baselines.linear_models import Mamba2 as Mamba2
@@ -28,9 +30,7 @@ from lineartime.baselines.linear_models import RetNet as RetNet
 from lineartime.baselines.linear_taylor import LinearTaylor as LinearTaylor
 from lineartime.baselines.mixed_chunk import MCTFM as MCTFM
 from lineartime.baselines.mixed_chunk import MixedChunk as MixedChunk
-from lineartime.baselines.performer import Performer as Performer
 from lineartime.baselines.reformer import Reformer as Reformer
-from lineartime.baselines.rwkv7 import RWKV7 as RWKV7
 from lineartime.baselines.sparse import BigBird as BigBird
 from lineartime.baselines.sparse import ExplicitTopK as ExplicitTopK
 from lineartime.baselines.sparse import Longformer as Longformer

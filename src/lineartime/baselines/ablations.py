@@ -86,10 +86,7 @@ class GAUMultiHead(GAU):
 
 
 class GAUUngated(GAU):
-    """GAU without its gate, values twice as wide.
-
-    The options are those of `GAU`.
-    """
+    """GAU without its gate, values twice as wide."""
 
     name = "gau-ungated"
 
@@ -101,10 +98,7 @@ class GAUUngated(GAU):
 
 
 class MHSAGated(Attention):
-    """Softmax multi-head attention with a gate on its output.
-
-    The options are those of `Attention`.
-    """
+    """Softmax multi-head attention with a gate on its output."""
 
     name = "mhsa-gated"
 

@@ -64,10 +64,7 @@ class FLASHVariant(FLASH):
 
 
 class FLASHLocal(FLASHVariant):
-    """FLASH whose tokens attend only within their chunk.
-
-    `FLASH` without its linear part. The options are those of `FLASH`.
-    """
+    """FLASH whose tokens attend only within their chunk."""
 
     name = "flash-local"
     n_maps = 2

@@ -5,6 +5,7 @@ A subclass defines the feature map. With features that are not negative,
     out[t] = sum over visible j of s(t, j) v[j]  /  sum over visible j of s(t, j)        s(t, j) = features(q[t]).features(k[j])
 
     linear-elu:  features(x) = elu(x) + 1        (eq. 7)
+    performer:   features(x) = relu(x) + 0.001
 
 With rotary positions on the features (arXiv 2104.09864, eq. 19), the numerator takes rotated features and the denominator plain
 ones, so that the denominator stays a sum of nonnegative numbers.
@@ -33,6 +34,10 @@ from lineartime.ops.state import State, in_place, writable
 Rotated = Literal["inputs", "features"]
 """What rotary positions rotate in a linear attention."""
 
+CausalSumsForm = Literal["prefix", "matmul", "chunked"]
+
+MIN_FEATURE = 1e-3
+"""The published eps. Without it, a query could have no similarity to any key."""
 MIN_DIVISOR = 1e-18
 """The smallest divisor, so that a query without a similar key does not divide by zero. Its square, which occurs in the
 gradient, is still nonzero in float32."""
@@ -87,6 +92,11 @@ def with_ones(v: Tensor) -> Tensor:
 def normalized(sums: Tensor) -> Tensor:
     """Divide sums of values by the sum of ones in their last place: [..., h + 1] -> [..., h]."""
     return sums[..., :-1] / sums[..., -1:].clamp(min=MIN_DIVISOR)
+
+
+def relu_features(x: Tensor) -> Tensor:
+    """The features of queries or keys, [..., h] -> [..., h]."""
+    return torch.relu(x) + MIN_FEATURE
 
 
 def elu_features(x: Tensor) -> Tensor:
@@ -162,7 +172,9 @@ class KernelAttention(MultiHeadMixer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         parts = self._parts(q, k, v, 0, real)
-        return normalized(_joined([self.sums(*part) if self.causal else part[0] @ (part[1].mT @ part[2]) for part in parts]))
+        if self.causal:
+            return normalized(_joined([self.sums(*part) for part in parts]))
+        return normalized(_joined([q @ (k.mT @ v) for q, k, v in parts]))
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState, packing: Packing) -> tuple[Tensor, LinearState]:
         new, counts = v.shape[-2], packing.counts
@@ -214,3 +226,32 @@ class LinearELU(KernelAttention):
 
     def features(self, x: Tensor) -> Tensor:
         return elu_features(x)
+
+
+class Performer(KernelAttention):
+    """Performer with its ReLU kernel, as published.
+
+    Linear attention with features relu(x) + eps.
+
+    Args:
+        causal_sums: how a causal layer sums over earlier tokens: "prefix", as published, stores a state of h x h for every
+            token and head, which makes it slow; "matmul" computes all T x T products, the paper's Performer-Matmul; "chunked"
+            stores a state for every chunk, as linear attention is trained today.
+        **options: the options of `KernelAttention`.
+
+    Source: "Rethinking Attention with Performers" (arXiv 2009.14794), generalised attention, in the two causal forms that the
+    FLASH paper measures, and by chunks.
+    """
+
+    name = "performer"
+
+    def __init__(self, d_model: int, *, causal_sums: CausalSumsForm = "prefix", **options: Unpack[KernelOptions]) -> None:
+        super().__init__(d_model, **options)
+        check_choice("causal_sums", causal_sums, get_args(CausalSumsForm))
+        self.causal_sums: CausalSumsForm = causal_sums
+
+    def features(self, x: Tensor) -> Tensor:
+        return relu_features(x)
+
+    def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return {"prefix": prefix_sums, "matmul": matmul_sums, "chunked": chunked_sums}[self.causal_sums](q, k, v)

@@ -39,8 +39,7 @@ from lineartime.baselines.blocks import (
     with_neighbours,
 )
 from lineartime.baselines.cosformer import weigh_by_cosine
-from lineartime.baselines.kernel_attention import elu_features, normalized, with_ones
-from lineartime.baselines.performer import relu_features
+from lineartime.baselines.kernel_attention import elu_features, normalized, relu_features, with_ones
 from lineartime.errors import check_choice
 from lineartime.ops.checks import check_fits, check_positive
 from lineartime.ops.mixed_chunk import MixedChunkState, Scales, attend_visible, reciprocal
