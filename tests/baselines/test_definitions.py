@@ -11,26 +11,9 @@ import torch.nn.functional as F
 from tests.pairs import every_pair
 from torch import Tensor
 
-import lineartime.baselines
-from lineartime.baselines import explicit_topk, flowformer, reformer, sparse
-from lineartime.baselines.bigbird import BigBird, bigbird_attention_oracle
-from lineartime.baselines.combiner import Combiner
-from lineartime.baselines.combiner_fixed import CombinerFixed, combiner_fixed_attention_oracle
-from lineartime.baselines.cosformer import CosFormer, cosformer_attention_oracle
-from lineartime.baselines.efficient import Efficient, efficient_attention_oracle
-from lineartime.baselines.explicit_topk import ExplicitTopK, explicit_topk_attention_oracle
-from lineartime.baselines.flowformer import Flowformer, flowformer_attention_oracle
-from lineartime.baselines.linear_elu import LinearELU
-from lineartime.baselines.linear_taylor import LinearTaylor
-from lineartime.baselines.linformer import Linformer, linformer_attention_oracle
-from lineartime.baselines.longformer import Longformer, longformer_attention_oracle
-from lineartime.baselines.mc_tfm import MCTFM, mc_tfm_attention_oracle
-from lineartime.baselines.mixed_chunk import MixedChunk, mixed_chunk_scheme_oracle
-from lineartime.baselines.nystromformer import Nystromformer, convolution_oracle, nystromformer_attention_oracle, pseudo_inverse
-from lineartime.baselines.performer import Performer
-from lineartime.baselines.reformer import Reformer, reformer_attention_oracle
-from lineartime.baselines.sparse import Sparse, sparse_attention_oracle
-from lineartime.layers import Attention
+from lineartime import baselines
+from lineartime.baselines import combiner, cosformer, efficient, flowformer, landmarks, mixed_chunk, reformer, sparse
+from lineartime.baselines.kernel_attention import linear_attention_oracle
 from lineartime.models.systems import SYSTEMS
 
 CHUNK, LONGEST = 4, 40
@@ -44,40 +27,30 @@ def of_options(oracle: Definition, *names: str) -> Definition:
     return lambda layer, _, q, k, v: oracle(q, k, v, **{name: getattr(layer, name) for name in names})
 
 
-def mean_by(similarity: Callable[[Tensor, Tensor], Tensor]) -> Definition:
-    """The mean of the visible values, weighed by a similarity of [Q, h] and [K, h] -> [Q, K]."""
-
-    def mean(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        weights = similarity(q, k).tril() if layer.causal else similarity(q, k)
-        return weights @ v / weights.sum(-1, keepdim=True)
-
-    return mean
+def linear(features: Callable[[Tensor], Tensor]) -> Definition:
+    return lambda layer, _, q, k, v: linear_attention_oracle(features(q), features(k), v, causal=layer.causal)
 
 
-def relu_similarity(q: Tensor, k: Tensor) -> Tensor:
-    return (q.clamp(min=0) + 1e-3) @ (k.clamp(min=0) + 1e-3).mT
+def relu_features(x: Tensor) -> Tensor:
+    return x.clamp(min=0) + 1e-3
 
 
-def elu_similarity(q: Tensor, k: Tensor) -> Tensor:
-    return torch.where(q > 0, q + 1, q.exp()) @ torch.where(k > 0, k + 1, k.exp()).mT
+def elu_features(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x + 1, x.exp())
 
 
-def taylor_similarity(q: Tensor, k: Tensor) -> Tensor:
-    return 1 + (q @ k.mT) / (q.norm(dim=-1)[:, None] * k.norm(dim=-1))
-
-
-def cos_similarity(q: Tensor, k: Tensor, distance: int) -> Tensor:
-    return q.clamp(min=0) @ k.clamp(min=0) * math.cos(math.pi / 2 * distance / LONGEST)
+def taylor_features(x: Tensor) -> Tensor:
+    return torch.cat([torch.ones_like(x[:, :1]), x / x.norm(dim=-1, keepdim=True)], -1)
 
 
 def scheme(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     similarity = {
-        "relu": lambda q, k, _: relu_similarity(q[None], k[None])[0, 0],
-        "elu": lambda q, k, _: elu_similarity(q[None], k[None])[0, 0],
-        "cos": cos_similarity,
+        "relu": lambda q, k, _: relu_features(q) @ relu_features(k),
+        "elu": lambda q, k, _: elu_features(q) @ elu_features(k),
+        "cos": lambda q, k, distance: q.clamp(min=0) @ k.clamp(min=0) * math.cos(math.pi / 2 * distance / LONGEST),
     }[layer.features]
     reach = int(layer.local == "overlapping")
-    return mixed_chunk_scheme_oracle(q, k, v, similarity, chunk_size=CHUNK, reach=reach, causal=layer.causal)
+    return mixed_chunk.mixed_chunk_scheme_oracle(q, k, v, similarity, chunk_size=CHUNK, reach=reach, causal=layer.causal)
 
 
 def bigbird(layer: Any, head: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -85,56 +58,56 @@ def bigbird(layer: Any, head: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     chosen, there = layer.choose(blocks, blocks + 1 if layer.causal else torch.full_like(blocks, len(blocks)))
     drawn = [chosen[head, g][there[head, g]].tolist() for g in blocks]
     options = {"block_size": layer.block_size, "n_global": layer.n_global, "causal": layer.causal}
-    return bigbird_attention_oracle(q, k, v, drawn, **options)
+    return sparse.bigbird_oracle(q, k, v, drawn, **options)
 
 
 def combiner_fixed(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return combiner_fixed_attention_oracle(q[None], k[None], v[None], chunk_size=CHUNK, causal=layer.causal)[0]
+    return combiner.combiner_fixed_attention_oracle(q[None], k[None], v[None], chunk_size=CHUNK, causal=layer.causal)[0]
 
 
 def linformer(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return linformer_attention_oracle(q, k, v, layer.mix_keys, layer.mix_values)
+    return landmarks.linformer_attention_oracle(q, k, v, layer.mix_keys, layer.mix_values)
 
 
 def nystromformer(layer: Any, head: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = nystromformer_attention_oracle(q, k, v, n_landmarks=layer.n_landmarks)
-    return out + convolution_oracle(v, layer.kernel[head]) if layer.convolution else out
+    out = landmarks.nystromformer_attention_oracle(q, k, v, n_landmarks=layer.n_landmarks)
+    return out + landmarks.convolution_oracle(v, layer.kernel[head]) if layer.convolution else out
 
 
 def reformer_of(layer: Any, head: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     buckets = reformer.reformer_buckets(k[None, None], layer.directions[head : head + 1])[0, 0]
-    return reformer_attention_oracle(q, v, buckets, chunk_size=CHUNK, causal=layer.causal)
+    return reformer.reformer_attention_oracle(q, v, buckets, chunk_size=CHUNK, causal=layer.causal)
 
 
 chunked = {"chunk_size": CHUNK}
 ROWS: list[tuple[Any, dict[str, Any], Definition]] = [
-    (BigBird, {"block_size": 2, "n_global": 1, "n_random": 2}, bigbird),
-    (BigBird, {"block_size": 1, "n_global": 2, "n_random": 3}, bigbird),
-    (BigBird, {"block_size": 30, "n_global": 1, "n_random": 1}, bigbird),
-    (CombinerFixed, chunked, combiner_fixed),
-    (CosFormer, {"max_length": LONGEST}, of_options(cosformer_attention_oracle, "causal", "max_length")),
-    (Efficient, {}, of_options(efficient_attention_oracle, "causal")),
-    (ExplicitTopK, {"n_largest": 1}, of_options(explicit_topk_attention_oracle, "causal", "n_largest")),
-    (ExplicitTopK, {"n_largest": 4}, of_options(explicit_topk_attention_oracle, "causal", "n_largest")),
-    (Flowformer, {}, of_options(flowformer_attention_oracle, "causal")),
-    (LinearELU, {}, mean_by(elu_similarity)),
-    (LinearTaylor, {}, mean_by(taylor_similarity)),
-    (Linformer, {"n_landmarks": 3, "max_length": LONGEST}, linformer),
-    (Longformer, {"window": 1, "n_global": 1}, of_options(longformer_attention_oracle, "causal", "window", "n_global")),
-    (Longformer, {"window": 4, "n_global": 9}, of_options(longformer_attention_oracle, "causal", "window", "n_global")),
-    (MCTFM, chunked, of_options(mc_tfm_attention_oracle, "causal", "chunk_size")),
-    (MixedChunk, {**chunked, "features": "relu"}, scheme),
-    (MixedChunk, {**chunked, "features": "elu", "local": "overlapping"}, scheme),
-    (MixedChunk, {**chunked, "features": "cos", "max_length": LONGEST}, scheme),
-    (Nystromformer, {"n_landmarks": 4, "convolution": 5}, nystromformer),
-    (Nystromformer, {"n_landmarks": 4, "convolution": 0}, nystromformer),
-    (Performer, {"causal_sums": "prefix"}, mean_by(relu_similarity)),
-    (Performer, {"causal_sums": "matmul"}, mean_by(relu_similarity)),
-    (Performer, {"causal_sums": "chunked"}, mean_by(relu_similarity)),
-    (Reformer, {**chunked, "n_buckets": 2, "n_rounds": 1}, reformer_of),
-    (Reformer, {**chunked, "n_buckets": 4, "n_rounds": 3}, reformer_of),
-    (Sparse, {"stride": 1}, of_options(sparse_attention_oracle, "causal", "stride")),
-    (Sparse, {"stride": 4}, of_options(sparse_attention_oracle, "causal", "stride")),
+    (baselines.BigBird, {"block_size": 2, "n_global": 1, "n_random": 2}, bigbird),
+    (baselines.BigBird, {"block_size": 1, "n_global": 2, "n_random": 3}, bigbird),
+    (baselines.BigBird, {"block_size": 30, "n_global": 1, "n_random": 1}, bigbird),
+    (baselines.CombinerFixed, chunked, combiner_fixed),
+    (baselines.CosFormer, {"max_length": LONGEST}, of_options(cosformer.cosformer_attention_oracle, "causal", "max_length")),
+    (baselines.Efficient, {}, of_options(efficient.efficient_attention_oracle, "causal")),
+    (baselines.ExplicitTopK, {"n_largest": 1}, of_options(sparse.explicit_topk_oracle, "causal", "n_largest")),
+    (baselines.ExplicitTopK, {"n_largest": 4}, of_options(sparse.explicit_topk_oracle, "causal", "n_largest")),
+    (baselines.Flowformer, {}, of_options(flowformer.flowformer_attention_oracle, "causal")),
+    (baselines.LinearELU, {}, linear(elu_features)),
+    (baselines.LinearTaylor, {}, linear(taylor_features)),
+    (baselines.Linformer, {"n_landmarks": 3, "max_length": LONGEST}, linformer),
+    (baselines.Longformer, {"window": 1, "n_global": 1}, of_options(sparse.longformer_oracle, "causal", "window", "n_global")),
+    (baselines.Longformer, {"window": 4, "n_global": 9}, of_options(sparse.longformer_oracle, "causal", "window", "n_global")),
+    (baselines.MCTFM, chunked, of_options(mixed_chunk.mc_tfm_attention_oracle, "causal", "chunk_size")),
+    (baselines.MixedChunk, {**chunked, "features": "relu"}, scheme),
+    (baselines.MixedChunk, {**chunked, "features": "elu", "local": "overlapping"}, scheme),
+    (baselines.MixedChunk, {**chunked, "features": "cos", "max_length": LONGEST}, scheme),
+    (baselines.Nystromformer, {"n_landmarks": 4, "convolution": 5}, nystromformer),
+    (baselines.Nystromformer, {"n_landmarks": 4, "convolution": 0}, nystromformer),
+    (baselines.Performer, {"causal_sums": "prefix"}, linear(relu_features)),
+    (baselines.Performer, {"causal_sums": "matmul"}, linear(relu_features)),
+    (baselines.Performer, {"causal_sums": "chunked"}, linear(relu_features)),
+    (baselines.Reformer, {**chunked, "n_buckets": 2, "n_rounds": 1}, reformer_of),
+    (baselines.Reformer, {**chunked, "n_buckets": 4, "n_rounds": 3}, reformer_of),
+    (baselines.Sparse, {"stride": 1}, of_options(sparse.sparse_oracle, "causal", "stride")),
+    (baselines.Sparse, {"stride": 4}, of_options(sparse.sparse_oracle, "causal", "stride")),
 ]
 CASES = {f"{mixer.__name__} {options}": (mixer, options, oracle) for mixer, options, oracle in ROWS}
 
@@ -142,7 +115,7 @@ CASES = {f"{mixer.__name__} {options}": (mixer, options, oracle) for mixer, opti
 def test_every_system_that_is_compared_can_be_imported_by_its_name() -> None:
     mixers = {system.mixer for system in SYSTEMS.values() if system.mixer.__module__.startswith("lineartime.baselines")}
     assert len(mixers) > 20
-    assert {mixer.__name__ for mixer in mixers} <= set(dir(lineartime.baselines))
+    assert {mixer.__name__ for mixer in mixers} <= set(dir(baselines))
 
 
 @every_pair(name=list(CASES), causal=[False, True], length=[1, 4, 5, 17])
@@ -154,11 +127,14 @@ def test_values_and_gradients_are_the_definition(name: str, causal: bool, length
     check(layer, oracle, length)
 
 
+SUMS = ["Efficient {}", "Flowformer {}", *(name for name in CASES if name.startswith("Performer"))]
+
+
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("mixer", [Efficient, Flowformer])
-def test_sums_over_several_chunks_are_the_definition(mixer: Any, causal: bool) -> None:
-    oracle = {Efficient: efficient_attention_oracle, Flowformer: flowformer_attention_oracle}[mixer]
-    check(mixer(12, n_heads=2, causal=causal).double(), of_options(oracle, "causal"), 130)
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_over_several_chunks_are_the_definition(name: str, causal: bool) -> None:
+    mixer, options, oracle = CASES[name]
+    check(mixer(12, n_heads=2, causal=causal, **options).double(), oracle, 130)
 
 
 def check(layer: Any, oracle: Definition, length: int) -> None:
@@ -183,9 +159,9 @@ def check(layer: Any, oracle: Definition, length: int) -> None:
 
 
 BOUNDS = [
-    (sparse, "GATHERED", Sparse, 12),
-    (explicit_topk, "COMPARED", ExplicitTopK, 50),
-    (reformer, "COMPARED", Reformer, 115),
+    (sparse, "GATHERED", baselines.Sparse, 12),
+    (sparse, "COMPARED", baselines.ExplicitTopK, 50),
+    (reformer, "COMPARED", baselines.Reformer, 115),
 ]
 
 
@@ -201,24 +177,14 @@ def test_long_prompt_is_read_in_parts_of_bounded_memory(
         torch.testing.assert_close(torch.cat([first, rest], 1), layer(x), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("mixer", [Combiner, CombinerFixed, MCTFM, MixedChunk])
-def test_one_chunk_is_softmax_attention_and_nothing_more(mixer: Any, causal: bool) -> None:
-    layer, plain = mixer(16, n_heads=2, chunk_size=8, causal=causal), Attention(16, n_heads=2, causal=causal)
-    layer.load_state_dict(plain.state_dict(), strict=False)
-    for length in (1, 7, 8):
-        x = torch.randn(2, length, 16)
-        torch.testing.assert_close(layer(x), plain(x))
-
-
 # After 83 tokens: [B, H, ...] for two heads of width 8, chunks of 8 and windows of 4.
 KEPT: list[tuple[Any, dict[str, Any], list[tuple[int, ...]]]] = [
-    (Combiner, {"chunk_size": 8}, [(10, 8, 8)] * 2 + [(8, 8)] * 3),  # two vectors for each token of closed chunks
-    (CombinerFixed, {"chunk_size": 8}, [(10, 8)] * 2 + [(8, 8)] * 2 + [(8,)]),  # a summary for each closed chunk
-    (MCTFM, {"chunk_size": 8}, [(8, 8), (1, 8, 8), (8, 8)]),  # keys of the open chunk once
-    (MixedChunk, {"chunk_size": 8}, [(8, 9), (8, 8), (8, 8)]),
-    (MixedChunk, {"chunk_size": 8, "local": "overlapping"}, [(8, 9), (16, 8), (16, 8)]),
-    (Longformer, {"window": 4, "n_global": 6}, [(6, 8)] * 2 + [(3, 8)] * 2),
+    (baselines.Combiner, {"chunk_size": 8}, [(10, 8, 8)] * 2 + [(8, 8)] * 3),  # two vectors for each token of closed chunks
+    (baselines.CombinerFixed, {"chunk_size": 8}, [(10, 8)] * 2 + [(8, 8)] * 2 + [(8,)]),  # a summary for each closed chunk
+    (baselines.MCTFM, {"chunk_size": 8}, [(8, 8), (1, 8, 8), (8, 8)]),  # keys of the open chunk once
+    (baselines.MixedChunk, {"chunk_size": 8}, [(8, 9), (8, 8), (8, 8)]),
+    (baselines.MixedChunk, {"chunk_size": 8, "local": "overlapping"}, [(8, 9), (16, 8), (16, 8)]),
+    (baselines.Longformer, {"window": 4, "n_global": 6}, [(6, 8)] * 2 + [(3, 8)] * 2),
 ]
 
 
@@ -229,10 +195,10 @@ def test_stream_keeps_no_more_than_this(mixer: Any, options: dict[str, Any], kep
     assert [tuple(x.shape[2:]) for x in state.tensors() if x.shape[:2] == (1, 2)] == kept
 
 
-@pytest.mark.parametrize("mixer", [CosFormer, Linformer, MixedChunk])
+@pytest.mark.parametrize("mixer", [baselines.CosFormer, baselines.Linformer, baselines.MixedChunk])
 def test_only_the_longest_sequence_has_to_fit(mixer: Any) -> None:
-    options: dict[str, Any] = {"features": "cos"} if mixer is MixedChunk else {}
-    layer = mixer(16, n_heads=2, max_length=8, causal=mixer is not Linformer, **options)
+    options: dict[str, Any] = {"features": "cos"} if mixer is baselines.MixedChunk else {}
+    layer = mixer(16, n_heads=2, max_length=8, causal=mixer is not baselines.Linformer, **options)
     assert layer.longest_sequence == 8
     message = f"max_length is 8 in this {mixer.__name__}, but the sequence has 9 tokens"
     for length, ends in ((9, None), (10, torch.tensor([0, 1, 10]))):
@@ -250,20 +216,20 @@ def test_only_the_longest_sequence_has_to_fit(mixer: Any) -> None:
 
 def test_query_that_is_similar_to_no_key_reads_nothing() -> None:
     q, k = torch.tensor([[[[1.0, -1.0]]]]), torch.tensor([[[[-1.0, 1.0]]]])
-    assert not CosFormer(2, n_heads=1, max_length=4).attend(q, k, torch.ones(1, 1, 1, 2), None).any()
+    assert not baselines.CosFormer(2, n_heads=1, max_length=4).attend(q, k, torch.ones(1, 1, 1, 2), None).any()
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_equal_scores_are_read_alike(causal: bool) -> None:
     zeros, values = torch.zeros(1, 1, 7, 4), torch.randn(1, 1, 7, 4)
-    out = ExplicitTopK(4, n_heads=1, n_largest=2, causal=causal).attend(zeros, zeros, values, None)
+    out = baselines.ExplicitTopK(4, n_heads=1, n_largest=2, causal=causal).attend(zeros, zeros, values, None)
     torch.testing.assert_close(out[:, :, -1], values.mean(2))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_flows_that_vanish_leave_everything_finite(causal: bool) -> None:
     q = torch.full((1, 1, 5, 8), -200.0, requires_grad=True)  # whose sigmoid is zero in float32
-    out = Flowformer(8, n_heads=1, causal=causal).attend(q, q, torch.randn(1, 1, 5, 8), None)
+    out = baselines.Flowformer(8, n_heads=1, causal=causal).attend(q, q, torch.randn(1, 1, 5, 8), None)
     (gradient,) = torch.autograd.grad(out.sum(), q)
     assert out.isfinite().all()
     assert gradient.isfinite().all()
@@ -273,7 +239,7 @@ def test_far_chunk_with_small_similarities_is_not_lost_in_those_of_the_own_chunk
     """Not the total without the own chunk: its rounding is larger than what the other chunk adds."""
     q, v = torch.ones(1, 1, 8, 2), torch.randn(1, 1, 8, 2)
     k = torch.cat([torch.full((1, 1, 4, 2), -30.0), torch.full((1, 1, 4, 2), 1e8)], 2)
-    layer = MixedChunk(2, n_heads=1, chunk_size=4, features="relu")
+    layer = baselines.MixedChunk(2, n_heads=1, chunk_size=4, features="relu")
     out = layer.attend(q, k, v, None) - F.scaled_dot_product_attention(q, k[:, :, 4:], v[:, :, 4:])
     torch.testing.assert_close(out[:, :, 4:], v[:, :, :4].mean(2, keepdim=True).expand(-1, -1, 4, -1), atol=1e-4, rtol=0)
 
@@ -281,12 +247,96 @@ def test_far_chunk_with_small_similarities_is_not_lost_in_those_of_the_own_chunk
 def test_pseudo_inverse_of_a_row_is_that_of_linear_algebra() -> None:
     a = (2 * torch.eye(8, dtype=torch.float64) + torch.randn(3, 2, 8, 8, dtype=torch.float64)).softmax(-1)
     a = (a + torch.eye(8)) / 2
-    torch.testing.assert_close(pseudo_inverse(a), torch.linalg.pinv(a), atol=1e-6, rtol=0)
+    torch.testing.assert_close(landmarks.pseudo_inverse(a), torch.linalg.pinv(a), atol=1e-6, rtol=0)
 
 
-def test_segment_of_equal_tokens_for_every_landmark_is_softmax_attention() -> None:
-    q, k, v = torch.randn(3, 1, 2, 4, 6, dtype=torch.float64).unbind(0)
-    q, k = (3 * F.normalize(torch.eye(6, dtype=torch.float64)[:4], dim=-1).expand_as(x) + 0.3 * x for x in (q, k))
-    q, k, v = (x.repeat_interleave(5, 2) for x in (q, k, v))
-    layer = Nystromformer(12, n_heads=2, n_landmarks=4, convolution=0)
-    torch.testing.assert_close(layer.attend(q, k, v, None), F.scaled_dot_product_attention(q, k, v), atol=1e-2, rtol=0)
+def drawn_blocks(count: int, causal: bool = True) -> list[list[list[int]]]:
+    """The random blocks of every block of a document with so many, for both heads; the first two are global."""
+    block = torch.arange(count)
+    n_blocks = block + 1 if causal else torch.full_like(block, count)
+    chosen, there = sparse.choose_blocks(torch.tensor([1, 2**32 - 1]), block, n_blocks, n_global=2, n_random=3)
+    return [[chosen[head, g][there[head, g]].tolist() for g in range(count)] for head in range(2)]
+
+
+@every_pair(causal=[False, True], count=[1, 2, 5, 7, 40])
+def test_random_blocks_are_distinct_and_neither_near_nor_global(causal: bool, count: int) -> None:
+    for head in drawn_blocks(count, causal):
+        for g, chosen in enumerate(head):
+            others = [b for b in range(2, g + 1 if causal else count) if abs(b - g) > 1]
+            assert set(chosen) <= set(others)
+            assert len(set(chosen)) == len(chosen) == min(3, len(others))
+
+
+def test_every_other_block_is_drawn_about_as_often() -> None:
+    last = torch.tensor([21])  # its others: blocks 1 to 19 of a causal row
+    chosen, there = sparse.choose_blocks(torch.randint(2**32, (4000,)), last, last + 1, n_global=1, n_random=1)
+    assert there.all()
+    counts = chosen.flatten().bincount(minlength=20)[1:]
+    assert len(counts) == 19
+    assert ((counts > 150) & (counts < 280)).all()  # 210 each
+
+
+@every_pair(causal=[False, True], length=[1, 4, 5, 17])
+def test_combiner_is_the_definition_on_its_projections(
+    causal: bool, length: int, assert_same_function: Callable[..., None]
+) -> None:
+    """With rotary positions of the cells, so that scores depend on distances alone."""
+    mixer = baselines.Combiner(8, n_heads=2, chunk_size=4, causal=causal).double()
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+
+    def definition(x: Tensor) -> Tensor:
+        normed = mixer.norm(x)
+        q, k, v = (heads.transpose(0, 1) for heads in mixer.project(normed[0], mixer.describe(x.shape, device=x.device)))
+        heads = combiner.combiner_attention_oracle(q, k, v[..., :4], normed[0], mixer.key_summary, chunk_size=4, causal=causal)
+        return torch.as_tensor(x + mixer.to_output(heads.transpose(0, 1).flatten(1))[None])
+
+    assert_same_function(mixer, definition, torch.randn(1, length, 8))
+
+
+def test_summaries_are_rotated_by_the_positions_of_their_cells() -> None:
+    """A document that begins with whole chunks of other tokens, which nothing reads, gives the scores of the document alone."""
+    mixer = baselines.Combiner(8, n_heads=2, chunk_size=4).double()
+    torch.nn.init.normal_(mixer.summary_to_key.weight)
+    o, x, query = torch.randn(3, 5, 8, dtype=torch.float64).unbind(0)
+    near, far = (mixer.key_summary(o, x, torch.full((5,), position)) for position in (2, 102))
+    turned = [mixer.key_summary(query, query, torch.full((5,), position)) for position in (6, 106)]
+    scores = [(q * k).sum(-1) for q, k in zip(turned, (near, far), strict=True)]
+    torch.testing.assert_close(scores[0], scores[1])
+    assert not torch.allclose(near, far)
+
+
+@pytest.mark.parametrize("name", ["summary_of_heads", "summary_to_key"])
+def test_adapter_of_the_summaries_is_applied_and_learns(name: str) -> None:
+    mixer = baselines.Combiner(8, n_heads=2, chunk_size=4).double()
+    x = torch.randn(1, 14, 8, dtype=torch.float64)
+    before = mixer(x)
+    adapter = torch.nn.Linear(8, 8).double()
+    mixer.get_submodule(name).register_forward_hook(lambda module, inputs, output: output + adapter(inputs[0]))
+    after = mixer(x)
+    assert not torch.allclose(before, after)
+    after.square().sum().backward()
+    assert adapter.weight.grad is not None
+    assert adapter.weight.grad.any()
+
+
+def test_bucket_depends_on_the_direction_of_a_vector_alone() -> None:
+    x, directions = torch.randn(1, 2, 50, 6), torch.randn(2, 3, 6, 2)
+    buckets = reformer.reformer_buckets(x, directions)
+    assert buckets.shape == (1, 2, 3, 50)
+    assert set(buckets.flatten().tolist()) == set(range(4))
+    assert torch.equal(reformer.reformer_buckets(8 * x, directions), buckets)
+    assert torch.equal(reformer.reformer_buckets(-x, directions), (buckets + 2) % 4)
+
+
+def test_tokens_are_hashed_before_they_are_rotated() -> None:
+    layer = baselines.Reformer(16, n_heads=2, n_buckets=8, causal=True)
+    _, state = layer.extend(torch.randn(1, 1, 16).expand(1, 30, 16), layer.init_state(1))
+    assert torch.equal(state.buckets, state.buckets[..., :1].expand_as(state.buckets))
+
+
+def test_query_of_zero_has_a_finite_gradient() -> None:
+    q = torch.zeros(1, 1, 3, 6, requires_grad=True)
+    out = baselines.Reformer(6, n_heads=1, chunk_size=4).attend(q, torch.zeros(1, 1, 3, 6), torch.randn(1, 1, 3, 6), None)
+    (gradient,) = torch.autograd.grad(out.square().sum(), q)
+    assert gradient.isfinite().all()

@@ -8,12 +8,8 @@ import torch
 from tests.pairs import every_pair
 from torch import Tensor
 
-from lineartime.baselines.flash_cls import FLASHCLS, flash_cls_oracle
-from lineartime.baselines.flash_first_to_all import FLASHFirstToAll, flash_first_to_all_oracle
-from lineartime.baselines.flash_global import FLASHGlobal
-from lineartime.baselines.flash_local import FLASHLocal
-from lineartime.baselines.flash_overlapping import FLASHOverlapping, flash_overlapping_oracle
-from lineartime.baselines.flash_weighted import FLASHWeighted, flash_weighted_oracle
+from lineartime.baselines import FLASHCLS, FLASHFirstToAll, FLASHGlobal, FLASHLocal, FLASHOverlapping, FLASHWeighted
+from lineartime.baselines import flash_variants as variants
 from lineartime.layers import FLASH, GAU
 from lineartime.ops import Packing, attend, describe, oracle
 
@@ -21,13 +17,6 @@ CHUNK = 4
 LENGTHS = [1, 4, 5, 17]
 lengths = pytest.mark.parametrize("length", LENGTHS)
 directions = pytest.mark.parametrize("causal", [False, True])
-
-
-def far_from_silent(layer: FLASH) -> FLASH:
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return layer
 
 
 def one_document(v: Tensor) -> Packing:
@@ -39,23 +28,11 @@ def quadratic_part(layer: FLASH) -> Callable[..., Tensor]:
     return lambda q, k, v: layer.attend([q, k, 0 * q, k], v, one_document(v), None)[0]
 
 
-@every_pair(causal=[False, True], length=LENGTHS, normalization=["count", "paper"])
-def test_flash_is_the_sum_of_its_parts(causal: bool, length: int, normalization: Any) -> None:
-    both = far_from_silent(FLASH(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization)).double()
-    local = FLASHLocal(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()
-    across = FLASHGlobal(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()
-    weights = both.state_dict()
-    local.load_state_dict({**weights, "gamma": both.gamma[:2], "beta": both.beta[:2]})
-    shared = {name: value for name, value in weights.items() if not name.startswith("bias")}
-    across.load_state_dict({**shared, "gamma": both.gamma[2:], "beta": both.beta[2:]})
-    x = torch.randn(2, length, 8, dtype=torch.float64)
-    # The residual and the bias of the output map are in both halves.
-    torch.testing.assert_close(local(x) + across(x) - x - both.to_output.bias, both(x), atol=1e-10, rtol=0)
-
-
 @lengths
 def test_causal_flash_with_one_chunk_is_a_gau(length: int) -> None:
-    flash = far_from_silent(FLASH(8, d_qk=4, chunk_size=17, causal=True)).double()
+    flash = FLASH(8, d_qk=4, chunk_size=17, causal=True).double()
+    for parameter in flash.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
     gau = GAU(8, d_qk=4, causal=True, max_length=17).double()
     gau.load_state_dict({**flash.state_dict(), "gamma": flash.gamma[:2], "beta": flash.beta[:2]})
     x = torch.randn(2, length, 8, dtype=torch.float64)
@@ -71,7 +48,7 @@ def test_overlapping_attention_is_the_definition(
     bias = layer.bias(2 * CHUNK)
 
     def oracle(*qkv: Tensor) -> Tensor:
-        return flash_overlapping_oracle(*qkv, bias, chunk_size=CHUNK, causal=causal, activation=activation)
+        return variants.flash_overlapping_oracle(*qkv, bias, chunk_size=CHUNK, causal=causal, activation=activation)
 
     assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
 
@@ -81,7 +58,7 @@ def test_weighted_summaries_are_the_definition(causal: bool, length: int, assert
     layer = FLASHWeighted(8, d_qk=4, chunk_size=CHUNK, causal=causal)
     assert_same_function(
         lambda q, k, v: layer.attend_across(q, k, v, one_document(v), None)[0],
-        lambda q, k, v: flash_weighted_oracle(q, k, v, chunk_size=CHUNK, causal=causal),
+        lambda q, k, v: variants.flash_weighted_oracle(q, k, v, chunk_size=CHUNK, causal=causal),
         *(2 * torch.randn(length, width) for width in (4, 4, 5)),
     )
 
@@ -118,32 +95,28 @@ def test_first_tokens_attend_with_softmax_and_others_as_before(
     def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = oracle.of_document(q, k, None, None, v, layer.options(one_document(v)))
         if variant is FLASHCLS:
-            changed = flash_cls_oracle(q, k, v, bias, chunk_size=CHUNK)
+            changed = variants.flash_cls_oracle(q, k, v, bias, chunk_size=CHUNK)
         else:
-            changed = flash_first_to_all_oracle(q, k, v, chunk_size=CHUNK)
+            changed = variants.flash_first_to_all_oracle(q, k, v, chunk_size=CHUNK)
         return torch.stack([changed.get(t, out[t]) for t in range(length)])
 
     assert_same_function(quadratic_part(layer), definition, *(torch.randn(length, width) for width in (4, 4, 5)))
 
 
-@every_pair(causal=[False, True], length=LENGTHS)
+@every_pair(variant=[FLASHLocal, FLASHGlobal], causal=[False, True], length=LENGTHS, normalization=["count", "paper"])
 def test_each_part_alone_is_the_definition_without_the_other(
-    causal: bool, length: int, assert_same_function: Callable[..., None]
+    variant: Any, causal: bool, length: int, normalization: str, assert_same_function: Callable[..., None]
 ) -> None:
-    layers: list[FLASH] = [
-        FLASHLocal(8, d_qk=4, chunk_size=CHUNK, causal=causal, relative_bias=False),
-        FLASHGlobal(8, d_qk=4, chunk_size=CHUNK, causal=causal),
-    ]
-    for layer, before in zip(layers, (0, 2), strict=True):
+    layer = variant(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()
 
-        def definition(q: Tensor, k: Tensor, v: Tensor, layer: FLASH = layer, before: int = before) -> Tensor:
-            maps = [None] * before + [q, k] + [None] * (2 - before)
-            return oracle.of_document(*maps, v, layer.options(one_document(v)))
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        maps = (q, k, None, None) if variant is FLASHLocal else (None, None, q, k)
+        return oracle.of_document(*maps, v, layer.options(one_document(v)))
 
-        def alone(q: Tensor, k: Tensor, v: Tensor, layer: FLASH = layer) -> Tensor:
-            return layer.attend([q, k], v, one_document(v), None)[0]
+    def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.as_tensor(layer.attend([q, k], v, one_document(v), None)[0])
 
-        assert_same_function(alone, definition, *(torch.randn(length, width) for width in (4, 4, 5)))
+    assert_same_function(alone, definition, *(torch.randn(length, width) for width in (4, 4, 5)))
 
 
 @pytest.mark.parametrize("variant", [FLASHOverlapping, FLASHWeighted, FLASHFirstToAll, FLASHCLS, FLASHLocal])

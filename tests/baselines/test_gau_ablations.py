@@ -1,7 +1,7 @@
 """GAU with several heads, GAU without a gate, and heads with relu^2 or a gate."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -9,22 +9,15 @@ import torch.nn.functional as F
 from tests import definitions
 from torch import Tensor
 
-from lineartime.baselines.gau_multi_head import GAUMultiHead
-from lineartime.baselines.gau_ungated import GAUUngated
-from lineartime.baselines.mhsa_gated import MHSAGated
-from lineartime.baselines.mhsa_relu2 import MHSARelu2
+from lineartime.baselines import GAUMultiHead, GAUUngated, MHSAGated, MHSARelu2
 from lineartime.layers import GAU, Attention, set_backend
-from lineartime.layers.mixer import Mixer
 from lineartime.ops import rope
 
 POSITIONS = torch.arange(7)
-
-
-AnyMixer = TypeVar("AnyMixer", bound=Mixer)
 X = torch.randn(2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def prepared(layer: AnyMixer) -> AnyMixer:
+def prepared(layer: Any) -> Any:
     """A layer far from silent, in float64."""
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -32,21 +25,49 @@ def prepared(layer: AnyMixer) -> AnyMixer:
     return layer.double()
 
 
+def gau(layer: Any, x: Tensor) -> Tensor:
+    """The formula of a GAU with two heads, or with one and without a gate."""
+    projected = F.silu(layer.to_gate_value_base(layer.norm(x)))
+    u, v, z = projected.split([32, 32, 8] if layer.n_heads == 2 else [0, 64, 8], -1)
+    heads, (width, e) = [], (8 // layer.n_heads, v.shape[-1] // layer.n_heads)
+    for h in range(layer.n_heads):
+        part = slice(width * h, width * (h + 1))
+        q, k = (rope(z[..., part] * layer.gamma[m, part] + layer.beta[m, part], POSITIONS) for m in range(2))
+        heads.append(definitions.quadratic(q, k, v[..., e * h : e * (h + 1)], causal=layer.causal))
+    attended = torch.cat(heads, -1)
+    return torch.as_tensor(layer.to_output(u * attended if layer.n_heads == 2 else attended))
+
+
+def relu2(layer: Any, x: Tensor) -> Tensor:
+    q, k, v = layer.to_qkv(layer.norm(x)).split(16, -1)
+    parts = slice(0, 8), slice(8, 16)
+    heads = [(rope(q[..., part], POSITIONS), rope(k[..., part], POSITIONS), v[..., part]) for part in parts]
+    return torch.as_tensor(
+        layer.to_output(torch.cat([definitions.quadratic(*each, causal=layer.causal) for each in heads], -1))
+    )
+
+
+def gated(layer: Any, x: Tensor) -> Tensor:
+    plain = Attention(16, n_heads=2, causal=layer.causal).double()
+    plain.to_qkv, plain.norm, plain.to_output = layer.to_qkv, layer.norm, torch.nn.Identity()  # type: ignore[assignment]
+    return torch.as_tensor(layer.to_output(F.silu(layer.to_gate(layer.norm(x))) * (plain(x) - x)))
+
+
+ROWS: list[tuple[Any, dict[str, Any], Callable[[Any, Tensor], Tensor]]] = [
+    (GAUMultiHead, {"n_heads": 2, "d_qk": 8, "relative_bias": False}, gau),
+    (GAUUngated, {"d_qk": 8, "relative_bias": False}, gau),
+    (MHSARelu2, {"n_heads": 2}, relu2),
+    (MHSAGated, {"n_heads": 2}, gated),
+]
+
+
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_head_of_a_gau_attends_by_itself(causal: bool, assert_same_function: Callable[..., None]) -> None:
-    layer = prepared(GAUMultiHead(16, n_heads=2, d_qk=8, causal=causal, relative_bias=False))
-
-    def formula(x: Tensor) -> Tensor:
-        u, v, z = F.silu(layer.to_gate_value_base(layer.norm(x))).split([32, 32, 8], -1)
-        heads = []
-        for h in range(2):
-            part = slice(4 * h, 4 * h + 4)
-            q, k = (rope(z[..., part] * layer.gamma[m, part] + layer.beta[m, part], POSITIONS) for m in range(2))
-            heads.append(definitions.quadratic(q, k, v[..., 16 * h : 16 * h + 16], causal=causal))
-        out: Tensor = x + layer.to_output(u * torch.cat(heads, -1))
-        return out
-
-    assert_same_function(layer, formula, X)
+@pytest.mark.parametrize(("mixer", "options", "formula"), ROWS)
+def test_ablation_is_its_formula(
+    mixer: Any, options: dict[str, Any], formula: Any, causal: bool, assert_same_function: Callable[..., None]
+) -> None:
+    layer = prepared(mixer(16, causal=causal, **options))
+    assert_same_function(layer, lambda x: x + formula(layer, x), X)
 
 
 def test_one_head_of_a_gau_is_a_gau_and_four_cost_no_parameters() -> None:
@@ -55,52 +76,6 @@ def test_one_head_of_a_gau_is_a_gau_and_four_cost_no_parameters() -> None:
     plain.load_state_dict(layer.state_dict())
     torch.testing.assert_close(layer(X), plain(X), atol=1e-10, rtol=0)
     plain.load_state_dict(GAUMultiHead(16, n_heads=4, d_qk=8).state_dict())
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_gau_without_gate_has_values_of_twice_the_width(causal: bool, assert_same_function: Callable[..., None]) -> None:
-    layer = prepared(GAUUngated(16, d_qk=8, causal=causal, relative_bias=False))
-
-    def formula(x: Tensor) -> Tensor:
-        v, z = F.silu(layer.to_gate_value_base(layer.norm(x))).split([64, 8], -1)
-        q, k = (rope(z * layer.gamma[m] + layer.beta[m], POSITIONS) for m in range(2))
-        out: Tensor = x + layer.to_output(definitions.quadratic(q, k, v, causal=causal))
-        return out
-
-    assert_same_function(layer, formula, X)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_relu2_attention_is_quadratic_attention_of_every_head(causal: bool, assert_same_function: Callable[..., None]) -> None:
-    layer = prepared(MHSARelu2(16, n_heads=2, causal=causal))
-
-    def formula(x: Tensor) -> Tensor:
-        q, k, v = layer.to_qkv(layer.norm(x)).split(16, -1)
-        heads = []
-        for part in (slice(0, 8), slice(8, 16)):
-            turned = (rope(q[..., part], POSITIONS), rope(k[..., part], POSITIONS))
-            heads.append(definitions.quadratic(*turned, v[..., part], causal=causal))
-        out: Tensor = x + layer.to_output(torch.cat(heads, -1))
-        return out
-
-    assert_same_function(layer, formula, X)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_gate_multiplies_what_attention_gives(causal: bool, assert_same_function: Callable[..., None]) -> None:
-    layer = prepared(MHSAGated(16, n_heads=2, causal=causal))
-    plain = Attention(16, n_heads=2, causal=causal).double()
-    plain.load_state_dict({name: value for name, value in layer.state_dict().items() if not name.startswith("to_gate")})
-    with torch.no_grad():  # heads as they are
-        plain.to_output.weight.copy_(torch.eye(16))
-        plain.to_output.bias.zero_()
-
-    def formula(x: Tensor) -> Tensor:
-        attended = plain(x) - x
-        out: Tensor = x + layer.to_output(F.silu(layer.to_gate(layer.norm(x))) * attended)
-        return out
-
-    assert_same_function(layer, formula, X)
 
 
 def test_scores_of_every_head_start_near_one_if_asked() -> None:

@@ -1,11 +1,9 @@
 """Golden outputs of the nine baselines that replace a step of GAU or FLASH, in float64, as commit e1531443 computes them.
 
-The layers may be written in another way; what they compute stays. `python tests/baselines/test_golden_outputs.py --write`
-writes the file again, for a change that is meant to alter an output.
+The layers may be written in another way; what they compute stays.
 """
 
 import json
-import sys
 import zlib
 from pathlib import Path
 
@@ -63,11 +61,3 @@ def test_baseline_that_replaces_a_step_computes_what_it_did(name: str, causal: b
     assert found.keys() == golden.keys()
     for key, values in golden.items():
         assert found[key] == pytest.approx(values, abs=2e-8, rel=1e-8), key
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] != ["--write"]:
-        sys.exit(__doc__)
-    golden = {f"{name}{' causal' * causal}": outputs(name, causal) for name, causal in CASES}
-    lines = [f" {json.dumps(name)}: {json.dumps(values)}" for name, values in golden.items()]
-    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")

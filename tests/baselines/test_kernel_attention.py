@@ -1,7 +1,8 @@
-"""Linear attentions and efficient attention: rotated features, and numbers far from one."""
+"""Linear attentions and efficient attention: the forms of their sums, rotated features, and numbers far from one."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,9 @@ from tests.pairs import every_pair
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from lineartime.baselines import LinearELU, LinearTaylor, Performer
 from lineartime.baselines.efficient import Efficient, efficient_attention_oracle
 from lineartime.baselines.kernel_attention import KernelAttention
-from lineartime.baselines.linear_elu import LinearELU
-from lineartime.baselines.linear_taylor import LinearTaylor
-from lineartime.baselines.performer import Performer
 from lineartime.ops.packing import describe
 from lineartime.ops.positions import rope
 
@@ -22,6 +21,38 @@ LAYERS: list[Callable[..., KernelAttention]] = [Performer, partial(Performer, ca
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return Efficient(q.shape[-1], n_heads=1, causal=causal).attend(q[None, None], k[None, None], v[None, None], None)[0, 0]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sums_beyond_half_precision_are_those_of_float32(causal: bool) -> None:
+    layer = LinearELU(16, n_heads=1, causal=causal, rope=False)
+    q, v = (8 * torch.rand(4000, 1, 16)).half(), torch.randn(4000, 1, 16).half()
+    packing = layer.describe((1, 4000), device=q.device)
+    found, expected = (layer.attend_heads((q, q, v), packing, None)[0] for q, v in ((q, v), (q.float(), v.float())))
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.float(), expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("form", ["chunked", "prefix"])
+def test_states_accumulate_in_float32(form: Any) -> None:
+    # 1 + 1 + ... stops at 256 in bfloat16, which would make the mean of ones larger than one.
+    ones = torch.ones(1, 1, 100_000, 1, dtype=torch.bfloat16)
+    out = Performer(1, n_heads=1, causal=True, rope=False, causal_sums=form).attend(ones, ones, ones, None)
+    assert out[..., -1, :].item() == pytest.approx(1, abs=0.01)
+
+
+def test_chunked_form_stores_no_state_for_every_token() -> None:
+    # With 64 x 65 numbers for each of 4,096 tokens a gradient would need to keep 68 MB for each head; chunks keep 1/128 of it.
+    saved: list[int] = []
+
+    def count(x: Tensor) -> Tensor:
+        saved.append(x.numel())
+        return x
+
+    q, k, v = (torch.rand(1, 1, 4096, 64, requires_grad=True) for _ in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        LinearELU(64, n_heads=1, causal=True).attend(q, k, v, None)
+    assert sum(saved) < 4096 * 64 * 65 / 2
 
 
 def test_performer_with_matmul_sums_forms_all_products_and_none_with_prefix_sums() -> None:
@@ -100,3 +131,12 @@ def test_similarities_close_to_zero_still_make_a_mean(causal: bool) -> None:
     x = torch.full((1, 1, 20, 4), -12.0)
     out = LinearELU(4, n_heads=1, causal=causal).attend(x, x, torch.ones(1, 1, 20, 4), None)
     torch.testing.assert_close(out, torch.ones_like(out))
+
+
+@torch.no_grad()
+def test_token_that_is_padding_leaves_its_stream_where_it_is() -> None:
+    layer, x = LinearELU(4, n_heads=1, causal=True), torch.randn(2, 3, 4)
+    _, state = layer.extend(x[:, :2])
+    _, state = layer.extend(x[:, 2:], state, torch.tensor([[0], [1]]))
+    assert state.position.tolist() == [2, 3]
+    torch.testing.assert_close(layer.extend(x[:, 2:], state)[0][0], layer(x)[0, 2:])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lineartime.baselines.linear import LinearState
+from lineartime.baselines.kernel_attention import LinearState
 from lineartime.errors import LineartimeError
 from lineartime.layers import FLASH, GAU, check_mixer
 from lineartime.layers.contract import BrokenPromiseError

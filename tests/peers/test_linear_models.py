@@ -7,6 +7,7 @@ How they differ, and what is done about it here:
   values before keys and queries in it: its weights are arranged here, and the bias is 0.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,15 +17,14 @@ from tests.peers.packages import peer, randomized
 from torch import Tensor
 
 from lineartime.baselines import GLA, RWKV7, DeltaNet, GatedDeltaNet, Mamba2, RetNet
-from lineartime.baselines.recurrence import Tokens
-from lineartime.baselines.recurrent import RecurrentMixer
+from lineartime.baselines.recurrence import RecurrentMixer
 
 # flash-linear-attention warns when it is imported without a GPU, and what it imports warns too
 pytestmark = pytest.mark.filterwarnings("ignore")
 D_MODEL, HEADS, LENGTH = 16, 2, 70
 
 
-def read(mixer: Any) -> tuple[Tokens, Tensor]:
+def read(mixer: Any) -> tuple[Any, Tensor]:
     """What a layer's recurrence reads, in heads of tokens, [1, H, T, ...], and what it returns, [1, T, H, e]."""
     torch.manual_seed(0)
     layer: RecurrentMixer = randomized(mixer(D_MODEL, n_heads=HEADS)).float()
@@ -45,49 +45,29 @@ def by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-@torch.no_grad()
-def test_retention_is_that_of_flash_linear_attention() -> None:
-    x, out = read(RetNet)
-    scale = (D_MODEL // HEADS) ** 0.5
-    close(by_token(out), peer("fla.ops.retention.naive").naive_retention(x.q * scale, x.k, x.v))
-
-
-@torch.no_grad()
-def test_gated_linear_attention_is_that_of_flash_linear_attention() -> None:
-    x, out = read(GLA)
-    inputs = (by_token(each) for each in (x.q * x.q.shape[-1] ** 0.5, x.k, x.v, x.g))
-    close(out, peer("fla.ops.gla.naive").naive_recurrent_gla(*inputs)[0])
-
-
-@torch.no_grad()
-def test_delta_rule_is_that_of_flash_linear_attention() -> None:
-    x, out = read(DeltaNet)
-    assert x.b is not None
-    beta = x.k.norm(dim=-1)  # keys have unit length
-    theirs = peer("fla.ops.delta_rule.naive").delta_rule_recurrence(x.q * x.q.shape[-1] ** 0.5, x.b, x.v, beta)[0]
-    close(by_token(out), theirs)
-
-
-@torch.no_grad()
-def test_gated_delta_rule_is_that_of_flash_linear_attention() -> None:
-    x, out = read(GatedDeltaNet)
-    assert x.b is not None
+def gated_delta_rule(x: Any) -> Tensor:
     q, k, v, beta, g = (by_token(each) for each in (x.q, x.b, x.v, x.k.norm(dim=-1, keepdim=True), x.g))
-    beta, g = beta[..., 0], g[..., 0]
-    q = q * q.shape[-1] ** 0.5
-    fla = peer("fla.ops.gated_delta_rule.naive").naive_recurrent_gated_delta_rule
-    close(out, fla(q, k, v, beta=beta, g=g)[0])
+    theirs = peer("fla.ops.gated_delta_rule.naive").naive_recurrent_gated_delta_rule
+    return torch.as_tensor(theirs(q, k, v, beta=beta[..., 0], g=g[..., 0])[0])
 
 
+# Keys of a delta rule have unit length. In RWKV-7's, alpha is what the state is read by, and beta what that is written to.
+THEIRS: dict[Any, Callable[[Any], Tensor]] = {
+    RetNet: lambda x: by_token(peer("fla.ops.retention.naive").naive_retention(x.q, x.k, x.v)),
+    GLA: lambda x: peer("fla.ops.gla.naive").naive_recurrent_gla(*map(by_token, (x.q, x.k, x.v, x.g)))[0],
+    DeltaNet: lambda x: by_token(peer("fla.ops.delta_rule.naive").delta_rule_recurrence(x.q, x.b, x.v, x.k.norm(dim=-1))[0]),
+    GatedDeltaNet: gated_delta_rule,
+    RWKV7: lambda x: by_token(
+        peer("fla.ops.generalized_delta_rule.dplr.naive").dplr_recurrence(x.q, x.k, x.v, x.b, x.a, x.g)[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("mixer", THEIRS)
 @torch.no_grad()
-def test_rule_of_rwkv7_is_that_of_flash_linear_attention() -> None:
-    x, out = read(RWKV7)
-    assert x.a is not None
-    assert x.b is not None
-    # there, alpha is what the state is read by, and beta what that is written to
-    theirs = peer("fla.ops.generalized_delta_rule.dplr.naive").dplr_recurrence
-    scale = x.q.shape[-1] ** 0.5
-    close(by_token(out), theirs(x.q * scale, x.k, x.v, x.b, x.a, x.g)[0])
+def test_recurrence_is_that_of_flash_linear_attention(mixer: Any) -> None:
+    x, out = read(mixer)
+    close(out, THEIRS[mixer](x._replace(q=x.q * x.q.shape[-1] ** 0.5)))
 
 
 @torch.no_grad()

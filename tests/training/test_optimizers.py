@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lineartime
-from lineartime.baselines.gau_ungated import GAUUngated
+from lineartime.baselines.ablations import GAUUngated
 from lineartime.baselines.reformer import Reformer
 from lineartime.choices import Task
 from lineartime.layers import GLU, Attention, CrossGAU

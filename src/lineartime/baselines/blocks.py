@@ -5,7 +5,6 @@ tensors of the functions may have other leading dimensions.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +13,7 @@ from typing_extensions import Unpack
 
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.checks import check_positive
-from lineartime.ops.mixed_chunk import MixedChunkOptions, attend_cached, quadratic_part
-from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
-from lineartime.ops.packing import Packing
-from lineartime.ops.state import KVCache
+from lineartime.ops.modes import acc_dtype
 
 
 def scaled_products(q: Tensor, k: Tensor) -> Tensor:
@@ -38,6 +34,14 @@ def cut_blocks(x: Tensor, size: int) -> Tensor:
     blocks = max(1, -(-length // size))
     cut: Tensor = F.pad(x, (0, 0, 0, blocks * size - length)).unflatten(-2, (blocks, size))
     return cut
+
+
+def exclusive_cumsum(x: Tensor, dim: int) -> Tensor:
+    """The cumulative sum along `dim` that excludes the current element."""
+    shape = list(x.shape)
+    shape[dim] = 1
+    # Sizes of n - 1 would be compiled once for n = 2, and again for other n.
+    return torch.cat([x.new_zeros(shape), x], dim).narrow(dim, 0, x.shape[dim]).cumsum(dim)
 
 
 def open_chunk_pieces(position: int, new: int, chunk_size: int) -> Iterator[tuple[slice, int, int]]:
@@ -73,13 +77,6 @@ def with_neighbours(x: Tensor, causal: bool) -> Tensor:
     return torch.cat([before, x] if causal else [before, x, after], -2)
 
 
-def visible_band(size: int, causal: bool, device: torch.device) -> Tensor:
-    """Which keys of a block and its neighbours are closer than S and, if causal, not later: bool [S, 2 S or 3 S]."""
-    offsets = torch.arange((2 if causal else 3) * size, device=device) - size
-    distance = torch.arange(size, device=device)[:, None] - offsets
-    return (distance < size) & (distance >= 0 if causal else distance > -size)
-
-
 def joint_softmax(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Attend with one softmax over several sets of keys: pairs of scores [..., Q, K], values [..., K, h] -> [..., Q, h]."""
     scores, values = zip(*parts, strict=True)
@@ -87,34 +84,6 @@ def joint_softmax(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     read = weights.split([part.shape[-1] for part in scores], -1)
     out: Tensor = sum(part @ value for part, value in zip(read, values, strict=True))
     return out
-
-
-def with_global_queries(out: Tensor, q: Tensor, k: Tensor, v: Tensor, n_global: int, real: Tensor) -> Tensor:
-    """Replace the outputs [R, H, L, h] of the first `n_global` tokens by their attention to all tokens of the row.
-
-    `real`, bool [R or 1, L], is False for padding.
-    """
-    everything = masked_products(q[..., :n_global, :], k, real[:, None, None, :])
-    return torch.cat([joint_softmax([(everything, v)]), out[..., n_global:, :]], -2)
-
-
-def attend_by_head(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: MixedChunkOptions, state: KVCache | None
-) -> tuple[Tensor, KVCache | None]:
-    """The attention of a GAU for each head, [N, H, s], [N, H, s], [N, H, e] -> [N, H, e], and the state of streams."""
-    if state is not None:
-        return attend_cached(q, k, v, packing, options, state)
-    compute, heads, outputs = matmul_dtype(q, k, v), q.shape[1], []
-    dtype = output_dtype(v, compute)
-    with without_autocast(v):
-        for grid, *own in packing.by_grid(None, options.causal, *(x.to(compute) for x in (q, k, v))):
-            # Each head of a document becomes a document.
-            of, begin = (x.repeat_interleave(heads, output_size=heads * len(x)) for x in (grid.of, grid.begin))
-            folded = replace(grid, of=of, begin=begin, count=heads * grid.count)
-            q, k, v = (grid.queries(x).transpose(1, 2).flatten(0, 1) for x in own)
-            out = quadratic_part(q, k, v, folded, options)
-            outputs.append(grid.tokens(out.unflatten(0, (-1, heads)).transpose(1, 2)).to(dtype))
-    return torch.cat(outputs), None
 
 
 class ChunkedHeadOptions(HeadOptions, total=False):

@@ -1,15 +1,20 @@
-"""Combiner, rowmajor-axial: softmax over the tokens of a query's own chunk and over its column's summaries of the other chunks.
+"""Combiner: one softmax over the tokens of a query's own chunk and over summaries of the other chunks.
 
-Shapes: B streams, T tokens, R documents, H heads, L tokens of a document, h head width, C chunk size,
-G chunks, d = H h model width.
+    combiner, rowmajor-axial, reads a document as a grid: row r is chunk r, column l is the place inside a chunk
+        o[r,l]     = sum over l' of softmax(q[r,l].k[r,l'] / sqrt(h)) v[r,l'], always bidirectional: a summary of row r for l
+        k_sum[r,l] = W2 layernorm(x[r,l] + W1 o[r,l] + b1) + b2, rotated by the position of (r,l)         W1 mixes the heads
+        out[r,l]   = one softmax of q[r,l] over the keys k[r,l'] of its row (causal: l' <= l), with values v[r,l'],
+                     and over k_sum[r',l] of its column in the other rows (causal: r' < r), with values o[r',l]
+    x is the normed input of the layer.
+
+    combiner-fixed, of chunks g
+        q_bar[g], k_bar[g] = maxpool(queries), maxpool(keys)
+        v_bar[g] = sum over j in g of softmax(q_bar[g].k[j] / sqrt(h)) v[j]
+        out[t]   = one softmax of q[t] over the k[j] of t's chunk (causal: j <= t) and the k_bar of the others (causal: before)
+
+Shapes: B streams, T tokens, R documents, H heads, L tokens of a document, h head width, C chunk size, G chunks,
+d = H h model width.
 Source: "Combiner: Full Attention Transformer with Sparse Computation Cost" (arXiv 2107.05768).
-
-A document is a grid: row r is chunk r, column l is the place inside a chunk. x is the normed input of the layer.
-
-    o[r,l]     = sum over l' of softmax(q[r,l].k[r,l'] / sqrt(h)) v[r,l'], always bidirectional: a summary of row r for column l
-    k_sum[r,l] = W2 layernorm(x[r,l] + W1 o[r,l] + b1) + b2, rotated by the position of (r,l)         W1 mixes the heads
-    out[r,l]   = one softmax of q[r,l] over the keys k[r,l'] of its row (causal: l' <= l), with values v[r,l'],
-                 and over k_sum[r',l] of its column in the other rows (causal: r' < r), with values o[r',l]
 """
 
 from collections.abc import Callable
@@ -27,6 +32,7 @@ from lineartime.baselines.blocks import (
     cut_blocks,
     fill,
     join_blocks,
+    joint_softmax,
     masked_products,
     open_chunk_pieces,
     real_tokens,
@@ -39,32 +45,63 @@ from lineartime.ops.packing import Packing
 from lineartime.ops.positions import rope
 from lineartime.ops.state import State
 
-KeySummary = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""o [..., d] of all heads, x [..., d] and the positions [...] of cells -> their k_sum [..., H, h]."""
+
+def _read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax attention of one query, for definitions: [H, h], [H, K, h], [H, K, h] -> [H, h]."""
+    weights = torch.einsum("hf,hjf->hj", q, k * q.shape[1] ** -0.5).softmax(-1)
+    return torch.einsum("hj,hjf->hf", weights, v)
 
 
 def combiner_attention_oracle(
-    q: Tensor, k: Tensor, v: Tensor, x: Tensor, key_summary: KeySummary, *, chunk_size: int, causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    x: Tensor,
+    key_summary: Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
+    chunk_size: int,
+    causal: bool = False,
 ) -> Tensor:
     """The definition for one document, one query at a time: q, k, v [H, T, h] and x [T, d] -> [H, T, h]."""
-    length, scale = q.shape[1], q.shape[2] ** -0.5
+    length = q.shape[1]
     row_of = [[j for j in range(length) if j // chunk_size == t // chunk_size] for t in range(length)]
-
-    def read(t: int, keys: Tensor, values: Tensor) -> Tensor:
-        weights = torch.einsum("hf,hjf->hj", q[:, t], keys * scale).softmax(-1)
-        return torch.einsum("hj,hjf->hf", weights, values)
-
-    o = [read(t, k[:, row_of[t]], v[:, row_of[t]]) for t in range(length)]
+    o = [_read(q[:, t], k[:, row_of[t]], v[:, row_of[t]]) for t in range(length)]
     k_sum = [key_summary(o[t].flatten(), x[t], torch.tensor(t)) for t in range(length)]
     out = []
     for t in range(length):
         near = [j for j in row_of[t] if j <= t or not causal]
-        column = range(t % chunk_size, length, chunk_size)
-        far = [j for j in column if j < t or (j > t and not causal)]
+        far = [j for j in range(t % chunk_size, length, chunk_size) if j < t or (j > t and not causal)]
         keys = torch.cat([k[:, near], *(k_sum[j][:, None] for j in far)], 1)
         values = torch.cat([v[:, near], *(o[j][:, None] for j in far)], 1)
-        out.append(read(t, keys, values))
+        out.append(_read(q[:, t], keys, values))
     return torch.stack(out, 1)
+
+
+def combiner_fixed_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
+    """The definition for one document, one query at a time: q, k, v [H, T, h] -> [H, T, h]."""
+    length = q.shape[1]
+    chunks = [list(range(start, min(start + chunk_size, length))) for start in range(0, length, chunk_size)]
+    k_bar = [k[:, chunk].amax(1) for chunk in chunks]
+    v_bar = [_read(q[:, chunk].amax(1), k[:, chunk], v[:, chunk]) for chunk in chunks]
+    out = []
+    for t in range(length):
+        own = t // chunk_size
+        near = [j for j in chunks[own] if j <= t or not causal]
+        far = [g for g in range(len(chunks)) if g < own or (g > own and not causal)]
+        keys = torch.cat([k[:, near], *(k_bar[g][:, None] for g in far)], 1)
+        values = torch.cat([v[:, near], *(v_bar[g][:, None] for g in far)], 1)
+        out.append(_read(q[:, t], keys, values))
+    return torch.stack(out, 1)
+
+
+def _visible(real: Tensor, chunk_size: int, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Which slots hold a token, bool [R or 1, 1, G, 1, C], which of them a token of the chunk sees, and which chunks [G, G]."""
+    slots = cut_blocks(real[:, None, :, None], chunk_size).mT
+    chunk = torch.arange(slots.shape[2], device=real.device)
+    if not causal:
+        return slots, slots, chunk != chunk[:, None]
+    # The triangle is enough: empty slots come after real ones.
+    return slots, slots.new_ones(chunk_size, chunk_size).tril(), chunk < chunk[:, None]
 
 
 @dataclass(eq=False)
@@ -109,10 +146,10 @@ class Combiner(ChunkedHeads):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attend in time L (C + L / C): q, k [R, H, L, h] and v [R, H, L, 2 h] -> [R, H, L, h]."""
-        length, causal = q.shape[2], self.causal
+        length = q.shape[2]
         chunk_size = max(1, min(self.chunk_size, length))  # a larger chunk would only be padded
         v, x = v.chunk(2, -1)
-        in_row = cut_blocks(real_tokens(v, real)[:, None, :, None], chunk_size).mT  # [R or 1, 1, G, 1, C]
+        in_row, near, others = _visible(real_tokens(v, real), chunk_size, self.causal)
         q, k, v, x = (cut_blocks(each, chunk_size) for each in (q, k, v, x))  # [R, H, G, C, h]
         scores = scaled_products(q, k)  # [R, H, G, C, C]
         lowest = torch.finfo(scores.dtype).min
@@ -122,11 +159,6 @@ class Combiner(ChunkedHeads):
         of_tokens, x = (each.permute(0, 2, 3, 1, 4).flatten(3) for each in (o, x))  # [R, G, C, d]
         k_sum = self.key_summary(of_tokens, x, positions)  # [R, G, C, H, h]
 
-        near = in_row
-        if causal:  # the triangle is enough: empty slots come after real ones
-            near = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
-        row = torch.arange(v.shape[2], device=v.device)
-        others = row < row[:, None] if causal else row != row[:, None]  # [G, G]
         in_column = others & in_row.transpose(2, 4)  # [R or 1, 1, C, G, G]
         columns, summaries = q.transpose(2, 3), o.transpose(2, 3)  # [R, H, C, G, h]
         far = masked_products(columns, k_sum.permute(0, 3, 2, 1, 4), in_column).transpose(2, 3)  # [R, H, G, C, G]
@@ -163,7 +195,7 @@ class Combiner(ChunkedHeads):
         return torch.cat(outputs, -2), CombinerState(state.position + v.shape[-2], of_keys, of_values, *own)
 
     def key_summary(self, o: Tensor, x: Tensor, positions: Tensor) -> Tensor:
-        """The keys of summaries: see `KeySummary`."""
+        """The keys of summaries: o [..., d] of all heads, x [..., d] and the positions [...] of cells -> k_sum [..., H, h]."""
         mixed = x + _linear(self.summary_of_heads, o)
         normed = self.summary_norm(mixed).to(o.dtype)
         k_sum = _linear(self.summary_to_key, normed).unflatten(-1, (self.n_heads, -1))
@@ -180,3 +212,78 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
     if not is_untouched(layer):
         return cast("Tensor", layer(x.to(next(layer.parameters()).dtype))).to(x.dtype)
     return F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
+
+
+def _summary(q_bar: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+    """v_bar [..., H, h] from a pooled query [..., H, h] and a chunk's keys and values [..., H, C, h]."""
+    weights = masked_products(q_bar[..., None, :], k, slots).softmax(-1).to(v.dtype)
+    return (weights @ v)[..., 0, :]
+
+
+@dataclass(eq=False)
+class CombinerFixedState(State):
+    """The state of causal streams; it grows by one summary for every chunk.
+
+    Attributes:
+        position: int64 [B], the number of tokens that each stream has read.
+        k_bar, v_bar: [B, H, G, h], the summaries of all complete chunks.
+        k, v: [B, H, C, h] of the open chunk; the slots after its tokens hold any numbers.
+        highest_q: [B, H, h], the maximum of the open chunk's queries, or any numbers if it is empty.
+    """
+
+    position: Tensor
+    k_bar: Tensor
+    v_bar: Tensor
+    k: Tensor
+    v: Tensor
+    highest_q: Tensor
+
+
+class CombinerFixed(ChunkedHeads):
+    """Combiner, fixed: one pooled summary a chunk.
+
+    A token attends to the tokens of its own chunk and one summary of each other chunk: [B, T, d] -> [B, T, d]. The options
+    are those of `ChunkedHeads`.
+    """
+
+    name = "combiner-fixed"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """Attend in time L (C + L / C): q, k, v [R, H, L, h] -> [R, H, L, h]."""
+        length = q.shape[2]
+        chunk_size = max(1, min(self.chunk_size, length))  # a larger chunk would only be padded
+        slots, near, others = _visible(real_tokens(v, real), chunk_size, self.causal)
+        q, k, v = (cut_blocks(x, chunk_size) for x in (q, k, v))  # [R, H, G, C, h]
+        empty, lowest = ~slots.mT, torch.finfo(q.dtype).min
+        q_bar, k_bar = (x.masked_fill(empty, lowest).amax(-2).masked_fill(empty[..., 0, :], 0.0) for x in (q, k))
+        v_bar = _summary(q_bar, k, v, slots)  # [R, H, G, h]
+        far = (others & slots[..., 0].mT)[:, :, :, None]  # [R or 1, 1, G, 1, G]: a chunk holds tokens if its first slot does
+        k_bar, v_bar = k_bar[:, :, None], v_bar[:, :, None]  # [R, H, 1, G, h]
+        out = joint_softmax([(masked_products(q, k, near), v), (masked_products(q, k_bar, far), v_bar)])
+        return join_blocks(out, length)
+
+    def attend_next(
+        self, q: Tensor, k: Tensor, v: Tensor, state: CombinerFixedState, packing: Packing
+    ) -> tuple[Tensor, CombinerFixedState]:
+        chunk_size, start = self.chunk_size, packing.common_start or 0
+        q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
+        outputs = [v[..., :0, :]]
+        triangle = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
+        k_bar, v_bar = (x[..., : start // chunk_size, :] for x in (state.k_bar, state.v_bar))
+        own_k, own_v, highest_q = state.k, state.v, state.highest_q
+        for new, first, last in open_chunk_pieces(start, v.shape[-2], chunk_size):
+            queries = q[..., new, :]
+            own_k, own_v = fill(own_k, first, k[..., new, :]), fill(own_v, first, v[..., new, :])
+            highest_q = torch.maximum(highest_q, queries.amax(-2)) if first else queries.amax(-2)
+            near = masked_products(queries, own_k[..., :last, :], triangle[first:last, :last])
+            outputs.append(joint_softmax([(near, own_v[..., :last, :]), (scaled_products(queries, k_bar), v_bar)]))
+            if last == chunk_size:
+                summary = _summary(highest_q, own_k, own_v, triangle[-1])
+                k_bar = torch.cat([k_bar, own_k.amax(-2, keepdim=True)], -2)
+                v_bar = torch.cat([v_bar, summary[..., None, :]], -2)
+        return torch.cat(outputs, -2), CombinerFixedState(state.position + v.shape[-2], k_bar, v_bar, own_k, own_v, highest_q)
+
+    def init_own_state(self, batch_size: int) -> CombinerFixedState:
+        chunk = self.empty_chunk(batch_size)
+        none = chunk[..., :0, :]
+        return CombinerFixedState(self.first_position(batch_size), none, none, chunk, chunk, chunk[..., 0, :])

@@ -14,14 +14,13 @@ running sums. Each feature is therefore summed twice, multiplied by the cosine a
 combines the two sums.
 """
 
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.kernel_attention import Rotated
-from lineartime.baselines.linear import LinearState, continued_sums
+from lineartime.baselines.kernel_attention import LinearState, Rotated, continued_sums
 from lineartime.errors import check_choice
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.checks import check_n_heads
@@ -46,35 +45,13 @@ def efficient_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool 
     return torch.stack(rows)
 
 
-class Features(NamedTuple):
-    """What the sums are made of: out[t] = sum over f of (q[t, f] / sum of weights[:, f]) (sum over j of k[j, f] v[j]).
-
-    Attributes:
-        q, k: [..., f] of queries and keys.
-        weights: [..., f], the exponentials whose sum normalises a feature of k.
-    """
-
-    q: Tensor
-    k: Tensor
-    weights: Tensor
+def efficient_features(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax of queries, and the exponentials of keys, [..., h] each, in float32 or better."""
+    return q.to(acc_dtype(q)).softmax(-1), k.to(acc_dtype(k)).clamp(-MAX_KEY, MAX_KEY).exp()
 
 
-def efficient_features(q: Tensor, k: Tensor) -> Features:
-    """The features of queries and keys [..., h], in float32 or better."""
-    weights = k.to(acc_dtype(k)).clamp(-MAX_KEY, MAX_KEY).exp()
-    return Features(q.to(acc_dtype(q)).softmax(-1), weights, weights)
-
-
-def _without_padding(features: Features, real: Tensor | None) -> Features:
-    if real is None:
-        return features
-    k, weights = (x.masked_fill(~real[:, None, :, None], 0.0) for x in (features.k, features.weights))
-    return Features(features.q, k, weights)
-
-
-def _causal(features: Features, v: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+def _causal(q: Tensor, k: Tensor, weights: Tensor, v: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
     """The causal outputs that continue a state [..., f, h + 1], the sum of (k v^T, weights), and the new state."""
-    q, k, weights = features
     of_values, of_ones = (None, 0.0) if before is None else (before[..., :-1], before[..., -1][..., None, :])
     out, of_values = continued_sums((q / (of_ones + weights.cumsum(-2))).to(v.dtype), k.to(v.dtype), v, of_values)
     total = of_ones + weights.sum(-2, keepdim=True)
@@ -105,7 +82,7 @@ class Efficient(MultiHeadMixer):
         """Rotated queries and keys [N, H, h]; or 2 h features, whose sums are those of rotated softmaxes, and weights."""
         if self.rotated == "inputs":
             return super().rotate(q, k, packing)
-        q, _, weights = efficient_features(q, k)
+        q, weights = efficient_features(q, k)
         turns = packing.rotations(self.head_dim, q.dtype) if self.rope else q.new_tensor([1.0, 0.0])[:, None, None]
         halves = weights.view(packing.rows, packing.position.shape[0], self.n_heads, 1, 2, self.head_dim // 2)
         of_keys = (halves * turns.transpose(0, 1)[:, None, :, None]).flatten(3).flatten(0, 1)  # by cosines, then by sines
@@ -115,24 +92,29 @@ class Efficient(MultiHeadMixer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attend in time linear in L: q, k as `rotate` returns them, and v [R, H, L, h] -> [R, H, L, h]."""
-        features = self._features(q, k)
         if self.causal:  # padding comes after the real tokens, and no token attends to later ones
-            return _causal(features, v, None)[0]
-        of_queries, of_keys, weights = _without_padding(features, real)
+            return _causal(*self._features(q, k, None), v, None)[0]
+        of_queries, of_keys, weights = self._features(q, k, real)
         # A row without tokens has weights of zero: avoid a division by zero.
         totals = weights.sum(-2, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
         return of_queries.to(v.dtype) @ ((of_keys / totals).to(v.dtype).mT @ v)
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState, packing: Packing) -> tuple[Tensor, LinearState]:
         real = None if packing.even else packing.grids(None, causal=True)[0].real
-        out, summary = _causal(_without_padding(self._features(q, k), real), v, state.summary)
+        out, summary = _causal(*self._features(q, k, real), v, state.summary)
         return out, LinearState(state.position + packing.new, summary)
 
-    def _features(self, q: Tensor, k: Tensor) -> Features:
+    def _features(self, q: Tensor, k: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Features [R, H, L, f] of queries and of real keys, and the exponentials whose sums normalise the latter."""
         if self.rotated == "inputs":
-            return efficient_features(q, k)
-        dtype = acc_dtype(q)
-        return Features(q.to(dtype), *k.to(dtype).chunk(2, -1))
+            q, of_keys = efficient_features(q, k)
+            weights = of_keys
+        else:
+            q, (of_keys, weights) = q.to(acc_dtype(q)), k.to(acc_dtype(q)).chunk(2, -1)
+        if real is None:
+            return q, of_keys, weights
+        padding = ~real[:, None, :, None]
+        return q, of_keys.masked_fill(padding, 0.0), weights.masked_fill(padding, 0.0)
 
     def init_own_state(self, batch_size: int) -> LinearState:
         empty = self.empty_cache(batch_size, acc_dtype(self.any_parameter))

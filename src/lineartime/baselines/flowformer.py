@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lineartime.baselines.blocks import real_tokens
-from lineartime.baselines.linear import continued_sums
+from lineartime.baselines.kernel_attention import continued_sums
 from lineartime.layers.attention import MultiHeadMixer
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
@@ -61,23 +61,9 @@ def flowformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool
     return torch.stack(rows)
 
 
-def _features(x: Tensor) -> Tensor:
-    return x.to(acc_dtype(x)).sigmoid()
-
-
 def _flow(x: Tensor, total: Tensor) -> Tensor:
     """The flow between every token and a sum of others: [..., L, h] and [..., L or 1, h] -> [..., L, 1]."""
     return ((x + EPS) * (total + EPS)).sum(-1, keepdim=True)
-
-
-def _strength(sources: Tensor) -> Tensor:
-    """How strongly a key competes, given its conserved flow."""
-    return sources.clamp(max=MAX_FLOW).exp()
-
-
-def _allot(out: Tensor, sinks: Tensor) -> Tensor:
-    """Scale what a query receives by its conserved flow."""
-    return out * sinks.sigmoid().to(out.dtype)
 
 
 @dataclass(eq=False)
@@ -113,19 +99,19 @@ def _continued(
     def kept(x: Tensor) -> Tensor:
         return x if real is None else x.masked_fill(~real[:, None, :, None], 0.0)
 
-    a, b = kept(_features(q)), kept(_features(k))
+    a, b = (kept(x.to(acc_dtype(x)).sigmoid()) for x in (q, k))
     count = torch.arange(1, v.shape[-2] + 1, dtype=a.dtype, device=a.device)[:, None] + position
     before = state.flows.split(1, -2)
     incoming, outgoing = _flow(a, before[0] + b.cumsum(-2)) / count, _flow(b, before[1] + a.cumsum(-2)) / count
     given, taken = b / outgoing, a / incoming
     sinks, sources = _flow(a, before[2] + given.cumsum(-2)) / count, _flow(b, before[3] + taken.cumsum(-2)) / count
-    strength = kept(_strength(sources))
+    strength = kept(sources.clamp(max=MAX_FLOW).exp())
     # The strength of a token is at least 1, so the sum is smaller only for a stream without tokens.
     share = strength / (state.strength + strength.cumsum(-2)).clamp(min=1.0) * count
     out, summary = continued_sums((taken / count).to(v.dtype), b.to(v.dtype), (share * v).to(v.dtype), state.summary)
     flows = state.flows + torch.stack([x.sum(-2) for x in (b, a, given, taken)], -2)
     total = state.strength + strength.sum(-2, keepdim=True)
-    return _allot(out, sinks), summary, flows, total
+    return out * sinks.sigmoid().to(out.dtype), summary, flows, total
 
 
 class Flowformer(MultiHeadMixer):
@@ -141,7 +127,7 @@ class Flowformer(MultiHeadMixer):
         """Attend in time linear in L: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         if self.causal:  # padding comes after the real tokens, and no token attends to later ones
             return _continued(q, k, v, empty_state(k, v.shape[-1]), 0)[0]
-        a, b = _features(q), _features(k)
+        a, b = (x.to(acc_dtype(x)).sigmoid() for x in (q, k))
         here = real_tokens(v, real)[:, None, :, None]
 
         def total(x: Tensor) -> Tensor:
@@ -149,11 +135,11 @@ class Flowformer(MultiHeadMixer):
 
         incoming, outgoing = _flow(a, total(b)), _flow(b, total(a))
         sinks, sources = _flow(a, total(b / outgoing)), _flow(b, total(a / incoming))
-        strength = _strength(sources).masked_fill(~here, 0.0)
+        strength = sources.clamp(max=MAX_FLOW).exp().masked_fill(~here, 0.0)
         # The strength of a token is at least 1, so the sum is smaller only for a row without tokens.
         share = strength * here.sum(-2, keepdim=True) / strength.sum(-2, keepdim=True).clamp(min=1.0)
         out = (a / incoming).to(v.dtype) @ (b.to(v.dtype).mT @ (share * v).to(v.dtype))
-        return _allot(out, sinks)
+        return out * sinks.sigmoid().to(out.dtype)
 
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: FlowformerState, packing: Packing

@@ -1,24 +1,121 @@
-"""Multi-head linear attention with a feature map that a subclass defines.
+"""Multi-head linear attention: similarities are products of features, so keys and values can be summed before a query attends.
 
-Shapes: N tokens, D streams, R rows, H heads, L tokens of a row, h head width, f features.
-The definition is in `lineartime.baselines.linear`; its q and k are features(q) and features(k) here.
+A subclass defines the feature map. With features that are not negative,
+
+    out[t] = sum over visible j of s(t, j) v[j]  /  sum over visible j of s(t, j)        s(t, j) = features(q[t]).features(k[j])
+
+    linear-elu:  features(x) = elu(x) + 1        (eq. 7)
+    performer:   features(x) = relu(x) + 0.001
+
+With rotary positions on the features (arXiv 2104.09864, eq. 19), the numerator takes rotated features and the denominator plain
+ones, so that the denominator stays a sum of nonnegative numbers.
+
+Shapes: N tokens, B streams, R rows, H heads, L tokens of a row, T tokens, h head and value width, f features, C chunk size,
+G chunks; tensors of the functions may have other leading dimensions.
+Source: "Transformers are RNNs" (arXiv 2006.16236).
 """
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.linear import LinearState, chunked_sums, linear_attention, linear_attention_extend
+from lineartime.baselines.blocks import cut_blocks, exclusive_cumsum, join_blocks
 from lineartime.errors import check_choice
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
+from lineartime.ops.state import State, in_place, writable
 
 Rotated = Literal["inputs", "features"]
 """What rotary positions rotate in a linear attention."""
+
+CausalSumsForm = Literal["prefix", "matmul", "chunked"]
+
+MIN_FEATURE = 1e-3
+"""The published eps. Without it, a query could have no similarity to any key."""
+MIN_DIVISOR = 1e-18
+"""The smallest divisor, so that a query without a similar key does not divide by zero. Its square, which occurs in the
+gradient, is still nonzero in float32."""
+
+
+def linear_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
+    """The definition for one head and one document, one query at a time: features [T, f], [T, f], values [T, h] -> [T, h]."""
+    rows = []
+    for t in range(len(v)):
+        visible = slice(0, t + 1) if causal else slice(None)
+        similarities = k[visible] @ q[t]
+        rows.append(similarities @ v[visible] / similarities.sum())
+    return torch.stack(rows)
+
+
+# Three forms of the causal sums: q, k [..., T, f], v [..., T, h] -> sum over j <= t of (q[t].k[j]) v[j], [..., T, h]
+
+
+def chunked_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Sum by chunks: products inside a chunk, and one f x h state for everything before it. Linear in T; best for training."""
+    return continued_sums(q, k, v, None)[0]
+
+
+def prefix_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Sum by a prefix sum over tokens, as in the published Performer. It stores T states of f x h, which makes it slow."""
+    states = (k[..., None] * v[..., None, :]).to(acc_dtype(v)).cumsum(-3)
+    return (q[..., None, :] @ states.to(q.dtype)).squeeze(-2)
+
+
+def matmul_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Sum by all T x T products, with future ones set to zero: quadratic in T, but only matrix products."""
+    return (q @ k.mT).tril() @ v
+
+
+def continued_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, chunk_size: int = 128) -> tuple[Tensor, Tensor]:
+    """The causal sums by chunks that continue a state [..., f, h] (None for the beginning), and the new state."""
+    length = q.shape[-2]
+    chunk_size = max(1, min(chunk_size, length))  # a larger chunk would only be padded
+    q, k, v = (cut_blocks(x, chunk_size) for x in (q, k, v))  # empty slots add nothing: their features are zero
+    states = (k.mT @ v).to(acc_dtype(v))  # [..., G, f, h]
+    start = torch.zeros_like(states[..., :1, :, :]) if before is None else before[..., None, :, :]
+    earlier = start + exclusive_cumsum(states, dim=-3)
+    sums = (q @ k.mT).tril() @ v + q @ earlier.to(q.dtype)
+    return join_blocks(sums, length), earlier[..., -1, :, :] + states[..., -1, :, :]
+
+
+def with_ones(v: Tensor) -> Tensor:
+    """Append a one to values, [..., h] -> [..., h + 1]; summed like a value, it becomes the normaliser."""
+    return F.pad(v, (0, 1), value=1.0)
+
+
+def normalized(sums: Tensor) -> Tensor:
+    """Divide sums of values by the sum of ones in their last place: [..., h + 1] -> [..., h]."""
+    return sums[..., :-1] / sums[..., -1:].clamp(min=MIN_DIVISOR)
+
+
+def relu_features(x: Tensor) -> Tensor:
+    """The features of queries or keys, [..., h] -> [..., h]."""
+    return torch.relu(x) + MIN_FEATURE
+
+
+def elu_features(x: Tensor) -> Tensor:
+    """The features of queries or keys, [..., h] -> [..., h]."""
+    return F.elu(x) + 1
+
+
+@dataclass(eq=False)
+class LinearState(State):
+    """What causal streams remember.
+
+    Attributes:
+        position: int64 [B], the number of tokens that each stream has read.
+        summary: [B, H, f, h + 1], the sum of k (v, 1)^T over them, in float32 or better. If features are rotated, the ones are
+            summed with plain features.
+    """
+
+    position: Tensor
+    summary: Tensor
 
 
 class KernelOptions(HeadOptions, total=False):
@@ -36,8 +133,6 @@ class KernelAttention(MultiHeadMixer):
         rotated: what rotary positions rotate: "inputs", the queries and keys before the feature map; or "features", the
             features, in the numerator only, as in RoFormer (arXiv 2104.09864, eq. 19).
         **options: the options of `MultiHeadMixer`.
-
-    Source: "Transformers are RNNs" (arXiv 2006.16236).
     """
 
     any_positions = True
@@ -76,23 +171,87 @@ class KernelAttention(MultiHeadMixer):
         return super().rotate(q, k, packing)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        q, k, plain = self._features(q, k, first=0)
-        real = None if real is None else real[:, None]
-        return linear_attention(q, k, v, causal=self.causal, real=real, causal_sums=self.sums, plain=plain)
+        parts = self._parts(q, k, v, 0, real)
+        if self.causal:
+            return normalized(_joined([self.sums(*part) for part in parts]))
+        return normalized(_joined([q @ (k.mT @ v) for q, k, v in parts]))
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState, packing: Packing) -> tuple[Tensor, LinearState]:
-        q, k, plain = self._features(q, k, first=packing.common_start or 0)
-        return linear_attention_extend(q, k, v, state, counts=packing.counts, plain=plain)
+        new, counts = v.shape[-2], packing.counts
+        real = None if counts is None else torch.arange(new, device=k.device) < counts[:, None]
+        parts = self._parts(q, k, v, packing.common_start or 0, real)
+        if new == 1 and in_place(*parts[0], state.summary):
+            position, summary = writable(state.position), writable(state.summary)
+            position += 1 if counts is None else counts
+            parts = [(q.to(summary.dtype), k.to(summary.dtype), v.to(summary.dtype)) for q, k, v in parts]
+            summary += _joined([k.mT @ v for _, k, v in parts])
+            own = summary.split([v.shape[-1] for _, _, v in parts], -1)
+            sums = [q @ of_part for (q, _, _), of_part in zip(parts, own, strict=True)]
+            return normalized(_joined(sums)), LinearState(position, summary)
+        before = state.summary.split([v.shape[-1] for _, _, v in parts], -1)
+        read = [continued_sums(*part, of_part) for part, of_part in zip(parts, before, strict=True)]
+        sums, after = ([each[i] for each in read] for i in range(2))
+        return normalized(_joined(sums)), LinearState(state.position + (new if counts is None else counts), _joined(after))
 
-    def _features(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """The features of what `rotate` returned, and of the denominator if they differ; `first` is the first position."""
+    def _parts(self, q: Tensor, k: Tensor, v: Tensor, first: int, real: Tensor | None) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Features of what `rotate` returned, and values; their sums, side by side, are those of the values and of ones.
+
+        Two parts if features are rotated, for the numerator and the denominator. `first` is the first position.
+        """
         if self.rotated == "inputs":
-            return self.weigh(self.features(q), first), self.weigh(self.features(k), first), None
-        (plain_q, q), (plain_k, k) = ((self.weigh(part, first) for part in x.chunk(2, -1)) for x in (q, k))
-        return q, k, (plain_q, plain_k)
+            parts = [(self.weigh(self.features(q), first), self.weigh(self.features(k), first), with_ones(v))]
+        else:
+            (plain_q, q), (plain_k, k) = ((self.weigh(part, first) for part in x.chunk(2, -1)) for x in (q, k))
+            parts = [(q, k, v), (plain_q, plain_k, torch.ones_like(v[..., :1]))]
+        if real is None:
+            return parts
+        padding = ~real[:, None, :, None]  # of features of zero, no query reads anything
+        return [(q, k.masked_fill(padding, 0.0), v) for q, k, v in parts]
 
     def init_own_state(self, batch_size: int) -> LinearState:
         empty = self.empty_cache(batch_size, acc_dtype(self.any_parameter))
         n_features = self.weigh(self.features(empty), first=0).shape[-1]
         summary = empty.new_zeros(batch_size, self.n_heads, n_features, self.head_dim + 1)
         return LinearState(self.first_position(batch_size), summary)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+class LinearELU(KernelAttention):
+    """Linear attention with features elu + 1."""
+
+    name = "linear-elu"
+
+    def features(self, x: Tensor) -> Tensor:
+        return elu_features(x)
+
+
+class Performer(KernelAttention):
+    """Performer with its ReLU kernel, as published.
+
+    Linear attention with features relu(x) + eps.
+
+    Args:
+        causal_sums: how a causal layer sums over earlier tokens: "prefix", as published, stores a state of h x h for every
+            token and head, which makes it slow; "matmul" computes all T x T products, the paper's Performer-Matmul; "chunked"
+            stores a state for every chunk, as linear attention is trained today.
+        **options: the options of `KernelAttention`.
+
+    Source: "Rethinking Attention with Performers" (arXiv 2009.14794), generalised attention, in the two causal forms that the
+    FLASH paper measures, and by chunks.
+    """
+
+    name = "performer"
+
+    def __init__(self, d_model: int, *, causal_sums: CausalSumsForm = "prefix", **options: Unpack[KernelOptions]) -> None:
+        super().__init__(d_model, **options)
+        check_choice("causal_sums", causal_sums, get_args(CausalSumsForm))
+        self.causal_sums: CausalSumsForm = causal_sums
+
+    def features(self, x: Tensor) -> Tensor:
+        return relu_features(x)
+
+    def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return {"prefix": prefix_sums, "matmul": matmul_sums, "chunked": chunked_sums}[self.causal_sums](q, k, v)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.baselines.blocks import fill, open_chunk_pieces
-from lineartime.baselines.longformer import Longformer, LongformerState
+from lineartime.baselines.sparse import Longformer, LongformerState
 from lineartime.errors import ArgumentError
 from lineartime.layers.attention import HeadOptions
 from lineartime.layers.dense import Dense, factory

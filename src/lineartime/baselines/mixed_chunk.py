@@ -1,8 +1,15 @@
-"""Mixed chunk attention as a scheme: a local part with softmax and a global part with features, each with several choices.
+"""Mixed chunk attention in the heads of a Transformer: softmax inside a chunk, and a linear part across chunks.
 
-Shapes: B streams, T tokens, R rows, H heads, L tokens of a row, h head width, f features, C chunk size,
-G chunks, M chunks that a causal token attends to in the local part.
-Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.2, with the global part of a linear attention.
+Shapes: N tokens, D documents, B streams, T tokens of a document, R rows, L tokens of a row, H heads, h head width, f features,
+C chunk size, G chunks, Q queries of a chunk, M chunks that a causal token attends to in the local part.
+Source: "Transformer Quality in Linear Time" (arXiv 2202.10447): section 3.2, with the global part of a linear attention, and
+the comparison of approximation costs (MC-TFM++).
+
+    mc-tfm, MC-TFM++:
+
+    out[t] = sum over j in L(t) of softmax(q[t].k[j] / sqrt(h)) v[j]  +  q[t] / sqrt(h) . mean over j in R(t) of k[j] v[j]^T
+
+    mixed-chunk, a scheme with several choices of both parts:
 
     out[t] = sum over j in L(t) of softmax(q[t].k[j] / sqrt(h)) v[j]
              + sum over j in R(t) of s(t, j) v[j] / sum over j in R(t) of s(t, j)        s(t, j) = features(q[t]).features(k[j])
@@ -13,7 +20,7 @@ Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), section 3.2, wi
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,6 +30,7 @@ from lineartime.baselines.blocks import (
     ChunkedHeadOptions,
     ChunkedHeads,
     cut_blocks,
+    exclusive_cumsum,
     fill,
     join_blocks,
     masked_products,
@@ -31,12 +39,11 @@ from lineartime.baselines.blocks import (
     with_neighbours,
 )
 from lineartime.baselines.cosformer import weigh_by_cosine
-from lineartime.baselines.linear import exclusive_cumsum, normalized, with_ones
-from lineartime.baselines.linear_elu import elu_features
-from lineartime.baselines.performer import relu_features
+from lineartime.baselines.kernel_attention import elu_features, normalized, relu_features, with_ones
 from lineartime.errors import check_choice
 from lineartime.ops.checks import check_fits, check_positive
-from lineartime.ops.modes import acc_dtype
+from lineartime.ops.mixed_chunk import MixedChunkState, Scales, attend_visible, reciprocal
+from lineartime.ops.modes import acc_dtype, output_dtype, without_autocast
 from lineartime.ops.packing import Packing
 from lineartime.ops.state import State
 
@@ -198,3 +205,54 @@ class MixedChunk(ChunkedHeads):
         summary = chunk.new_zeros(*chunk.shape[:2], n_features, self.head_dim + 1)
         kept = torch.cat([chunk, chunk], -2) if self.local == "overlapping" else chunk
         return MixedChunkSchemeState(self.first_position(batch_size), summary, kept, kept)
+
+
+def mc_tfm_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
+    """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h]."""
+    scale = q.shape[-1] ** -0.5
+    rows = []
+    for t in range(len(v)):
+        chunk = t // chunk_size
+        near = [j for j in range(len(v)) if j // chunk_size == chunk and (j <= t or not causal)]
+        far = [j for j in range(len(v)) if j // chunk_size < chunk or (j // chunk_size > chunk and not causal)]
+        local = (k[near] @ q[t] * scale).softmax(0) @ v[near]
+        rows.append(local + scale * q[t] @ (k[far].mT @ v[far]) / max(1, len(far)))
+    return torch.stack(rows)
+
+
+class MCTFM(ChunkedHeads):
+    """Multi-head mixed chunk attention: softmax inside chunks, linear across them.
+
+    A causal layer streams with constant memory. The options are those of `ChunkedHeads`.
+    """
+
+    name = "mc-tfm"
+    any_positions = True
+
+    def attend_heads(self, maps: tuple[Tensor, Tensor, Tensor], packing: Packing, state: Any) -> tuple[Tensor, Any]:
+        compute, scale, outputs = self.compute_dtype(*maps), self.head_dim**-0.5, []
+        scales = Scales(scale, reciprocal, reciprocal)
+        opened = (None, None) if state is None else (state.keys[:, :, 0].transpose(1, 2), state.values.transpose(1, 2))
+        with without_autocast(maps[-1]):
+            for grid, q, k, v in packing.by_grid(self.chunk_size, self.causal, *(x.to(compute) for x in maps)):
+                # [G, H, Q, h], [G, H, C, h] and [G, H, C, h]
+                q, k, v = (x.transpose(1, 2) for x in (grid.queries(q), grid.keys(k, opened[0]), grid.keys(v, opened[1])))
+                local = attend_visible(q, k, v, grid.last[:, None], None, "softmax", scales)
+                sums = (k.mT @ v).to(acc_dtype(v))  # [G, H, h, h]
+                if self.causal:
+                    others, count = grid.sum_before(sums), grid.begin
+                    others = others if state is None else others + grid.of_documents(state.summary)
+                else:
+                    others, count = grid.of_documents(grid.sum_of(sums)) - sums, grid.end[grid.of] - grid.sizes
+                mean = (others * scales.sum(count.to(sums.dtype))[:, None, None, None]).to(compute)
+                outputs.append(grid.tokens((local + scale * q @ mean).transpose(1, 2)))
+                if state is not None:
+                    summary = state.summary + grid.sum_of(torch.where(grid.full[:, None, None, None], sums, 0))
+                    keys, values = (x.index_select(0, grid.final).to(state.keys.dtype) for x in (k, v))
+                    state = MixedChunkState(state.position + packing.new, summary, keys[:, :, None], values)
+        return torch.cat(outputs).flatten(1).to(output_dtype(maps[-1], compute)), state
+
+    def init_own_state(self, batch_size: int) -> MixedChunkState:
+        chunk = self.empty_chunk(batch_size)
+        summary = chunk.new_zeros(batch_size, self.n_heads, self.head_dim, self.head_dim)
+        return MixedChunkState(self.first_position(batch_size), summary, chunk[:, :, None], chunk)

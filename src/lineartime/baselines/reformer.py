@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import masked_products
-from lineartime.baselines.linear import exclusive_cumsum
+from lineartime.baselines.blocks import exclusive_cumsum, masked_products
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.layers.dense import factory
 from lineartime.ops.checks import check_even, check_positive

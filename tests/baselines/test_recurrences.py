@@ -1,6 +1,7 @@
-"""Today's linear models against the definitions of their papers, given what the layer projects."""
+"""The recurrence of linear models against its definition, and today's linear models against those of their papers."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,16 +9,81 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.baselines.deltanet import DeltaNet, delta_rule_oracle
-from lineartime.baselines.gated_deltanet import GatedDeltaNet
-from lineartime.baselines.gla import GLA, gla_oracle
-from lineartime.baselines.lact import LaCT, lact_oracle
-from lineartime.baselines.mamba2 import Mamba2, ssd_oracle
-from lineartime.baselines.recurrent import RecurrentMixer
-from lineartime.baselines.retnet import RetNet, retention_oracle
-from lineartime.baselines.rwkv7 import RWKV7, rwkv7_oracle
+from lineartime.baselines import GLA, RWKV7, DeltaNet, GatedDeltaNet, LaCT, Mamba2, RetNet, linear_models
+from lineartime.baselines.lact import lact_oracle
+from lineartime.baselines.linear_models import rwkv7_oracle
+from lineartime.baselines.recurrence import LONGEST_DECAY, Tokens, recurrence, recurrence_oracle, recurrence_step
 from lineartime.models import build
 from lineartime.ops.positions import rotary_table, rotate
+
+KEY, VALUE = 6, 5
+
+
+def drawn(length: int, per_feature: bool, delta: bool, fastest: float = 1.0) -> Tokens:
+    torch.manual_seed(length)
+
+    def normal(width: int) -> Tensor:
+        return torch.randn(length, width, dtype=torch.float64, requires_grad=True)
+
+    decays = -fastest * torch.rand(length, KEY if per_feature else 1, dtype=torch.float64)
+    unit = F.normalize(normal(KEY), dim=-1)
+    rule = (-unit * torch.rand(length, 1, dtype=torch.float64), unit) if delta else ()
+    return Tokens(normal(KEY), normal(KEY), normal(VALUE), decays.requires_grad_(), *rule)
+
+
+@pytest.mark.parametrize(("per_feature", "delta"), list(product([False, True], repeat=2)))
+def test_every_form_is_the_definition(per_feature: bool, delta: bool) -> None:
+    """Values and gradients, at ragged lengths, in chunks of several sizes and one token at a time."""
+    for length, size in ((1, 4), (3, 4), (4, 4), (13, 4), (13, 1), (37, 16), (9, 64)):
+        x, start = drawn(length, per_feature, delta), torch.zeros(KEY, VALUE, dtype=torch.float64)
+        expected, (found, state) = recurrence_oracle(x), recurrence(x, start, chunk_size=size)
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+        direction, inputs = torch.randn_like(expected), [x.q, x.k, x.v, x.g]
+        gradients = [torch.autograd.grad((out * direction).sum(), inputs, retain_graph=True) for out in (expected, found)]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-9)
+        with torch.no_grad():
+            rows = [recurrence_step(x.map(lambda each, t=t: each[t : t + 1]), start) for t in range(length)]
+        torch.testing.assert_close(torch.cat(rows), expected, atol=1e-12, rtol=1e-10)
+        torch.testing.assert_close(start, state, atol=1e-12, rtol=1e-10)
+
+
+def test_fastest_decay_that_a_chunk_allows_is_finite_in_float32() -> None:
+    x = drawn(40, per_feature=True, delta=True)
+    x = x._replace(g=torch.full_like(x.g, -LONGEST_DECAY / 16).detach().requires_grad_())
+    single = x.map(lambda each: each.detach().float().requires_grad_())
+    out, expected = recurrence(single, torch.zeros(KEY, VALUE), chunk_size=16)[0], recurrence_oracle(x)
+    torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
+    for name, scale in product("qkvg", (1.0, 1e-8)):  # of a mean over many tokens, gradients are small
+        found, wanted = (
+            torch.autograd.grad(each.sum() * scale, getattr(of, name), retain_graph=True)[0].double() / scale
+            for each, of in ((out, single), (expected, x))
+        )
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("per_feature", "delta"), list(product([False, True], repeat=2)))
+def test_later_tokens_of_a_chunk_do_not_change_the_rounding_of_earlier_ones(per_feature: bool, delta: bool) -> None:
+    first = drawn(40, per_feature, delta).map(lambda each: each.detach().float())
+    later = first.map(lambda each: torch.cat([each[:19], 3 * each[19:]]))
+    out, other = (recurrence(x, torch.zeros(KEY, VALUE), chunk_size=16)[0] for x in (first, later))
+    assert torch.equal(out[:19], other[:19])
+    assert not torch.equal(out[19:], other[19:])
+
+
+@pytest.mark.parametrize("per_feature", [False, True])
+def test_delta_rule_stays_bounded_over_65536_tokens(per_feature: bool) -> None:
+    """diag(decay) (I - beta k k^T) has no singular value above 1, so the state does not grow, also with keys in bfloat16."""
+    torch.manual_seed(0)
+    length = 65_536
+    k = F.normalize(torch.randn(length, KEY), dim=-1).bfloat16()
+    beta, v = torch.rand(length, 1).bfloat16(), torch.randn(length, VALUE).bfloat16()
+    g = -1e-4 * torch.rand(length, KEY if per_feature else 1)
+    x = Tokens(k, beta * k, v, g, -g.exp() * (beta * k), k)
+    out, state = recurrence(x, torch.zeros(KEY, VALUE), chunk_size=64)
+    assert out.isfinite().all()
+    assert state.abs().max() < 50
+
 
 D_MODEL, HEADS, LENGTH = 16, 2, 70  # more than a chunk of 64
 
@@ -28,13 +94,13 @@ Definition = Callable[[Any, int, Sequence[Tensor], Tensor], Tensor]
 def retnet(_: Any, head: int, maps: Sequence[Tensor], __: Tensor) -> Tensor:
     q, k, v = maps
     turned = rotary_table(torch.arange(len(v)), q.shape[1] // 2, q.dtype)
-    return retention_oracle(rotate(q, turned), rotate(k, turned), v, head)
+    return linear_models.retention_oracle(rotate(q, turned), rotate(k, turned), v, head)
 
 
 def gla(layer: GLA, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
     q, k, v = maps
     alpha = layer.heads(layer.to_decay(layer.to_rank(normed)).sigmoid() ** (1 / 16))[:, head]
-    return gla_oracle(q, k, v, alpha)
+    return linear_models.gla_oracle(q, k, v, alpha)
 
 
 def deltanet(layer: DeltaNet, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
@@ -44,13 +110,13 @@ def deltanet(layer: DeltaNet, head: int, maps: Sequence[Tensor], normed: Tensor)
         step = F.softplus(normed @ layer.decay.weight.mT + layer.decay.bias)[:, head]
         alpha = (-layer.decay.log_a[head].exp() * step).exp()
     beta = layer.to_beta(normed).sigmoid()[:, head]
-    return delta_rule_oracle(q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True), v, beta, alpha)
+    return linear_models.delta_rule_oracle(q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True), v, beta, alpha)
 
 
 def mamba2(layer: Mamba2, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
     c, b, x = maps
     step = F.softplus(normed @ layer.decay.weight.mT + layer.decay.bias)[:, head]
-    return ssd_oracle(b, c, x, step, layer.decay.log_a[head].exp())
+    return linear_models.ssd_oracle(b, c, x, step, layer.decay.log_a[head].exp())
 
 
 def rwkv7(layer: RWKV7, head: int, maps: Sequence[Tensor], _: Tensor) -> Tensor:
@@ -61,7 +127,7 @@ def rwkv7(layer: RWKV7, head: int, maps: Sequence[Tensor], _: Tensor) -> Tensor:
     return rwkv7_oracle(r, (-torch.tensor(-0.5).double().exp() * w.sigmoid()).exp(), k, v, a, c / c.norm(dim=-1, keepdim=True))
 
 
-ROWS: list[tuple[type[RecurrentMixer], dict[str, Any], Definition]] = [
+ROWS: list[tuple[Any, dict[str, Any], Definition]] = [
     (RetNet, {}, retnet),
     (RetNet, {"short_convolution": True}, retnet),
     (GLA, {}, gla),
