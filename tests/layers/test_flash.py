@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests import definitions
 from torch import Tensor
 
-from lineartime.baselines.performer import Performer
+from lineartime.baselines import Performer
 from lineartime.errors import ArgumentError
 from lineartime.layers import FLASH, GAU, Attention, RotaryBias, TableBias
 from lineartime.layers.mixer import Mixer
