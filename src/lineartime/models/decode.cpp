@@ -304,8 +304,10 @@ int64_t read_tokens(const Model& m, const State* states, int64_t rows, char* byt
   }
   const Memory memory(bytes, m, rows, threads);
   if (drawn != nullptr) out = memory.logits;
+  const int64_t weights = m.d * (m.layers * (3 * m.e + m.s) + m.vocabulary);
   const int64_t used = rows * m.d * (2 * m.e + m.s) < 16384 ? 1 : threads;  // to wake others takes as long
-  Pool::run(used, [&](const Team& team) { Step{m, states, rows, memory, team}.run(ids, out, uniform, sampling, drawn); });
+  Pool::run(used, double(weights * (8 + rows)),
+            [&](const Team& team) { Step{m, states, rows, memory, team}.run(ids, out, uniform, sampling, drawn); });
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t position = states[0].position[row] + 1;
     for (int64_t i = 0; i < m.layers; ++i) states[i].position[row] = position;

@@ -37,18 +37,16 @@ class Bell {
     changed.notify_all();
   }
 
-  // Wait until the number is not `seen`, and return the time asleep.
-  Clock::duration wait(uint32_t seen, int spins) {
+  // Wait until the number is not `seen`.
+  void wait(uint32_t seen, int spins) {
     for (int i = 0; i < spins; ++i) {
-      if (number() != seen) return Clock::duration::zero();
+      if (number() != seen) return;
       pause_a_moment();
     }
-    const auto start = Clock::now();
     ++sleepers;
     std::unique_lock<std::mutex> lock(mutex);
     changed.wait(lock, [&] { return value.load() != seen; });
     --sleepers;
-    return Clock::now() - start;
   }
 
  private:
@@ -70,16 +68,16 @@ struct Team {
 
 class Pool {
  public:
-  // Run function(team) in `size` threads, or in this one alone if others compute here, or have kept this one waiting for more
-  // of the time than they saved.
+  // Run function(team) in `size` threads, or in this one alone if others compute here, or if that has been faster lately, as
+  // beside other programs. `work` is what takes time, in any unit.
   template <class F>
-  static void run(int64_t size, const F& function) {
+  static void run(int64_t size, double work, const F& function) {
     static std::mutex one_at_a_time;
     static Pool* pool = nullptr;
     const std::unique_lock<std::mutex> lock(one_at_a_time, std::try_to_lock);
     if (size <= 1 || !lock.owns_lock()) return function(Team{0, 1, nullptr});
     if (pool == nullptr || pool->process != getpid()) pool = new Pool;  // a fork has none of the threads
-    pool->run_by(size, [](const void* f, const Team& team) { (*static_cast<const F*>(f))(team); }, &function);
+    pool->run_by(size, work, [](const void* f, const Team& team) { (*static_cast<const F*>(f))(team); }, &function);
   }
 
   // Wait until all threads of the team are here.
@@ -90,41 +88,50 @@ class Pool {
       meeting.ring(seen + 1);
       return;
     }
-    const auto asleep = meeting.wait(seen, spins_at_work);
-    if (me == 0) late += asleep;
+    meeting.wait(seen, spins_at_work);
   }
 
  private:
   typedef void (*Job)(const void*, const Team&);
 
-  static constexpr int spins_at_work = 1000, spins_between = 2000, most_threads = 256;
+  static constexpr int spins_at_work = 1000, spins_between = 2000, most_threads = 256, runs_of_a_try = 4;
   const pid_t process = getpid();
   Bell begin, meeting;  // `begin` counts the runs, and says the size of the team in its last digits
   std::atomic<int64_t> arrived{0};
   int64_t threads = 1;
   Job job = nullptr;
   const void* argument = nullptr;
-  Clock::duration late{0}, rest{0};
-  Clock::time_point together_from{};
+  // The time for a unit of work, averaged over the last runs, alone and together; what is chosen; how often the other is tried.
+  double cost[2] = {0, 0};
+  int chosen = 1, left_to_try = 0;
+  Clock::duration patience{0};
+  Clock::time_point next_try{};
 
-  void run_by(int64_t size, Job todo, const void* of) {
+  void run_by(int64_t size, double work, Job todo, const void* of) {
     const auto start = Clock::now();
-    size = std::min<int64_t>(size, most_threads - 1);
-    if (start < together_from) return todo(of, Team{0, 1, nullptr});
-    for (; threads < size; ++threads) std::thread(&Pool::serve, this, threads, begin.number()).detach();
-    job = todo, argument = of, late = Clock::duration::zero();
-    begin.ring((begin.number() / most_threads + 1) * most_threads + uint32_t(size));
-    todo(of, Team{0, size, this});
-    meet(0, size);
-    // Alone, it takes at most `size` times what this thread has computed; so long, another try waits.
-    const auto end = Clock::now();
-    const Clock::duration shortest = std::chrono::milliseconds(4), longest = std::chrono::milliseconds(256);
-    if (late * size <= (end - start) * (size - 1)) {
-      rest = rest / 2;
+    if (left_to_try == 0 && start >= next_try) left_to_try = runs_of_a_try;
+    const bool tries = left_to_try > 0;
+    const int how = tries ? 1 - chosen : chosen;
+    if (how == 0) {
+      todo(of, Team{0, 1, nullptr});
     } else {
-      rest = std::clamp(2 * rest, shortest, longest);
-      together_from = end + rest;
+      size = std::min<int64_t>(size, most_threads - 1);
+      for (; threads < size; ++threads) std::thread(&Pool::serve, this, threads, begin.number()).detach();
+      job = todo, argument = of;
+      begin.ring((begin.number() / most_threads + 1) * most_threads + uint32_t(size));
+      todo(of, Team{0, size, this});
+      meet(0, size);
     }
+    const auto end = Clock::now();
+    const double found = std::chrono::duration<double>(end - start).count() / work;
+    cost[how] += (found - cost[how]) / (cost[how] == 0 ? 1 : tries ? 2 : 8);
+    if (tries && --left_to_try > 0) return;
+    const bool changes = cost[1 - chosen] != 0 && cost[1 - chosen] < cost[chosen];
+    if (!tries && !changes) return;
+    const Clock::duration shortest = std::chrono::milliseconds(16), longest = std::chrono::milliseconds(512);
+    if (changes) chosen = 1 - chosen;
+    patience = changes ? shortest : std::min(std::max(2 * patience, shortest), longest);
+    next_try = end + patience;
   }
 
   void serve(int64_t me, uint32_t seen) {
