@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29960,
-    "all tests": 21390,
+    "all source": 29970,
+    "all tests": 21400,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
@@ -188,7 +188,7 @@ BUDGETS: dict[str, int] = {
     "hf": 1330,
     "inspection": 280,
     "layers": 2330,
-    "models": 2590,
+    "models": 2600,
     "ops": 3440,
     "runs": 1010,
     "seq2seq": 300,
