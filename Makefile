@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 train: $(VENV)/installed
 	$(BIN)/lineartime train --out $(RUN) $$(ls -d $(RUN)/step-* >/dev/null 2>&1 && echo --resume || echo --recipe quick)
 	$(BIN)/lineartime eval $(RUN) --plot $(RUN)/report.png
-	$(BIN)/lineartime generate $(RUN) --prompt "$$(printf 'import os\n\n\nclass Reader:\n    def __init__(self, ')" --temperature 0.7 --max-tokens 160 --seed 5
+	$(BIN)/lineartime generate $(RUN) --prompt "$$(printf 'import os\n\n\nclass Reader:\n    def __init__(self, ')" --max-tokens 110 --seed 1
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not nightly"
