@@ -72,7 +72,6 @@ Count = Annotated[int, Between(0, 10**15)]
 """A count, for instance of steps, tokens or bytes."""
 AtLeastOne = Annotated[int, Between(1)]
 Positive = Annotated[float, Between(above=0)]
-Digest = Annotated[str, Matching("[0-9a-f]{64}", "a SHA-256 in 64 hexadecimal digits")]
 
 
 def decode(hint: Any, value: Any, name: str = "") -> Any:

@@ -12,7 +12,6 @@ ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 NORMALIZATIONS: tuple[str, ...] = ("count", "paper")
 """The normalizations of every attention. Mixed chunk attention also has "paper_sum", in which its linear part sums over chunks
 without averaging."""
-CHUNK_NORMALIZATIONS: tuple[str, ...] = (*NORMALIZATIONS, "paper_sum")
 
 
 def relu2(scores: Tensor) -> Tensor:
