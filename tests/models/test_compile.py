@@ -80,6 +80,23 @@ def test_compiled_layer_reads_other_packs_without_a_graph_break_or_compiling_aga
             compiled(torch.randn(1, 50, 16, dtype=torch.float64), None, torch.tensor([0, 40, 45, 50]))
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {"normalization": "paper"}, {"activation": "softmax"}], ids=str)
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_compiled_pack_of_a_gau_has_the_scores_of_one_row(options: dict[str, Any], prefixes: bool) -> None:
+    layer, sizes = GAU(16, d_qk=8, **{"causal": prefixes, **options}).double(), list[int]()
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        made = (node.meta.get("example_value") for node in graph.graph.nodes)
+        sizes.extend(value.numel() for value in made if isinstance(value, Tensor))
+        return graph
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend=compiler)
+    mask, ends = torch.arange(60)[None] % 7 > 0, torch.tensor([0, 0, 12, 31, 60])
+    arguments = torch.randn(1, 60, 16, dtype=torch.float64), mask, ends, torch.tensor([0, 3, 16, 0]) if prefixes else None
+    torch.testing.assert_close(read(compiled, *arguments), read(layer, *arguments), atol=1e-12, rtol=0)
+    assert max(sizes) <= 2 * 60 * 60
+
+
 @nightly
 @pytest.mark.parametrize("name", ["flash with a token shift", "gau"])
 def test_compiled_layer_reads_other_masks_without_compiling_again(name: str) -> None:

@@ -93,7 +93,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quadratic, "SCORES", 2048)
 
 
-@pytest.mark.usefixtures("small_tiles", "work")
+@pytest.mark.usefixtures("small_tiles", "compiler")
 @every_pair(length=[1, 65], causal=[False, True], case=["rows", "mask", "pack"])
 def test_tiled_form_is_the_plain_one_at_ragged_lengths(length: int, causal: bool, case: str) -> None:
     packing = {
@@ -114,7 +114,7 @@ def test_tiled_form_is_the_plain_one_at_ragged_lengths(length: int, causal: bool
     assert_same(tiled, plain)
 
 
-@pytest.mark.usefixtures("work")
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("dtype", "with_bias"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)])
 def test_tiled_errors_are_at_most_twice_those_of_plain_pytorch(dtype: torch.dtype, with_bias: bool) -> None:
     inputs, packing = [x.to(dtype) for x in [*maps_of(600, None), *[bias_of(None, 300)] * with_bias]], packing_of(2, 300)
@@ -128,7 +128,7 @@ def test_tiled_errors_are_at_most_twice_those_of_plain_pytorch(dtype: torch.dtyp
         assert error < 2 * plain_error + torch.finfo(dtype).eps
 
 
-@pytest.mark.usefixtures("work")
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nan_stays_nan_in_the_tiled_form(dtype: torch.dtype) -> None:
     q, k, v = maps_of(6, None, dtype)

@@ -177,7 +177,7 @@ class KernelAttention(MultiHeadMixer):
         return normalized(_joined([q @ (k.mT @ v) for q, k, v in parts]))
 
     def attend_next(self, q: Tensor, k: Tensor, v: Tensor, state: LinearState, packing: Packing) -> tuple[Tensor, LinearState]:
-        new, counts = v.shape[-2], packing.counts
+        new, counts = v.shape[-2], None if packing.even else packing.new
         real = None if counts is None else torch.arange(new, device=k.device) < counts[:, None]
         parts = self._parts(q, k, v, packing.common_start or 0, real)
         if new == 1 and in_place(*parts[0], state.summary):

@@ -149,16 +149,19 @@ def attention_weights(
 
 def attend_visible(
     q: Tensor, k: Tensor, v: Tensor, last: Tensor, bias: Tensor | None, activation: str, scales: Scales,
-    scales_bias: bool = False, hides: bool = True,
+    scales_bias: bool = False, hides: bool = True, first: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """All scores at once: [..., Q, s], [..., K, s], [..., K, e] -> [..., Q, e].
 
-    `last`, int64, broadcastable to [..., Q], is the last key that each query sees. If nothing `hides`, values behind it are
-    zero. Other arguments are those of `attention_weights`.
+    `first` and `last`, int64, broadcastable to [..., Q], are the first and the last key that each query sees; by default, the
+    first is key 0. If nothing `hides`, values behind the last are zero. Other arguments are those of `attention_weights`.
     """
-    hidden = torch.arange(k.shape[-2], device=k.device) > last[..., None] if hides else None
-    count = (last + 1).clamp(min=1)
-    return attention_weights(q @ k.mT, hidden, count, bias, activation, scales, scales_bias).to(v.dtype) @ v
+    key = torch.arange(k.shape[-2], device=k.device)
+    hidden, count = key > last[..., None] if hides else None, last + 1
+    if first is not None:
+        hidden, count = (key < first[..., None]) | (key > last[..., None]), count - first
+    products, count = q @ k.mT, count.clamp(min=1)
+    return attention_weights(products, hidden, count, bias, activation, scales, scales_bias).to(v.dtype) @ v
 
 
 def attend_blocks(
@@ -205,6 +208,10 @@ def attend(
         if state is not None and packing.longest == 1 and packing.even and in_place(*given, *state.tensors()):
             out, state = step(q_quad, k_quad, q_lin, k_lin, v, options, state, compute)
             return out.to(dtype), state
+        one_row = packing.any_division and options.chunk_size is None and options.backend in ("auto", "torch")
+        if one_row and q_quad is not None and k_quad is not None:
+            q, k, values = (x.to(compute) for x in (q_quad, k_quad, v))
+            return attend_pack(q, k, values, packing, options).to(dtype), None
         tensors = [None if x is None else x.to(compute) for x in (q_quad, k_quad, q_lin, k_lin, v)]
         for grid, q1, k1, q2, k2, values in packing.by_grid(options.chunk_size, options.causal, *tensors):
             out, state = _attend_grid(q1, k1, q2, k2, values, grid, packing, options, state)
@@ -238,17 +245,39 @@ def _attend_grid(
     return out, replace(state, position=position, summary=summary, keys=keys, values=own)
 
 
+def _scaled(q: Tensor, length: Tensor, options: MixedChunkOptions) -> tuple[Tensor, MixedChunkOptions]:
+    """The queries of documents of a length, and options whose scale of scores is known."""
+    if options.scales.score is not None:
+        return q, options
+    by = 1 / length.clamp(min=1).to(acc_dtype(q))
+    known = replace(options, scales=options.scales._replace(score=by if options.scales_bias else 1.0))
+    return q if options.scales_bias else (q * by).to(q.dtype), known
+
+
+def attend_pack(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: MixedChunkOptions) -> Tensor:
+    """Attend inside the documents of a pack as one row, [N, s], [N, s], [N, e] -> [N, e], for traced code.
+
+    Such code does not know their lengths: if each were a row, every row would be as long as the pack.
+    """
+    token, document = torch.arange(q.shape[0], device=q.device), packing.document
+    first = token - packing.position
+    length = packing.new[document]
+    last = token if options.causal else first + length - 1
+    if packing.prefix is not None:
+        last = torch.maximum(last, first + packing.prefix[document] - 1)
+    bias = None if options.bias is None else options.bias(q.shape[0])
+    q, options = _scaled(q, length[:, None], options)
+    return attend_visible(q, k, v, last, bias, options.activation, options.scales, options.scales_bias, first=first)
+
+
 def quadratic_part(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: MixedChunkOptions) -> Tensor:
     """Attend inside chunks: [G, Q, s], [G, C, s], [G, C, e] -> [G, Q, e]."""
-    size, scales, is_whole = grid.size, options.scales, grid.width == grid.size
+    size, is_whole = grid.size, grid.width == grid.size
     bias = None if options.bias is None else options.bias(size)
-    if scales.score is None:
-        by = 1 / grid.sizes.clamp(min=1).to(acc_dtype(q))[:, None, None]
-        scales = scales._replace(score=by if options.scales_bias else 1.0)
-        options = replace(options, scales=scales)
-        q = q if options.scales_bias else (q * by).to(q.dtype)
+    q, options = _scaled(q, grid.sizes[:, None, None], options)
+    scales = options.scales
     if options.chunk_size is None and (grid.prefix is None or not grid.causal) and not options.scales_bias:
-        form = choose_backend(options.backend, ("torch", "tiled", "triton"), v, q.dtype, options.activation)
+        form = choose_backend(options.backend, ("torch", "tiled", "triton"), v, q.dtype, options.activation, quadratic.SOURCE)
         if form != "torch":
             assert isinstance(scales.score, float)
             count = (grid.query_slot + 1 if grid.causal else grid.sizes[:, None]).clamp(min=1)

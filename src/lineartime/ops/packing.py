@@ -229,6 +229,7 @@ class Packing:
         groups: the numbers of documents of similar length, which stand one after the other; empty for a single group.
         one_grid: whether all documents stand in one grid of whole chunks.
         context: the processes over which every sequence is split; None if this process holds whole sequences.
+        any_division: whether code that is traced reads any division of one row into documents.
         memo: what layers share, by name: see `shared`.
     """
 
@@ -247,6 +248,7 @@ class Packing:
     groups: tuple[int, ...] = ()
     one_grid: bool = False
     context: ContextGroup | None = None
+    any_division: bool = False
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -259,11 +261,6 @@ class Packing:
         """How many tokens every document has before these, if that is one number and the host knows it."""
         starts = self.starts
         return starts[0] if starts and all(start == starts[0] for start in starts) else None
-
-    @property
-    def counts(self) -> Tensor | None:
-        """int64 [D], how many tokens each document has here; None if all have `longest`."""
-        return None if self.even else self.new
 
     def shared(self, key: Any, make: Callable[[], Made]) -> Made:
         """What `make` returns: made for the first layer that asks, and kept for the others, except in traced code."""
@@ -358,9 +355,8 @@ class Packing:
         """
         if self.even:
             return self.tokens(attend(*map(self.to_rows, tensors), None))
-        outputs = []
-        for grid, *own in self.by_grid(None, True, *tensors):
-            outputs.append(grid.tokens(attend(*map(grid.queries, own), grid.real)))
+        by_grid = self.by_grid(None, True, *tensors)
+        outputs = [grid.tokens(attend(*map(grid.queries, own), grid.real)) for grid, *own in by_grid]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def to_rows(self, x: Tensor) -> Tensor:
@@ -543,7 +539,7 @@ def describe(
         position, sharing = torch.arange(count, device=device) - (new.cumsum(0) - new - start)[document], 1
     return Packing(
         (rows, length), order, position, sharing, start, new, starts, lengths, longest, even, streams, prefix,
-        tuple(map(len, groups)) if len(groups) > 1 else (), one_grid, context,
+        tuple(map(len, groups)) if len(groups) > 1 else (), one_grid, context, lengths is None and cu_seqlens is not None,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ Shapes: G documents, L slots of each, s query/key width, e value width; of a til
     out[t] = row_scale[t] * sum over visible j of w[t, j] v[j]          w[t, j] = relu(score_scale * q[t].k[j] + bias[j - t])^2
 
 The scores of a tile stay in the cache. None are kept for the backward pass, which recomputes them. What lies between the matrix
-products is computed by the functions of quadratic.cpp, in one pass over the scores, or in plain PyTorch.
+products is computed by the functions of quadratic.cpp, in one pass over the scores.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lineartime.native import native_functions
 from lineartime.ops.operator import Fused
-from lineartime.ops.positions import by_distance, sum_by_distance
+from lineartime.ops.positions import sum_by_distance
 
 SOURCE = Path(__file__).with_name("quadratic.cpp")
 QUERIES = 256
@@ -117,28 +117,13 @@ def _weigh(
     The gradient of the weights, if given, becomes that of the products q.k. That of the scores, summed over documents, is
     added to `d_scores` [Q, K].
     """
-    functions, by, length = native_functions(SOURCE, q.dtype), float(inputs.score_scale), inputs.q.shape[1]
+    functions, length = native_functions(SOURCE, q.dtype), inputs.q.shape[1]
+    assert functions is not None
+    weights = torch.bmm(q, k.mT)
     first = length - 1 - queries.start  # the bias of the first query for the first key; that of the next is one before
-    if functions is not None:
-        weights = torch.bmm(q, k.mT)
-        options = (first, by, int(inputs.causal), *weights.shape)
-        if d_weights is None:
-            functions.call("weigh", weights, inputs.bias, *options)
-        else:
-            functions.call("weigh_backward", weights, d_weights, inputs.bias, d_scores, *options)
-        return weights
-    exact, n_queries = inputs.row_scale.dtype, q.shape[1]
-    scores = torch.bmm(q, k.mT).to(exact).mul_(by)
-    if inputs.bias is not None:
-        near = inputs.bias[length - queries.stop :][: n_queries + k.shape[1] - 1]
-        scores.add_(by_distance(near, n_queries))
-    if inputs.causal:  # the last query sees all keys, and each query before it one key less
-        later = torch.ones(n_queries, n_queries, dtype=torch.bool, device=q.device).triu(1)
-        scores[..., -n_queries:].masked_fill_(later, 0)
-    scores.relu_()
-    if d_weights is not None:
-        d_products = d_weights.to(exact).mul_(scores).mul_(2)
-        if d_scores is not None:
-            d_scores += d_products.sum(0)
-        d_weights.copy_(d_products.mul_(by))
-    return scores.mul_(scores).to(q.dtype)
+    options = (first, float(inputs.score_scale), int(inputs.causal), *weights.shape)
+    if d_weights is None:
+        functions.call("weigh", weights, inputs.bias, *options)
+    else:
+        functions.call("weigh_backward", weights, d_weights, inputs.bias, d_scores, *options)
+    return weights
