@@ -80,7 +80,11 @@ def test_compiled_layer_reads_other_packs_without_a_graph_break_or_compiling_aga
             compiled(torch.randn(1, 50, 16, dtype=torch.float64), None, torch.tensor([0, 40, 45, 50]))
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"normalization": "paper"}, {"activation": "softmax"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"normalization": "paper"}, {"activation": "softmax"}, {"max_length": 25}],  # its longest document
+    ids=str,
+)
 @pytest.mark.parametrize("prefixes", [False, True])
 def test_compiled_pack_of_a_gau_has_the_scores_of_one_row(options: dict[str, Any], prefixes: bool) -> None:
     layer, sizes = GAU(16, d_qk=8, **{"causal": prefixes, **options}).double(), list[int]()

@@ -126,6 +126,17 @@ def test_tokens_have_the_same_bits_by_any_team_beside_others_and_after_a_fork() 
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("memory", ["sum", "mesa"])
+def test_prompt_that_was_read_in_inference_mode_goes_on_outside(memory: str) -> None:
+    model, ids = model_of(memory=memory, token_shift=True), torch.arange(24).view(2, 12)
+    with torch.inference_mode():
+        _, state = model.extend(ids[:, :5])
+        expected = model(ids)[:, 5:]
+    decoder = decoder_of(model)
+    found = torch.stack([decoder.logits(ids[:, token].contiguous(), state) for token in range(5, 12)], 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[torch.float64] * float(expected.abs().max()))
+
+
 def test_sinusoids_of_far_positions_are_exact() -> None:
     model, position = model_of(n_blocks=1), 100_003 * 64 + 63
     layer: Any = model.backbone.blocks[0].mixer  # type: ignore[index]

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
+import lineartime
 from lineartime.layers import FLASH, GAU, Attention, set_backend
 from lineartime.models import CausalLM, MaskedLM
 from lineartime.models.systems import SYSTEMS
@@ -15,6 +16,19 @@ from lineartime.native import why_not_native
 
 # PyTorch's forward-mode derivatives of its own functions are written in TorchScript.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning")
+
+
+def test_masks_count_no_position_beyond_the_last_learned_one() -> None:
+    model, ids = (
+        lineartime.build("transformer-tiny", "mlm", d_model=16, n_heads=2, n_blocks=1, max_positions=5).eval(),
+        torch.arange(16),
+    )
+    ids, mask = ids.view(2, 8), torch.tensor([[1, 0, 1, 1, 0, 1, 1, 0], [0, 1, 0, 0, 0, 0, 0, 1]])
+    weights = dict(model.named_parameters())
+    found = grad(lambda weights: functional_call(model, weights, (ids, mask)).square().mean())(weights)
+    expected = torch.autograd.grad(model(ids, mask).square().mean(), list(weights.values()))
+    for name, gradient in zip(weights, expected, strict=True):
+        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4)
 
 
 # One of each form that PyTorch has to differentiate otherwise, or whose batch holds masks, sorted tokens or landmarks.

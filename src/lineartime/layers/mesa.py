@@ -32,7 +32,7 @@ from lineartime.ops import tiles
 from lineartime.ops.mixed_chunk import MixedChunkState, Scales, attend
 from lineartime.ops.modes import acc_dtype, is_traced, matmul_dtype, under_transform, without_autocast
 from lineartime.ops.packing import Grid, Packing
-from lineartime.ops.state import in_place, writable
+from lineartime.ops.state import in_place, renewed, writable
 
 Memory = Literal["sum", "mesa"]
 """What the linear part of FLASH reads of the chunks before, in configs: their sum, as published, or what is defined above."""
@@ -83,8 +83,7 @@ class FLASHMesa(FLASH):
         q, k = (y * now + before * then for now, then in zip(self.gamma[2:], self.beta[2:], strict=True))
         k = F.normalize(k, dim=-1, eps=1e-6) * self.d_qk**0.5
         if state is not None and last is not None:
-            last = writable(state.last).copy_(last[:, 0]) if packing.longest == 1 and in_place(y, state.last) else last[:, 0]
-            state = replace(state, last=last)
+            state = replace(state, last=renewed(state.last, last[:, 0], packing))
         return (*self.rotated(F.silu(y), packing, 2), q, k), state
 
     def attend(self, maps: Sequence[Tensor], v: Tensor, packing: Packing, state: Any) -> tuple[Tensor, Any]:

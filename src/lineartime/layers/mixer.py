@@ -19,7 +19,7 @@ from lineartime.ops.checks import as_mask, check_documents
 from lineartime.ops.context import ContextGroup, sum_elsewhere
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing, describe
-from lineartime.ops.state import State, in_place, writable
+from lineartime.ops.state import State, renewed
 
 READ_PREFIX = "GAU, FLASH with the memory sum or mesa, and softmax attention"  # the mixers that can, for messages
 
@@ -98,7 +98,6 @@ class Mixer(ResidualLayer, ABC):
         self.causal = causal
         self.token_shift = token_shift
         self.shifted_width = (d_model + 1) // 2 if token_shift else 0
-        self._no_streams: Any = None
 
     @property
     def longest_sequence(self) -> int | None:
@@ -234,8 +233,7 @@ class Mixer(ResidualLayer, ABC):
         shifted = torch.cat([before, normed[:, width:]], 1)
         if last is None or after is None:
             return shifted, None
-        in_memory = packing.longest == 1 and in_place(normed, last)
-        return shifted, writable(last).copy_(after[:, 0]) if in_memory else after[:, 0].contiguous()
+        return shifted, renewed(last, after[:, 0], packing)
 
     def init_state(self, batch_size: int) -> Any:
         """The state before the first token of `batch_size` streams; ArgumentError unless the mixer is causal."""
@@ -311,9 +309,7 @@ class Mixer(ResidualLayer, ABC):
 
     def check_state(self, state: Any, x: Tensor) -> None:
         """Raise ArgumentError unless a state is of this layer, and of as many streams as x [B, N, d] has."""
-        if self._no_streams is None and not torch.compiler.is_compiling():  # a traced program must not change the layer
-            self._no_streams = self.init_state(0)
-        check_state(state, self._no_streams or self.init_state(0), type(self).__name__, x.device)
+        check_state(state, self.init_state(0), type(self).__name__, x.device)
         streams, given = state.position.shape[0], x.shape[0]  # len would fix them
         if streams != given:
             raise ArgumentError(

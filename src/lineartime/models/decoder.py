@@ -144,8 +144,9 @@ class NativeDecoder:
             limit = f"is {self._n_positions}, the number of learned positions"
             raise ArgumentError("max_positions", f"{limit}, but a stream has as many tokens.")
         if self._recalling and (state.position % self._chunk_size == 0).any():
-            for block in [state.blocks[place] for place in self._recalling]:
-                fold_full_chunks(block.own if self._shifted else block)
+            with torch.inference_mode():  # which updates every state in place, also one that was made in this mode
+                for block in [state.blocks[place] for place in self._recalling]:
+                    fold_full_chunks(block.own if self._shifted else block)
 
     def _bind(self, state: ModelState) -> _Bound:
         """The addresses of a state, which are found once for all tokens."""

@@ -154,7 +154,7 @@ def attend_visible(
     """All scores at once: [..., Q, s], [..., K, s], [..., K, e] -> [..., Q, e].
 
     `first` and `last`, int64, broadcastable to [..., Q], are the first and the last key that each query sees; by default, the
-    first is key 0. If nothing `hides`, values behind the last are zero. Other arguments are those of `attention_weights`.
+    first is key 0. `hides=False` is for values that are zero behind the last. Other arguments: see `attention_weights`.
     """
     key = torch.arange(k.shape[-2], device=k.device)
     hidden, count = key > last[..., None] if hides else None, last + 1
@@ -171,7 +171,7 @@ def attend_blocks(
     """`attend_visible` for a block of queries after the other.
 
     The last query stands at the last key and sees it. So do the queries before it, each at its key, but for the first `reach`
-    keys, which all queries may see: a block needs no others.
+    keys, which every query may see, whatever its place: 0 if causal, all keys if unknown.
     """
     width, keys, outputs = q.shape[-2], k.shape[-2], []
     more = options.activation, options.scales, options.scales_bias, hides
@@ -199,7 +199,7 @@ def attend(
 
     A part without queries is left out. With one map of keys in the state, both parts share it.
     """
-    if options.backend == "oracle" and state is None:
+    if options.backend == "oracle" and state is None and packing.context is None:
         return oracle.attend(q_quad, k_quad, q_lin, k_lin, v, packing, options), None
     given = [x for x in (q_quad, k_quad, q_lin, k_lin, v) if x is not None]
     compute, outputs = matmul_dtype(*given), []

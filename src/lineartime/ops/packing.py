@@ -51,7 +51,7 @@ class Grid:
         first: int64 [D], the first chunk of each document.
         of, begin: int64 [G], the document of each chunk, and the position of its first slot.
         start, end: int64 [D], how many tokens each document has before these, and after them.
-        prefix: int64 [D], how many first tokens see each other; None if the grid is causal.
+        prefix: int64 [D], how many first tokens see each other: all, if the grid is bidirectional; None for none.
         causal: whether the tokens after a prefix see earlier ones alone; False if a prefix is the whole document.
         slot, place: int64 [n], where each token stands among G C keys and G Q queries; None if chunks are views of equal rows.
         count: n.
@@ -223,7 +223,7 @@ class Packing:
         start, new: int64 [D], how many tokens each document has before these, and how many these are.
         starts, lengths: the same on the host; None if it does not know them.
         longest: the most tokens that a document has, or a bound of it.
-        even: whether all documents have equally many tokens.
+        even: whether it is known here that all documents have equally many tokens, which are read as views.
         streams: whether the documents are continued later.
         prefix: int64 [D], how many first tokens of a causal document see each other; None for no prefix.
         groups: the numbers of documents of similar length, which stand one after the other; empty for a single group.
@@ -535,8 +535,10 @@ def describe(
     elif even:
         position, sharing = (start[:, None] + torch.arange(longest, device=device)).flatten(), 1
     else:
-        document = _document(new, count)
-        position, sharing = torch.arange(count, device=device) - (new.cumsum(0) - new - start)[document], 1
+        token, document = torch.arange(count, device=device), _document(new, count)
+        position, sharing = token - (new.cumsum(0) - new - start)[document], 1
+        if lengths is None:  # those behind the real tokens have any position that a document may have
+            position = torch.where(token < new.sum(), position, 0)
     return Packing(
         (rows, length), order, position, sharing, start, new, starts, lengths, longest, even, streams, prefix,
         tuple(map(len, groups)) if len(groups) > 1 else (), one_grid, context, lengths is None and cu_seqlens is not None,

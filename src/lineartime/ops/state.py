@@ -120,6 +120,11 @@ def writable(x: Tensor) -> Tensor:
     return x if is_traced() or not x.is_inference() or torch.is_inference_mode_enabled() else x.clone()
 
 
+def renewed(old: Tensor, new: Tensor, packing: Packing) -> Tensor:
+    """What streams remember in place of `old`: `new`, in the same memory if they have read one token."""
+    return writable(old).copy_(new) if packing.longest == 1 and in_place(new, old) else new.contiguous()
+
+
 MIN_ROOM = 64
 """The number of tokens that a cache has room for when it first grows."""
 
