@@ -170,7 +170,7 @@ def test_chunks_hold_the_tokens_of_documents_from_their_own_start(case: str, chu
     for grid, own in packing.by_grid(chunk_size, causal, label):
         slots = torch.arange(grid.size)
         opened = (100 * torch.arange(len(grid.end))[:, None] + grid.begin[grid.first][:, None] + slots + 1.0)[..., None]
-        document, start, end = grid.of + first, grid.start[grid.of], grid.end[grid.of]
+        document, start, end = grid.document + first, grid.start[grid.document], grid.end[grid.document]
         expected = torch.where(
             (grid.begin[:, None] + slots) < end[:, None], 100 * document[:, None] + grid.begin[:, None] + slots + 1, 0
         )
@@ -179,16 +179,16 @@ def test_chunks_hold_the_tokens_of_documents_from_their_own_start(case: str, chu
         assert torch.equal(grid.real, keys > 0)
         assert torch.equal(grid.sizes, grid.real.sum(1))
         assert torch.equal(grid.tokens(grid.queries(own)), own)
-        assert torch.equal(torch.arange(len(grid.of))[grid.final], grid.final)
+        assert torch.equal(torch.arange(len(grid.document))[grid.final], grid.final)
         assert torch.equal(document[grid.final], torch.arange(len(grid.end)) + first)
         prefix = torch.zeros_like(grid.end) if grid.prefix is None else grid.prefix
         for g, row in enumerate(grid.queries(own)[..., 0].long() - 1):
             for i, place in enumerate(row.tolist()):
                 if place < 0:
                     continue
-                t, p = place % 100, int(prefix[grid.of[g]])
+                t, p = place % 100, int(prefix[grid.document[g]])
                 last = min(p, int(grid.begin[g]) + grid.size) - 1 if t < p else t
-                seen = grid.last.expand(len(grid.of), grid.width)[g, i]
+                seen = grid.last.expand(len(grid.document), grid.width)[g, i]
                 assert seen == last - grid.begin[g]
                 assert t >= start[g]
         first += len(grid.end)
@@ -207,7 +207,7 @@ def test_sums_over_chunks_stay_in_their_document_even_if_another_is_infinite(end
     x = random(ends[-1], 3)
     x[0:1] = torch.inf
     (grid,) = pack_of(ends, one_grid=form == "device").grids(1, causal=True)  # a chunk for each token
-    chunks, of = grid.keys(x)[:, 0], grid.of
+    chunks, of = grid.keys(x)[:, 0], grid.document
     grid = grid if form == "list" else replace(grid, chunks=None)
     before, summed = grid.sum_before(chunks), grid.sum_of(chunks)
     torch.testing.assert_close(grid.of_documents(summed), summed[of])

@@ -40,8 +40,8 @@ def attend_by_head(
     with without_autocast(v):
         for grid, *own in packing.by_grid(None, options.causal, *(x.to(compute) for x in (q, k, v))):
             # Each head of a document becomes a document.
-            of, begin = (x.repeat_interleave(heads, output_size=heads * len(x)) for x in (grid.of, grid.begin))
-            folded = replace(grid, of=of, begin=begin, count=heads * grid.count)
+            document, begin = (x.repeat_interleave(heads, output_size=heads * len(x)) for x in (grid.document, grid.begin))
+            folded = replace(grid, document=document, begin=begin, count=heads * grid.count)
             q, k, v = (grid.queries(x).transpose(1, 2).flatten(0, 1) for x in own)
             out = quadratic_part(q, k, v, folded, options)
             outputs.append(grid.tokens(out.unflatten(0, (-1, heads)).transpose(1, 2)).to(dtype))

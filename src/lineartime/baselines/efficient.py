@@ -84,7 +84,7 @@ class Efficient(MultiHeadMixer):
             return super().rotate(q, k, packing)
         q, weights = efficient_features(q, k)
         turns = packing.rotations(self.head_dim, q.dtype) if self.rope else q.new_tensor([1.0, 0.0])[:, None, None]
-        halves = weights.view(packing.rows, packing.position.shape[0], self.n_heads, 1, 2, self.head_dim // 2)
+        halves = weights.view(packing.sharing, packing.position.shape[0], self.n_heads, 1, 2, self.head_dim // 2)
         of_keys = (halves * turns.transpose(0, 1)[:, None, :, None]).flatten(3).flatten(0, 1)  # by cosines, then by sines
         q = packing.rotate(q) if self.rope else q
         first, second = q.chunk(2, -1)

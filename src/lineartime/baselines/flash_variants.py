@@ -237,7 +237,7 @@ class FLASHOverlapping(FLASHVariant):
                 keys, values = (self.with_neighbours(x, grid, before) for x, before in zip(own, old, strict=True))
                 queries, size, slot = grid.queries(queries), grid.size, torch.arange(keys.shape[1], device=v.device)
                 place = grid.begin[:, None] + slot - size  # of each key in its document
-                visible = ((place >= 0) & (place < grid.end[grid.of][:, None]))[:, None]
+                visible = ((place >= 0) & (place < grid.end[grid.document][:, None]))[:, None]
                 if self.causal:
                     visible = visible & (slot <= grid.query_slot[..., None] + size)
                 bias = None if options.bias is None else options.bias(2 * size)[: keys.shape[1] + size - 1]
@@ -257,14 +257,15 @@ class FLASHOverlapping(FLASHVariant):
 
         `old`, [D, 2 C, f], is what streams keep.
         """
-        chunks, chunk = grid.keys(x, None if old is None else old[:, grid.size :]), torch.arange(len(grid.of), device=x.device)
+        chunks = grid.keys(x, None if old is None else old[:, grid.size :])
+        chunk = torch.arange(len(grid.document), device=x.device)
         before = x.new_zeros(())
         if old is not None:  # the chunk before, or the last one, if it is full
             full = (grid.start % grid.size == 0)[:, None, None]
             before = grid.of_documents(torch.where(full, old[:, grid.size :], old[:, : grid.size])).to(x.dtype)
-        parts = [torch.where((chunk == grid.first[grid.of])[:, None, None], before, chunks.roll(1, 0)), chunks]
+        parts = [torch.where((chunk == grid.first[grid.document])[:, None, None], before, chunks.roll(1, 0)), chunks]
         if not self.causal:
-            parts.append(torch.where((chunk == grid.final[grid.of])[:, None, None], 0, chunks.roll(-1, 0)))
+            parts.append(torch.where((chunk == grid.final[grid.document])[:, None, None], 0, chunks.roll(-1, 0)))
         return torch.cat(parts, 1)
 
     def init_own_state(self, batch_size: int) -> FLASHOverlappingState:
@@ -310,8 +311,9 @@ def of_chunks(x: Tensor, grid: Grid) -> Tensor:
 
 def _places(grid: Grid) -> tuple[int, Tensor]:
     """The chunks of the longest document, or a bound, and the place of each chunk among D times as many."""
-    longest = max(grid.chunks, default=0) if isinstance(grid.chunks, list) else len(grid.of)
-    return longest, grid.of * longest + torch.arange(len(grid.of), device=grid.of.device) - grid.first[grid.of]
+    document, chunk = grid.document, torch.arange(len(grid.document), device=grid.document.device)
+    longest = max(grid.chunks, default=0) if isinstance(grid.chunks, list) else len(document)
+    return longest, document * longest + chunk - grid.first[document]
 
 
 @dataclass(eq=False)

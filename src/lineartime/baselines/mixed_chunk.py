@@ -243,7 +243,7 @@ class MCTFM(ChunkedHeads):
                     others, count = grid.sum_before(sums), grid.begin
                     others = others if state is None else others + grid.of_documents(state.summary)
                 else:
-                    others, count = grid.of_documents(grid.sum_of(sums)) - sums, grid.end[grid.of] - grid.sizes
+                    others, count = grid.of_documents(grid.sum_of(sums)) - sums, grid.end[grid.document] - grid.sizes
                 mean = (others * scales.sum(count.to(sums.dtype))[:, None, None, None]).to(compute)
                 outputs.append(grid.tokens((local + scale * q @ mean).transpose(1, 2)))
                 if state is not None:

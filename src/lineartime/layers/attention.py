@@ -181,7 +181,7 @@ def _in_rows(form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, real:
 def _with_prefix(causal: Tensor, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
     """The outputs [N, H, h] of causal attention, and in prefixes those of a bidirectional one to the prefix."""
     assert packing.prefix is not None
-    prefix = packing.prefix[packing.document] if packing.rows == 1 else packing.prefix[:, None]
+    prefix = packing.prefix[packing.document] if packing.sharing == 1 else packing.prefix[:, None]
     marks = (packing.position < prefix).flatten()[:, None, None]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, inside: Tensor, real: Tensor | None) -> Tensor:

@@ -212,7 +212,8 @@ class Backbone(nn.Module):
         """The input of the first block, [N, d]. Token types: int [N]; None for all 0."""
         x = embedded
         if self.position is not None:
-            x = (x.view(packing.rows, packing.position.shape[0], x.shape[-1]) + self.position(packing.position)).flatten(0, 1)
+            rows = x.view(packing.sharing, packing.position.shape[0], x.shape[-1])
+            x = (rows + self.position(packing.position)).flatten(0, 1)
         if self.token_types is not None:
             x = x + (self.token_types.weight[0] if token_types is None else self.token_types(token_types))
         normed: Tensor = self.embedding_norm(x)

@@ -17,7 +17,7 @@ Shapes: B rows, T tokens of a row; N real tokens, n of a grid; D documents, G ch
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any, TypeVar
 
@@ -47,13 +47,13 @@ class Grid:
 
     Attributes:
         size, width: C and Q.
-        chunks: how many chunks each document has: one number, a list, or None if the host does not know.
+        chunks: how many chunks each document has: a number if all have as many, a list, or None if the device alone knows.
         first: int64 [D], the first chunk of each document.
-        of, begin: int64 [G], the document of each chunk, and the position of its first slot.
+        document, begin: int64 [G], the document of each chunk, and the position of its first slot.
         start, end: int64 [D], how many tokens each document has before these, and after them.
         prefix: int64 [D], how many first tokens see each other: all, if the grid is bidirectional; None for none.
         causal: whether the tokens after a prefix see earlier ones alone; False if a prefix is the whole document.
-        slot, place: int64 [n], where each token stands among G C keys and G Q queries; None if chunks are views of equal rows.
+        slot, query_place: int64 [n], where each token stands among G C keys and G Q queries; None if chunks are views of rows.
         count: n.
     """
 
@@ -61,39 +61,39 @@ class Grid:
     width: int
     chunks: int | list[int] | None
     first: Tensor
-    of: Tensor
+    document: Tensor
     begin: Tensor
     start: Tensor
     end: Tensor
     prefix: Tensor | None
     causal: bool
     slot: Tensor | None
-    place: Tensor | None
+    query_place: Tensor | None
     count: int
 
     def keys(self, x: Tensor, open_chunk: Tensor | None = None) -> Tensor:
         """[n, ...] -> [G, C, ...], after the open chunks of streams, [D, C, ...]; zeros in other slots."""
         if self.slot is None:
             return self._cut(x)
-        out = x.new_zeros(self.of.shape[0] * self.size + 1, *x.shape[1:])  # the last place is for tokens without a slot
+        out = x.new_zeros(self.document.shape[0] * self.size + 1, *x.shape[1:])  # the last place is for tokens without a slot
         if open_chunk is not None:
             slot = torch.arange(open_chunk.shape[1], device=x.device)
             kept = slot < (self.start - self.begin[self.first])[:, None]
             slot = torch.where(kept, self.first[:, None] * self.size + slot, len(out) - 1)
             out = out.index_copy(0, slot.flatten(), open_chunk.flatten(0, 1).to(x.dtype))
-        return out.index_copy(0, self.slot, x)[:-1].view(self.of.shape[0], self.size, *x.shape[1:])
+        return out.index_copy(0, self.slot, x)[:-1].view(self.document.shape[0], self.size, *x.shape[1:])
 
     def queries(self, x: Tensor) -> Tensor:
         """[n, ...] -> [G, Q, ...]; zeros where no token stands."""
-        if self.place is None:
+        if self.query_place is None:
             return self._cut(x)
-        out = x.new_zeros(self.of.shape[0] * self.width + 1, *x.shape[1:])
-        return out.index_copy(0, self.place, x)[:-1].view(self.of.shape[0], self.width, *x.shape[1:])
+        out = x.new_zeros(self.document.shape[0] * self.width + 1, *x.shape[1:])
+        return out.index_copy(0, self.query_place, x)[:-1].view(self.document.shape[0], self.width, *x.shape[1:])
 
     def tokens(self, y: Tensor) -> Tensor:
         """[G, Q, ...] -> [n, ...]: the inverse of `queries`."""
-        if self.place is not None:  # tokens without a place get any output
-            return y.flatten(0, 1).index_select(0, self.place.clamp(max=max(0, self.of.shape[0] * self.width - 1)))
+        if self.query_place is not None:  # tokens without a place get any output
+            return y.flatten(0, 1).index_select(0, self.query_place.clamp(max=max(0, self.document.shape[0] * self.width - 1)))
         assert self.chunks is not None
         assert not isinstance(self.chunks, list)
         rows = y.reshape(self.end.shape[0], self.chunks * self.width, *y.shape[2:])
@@ -137,9 +137,9 @@ class Grid:
                 return F.pad(rows[:, :-1].cumsum(1), (*[0, 0] * (x.dim() - 1), 1, 0)).flatten(0, 1)
             return torch.cat([torch.zeros_like(rows[:, :1]), rows], 1).narrow(1, 0, self.chunks).cumsum(1).flatten(0, 1)
         if is_exporting():  # a program cannot count steps; an infinity reaches other documents there
-            together = self.of[:, None].eq(self.of).tril(-1).to(x.dtype)
+            together = self.document[:, None].eq(self.document).tril(-1).to(x.dtype)
             return (together @ x.flatten(1)).view_as(x)
-        own = (torch.arange(x.shape[0], device=x.device) - self.first[self.of]).view(-1, *[1] * (x.dim() - 1))
+        own = (torch.arange(x.shape[0], device=x.device) - self.first[self.document]).view(-1, *[1] * (x.dim() - 1))
         total, reach = torch.where(own >= 1, x.roll(1, 0), 0), 1
         while reach < x.shape[0]:  # sums of 1, 2, 4, ... chunks
             total, reach = total + torch.where(own >= reach, total.roll(reach, 0), 0), 2 * reach
@@ -157,12 +157,12 @@ class Grid:
         """What each chunk's document has: [D, ...] -> [G, ...]."""
         if self.chunks is not None and not isinstance(self.chunks, list) and not is_exporting():
             return x[:, None].expand(-1, self.chunks, *[-1] * (x.dim() - 1)).flatten(0, 1)
-        return x.index_select(0, self.of)
+        return x.index_select(0, self.document)
 
     @property
     def is_full(self) -> bool:
         """Whether the host knows that each slot holds a token; compiled code would be compiled once for either answer."""
-        return not is_traced() and self.slot is None and self.count == self.of.shape[0] * self.size
+        return not is_traced() and self.slot is None and self.count == self.document.shape[0] * self.size
 
     @property
     def final(self) -> Tensor:
@@ -176,38 +176,38 @@ class Grid:
 
     def slots_before(self, position: Tensor) -> Tensor:
         """Which slots stand before a position of their document, int64 [D]: bool [G, C]."""
-        return self.begin[:, None] + torch.arange(self.size, device=self.of.device) < position[self.of][:, None]
+        return self.begin[:, None] + torch.arange(self.size, device=self.document.device) < position[self.document][:, None]
 
     @property
     def sizes(self) -> Tensor:
         """int64 [G], the number of tokens in each chunk."""
-        return (self.end[self.of] - self.begin).clamp(0, self.size)
+        return (self.end[self.document] - self.begin).clamp(0, self.size)
 
     @property
     def full(self) -> Tensor:
         """Which chunks have a token in every slot, bool [G]."""
-        return self.begin + self.size <= self.end[self.of]
+        return self.begin + self.size <= self.end[self.document]
 
     @property
     def query_slot(self) -> Tensor:
         """int64 [G, Q] or [1, Q], the slots of queries; nobody reads those beyond a document's tokens."""
-        slot = torch.arange(self.width, device=self.of.device)[None]
+        slot = torch.arange(self.width, device=self.document.device)[None]
         if self.width == self.size:
             return slot
-        return ((self.start[self.of] - self.begin).clamp(min=0)[:, None] + slot).clamp(max=self.size - 1)
+        return ((self.start[self.document] - self.begin).clamp(min=0)[:, None] + slot).clamp(max=self.size - 1)
 
     @property
     def in_prefix(self) -> Tensor:
         """Whether a query is one of the tokens that see each other, bool [G, Q]; only with prefixes."""
         assert self.prefix is not None
-        return self.begin[:, None] + self.query_slot < self.prefix[self.of][:, None]
+        return self.begin[:, None] + self.query_slot < self.prefix[self.document][:, None]
 
     @property
     def last(self) -> Tensor:
         """int64 [G, Q], [1, Q] or [G, 1]: the last slot that a query sees."""
         if self.prefix is None:
             return self.query_slot
-        inside = (self.prefix[self.of] - self.begin).clamp(max=self.size)[:, None] - 1
+        inside = (self.prefix[self.document] - self.begin).clamp(max=self.size)[:, None] - 1
         return torch.where(self.in_prefix, inside, self.query_slot) if self.causal else inside
 
 
@@ -218,8 +218,8 @@ class Packing:
     Attributes:
         shape: (B, T), of the tokens that `pack` takes.
         order: int64 [N], the places in B T of the tokens; None if all are there in their order.
-        position: int64 [N / rows], of each token in its document.
-        rows: how many equal rows share these positions; 1 if they do not.
+        position: int64 [N / sharing], of each token in its document.
+        sharing: how many equal rows share these positions; 1 if they do not.
         start, new: int64 [D], how many tokens each document has before these, and how many these are.
         starts, lengths: the same on the host; None if it does not know them.
         longest: the most tokens that a document has, or a bound of it.
@@ -236,7 +236,7 @@ class Packing:
     shape: tuple[int, int]
     order: Tensor | None
     position: Tensor
-    rows: int
+    sharing: int
     start: Tensor
     new: Tensor
     starts: list[int] | None
@@ -254,7 +254,7 @@ class Packing:
     @property
     def count(self) -> int:
         """N."""
-        return self.position.shape[0] * self.rows
+        return self.position.shape[0] * self.sharing
 
     @property
     def common_start(self) -> int | None:
@@ -291,11 +291,11 @@ class Packing:
     def rotate(self, x: Tensor, width: int | None = None) -> Tensor:
         """Rotate vectors [N, ..., s] by their positions: `width` features, the first ones of each half; None for all."""
         table = in_part(self.rotations(width or x.shape[-1], acc_dtype(x)), x.shape[-1])
-        rows = x.view(self.rows, self.position.shape[0], *x.shape[1:])
+        rows = x.view(self.sharing, self.position.shape[0], *x.shape[1:])
         return rotate(rows, table.view(2, -1, *[1] * (x.dim() - 2), table.shape[-1])).view(x.shape)
 
     def rotations(self, width: int, dtype: torch.dtype) -> Tensor:
-        """The cosines and sines of the positions, [2, N / rows, width / 2], for `width` features."""
+        """The cosines and sines of the positions, [2, N / sharing, width / 2], for `width` features."""
         return self.shared(("rotations", width, dtype), lambda: self.rotations_at(self.position, width, dtype))
 
     def rotations_at(self, position: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -394,55 +394,63 @@ class Packing:
 
     def _grid(self, own: slice, lengths: list[int] | None, chunk_size: int | None, causal: bool) -> Grid:
         """The grid of some documents, of these lengths."""
-        new, start, starts = self.new[own], self.start[own], self.starts
-        many, device = new.shape[0], new.device
+        new, start, device = self.new[own], self.start[own], self.new.device
         longest = max(lengths, default=0) if lengths else self.longest
         count = self.count if lengths is None else sum(lengths)
         prefix = None if self.prefix is None else self.prefix[own]
         if not causal:  # the whole document is a prefix, also the part that other processes have
             prefix = new if self.context is None else new * self.context.size
-
-        views, size = self.even, longest
         chunks: int | list[int] | None
         if chunk_size is None:  # a row of these tokens alone
-            start, chunks = torch.zeros_like(start), 1
-            base = start
+            size, views, chunks = longest, self.even, 1
+            start = base = torch.zeros_like(start)
         else:
-            fixed = self.streams or self.one_grid or is_traced()  # else, short documents have short chunks
-            size = chunk_size if fixed else min(chunk_size, max(1, longest))
-            views = self.even and (not self.streams or (self.common_start is not None and self.common_start % size == 0))
+            size, views, chunks = self._chunks(chunk_size, own, lengths, longest)
             base = start - start % size  # where the first chunk of each document begins
-            if not views and lengths is not None and starts is not None and not self.one_grid:  # the host knows them all
-                chunks = [max(1, -(-(a % size + n) // size)) for a, n in zip(starts[own], lengths, strict=True)]
-            elif not views and many != self.shape[0]:  # any division of a pack
-                chunks = None
-            else:  # rows, of which those of streams may begin with the last slot of a chunk
-                bound = longest + (size - 1 if self.streams and not views else 0)
-                chunks = bound // size + 1 if is_exporting() else max(1, (bound + size - 1) // size)
-
-        end = start + new
+        end, documents = start + new, new.shape[0]
         if chunks is not None and not isinstance(chunks, list):  # a number, which code that is exported has as a symbol
-            first, total = chunks * torch.arange(many, device=device), many * chunks
-            chunk = torch.arange(total, device=device)
-            of = chunk // chunks
+            first = chunks * torch.arange(documents, device=device)
+            chunk = torch.arange(documents * chunks, device=device)
+            document = chunk // chunks
         else:
             each = ((end - base + size - 1) // size).clamp(min=1)
-            first, total = each.cumsum(0) - each, many + count // size if chunks is None else sum(chunks)
-            chunk = torch.arange(total, device=device)
-            of = _document(each, total)
-        begin = base[of] + (chunk - first[of]) * size
-        width, slot, place = size, None, None
-        if not views:
-            width = min(size, max(1, longest)) if self.streams else size
-            token, document = torch.arange(count, device=device), _document(new, count)
-            inside = token - (new.cumsum(0) - end)[document] - base[document]  # its slot among those of its document
-            slot = place = first[document] * size + inside
-            if width < size:
-                own_chunk = (slot // size).clamp(max=total - 1)
-                place = own_chunk * width + slot % size - (start[of] - begin).clamp(min=0)[own_chunk]
-            real = token < new.sum()  # traced code has others behind them
-            slot, place = torch.where(real, slot, total * size), torch.where(real, place, total * width)
-        return Grid(size, width, chunks, first, of, begin, start, end, prefix, causal, slot, place, count)
+            first = each.cumsum(0) - each
+            chunk = torch.arange(documents + count // size if chunks is None else sum(chunks), device=device)
+            document = _document(each, chunk.shape[0])
+        begin = base[document] + (chunk - first[document]) * size
+        width = min(size, max(1, longest)) if self.streams and not views else size
+        grid = Grid(size, width, chunks, first, document, begin, start, end, prefix, causal, None, None, count)
+        return grid if views else _with_places(grid, new)
+
+    def _chunks(
+        self, chunk_size: int, own: slice, lengths: list[int] | None, longest: int
+    ) -> tuple[int, bool, int | list[int] | None]:
+        """The slots of a chunk, whether chunks are views, and `Grid.chunks`, of documents with these lengths."""
+        fixed = self.streams or self.one_grid or is_traced()  # else, short documents have short chunks
+        size = chunk_size if fixed else min(chunk_size, max(1, longest))
+        views = self.even and (not self.streams or (self.common_start is not None and self.common_start % size == 0))
+        if not views and lengths is not None and self.starts is not None and not self.one_grid:
+            starts = self.starts[own]
+            return size, views, [max(1, -(-(start % size + n) // size)) for start, n in zip(starts, lengths, strict=True)]
+        if not views and self.new[own].shape[0] != self.shape[0]:  # any division of a pack
+            return size, views, None
+        # Rows, of which those of streams may begin with the last slot of a chunk.
+        bound = longest + (size - 1 if self.streams and not views else 0)
+        return size, views, bound // size + 1 if is_exporting() else max(1, (bound + size - 1) // size)
+
+
+def _with_places(grid: Grid, new: Tensor) -> Grid:
+    """The grid with the slots and places of its tokens, of which each document has `new`, int64 [D]."""
+    token, document, total = torch.arange(grid.count, device=new.device), _document(new, grid.count), grid.document.shape[0]
+    inside = token - (new.cumsum(0) - grid.end + grid.begin[grid.first])[document]  # its slot among those of its document
+    slot = place = grid.first[document] * grid.size + inside
+    if grid.width < grid.size:
+        chunk = (slot // grid.size).clamp(max=total - 1)
+        place = chunk * grid.width + slot % grid.size - (grid.start[grid.document] - grid.begin).clamp(min=0)[chunk]
+    real = token < new.sum()  # traced code has others behind them
+    return replace(
+        grid, slot=torch.where(real, slot, total * grid.size), query_place=torch.where(real, place, total * grid.width)
+    )
 
 
 def merged(rows: Tensor, count: int) -> Tensor:

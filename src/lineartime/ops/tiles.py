@@ -131,7 +131,7 @@ def _inputs(
         read = grid.begin
     else:
         weight_scale = scales.row(grid.sizes.clamp(min=1).to(exact))[:, None, None]
-        read = grid.end[grid.of]
+        read = grid.end[grid.document]
     key = ("tiles", options.chunk_size, size, rotated, width)  # the grids of a packing have chunks of other sizes
     rotations, turns = packing.shared(key, lambda: _rotations(grid, packing, rotated, width, exact))
     q, k = maps
@@ -140,18 +140,18 @@ def _inputs(
     assert isinstance(scales.score, float)
     return Inputs(
         grid.keys(tokens), bias, projected.gamma, projected.beta, near, rotations, turns, weight_scale,
-        scales.sum(read.to(exact)), grid.of, projected.output, linear, summary,
+        scales.sum(read.to(exact)), grid.document, projected.output, linear, summary,
         summary is not None and not grid.is_full, grid.end.shape[0], scales.score, options.causal,
     )  # fmt: skip
 
 
 def _rotations(grid: Grid, packing: Packing, rotated: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The cosines and sines of chunks, [2, R, C, s / 2], and the row of each chunk; equal rows share theirs."""
-    own, device = grid.of.shape[0], grid.of.device
-    if grid.slot is None and isinstance(grid.chunks, int) and packing.rows > 1:
+    own, device = grid.document.shape[0], grid.document.device
+    if grid.slot is None and isinstance(grid.chunks, int) and packing.sharing > 1:
         own = grid.chunks
     position = grid.begin[:own, None] + torch.arange(grid.size, device=device)
-    turns = torch.arange(grid.of.shape[0], device=device) % max(1, own)
+    turns = torch.arange(grid.document.shape[0], device=device) % max(1, own)
     return in_part(packing.rotations_at(position, rotated, dtype), width), turns
 
 
