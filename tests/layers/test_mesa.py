@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.layers import set_backend
-from lineartime.layers.mesa import FLASHMesa, MemoryState, fold_full_chunks, inverse
+from lineartime.layers.mesa import FLASHMesa, MemoryState, folded, inverse
 from lineartime.ops import describe, oracle, rope, tiles
 
 CHUNK = 4
@@ -130,7 +130,7 @@ def test_memory_is_stable_over_long_texts_in_bf16() -> None:
         k, v = (32**0.5 * known[place]).bfloat16(), torch.randn(16, 8, generator=random)[place].bfloat16()
         before, position = n * unit + p[0], torch.tensor([n + size])
         state = MemoryState(position, s, torch.stack([k, k])[None], v[None], torch.zeros(1, 32), p.clone())
-        s, p = fold_full_chunks(state).values()
+        s, p = folded(state).values()
         eigenvalues = torch.linalg.eigvals(torch.linalg.inv((n + size) * unit + p[0]) @ before)
         assert eigenvalues.real.min() > -1e-3
         assert eigenvalues.abs().max() < 1 + 1e-3

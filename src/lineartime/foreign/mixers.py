@@ -4,7 +4,6 @@ Importing this module adds their activations to those of `lineartime.ops`.
 """
 
 import math
-from dataclasses import replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -17,7 +16,7 @@ from lineartime.layers.flash import FLASH, GAU
 from lineartime.layers.positions import RelativeBias
 from lineartime.layers.residual import ResidualLayer
 from lineartime.ops.activations import FUNCTIONS, NORMALIZATIONS, SOFTMAXES
-from lineartime.ops.mixed_chunk import MixedChunkOptions
+from lineartime.ops.mixed_chunk import Scales
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
 
@@ -140,10 +139,10 @@ class ForeignGAU(ForeignUnit):
     ) -> None:
         super().__init__(d_model, normalization=normalization, **options)
 
-    def options(self, packing: Packing) -> MixedChunkOptions:
-        """The options of its attention, whose bias may be divided, too."""
+    def scales(self) -> Scales:
+        """The divisors of its attention, which may be those of the bias, too."""
         normalization: str = self.normalization
-        return replace(super().options(packing), scales_bias=normalization == "paper_bias" and self.activation not in SOFTMAXES)
+        return super().scales()._replace(of_bias=normalization == "paper_bias" and self.activation not in SOFTMAXES)
 
 
 class PostNorm(ResidualLayer):

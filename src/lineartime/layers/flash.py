@@ -23,11 +23,11 @@ from lineartime.errors import ArgumentError, check_choice
 from lineartime.layers.dense import Dense, factory, is_untouched
 from lineartime.layers.mixer import Mixer, MixerOptions
 from lineartime.layers.positions import MAX_TABLE_LENGTH, RelativeBias, RotaryBias, TableBias
-from lineartime.ops import tiles
+from lineartime.ops import mixed_chunk, tiles
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, SOFTMAXES, Activation, Normalization
 from lineartime.ops.backends import BACKENDS, Backend, choose_backend, why_not
 from lineartime.ops.checks import check_even, check_positive, require
-from lineartime.ops.mixed_chunk import MixedChunkOptions, Scales, attend, attend_cached, mixed_chunk_state, reciprocal
+from lineartime.ops.mixed_chunk import MixedChunkOptions, Scales, mixed_chunk_state, reciprocal
 from lineartime.ops.modes import acc_dtype, is_plain, matmul_dtype
 from lineartime.ops.packing import Packing, describe
 from lineartime.ops.state import KVCache
@@ -196,8 +196,8 @@ class GAU(Mixer):
         """Attend with queries and keys [N, s] and values [N, e]: the outputs [N, e], and the state of streams."""
         q, k = maps
         if state is None:
-            return attend(q, k, None, None, v, packing, self.options(packing))
-        return attend_cached(q, k, v, packing, self.options(packing), state)
+            return mixed_chunk.attend(q, k, None, None, v, packing, self.options(packing))
+        return mixed_chunk.attend_cached(q, k, v, packing, self.options(packing), state)
 
     def apply_gate(self, gate: Tensor, attended: Tensor) -> Tensor:
         """Multiply the output of the attention by the gate U."""
@@ -232,8 +232,7 @@ class FLASH(GAU):
     splits_context = True
     constant_state = True
     chunk_size: int
-    backends = ("auto", "torch", "tiled", "oracle")
-    forms: ClassVar[tuple[Backend, ...]] = ("torch", "tiled", "oracle")
+    backends: ClassVar[tuple[Backend, ...]] = ("auto", "torch", "tiled", "oracle")
     bias_chunks: ClassVar[int] = 1
     """The number of consecutive chunks that the relative bias spans."""
 
@@ -262,7 +261,7 @@ class FLASH(GAU):
 
     def attend(self, maps: Sequence[Tensor], v: Tensor, packing: Packing, state: Any) -> tuple[Tensor, Any]:
         q_quad, k_quad, q_lin, k_lin = maps
-        return attend(q_quad, k_quad, q_lin, k_lin, v, packing, self.options(packing), state)
+        return mixed_chunk.attend(q_quad, k_quad, q_lin, k_lin, v, packing, self.options(packing), state)
 
     def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
         if packing.context is not None and (packing.longest == 0 or packing.longest % self.chunk_size):
@@ -281,7 +280,7 @@ class FLASH(GAU):
         """
         dtype, backend = matmul_dtype(x, self.gamma), self.backend or "torch"
         if state is None:
-            return choose_backend(backend, self.forms, x, dtype, self.activation, tiles.SOURCE) == "tiled"
+            return choose_backend(backend, self.backends[1:], x, dtype, self.activation, tiles.SOURCE) == "tiled"
         if backend not in ("auto", "tiled") or not packing.even or packing.longest < self.chunk_size:
             return False
         begins = packing.grids(self.chunk_size, causal=True)[0].slot is None and is_plain(x, self.gamma, self.beta)
@@ -292,13 +291,14 @@ class FLASH(GAU):
         projection, output = self.to_gate_value_base, self.to_output
         # Fusing the output projection, too, keeps less for the backward pass.
         fused = state is None and torch.is_grad_enabled() and is_untouched(output)
-        weight, bias = output.weight if fused else None, None
+        weight = output.weight if fused else None
+        projection_bias: Tensor | None = None
         full = all(grid.is_full for grid in packing.grids(self.chunk_size, causal=self.causal))  # empty slots stay zero
         if fused and full and is_untouched(projection):
-            tokens, bias = F.linear(x, projection.weight), projection.bias
+            tokens, projection_bias = F.linear(x, projection.weight), projection.bias
         else:
             tokens = projection(x)
-        projected = tiles.Projected(tokens, bias, self.gamma, self.beta, weight)
+        projected = tiles.Projected(tokens, projection_bias, self.gamma, self.beta, weight)
         out, state = self.attend_tiles(projected, packing, state)
         return out + output.bias.to(out.dtype) if fused else output(out), state
 
@@ -308,15 +308,15 @@ class FLASH(GAU):
         out, summary = tiles.attend_projected(projected, packing, self.options(packing), self.rotated_width, summary)
         if state is None or summary is None:
             return out, None
-        return out, self.opened(projected, packing, replace(state, summary=summary.to(state.summary.dtype)))
+        return out, self.with_open_chunk(projected, packing, replace(state, summary=summary.to(state.summary.dtype)))
 
-    def opened(self, projected: tiles.Projected, packing: Packing, state: Any) -> Any:
+    def with_open_chunk(self, projected: tiles.Projected, packing: Packing, state: Any) -> Any:
         """The state of streams with the open chunk of these tokens, which begin with a whole chunk."""
         streams, length = packing.new.shape[0], packing.longest
         state = replace(state, position=packing.start + packing.new)
         if length % self.chunk_size == 0:
             return state
-        start = length - (length - 1) % self.chunk_size - 1
+        start = length - length % self.chunk_size
         here = describe((streams, length - start), device=packing.new.device, position=packing.start + start)
 
         def last(x: Tensor) -> Tensor:
@@ -339,7 +339,7 @@ def set_backend(module: nn.Module, backend: Backend) -> None:
     Other layers stay as they are, and so does FLASH beside GAU for "triton", which FLASH does not have. The variants of FLASH
     in `lineartime.baselines` have only one implementation. In streams of FLASH, "tiled" and "auto" apply to whole chunks, if
     they can run there and no gradient is needed; otherwise, PyTorch's operations read them, without an error. Single tokens of
-    streams, streams of GAU and prefixes do not follow the backend.
+    streams and streams of GAU do not follow the backend, and prefixes only "oracle".
 
     Args:
         module: a layer, or a module that contains layers.

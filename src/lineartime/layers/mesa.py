@@ -59,7 +59,8 @@ class FLASHMesa(FLASH):
     """
 
     name = "flash-mesa"
-    splits_context = constant_state = False
+    splits_context = False
+    constant_state = False  # it has a constant size, but a recorded step would invert a matrix at every token
 
     @property
     def title(self) -> str:
@@ -92,7 +93,7 @@ class FLASHMesa(FLASH):
             out, state = attend(q_quad, k_quad, None, k, v, packing, self.options(packing), state)
             with without_autocast(v):
                 recalled = (q[:, None].to(state.summary.dtype) @ state.summary)[:, 0].to(out.dtype)
-                return out + recalled, replace(state, **fold_full_chunks(state))
+                return out + recalled, replace(state, **folded(state))
         with without_autocast(v):
             solved, gram = self.solve(q, k, packing, state)
             if state is None or gram is None:
@@ -102,7 +103,7 @@ class FLASHMesa(FLASH):
         return out, self.recalling(state)
 
     def attend_tiles(self, projected: tiles.Projected, packing: Packing, state: Any) -> tuple[Tensor, Any]:
-        tokens, bias = projected.tokens, projected.bias
+        tokens, bias = projected.tokens, projected.projection_bias
         y = tokens[:, -self.d_qk :]
         (_, _, q, k), state = self.queries_and_keys(y if bias is None else y + bias[-self.d_qk :].to(y.dtype), packing, state)
         with without_autocast(tokens):
@@ -113,7 +114,7 @@ class FLASHMesa(FLASH):
         return out, None if state is None else self.recalling(state)
 
     def summing(self, state: MemoryState, gram: Tensor) -> MemoryState:
-        """The state with the sum of K^T V in place of S, and the P after more tokens."""
+        """The state with the sum of K^T V, which `attend` reads, in place of S, and the P after more tokens."""
         n = state.position - state.position % self.chunk_size
         return replace(state, summary=unsolved(state.summary, state.gram, n), gram=gram)
 
@@ -155,7 +156,7 @@ class FLASHMesa(FLASH):
         return MemoryState(own.position, own.summary, own.keys, own.values, own.keys.new_zeros(batch_size, self.d_qk), gram)
 
 
-def fold_full_chunks(state: MemoryState) -> dict[str, Tensor]:
+def folded(state: MemoryState) -> dict[str, Tensor]:
     """S and P of streams after the open chunks that their last token has filled, in the memory of the state."""
     summary, gram = writable(state.summary), writable(state.gram)
     size, position = state.values.shape[1], state.position

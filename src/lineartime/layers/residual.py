@@ -170,7 +170,7 @@ class ResidualLayer(nn.Module):
     """
 
     name: ClassVar[str]
-    """The name in a `LayerConfig`, in JSON and in the documentation; for a mixer, that of its file, with hyphens."""
+    """The name in a `LayerConfig`, in JSON and in the documentation."""
 
     def __new__(cls, *_: object, **options: object) -> Self:
         """Check the types of options before a constructor uses them; copying a layer passes no options.

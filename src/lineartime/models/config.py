@@ -97,7 +97,7 @@ def known_layers() -> dict[str, type[Any]]:
 def _own_options(layer: type[Any]) -> dict[str, Option]:
     """The options of a layer, except those that the model sets, such as causal, norm and dropout."""
     options = constructor_options(layer)
-    if layer in (FLASH, ForeignFLASH):  # by its name alone, a config with the memory mesa would be one of FLASH
+    if layer in (FLASH, ForeignFLASH):  # it selects the class, `LayerConfig.layer`, and is not an option of a constructor
         options["memory"] = Option(Memory if layer is FLASH else Literal["sum"], "sum")
     return {name: option for name, option in options.items() if name not in (*LayerOptions.__annotations__, "causal")}
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lineartime.errors import ArgumentError
 from lineartime.layers.dense import MAX_ROWS, Embedding, has_hooks, is_untouched
 from lineartime.layers.flash import FLASH
-from lineartime.layers.mesa import FLASHMesa, MemoryState, fold_full_chunks
+from lineartime.layers.mesa import FLASHMesa, MemoryState, folded
 from lineartime.layers.positions import LearnedPositions, ScaledSin
 from lineartime.layers.residual import norm_parts
 from lineartime.models.backbone import Backbone, Block, ModelState
@@ -44,7 +44,7 @@ class _Bound(NamedTuple):
     threads: int
     addresses: Tensor
     memory: Tensor
-    first: tuple[Any, ...]
+    arguments: tuple[Any, ...]
 
 
 class NativeDecoder:
@@ -136,7 +136,7 @@ class NativeDecoder:
         if ids is not None:
             self._check("ids", ids, torch.int64, len(state))
         pointers = [None if x is None else x.data_ptr() for x in (ids, out, uniform, drawn)]
-        wrong = self._decode(*bound.first, *pointers[:3], *sampling, pointers[3])  # the stream that it refuses, from 1
+        wrong = self._decode(*bound.arguments, *pointers[:3], *sampling, pointers[3])  # the stream that it refuses, from 1
         if wrong and ids is not None and not 0 <= int(ids[wrong - 1]) < self._vocabulary:
             last = self._vocabulary - 1
             raise ArgumentError("ids", f"holds {int(ids[wrong - 1])}, but must be from 0 to vocab_size - 1 = {last}.")
@@ -146,7 +146,7 @@ class NativeDecoder:
         if self._recalling and (state.position % self._chunk_size == 0).any():
             with torch.inference_mode():  # which updates every state in place, also one that was made in this mode
                 for block in [state.blocks[place] for place in self._recalling]:
-                    fold_full_chunks(block.own if self._shifted else block)
+                    folded(block.own if self._shifted else block)
 
     def _bind(self, state: ModelState) -> _Bound:
         """The addresses of a state, which are found once for all tokens."""

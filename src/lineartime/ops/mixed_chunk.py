@@ -50,13 +50,14 @@ class Scales(NamedTuple):
     """The divisors of a normalization, as factors: of products q.k, of a query that sees n keys, of a sum over n tokens.
 
     A `score` of None is 1 / n for the n tokens of a document. `prefix`, if given, is the factor of a sum over the n tokens of a
-    prefix, in place of `sum`.
+    prefix, in place of `sum`. `of_bias` says whether `score` is a factor of the bias, too.
     """
 
     score: float | Tensor | None
     row: Callable[[Tensor], Tensor]
     sum: Callable[[Tensor], Tensor]
     prefix: Callable[[Tensor], Tensor] | None = None
+    of_bias: bool = False
 
 
 def reciprocal(n: Tensor) -> Tensor:
@@ -75,7 +76,6 @@ class MixedChunkOptions:
         activation: f: a name of `FUNCTIONS` or `SOFTMAXES`.
         bias: maps n to the bias of the distances 1 - n, ..., n - 1 of a key from a query, [2 n - 1]; None for no bias.
         backend: the form that reads chunks which are whole documents: see `choose_backend`; or "oracle".
-        scales_bias: whether the scale of scores is a factor of the bias, too.
     """
 
     chunk_size: int | None
@@ -84,7 +84,6 @@ class MixedChunkOptions:
     activation: Activation = "relu2"
     bias: Callable[[int], Tensor] | None = None
     backend: Backend = "torch"
-    scales_bias: bool = False
 
 
 @dataclass(eq=False)
@@ -115,9 +114,8 @@ def mixed_chunk_state(
 
 
 def attention_weights(
-    products: Tensor, hidden: Tensor | None, count: Tensor, bias: Tensor | None, activation: str, scales: Scales,
-    scales_bias: bool = False,
-) -> Tensor:  # fmt: skip
+    products: Tensor, hidden: Tensor | None, count: Tensor, bias: Tensor | None, activation: str, scales: Scales
+) -> Tensor:
     """Products q.k [..., Q, K] -> weights of the same shape, in float32 or better.
 
     Args:
@@ -125,13 +123,13 @@ def attention_weights(
         hidden: bool, broadcastable to [..., Q, K], which keys a query does not see; None if all see all.
         count: how many keys each query sees, at least 1, broadcastable to [..., Q].
         bias: for each distance, [Q + K - 1], or [..., Q, K]; None for none.
-        activation, scales, scales_bias: as in `MixedChunkOptions`.
+        activation, scales: as in `MixedChunkOptions`.
     """
     assert scales.score is not None
     scores = products.to(acc_dtype(products))
     if bias is not None:
         bias = by_distance(bias, scores.shape[-2]) if bias.dim() == 1 else bias
-        scores = (scores + bias) * scales.score if scales_bias else scores * scales.score + bias
+        scores = (scores + bias) * scales.score if scales.of_bias else scores * scales.score + bias
     else:
         scores = scores * scales.score
     count = count.to(scores.dtype)
@@ -149,7 +147,7 @@ def attention_weights(
 
 def attend_visible(
     q: Tensor, k: Tensor, v: Tensor, last: Tensor, bias: Tensor | None, activation: str, scales: Scales,
-    scales_bias: bool = False, hides: bool = True, first: Tensor | None = None,
+    hides: bool = True, first: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """All scores at once: [..., Q, s], [..., K, s], [..., K, e] -> [..., Q, e].
 
@@ -161,7 +159,7 @@ def attend_visible(
     if first is not None:
         hidden, count = (key < first[..., None]) | (key > last[..., None]), count - first
     products, count = q @ k.mT, count.clamp(min=1)
-    return attention_weights(products, hidden, count, bias, activation, scales, scales_bias).to(v.dtype) @ v
+    return attention_weights(products, hidden, count, bias, activation, scales).to(v.dtype) @ v
 
 
 def attend_blocks(
@@ -174,7 +172,7 @@ def attend_blocks(
     keys, which every query may see, whatever its place: 0 if causal, all keys if unknown.
     """
     width, keys, outputs = q.shape[-2], k.shape[-2], []
-    more = options.activation, options.scales, options.scales_bias, hides
+    more = options.activation, options.scales, hides
     if is_exporting() or (is_traced() and reach > 0) or (not is_traced() and width <= 2 * BLOCK):
         return attend_visible(q, k, v, last, bias, *more)
     recompute = torch.is_grad_enabled() and not is_traced() and not under_transform()
@@ -247,11 +245,12 @@ def _attend_grid(
 
 def _scaled(q: Tensor, length: Tensor, options: MixedChunkOptions) -> tuple[Tensor, MixedChunkOptions]:
     """The queries of documents of a length, and options whose scale of scores is known."""
-    if options.scales.score is not None:
+    scales = options.scales
+    if scales.score is not None:
         return q, options
     by = 1 / length.clamp(min=1).to(acc_dtype(q))
-    known = replace(options, scales=options.scales._replace(score=by if options.scales_bias else 1.0))
-    return q if options.scales_bias else (q * by).to(q.dtype), known
+    known = replace(options, scales=scales._replace(score=by if scales.of_bias else 1.0))
+    return q if scales.of_bias else (q * by).to(q.dtype), known
 
 
 def attend_pack(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: MixedChunkOptions) -> Tensor:
@@ -267,7 +266,7 @@ def attend_pack(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: Mixe
         last = torch.maximum(last, first + packing.prefix[document] - 1)
     bias = None if options.bias is None else options.bias(q.shape[0])
     q, options = _scaled(q, length[:, None], options)
-    return attend_visible(q, k, v, last, bias, options.activation, options.scales, options.scales_bias, first=first)
+    return attend_visible(q, k, v, last, bias, options.activation, options.scales, first=first)
 
 
 def quadratic_part(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: MixedChunkOptions) -> Tensor:
@@ -276,7 +275,7 @@ def quadratic_part(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: MixedCh
     bias = None if options.bias is None else options.bias(size)
     q, options = _scaled(q, grid.sizes[:, None, None], options)
     scales = options.scales
-    if options.chunk_size is None and (grid.prefix is None or not grid.causal) and not options.scales_bias:
+    if options.chunk_size is None and (grid.prefix is None or not grid.causal) and not scales.of_bias:
         form = choose_backend(options.backend, ("torch", "tiled", "triton"), v, q.dtype, options.activation, quadratic.SOURCE)
         if form != "torch":
             assert isinstance(scales.score, float)
@@ -376,7 +375,7 @@ def step(
             bias = options.bias(size)[torch.arange(size - 1, 2 * size - 1, device=slot.device) - slot[:, None]][:, None]
         products = torch.bmm(q_quad[:, None].to(compute), keys[:, 0].to(compute).mT)
         hidden, count = torch.arange(size, device=slot.device) > place, slot[:, None] + 1
-        weights = attention_weights(products, hidden, count, bias, options.activation, options.scales, options.scales_bias)
+        weights = attention_weights(products, hidden, count, bias, options.activation, options.scales)
         outputs.append(torch.bmm(weights.to(compute), values.to(compute)))
     if q_lin is not None:
         by = options.scales.sum((position - slot).to(summary.dtype))[:, None, None]

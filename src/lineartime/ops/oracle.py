@@ -59,7 +59,7 @@ def of_document(
         out, n = torch.zeros_like(v[t]), v.new_tensor(float(len(near)))
         if q_quad is not None and k_quad is not None:
             offset = 0 if bias is None else bias[[j - t + len(bias) // 2 for j in near]]
-            scores = k_quad[near] @ q_quad[t] * score + (score * offset if options.scales_bias else offset)
+            scores = k_quad[near] @ q_quad[t] * score + (score * offset if options.scales.of_bias else offset)
             if options.activation in SOFTMAXES:
                 factor = SOFTMAXES[options.activation]
                 weights = (scores if factor is None else scores * factor(n)).softmax(0)

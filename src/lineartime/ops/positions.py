@@ -39,18 +39,16 @@ def in_part(rotations: Tensor, width: int) -> Tensor:
     return torch.stack([F.pad(rotations[0], (0, still), value=1.0), F.pad(rotations[1], (0, still))]) if still else rotations
 
 
-def rotate(x: Tensor, rotations: Tensor | None) -> Tensor:
+def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     """Rotate pairs of features (RoFormer, arXiv 2104.09864; half-split form).
 
     Args:
         x: [..., T, s] with even s.
-        rotations: [2, T, s / 2], or [2, ..., T, s / 2] that broadcasts to x, of `rotary_table`; None leaves x unchanged.
+        rotations: [2, T, s / 2], or [2, ..., T, s / 2] that broadcasts to x, of `rotary_table`.
 
     Returns:
         [..., T, s] in the dtype of x; computed in float32 or better.
     """
-    if rotations is None:
-        return x
     dtype = acc_dtype(x)
     cos, sin = rotations.to(dtype).unbind(0)
     x1, x2 = x.to(dtype).chunk(2, dim=-1)
@@ -66,7 +64,7 @@ def rope(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def by_distance(values: Tensor, n_queries: int) -> Tensor:
-    """The bias [Q, K] of values for the distances 1 - Q, ..., K - 1 of a key from a query, [Q + K - 1].
+    """The bias [Q, K] of values for the distances 1 - Q, ..., K - 1, index of key minus index of query, [Q + K - 1].
 
     It uses no indexing, because the gradient of indexing, on a GPU, is summed in a different order at each call.
     """

@@ -39,14 +39,14 @@ class Projected(NamedTuple):
 
     Attributes:
         tokens: [N, 2 e + s], the gate, the values and the base of queries and keys, all before SiLU.
-        bias: [2 e + s], to be added to the tokens, or None.
+        projection_bias: [2 e + s], to be added to the tokens, or None.
         gamma, beta: [4, s], the scale and offset of q_quad, k_quad, q_lin and k_lin.
         output: [d, e], the weight of the output projection, or None.
         linear: [N, s] each, queries and keys of the linear part in place of those of Z, or None.
     """
 
     tokens: Tensor
-    bias: Tensor | None
+    projection_bias: Tensor | None
     gamma: Tensor
     beta: Tensor
     output: Tensor | None = None
