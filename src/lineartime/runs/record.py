@@ -21,7 +21,7 @@ from lineartime.checkpoint import known_options, list_checkpoints
 from lineartime.choices import DEFAULT_TEXT
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors, typed_first_line
 from lineartime.files import RECORD_FILE, is_there, read_file, write_file
-from lineartime.host import installed_version, processor_name
+from lineartime.host import installed_version, processor_name, threads_in_words
 
 WITHOUT_EFFECT = ("out", "resume", "auto_resume", "cache", "track", "timeout", "max_time", "keep_every")
 """Options that change neither what a run learns nor how fast."""
@@ -65,6 +65,12 @@ class Process:
     git: Git | None = None  # None without a repository
     error: str | None = None  # the message of the error that ended it
 
+    def __str__(self) -> str:
+        """The machine and the versions that its numbers depend on."""
+        machine, versions = self.machine, self.versions
+        where = ", ".join(machine.gpus) or f"{machine.processor}, {threads_in_words(machine.threads)}"
+        return f"{where}; torch {versions.get('torch')}, Python {versions.get('python')}"
+
 
 @dataclass(frozen=True)
 class Record:
@@ -101,14 +107,8 @@ class RunRecord:
         record = Record(options, (), options.get("seed"))
         if list_checkpoints(self._run) and (self._run / RECORD_FILE).exists():
             record = read_record(self._run)
-        process = Process(
-            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            command=tuple(command),
-            changed_options={name: value for name, value in options.items() if value != record.options.get(name)},
-            versions=_versions(),
-            machine=_machine(),
-            git=_git(),
-        )
+        changed = {name: value for name, value in options.items() if value != record.options.get(name)}
+        process = dataclasses.replace(this_process(), command=tuple(command), changed_options=changed)
         self._record = dataclasses.replace(record, processes=(*record.processes, process))
         self._write(self._record)
 
@@ -146,18 +146,14 @@ def read_record(run: str | Path) -> Record:
     return read_file(Path(run, RECORD_FILE), Record, "restore it from a copy, or delete it; training does not need it")
 
 
-def _versions() -> dict[str, str]:
+def this_process() -> Process:
+    """This process as it is now, with its machine, without its command."""
     import torch  # needed only for training: records are read without PyTorch
 
     found = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
-    return {"python": platform.python_version(), **found, "torch": torch.__version__}  # its metadata may lack the build
-
-
-def _machine() -> Machine:
-    import torch
-
+    versions = {"python": platform.python_version(), **found, "torch": torch.__version__}  # its metadata may lack the build
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return Machine(
+    machine = Machine(
         system=f"{platform.system()} {platform.release()}",
         processor=processor_name(),
         cores=os.cpu_count(),
@@ -166,6 +162,8 @@ def _machine() -> Machine:
         gpus=tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())),
         cuda=torch.version.cuda,
     )
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Process(time=now, versions=versions, machine=machine, git=_git())
 
 
 def _git() -> Git | None:
