@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import torch
 from lineartime.choices import MemoryTask
 from lineartime.data import Batch
 from lineartime.errors import ArgumentError
+from lineartime.experiments import memory
 from lineartime.experiments.command import reproduce
-from lineartime.experiments.memory import TASKS, TaskTrainer, recall_training
+from lineartime.experiments.memory import TASKS, recall_training
 from lineartime.experiments.plan import make_plan, with_saved_options
 from lineartime.experiments.report import write_report
 from lineartime.experiments.runner import read_run, run_all
@@ -131,15 +133,8 @@ def test_rate_with_the_lowest_loss_is_trained_with_all_seeds(options: Options, h
 def test_interrupted_run_begins_again(options: Options, here: Do, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     values: dict[str, Any] = {"tasks": ("recall",), "systems": ("flash",), "steps": 8}
     plan = make_plan(options(**values))
-    take = TaskTrainer.take_step
-
-    def take_or_stop(self: TaskTrainer, step: int) -> dict[str, float]:
-        if step == 4:
-            raise KeyboardInterrupt
-        return take(self, step)
-
     with monkeypatch.context() as patch:
-        patch.setattr(TaskTrainer, "take_step", take_or_stop)
+        patch.setattr(memory, "held_out", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run_all(plan, ignore, here)
     run = Path("recall-64-4", "flash", "seed-0")

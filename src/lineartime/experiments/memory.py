@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -142,95 +143,85 @@ SEEDS = {"validation": 2**62, "test": 2**62 + 1}
 
 
 def train_on_task(job: "Job") -> dict[str, Any]:
-    """Train a model on the task of a job, and measure it; what an interrupted run has learnt is lost.
+    """Train a model on texts that follow from the seed and the step, and measure it; an interrupted run has learnt nothing.
 
     Raises:
         DivergedError: if a loss is not finite.
     """
-    device, record = choose_device(job.options["device"]), RunRecord(job.folder)
-    with record.errors(), using_threads(job.options.get("threads")), memory_of_steps(device):
-        trainer = TaskTrainer(job, device)
-        config = trainer.config
+    assert job.setting.task is not None
+    config, task, pairs = (
+        TrainConfig.from_dict({**job.options, "out": str(job.folder)}),
+        TASKS[job.setting.task],
+        job.setting.pairs,
+    )
+    record, device = RunRecord(job.folder), choose_device(config.device)
+    length, bf16, draw = config.context_length, config.precision == "bf16", task.training or task.draw
+    with record.errors(), using_threads(config.threads), memory_of_steps(device), closing(MetricsLog(job.folder, 0)) as log:
         record.begin(config.to_dict(), sys.argv)
-        with closing(MetricsLog(job.folder, 0)) as log:
-            for step in range(1, config.steps + 1):
-                log.tokens = step * job.options["tokens_per_batch"]
-                log.write(step, trainer.take_step(step - 1))
-                if step % config.eval_every == 0 or step == config.steps:
-                    loss, accuracy, _ = trainer.score(config.context_length, config.eval_windows, "validation")
-                    log.write(step, {"validation_loss": loss, "validation_accuracy": accuracy})
-        # The state is that of a stream after a text, in float32.
-        return {"tests": trainer.tests(), "state_bytes": stream_bytes(trainer.model.config, config.context_length)}
+        model = new_model(config, task.vocab_size(pairs)).to(device)
+        optimizer, score = build_optimizer(model, config), partial(held_out, model, task, pairs, config)
+        for step in range(1, config.steps + 1):
+            begin = synchronized(device)
+            batch = draw(config.rows(0, 1).per_step, length, pairs, _generator(config.seed, step - 1))
+            optimizer.set_learning_rate(learning_rate(step - 1, config))
+            with autocast(device, bf16):
+                loss = model.loss(batch.inputs.to(device), batch.targets.to(device))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm or math.inf)
+            optimizer.step()
+            optimizer.zero_grad()
+            if not math.isfinite(value := float(loss.detach())):
+                raise DivergedError(f"The loss became {value} at step {step}: a lower rate helps.")
+            log.tokens += batch.inputs.numel()
+            log.write(step, {"loss": value, "tokens_per_second": batch.inputs.numel() / (synchronized(device) - begin)})
+            if step % config.eval_every == 0 or step == config.steps:
+                found = score("validation", length, config.eval_windows)
+                log.write(step, {f"validation_{name}": found[name] for name in ("loss", "accuracy")})
+        tests = []
+        for times in job.tests:
+            measures = score("test", times * length, max(1, job.test_tokens // (times * length)))
+            tests.append({"name": test_name(times), "context_length": times * length, **measures})
+    # The state is that of a stream after a text, in float32.
+    return {"tests": tests, "state_bytes": stream_bytes(model.config, length)}
 
 
-class TaskTrainer:
-    """A model that is trained on the task of a job.
+def new_model(config: TrainConfig, vocab_size: int) -> CausalLM:
+    """A model whose weights of N(0, 0.02) are as large for its width as they are in the paper's largest models.
 
-    Weights of N(0, 0.02) become as large for the width of the model as they are in the paper's largest models: small ones would
-    need most of a short run to wake up.
+    Small ones would need most of a short run to wake up.
     """
+    torch.manual_seed(config.seed)
+    model = build_model(config.model_config(vocab_size))
+    assert isinstance(model, CausalLM)
+    with torch.no_grad():
+        for matrix in matrices_of(model):
+            if abs(float(matrix.std()) - 0.02) < 0.005:
+                matrix.mul_((SIZES["large"].d_model / model.config.d_model) ** 0.5)
+    if config.compile == "on":
+        model.compile_blocks()
+    return model
 
-    def __init__(self, job: "Job", device: torch.device) -> None:
-        assert job.setting.task is not None
-        self.config = TrainConfig.from_dict({**job.options, "out": str(job.folder)})
-        self._job, self._pairs, self._task, self._device = job, job.setting.pairs, TASKS[job.setting.task], device
-        config = self.config.model_config(self._task.vocab_size(self._pairs))
-        torch.manual_seed(self.config.seed)
-        model = build_model(config)
-        assert isinstance(model, CausalLM)
-        with torch.no_grad():
-            for matrix in matrices_of(model):
-                if abs(float(matrix.std()) - 0.02) < 0.005:
-                    matrix.mul_((SIZES["large"].d_model / config.d_model) ** 0.5)
-        if self.config.compile == "on":
-            model.compile_blocks()
-        self.model = model.to(device)
-        self._optimizer = build_optimizer(self.model, self.config)
 
-    def take_step(self, step: int) -> dict[str, float]:
-        """Take a step on fresh texts, which follow from the seed and the step; return its numbers for metrics.jsonl."""
-        config, begin = self.config, synchronized(self._device)
-        draw, rows = self._task.training or self._task.draw, config.rows(0, 1).per_step
-        batch = draw(rows, config.context_length, self._pairs, _generator(config.seed, step))
-        self._optimizer.set_learning_rate(learning_rate(step, config))
-        with autocast(self._device, config.precision == "bf16"):
-            loss = self.model.loss(batch.inputs.to(self._device), batch.targets.to(self._device))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm or math.inf)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if not math.isfinite(value := float(loss.detach())):
-            raise DivergedError(f"The loss became {value} at step {step + 1}: a lower rate helps.")
-        return {"loss": value, "tokens_per_second": batch.inputs.numel() / max(synchronized(self._device) - begin, 1e-9)}
-
-    @torch.no_grad()
-    def score(self, length: int, rows: int, part: str) -> tuple[float, float, int]:
-        """The mean loss in nats, the share of right answers and their number, on held-out texts of a length."""
-        generator = _generator(SEEDS[part])
-        at_once = max(1, self.config.batch_size * self.config.context_length // length)
-        loss, right, count = 0.0, 0, 0
-        self.model.eval()
-        for begin in range(0, rows, at_once):
-            batch = self._task.draw(min(at_once, rows - begin), length, self._pairs, generator)
-            targets = batch.targets.to(self._device)
-            asked = targets != IGNORED
-            with autocast(self._device, self.config.precision == "bf16"):
-                logits = self.model.logits(self.model.backbone(batch.inputs.to(self._device))[asked]).float()
-            loss += float(F.cross_entropy(logits, targets[asked], reduction="sum"))
-            right += int((logits.argmax(-1) == targets[asked]).sum())
-            count += int(asked.sum())
-        self.model.train()
-        return loss / count, right / count, count
-
-    def tests(self) -> list[dict[str, Any]]:
-        """The results of the job's tests."""
-        found = []
-        for times in self._job.tests:
-            length = self.config.context_length * times
-            loss, accuracy, count = self.score(length, max(1, self._job.test_tokens // length), "test")
-            measures = {"loss": loss, "accuracy": accuracy, "tokens": count}
-            found.append({"name": test_name(times), "context_length": length, **measures})
-        return found
+@torch.no_grad()
+def held_out(
+    model: CausalLM, task: TaskTexts, pairs: int, config: TrainConfig, part: str, length: int, rows: int
+) -> dict[str, float]:
+    """The mean loss in nats, the share of right answers and their number, on texts that are the same for all runs."""
+    generator, device = _generator(SEEDS[part]), next(model.parameters()).device
+    at_once = max(1, config.batch_size * config.context_length // length)
+    loss, right, count = 0.0, 0, 0
+    model.eval()
+    for begin in range(0, rows, at_once):
+        batch = task.draw(min(at_once, rows - begin), length, pairs, generator)
+        targets = batch.targets.to(device)
+        asked = targets != IGNORED
+        with autocast(device, config.precision == "bf16"):
+            logits = model.logits(model.backbone(batch.inputs.to(device))[asked]).float()
+        loss += float(F.cross_entropy(logits, targets[asked], reduction="sum"))
+        right += int((logits.argmax(-1) == targets[asked]).sum())
+        count += int(asked.sum())
+    model.train()
+    return {"loss": loss / count, "accuracy": right / count, "tokens": count}
 
 
 def test_name(times: int) -> str:
@@ -239,6 +230,5 @@ def test_name(times: int) -> str:
 
 
 def _generator(*key: int) -> torch.Generator:
-    """A generator for a key."""
     seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
     return torch.Generator().manual_seed(seed)

@@ -31,18 +31,9 @@ Metric = Callable[[dict[str, Any]], float | None]
 SOURCE = "Transformer Quality in Linear Time (Hua, Dai, Liu and Le), arXiv 2202.10447"
 JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
 NOTE = (
-    "*held-out* text chooses rates, and is not trained on; the *test* split is measured once, at the end. *loss against the "
-    "baseline* is the held-out loss over that of {base}, less one; for the paper, the same of the logarithms of its "
-    "perplexities. *time against the baseline* is that of a token; the paper's are of whole steps on TPUs. *speed-up* is the "
-    "time in which {base} reaches its final quality, over the time in which a system does. \\* marks a best rate at an end of "
-    "the grid. Of more than three seeds, the mean ± the standard deviation is shown."
+    "*Held-out* text chooses rates, and is not trained on; the *test* split is measured once, at the end. The baseline is "
+    "{base}. \\* marks a best rate at an end of the grid. docs/experiments.md of lineartime says more about the columns."
 )
-NOTE_OF_TASKS = (
-    "*accuracy* is the share of right answers in texts that are the same for all. *steps to 95%* are those of the first "
-    "evaluation with so many right answers. *state* is of one stream after a text, in float32. Speeds are of this machine, "
-    "whatever else it did."
-)
-"""What one has to know to read the tables; docs/experiments.md says how systems are treated equally."""
 ENOUGH = 0.95
 """The accuracy at which a task counts as learnt."""
 
@@ -229,7 +220,7 @@ def render(plan: Plan, report: Mapping[str, Any]) -> Path:
     blocks = [f"# {experiment.question}", _facts(plan, report)]
     if not report["complete"]:
         blocks.append(_incomplete(report))
-    note = NOTE_OF_TASKS if experiment.remembers else NOTE.format(base=experiment.baseline)
+    note = NOTE.format(base=experiment.baseline)
     blocks += [*pictures, note, *_tables(plan, report), *_trials(report), _parameters_apart(report)]
     if described := [paper_tables()[name]["description"] for name in experiment.paper_tables]:
         blocks.append(f"The paper: {SOURCE} ({'; '.join(described)}).")

@@ -14,8 +14,6 @@ if TYPE_CHECKING:  # needs PyTorch, without which the command line shows its hel
     from lineartime.evaluation import Evaluation
 
 CURVE_FILE = "loss.png"
-DEVIATION = "validation_deviation"
-"""In the lines of merged seeds: the standard deviation of their validation losses, which is drawn as a band."""
 Runs = Mapping[str, Sequence[Line]]
 """The lines of several runs as returned by `thinned`, by the names of the runs."""
 _MAX_POINTS = 2000
@@ -119,8 +117,7 @@ def draw_comparison(groups: Mapping[str, Runs], file: Path) -> Path:
                 for curve, loss in ((training, "loss"), (evaluated, "validation_loss")):
                     if curve:
                         places, values = [line[name] / scale for line in curve], [line[loss] for line in curve]
-                        band = [line.get(DEVIATION, 0.0) for line in curve] if DEVIATION in curve[-1] else []
-                        panel.curves.append(Curve(run, places, values, faint=loss == "loss", spread=band))
+                        panel.curves.append(Curve(run, places, values, faint=loss == "loss"))
             panel.y_limits = _limits(runs)
             panels.append(panel)
     names = [name for runs in groups.values() for name in runs]
