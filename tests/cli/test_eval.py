@@ -109,8 +109,10 @@ def test_several_runs_are_compared_window_by_window(folder: Path, capsys: pytest
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert shown.count("the test split of") == 1  # the same text and windows
-    trained, untrained = re.findall(r"bits per byte +(\d\.\d{4}) +(\d\.\d{4}) *$", shown, re.MULTILINE)[0]
-    [apart] = re.findall(r"bits per byte above run 1 +- +(\+\d\.\d{4}) ± \d\.\d{4} *$", shown, re.MULTILINE)
+    trained, untrained = re.findall(
+        r"nats per token +(\d\.\d{4}) ± \d\.\d{4} +(\d\.\d{4}) ± \d\.\d{4} *$", shown, re.MULTILINE
+    )[0]
+    [apart] = re.findall(r"nats above run 1 +- +(\+\d\.\d{4}) ± \d\.\d{4} *$", shown, re.MULTILINE)
     assert re.search(r"nats, 16 to 24 tokens read +\d\.\d{4} ± \d\.\d{4} +\d\.\d{4} ± ", shown)  # the losses of both
     assert float(apart) == pytest.approx(float(untrained) - float(trained), abs=2e-4)
     assert main([*arguments, "--json"]) == 0

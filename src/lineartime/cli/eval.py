@@ -1,6 +1,5 @@
 """`lineartime eval`: measure a trained model on a text."""
 
-import dataclasses
 import json
 import math
 import sys
@@ -22,7 +21,8 @@ from lineartime.screen import SCREEN, new_table, output_console
 from lineartime.units import NOT_THERE, cell
 
 if TYPE_CHECKING:
-    from lineartime.evaluation import Difference, Evaluation
+    from lineartime.evaluation import Evaluation
+    from lineartime.evaluation.perplexity import Mean
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ def _plain(measured: Sequence["Evaluation"]) -> dict[str, Any]:
     plain = {**last.to_dict(), "masked_perplexity" if last.masked else "perplexity": perplexity}
     if len(measured) > 1:
         found = _difference(measured[0], last)
-        plain["difference_from_first"] = None if isinstance(found, str) else dataclasses.asdict(found)
+        plain["difference_from_first"] = None if isinstance(found, str) else {"loss": found.loss, "loss_error": found.error}
     return plain
 
 
-def _difference(first: "Evaluation", other: "Evaluation") -> "Difference | str":
+def _difference(first: "Evaluation", other: "Evaluation") -> "Mean | str":
     """The difference of two evaluations, or why they cannot be compared."""
     from lineartime.evaluation import difference
 
@@ -138,15 +138,11 @@ def _print(measured: Sequence["Evaluation"], where: str) -> None:
         "perplexity per word": [cell(each.word_perplexity, ".5g") for each in measured],
     }
     if len(measured) > 1:
-        above = rows[f"{'nats' if first.masked else 'bits per byte'} above run 1"] = [NOT_THERE]
+        above = rows["nats above run 1"] = [NOT_THERE]
         for found in (_difference(first, each) for each in measured[1:]):
             if isinstance(found, str):
                 console.print(found, soft_wrap=True)
-                above.append(NOT_THERE)
-            elif found.bits_per_byte is None:
-                above.append(_with_error(found.loss, found.loss_error, sign="+"))
-            else:
-                above.append(_with_error(found.bits_per_byte, found.bits_per_byte_error, sign="+"))
+            above.append(NOT_THERE if isinstance(found, str) else _with_error(found.loss, found.error, sign="+"))
     places = [(part.first, part.last) for part in first.by_position]
     if all([(part.first, part.last) for part in each.by_position] == places for each in measured):
         for index, (begin, end) in enumerate(places):
