@@ -128,7 +128,7 @@ def test_public_names_are_all_there() -> None:
 FLAGS: dict[str, set[str]] = {
     "errors.py": {"--steps"},  # an example of what the command line makes of an argument
     "experiments/report.py": {"--scale", "--import", "--{"},  # the command that was given
-    "runs/record.py": {"--porcelain", "--branch", "--untracked-files"},  # git's
+    "runs/record.py": {"--always", "--dirty", "--abbrev", "--exclude"},  # git's
 }
 
 

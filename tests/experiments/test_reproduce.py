@@ -19,7 +19,7 @@ from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.experiments import catalogue, command, runner
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.plan import Job, Plan, make_plan, with_device, with_saved_options, write_plan
+from lineartime.experiments.plan import Job, Plan, make_plan, with_device, with_saved_options
 from lineartime.experiments.report import collect, write_report
 from lineartime.experiments.runner import INTERRUPTED, all_jobs, in_own_process, read_run, run_all
 from lineartime.models.systems import register_system
@@ -238,7 +238,7 @@ def test_runs_in_another_precision_are_not_mixed(
         monkeypatch.setattr("lineartime.machine.faster_precision", lambda device: (precision, "faked"))
         return with_device(replace(options(precision="auto", device="auto"), out=out))
 
-    write_plan(make_plan(here("bf16", tmp_path / "began")))
+    run_all(make_plan(replace(here("bf16", tmp_path / "began"), contexts=(64,), systems=("flash",))), ignore, lambda job: 1)
     with pytest.raises(ArgumentError, match=r"precision is fp32, but the runs in .* were made with bf16: use that, or give"):
         command.reproduce(here("fp32", tmp_path / "began"))
     there = with_saved_options(replace(options(precision="auto", device="auto"), out=tmp_path / "began"))

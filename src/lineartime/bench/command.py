@@ -49,18 +49,12 @@ from lineartime.screen import SCREEN, print_markdown
 from lineartime.training.config import TrainConfig
 from lineartime.units import cell, column_table, size, three_digits
 
-REPORT_FILE = "results.md"
 TITLES: dict[Measure, str] = {
     "train": "Train: one step, forward and backward",
     "forward": "Forward: all positions at once",
     "prefill": "Prefill: reading a prompt",
     "decode": "Decode: one more token of each stream",
 }
-LEGEND = (
-    "spread: distance between the quartiles of the rounds. x first: time over that of the first row of the same length, the "
-    "median over the rounds. MFU: model FLOP/s as a share of the peak of matrix products. peak: memory of a step above the "
-    "weights. state: memory of a stream. compile: time of the first step above the median."
-)
 
 
 @dataclass
@@ -133,7 +127,7 @@ class Benchmark:
             "entries": [found.to_dict() for found in finished],
         }
         write_file(folder / RESULTS_FILE, json.dumps(content, indent=1) + "\n")
-        write_file(folder / REPORT_FILE, report(self))
+        write_file(folder / "results.md", report(self))
 
 
 def run_benchmark(config: BenchConfig) -> Benchmark:
@@ -278,7 +272,7 @@ def report(benchmark: Benchmark) -> str:
     blocks = ["# Benchmark", "\n".join(f"- {fact}" for fact in facts)]
     for title, rows in tables.items():
         blocks.append(f"## {title}\n\n{column_table({name: [row[name] for row in rows] for name in rows[0]}, left=3)}")
-    return "\n\n".join([*blocks, LEGEND]) + "\n"
+    return "\n\n".join([*blocks, "docs/experiments.md of lineartime says what the columns mean."]) + "\n"
 
 
 def draw_plots(benchmark: Benchmark, folder: Path) -> None:

@@ -1,6 +1,5 @@
 """The runs of an experiment: which models in which settings, the options of each run, and the folder that holds them."""
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from lineartime.experiments import catalogue
 from lineartime.experiments.catalogue import Arm, Experiment, Scale, Setting
 from lineartime.experiments.config import TASK_OPTIONS, TEXT_OPTIONS, ReproduceConfig, check_among, shown_option
 from lineartime.experiments.memory import TASKS
-from lineartime.files import read_file, write_file
+from lineartime.files import read_file
 from lineartime.machine import choose_device, choose_precision
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import count_parameters
@@ -255,8 +254,3 @@ def with_device(config: ReproduceConfig) -> ReproduceConfig:
     """
     device = choose_device(config.device)
     return replace(config, device=cast("Device", device.type), precision=choose_precision(config.precision, device))
-
-
-def write_plan(plan: Plan) -> None:
-    """Write the options on which the runs depend."""
-    write_file(plan.folder / PLAN_FILE, json.dumps(plan_options(plan.config), indent=1) + "\n")

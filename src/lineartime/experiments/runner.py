@@ -24,7 +24,7 @@ from lineartime.errors import ArgumentError, DivergedError, reporting_file_error
 from lineartime.evaluation import evaluate
 from lineartime.experiments import catalogue, memory
 from lineartime.experiments.catalogue import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
-from lineartime.experiments.plan import Candidate, Job, Plan, write_plan
+from lineartime.experiments.plan import PLAN_FILE, Candidate, Job, Plan, plan_options
 from lineartime.files import RECORD_FILE, read_plain, write_file
 from lineartime.host import stop_signals
 from lineartime.machine import choose_device, compiler_missing, using_threads
@@ -183,7 +183,7 @@ def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = No
         raise ArgumentError("compile", f"is on, but {missing}: install g++, or use off.")
     problems: dict[str, None] = {}  # each once: no rate is a problem of all seeds
     with lock_run(plan.folder):
-        write_plan(plan)
+        write_file(plan.folder / PLAN_FILE, json.dumps(plan_options(plan.config), indent=1) + "\n")
         for job in all_jobs(plan):
             problem = job.problem
             if not problem and job.options.get("steps", 1) is not None:  # otherwise, that its speed is missing is told

@@ -33,7 +33,7 @@ _PAUSES = (0.05, 0.1, 0.2, 0.0)
 
 @dataclass(frozen=True)
 class Git:
-    """The git repository in which a process was started. No commit yet: `commit` is None. Detached: `branch` is None."""
+    """The git repository in which a process was started; earlier versions noted the branch, too."""
 
     commit: str | None = None
     branch: str | None = None
@@ -167,25 +167,14 @@ def this_process() -> Process:
 
 
 def _git() -> Git | None:
-    """Commit, branch and whether tracked files differ, in the working directory; None without git or a repository."""
+    """The commit in the working directory, and whether tracked files differ; None without git or a commit."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    read_only = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        status = subprocess.run(
-            ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"],
-            capture_output=True,
-            check=True,
-            timeout=10,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # read only
-        ).stdout.decode(errors="replace")
+        found = subprocess.run(command, capture_output=True, check=True, timeout=10, env=read_only).stdout.decode().strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = status.splitlines()
-    facts = dict(line.removeprefix("# ").split(" ", 1) for line in lines if line.startswith("# "))
-    commit, branch = facts.get("branch.oid"), facts.get("branch.head")
-    return Git(
-        commit=None if commit == "(initial)" else commit,
-        branch=None if branch == "(detached)" else branch,
-        changed=any(not line.startswith("# ") for line in lines),
-    )
+    return Git(found.removesuffix("-dirty"), changed=found.endswith("-dirty"))
 
 
 def is_locked(run: Path) -> bool:

@@ -118,23 +118,27 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
 
 
 def _state(path: Path, steps: object, error: str | None, step: int, seconds: float) -> str:
-    """The state of a run, from its error, recorded steps, lock, last checkpoint and last write, in this order.
+    """The state of a run, from its lock, error, recorded steps, last checkpoint and last write, in this order.
 
     One that is not locked may be on another machine: it is running if it has written within a minute, or ten of its steps.
     """
-    locked, saved = is_locked(path), list_checkpoints(path)[-1:]
-    if error is not None:
-        return "running" if locked else "failed"  # it is being resumed, or not
-    if isinstance(steps, int) and step >= steps and saved in ([], [checkpoint_path(path, steps)]):
+    saved = list_checkpoints(path)[-1:]
+    ended = isinstance(steps, int) and step >= steps and saved in ([], [checkpoint_path(path, steps)])
+    if error is None and ended:
         return "finished"  # perhaps copied without checkpoints; one killed in its last evaluation has only earlier ones
-    if locked or saved == [checkpoint_path(path, step)]:
-        return "running" if locked else "stopped"
+    if is_locked(path):
+        return "running"  # a failed run is being resumed
+    if error is not None or saved == [checkpoint_path(path, step)]:
+        return "stopped" if error is None else "failed"
     written = max(place.stat().st_mtime for place in (path / METRICS_FILE, path) if is_there(place))
     return "running" if time.time() - written < max(60.0, 10 * seconds / max(step, 1)) else "stopped"
 
 
 def group_runs(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
-    """The runs by text, tokenizer and task, in words if there are several; the best first, unknown options last."""
+    """The runs by text, tokenizer and task, in words if there are several; the best first, unknown options last.
+
+    The best has the fewest bits per byte, or nats per token if any lacks bits. Runs without an evaluation come last.
+    """
     groups: dict[tuple[Any, ...], list[RunSummary]] = {}
     for run in runs:
         names = [str(run.options.get(name) or usual) for name, usual in (("tokenizer", "bytes"), ("task", "clm"))]
@@ -144,18 +148,11 @@ def group_runs(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
         texts = {text: " ".join(text) for text in texts}
     titles = {key: f"text {texts[key[0]]}, tokenizer {key[1]}, task {key[2]}" for key in sorted(groups) if key}
     titles |= {(): "unknown text"} if () in groups else {}
-    return {title if len(groups) > 1 else "": _ranked(groups[key]) for key, title in titles.items()}
-
-
-def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
-    """Sort runs by bits per byte, or by nats per token if any lacks bits. Runs without an evaluation come last."""
-    in_bits = all(run.bits_per_byte is not None for run in runs if run.validation_loss is not None)
-
-    def rank(run: RunSummary) -> tuple[bool, float, str]:
-        loss = run.bits_per_byte if in_bits else run.validation_loss
-        return loss is None, loss or 0.0, run.name
-
-    return sorted(runs, key=rank)
+    for group in groups.values():
+        in_bits = all(run.bits_per_byte is not None for run in group if run.validation_loss is not None)
+        losses = {run.name: run.bits_per_byte if in_bits else run.validation_loss for run in group}
+        group.sort(key=lambda run: (losses[run.name] is None, losses[run.name] or 0.0, run.name))
+    return {title if len(groups) > 1 else "": groups[key] for key, title in titles.items()}
 
 
 def make_tables(groups: Mapping[str, Sequence[RunSummary]], width: int | None = None) -> tuple[list[Table], list[str]]:
