@@ -172,15 +172,15 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29970,
+    "all source": 29260,
     "all tests": 21400,
     "baselines": 3600,
-    "bench": 880,
+    "bench": 700,
     "checkpoint": 560,
     "cli": 1340,
     "data": 2440,
-    "evaluation": 580,
-    "experiments": 2230,
+    "evaluation": 550,
+    "experiments": 1850,
     "finetuning": 1400,
     "foreign": 740,
     "generation": 780,
@@ -190,7 +190,7 @@ BUDGETS: dict[str, int] = {
     "layers": 2330,
     "models": 2600,
     "ops": 3440,
-    "runs": 1010,
+    "runs": 920,
     "seq2seq": 300,
     "top": 910,
     "training": 1890,

@@ -74,16 +74,6 @@ def test_masked_model_cannot_generate_or_carry(masked: str, capsys: pytest.Captu
     fails(["eval", masked, "--context", "carried"], "--context is carried, which needs a causal model")
 
 
-def test_perplexity_of_a_word_is_shown(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text.txt").write_text("a word and another word.\n" * 40)
-    where = ["--cache", str(tmp_path / "cache"), "--data", str(tmp_path / "text.txt")]
-    options = ["--max-tokens", "200", "--split", "all", *where]
-    assert main(["eval", str(folder / "run"), *options]) == 0
-    assert " per word" in capsys.readouterr().out
-    assert main(["eval", str(folder / "run"), *options, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["word_perplexity"] > 1
-
-
 def test_picture_shows_the_curve_beside_the_loss_by_position(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
