@@ -172,7 +172,7 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29260,
+    "all source": 29210,
     "all tests": 21400,
     "baselines": 3600,
     "bench": 700,
@@ -190,7 +190,7 @@ BUDGETS: dict[str, int] = {
     "layers": 2330,
     "models": 2600,
     "ops": 3440,
-    "runs": 920,
+    "runs": 880,
     "seq2seq": 300,
     "top": 910,
     "training": 1890,

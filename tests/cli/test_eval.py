@@ -74,25 +74,6 @@ def test_masked_model_cannot_generate_or_carry(masked: str, capsys: pytest.Captu
     fails(["eval", masked, "--context", "carried"], "--context is carried, which needs a causal model")
 
 
-def test_picture_shows_the_curve_beside_the_loss_by_position(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Fails, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matplotlib.axes import Axes
-
-    panels = []
-    monkeypatch.setattr(Axes, "set_xlabel", lambda self, label: panels.append(label))
-    run, cache, picture = str(folder / "run"), str(folder / "cache"), tmp_path / "report.png"
-    assert main(["eval", run, "--plot", str(picture), "--cache", cache]) == 0
-    assert f"picture: {picture}" in capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert panels == ["step", "tokens read before"]
-    assert main(["eval", run, "--plot", str(tmp_path / "new" / "a.png"), "--json", "--cache", cache]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] > 0
-    assert (tmp_path / "new" / "a.png").exists()
-    fails(["eval", "nothing", "--plot", str(tmp_path / "a.xyz")], "a.xyz has a suffix that is no picture format")  # at once
-    fails(["eval", "nothing", "--plot", str(picture / "a.png")], "Cannot write .*/a.png: ")
-
-
 def test_several_runs_are_compared_window_by_window(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, last = str(folder / "run"), str(folder / "run" / "step-00000002")
     arguments = ["eval", first, last, "--cache", str(folder / "cache")]
@@ -109,8 +90,6 @@ def test_several_runs_are_compared_window_by_window(folder: Path, capsys: pytest
     results = list(map(json.loads, capsys.readouterr().out.splitlines()))
     assert "difference_from_first" not in results[0]
     assert results[1]["difference_from_first"]["loss"] == pytest.approx(results[1]["loss"] - results[0]["loss"])
-    assert main([*arguments, "--plot", str(folder / "both.png")]) == 1
-    assert "--plot shows one run: give one, or draw the curves of several by `lineartime runs`" in capsys.readouterr().err
 
 
 def test_measured_runs_are_shown_if_a_later_one_fails(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +14,6 @@ import tyro
 from lineartime.choices import Context, Precision, Split
 from lineartime.cli.options import Checkpoint, Device, Threads
 from lineartime.errors import ArgumentError
-from lineartime.plots import check_picture
-from lineartime.runs.curve import draw_report
 from lineartime.screen import SCREEN, new_table, output_console
 from lineartime.units import NOT_THERE, cell
 
@@ -61,8 +58,6 @@ class EvalOptions:
     threads: Threads = None
     cache: Path | None = None
     """Cache folder for encoded text; the default is lineartime in the user's cache folder."""
-    plot: Path | None = None
-    """Plot to write: the losses of the run beside the loss by position."""
     json: bool = False
     """Print the result as one line of JSON."""
 
@@ -77,10 +72,6 @@ def run(options: EvalOptions) -> None:
         raise ArgumentError("runs", "is empty: give the folder of a run, or of one checkpoint.")
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
-    if options.plot is not None:
-        if len(options.runs) > 1:
-            raise ArgumentError("plot", "shows one run: give one, or draw the curves of several by `lineartime runs`.")
-        check_picture(options.plot)  # before the slow part
     for each in options.runs[1:]:  # a wrong path should not be told after the first run was measured
         find_checkpoint(each, options.checkpoint)
     given = {name: value for name, value in vars(options).items() if name in signature(evaluate).parameters}
@@ -96,10 +87,6 @@ def run(options: EvalOptions) -> None:
         finally:  # also if a later run fails, or is interrupted: what was measured took long
             if measured and not options.json:
                 _print(measured, f"{device.type}, {precision}")
-    if options.plot is not None:
-        assert measured[0].checkpoint is not None
-        picture = draw_report(measured[0].checkpoint.parent, measured[0], options.plot)
-        print(f"picture: {picture}", file=SCREEN if options.json else sys.stdout)
 
 
 def _plain(measured: Sequence["Evaluation"]) -> dict[str, Any]:
