@@ -172,15 +172,15 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29210,
-    "all tests": 21400,
+    "all source": 29200,
+    "all tests": 21180,
     "baselines": 3600,
     "bench": 700,
     "checkpoint": 560,
-    "cli": 1340,
+    "cli": 1310,
     "data": 2440,
     "evaluation": 550,
-    "experiments": 1850,
+    "experiments": 1830,
     "finetuning": 1400,
     "foreign": 740,
     "generation": 780,

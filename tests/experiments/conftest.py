@@ -28,7 +28,8 @@ def ignore(_: str) -> None:
 _SIZE = Size(16, gated_blocks=1, attention_blocks=1, n_heads=2, d_qk=8, chunk_size=16)
 TINY = Scale(
     "for tests",
-    {"main": _SIZE, "memory": _SIZE},
+    _SIZE,
+    _SIZE,
     tokens_per_batch=128,
     tokens_at_once=128,
     budget=0.1,

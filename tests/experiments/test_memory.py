@@ -117,7 +117,7 @@ def test_tasks_are_trained_and_reported(options: Options, here: Do, done: list[s
 
 
 def test_rate_with_the_lowest_loss_is_trained_with_all_seeds(options: Options, here: Do, done: list[str]) -> None:
-    values: dict[str, Any] = {"tasks": ("induction",), "systems": ("flash",), "steps": 4}
+    values: dict[str, Any] = {"texts": ("induction",), "systems": ("flash",), "steps": 4}
     plan = make_plan(options(**values, seeds=2, rates=(1e-3, 1e-2)))
     assert run_all(plan, ignore, here) == []
     assert done == ["tune", "tune", "run", "run"]
@@ -126,12 +126,12 @@ def test_rate_with_the_lowest_loss_is_trained_with_all_seeds(options: Options, h
     grid = row["grid"]["adamw"]
     assert grid[f"{row['rate']:g}"] == min(grid.values())
     assert read_run(plan.folder / "induction-64" / "flash" / "seed-0").record.options["beta2"] == 0.98
-    with pytest.raises(ArgumentError, match=r"tasks is recall, but the runs in .* were made with induction: use that, or give"):
-        reproduce(options(tasks=("recall",)))
+    with pytest.raises(ArgumentError, match=r"lengths is 32, but the runs in .* were made with the default: use that, or give"):
+        reproduce(options(lengths=(32,)))
 
 
 def test_interrupted_run_begins_again(options: Options, here: Do, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    values: dict[str, Any] = {"tasks": ("recall",), "systems": ("flash",), "steps": 8}
+    values: dict[str, Any] = {"texts": ("recall",), "systems": ("flash",), "steps": 8}
     plan = make_plan(options(**values))
     with monkeypatch.context() as patch:
         patch.setattr(memory, "held_out", Mock(side_effect=KeyboardInterrupt))

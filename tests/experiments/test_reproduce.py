@@ -259,7 +259,8 @@ def test_runs_in_another_precision_are_not_mixed(
         ),
         ({"name": "memory"}, "data is .*text.txt, which memory does not have: leave it out"),
         ({"name": "memory", "data": (), "budget": 3.0}, "budget is 3.0, which memory does not have: leave it out"),
-        ({"tasks": ("recall",)}, "tasks is recall, which lm does not have: leave it out"),
+        ({"pairs": (4,)}, "pairs is 4, which lm does not have: leave it out"),
+        ({"texts": ("recall",)}, "texts has 'recall', which is not a text of this experiment here: use wikipedia"),
     ],
 )
 def test_wrong_input_is_one_sentence(options: Options, values: dict[str, Any], message: str) -> None:

@@ -25,27 +25,26 @@ class Arm:
 
 @dataclass(frozen=True)
 class Setting:
-    """The text and the context, in tokens, in which all arms are compared, and the name of the size of their models.
+    """The text, or the task for a memory, and the context, in tokens, in which all arms are compared."""
 
-    A task for a memory has no text, and may have a number of tokens to remember, its pairs.
-    """
-
-    text: TextName
+    text: TextName | MemoryTask
     context: int
-    size: str = "main"
-    task: MemoryTask | None = None
-    pairs: int = 0
+    width: int = 0  # of the models, in place of the scale's
+    pairs: int = 0  # to remember in a task
+
+    @property
+    def task(self) -> MemoryTask | None:
+        """Its task, if it has no text."""
+        return next((task for task in get_args(MemoryTask) if task == self.text), None)
 
     @property
     def label(self) -> str:
         """Its name, also that of its folder."""
-        last = str(self.pairs or "") if self.task else "" if self.size == "main" else self.size
-        return "-".join(filter(None, (self.task or self.text, str(self.context), last)))
+        return "-".join(map(str, filter(None, (self.text, self.context, self.width, self.pairs))))
 
     def __str__(self) -> str:
-        remembered = f", {self.pairs:,} to remember" if self.pairs else ""
-        size = "" if self.task or self.size == "main" else f", size {self.size}"
-        return f"{self.task or self.text}, {self.context:,} tokens{remembered}{size}"
+        more = f", {self.pairs:,} to remember" if self.pairs else f", size {self.width}" if self.width else ""
+        return f"{self.text}, {self.context:,} tokens{more}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,8 @@ class Scale:
     """How large the runs are. All durations are seconds of training, without evaluations and compilation."""
 
     description: str
-    sizes: Mapping[str, Size]  # of the models, by name
+    size: Size  # of the models
+    memory: Size  # of models that remember
     tokens_per_batch: int  # in an optimiser step
     tokens_at_once: int  # a step of more accumulates gradients
     budget: float | None  # seconds of a run
@@ -90,9 +90,6 @@ class Experiment:
     scaled: Mapping[ScaleName, Mapping[str, Any]] = field(default_factory=dict)  # other values for fields of the scale
 
 
-_GPU = Size(512, gated_blocks=24, attention_blocks=12, n_heads=8, initial_scores=SIZES["tiny"].initial_scores)
-"""GAU starts as in `tiny`, because runs are short here, too."""
-
 _TOY = Size(32, gated_blocks=2, attention_blocks=1, n_heads=2, d_qk=16, chunk_size=16)
 _MEMORY = Size(64, gated_blocks=2, attention_blocks=2, n_heads=1, d_qk=64, chunk_size=32, initial_scores="unit")
 """Two layers that move information, as few as recall takes: one tells each value its key, the other looks the key up."""
@@ -100,7 +97,8 @@ _MEMORY = Size(64, gated_blocks=2, attention_blocks=2, n_heads=1, d_qk=64, chunk
 SCALES: dict[ScaleName, Scale] = {
     "trial": Scale(
         "toy models for seconds, to see that everything works here; its numbers mean nothing",
-        {"main": _TOY, "memory": replace(_TOY, attention_blocks=2)},
+        _TOY,
+        replace(_TOY, attention_blocks=2),
         tokens_per_batch=256,
         tokens_at_once=256,
         budget=2.0,
@@ -112,13 +110,8 @@ SCALES: dict[ScaleName, Scale] = {
     ),
     "cpu": Scale(
         "4 million parameters, hours on 2 cores",
-        {
-            "main": SIZES["tiny"],
-            "128": replace(SIZES["tiny"], d_model=128, n_heads=2),
-            "192": replace(SIZES["tiny"], d_model=192, n_heads=3),
-            "256": SIZES["tiny"],
-            "memory": _MEMORY,
-        },
+        SIZES["tiny"],
+        _MEMORY,
         tokens_per_batch=4096,
         tokens_at_once=4096,
         budget=600.0,
@@ -128,13 +121,8 @@ SCALES: dict[ScaleName, Scale] = {
     ),
     "gpu": Scale(
         "40 million parameters, at most 8 minutes a run on one H200-class GPU",
-        {
-            "main": _GPU,
-            "256": replace(_GPU, d_model=256, n_heads=4),
-            "384": replace(_GPU, d_model=384, n_heads=6),
-            "512": _GPU,
-            "memory": replace(_MEMORY, d_model=128),
-        },
+        Size(512, gated_blocks=24, attention_blocks=12, n_heads=8, initial_scores=SIZES["tiny"].initial_scores),
+        replace(_MEMORY, d_model=128),
         tokens_per_batch=65_536,
         tokens_at_once=32_768,
         budget=300.0,
@@ -164,13 +152,13 @@ def _in(text: TextName, *contexts: int) -> tuple[Setting, ...]:
     return tuple(Setting(text, context) for context in contexts)
 
 
-def _sizes(context: int, *sizes: str) -> tuple[Setting, ...]:
-    return tuple(Setting("wikipedia", context, size) for size in sizes)
+def _wide(context: int, *widths: int) -> tuple[Setting, ...]:
+    return tuple(Setting("wikipedia", context, width) for width in widths)
 
 
 def _remembering(pairs: int, *lengths: int) -> tuple[Setting, ...]:
     """The settings of all tasks at lengths."""
-    return tuple(Setting("books", length, "memory", task, pairs) for task in get_args(MemoryTask) for length in lengths)
+    return tuple(Setting(task, length, pairs=pairs) for task in get_args(MemoryTask) for length in lengths)
 
 
 _ONE = _settings(_in("wikipedia", 1024), _in("wikipedia", 1024))
@@ -225,7 +213,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "gau-vs-mhsa": Experiment(
         "Is a model of gated attention units better than a Transformer of as many parameters?",
         _systems("flash-quad", "transformer+", "transformer++"),
-        _settings(_sizes(512, "128", "192", "256"), _sizes(1024, "256", "384", "512")),
+        _settings(_wide(512, 128, 192, 256), _wide(1024, 256, 384, 512)),
         baseline="transformer++",
         scaled=_FIVE_MINUTES,
     ),

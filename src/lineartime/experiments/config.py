@@ -14,7 +14,7 @@ from lineartime.training.config import Rate
 
 TEXT_OPTIONS = ("data", "code", "books", "wikipedia")
 """The options that give texts."""
-TASK_OPTIONS = ("tasks", "lengths", "pairs", "steps")
+TASK_OPTIONS = ("lengths", "pairs", "steps")
 """The options of the experiment on memory alone."""
 
 
@@ -46,8 +46,8 @@ class ReproduceConfig:
     """Further systems to compare, also your own: a name from presets without its size, or NAME:OPTION=VALUE."""
     contexts: tuple[AtLeastOne, ...] = ()
     """Run only these contexts now."""
-    texts: tuple[TextName, ...] = ()
-    """Run only these kinds of text now."""
+    texts: tuple[TextName | MemoryTask, ...] = ()
+    """Run only these kinds of text, or tasks for a memory, now."""
     seeds: AtLeastOne | None = None
     """Number of seeds to train of each model now, more or fewer than the one or two of the experiment."""
     optimizers: tuple[str, ...] = ()
@@ -58,8 +58,6 @@ class ReproduceConfig:
     """Seconds of training of each run, without evaluations; the default is the scale's. Runs of memory have steps."""
     tuning: Positive | None = None
     """Seconds of training of each trial of a learning rate; a trial of fewer than 60 steps lasts up to four times as long."""
-    tasks: tuple[MemoryTask, ...] = ()
-    """Memory: its tasks; the default is the scale's."""
     lengths: tuple[AtLeastOne, ...] = ()
     """Memory: tokens of a text, even numbers; the default is the scale's."""
     pairs: tuple[AtLeastOne, ...] = ()
@@ -94,7 +92,7 @@ class ReproduceConfig:
         check_among("optimizers", self.optimizers, OPTIMIZERS, "an optimiser")
         remembers = bool(self.name) and EXPERIMENTS[self.name].remembers
         if self.name:
-            for name in ("budget", "tuning", "texts", *TEXT_OPTIONS) if remembers else TASK_OPTIONS:
+            for name in ("budget", "tuning", *TEXT_OPTIONS) if remembers else TASK_OPTIONS:
                 if value := getattr(self, name):
                     raise ArgumentError(name, f"is {shown_option(value)}, which {self.name} does not have: leave it out.")
         if self.rates and len(self.optimizers or OPTIMIZERS) > 1 and (self.optimizers or not remembers):

@@ -112,19 +112,17 @@ def make_plan(config: ReproduceConfig) -> Plan:
     settings = experiment.settings["cpu" if config.scale == "trial" else config.scale]
     if config.scale == "trial":
         shown = settings if experiment.remembers else settings[:1]
-        settings = tuple(
-            Setting(each.text, TRIAL_CONTEXT, task=each.task, pairs=TRIAL_PAIRS if each.task else 0) for each in shown
-        )
+        settings = tuple(Setting(each.text, TRIAL_CONTEXT, pairs=TRIAL_PAIRS if each.task else 0) for each in shown)
+    check_among("texts", config.texts, list(dict.fromkeys(each.text for each in settings)), "a text of this experiment")
     if experiment.remembers:
-        settings, width = _memory_settings(config, settings), scale.sizes["memory"].d_model
-        wide = f"models with two layers that move information, {width} wide, or more for more pairs"
+        settings = _memory_settings(config, settings)
+        wide = f"models with two layers that move information, {scale.memory.d_model} wide, or more for more pairs"
         scale = replace(scale, description=wide)
     arms = {arm.name: arm for arm in experiment.arms}
     seeds = max(arm.seeds for arm in arms.values())
     arms |= {item: _added_arm(item, experiment.task, seeds) for item in config.add if item not in arms}
     check_among("systems", config.systems, arms, "a model of this experiment")
     check_among("contexts", config.contexts, list({each.context: None for each in settings}), "a context of this experiment")
-    check_among("texts", config.texts, list({each.text: None for each in settings}), "a text of this experiment")
     config = with_defaults(config)
     candidates = {each: _candidates(config, experiment, scale, [*arms.values()], each) for each in settings}
     selected = {
@@ -137,8 +135,8 @@ def make_plan(config: ReproduceConfig) -> Plan:
 
 
 def _memory_settings(config: ReproduceConfig, usual: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """The tasks at the lengths and with the pairs that the options ask for."""
-    tasks = config.tasks or dict.fromkeys(each.task for each in usual if each.task)
+    """The tasks to run now, at the lengths and with the pairs that the options ask for."""
+    tasks = dict.fromkeys(each.task for each in usual if each.task and each.text in (config.texts or (each.text,)))
     lengths, settings = config.lengths or dict.fromkeys(each.context for each in usual), []
     for task, length in product(tasks, lengths):
         texts = TASKS[task]
@@ -146,7 +144,7 @@ def _memory_settings(config: ReproduceConfig, usual: tuple[Setting, ...]) -> tup
             if length % 2 or length < texts.shortest(pairs):
                 least = f"an even number of at least {texts.shortest(pairs)} for {task}"
                 raise ArgumentError("lengths", f"has {length}, but must be {least}{f' of {pairs}' if pairs else ''}.")
-            settings.append(Setting("books", length, "memory", task, pairs))
+            settings.append(Setting(task, length, pairs=pairs))
     return tuple(settings)
 
 
@@ -176,11 +174,14 @@ def _candidates(
     """All arms in a setting, with as many parameters as the first."""
     found: list[Candidate] = []
     shared: dict[str, Any] = {"precision": config.precision, "device": config.device, "compile": config.compile, "track": []}
-    shared |= {"tokenizer": scale.tokenizer, "data": list(getattr(config, setting.text) or config.data)}
+    data = () if setting.task else getattr(config, setting.text) or config.data
+    shared |= {"tokenizer": scale.tokenizer, "data": list(data)}
     shared["cache"] = None if config.cache is None else str(config.cache)
     if config.threads is not None:
         shared["threads"] = config.threads
-    size = _wide_enough(scale.sizes.get(setting.size, scale.sizes["main"]), setting.pairs)
+    size = _wide_enough(scale.memory, setting.pairs) if setting.task else scale.size
+    if setting.width:
+        size = replace(size, d_model=setting.width, n_heads=setting.width * size.n_heads // size.d_model)
     vocab_size = TASKS[setting.task].vocab_size(setting.pairs) if setting.task else scale.vocab_size
     for arm in arms:
         folder = folder_of(config) / setting.label / re.sub(r"[ :]", "-", arm.name).replace("/", "-over-")

@@ -382,7 +382,7 @@ def _memory_pictures(report: Mapping[str, Any]) -> Iterator[Picture]:
     by_length: dict[str, list[tuple[str, float | None, float | None]]] = {}
     states: dict[str, Panel] = {}
     for found in sorted(report["settings"], key=lambda each: each["context"]):
-        task = found["task"] + (f", {found['pairs']:,} to remember" if found["pairs"] else "")
+        task = found["text"] + (f", {found['pairs']:,} to remember" if found["pairs"] else "")
         accuracies = {row["name"]: _mean(_values(row, _test("", "accuracy"))) for row in found["rows"]}
         by_length.setdefault(task, []).extend((name, found["context"], value) for name, value in accuracies.items())
         of_state = curves_of((row["name"], row["state_bytes"], accuracies[row["name"]]) for row in found["rows"])
