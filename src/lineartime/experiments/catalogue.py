@@ -262,7 +262,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         override={"absolute_position": "none"},  # a sinusoid would drown embeddings of a small width
         scaled={
             "trial": {"steps": 20, "rates": _ONE_RATE},
-            "cpu": {"steps": 2000, "rates": _ONE_RATE},
+            "cpu": {"steps": 2000, "rates": _ONE_RATE, "tokenizer": "bytes"},
             "gpu": {"steps": 5000, "rates": _ONE_RATE},
         },
     ),
