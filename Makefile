@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 train: $(VENV)/installed
 	$(BIN)/lineartime train --out $(RUN) $$(ls -d $(RUN)/step-* >/dev/null 2>&1 && echo --resume || echo --recipe quick)
-	$(BIN)/lineartime eval $(RUN) --plot $(RUN)/report.png
+	$(BIN)/lineartime eval $(RUN)
 	$(BIN)/lineartime generate $(RUN) --prompt "$$(printf 'import os\n\n\nclass Reader:\n    def __init__(self, ')" --max-tokens 110 --seed 1
 
 test: $(VENV)/installed

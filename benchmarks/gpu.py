@@ -38,6 +38,7 @@ import triton
 from gpu_exactness import Computation, compared, op_and_gradients
 from gpu_report import Goal, Report
 from measure import median_seconds
+from peer import MISSING, Peer
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 
@@ -46,8 +47,7 @@ from lineartime.bench.config import Mode
 from lineartime.bench.measure import (
     Case,
     Subject,
-    check_peer,
-    forward_flops_per_token,
+    flops_per_token,
     peak_flops,
     prepare,
     release,
@@ -55,7 +55,6 @@ from lineartime.bench.measure import (
     state_after,
     synchronized,
 )
-from lineartime.errors import LineartimeError
 from lineartime.generation.decoding import Sampling, continuing, drawing
 from lineartime.generation.prompts import prefill_batch
 from lineartime.layers import FLASH, set_backend
@@ -190,13 +189,11 @@ class Run:
 
     def peers(self) -> None:
         """What others have written, at the length that matters most; PyTorch compiles it whole, which takes minutes."""
-        try:
-            check_peer()
-        except LineartimeError as error:
-            self.report.add("train", model="flash-pytorch", ms=f"not measured: {error}")
+        if MISSING:
+            self.report.add("train", model="flash-pytorch", ms=f"not measured: {MISSING}")
         else:
             config, length = resolve(f"flash-{self.size}", "clm"), self.lengths_of_models[0]
-            peer = self._time_model(Subject("flash-pytorch", self.mode, config, is_peer=True), length)
+            peer = self._time_model(Peer("flash-pytorch", self.mode, config), length)
             ours = self._steps.get(length)
             if not self.small and ours and peer:
                 self.report.reach("flash-pytorch", peer / ours)
@@ -235,7 +232,7 @@ class Run:
                 if self.device.type == "cuda":
                     row["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
                 if seconds is not None:
-                    row |= self._share_of_peak(subject, length, case.tokens / seconds)
+                    row |= self._share_of_peak(subject, case, case.tokens / seconds)
                 if profile and seconds is not None:
                     self._profile(str(subject), length, step)
         except Exception as error:  # another model may still run, and what has been measured counts
@@ -246,14 +243,12 @@ class Run:
         torch.compiler.reset()
         return ms
 
-    def _share_of_peak(self, subject: Subject, length: int, tokens_per_second: float) -> dict[str, Any]:
+    def _share_of_peak(self, subject: Subject, case: Case, tokens_per_second: float) -> dict[str, Any]:
         """The model's operations as a share of the peak of matrix products."""
-        flops = forward_flops_per_token(subject, length)
-        if flops is None:
-            return {}
-        share = 3 * flops * tokens_per_second / self.peak
+        own = 3 * subject.forward_flops(case.length) if isinstance(subject, Peer) else flops_per_token(subject, case)
+        share = (own or 0.0) * tokens_per_second / self.peak
         if not self.small and str(subject) == "flash-base compiled":
-            self.report.reach(f"share {length}", share)
+            self.report.reach(f"share {case.length}", share)
         return {"share_of_peak": f"{share:.1%}", "peak_tflops": round(self.peak / 1e12, 1)}
 
     def _profile(self, model: str, length: int, step: Callable[[], object]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from measure import RESULTS, median_seconds, save
+from peer import NAME as PEER
+from peer import Peer
 
 from lineartime.bench.measure import Case, Subject, prepare, synchronized, timed
 from lineartime.host import freed_memory_kept
@@ -22,7 +24,6 @@ from lineartime.plots import label_axes, looks_of
 from lineartime.units import markdown_table
 
 PRESETS = ["flash-tiny", "flash-quad-tiny", "transformer++-tiny"]
-PEER = "flash-pytorch"
 NAMES = [PRESETS[0], PEER, *PRESETS[1:]]
 LENGTHS = [512, 2048, 8192, 65536]
 POSITIONS = [1024, 8192, 65536]
@@ -32,7 +33,9 @@ CPU = torch.device("cpu")
 
 def subject(name: str) -> Subject:
     """A preset or FLASH-pytorch, of bytes."""
-    return Subject(name, "eager", resolve(PRESETS[0] if name == PEER else name, vocab_size=256), is_peer=name == PEER)
+    if name == PEER:
+        return Peer(name, "eager", resolve(PRESETS[0], vocab_size=256))
+    return Subject(name, "eager", resolve(name, vocab_size=256))
 
 
 def measured(cases: list[Case], names: list[str], rounds: int) -> dict[tuple[str, Case], float | None]:

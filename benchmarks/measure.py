@@ -11,11 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from lineartime.bench.command import describe_machine
 from lineartime.bench.measure import Clock, interleaved, median_and_spread, repetitions, timed
 from lineartime.machine import is_out_of_memory
+from lineartime.runs.record import this_process
 
 Key = TypeVar("Key")
 
@@ -26,7 +24,7 @@ RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "resu
 def save(name: str, rows: list[dict[str, Any]], table: str) -> None:
     """Write the raw results with their machine, command, date and commit, and the table for the documents."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    results = {"machine": describe_machine(torch.device("cpu")), **origin(), "rows": rows}
+    results = {"machine": str(this_process()), **origin(), "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
     (RESULTS / f"{name}.md").write_text(table)
     print(table)

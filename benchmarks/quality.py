@@ -42,15 +42,13 @@ def main() -> None:
 
 
 def copy(folder: Path) -> None:
-    """Copy the report of an experiment, its numbers if the README shows them, and the picture of `latency`."""
+    """Copy the report of an experiment, and its numbers if the README shows them."""
     into = REPORTS / folder.resolve().name
     into.mkdir(parents=True, exist_ok=True)
     if into.name in SHOWN:
         shutil.copy(folder / "report.json", into)
     text = (folder / "report.md").read_text()
     (into / "report.md").write_text(re.sub(r"^!\[.*\]\(\w+\.png\)\n\n", "", text, flags=re.MULTILINE))
-    if (folder / "latency.png").exists():
-        shutil.copy(folder / "latency.png", DOCUMENTS)
 
 
 def systems(name: str) -> dict[str, dict[str, Any]]:

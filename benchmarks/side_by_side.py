@@ -154,12 +154,12 @@ def main() -> None:
     parser.add_argument("--no-imports", action="store_true", help="time only training")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "side-by-side.json")
     options = parser.parse_args()
-    from lineartime.bench.command import describe_machine  # not above: a checkout may have it elsewhere
+    from lineartime.runs.record import this_process  # not above: a checkout may have it elsewhere
 
     old, new = (Checkout(path) for path in (options.old, options.new))
     rows: list[dict[str, Any]] = []
     commits = {"old": old.commit, "new": new.commit}
-    results = {"machine": describe_machine(torch.device("cpu")), "commits": commits, "rows": rows}
+    results = {"machine": str(this_process()), "commits": commits, "rows": rows}
     print("| seconds | old | new | new / old | quartiles |", "| --- | ---: | ---: | ---: | ---: |", sep="\n")
 
     def measure(name: str, of: Callable[..., float], *case: Any) -> None:

@@ -128,7 +128,7 @@ def test_public_names_are_all_there() -> None:
 FLAGS: dict[str, set[str]] = {
     "errors.py": {"--steps"},  # an example of what the command line makes of an argument
     "experiments/report.py": {"--scale", "--import", "--{"},  # the command that was given
-    "runs/record.py": {"--porcelain", "--branch", "--untracked-files"},  # git's
+    "runs/record.py": {"--always", "--dirty", "--abbrev", "--exclude"},  # git's
 }
 
 
@@ -172,25 +172,25 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29990,
-    "all tests": 21430,
+    "all source": 29220,
+    "all tests": 21210,
     "baselines": 3600,
-    "bench": 880,
+    "bench": 700,
     "checkpoint": 560,
-    "cli": 1340,
+    "cli": 1310,
     "data": 2440,
-    "evaluation": 580,
-    "experiments": 2230,
+    "evaluation": 550,
+    "experiments": 1830,
     "finetuning": 1400,
     "foreign": 740,
     "generation": 780,
-    "ground": 1410,
+    "ground": 1400,
     "hf": 1330,
     "inspection": 280,
     "layers": 2320,
     "models": 2600,
     "ops": 3460,
-    "runs": 1010,
+    "runs": 880,
     "seq2seq": 300,
     "top": 910,
     "training": 1890,

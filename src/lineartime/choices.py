@@ -13,13 +13,13 @@ Split = Literal["train", "validation", "test", "all"]
 """A part of a text; "all" is the whole text."""
 Context = Literal["windowed", "carried", "documents"]
 TokenizerKind = Literal["bpe", "unigram"]
-ScaleName = Literal["trial", "cpu", "gpu", "paper"]
+ScaleName = Literal["trial", "cpu", "gpu"]
 """How large the runs of an experiment are."""
 TextName = Literal["code", "books", "wikipedia"]
 """A kind of text that an experiment uses."""
 
-MemoryTask = Literal["recall", "copying", "induction", "selective-copying", "needle"]
-"""A task for a long memory: its texts are generated, and a needle's are hidden in books."""
+MemoryTask = Literal["recall", "copying", "induction", "selective-copying"]
+"""A task for a long memory, whose texts are generated."""
 
 MAX_CONTEXT_LENGTH = 2**24
 """The maximum number of tokens in a context whose cost is counted."""

@@ -24,7 +24,6 @@ EXTRAS = {
     "triton": "triton",
     "transformers": "hf",
     "onnxscript": "onnx",
-    "flash_pytorch": "peers",
     "wandb": "wandb",
 }
 """Optional packages, and the extra that installs each."""

@@ -48,7 +48,6 @@ class Curve:
     y: Sequence[float]
     thin: bool = False
     faint: bool = False
-    spread: Sequence[float] = ()  # half the height of a band around it, at each point
 
 
 @dataclass
@@ -94,9 +93,6 @@ def draw_panels(panels: Sequence[Panel], looks: Mapping[str, Mapping[str, Any]],
             if curve.thin or curve.faint:
                 look |= {"marker": "", "linewidth": 0.8, "alpha": 0.4 if curve.faint else 1}
             (line,) = axes.plot(curve.x, curve.y, **look)
-            if curve.spread:
-                low, high = ([y + sign * by for y, by in zip(curve.y, curve.spread, strict=True)] for sign in (-1, 1))
-                axes.fill_between(curve.x, low, high, color=look["color"], alpha=0.15, linewidth=0)
             if curve.name not in legend or not (curve.thin or curve.faint):
                 legend[curve.name] = line
         if panel.level is not None:

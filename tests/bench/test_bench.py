@@ -4,9 +4,10 @@ import itertools
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from datetime import datetime, timezone
 from io import StringIO
@@ -39,21 +40,20 @@ from lineartime.models.cost import cost
 from lineartime.models.systems import presets
 
 CPU = torch.device("cpu")
-SMALL = ("d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "n_heads=2")
+FLASH = "flash-tiny:d_model=16:n_blocks=1:d_qk=8:chunk_size=8"
+TRANSFORMER = "transformer++-tiny:d_model=16:n_blocks=1:n_heads=2"
 
 
 def small(out: Path, **values: Any) -> BenchConfig:
     """Options of a benchmark of a second."""
     defaults: dict[str, Any] = {
-        "presets": ("flash-tiny", "transformer++-tiny"),
-        "override": SMALL,
+        "presets": (FLASH, TRANSFORMER),
         "context_lengths": (8, 16),
         "positions": (8, 20),
         "tokens_per_batch": 32,
         "dtypes": ("fp32",),
         "rounds": 3,
         "min_seconds": 0.0,
-        "memory": False,
         "device": "cpu",
         "out": out,
     }
@@ -97,7 +97,7 @@ def measured(
     return Entry(Case(measure, length, "fp32", 4), subject(name, mode), seconds=seconds, **values)
 
 
-def results_of(folder: Path, *entries: Entry, peaks: dict[str, list[float]] | None = None) -> Benchmark:
+def results_of(folder: Path, *entries: Entry, peaks: dict[str, float] | None = None) -> Benchmark:
     """The results of these entries, saved."""
     benchmark = Benchmark(small(folder), CPU, entries)
     benchmark.peaks = peaks or {}
@@ -116,19 +116,18 @@ def test_lengths_have_equally_many_tokens_and_as_many_streams_as_asked_for(finis
     }
     assert len(entries) == 2 * len(found)
     assert all(len(each["seconds"]) == 3 and each["problem"] is None for each in entries)
-    assert all(each["ratio_to_first"] == 1.0 for each in entries if each["subject"] == "flash-tiny")
+    assert all(each["ratio_to_first"] == 1.0 for each in entries if each["subject"] == FLASH)
 
 
 def test_results_hold_options_machine_and_no_paths(finished: tuple[Path, str]) -> None:
     folder, printed = finished
     results = saved(folder)
     assert results["options"]["rounds"] == 3
-    assert results["peak_flops"]["fp32"] == {"runs": [1e9, 1e9], "taken": 1e9}
-    assert {"cpu", "cores", "threads", "torch", "python"} <= set(results["machine"])
-    assert datetime.fromisoformat(results["started"]) <= datetime.now(timezone.utc)
-    assert results["lineartime"] == lineartime.__version__
+    assert results["peak_flops"] == {"fp32": 1e9}
+    assert datetime.fromisoformat(results["process"]["time"]) <= datetime.now(timezone.utc)
+    assert results["process"]["versions"]["torch"] == torch.__version__
     assert str(folder.parent) not in json.dumps(results)
-    assert results["subjects"][0]["config"]["mixer"]["kind"] == "flash"
+    assert results["subjects"][FLASH]["mixer"]["kind"] == "flash"
     text = (folder / "results.md").read_text()
     assert "## Train: one step, forward and backward, fp32" in text
     assert printed == f"{text}results: {folder}\n"
@@ -179,11 +178,11 @@ def test_medians_spreads_and_ratios_of_rounds(tmp_path: Path) -> None:
     assert median_and_spread([4.0, 1.0, 2.0, 3.0, 100.0]) == (3.0, 2.0)
     assert median_and_spread([4.0]) == (4.0, None)
     first, second = measured("flash-tiny", 1.0, 2.0, 4.0), measured("transformer++-tiny", 2.0, 4.0, 4.0)
-    alone, other = measured("flash-quad-tiny", 1.0, alone=True), measured("flash-quad-tiny", 8.0, length=16)
-    results_of(tmp_path, first, second, alone, other)
+    other = measured("flash-quad-tiny", 8.0, length=16)
+    results_of(tmp_path, first, second, other)
     assert second.ratio_to_first == 2.0  # of the rounds, 2, 2 and 1: noise that meets both alike does not count
     assert second.tokens_per_second == 32 / 4
-    assert (alone.ratio_to_first, other.ratio_to_first) == (None, 1.0)
+    assert other.ratio_to_first == 1.0
     compiled = measured("flash-tiny", 2.0, mode="compiled", first_seconds=9.0)
     results_of(tmp_path, compiled)
     assert compiled.compile_seconds == 7.0
@@ -192,9 +191,9 @@ def test_medians_spreads_and_ratios_of_rounds(tmp_path: Path) -> None:
 
 
 def test_use_of_the_peak_is_that_of_the_operations_of_the_model(tmp_path: Path) -> None:
-    known, unknown = measured("flash-tiny", 2.0, flops_per_token=3.0), measured("flash-quad-tiny", 2.0)
-    results_of(tmp_path, known, unknown, peaks={"fp32": [50.0, 100.0]})
-    assert (known.use_of_peak, unknown.use_of_peak) == (3.0 * 32 / 2 / 100, None)
+    known, unknown = measured("flash-tiny", 2.0), measured("flash-tiny", 2.0, measure="decode")
+    results_of(tmp_path, known, unknown, peaks={"fp32": 100.0})
+    assert (known.use_of_peak, unknown.use_of_peak) == (3 * cost(subject().config, 8).flops_per_token * 32 / 2 / 100, None)
     forward = cost(subject().config, 16).flops_per_token
     assert flops_per_token(subject(), Case("forward", 16, "fp32", 2)) == forward
     assert flops_per_token(subject(), Case("train", 16, "fp32", 2)) == 3 * forward
@@ -222,30 +221,17 @@ def test_failed_subject_has_the_reason_and_the_others_are_measured(
     options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     errors = {8: ValueError("odd\nlong"), 16: RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to")}
-    monkeypatch.setattr(command, "prepare", failing(lambda s, c: errors[c.length] if s.name == "flash-tiny" else None))
+    monkeypatch.setattr(command, "prepare", failing(lambda s, c: errors[c.length] if s.name == FLASH else None))
     config = options(measure=("train",))
     run_benchmark(config)
     entries = saved(config.out)["entries"]
     assert [(each["subject"], each["length"], each["problem"], len(each["seconds"])) for each in entries] == [
-        ("flash-tiny", 8, "failed: ValueError: odd", 0),
-        ("transformer++-tiny", 8, None, 3),
-        ("flash-tiny", 16, "out of memory", 0),
-        ("transformer++-tiny", 16, None, 3),
+        (FLASH, 8, "failed: ValueError: odd", 0),
+        (TRANSFORMER, 8, None, 3),
+        (FLASH, 16, "out of memory", 0),
+        (TRANSFORMER, 16, None, 3),
     ]
     assert "out of memory" in capsys.readouterr().out
-
-
-def test_subject_that_does_not_fit_beside_others_is_measured_alone(
-    options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    errors: Iterator[BaseException | None] = iter([None, torch.OutOfMemoryError("CUDA out of memory"), None])
-    monkeypatch.setattr(command, "prepare", failing(lambda *_: next(errors)))
-    config = options(measure=("forward",), context_lengths=(8,))
-    run_benchmark(config)
-    first, second = saved(config.out)["entries"]
-    assert (first["alone"], second["alone"], second["problem"]) == (False, True, None)
-    assert second["ratio_to_first"] is None
-    assert "| transformer++-tiny* |" in capsys.readouterr().out
 
 
 def test_interrupt_keeps_what_was_measured(
@@ -289,22 +275,20 @@ def test_state_of_zeros_is_like_the_real_one() -> None:
     [
         ({"task": "mlm"}, "^measure has prefill, which needs `task=clm`: leave it out"),
         (
-            {"presets": ("transformer-tiny",), "positions": (1024,), "override": ()},
-            "^positions make .* read 1026 tokens, but it .* 1024",
+            {"presets": ("transformer-tiny",), "positions": (1024,)},
+            "^presets has transformer-tiny, which reads at most 1,024 tokens, but is asked to read 1,026: .*max_positions=1026",
         ),
-        ({"override": ("chunk=3",)}, "^override has 'chunk', which is no field of these models: use d_model"),
-        ({"override": ("other-tiny.d_qk=8",)}, "^override has 'other-tiny.d_qk', which is no field of these models"),
-        # What this machine lacks, here of a GPU without bf16, of a compiler and of the peer.
+        ({"presets": ("flash-tiny:chunk=3",)}, "^presets has 'flash-tiny:chunk=3', but override .*: chunk is not an option"),
+        ({"presets": ("flash-tiny:task=mlm",)}, "^presets has 'flash-tiny:task=mlm', but override cannot set task"),
+        # What this machine lacks, here of a GPU without bf16, and of a compiler.
         ({"dtypes": ("fp32", "bf16")}, "^dtypes has bf16, which this GPU does not support: leave it out"),
         ({"modes": ("eager", "compiled")}, r"^modes has compiled, but there is no C\+\+ compiler here: install g\+\+, or"),
-        ({"peers": ("flash-pytorch",)}, r"needs FLASH-pytorch, .*: pip install 'lineartime\[peers\]'"),
     ],
 )
 def test_wrong_options_are_named(
     options: Callable[..., BenchConfig], monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr("lineartime.bench.command.supports_bf16", lambda device: False)
-    monkeypatch.setattr("lineartime.bench.measure.is_installed", lambda _: False)
     monkeypatch.setattr("shutil.which", lambda name: None)
     config = options(**values)
     with pytest.raises(LineartimeError, match=message):
@@ -313,24 +297,23 @@ def test_wrong_options_are_named(
     assert not config.out.exists()
 
 
-def test_override_can_be_for_one_preset_alone(options: Callable[..., BenchConfig]) -> None:
-    benchmark = make_benchmark(options(override=("n_blocks=2", "d_model=16", "flash-tiny.n_blocks=3"), vocab_size=9))
-    blocks = {found.subject.name: found.subject.config.n_blocks for found in benchmark.entries}
-    assert blocks == {"flash-tiny": 3, "transformer++-tiny": 2}
-    override = ("d_qk=8", "pattern.3.d_qk=16", "hybrid-gau-tiny.pattern.0.d_qk=4")
-    config = make_benchmark(options(override=override, presets=("hybrid-gau-tiny",))).entries[0].subject.config
-    assert [mixer.options["d_qk"] for mixer in config.mixers] == [4, 8, 8, 16]
+def test_presets_with_other_options_are_models_of_their_own(options: Callable[..., BenchConfig]) -> None:
+    other = "hybrid-gau-tiny:d_qk=8:pattern.3.d_qk=16:pattern.0.d_qk=4"
+    entries = make_benchmark(options(presets=(FLASH, f"{FLASH}:n_blocks=3", other), vocab_size=9)).entries
+    models = {found.subject.name: found.subject.config for found in entries}
+    assert [config.n_blocks for config in models.values()][:2] == [1, 3]
+    assert [mixer.options["d_qk"] for mixer in models[other].mixers] == [4, 8, 8, 16]
 
 
-def test_peer_runs_beside_ours_at_the_same_sizes(options: Callable[..., BenchConfig]) -> None:
+def test_peer_of_the_scripts_takes_steps_at_the_sizes_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flash_pytorch")
-    config = options(measure=("train", "decode"), peers=("flash-pytorch",), context_lengths=(16,), positions=(8,))
-    run_benchmark(config)
-    found = {(each["measure"], each["subject"]): each for each in saved(config.out)["entries"]}
-    assert ("decode", "flash-pytorch") not in found  # it does not stream
-    ours, theirs = found["train", "flash-tiny"], found["train", "flash-pytorch"]
-    assert (theirs["problem"], theirs["batch"]) == (None, ours["batch"])
-    assert theirs["flops_per_token"] == pytest.approx(ours["flops_per_token"], rel=0.3)
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    ours = subject(d_qk=8, chunk_size=8).config
+    peer = runpy.run_path(str(SCRIPT.with_name("peer.py")))["Peer"]("flash-pytorch", "eager", ours)
+    ready = prepare(peer, Case("train", 16, "fp32", 2), CPU)
+    ready.step()
+    assert ready.model.model.token_emb.weight.grad.any()
+    assert peer.forward_flops(16) == pytest.approx(cost(ours, 16).flops_per_token, rel=0.3)
 
 
 def test_tables_leave_out_empty_columns(tmp_path: Path) -> None:

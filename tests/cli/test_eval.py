@@ -74,51 +74,22 @@ def test_masked_model_cannot_generate_or_carry(masked: str, capsys: pytest.Captu
     fails(["eval", masked, "--context", "carried"], "--context is carried, which needs a causal model")
 
 
-def test_perplexity_of_a_word_is_shown(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text.txt").write_text("a word and another word.\n" * 40)
-    where = ["--cache", str(tmp_path / "cache"), "--data", str(tmp_path / "text.txt")]
-    options = ["--max-tokens", "200", "--split", "all", *where]
-    assert main(["eval", str(folder / "run"), *options]) == 0
-    assert " per word" in capsys.readouterr().out
-    assert main(["eval", str(folder / "run"), *options, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["word_perplexity"] > 1
-
-
-def test_picture_shows_the_curve_beside_the_loss_by_position(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Fails, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matplotlib.axes import Axes
-
-    panels = []
-    monkeypatch.setattr(Axes, "set_xlabel", lambda self, label: panels.append(label))
-    run, cache, picture = str(folder / "run"), str(folder / "cache"), tmp_path / "report.png"
-    assert main(["eval", run, "--plot", str(picture), "--cache", cache]) == 0
-    assert f"picture: {picture}" in capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert panels == ["step", "tokens read before"]
-    assert main(["eval", run, "--plot", str(tmp_path / "new" / "a.png"), "--json", "--cache", cache]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] > 0
-    assert (tmp_path / "new" / "a.png").exists()
-    fails(["eval", "nothing", "--plot", str(tmp_path / "a.xyz")], "a.xyz has a suffix that is no picture format")  # at once
-    fails(["eval", "nothing", "--plot", str(picture / "a.png")], "Cannot write .*/a.png: ")
-
-
 def test_several_runs_are_compared_window_by_window(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, last = str(folder / "run"), str(folder / "run" / "step-00000002")
     arguments = ["eval", first, last, "--cache", str(folder / "cache")]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert shown.count("the test split of") == 1  # the same text and windows
-    trained, untrained = re.findall(r"bits per byte +(\d\.\d{4}) +(\d\.\d{4}) *$", shown, re.MULTILINE)[0]
-    [apart] = re.findall(r"bits per byte above run 1 +- +(\+\d\.\d{4}) ± \d\.\d{4} *$", shown, re.MULTILINE)
+    trained, untrained = re.findall(
+        r"nats per token +(\d\.\d{4}) ± \d\.\d{4} +(\d\.\d{4}) ± \d\.\d{4} *$", shown, re.MULTILINE
+    )[0]
+    [apart] = re.findall(r"nats above run 1 +- +(\+\d\.\d{4}) ± \d\.\d{4} *$", shown, re.MULTILINE)
     assert re.search(r"nats, 16 to 24 tokens read +\d\.\d{4} ± \d\.\d{4} +\d\.\d{4} ± ", shown)  # the losses of both
     assert float(apart) == pytest.approx(float(untrained) - float(trained), abs=2e-4)
     assert main([*arguments, "--json"]) == 0
     results = list(map(json.loads, capsys.readouterr().out.splitlines()))
     assert "difference_from_first" not in results[0]
     assert results[1]["difference_from_first"]["loss"] == pytest.approx(results[1]["loss"] - results[0]["loss"])
-    assert main([*arguments, "--plot", str(folder / "both.png")]) == 1
-    assert "--plot shows one run: give one, or draw the curves of several by `lineartime runs`" in capsys.readouterr().err
 
 
 def test_measured_runs_are_shown_if_a_later_one_fails(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,8 +136,8 @@ def test_arguments_of_the_library_are_written_as_options(
     assert shown(ArgumentError("presets", "is wrong.")) == "error: presets is wrong.\n"  # it has no flag
     assert shown(ArgumentError("segment", "is wrong.")) == "error: segment is wrong.\n"  # an argument of the library alone
     # The benchmark cannot be resumed: the flag is that of `train`, of which errors give advice.
-    message = "`rounds=3`, `resume=True`, `peers`, `d=3`, `lineartime.hf.convert()`, `import`, `dtypes='fp32'`"
-    written = "--rounds 3, --resume, --peers, `d=3`, `lineartime convert`, --import, --dtypes fp32"
+    message = "`rounds=3`, `resume=True`, `modes`, `d=3`, `lineartime.hf.convert()`, `import`, `dtypes='fp32'`"
+    written = "--rounds 3, --resume, --modes, `d=3`, `lineartime convert`, --import, --dtypes fp32"
     assert shown(LineartimeError(message)) == f"error: {written}\n"
 
 

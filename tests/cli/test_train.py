@@ -92,25 +92,6 @@ def test_wrong_value_is_named_with_its_file(tmp_path: Path, fails: Fails) -> Non
         fails(["train", "--config", str(file)], message)
 
 
-def test_dry_run_tells_what_a_run_takes_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], fails: Fails, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    others = [tmp_path / "run" / name for name in ("step-00000001", ".step-00000002.partial")]  # of a run that is going on
-    for other in others:
-        other.mkdir(parents=True)
-    try_out = ["train", *options, "--steps", "50", "--dry-run", "--out", str(tmp_path / "run")]
-    assert main(try_out) == 0
-    shown = capsys.readouterr().out
-    for part in ("vocabulary of 258", "a step ", "tokens/s", "an evaluation ", "the run ", "a checkpoint ", "memory "):
-        assert part in shown
-    assert sorted((tmp_path / "run").iterdir()) == sorted(others)
-    fails([*try_out, "--context-parallel", "2"], "--context-parallel is 2, but a dry run is one process: leave it out")
-    fails([*try_out, "--resume"], "--dry-run tries a new run, and cannot be combined with --resume")
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    fails(try_out, "torchrun started 2 processes, but a dry run is one process: leave torchrun")
-
-
 Fork = Callable[[str], Any]
 
 # A process that runs the command line with the arguments.

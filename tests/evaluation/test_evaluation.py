@@ -282,26 +282,14 @@ def test_error_is_that_of_the_differences_window_by_window() -> None:
     error = math.sqrt(squares * 4 / 3) / 27
     assert found.loss == pytest.approx(mean)
     assert found.loss == pytest.approx(second.loss - first.loss)
-    assert found.loss_error == pytest.approx(error)
-    assert first.bits_per_byte is not None
-    assert second.bits_per_byte is not None
-    assert found.bits_per_byte == pytest.approx(second.bits_per_byte - first.bits_per_byte)
-    assert found.bits_per_byte_error == pytest.approx(error / 2 / math.log(2))
+    assert found.error == pytest.approx(error)
     assert difference(second, first).loss == pytest.approx(-mean)
-
-
-def test_masked_models_differ_in_nats_alone() -> None:
-    first = replace(evaluation([1.0, 2.0, 3.0, 4.0]), masked=True, bits_per_byte=None)
-    found = difference(first, replace(first, loss=first.loss))
-    assert (found.loss, found.loss_error) == (0, 0)
-    assert (found.bits_per_byte, found.bits_per_byte_error) == (None, None)
 
 
 def test_evaluations_of_other_tokens_are_not_compared() -> None:
     first = replace(evaluation([1.0, 2.0, 3.0, 4.0]), digest="abc")
     assert difference(first, replace(first, text="the same text by another path")).loss == 0
     wrong = {
-        "is an evaluation with another text: ": replace(first, text="other", digest=""),
         "is an evaluation with another text or tokenizer: ": replace(first, digest="def"),
         "is an evaluation with another task: ": replace(first, masked=True),
         "is an evaluation with another context: ": replace(first, context="carried"),

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.plan import Plan, make_plan
+from lineartime.experiments.plan import make_plan
 from lineartime.experiments.report import _compare, _run, _seeds, collect, render, seconds_to
-from lineartime.experiments.runner import Run, State, best_trial, read_run
+from lineartime.experiments.runner import Run, State, best_trial, read_run, run_all
 from lineartime.runs.record import Record
+
+from .conftest import Do, Options, ignore
 
 Curve = list[list[Any]]
 
@@ -48,48 +50,41 @@ def test_rate_and_optimiser_with_the_lowest_loss_are_chosen() -> None:
     assert best_trial(adamw) == ("adamw", 1e-2)
     assert best_trial({**adamw, ("muon", 1e-3): run(2.8), **failed}) == ("muon", 1e-3)
     assert best_trial({**adamw, **waiting}) is None  # not before all have had their turn
-    assert best_trial(failed) is None
-    assert best_trial({}) is None
+    assert best_trial({("adamw", 1e-3): run(None, "failed"), **failed}) is None
+    assert best_trial(waiting) == ("muon", 1e-2)  # without a choice, nothing is tried
 
 
-STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "reproduce"
-
-
-def stored(name: str, out: Path) -> tuple[Plan, dict[str, Any], str]:
-    """A report in the repository that has run in one setting, its plan, and its text as it is written now."""
-    report: dict[str, Any] = json.loads((STORED / name / "report.json").read_text())
-    plan = make_plan(ReproduceConfig(report["experiment"], report["scale"], out, **report["options"]))
-    settings = []
-    for setting in report["settings"]:  # what has not begun was listed, too
-        rows = [row for row in setting["rows"] if any(run["curve"] for run in row["runs"])]
-        settings += [{**setting, "files": ["text"], "rows": rows}] if rows else []
-    report["settings"] = settings
-    plan.folder.mkdir(parents=True)
-    return plan, report, render(plan, report).read_text()
-
-
-def test_masked_models_are_measured_in_nats(tmp_path: Path) -> None:
-    _, report, text = stored("mlm-cpu", tmp_path)
-    run = next(run for row in report["settings"][0]["rows"] for run in row["runs"] if run["tests"])
-    assert run["bits_per_byte"] is None
-    assert "**test nats per masked token**" in text
-    assert f"{run['tests'][0]['loss']:.4f}" in text
-
-
-def test_stored_report_is_drawn_with_its_trials(tmp_path: Path) -> None:
-    plan, report, text = stored("lm-cpu-600s-wikipedia-2048-fp32", tmp_path)
-    row = next(row for setting in report["settings"] for row in setting["rows"] if row["tokens_per_second"])
-    assert f"**{row['grid'][row['optimizer']][format(row['rate'], 'g')]:.4f}**" in text
-    assert "**Trials of fewer than 60 steps may choose a rate by chance**: performer (wikipedia, 2,048 tokens): 16." in text
-    assert "| 1.58 / 1.61 | 1.6 |" in text  # the speed-up here and in the paper
-    assert {file.name for file in plan.folder.iterdir()} >= {"quality.png", "report.md"}
+def test_report_shows_measures_and_trials_of_its_task(options: Options, pretended: Do) -> None:
+    for name, unit in (("lm", "bits per byte"), ("mlm", "nats per masked token")):
+        plan = make_plan(options(name, seeds=1))
+        assert run_all(plan, ignore, pretended) == []
+        report = collect(plan)
+        row = report["settings"][0]["rows"][0]
+        row["grid"]["adamw"]["0.01"], row["paper"], row["rate_at_edge"] = "failed", {"pplx": 16.5, "speedup": 1.6}, True
+        file = render(plan, report)
+        lines = file.read_text().splitlines()
+        loss = row["runs"][0]["tests"][0]["loss"]
+        assert f"| held-out {unit} | **test {unit}** |" in next(line for line in lines if line.startswith("| system | param"))
+        shown = f"{loss:.4f}" if name == "mlm" else f"{loss / 2:.4f}"
+        [own, tried] = [line for line in lines if line.startswith("| flash |")]
+        assert own.startswith("| flash | 0.01 M | adamw 0.001* | 3 | 4,000 |")
+        assert f"| {shown} | {shown} | 16.5 | +0.00 % | 1.00 | 1.00 | 1.6 |" in own
+        assert tried == "| flash | 2 | **2.0010** | failed |"
+        chance = "**Trials of fewer than 60 steps may choose a rate by chance**: flash (wikipedia, 64 tokens): 2, "
+        assert any(line.startswith(chance) for line in lines)
+        assert (plan.folder / "quality.png").exists()
 
 
 def compared(losses: list[float | None], base: list[float], curves: list[Curve] | None = None) -> dict[str, Any]:
     """A row of these losses, beside a baseline of others."""
     shown = curves or [[] for _ in losses]
-    row: dict[str, Any] = {"paper": {}, "runs": [{"loss": a, "curve": b} for a, b in zip(losses, shown, strict=True)]}
-    _compare(row, {"paper": {}, "runs": [{"loss": each, "curve": curve((10, 3.0), (20, each))} for each in base]})
+    row: dict[str, Any] = {
+        "paper": {"latency_ms": 3},
+        "tokens_per_second": 4.0,
+        "runs": [{"loss": a, "curve": b} for a, b in zip(losses, shown, strict=True)],
+    }
+    runs = [{"loss": each, "curve": curve((10, 3.0), (20, each))} for each in base]
+    _compare(row, {"paper": {"latency_ms": 2}, "tokens_per_second": 2.0, "runs": runs})
     return row
 
 
@@ -99,14 +94,15 @@ def test_loss_and_speed_are_compared_over_the_seeds_that_a_system_and_the_baseli
     own = curve((10, 2.0), (20, 1.9))
     row = compared([2.1, 1.9, 1.9], [2.0, 2.0], [[], own, own])
     assert row["speedups"] == [None, 2.0]
+    assert (row["relative_time"], row["paper_relative_time"]) == (0.5, 1.5)
     assert _seeds(row["speedups"], ".2f") == "not reached / 2.00"
     assert _seeds([], ".2f") == "-"
 
 
 def test_report_says_the_command_that_makes_its_runs(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"budget": 300.0, "optimizers": ("muon",), "threads": 1, "wikipedia": ("my articles.txt",)}
+    options: dict[str, Any] = {"budget": 300.0, "tuning": 30.0, "threads": 1, "wikipedia": ("my articles.txt",)}
     plan = make_plan(ReproduceConfig("lm", "cpu", tmp_path, **options))
     report = json.loads(json.dumps(collect(plan)))
-    command = "lineartime reproduce lm --scale cpu --wikipedia 'my articles.txt' --budget 300 --optimizers muon --threads 1"
+    command = "lineartime reproduce lm --scale cpu --wikipedia 'my articles.txt' --budget 300 --tuning 30 --threads 1"
     plan.folder.mkdir()
     assert f"- command: `{command}`" in render(plan, report).read_text()

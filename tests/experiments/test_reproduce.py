@@ -15,13 +15,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from lineartime.bench.command import make_benchmark
-from lineartime.bench.config import BenchConfig
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.experiments import catalogue, command, runner
 from lineartime.experiments.config import ReproduceConfig
-from lineartime.experiments.plan import Job, Plan, make_plan, with_device, with_saved_options, write_plan
+from lineartime.experiments.plan import Job, Plan, make_plan, with_device, with_saved_options
 from lineartime.experiments.report import collect, write_report
 from lineartime.experiments.runner import INTERRUPTED, all_jobs, in_own_process, read_run, run_all
 from lineartime.models.systems import register_system
@@ -240,7 +238,7 @@ def test_runs_in_another_precision_are_not_mixed(
         monkeypatch.setattr("lineartime.machine.faster_precision", lambda device: (precision, "faked"))
         return with_device(replace(options(precision="auto", device="auto"), out=out))
 
-    write_plan(make_plan(here("bf16", tmp_path / "began")))
+    run_all(make_plan(replace(here("bf16", tmp_path / "began"), contexts=(64,), systems=("flash",))), ignore, lambda job: 1)
     with pytest.raises(ArgumentError, match=r"precision is fp32, but the runs in .* were made with bf16: use that, or give"):
         command.reproduce(here("fp32", tmp_path / "began"))
     there = with_saved_options(replace(options(precision="auto", device="auto"), out=tmp_path / "began"))
@@ -250,47 +248,24 @@ def test_runs_in_another_precision_are_not_mixed(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "latency", "systems": ("flash",)}, "systems is flash, but this experiment measures all its models together"),
         ({"contexts": (512,)}, "contexts has 512, which is not a context of this experiment here: use 64"),
-        ({"rates": (1e-3,)}, "rates is 0.001, but each optimiser has its own: give one in `optimizers`"),
-        ({"rates": (1e-3,), "scale": "paper"}, "rates is 0.001, but the scale paper has the paper's steps and rate"),
-        ({"compile": "auto"}, "compile is auto, which compiles long runs alone, .* use on or off"),
-        ({"name": "memory", "lengths": (63,)}, "lengths has 63, but must be an even number of at least 16 for recall of 4"),
         (
-            {"name": "memory", "lengths": (64,), "pairs": (32,)},
+            {"name": "memory", "data": (), "lengths": (63,)},
+            "lengths has 63, but must be an even number of at least 16 for recall of 4",
+        ),
+        (
+            {"name": "memory", "data": (), "lengths": (64,), "pairs": (32,)},
             "lengths has 64, but must be an even number of at least 128 for recall",
         ),
-        ({"name": "memory", "optimizers": ("adamw", "adamw")}, "optimizers is adamw adamw, but this experiment uses one"),
-        ({"name": "memory", "scale": "paper"}, "name is memory, which the paper does not contain: use another scale"),
-        ({"name": "memory", "budget": 3.0}, "budget is 3.0, which memory does not have: leave it out"),
-        ({"tasks": ("recall",)}, "tasks is recall, which lm does not have: leave it out"),
+        ({"name": "memory"}, "data is .*text.txt, which memory does not have: leave it out"),
+        ({"name": "memory", "data": (), "budget": 3.0}, "budget is 3.0, which memory does not have: leave it out"),
+        ({"pairs": (4,)}, "pairs is 4, which lm does not have: leave it out"),
+        ({"texts": ("recall",)}, "texts has 'recall', which is not a text of this experiment here: use wikipedia"),
     ],
 )
 def test_wrong_input_is_one_sentence(options: Options, values: dict[str, Any], message: str) -> None:
     with pytest.raises(LineartimeError, match=message):
         command.reproduce(options(**values))
-
-
-def test_latency_is_measured_for_all_systems_together(options: Options, here: Do, done: list[str]) -> None:
-    plan = make_plan(options("latency", threads=1))
-    [job] = all_jobs(plan)
-    entries = make_benchmark(BenchConfig(**job.options)).entries
-    [candidates] = plan.candidates.values()
-    assert [each.subject.config for each in entries] == [each.model for each in candidates]  # whose sizes are reported
-
-    def do(job: Job) -> int:
-        return here(replace(job, options={**job.options, "rounds": 1, "min_seconds": 0.0}))
-
-    assert run_all(plan, ignore, do) == []
-    assert done == ["latency"]
-    file, report = write_report(plan)
-    assert report["complete"]
-    rows = report["settings"][0]["rows"]
-    assert all(row["microseconds_per_token"] > 0 for row in rows)
-    assert rows[1]["relative"] == 1
-    assert f"{rows[0]['relative']:.2f}" in file.read_text()
-    assert (plan.folder / "latency.png").exists()
-    assert len(read_run(job.folder).outcome["entries"]) == 2
 
 
 def test_optimiser_joins_by_one_entry(

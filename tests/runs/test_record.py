@@ -63,17 +63,16 @@ def test_record_tells_the_state_of_git_if_there_is_one_and_never_where_it_comes_
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     assert recorded() is None
     git("init", "--initial-branch", "main")
-    assert recorded() == Git(None, "main", changed=False)
+    assert recorded() is None  # no commit yet
     git("remote", "add", "origin", "https://me:password@example.org/x.git")
     Path("file").write_text("one")
     git("add", "file")
     git("-c", "user.name=me", "-c", "user.email=me@example.org", "commit", "-m", "one")
     Path("untracked").touch()  # which changes nothing that was run
     commit = git("rev-parse", "HEAD")
-    assert recorded() == Git(commit, "main", changed=False)
+    assert recorded() == Git(commit, changed=False)
     Path("file").write_text("two")
-    git("checkout", "--detach")
-    assert recorded() == Git(commit, None, changed=True)
+    assert recorded() == Git(commit, changed=True)
     assert "password" not in (tmp_path / "run" / "run.json").read_text()
     monkeypatch.setenv("PATH", "")
     assert recorded() is None

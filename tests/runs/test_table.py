@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import pytest
 from lineartime.cli import main, runs
 from lineartime.errors import LineartimeError
 from lineartime.runs.record import RunRecord, lock_run
-from lineartime.runs.table import merge_seeds, summarize
+from lineartime.runs.table import summarize
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Trainer, train
 
@@ -138,30 +137,6 @@ def test_runs_are_ranked_beside_those_with_their_text_tokenizer_and_task(
         *("text books, tokenizer bytes, task clm", "b", "a"),
         *("text books, tokenizer bytes, task mlm", "d"),
     ]
-
-
-def test_seeds_of_one_setting_are_one_row_with_mean_and_deviation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings: dict[str, dict[str, Any]] = {
-        "b": {"best": 2.2, "seed": 1, "out": "b", "override": ["chunk_size=8", "x=1"]},
-        "a": {"best": 2.0, "seed": 0, "out": "a", "override": ["x=1", "chunk_size=8"]},
-        "c": {"best": 1.9, "seed": 0, "override": ["chunk_size=16"]},
-        "d": {"seed": 2, "taken": 30, "override": ["chunk_size=8", "x=1"]},  # with other steps
-        "e": {"seed": 1, "override": ["chunk_size=8", "x=1"]},  # a seed that is there
-    }
-    for name, options in settings.items():
-        make_run(tmp_path / name, **options)
-    merged, *alone = merge_seeds([summarize(tmp_path / name, name)[0] for name in settings])
-    assert [(run.name, run.seeds) for run in alone] == [("c", ()), ("d", ()), ("e", ())]
-    assert (merged.name, merged.seeds, [path.name for path in merged.paths]) == ("a", (0, 1), ["a", "b"])
-    assert merged.validation_loss == pytest.approx(2.1)
-    assert merged.validation_deviation == pytest.approx(statistics.stdev([2.0, 2.2]))
-    assert (merged.bits_per_byte, merged.bits_deviation) == (pytest.approx(1.05), pytest.approx(statistics.stdev([1.0, 1.1])))
-    drawn = [(line["validation_loss"], line["validation_deviation"]) for line in merged.lines if "validation_loss" in line]
-    assert drawn == [(pytest.approx(loss), pytest.approx(statistics.stdev([2.0, 2.2]))) for loss in (4.1, 3.1, 2.1, 3.1)]
-    assert main(["runs", str(tmp_path), "--seeds"]) == 0
-    header, *table = rows(capsys.readouterr().out)
-    assert {"chunk_size", "x", "seeds"} <= set(header)
-    assert "2.100 ± 0.141" in " ".join(next(row for row in table if row[0] == "a"))
 
 
 def test_run_that_an_error_ended_says_so_until_it_is_resumed(

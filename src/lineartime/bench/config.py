@@ -13,7 +13,6 @@ from lineartime.host import Threads
 Measure = Literal["train", "forward", "prefill", "decode"]
 Dtype = Literal["fp32", "bf16"]
 Mode = Literal["eager", "compiled"]
-Peer = Literal["flash-pytorch"]
 Length = Annotated[int, Between(1, MAX_CONTEXT_LENGTH)]
 
 STREAMED: tuple[Measure, ...] = ("prefill", "decode")
@@ -27,9 +26,7 @@ class BenchConfig:
     """Measure what models cost: time, tokens/s, memory and hardware utilisation. Writes JSON, a table and plots to a folder."""
 
     presets: tuple[str, ...] = ("flash-tiny", "flash-quad-tiny", "transformer++-tiny")
-    """Presets to compare. Ratios are relative to the first one."""
-    override: tuple[str, ...] = ()
-    """Override fields of all models that have them, or of one model, for instance flash-tiny.n_blocks=12 dropout=0.1"""
+    """Presets to compare, or PRESET:OPTION=VALUE, as in flash-tiny:chunk_size=64. Ratios are relative to the first one."""
     vocab_size: AtLeastOne | None = None
     """Vocabulary size; the default is each preset's own."""
     task: Literal["clm", "mlm"] = "clm"
@@ -48,14 +45,10 @@ class BenchConfig:
     """Precision of matrix products; auto: the faster one, as in training. bf16 means autocast, and bf16 weights for decode."""
     modes: tuple[Mode, ...] = ("eager",)
     """eager: not compiled; compiled: by torch.compile, for train, forward, and decode of models that step in place."""
-    peers: tuple[Peer, ...] = ()
-    """Other implementations to compare with, built at the sizes of the first preset that has d_qk and chunk_size."""
     rounds: AtLeastOne = 5
     """Rounds in which all models are measured in turn, A B A B; medians are taken over the rounds."""
     min_seconds: Annotated[float, Between(0, 3600)] = 0.2
     """Minimum duration of a measurement in seconds; shorter steps are repeated."""
-    memory: bool = True
-    """Whether to measure memory, by the counters of a GPU; on a CPU, it is not measured."""
     device: Device = "auto"
     """Device to compute on; auto takes a GPU if there is one."""
     threads: Threads | None = None
@@ -93,3 +86,7 @@ class BenchConfig:
     def lengths(self, measure: Measure) -> tuple[int, ...]:
         """The lengths of a measure."""
         return self.positions if measure == "decode" else self.context_lengths
+
+    def longest(self, measure: Measure) -> int:
+        """The most tokens that a measure makes a model read: of decode, the next one and one more."""
+        return max(self.lengths(measure)) + (2 if measure == "decode" else 0)

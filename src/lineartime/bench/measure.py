@@ -7,26 +7,23 @@ import gc
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import cycle
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.bench.config import STREAMED, Dtype, Measure, Mode
-from lineartime.errors import is_installed, missing_extra
 from lineartime.generation.decoding import continuing
 from lineartime.generation.prompts import prefill_batch
 from lineartime.machine import autocast, shapes_only
 from lineartime.models.backbone import ModelState
 from lineartime.models.config import ModelConfig
-from lineartime.models.cost import cost, forward_flops
+from lineartime.models.cost import cost
 from lineartime.models.language_model import CausalLM, LanguageModel, build_model
 
 Key = TypeVar("Key")
@@ -190,26 +187,25 @@ class Case:
 
 @dataclass(frozen=True)
 class Subject:
-    """A preset or a peer, eager or compiled; a peer is built at the sizes of `config`."""
+    """A model, eager or compiled."""
 
     name: str
     mode: Mode
     config: ModelConfig
-    is_peer: bool = False
 
     def __str__(self) -> str:
         return self.name if self.mode == "eager" else f"{self.name} {self.mode}"
 
-    def build(self) -> nn.Module:
+    def build(self) -> LanguageModel:
         """The model, freshly initialised, on PyTorch's default device."""
-        return build_peer(self.config) if self.is_peer else build_model(self.config)
+        return build_model(self.config)
 
 
 @dataclass
 class Ready:
     """A model, what takes one of its steps, and for decode the bytes of the state of one stream before it."""
 
-    model: nn.Module
+    model: LanguageModel
     step: Callable[[], object]
     state_bytes: int | None = None
 
@@ -241,18 +237,14 @@ def prepare(subject: Subject, case: Case, device: torch.device) -> Ready:
             step = _decoding(model, state, ids[:, -1])
         return Ready(model, step, state.nbytes // case.batch)
     if subject.mode == "compiled":
-        compile_model = model.compile_blocks if isinstance(model, LanguageModel) else model.compile
-        compile_model()
+        model.compile_blocks()
     if case.measure == "forward":
         return Ready(model, partial(infer, model, context))
 
     def train() -> None:
         model.zero_grad()
         with autocast(device, bf16):
-            if isinstance(model, LanguageModel):
-                value = model.loss(context, ids[:, 1:])
-            else:
-                value = F.cross_entropy(model(context).float().flatten(0, 1), ids[:, 1:].flatten())
+            value = model.loss(context, ids[:, 1:])
         value.backward()
 
     return Ready(model, train)
@@ -304,43 +296,8 @@ def flops_per_token(subject: Subject, case: Case) -> float | None:
     """FLOPs of a step per token; a backward pass counts as two forward passes. None for decode."""
     if case.measure == "decode":
         return None
-    forward = forward_flops_per_token(subject, case.length)
+    config, length = subject.config, case.length
+    forward = cost(config, length).flops_per_token
     if case.measure == "prefill":  # with logits of the last token alone
-        return forward - 2 * subject.config.d_model * subject.config.vocab_size * (case.length - 1) / case.length
+        return forward - 2 * config.d_model * config.vocab_size * (length - 1) / length
     return 3 * forward if case.measure == "train" else forward
-
-
-@lru_cache
-def forward_flops_per_token(subject: Subject, length: int) -> float:
-    """FLOPs per token of the matrix products in a forward pass over `length` tokens."""
-    if not subject.is_peer:
-        return cost(subject.config, length).flops_per_token
-    with warnings.catch_warnings(), shapes_only():
-        warnings.simplefilter("ignore")
-        return forward_flops(subject.build(), torch.zeros(1, length, dtype=torch.long))["Global"] / length
-
-
-def check_peer() -> None:
-    """Raise LineartimeError if FLASH-pytorch is not installed."""
-    if not is_installed("flash_pytorch"):
-        raise missing_extra("FLASH-pytorch", "peers", "The peer flash-pytorch")
-
-
-def build_peer(config: ModelConfig) -> nn.Module:
-    """FLASH-pytorch at the sizes of one of our models: ids [B, T] -> logits [B, T, V]."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about its own code
-        from flash_pytorch import FLASHTransformer
-
-        sizes = config.mixer.options
-        model: nn.Module = FLASHTransformer(
-            dim=config.d_model,
-            num_tokens=config.vocab_size,
-            depth=config.n_blocks,
-            group_size=sizes["chunk_size"],
-            query_key_dim=sizes["d_qk"],
-            expansion_factor=float(sizes["expansion"]),
-            causal=config.task == "clm",
-            norm_type="layernorm" if config.norm == "layernorm" else "scalenorm",
-        )
-    return model

@@ -1,9 +1,7 @@
 """`lineartime eval`: measure a trained model on a text."""
 
-import dataclasses
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +14,12 @@ import tyro
 from lineartime.choices import Context, Precision, Split
 from lineartime.cli.options import Checkpoint, Device, Threads
 from lineartime.errors import ArgumentError
-from lineartime.plots import check_picture
-from lineartime.runs.curve import draw_report
 from lineartime.screen import SCREEN, new_table, output_console
 from lineartime.units import NOT_THERE, cell
 
 if TYPE_CHECKING:
-    from lineartime.evaluation import Difference, Evaluation
+    from lineartime.evaluation import Evaluation
+    from lineartime.evaluation.perplexity import Mean
 
 
 @dataclass(frozen=True)
@@ -61,8 +58,6 @@ class EvalOptions:
     threads: Threads = None
     cache: Path | None = None
     """Cache folder for encoded text; the default is lineartime in the user's cache folder."""
-    plot: Path | None = None
-    """Plot to write: the losses of the run beside the loss by position."""
     json: bool = False
     """Print the result as one line of JSON."""
 
@@ -77,10 +72,6 @@ def run(options: EvalOptions) -> None:
         raise ArgumentError("runs", "is empty: give the folder of a run, or of one checkpoint.")
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
-    if options.plot is not None:
-        if len(options.runs) > 1:
-            raise ArgumentError("plot", "shows one run: give one, or draw the curves of several by `lineartime runs`.")
-        check_picture(options.plot)  # before the slow part
     for each in options.runs[1:]:  # a wrong path should not be told after the first run was measured
         find_checkpoint(each, options.checkpoint)
     given = {name: value for name, value in vars(options).items() if name in signature(evaluate).parameters}
@@ -96,10 +87,6 @@ def run(options: EvalOptions) -> None:
         finally:  # also if a later run fails, or is interrupted: what was measured took long
             if measured and not options.json:
                 _print(measured, f"{device.type}, {precision}")
-    if options.plot is not None:
-        assert measured[0].checkpoint is not None
-        picture = draw_report(measured[0].checkpoint.parent, measured[0], options.plot)
-        print(f"picture: {picture}", file=SCREEN if options.json else sys.stdout)
 
 
 def _plain(measured: Sequence["Evaluation"]) -> dict[str, Any]:
@@ -109,11 +96,11 @@ def _plain(measured: Sequence["Evaluation"]) -> dict[str, Any]:
     plain = {**last.to_dict(), "masked_perplexity" if last.masked else "perplexity": perplexity}
     if len(measured) > 1:
         found = _difference(measured[0], last)
-        plain["difference_from_first"] = None if isinstance(found, str) else dataclasses.asdict(found)
+        plain["difference_from_first"] = None if isinstance(found, str) else {"loss": found.loss, "loss_error": found.error}
     return plain
 
 
-def _difference(first: "Evaluation", other: "Evaluation") -> "Difference | str":
+def _difference(first: "Evaluation", other: "Evaluation") -> "Mean | str":
     """The difference of two evaluations, or why they cannot be compared."""
     from lineartime.evaluation import difference
 
@@ -138,15 +125,11 @@ def _print(measured: Sequence["Evaluation"], where: str) -> None:
         "perplexity per word": [cell(each.word_perplexity, ".5g") for each in measured],
     }
     if len(measured) > 1:
-        above = rows[f"{'nats' if first.masked else 'bits per byte'} above run 1"] = [NOT_THERE]
+        above = rows["nats above run 1"] = [NOT_THERE]
         for found in (_difference(first, each) for each in measured[1:]):
             if isinstance(found, str):
                 console.print(found, soft_wrap=True)
-                above.append(NOT_THERE)
-            elif found.bits_per_byte is None:
-                above.append(_with_error(found.loss, found.loss_error, sign="+"))
-            else:
-                above.append(_with_error(found.bits_per_byte, found.bits_per_byte_error, sign="+"))
+            above.append(NOT_THERE if isinstance(found, str) else _with_error(found.loss, found.error, sign="+"))
     places = [(part.first, part.last) for part in first.by_position]
     if all([(part.first, part.last) for part in each.by_position] == places for each in measured):
         for index, (begin, end) in enumerate(places):

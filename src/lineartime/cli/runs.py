@@ -12,7 +12,7 @@ from lineartime.cli import as_options
 from lineartime.errors import LineartimeError
 from lineartime.plots import check_picture
 from lineartime.runs.curve import draw_comparison
-from lineartime.runs.table import UNLIMITED, RunSummary, group_runs, make_tables, merge_seeds, name_runs, summarize
+from lineartime.runs.table import UNLIMITED, RunSummary, group_runs, make_tables, name_runs, summarize
 from lineartime.screen import SCREEN, output_console, tracked
 
 _PICTURE = "runs.png"
@@ -27,8 +27,6 @@ class RunsOptions:
 
     folders: tyro.conf.Positional[tuple[Path, ...]] = (Path("runs"),)
     """Runs, or folders with runs in them, up to three levels down."""
-    seeds: bool = False
-    """Show runs that differ only in the seed as one row, with means and standard deviations."""
     plot: Path | None = None
     """Plot to write; the default is runs.png in the first folder, or no plot with --json."""
     json: bool = False
@@ -48,8 +46,6 @@ def run(options: RunsOptions) -> None:
         summary, damaged = summarize(path, name)
         runs.append(summary)
         problems += damaged
-    if options.seeds:
-        runs = merge_seeds(runs)
     if runs:
         groups = group_runs(runs)
         picture = _draw(options, groups, problems)

@@ -41,8 +41,6 @@ class TrainOptions(TrainConfig):
     """Take options from this TOML, YAML or JSON file, by the same names; options given here take precedence."""
     print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Only print all options as TOML, for --config."""
-    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Only take three steps, and print sizes, memory and the time that the whole run would take; nothing is saved."""
 
     def __post_init__(self) -> None:
         """Leave the checks to `TrainConfig`: tyro would show its errors as those of the parser."""
@@ -50,10 +48,6 @@ class TrainOptions(TrainConfig):
 
 def run(options: TrainOptions, arguments: Sequence[str]) -> None:
     """Train, then print the best checkpoint."""
-    for name in ("resume", "auto_resume"):
-        if options.dry_run and getattr(options, name):
-            raise ArgumentError("dry_run", f"tries a new run, and cannot be combined with `{name}`.")
-
     from lineartime.training.saving import complete
 
     given = {} if options.config is None else read_options(options.config)
@@ -67,10 +61,6 @@ def run(options: TrainOptions, arguments: Sequence[str]) -> None:
         expanded = {**config.to_dict(), "resume": options.resume}
         del expanded["recipe"]  # it would replace options that are None
         print(to_toml(expanded), end="")
-    elif options.dry_run:
-        from lineartime.bench.dry_run import dry_run
-
-        print("\n".join(dry_run(config)))
     else:
         from lineartime.training.loop import train_completed
         from lineartime.training.parallel import read_environment

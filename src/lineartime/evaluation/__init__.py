@@ -1,13 +1,6 @@
 """How well a model predicts text."""
 
 from lineartime.evaluation.corpus import evaluate
-from lineartime.evaluation.perplexity import (
-    Difference,
-    Evaluation,
-    PositionLoss,
-    difference,
-    evaluate_carried,
-    evaluate_windowed,
-)
+from lineartime.evaluation.perplexity import Evaluation, PositionLoss, difference, evaluate_carried, evaluate_windowed
 
-__all__ = ["Difference", "Evaluation", "PositionLoss", "difference", "evaluate", "evaluate_carried", "evaluate_windowed"]
+__all__ = ["Evaluation", "PositionLoss", "difference", "evaluate", "evaluate_carried", "evaluate_windowed"]

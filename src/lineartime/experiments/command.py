@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from lineartime.data import load_corpus, missing_split
 from lineartime.errors import ArgumentError, LineartimeError
@@ -15,7 +14,7 @@ from lineartime.runs.record import texts_of
 from lineartime.screen import SCREEN
 from lineartime.units import duration
 
-NAMES = {"speed": "speed measurement", "tune": "trial", "run": "run", "latency": "latency measurement", "memory": "run"}
+NAMES = {"speed": "speed measurement", "tune": "trial", "run": "run"}
 """What the jobs of a kind are called."""
 
 
@@ -73,11 +72,8 @@ def check_texts(config: ReproduceConfig) -> None:
 def describe_all(config: ReproduceConfig) -> Iterator[str]:
     """A line for each experiment at a scale: its name and its runs."""
     for name, experiment in catalogue.EXPERIMENTS.items():
-        if config.scale == "paper" and not experiment.settings["paper"]:
-            yield f"{name:15} {experiment.question} not in the paper"
-        else:
-            plan = make_plan(replace(config, name=name, systems=(), add=(), contexts=(), texts=()))
-            yield f"{name:15} {experiment.question} {_counted(plan, list(all_jobs(plan)))}"
+        plan = make_plan(ReproduceConfig(name, config.scale, config.out))
+        yield f"{name:15} {experiment.question} {_counted(plan, list(all_jobs(plan)))}"
 
 
 def describe(plan: Plan) -> Iterator[str]:
@@ -99,12 +95,8 @@ def describe(plan: Plan) -> Iterator[str]:
 
 
 def text_notes(plan: Plan) -> list[str]:
-    """A line for each kind of text that the selected runs read; models whose speed is measured read none."""
-    read = {
-        setting.text: candidates[0].options
-        for setting, candidates in plan.selected.items()
-        if plan.experiment.kind != "latency" and setting.reads_text and candidates
-    }
+    """A line for each kind of text that the selected runs read."""
+    read = {setting.text: each[0].options for setting, each in plan.selected.items() if each and not setting.task}
     return [f"text of {text}: {', '.join(texts_of(options))}" for text, options in read.items()]
 
 

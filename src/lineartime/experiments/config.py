@@ -14,7 +14,7 @@ from lineartime.training.config import Rate
 
 TEXT_OPTIONS = ("data", "code", "books", "wikipedia")
 """The options that give texts."""
-MEMORY_OPTIONS = ("tasks", "lengths", "pairs", "longer", "steps")
+TASK_OPTIONS = ("lengths", "pairs", "steps")
 """The options of the experiment on memory alone."""
 
 
@@ -25,7 +25,7 @@ class ReproduceConfig:
     name: str = ""
     """Experiment; the option list shows them."""
     scale: ScaleName = "cpu"
-    """trial: toy models for seconds; cpu: hours on 2 cores; gpu: at most 8 minutes a run; paper: the paper's configuration."""
+    """trial: toy models for seconds; cpu: hours on 2 cores; gpu: at most 8 minutes a run."""
     out: Path = Path("runs/reproduce")
     """Parent folder of the results; an existing experiment is resumed."""
     list: bool = False
@@ -33,7 +33,7 @@ class ReproduceConfig:
     report: bool = False
     """Only rebuild the report from existing results."""
     data: tuple[str, ...] = ()
-    """Text in place of kinds that are not given; the default is Python's library, or at the scale paper the recipe's."""
+    """Text in place of kinds that are not given; the default is Python's library."""
     code: tuple[str, ...] = ()
     """Text of programs: files, folders or names, as for train."""
     books: tuple[str, ...] = ()
@@ -46,8 +46,8 @@ class ReproduceConfig:
     """Further systems to compare, also your own: a name from presets without its size, or NAME:OPTION=VALUE."""
     contexts: tuple[AtLeastOne, ...] = ()
     """Run only these contexts now."""
-    texts: tuple[TextName, ...] = ()
-    """Run only these kinds of text now."""
+    texts: tuple[TextName | MemoryTask, ...] = ()
+    """Run only these kinds of text, or tasks for a memory, now."""
     seeds: AtLeastOne | None = None
     """Number of seeds to train of each model now, more or fewer than the one or two of the experiment."""
     optimizers: tuple[str, ...] = ()
@@ -58,18 +58,16 @@ class ReproduceConfig:
     """Seconds of training of each run, without evaluations; the default is the scale's. Runs of memory have steps."""
     tuning: Positive | None = None
     """Seconds of training of each trial of a learning rate; a trial of fewer than 60 steps lasts up to four times as long."""
-    tasks: tuple[MemoryTask, ...] = ()
-    """Memory: tasks to run now; the default is the scale's."""
     lengths: tuple[AtLeastOne, ...] = ()
-    """Memory: tokens of a text, even numbers, to run now; the default is the scale's."""
+    """Memory: tokens of a text, even numbers; the default is the scale's."""
     pairs: tuple[AtLeastOne, ...] = ()
-    """Memory: pairs of recall, and tokens of selective-copying, to run now; the default is the scale's."""
-    longer: tuple[Annotated[int, Between(2, 1024)], ...] = ()
-    """Memory: test each model also on texts that are so many times longer than in training."""
+    """Memory: pairs of recall, and tokens of selective-copying; the default is the scale's."""
     steps: AtLeastOne | None = None
     """Memory: steps of each run; the default is the scale's."""
-    compile: Literal["auto", "on", "off"] | None = None
-    """Whether to use torch.compile, and at the scale paper, whether by the length of the run; the default is the scale's."""
+    longer: tuple[Annotated[int, Between(2, 1024)], ...] = ()
+    """Test each model also in contexts that are so many times longer than in training."""
+    compile: Literal["on", "off"] | None = None
+    """Whether to use torch.compile; the default is the scale's."""
     precision: Precision = "auto"
     """Precision of matrix products; auto takes bf16 where the device has units for it."""
     device: Device = "auto"
@@ -92,24 +90,14 @@ class ReproduceConfig:
 
         check_among("name", (self.name,) if self.name else (), EXPERIMENTS, "an experiment")
         check_among("optimizers", self.optimizers, OPTIMIZERS, "an optimiser")
-        remembers = bool(self.name) and EXPERIMENTS[self.name].kind == "memory"
-        absent = ("budget", "tuning") if remembers else MEMORY_OPTIONS if self.name else ()
-        self._refuse(f"which {self.name} does not have: leave it out.", *absent)
-        if self.scale == "paper":
-            self._refuse("but the scale paper has the paper's steps and rate: leave it out.", "budget", "tuning", "rates")
-        elif self.compile == "auto":
-            why = "which compiles long runs alone, but the time of a run follows from the speed of short ones: use on or off."
-            self._refuse(why, "compile")
-        if remembers and len(self.optimizers) > 1:
-            self._refuse("but this experiment uses one: give one.", "optimizers")
-        if not remembers and len(self.optimizers) != 1:
-            self._refuse("but each optimiser has its own: give one in `optimizers`.", "rates")
-
-    def _refuse(self, why: str, *names: str) -> None:
-        """Raise ArgumentError if one of these options is given."""
-        for name in names:
-            if value := getattr(self, name):
-                raise ArgumentError(name, f"is {shown_option(value)}, {why}")
+        remembers = bool(self.name) and EXPERIMENTS[self.name].remembers
+        if self.name:
+            for name in ("budget", "tuning", *TEXT_OPTIONS) if remembers else TASK_OPTIONS:
+                if value := getattr(self, name):
+                    raise ArgumentError(name, f"is {shown_option(value)}, which {self.name} does not have: leave it out.")
+        if self.rates and len(self.optimizers or OPTIMIZERS) > 1 and (self.optimizers or not remembers):
+            found = f"is {shown_option(self.rates)}, but each optimiser has its own"
+            raise ArgumentError("rates", f"{found}: give one in `optimizers`.")
 
 
 def shown_option(value: object) -> str:

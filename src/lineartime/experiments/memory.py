@@ -9,20 +9,18 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load, save
 from torch import Tensor
 
 from lineartime.bench.measure import synchronized
-from lineartime.choices import BYTE_VOCABULARY, MemoryTask
-from lineartime.data import Batch, ByteTokenizer, TokenStream, load_corpus, read_window, token_stream
-from lineartime.errors import DivergedError, LineartimeError, reporting_file_errors
-from lineartime.files import write_atomically
-from lineartime.host import cache_folder
+from lineartime.choices import MemoryTask
+from lineartime.data import Batch
+from lineartime.errors import DivergedError
 from lineartime.machine import autocast, choose_device, using_threads
 from lineartime.models.cost import stream_bytes
 from lineartime.models.language_model import CausalLM, build_model
@@ -31,7 +29,7 @@ from lineartime.ops.cross_entropy import IGNORED
 from lineartime.runs.metrics import MetricsLog
 from lineartime.runs.record import RunRecord
 from lineartime.training.config import TrainConfig, learning_rate
-from lineartime.training.loop import interrupts, memory_of_steps
+from lineartime.training.loop import memory_of_steps
 from lineartime.training.optimizers import build_optimizer, matrices_of
 
 if TYPE_CHECKING:  # which makes a job of each task
@@ -41,8 +39,6 @@ KEYS, SYMBOLS, FEW_SYMBOLS = 64, 64, 16
 """The keys, and as many values, of recall, unless there are too many pairs; the symbols of copying, and of the other tasks."""
 POWER = 0.01
 """The parameter a of Zoology's power law."""
-SENTENCE, QUESTION, DIGITS = " The magic number is {}. ", " The magic number is ", 5
-"""A needle, the question at the end of the haystack, and the digits of the number."""
 
 
 def distinct(rows: int, kinds: int, count: int, generator: torch.Generator) -> Tensor:
@@ -121,187 +117,118 @@ def selective_copying(rows: int, length: int, pairs: int, generator: torch.Gener
     return Batch(inputs.scatter(1, places, symbols), targets)
 
 
-def needle(rows: int, length: int, generator: torch.Generator, text: TokenStream, depth: float | None = None) -> Batch:
-    """Bytes of a text with a sentence that tells a random number, which is asked digit by digit at the end.
-
-    `depth` is the share of the text before the sentence; None draws another one for each row.
-    """
-    numbers = torch.randint(10**DIGITS, (rows,), generator=generator).tolist()
-    depths = torch.rand(rows, generator=generator).tolist() if depth is None else [depth] * rows
-    around = length + 1 - len(SENTENCE.format("0" * DIGITS) + QUESTION) - DIGITS  # bytes of the text
-    starts = (torch.rand(rows, generator=generator).double() * max(1, len(text) - around)).long().tolist()
-    read = []
-    for number, share, start in zip(numbers, depths, starts, strict=True):
-        digits, cut, around_it = f"{number:0{DIGITS}}", round(share * around), read_window(text, start, around)
-        read.append(torch.cat([around_it[:cut], _bytes(SENTENCE.format(digits)), around_it[cut:], _bytes(QUESTION + digits)]))
-    ids = torch.stack(read)
-    targets = torch.full((rows, length), IGNORED)
-    targets[:, -DIGITS:] = ids[:, -DIGITS:]
-    return Batch(ids[:, :-1], targets)
-
-
-def _bytes(text: str) -> Tensor:
-    return torch.tensor(list(text.encode()))
+Draw = Callable[[int, int, int, torch.Generator], Batch]
+"""Makes texts: (rows, length, pairs, generator) -> batch."""
 
 
 @dataclass(frozen=True)
 class TaskTexts:
-    """How the texts of a task are made, by functions (rows, length, pairs, generator) -> batch."""
+    """How the texts of a task are made."""
 
+    draw: Draw
     vocab_size: Callable[[int], int]  # of its vocabulary, from the pairs
-    draw: Callable[[int, int, int, torch.Generator], Batch] | None  # None for `needle`, which reads a text
-    shortest: Callable[[int], int]  # the fewest tokens of a text, from the pairs
+    shortest: Callable[[int], int] = lambda _: 4  # the fewest tokens of a text, from the pairs
     takes_pairs: bool = False  # whether it has a number of tokens to remember beside its length
-    training: Callable[[int, int, int, torch.Generator], Batch] | None = None  # where training differs
+    training: Draw | None = None  # where training differs
 
 
 TASKS: dict[MemoryTask, TaskTexts] = {
-    "recall": TaskTexts(lambda pairs: 2 * key_count(pairs) + 1, recall, lambda pairs: 4 * pairs, True, recall_training),
-    "copying": TaskTexts(lambda _: SYMBOLS + 1, copying, lambda _: 4),
-    "induction": TaskTexts(lambda _: FEW_SYMBOLS + 1, induction, lambda _: 4),
-    "selective-copying": TaskTexts(lambda _: FEW_SYMBOLS + 2, selective_copying, lambda pairs: 2 * pairs, takes_pairs=True),
-    "needle": TaskTexts(lambda _: BYTE_VOCABULARY, None, lambda _: 64),
+    "recall": TaskTexts(recall, lambda pairs: 2 * key_count(pairs) + 1, lambda pairs: 4 * pairs, True, recall_training),
+    "copying": TaskTexts(copying, lambda _: SYMBOLS + 1),
+    "induction": TaskTexts(induction, lambda _: FEW_SYMBOLS + 1),
+    "selective-copying": TaskTexts(selective_copying, lambda _: FEW_SYMBOLS + 2, lambda pairs: 2 * pairs, takes_pairs=True),
 }
-
-PROGRESS_FILE = "progress.safetensors"
-"""Where a run on a task continues after an interruption."""
 SEEDS = {"validation": 2**62, "test": 2**62 + 1}
 """The seeds of held-out texts, which are the same for all runs."""
 
-Part = Literal["train", "validation", "test"]
 
-
-def train_on_task(job: "Job") -> dict[str, Any] | None:
-    """Train a model on the task of a job, or go on from its last evaluation, and measure it; None if it was interrupted.
+def train_on_task(job: "Job") -> dict[str, Any]:
+    """Train a model on texts that follow from the seed and the step, and measure it; an interrupted run has learnt nothing.
 
     Raises:
         DivergedError: if a loss is not finite.
-        LineartimeError: if the text for needles is shorter than a row.
     """
-    device, file, record = choose_device(job.options["device"]), job.folder / PROGRESS_FILE, RunRecord(job.folder)
-    with record.errors(), using_threads(job.options.get("threads")), memory_of_steps(device), interrupts(alone=True) as stop:
-        trainer = TaskTrainer(job, device)
-        config, first = trainer.config, 0
-        if file.exists():
-            with reporting_file_errors("read", file):
-                first = trainer.restore(load(file.read_bytes()))
+    assert job.setting.task is not None
+    config, task, pairs = (
+        TrainConfig.from_dict({**job.options, "out": str(job.folder)}),
+        TASKS[job.setting.task],
+        job.setting.pairs,
+    )
+    record, device = RunRecord(job.folder), choose_device(config.device)
+    length, bf16, draw = config.context_length, config.precision == "bf16", task.training or task.draw
+    with record.errors(), using_threads(config.threads), memory_of_steps(device), closing(MetricsLog(job.folder, 0)) as log:
         record.begin(config.to_dict(), sys.argv)
-        with closing(MetricsLog(job.folder, first)) as log:
-            for step in range(first + 1, config.steps + 1):
-                log.tokens = step * job.options["tokens_per_batch"]
-                log.write(step, trainer.take_step(step - 1))
-                due = step % config.eval_every == 0 or step == config.steps
-                if due:
-                    loss, accuracy, _ = trainer.score(config.context_length, config.eval_windows, "validation")
-                    log.write(step, {"validation_loss": loss, "validation_accuracy": accuracy})
-                if due or stop.requested:
-                    with reporting_file_errors("write", file):
-                        write_atomically(file, trainer.saved(step))
-                if stop.requested:
-                    return None
-        # The state is that of a stream after a text, in float32.
-        return {"tests": trainer.tests(), "state_bytes": stream_bytes(trainer.model.config, config.context_length)}
+        model = new_model(config, task.vocab_size(pairs)).to(device)
+        optimizer, score = build_optimizer(model, config), partial(held_out, model, task, pairs, config)
+        for step in range(1, config.steps + 1):
+            begin = synchronized(device)
+            batch = draw(config.rows(0, 1).per_step, length, pairs, _generator(config.seed, step - 1))
+            optimizer.set_learning_rate(learning_rate(step - 1, config))
+            with autocast(device, bf16):
+                loss = model.loss(batch.inputs.to(device), batch.targets.to(device))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm or math.inf)
+            optimizer.step()
+            optimizer.zero_grad()
+            if not math.isfinite(value := float(loss.detach())):
+                raise DivergedError(f"The loss became {value} at step {step}: a lower rate helps.")
+            log.tokens += batch.inputs.numel()
+            log.write(step, {"loss": value, "tokens_per_second": batch.inputs.numel() / (synchronized(device) - begin)})
+            if step % config.eval_every == 0 or step == config.steps:
+                found = score("validation", length, config.eval_windows)
+                log.write(step, {f"validation_{name}": found[name] for name in ("loss", "accuracy")})
+        tests = []
+        for times in job.tests:
+            measures = score("test", times * length, max(1, job.test_tokens // (times * length)))
+            tests.append({"name": test_name(times), "context_length": times * length, **measures})
+    # The state is that of a stream after a text, in float32.
+    return {"tests": tests, "state_bytes": stream_bytes(model.config, length)}
 
 
-class TaskTrainer:
-    """A model that is trained on the task of a job.
+def new_model(config: TrainConfig, vocab_size: int) -> CausalLM:
+    """A model whose weights of N(0, 0.02) are as large for its width as they are in the paper's largest models.
 
-    Weights of N(0, 0.02) become as large for the width of the model as they are in the paper's largest models: small ones would
-    need most of a short run to wake up.
+    Small ones would need most of a short run to wake up.
     """
+    torch.manual_seed(config.seed)
+    model = build_model(config.model_config(vocab_size))
+    assert isinstance(model, CausalLM)
+    with torch.no_grad():
+        for matrix in matrices_of(model):
+            if abs(float(matrix.std()) - 0.02) < 0.005:
+                matrix.mul_((SIZES["large"].d_model / model.config.d_model) ** 0.5)
+    if config.compile == "on":
+        model.compile_blocks()
+    return model
 
-    def __init__(self, job: "Job", device: torch.device) -> None:
-        assert job.setting is not None
-        assert job.setting.task is not None
-        self.config = TrainConfig.from_dict({**job.options, "out": str(job.folder)})
-        self._job, self._pairs, self._task, self._device = job, job.setting.pairs, TASKS[job.setting.task], device
-        config = self.config.model_config(self._task.vocab_size(self._pairs))
-        torch.manual_seed(self.config.seed)
-        model = build_model(config)
-        assert isinstance(model, CausalLM)
-        with torch.no_grad():
-            for matrix in matrices_of(model):
-                if abs(float(matrix.std()) - 0.02) < 0.005:
-                    matrix.mul_((SIZES["large"].d_model / config.d_model) ** 0.5)
-        if self.config.compile == "on":
-            model.compile_blocks()
-        self.model = model.to(device)
-        self._optimizer = build_optimizer(self.model, self.config)
-        self._texts: dict[Part, TokenStream] = {}  # of needles
 
-    def take_step(self, step: int) -> dict[str, float]:
-        """Take a step on fresh texts, which follow from the seed and the step; return its numbers for metrics.jsonl."""
-        config, begin = self.config, synchronized(self._device)
-        batch = self._draw(config.rows(0, 1).per_step, config.context_length, _generator(config.seed, step), "train")
-        self._optimizer.set_learning_rate(learning_rate(step, config))
-        with autocast(self._device, config.precision == "bf16"):
-            loss = self.model.loss(batch.inputs.to(self._device), batch.targets.to(self._device))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm or math.inf)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if not math.isfinite(value := float(loss.detach())):
-            raise DivergedError(f"The loss became {value} at step {step + 1}: a lower rate helps.")
-        return {"loss": value, "tokens_per_second": batch.inputs.numel() / max(synchronized(self._device) - begin, 1e-9)}
+@torch.no_grad()
+def held_out(
+    model: CausalLM, task: TaskTexts, pairs: int, config: TrainConfig, part: str, length: int, rows: int
+) -> dict[str, float]:
+    """The mean loss in nats, the share of right answers and their number, on texts that are the same for all runs."""
+    generator, device = _generator(SEEDS[part]), next(model.parameters()).device
+    at_once = max(1, config.batch_size * config.context_length // length)
+    loss, right, count = 0.0, 0, 0
+    model.eval()
+    for begin in range(0, rows, at_once):
+        batch = task.draw(min(at_once, rows - begin), length, pairs, generator)
+        targets = batch.targets.to(device)
+        asked = targets != IGNORED
+        with autocast(device, config.precision == "bf16"):
+            logits = model.logits(model.backbone(batch.inputs.to(device))[asked]).float()
+        loss += float(F.cross_entropy(logits, targets[asked], reduction="sum"))
+        right += int((logits.argmax(-1) == targets[asked]).sum())
+        count += int(asked.sum())
+    model.train()
+    return {"loss": loss / count, "accuracy": right / count, "tokens": count}
 
-    @torch.no_grad()
-    def score(self, length: int, rows: int, part: Part, depth: float | None = None) -> tuple[float, float, int]:
-        """The mean loss in nats, the share of right answers and their number, on held-out texts of a length."""
-        generator = _generator(SEEDS[part])
-        at_once = max(1, self.config.batch_size * self.config.context_length // length)
-        loss, right, count = 0.0, 0, 0
-        self.model.eval()
-        for begin in range(0, rows, at_once):
-            batch = self._draw(min(at_once, rows - begin), length, generator, part, depth)
-            targets = batch.targets.to(self._device)
-            asked = targets != IGNORED
-            with autocast(self._device, self.config.precision == "bf16"):
-                logits = self.model.logits(self.model.backbone(batch.inputs.to(self._device))[asked]).float()
-            loss += float(F.cross_entropy(logits, targets[asked], reduction="sum"))
-            right += int((logits.argmax(-1) == targets[asked]).sum())
-            count += int(asked.sum())
-        self.model.train()
-        return loss / count, right / count, count
 
-    def tests(self) -> list[dict[str, Any]]:
-        """The results of the job's tests, except those on texts that the model cannot read."""
-        found, longest = [], self.model.config.longest_sequence
-        for test in self._job.tests:
-            length = self.config.context_length * test.times_context
-            if longest is None or length <= longest:
-                loss, accuracy, count = self.score(length, max(1, (self._job.test_tokens or 0) // length), "test", test.depth)
-                measures = {"loss": loss, "accuracy": accuracy, "tokens": count}
-                found.append({"name": test.name, "context_length": length, "depth": test.depth, **measures})
-        return found
-
-    def saved(self, step: int) -> bytes:
-        """What `restore` needs after a step."""
-        return save({**self.model.state_dict(), **self._optimizer.moments(), "step": torch.tensor(step)})
-
-    def restore(self, saved: dict[str, Tensor]) -> int:
-        """Continue with what was saved, and return the steps that were taken."""
-        step = int(saved["step"])
-        self._optimizer.start_at(step)
-        for name, values in {**self.model.state_dict(), **self._optimizer.moments()}.items():
-            values.copy_(saved[name])
-        return step
-
-    def _draw(self, rows: int, length: int, generator: torch.Generator, part: Part, depth: float | None = None) -> Batch:
-        """Texts of the task, for training or held out."""
-        draw = (self._task.training if part == "train" else None) or self._task.draw
-        if draw is not None:
-            return draw(rows, length, self._pairs, generator)
-        if part not in self._texts:
-            corpus, cache = load_corpus(self.config.data), self.config.cache or cache_folder()
-            self._texts[part] = token_stream(corpus, part, ByteTokenizer(), cache)
-        text = self._texts[part]
-        if len(text) < length:
-            found = f"There are {len(text):,} bytes in {text.name}, fewer than a text of {length:,}"
-            raise LineartimeError(f"{found}: give more text, or smaller `lengths`.")
-        return needle(rows, length, generator, text, depth)
+def test_name(times: int) -> str:
+    """What differs from training in a test at so many times the context; empty if nothing does."""
+    return f"at {times} times the length" if times > 1 else ""
 
 
 def _generator(*key: int) -> torch.Generator:
-    """A generator for a key."""
     seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
     return torch.Generator().manual_seed(seed)

@@ -1,76 +1,60 @@
 """The runs of an experiment: which models in which settings, the options of each run, and the folder that holds them."""
 
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
-from lineartime.choices import Device, MemoryTask, Task
+from lineartime.choices import Device, Task
 from lineartime.errors import ArgumentError, did_you_mean
 from lineartime.experiments import catalogue
 from lineartime.experiments.catalogue import Arm, Experiment, Scale, Setting
-from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig, check_among, shown_option
+from lineartime.experiments.config import TASK_OPTIONS, TEXT_OPTIONS, ReproduceConfig, check_among, shown_option
 from lineartime.experiments.memory import TASKS
-from lineartime.files import read_file, write_file
+from lineartime.files import read_file
 from lineartime.machine import choose_device, choose_precision
 from lineartime.models.config import ModelConfig
 from lineartime.models.cost import count_parameters
 from lineartime.models.systems import PRESETS, SIZES, SYSTEMS, Size, resolve
-from lineartime.training.config import TrainConfig, merged_override, read_override, recipe_config, written
+from lineartime.training.config import read_override, written
 
 PLAN_FILE = "plan.json"
 PLAN_OPTIONS = (
-    *(*TEXT_OPTIONS, "budget", "tuning", "optimizers", "compile", "precision", "threads", "rates", "device", "add"),
-    *("steps", "longer"),  # of memory
+    *(*TEXT_OPTIONS, "budget", "tuning", "optimizers", "compile", "precision", "threads", "rates", "device", "add", "longer"),
+    *TASK_OPTIONS,
 )
 """The options on which runs depend, besides the experiment and the scale, which name the folder."""
 TRIAL_CONTEXT, TRIAL_PAIRS = 64, 4
 TOLERANCE = 0.03
 """The largest allowed relative difference of a model's number of parameters from the first one's."""
-_PAPER_TOKENS, _PAPER_CORES = 2**18, 64
-"""The tokens of a step in the paper, and the TPU cores on which it trains. Each clips the gradient of its own tokens."""
 
 parameters_of = cache(count_parameters)
 """The number of parameters of a model."""
 
 
-class FinalTest(NamedTuple):
-    """A measurement of a trained model on the test split."""
-
-    times_context: int = 1  # the context, as a multiple of that of training
-    depth: float | None = None  # of a needle, as the share of the text before it; any if None
-
-    @property
-    def name(self) -> str:
-        """What differs from training; empty if nothing does."""
-        depth = "" if self.depth is None else f"depth {self.depth:.0%}"
-        return f"{depth} at {self.times_context} times the length".strip() if self.times_context > 1 else depth
-
-
 @dataclass(frozen=True)
 class Job:
-    """What one process does: train, on text or on a task, and test; or measure latency.
+    """What one process does: train, on text or on a task, and test.
 
     Of speed, a few steps measure how fast a model trains; of tune, a short run tries a learning rate.
     """
 
     folder: Path  # where it leaves its files
-    kind: Literal["speed", "tune", "run", "memory", "latency"]
-    options: dict[str, Any]  # of training, or of the benchmark; None for steps that are not known yet
-    tests: tuple[FinalTest, ...] = ()  # to measure at the end
-    test_tokens: int | None = None  # how much of the test split they read; None for all of it
-    setting: Setting | None = None  # of a memory
+    kind: Literal["speed", "tune", "run"]
+    setting: Setting
+    options: dict[str, Any]  # of training; None for steps that are not known yet
+    tests: tuple[int, ...] = ()  # the contexts to measure at the end, as multiples of that of training
+    test_tokens: int = 0  # how much of the test split they read
     problem: str = ""  # why it cannot be done yet
 
     @property
     def name(self) -> str:
-        """Its folder, from that of the experiment on: setting, system and run, or for latency the setting alone."""
-        return "/".join(self.folder.parts[-1 if self.kind == "latency" else -3 :])
+        """Its folder, from that of the experiment on: setting, system and run."""
+        return "/".join(self.folder.parts[-3:])
 
 
 @dataclass(frozen=True)
@@ -95,7 +79,7 @@ class Plan:
     folder: Path  # where everything goes
     candidates: Mapping[Setting, list[Candidate]]  # all arms in each setting
     selected: Mapping[Setting, list[Candidate]]  # those to run now
-    rates: Mapping[str, tuple[float, ...]]  # the grid of learning rates of each optimiser; none at the scale `paper`
+    rates: Mapping[str, tuple[float, ...]]  # the grid of learning rates of each optimiser
 
 
 def folder_of(config: ReproduceConfig) -> Path:
@@ -110,15 +94,13 @@ def scale_of(config: ReproduceConfig) -> Scale:
 
 def with_defaults(config: ReproduceConfig) -> ReproduceConfig:
     """The options with the values of the experiment and the scale in place of those that were not given."""
-    scale, kind = scale_of(config), catalogue.EXPERIMENTS[config.name].kind
-    remembers, trains_for_seconds = kind == "memory", kind == "quality"
+    scale, remembers = scale_of(config), catalogue.EXPERIMENTS[config.name].remembers
     return replace(
         config,
-        budget=config.budget or scale.budget if trains_for_seconds else None,
-        tuning=config.tuning or scale.tuning if trains_for_seconds else None,
+        budget=None if remembers else config.budget or scale.budget,
+        tuning=None if remembers else config.tuning or scale.tuning,
         steps=config.steps or scale.steps,
-        optimizers=config.optimizers or (("adamw",) if remembers or config.scale == "paper" else tuple(catalogue.OPTIMIZERS)),
-        rates=config.rates or (scale.rates["adamw"] if remembers else ()),
+        optimizers=config.optimizers or (("adamw",) if remembers else tuple(catalogue.OPTIMIZERS)),
         compile=config.compile or ("off" if remembers else scale.compile),
     )
 
@@ -127,43 +109,34 @@ def make_plan(config: ReproduceConfig) -> Plan:
     """The runs that the options ask for. Raises LineartimeError for an unknown experiment, model, text or context."""
     config.check()
     experiment, scale = catalogue.EXPERIMENTS[config.name], scale_of(config)
-    remembers, measures_all = experiment.kind == "memory", experiment.kind == "latency"
     settings = experiment.settings["cpu" if config.scale == "trial" else config.scale]
     if config.scale == "trial":
-        shown = settings if remembers else settings[:1]
-        settings = tuple(Setting(each.text, TRIAL_CONTEXT, task=each.task, pairs=TRIAL_PAIRS * remembers) for each in shown)
-    if not settings:
-        found = f"is {config.name}, which the paper does not contain: use another scale than {config.scale}."
-        raise ArgumentError("name", found)
-    if remembers:
-        settings, width = _memory_settings(config, settings), scale.sizes["memory"].d_model
-        wide = f"models with two layers that move information, {width} wide, or more for more pairs"
+        shown = settings if experiment.remembers else settings[:1]
+        settings = tuple(Setting(each.text, TRIAL_CONTEXT, pairs=TRIAL_PAIRS if each.task else 0) for each in shown)
+    check_among("texts", config.texts, list(dict.fromkeys(each.text for each in settings)), "a text of this experiment")
+    if experiment.remembers:
+        settings = _memory_settings(config, settings)
+        wide = f"models with two layers that move information, {scale.memory.d_model} wide, or more for more pairs"
         scale = replace(scale, description=wide)
-    for name in ("add", "systems") if measures_all else ():
-        if given := getattr(config, name):
-            found = f"is {shown_option(given)}, but this experiment measures all its models together: leave it out."
-            raise ArgumentError(name, found)
-    arms = {arm.name: arm for arm in experiment.arms if config.scale in arm.scales}
+    arms = {arm.name: arm for arm in experiment.arms}
     seeds = max(arm.seeds for arm in arms.values())
     arms |= {item: _added_arm(item, experiment.task, seeds) for item in config.add if item not in arms}
     check_among("systems", config.systems, arms, "a model of this experiment")
     check_among("contexts", config.contexts, list({each.context: None for each in settings}), "a context of this experiment")
-    check_among("texts", config.texts, list({each.text: None for each in settings}), "a text of this experiment")
     config = with_defaults(config)
-    there = _settings_there(config) if remembers else ()
-    candidates = {each: _candidates(config, experiment, scale, [*arms.values()], each) for each in (*settings, *there)}
+    candidates = {each: _candidates(config, experiment, scale, [*arms.values()], each) for each in settings}
     selected = {
         setting: [each for each in candidates[setting] if each.arm.name in (config.systems or arms)]
         for setting in settings
         if setting.context in (config.contexts or (setting.context,)) and setting.text in (config.texts or (setting.text,))
     }
-    rates = {name: config.rates or scale.rates[name] for name in config.optimizers if scale.rates}
+    rates = {name: config.rates or scale.rates[name] for name in config.optimizers}
     return Plan(config, experiment, scale, folder_of(config), candidates, selected, rates)
 
 
 def _memory_settings(config: ReproduceConfig, usual: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """The tasks at the lengths and with the pairs that the options ask for."""
-    tasks = config.tasks or dict.fromkeys(each.task for each in usual if each.task)
+    """The tasks to run now, at the lengths and with the pairs that the options ask for."""
+    tasks = dict.fromkeys(each.task for each in usual if each.task and each.text in (config.texts or (each.text,)))
     lengths, settings = config.lengths or dict.fromkeys(each.context for each in usual), []
     for task, length in product(tasks, lengths):
         texts = TASKS[task]
@@ -171,15 +144,8 @@ def _memory_settings(config: ReproduceConfig, usual: tuple[Setting, ...]) -> tup
             if length % 2 or length < texts.shortest(pairs):
                 least = f"an even number of at least {texts.shortest(pairs)} for {task}"
                 raise ArgumentError("lengths", f"has {length}, but must be {least}{f' of {pairs}' if pairs else ''}.")
-            settings.append(Setting("books", length, "memory", task, pairs))
+            settings.append(Setting(task, length, pairs=pairs))
     return tuple(settings)
-
-
-def _settings_there(config: ReproduceConfig) -> Iterator[Setting]:
-    """The settings of tasks that have a folder already."""
-    for folder in sorted(folder_of(config).glob("*-*/")):
-        if found := re.fullmatch(rf"({'|'.join(TASKS)})-(\d+)(?:-(\d+))?", folder.name):
-            yield Setting("books", int(found[2]), "memory", cast("MemoryTask", found[1]), int(found[3] or 0))
 
 
 def _added_arm(item: str, task: Task, seeds: int) -> Arm:
@@ -205,29 +171,25 @@ def _added_arm(item: str, task: Task, seeds: int) -> Arm:
 def _candidates(
     config: ReproduceConfig, experiment: Experiment, scale: Scale, arms: list[Arm], setting: Setting
 ) -> list[Candidate]:
-    """All arms in a setting, with as many parameters as the first, except at the scale `paper`."""
+    """All arms in a setting, with as many parameters as the first."""
     found: list[Candidate] = []
-    data = list(getattr(config, setting.text) or config.data)
     shared: dict[str, Any] = {"precision": config.precision, "device": config.device, "compile": config.compile, "track": []}
+    data = () if setting.task else getattr(config, setting.text) or config.data
+    shared |= {"tokenizer": scale.tokenizer, "data": list(data)}
     shared["cache"] = None if config.cache is None else str(config.cache)
     if config.threads is not None:
         shared["threads"] = config.threads
-    if config.scale != "paper":
-        shared |= {"tokenizer": scale.tokenizer, "data": data}
-    elif data:
-        shared["data"] = data
+    size = _wide_enough(scale.memory, setting.pairs) if setting.task else scale.size
+    if setting.width:
+        size = replace(size, d_model=setting.width, n_heads=setting.width * size.n_heads // size.d_model)
+    vocab_size = TASKS[setting.task].vocab_size(setting.pairs) if setting.task else scale.vocab_size
     for arm in arms:
         folder = folder_of(config) / setting.label / re.sub(r"[ :]", "-", arm.name).replace("/", "-over-")
-        if config.scale == "paper":
-            options, model = paper_model(experiment, arm, setting)
-        else:
-            size = wide_enough(scale.sizes.get(setting.size, scale.sizes["main"]), setting.pairs)
-            vocab_size = TASKS[setting.task].vocab_size(setting.pairs) if setting.task else scale.vocab_size
-            usual = {name: value for name, value in experiment.override.items() if name not in SYSTEMS[arm.system].fields}
-            made = replace(arm, override=usual | dict(arm.override))
-            model = model_at(made, size, experiment.task, setting, vocab_size, found[0].parameters if found else None)
-            options = training_options(arm, model)
-        found.append(Candidate(arm, setting, model, {**options, **shared}, folder, parameters_of(model)))
+        usual = {name: value for name, value in experiment.override.items() if name not in SYSTEMS[arm.system].fields}
+        made = replace(arm, override=usual | dict(arm.override))
+        model = model_at(made, size, experiment.task, setting, vocab_size, found[0].parameters if found else None)
+        options = {**training_options(arm, model), **shared}
+        found.append(Candidate(arm, setting, model, options, folder, parameters_of(model)))
     return found
 
 
@@ -248,7 +210,7 @@ def model_at(arm: Arm, size: Size, task: Task, setting: Setting, vocab_size: int
     return min(models, key=lambda model: abs(parameters_of(model) - target))
 
 
-def wide_enough(size: Size, pairs: int) -> Size:
+def _wide_enough(size: Size, pairs: int) -> Size:
     """A size at which pairs can be recalled: keys are linear maps of tokens, of which d_model are independent at most."""
     width = 64 * -(-pairs // 64) if pairs > min(size.d_model, size.d_qk) else 0
     return replace(size, d_model=max(size.d_model, width), d_qk=max(size.d_qk, width))
@@ -261,28 +223,6 @@ def training_options(arm: Arm, config: ModelConfig) -> dict[str, Any]:
     usual["vocab_size"] = config.vocab_size  # which follows from the tokenizer
     different = {name: value for name, value in config.values.items() if name not in usual or usual[name] != value}
     return {"preset": preset, "task": config.task, "override": written(different)}
-
-
-def paper_model(experiment: Experiment, arm: Arm, setting: Setting) -> tuple[dict[str, Any], ModelConfig]:
-    """The options of training of an arm in the paper's recipe, and its model with the recipe's vocabulary.
-
-    Scores are divided as published; the presets divide them by the number of visible keys.
-    """
-    preset = arm.paper_preset.replace("{system}", arm.system).replace("{size}", setting.size)
-    recipe = recipe_config(experiment.recipe, preset)
-    usual = resolve(recipe.preset, experiment.task)
-    published: dict[str, Any] = {} if usual.max_positions is None else {"max_positions": setting.context}
-    known = usual.override_names
-    if "normalization" in known:
-        published["normalization"] = "paper"
-        if "max_length" in known:  # the constant n; up to 512 tokens, it also makes the relative bias a table
-            published["max_length"] = setting.context
-    items = list(merged_override(recipe.override, written(published), written(arm.override)))
-    # Without the name of the recipe: `train` would apply its values again in place of options that equal the defaults.
-    options = {**recipe.to_dict(), "recipe": None, "context_length": setting.context, "override": items}
-    if recipe.clips_locally:
-        options["clip_tokens"] = max(_PAPER_TOKENS // _PAPER_CORES, setting.context)
-    return options, TrainConfig.from_dict({**options, "data": None}).model_config(usual.vocab_size)
 
 
 def plan_options(config: ReproduceConfig) -> dict[str, Any]:
@@ -315,8 +255,3 @@ def with_device(config: ReproduceConfig) -> ReproduceConfig:
     """
     device = choose_device(config.device)
     return replace(config, device=cast("Device", device.type), precision=choose_precision(config.precision, device))
-
-
-def write_plan(plan: Plan) -> None:
-    """Write the options on which the runs depend."""
-    write_file(plan.folder / PLAN_FILE, json.dumps(plan_options(plan.config), indent=1) + "\n")

@@ -18,37 +18,22 @@ from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig
 from lineartime.experiments.plan import PLAN_FILE, TOLERANCE, Candidate, Plan, plan_options, with_defaults
 from lineartime.experiments.runner import Run, all_jobs, best_trial, read_run, read_speed, read_trials
 from lineartime.files import write_file
-from lineartime.host import threads_in_words
 from lineartime.models.systems import imported_names
 from lineartime.plots import Curve, Panel, curves_of, draw_panels, looks_of, save_figure
-from lineartime.runs.record import Process, texts_of
-from lineartime.units import NOT_THERE, cell, column_table, size, three_digits
+from lineartime.runs.record import texts_of
+from lineartime.units import NOT_THERE, cell, column_table, size
 
 Row = dict[str, Any]
-"""What report.json says of an arm in a setting; `_quality_row`, `_memory_row` and `_latency_row` list its fields."""
+"""What report.json says of an arm in a setting; `_row` and `_compare` list its fields."""
 Metric = Callable[[dict[str, Any]], float | None]
 """A number of a run in a row, if it has it."""
 
 SOURCE = "Transformer Quality in Linear Time (Hua, Dai, Liu and Le), arXiv 2202.10447"
 JSON_FILE, MARKDOWN_FILE = "report.json", "report.md"
-NOTES = {
-    "quality": (
-        "*held-out* text chooses rates, and is not trained on; the *test* split is measured once, at the end. *loss against "
-        "the baseline* is the held-out loss over that of {base}, less one; for the paper, the same of the logarithms of its "
-        "perplexities. *speed-up* is the time in which {base} reaches its final quality, over the time in which a system does. "
-        "\\* marks a best rate at an end of the grid. Of more than three seeds, the mean ± the standard deviation is shown."
-    ),
-    "memory": (
-        "*accuracy* is the share of right answers in texts that are the same for all; of several rates, the best one of a "
-        "system is shown. *steps to 95%* are those of the first evaluation with so many right answers. *state* is of one "
-        "stream after a text, in float32. Speeds are of this machine, whatever else it did."
-    ),
-    "latency": (
-        "All systems take turns in each measurement, with the same tokens in a step. A step is forward and backward, without "
-        "the optimiser. The paper's times are of whole steps on other machines, so only their ratios compare."
-    ),
-}
-"""What one has to know to read the tables; docs/experiments.md says how systems are treated equally."""
+NOTE = (
+    "*Held-out* text chooses rates, and is not trained on; the *test* split is measured once, at the end. The baseline is "
+    "{base}. \\* marks a best rate at an end of the grid. docs/experiments.md of lineartime says more about the columns."
+)
 ENOUGH = 0.95
 """The accuracy at which a task counts as learnt."""
 
@@ -70,50 +55,36 @@ def write_report(plan: Plan) -> tuple[Path, dict[str, Any]]:
 def collect(plan: Plan) -> dict[str, Any]:
     """The content of report.json: the results of all runs of an experiment, with the paper's numbers."""
     runs: list[Run] = []  # those that the rows read
-    make_row = {"latency": _latency_row, "quality": _quality_row, "memory": _memory_row}[plan.experiment.kind]
     settings = []
     for setting, candidates in plan.candidates.items():
-        rows = [row for each in candidates if (row := make_row(plan, each, runs))]
+        rows = [row for each in candidates if (row := _row(plan, each, runs))]
         base = next((row for row in rows if row["name"] == plan.experiment.baseline), None)
-        for row in rows if plan.experiment.kind != "memory" else ():
+        for row in rows if not setting.task else ():
             _compare(row, base)
         if rows:
-            text = texts_of(candidates[-1].options) if setting.reads_text and plan.experiment.kind != "latency" else []
-            named = {"label": setting.label, "name": str(setting), "text": setting.text, "context": setting.context}
-            settings.append({**named, "files": _names(text), "rows": rows})
+            text = [] if setting.task else _names(texts_of(candidates[-1].options))
+            named = {**vars(setting), "label": setting.label, "name": str(setting)}
+            settings.append({**named, "files": text, "rows": rows})
     marks = {"missing": "", "interrupted": " (interrupted)"}
     asked = [(job, read_run(job.folder).state) for job in all_jobs(plan) if job.kind != "speed"]
     missing = [job.name + marks[state] for job, state in asked if state in marks]
     failed = {run.folder: run for run in runs if run.state == "failed"}
     problems = [f"{folder.relative_to(plan.folder)} failed: {run.outcome['error']}" for folder, run in failed.items()]
     processes = [process for run in runs for process in run.record.processes]
-    precisions = {str(run.record.options["precision"]) for run in runs if "precision" in run.record.options}
-    precisions |= {entry["dtype"] for run in runs for entry in run.outcome.get("entries", ())}
     times = sorted(process.time for process in processes)
-    given = {name: _names(getattr(plan.config, name)) for name in TEXT_OPTIONS}
     return {
         "experiment": plan.config.name,
         "scale": plan.config.scale,
-        "options": plan_options(plan.config) | given | _tasks(plan),  # what its runs depend on, by the names of `reproduce`
+        # What its runs depend on, by the names of `reproduce`.
+        "options": plan_options(plan.config) | {name: _names(getattr(plan.config, name)) for name in TEXT_OPTIONS},
         "complete": not missing and not problems,
         "missing": missing,  # runs that were asked for
         "problems": problems,  # a sentence for each run that failed
-        "machines": list(dict.fromkeys(map(_machine, processes))),
-        "precisions": sorted(precisions),  # of matrix products
+        "machines": list(dict.fromkeys(map(str, processes))),
+        "precisions": sorted({str(run.record.options["precision"]) for run in runs if "precision" in run.record.options}),
         "started": [times[0], times[-1]] if times else [],  # when the first and the last run began
         "settings": settings,
     }
-
-
-def _tasks(plan: Plan) -> dict[str, Any]:
-    """The options of the tasks, lengths and pairs that there are."""
-    settings = [each for each in plan.candidates if each.task]
-    found = {
-        "tasks": dict.fromkeys(each.task for each in settings),
-        "lengths": sorted({each.context for each in settings}),
-        "pairs": sorted({each.pairs for each in settings if each.pairs}),
-    }
-    return {name: list(values) for name, values in found.items() if settings}
 
 
 def _names(paths: Iterable[str]) -> list[str]:
@@ -121,38 +92,24 @@ def _names(paths: Iterable[str]) -> list[str]:
     return [Path(path).name for path in paths]
 
 
-def _machine(process: Process) -> str:
-    """The machine of a process, in words."""
-    machine, versions = process.machine, process.versions
-    where = ", ".join(machine.gpus) or f"{machine.processor}, {threads_in_words(machine.threads)}"
-    return f"{where}; torch {versions.get('torch')}, Python {versions.get('python')}"
-
-
-def _shared(plan: Plan, candidate: Candidate) -> Row:
-    """What a row says of an arm before anything has run."""
-    arm, setting, experiment = candidate.arm, candidate.setting, plan.experiment
-    return {
-        "name": arm.name,
-        "override": list(candidate.options["override"]),  # what differs from the preset of the size tiny
-        "parameters": candidate.parameters,
-        "parameters_over_first": candidate.parameters / plan.candidates[setting][0].parameters - 1,
-        "paper": paper_numbers(experiment.paper_tables, arm.paper_row, setting, experiment.task),
-    }
-
-
-def _quality_row(plan: Plan, candidate: Candidate, seen: list[Run]) -> Row | None:
+def _row(plan: Plan, candidate: Candidate, seen: list[Run]) -> Row | None:
     """An arm in a setting, with its trials, its choice and its runs; None if nothing has run."""
-    trials, runs = read_trials(plan, candidate), _runs(candidate.folder, "seed")
+    arm, setting, experiment = candidate.arm, candidate.setting, plan.experiment
+    trials, runs = read_trials(plan, candidate), _runs(candidate.folder)
     seen += [*trials.values(), *runs]
     if all(run.state == "missing" for run in (*trials.values(), *runs)):
         return None
     best = best_trial(trials)
     optimizer, rate = best or (None, None)
     speed = read_speed(plan, candidate, best[0]) if best else None
-    tried = {name: {rate: run for (own, rate), run in trials.items() if own == name} for name in plan.rates}
     grid = plan.rates[best[0]] if best else ()
+    tried = {name: {rate: run for (own, rate), run in trials.items() if own == name} for name in plan.rates}
     return {
-        **_shared(plan, candidate),
+        "name": arm.name,
+        "override": list(candidate.options["override"]),  # what differs from the preset of the size tiny
+        "parameters": candidate.parameters,
+        "parameters_over_first": candidate.parameters / plan.candidates[setting][0].parameters - 1,
+        "paper": paper_numbers(experiment.paper_tables, arm.name, setting, experiment.task),
         "optimizer": optimizer,
         "rate": rate,
         "rate_at_edge": len(grid) > 1 and rate in (min(grid), max(grid)),
@@ -164,53 +121,15 @@ def _quality_row(plan: Plan, candidate: Candidate, seen: list[Run]) -> Row | Non
             name: next((run.record.options["steps"] for run in of_rates.values() if run.record.options), None)
             for name, of_rates in tried.items()
         },
-        "tokens_per_second": speed,  # that was measured alone
+        "tokens_per_second": speed or _mean(run.speed for run in runs),  # that was measured alone, if it was
+        "state_bytes": next((run.outcome.get("state_bytes") for run in runs if run.final), None),  # of a stream after a text
         "runs": [_run(run, speed) for run in runs],
     }
 
 
-def _memory_row(plan: Plan, candidate: Candidate, seen: list[Run]) -> Row | None:
-    """An arm on a task: the runs of the rate with the best mean accuracy on held-out texts; None if nothing has run."""
-    tried = {rate: _runs(candidate.folder, f"rate-{rate:g}-seed") for rate in plan.config.rates}
-    seen += [run for runs in tried.values() for run in runs]
-    if not any(tried.values()):
-        return None
-    accuracy = {rate: _mean(run.final.get("validation_accuracy") for run in runs) for rate, runs in tried.items()}
-    found = {rate: value for rate, value in accuracy.items() if value is not None}
-    best = max(found, key=found.__getitem__, default=plan.config.rates[0])
-    runs = tried[best]
-    return {
-        **_shared(plan, candidate),
-        "optimizer": plan.config.optimizers[0],
-        "rate": best if found else None,
-        "rate_at_edge": len(found) > 1 and best in (min(found), max(found)),
-        "grid": {plan.config.optimizers[0]: {f"{rate:g}": found.get(rate) for rate in tried}},  # accuracies
-        "runs": [_run(run, run.speed) for run in runs],
-        "state_bytes": next((run.outcome["state_bytes"] for run in runs if run.final), None),  # of a stream after a text
-        "tokens_per_second": _mean(run.speed for run in runs),
-    }
-
-
-def _latency_row(plan: Plan, candidate: Candidate, seen: list[Run]) -> Row | None:
-    """The time of a step of an arm at a context; None if nothing has run."""
-    run = read_run(plan.folder / candidate.setting.label)
-    seen.append(run)
-    entry = next((each for each in run.outcome.get("entries", ()) if each["subject"] == candidate.options["preset"]), None)
-    if entry is None:
-        return None
-    seconds = entry["median_seconds"]
-    return {
-        **_shared(plan, candidate),
-        "problem": entry["problem"],  # why it could not be measured
-        "milliseconds": None if seconds is None else 1e3 * seconds,  # the median
-        "microseconds_per_token": None if seconds is None else 1e6 * seconds / entry["tokens"],
-        "precision": entry["dtype"],  # of matrix products
-    }
-
-
-def _runs(folder: Path, name: str) -> list[Run]:
+def _runs(folder: Path) -> list[Run]:
     """The runs of all seeds that have begun."""
-    folders = (folder / f"{name}-{seed}" for seed in count())
+    folders = (folder / f"seed-{seed}" for seed in count())
     return [read_run(each) for each in takewhile(Path.exists, folders)]
 
 
@@ -218,6 +137,7 @@ def _run(run: Run, speed: float | None) -> dict[str, Any]:
     """The run of one seed. Its seconds follow from the speed that was measured alone, or else from its own."""
     options, final = run.record.options, run.final
     per_step = options.get("tokens_per_batch", 0) / (speed or run.speed or math.nan)
+    enough = (line["step"] for line in run.evaluations if line.get("validation_accuracy", 0) >= ENOUGH)
     return {
         "seed": options.get("seed"),
         "state": run.state,
@@ -225,9 +145,7 @@ def _run(run: Run, speed: float | None) -> dict[str, Any]:
         "loss": final.get("validation_loss"),  # nats per token on held-out text, at the end
         "bits_per_byte": final.get("validation_bits_per_byte"),  # None for masked tokens
         "accuracy": final.get("validation_accuracy"),  # of a task
-        "steps_to_enough": next(
-            (line["step"] for line in run.evaluations if line.get("validation_accuracy", 0) >= ENOUGH), None
-        ),
+        "steps_to_enough": next(enough, None),
         "curve": [  # step, seconds of training, loss and bits per byte
             [line["step"], line["step"] * per_step, line["validation_loss"], line.get("validation_bits_per_byte")]
             for line in run.evaluations
@@ -242,13 +160,11 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _compare(row: Row, base: Row | None) -> None:
-    """Add what a row is relative to the baseline: times, losses, and for each seed of both the speed-up."""
+    """Add what a row is relative to the baseline: time of a token, losses, and for each seed of both the speed-up."""
     pplx, base_pplx = (each["paper"].get("pplx") if each else None for each in (row, base))
     row["paper_relative_loss"] = math.log(pplx) / math.log(base_pplx) - 1 if pplx and base_pplx else None
-    if "milliseconds" in row:
-        row["relative"] = _ratio(row["milliseconds"], base["milliseconds"] if base else None)
-        row["paper_relative"] = _ratio(row["paper"].get("latency_ms"), base["paper"].get("latency_ms") if base else None)
-        return
+    row["relative_time"] = _ratio(base["tokens_per_second"] if base else None, row["tokens_per_second"])
+    row["paper_relative_time"] = _ratio(*(each["paper"].get("latency_ms") if each else None for each in (row, base)))
     pairs = [(run, other) for run, other in zip(row["runs"], base["runs"] if base else [], strict=False)]
     both = [(run, other) for run, other in pairs if run["loss"] is not None and other["loss"] is not None]
     losses = [sum(each[place]["loss"] for each in both) for place in (0, 1)]
@@ -273,7 +189,7 @@ def seconds_to(curve: Sequence[Sequence[Any]], loss: float) -> float | None:
 
 @cache
 def paper_tables() -> dict[str, Any]:
-    """The tables of the paper by name, each for one kind of text or for any.
+    """The tables of the paper by name, each for one kind of text or for any; the rows have the names of arms.
 
     A row has values by context: "pplx", the perplexity, "latency_ms" of a step on 64 TPU-v4 cores, and "speedup", the time to
     the final quality of the baseline, null where that is not reached or not legible. Rows of ablations have a perplexity by
@@ -296,19 +212,18 @@ def paper_numbers(tables: Sequence[str], row: str, setting: Setting, task: Task 
 
 def render(plan: Plan, report: Mapping[str, Any]) -> Path:
     """Write the pictures and the text of a report from its data. Return its file."""
+    experiment = plan.experiment
     try:
         pictures = list(_draw(plan, report))
     except LineartimeError as error:
         pictures = [f"No pictures: {error}"]
-    blocks = [f"# {plan.experiment.question}", _facts(plan, report)]
+    blocks = [f"# {experiment.question}", _facts(plan, report)]
     if not report["complete"]:
         blocks.append(_incomplete(report))
-    tables = _latency_tables if plan.experiment.kind == "latency" else _tables
-    note = NOTES[plan.experiment.kind].format(base=plan.experiment.baseline)
-    blocks += [*pictures, note, *tables(plan, report), _parameters_apart(report)]
-    described = "; ".join(paper_tables()[name]["description"] for name in plan.experiment.paper_tables)
-    if plan.experiment.kind != "memory":
-        blocks.append(f"The paper: {SOURCE}{f' ({described})' if described else ''}.")
+    note = NOTE.format(base=experiment.baseline)
+    blocks += [*pictures, note, *_tables(plan, report), *_trials(report), _parameters_apart(report)]
+    if described := [paper_tables()[name]["description"] for name in experiment.paper_tables]:
+        blocks.append(f"The paper: {SOURCE} ({'; '.join(described)}).")
     return write_file(plan.folder / MARKDOWN_FILE, "\n\n".join(blocks) + "\n")
 
 
@@ -357,13 +272,18 @@ def _parameters_apart(report: Mapping[str, Any]) -> str:
     return f"Parameters {found}."
 
 
+def _measure(plan: Plan) -> tuple[str, str, str]:
+    """What the runs of an experiment are judged by: its name in a run, its unit, and its format."""
+    if plan.experiment.remembers:
+        return "accuracy", "accuracy", ".1%"
+    return (
+        ("loss", "nats per masked token", ".4f") if plan.experiment.task == "mlm" else ("bits_per_byte", "bits per byte", ".4f")
+    )
+
+
 def _tables(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
-    """A table for each setting, without the columns of which there are no numbers, and every trial of a rate."""
-    metric, unit, form = "bits_per_byte", "bits/byte", ".4f"
-    if plan.experiment.task == "mlm":
-        metric, unit = "loss", "nats per masked token"
-    if plan.experiment.kind == "memory":
-        metric, unit, form = "accuracy", "accuracy", ".1%"
+    """A table for each setting, without the columns of which there are no numbers."""
+    metric, unit, form = _measure(plan)
     for setting in report["settings"]:
         rows = setting["rows"]
         tests = dict.fromkeys(test["name"] for row in rows for run in row["runs"] for test in run["tests"])
@@ -376,23 +296,28 @@ def _tables(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
             f"held-out {unit}": _column(rows, lambda run: run[metric], form),
             **{f"**test {unit}** {name}".rstrip(): _column(rows, _test(name, metric), form) for name in tests},
             "test perplexity per word": _column(rows, _test("", "word_perplexity"), ",.4g"),
-            f"steps to {ENOUGH:.0%}": _column(rows, lambda run: run.get("steps_to_enough"), ",.0f"),
-            "state": [cell(row.get("state_bytes"), size) for row in rows],
+            f"steps to {ENOUGH:.0%}": _column(rows, lambda run: run["steps_to_enough"], ",.0f"),
+            "state": [cell(row["state_bytes"], size) for row in rows],
             "paper: perplexity": [cell(row["paper"].get("pplx"), ".4g") for row in rows],
             "loss against the baseline": [cell(row.get("relative_loss"), "+.2f", 100, " %") for row in rows],
             "paper: loss against it": [cell(row.get("paper_relative_loss"), "+.2f", 100, " %") for row in rows],
+            "time against the baseline": [cell(row.get("relative_time"), ".2f") for row in rows],
+            "paper: time against it": [cell(row.get("paper_relative_time"), ".2f") for row in rows],
             "speed-up": [_seeds(row.get("speedups", []), ".2f") for row in rows],
             "paper: speed-up": [cell(row["paper"].get("speedup"), ".3g") for row in rows],
         }
         yield f"## {setting['name'][0].upper()}{setting['name'][1:]}"
         yield column_table(columns)
-    if not plan.config.tuning:
-        return
-    chosen = {f"{row['name']} ({each['name']})": row for each in report["settings"] for row in each["rows"] if row["optimizer"]}
+
+
+def _trials(report: Mapping[str, Any]) -> Iterator[str]:
+    """Every trial of a rate, unless there was no choice."""
+    settings = [each for each in report["settings"] if any(row["trial_steps"].get(row["optimizer"]) for row in each["rows"])]
+    chosen = {f"{row['name']} ({each['name']})": row for each in settings for row in each["rows"] if row["optimizer"]}
     steps = {name: row["trial_steps"][row["optimizer"]] for name, row in chosen.items()}
     if few := [f"{name}: {number}" for name, number in steps.items() if number and number < MIN_TRIAL_STEPS]:
         yield f"**Trials of fewer than {MIN_TRIAL_STEPS} steps may choose a rate by chance**: {', '.join(few)}."
-    for setting in report["settings"]:
+    for setting in settings:
         rows = setting["rows"]
         columns = {"system": [row["name"] for row in rows]}
         for optimizer, grid in rows[0]["grid"].items():
@@ -407,27 +332,6 @@ def _tried(row: Row, optimizer: str, rate: str) -> str:
     if not isinstance(loss, float):
         return str(loss)
     return f"**{loss:.4f}**" if _rate(row).rstrip("*") == f"{optimizer} {rate}" else f"{loss:.4f}"
-
-
-def _latency_tables(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
-    """The times of steps, and their ratios here and in the paper: columns are the contexts."""
-    tables = {
-        "Microseconds for a token, forward and backward": ("microseconds_per_token", three_digits),
-        f"The time of a step over that of {plan.experiment.baseline}": ("relative", "{:.2f}".format),
-        "The paper: the same ratio, on 64 TPU-v4 cores": ("paper_relative", "{:.2f}".format),
-    }
-    names = dict.fromkeys(row["name"] for setting in report["settings"] for row in setting["rows"])
-    for title, (value, form) in tables.items():
-        columns = {"system": [*names]}
-        for setting in report["settings"]:
-            rows = {row["name"]: row for row in setting["rows"]}
-            cells = [cell(rows[name][value], form) if name in rows else NOT_THERE for name in names]
-            columns[f"{setting['context']:,}"] = cells
-        if set().union(*list(columns.values())[1:]) != {NOT_THERE}:
-            yield f"## {title}"
-            yield column_table(columns)
-    for each in report["settings"]:
-        yield from (f"{row['name']}, {each['name']}: {row['problem']}." for row in each["rows"] if row["problem"])
 
 
 def _test(name: str, metric: str) -> Metric:
@@ -466,31 +370,19 @@ def _draw(plan: Plan, report: Mapping[str, Any]) -> Iterator[str]:
     """Draw all pictures for which there are numbers, and yield each with its caption. LineartimeError without matplotlib."""
     names = [arm.name for arm in plan.experiment.arms]
     names += [row["name"] for setting in report["settings"] for row in setting["rows"]]
-    draw = {"latency": _latency_pictures, "quality": _quality_pictures, "memory": _memory_pictures}[plan.experiment.kind]
-    for name, panels, caption in draw(plan, report):
+    pictures = _memory_pictures(report) if plan.experiment.remembers else _quality_pictures(plan, report)
+    for name, panels, caption in pictures:
         if shown := [panel for panel in panels if panel.curves]:
             file = save_figure(draw_panels(shown, looks_of(names)), plan.folder / f"{name}.png", 130)
             yield f"![{caption}]({file.name})\n\n{caption}"
 
 
-def _latency_pictures(_: Plan, report: Mapping[str, Any]) -> Iterator[Picture]:
-    """The time of a token by context, here and in the paper."""
-    rows = [(setting["context"], row) for setting in report["settings"] for row in setting["rows"]]
-    ours = curves_of((row["name"], context, row["microseconds_per_token"]) for context, row in rows)
-    paper = curves_of((row["name"], context, row["paper"].get("latency_ms")) for context, row in rows)
-    x = "tokens of context"
-    panels = [Panel("here", x, "µs per token", ours, "xy"), Panel("the paper", x, "ms per step of 262,144 tokens", paper, "xy")]
-    yield "latency", panels, "Time of a token by the length of the context, here and in the paper."
-
-
-def _memory_pictures(plan: Plan, report: Mapping[str, Any]) -> Iterator[Picture]:
+def _memory_pictures(report: Mapping[str, Any]) -> Iterator[Picture]:
     """Accuracy by the length of a text, a panel for each task; and by the bytes of state, at the longest text of each."""
-    settings = {setting.label: setting for setting in plan.candidates}
     by_length: dict[str, list[tuple[str, float | None, float | None]]] = {}
     states: dict[str, Panel] = {}
     for found in sorted(report["settings"], key=lambda each: each["context"]):
-        task = f"{settings[found['label']].task}"
-        task += f", {pairs:,} to remember" if (pairs := settings[found["label"]].pairs) else ""
+        task = found["text"] + (f", {found['pairs']:,} to remember" if found["pairs"] else "")
         accuracies = {row["name"]: _mean(_values(row, _test("", "accuracy"))) for row in found["rows"]}
         by_length.setdefault(task, []).extend((name, found["context"], value) for name, value in accuracies.items())
         of_state = curves_of((row["name"], row["state_bytes"], accuracies[row["name"]]) for row in found["rows"])
@@ -505,7 +397,7 @@ def _memory_pictures(plan: Plan, report: Mapping[str, Any]) -> Iterator[Picture]
 
 def _quality_pictures(plan: Plan, report: Mapping[str, Any]) -> Iterator[Picture]:
     """Held-out loss by seconds of training: a panel for each setting."""
-    place, unit = (2, "nats per masked token") if plan.experiment.task == "mlm" else (3, "bits per byte")
+    place, unit = 2 if plan.experiment.task == "mlm" else 3, _measure(plan)[1]
     panels = []
     for setting in report["settings"]:
         panel, late = Panel(setting["name"], "seconds of training", unit), []

@@ -19,19 +19,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from lineartime.bench.command import run_benchmark
-from lineartime.bench.config import BenchConfig
 from lineartime.checkpoint import list_checkpoints
 from lineartime.errors import ArgumentError, DivergedError, reporting_file_errors, typed_first_line
 from lineartime.evaluation import evaluate
 from lineartime.experiments import catalogue, memory
-from lineartime.experiments.catalogue import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS, Setting
-from lineartime.experiments.plan import Candidate, FinalTest, Job, Plan, write_plan
+from lineartime.experiments.catalogue import MAX_TRIAL_RATIO, MIN_TRIAL_STEPS
+from lineartime.experiments.plan import PLAN_FILE, Candidate, Job, Plan, plan_options
 from lineartime.files import RECORD_FILE, read_plain, write_file
 from lineartime.host import stop_signals
 from lineartime.machine import choose_device, compiler_missing, using_threads
 from lineartime.runs.metrics import METRICS_FILE, Line, read_metrics
-from lineartime.runs.record import Record, RunRecord, lock_run, read_record
+from lineartime.runs.record import Record, lock_run, read_record
 from lineartime.screen import SCREEN
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
@@ -47,10 +45,6 @@ OUTCOME_FILE = "outcome.json"
 LOG_FILE = "log.txt"
 MEMORY_TRAINING = {"beta2": 0.98, "weight_decay": 0.1}
 """Options of training on tasks: with them, small models leave chance sooner than with those of language models."""
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Where a needle is in the tests."""
-LATENCY_TOKENS = 8192
-"""The tokens of a step whose time is measured: one sequence of the longest context of the scale `cpu`."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ class Run:
 
     folder: Path
     state: State
-    record: Record  # empty before it begins, and for a measurement of latency
+    record: Record  # empty before it begins
     speed: float | None  # tokens of a second, the median over the steps after the first quarter
     evaluations: tuple[Line, ...]  # on held-out text during training
     outcome: Mapping[str, Any] = field(repr=False)  # of outcome.json
@@ -75,8 +69,7 @@ def read_run(folder: Path) -> Run:
     outcome = read_plain(folder / OUTCOME_FILE) if (folder / OUTCOME_FILE).exists() else {}
     lines = read_metrics(folder) if (folder / METRICS_FILE).exists() else []
     record = read_record(folder) if (folder / RECORD_FILE).exists() else Record({}, ())
-    began = bool(list_checkpoints(folder)) or (folder / memory.PROGRESS_FILE).exists()
-    state: State = "interrupted" if began else "missing"
+    state: State = "interrupted" if list_checkpoints(folder) else "missing"
     if outcome:
         state = "failed" if outcome.get("error") else "finished"
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
@@ -85,14 +78,20 @@ def read_run(folder: Path) -> Run:
     return Run(folder, state, record, speed, evaluations, outcome)
 
 
+def choices(plan: Plan) -> list[tuple[str, float]]:
+    """The optimisers and rates among which trials choose; if there is one alone, no trial is needed."""
+    return [(optimizer, rate) for optimizer, rates in plan.rates.items() for rate in rates]
+
+
 def read_trials(plan: Plan, candidate: Candidate) -> dict[tuple[str, float], Run]:
     """The runs that try the rates of all optimisers for a candidate."""
-    tried = ((optimizer, rate) for optimizer, rates in plan.rates.items() for rate in rates)
-    return {(name, rate): read_run(candidate.folder / f"{name}-tune-{rate:g}") for name, rate in tried}
+    return {(name, rate): read_run(candidate.folder / f"{name}-tune-{rate:g}") for name, rate in choices(plan)}
 
 
 def best_trial(trials: Mapping[tuple[str, float], Run]) -> tuple[str, float] | None:
     """The optimiser and the rate with the lowest loss on held-out text, as soon as all are tried; None if all failed, too."""
+    if len(trials) == 1:
+        return next(iter(trials))
     if any(run.state in ("missing", "interrupted") for run in trials.values()):
         return None
     losses = {tried: run.final["validation_loss"] for tried, run in trials.items() if run.final}
@@ -113,40 +112,31 @@ def all_jobs(plan: Plan) -> Iterator[Job]:
     slows all.
     """
     for setting, candidates in plan.selected.items():
-        if plan.experiment.kind == "latency":
-            yield _latency_job(plan, setting)
-            continue
-        seeds = {each.folder: plan.config.seeds or (each.arm.seeds if plan.rates else 1) for each in candidates}
-        if plan.experiment.kind == "memory":
-            for seed, rate, each in product(range(max(seeds.values(), default=0)), plan.config.rates, candidates):
-                yield _memory_job(plan, each, rate, seed)
-            continue
+        seeds = {each.folder: plan.config.seeds or each.arm.seeds for each in candidates}
         pairs = list(product(candidates, plan.rates))
-        for number, (each, optimizer) in product(range(plan.scale.speed_rounds), pairs):
+        for number, (each, optimizer) in product(range(plan.scale.speed_rounds if plan.config.budget else 0), pairs):
             rates, few = plan.rates[optimizer], plan.scale.speed_steps
             options = _training(plan, each, optimizer, rates[len(rates) // 2], 0, few)
             short = {"eval_every": few, "eval_windows": 1}
-            yield Job(each.folder / f"{optimizer}-speed-{number}", "speed", options | short)
-        for each, optimizer in pairs:
+            yield Job(each.folder / f"{optimizer}-speed-{number}", "speed", setting, options | short)
+        for each, (optimizer, rate) in product(candidates, choices(plan) if len(choices(plan)) > 1 else ()):
             steps = _steps(plan, each, optimizer, plan.config.tuning)
             if steps and plan.config.scale != "trial":
                 steps = max(steps, min(MIN_TRIAL_STEPS, MAX_TRIAL_RATIO * steps))
-            for rate in plan.rates[optimizer]:
-                options = _training(plan, each, optimizer, rate, 0, steps) | {"eval_every": steps}
-                yield Job(each.folder / f"{optimizer}-tune-{rate:g}", "tune", options)
+            options = _training(plan, each, optimizer, rate, 0, steps) | {"eval_every": steps}
+            yield Job(each.folder / f"{optimizer}-tune-{rate:g}", "tune", setting, options)
         for seed, each in product(range(max(seeds.values(), default=0)), candidates):
             if seed < seeds[each.folder]:
                 yield _final_job(plan, each, seed)
 
 
-def _training(
-    plan: Plan, candidate: Candidate, optimizer: str, rate: float | None, seed: int, steps: int | None
-) -> dict[str, Any]:
+def _training(plan: Plan, candidate: Candidate, optimizer: str, rate: float, seed: int, steps: int | None) -> dict[str, Any]:
     """The options of training of a candidate."""
     context, scale = candidate.setting.context, plan.scale
     return {
         **candidate.options,
         **catalogue.OPTIMIZERS[optimizer],
+        **(MEMORY_TRAINING if candidate.setting.task else {}),
         "context_length": context,
         "tokens_per_batch": max(scale.tokens_per_batch, context),
         "batch_size": max(1, scale.tokens_at_once // context),
@@ -159,53 +149,27 @@ def _training(
 
 
 def _steps(plan: Plan, candidate: Candidate, optimizer: str, seconds: float | None) -> int | None:
-    """The steps that take these seconds; None before the speed is measured."""
+    """The steps that are given, or that take these seconds; None before the speed is measured."""
+    if seconds is None:
+        return plan.config.steps
     speed, tokens = read_speed(plan, candidate, optimizer), max(plan.scale.tokens_per_batch, candidate.setting.context)
-    return None if speed is None or seconds is None else max(2, round(seconds * speed / tokens))
+    return None if speed is None else max(2, round(seconds * speed / tokens))
 
 
 def _final_job(plan: Plan, candidate: Candidate, seed: int) -> Job:
     """The run of a seed with the optimiser and the rate that the trials choose."""
-    folder, tests = candidate.folder / f"seed-{seed}", tuple(map(FinalTest, plan.experiment.tested_at))
-    if not plan.rates:
-        return Job(folder, "run", {**candidate.options, "seed": seed}, tests)
+    folder, setting, longest = candidate.folder / f"seed-{seed}", candidate.setting, candidate.model.longest_sequence
     trials = read_trials(plan, candidate)
     best = best_trial(trials)
     if best is None:
         ended = all(run.state in ("finished", "failed") for run in trials.values())
         why = "all of its trials failed" if ended else "not all of its trials have ended"
-        problem = f"{candidate.arm.name} ({candidate.setting}) has no learning rate: {why}."
-        return Job(folder, "run", {}, tests, problem=problem)
+        problem = f"{candidate.arm.name} ({setting}) has no learning rate: {why}."
+        return Job(folder, "run", setting, {}, problem=problem)
     options = _training(plan, candidate, *best, seed, _steps(plan, candidate, best[0], plan.config.budget))
-    return Job(folder, "run", options, tests, plan.scale.test_tokens)
-
-
-def _memory_job(plan: Plan, candidate: Candidate, rate: float, seed: int) -> Job:
-    """The run of a model on the task of its setting."""
-    config, setting = plan.config, candidate.setting
-    options = _training(plan, candidate, config.optimizers[0], rate, seed, config.steps) | MEMORY_TRAINING
-    depths = (None, *DEPTHS) if setting.task == "needle" else (None,)
-    tests = tuple(FinalTest(times, depth) for depth, times in product(depths, (1, *config.longer)))
-    return Job(candidate.folder / f"rate-{rate:g}-seed-{seed}", "memory", options, tests, plan.scale.test_tokens, setting)
-
-
-def _latency_job(plan: Plan, setting: Setting) -> Job:
-    """The job that measures all arms at a context, by the options of a benchmark."""
-    config, candidates = plan.config, plan.candidates[setting]
-    options: dict[str, Any] = {
-        "presets": [each.options["preset"] for each in candidates],
-        "override": [f"{each.options['preset']}.{item}" for each in candidates for item in each.options["override"]],
-        "context_lengths": [setting.context],
-        "vocab_size": candidates[0].model.vocab_size,
-        "measure": ["train"],
-        "tokens_per_batch": LATENCY_TOKENS if config.scale == "paper" else max(plan.scale.tokens_per_batch, LATENCY_TOKENS),
-        "modes": ["compiled" if config.compile == "on" else "eager"],
-        "dtypes": [config.precision],
-        "memory": False,
-        "device": config.device,
-        "threads": config.threads,
-    }
-    return Job(plan.folder / setting.label, "latency", options)
+    contexts = dict.fromkeys((*plan.experiment.tested_at, *plan.config.longer))
+    tests = tuple(times for times in contexts if longest is None or times * setting.context <= longest)
+    return Job(folder, "run", setting, options, tests, plan.scale.test_tokens)
 
 
 def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = None) -> list[str]:
@@ -219,7 +183,7 @@ def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = No
         raise ArgumentError("compile", f"is on, but {missing}: install g++, or use off.")
     problems: dict[str, None] = {}  # each once: no rate is a problem of all seeds
     with lock_run(plan.folder):
-        write_plan(plan)
+        write_file(plan.folder / PLAN_FILE, json.dumps(plan_options(plan.config), indent=1) + "\n")
         for job in all_jobs(plan):
             problem = job.problem
             if not problem and job.options.get("steps", 1) is not None:  # otherwise, that its speed is missing is told
@@ -318,28 +282,15 @@ def perform(job: Job) -> bool:
     That training diverges is an outcome: the same steps would diverge again. After any other error, such as a full disk, which
     is raised, the next call tries again.
     """
-    do = {"latency": _measure_latency, "memory": memory.train_on_task}.get(job.kind, _train)
     try:
-        outcome = do(job)
+        outcome = memory.train_on_task(job) if job.setting.task else _train(job)
     except DivergedError as error:
         outcome = {"error": str(error)}
         print(error, file=SCREEN)
     if outcome is None:
         return False
     write_file(job.folder / OUTCOME_FILE, json.dumps({"kind": job.kind, **outcome}, indent=1) + "\n")
-    (job.folder / memory.PROGRESS_FILE).unlink(missing_ok=True)  # no longer needed
     return True
-
-
-def _measure_latency(job: Job) -> dict[str, Any]:
-    """Measure all systems at a context, in turn. An interrupted measurement leaves no results."""
-    out = job.folder / "bench"
-    shutil.rmtree(out, ignore_errors=True)
-    record = RunRecord(job.folder)
-    with record.errors():
-        record.begin(job.options, sys.argv)
-        found = run_benchmark(BenchConfig(**job.options, out=out)).finished
-    return {"entries": [each.to_dict() for each in found]}
 
 
 def _train(job: Job) -> dict[str, Any] | None:
@@ -352,20 +303,20 @@ def _train(job: Job) -> dict[str, Any] | None:
         return None
     config, tests = TrainConfig.from_dict(read_record(job.folder).options), []
     with using_threads(config.threads):
-        for test in job.tests:
-            length = config.context_length * test.times_context
+        for times in job.tests:
+            length = config.context_length * times
             found = evaluate(
                 job.folder,
                 checkpoint="last",
                 context_length=length,
                 batch_size=max(1, config.batch_size * config.context_length // length),
-                max_tokens=None if job.test_tokens is None else max(job.test_tokens, length),
+                max_tokens=max(job.test_tokens, length),
                 device=config.device,
                 precision=config.precision,
                 cache=config.cache,
             )
             measures = {name: getattr(found, name) for name in ("loss", "bits_per_byte", "word_perplexity", "tokens")}
-            tests.append({"name": test.name, "context_length": length, **measures})
+            tests.append({"name": memory.test_name(times), "context_length": length, **measures})
     for checkpoint in list_checkpoints(job.folder)[: -1 if job.kind == "run" else None]:  # no longer needed
         shutil.rmtree(checkpoint, ignore_errors=True)
     return {"tests": tests}

@@ -1,21 +1,15 @@
-"""Plots of losses: one run by step, and by position in the context; several runs by step, tokens and time."""
+"""Plots of losses: one run by step; several runs by step, tokens and time."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from lineartime.errors import LineartimeError
 from lineartime.plots import Curve, Panel, draw_panels, drawable, label_axes, looks_of, new_figure, save_figure
-from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, losses, read_metrics
+from lineartime.runs.metrics import AVERAGED, Line, losses, read_metrics
 from lineartime.runs.record import read_record, texts_of
 
-if TYPE_CHECKING:  # needs PyTorch, without which the command line shows its help
-    from lineartime.evaluation import Evaluation
-
 CURVE_FILE = "loss.png"
-DEVIATION = "validation_deviation"
-"""In the lines of merged seeds: the standard deviation of their validation losses, which is drawn as a band."""
 Runs = Mapping[str, Sequence[Line]]
 """The lines of several runs as returned by `thinned`, by the names of the runs."""
 _MAX_POINTS = 2000
@@ -23,33 +17,12 @@ _MAX_POINTS = 2000
 
 
 def draw_curve(run: str | Path) -> Path:
-    """Plot the training and validation losses of a run into its folder and return the path of the image.
+    """Plot the training and validation losses of a run by step into its folder and return the path of the image.
 
     Raises LineartimeError without matplotlib, or if a file cannot be read or written.
     """
-    run = Path(run)
-    figure = new_figure(7, 4.2)
-    _draw_losses(figure.subplots(), run)
-    return save_figure(figure, run / CURVE_FILE)
-
-
-def draw_report(run: str | Path, evaluation: "Evaluation", file: Path) -> Path:
-    """Plot the losses of a run next to the loss by position of an evaluation; return the file.
-
-    For a model without metrics, only the loss by position is plotted. Raises LineartimeError without matplotlib, or if a file
-    cannot be read or written.
-    """
-    learned = Path(run, METRICS_FILE).exists()
-    figure = new_figure(12 if learned else 6, 4.2)
-    panels = figure.subplots(1, 2 if learned else 1, squeeze=False)[0]
-    if learned:
-        _draw_losses(panels[0], Path(run))
-    _draw_positions(panels[-1], evaluation)
-    return save_figure(figure, file)
-
-
-def _draw_losses(axes: Any, run: Path) -> None:
-    """Plot the training and validation losses of a run by step, under its model and text."""
+    run, figure = Path(run), new_figure(7, 4.2)
+    axes = figure.subplots()
     lines = read_metrics(run)
     training, validation = losses(lines, "loss"), losses(lines, "validation_loss")
     if training:
@@ -72,22 +45,7 @@ def _draw_losses(axes: Any, run: Path) -> None:
     label_axes(axes, whole_x=True)
     if training or validation:
         axes.legend()
-
-
-def _draw_positions(axes: Any, evaluation: "Evaluation") -> None:
-    """Plot the loss by the number of tokens read, one level for each power of two, and the overall mean as a line."""
-    positions = evaluation.by_position
-    edges = [*(position.first for position in positions), positions[-1].last + 1]
-    low, values, high = ([position.loss + sign * (position.error or 0.0) for position in positions] for sign in (-1, 0, 1))
-    axes.stairs(values, edges, baseline=None, color="tab:green", linewidth=2)
-    band = ([*low, low[-1]], [*high, high[-1]])  # a filled `stairs` would be cut at the edge of the panel
-    axes.fill_between(edges, *band, step="post", color="tab:green", alpha=0.2, linewidth=0, label="± standard error")
-    axes.axhline(evaluation.loss, color="black", linestyle=":", linewidth=1, label=f"mean, {evaluation.loss:.3f}")
-    axes.set_xscale("log", base=2)
-    where, token = ("place in the window", "masked token") if evaluation.masked else ("tokens read before", "token")
-    axes.set(title=drawable(evaluation.text), xlabel=where, ylabel=f"loss (nats per {token})")
-    label_axes(axes)
-    axes.legend()
+    return save_figure(figure, run / CURVE_FILE)
 
 
 def thinned(lines: Sequence[Line]) -> list[Line]:
@@ -119,8 +77,7 @@ def draw_comparison(groups: Mapping[str, Runs], file: Path) -> Path:
                 for curve, loss in ((training, "loss"), (evaluated, "validation_loss")):
                     if curve:
                         places, values = [line[name] / scale for line in curve], [line[loss] for line in curve]
-                        band = [line.get(DEVIATION, 0.0) for line in curve] if DEVIATION in curve[-1] else []
-                        panel.curves.append(Curve(run, places, values, faint=loss == "loss", spread=band))
+                        panel.curves.append(Curve(run, places, values, faint=loss == "loss"))
             panel.y_limits = _limits(runs)
             panels.append(panel)
     names = [name for runs in groups.values() for name in runs]

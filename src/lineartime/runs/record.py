@@ -21,7 +21,7 @@ from lineartime.checkpoint import known_options, list_checkpoints
 from lineartime.choices import DEFAULT_TEXT
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors, typed_first_line
 from lineartime.files import RECORD_FILE, is_there, read_file, write_file
-from lineartime.host import installed_version, processor_name
+from lineartime.host import installed_version, processor_name, threads_in_words
 
 WITHOUT_EFFECT = ("out", "resume", "auto_resume", "cache", "track", "timeout", "max_time", "keep_every")
 """Options that change neither what a run learns nor how fast."""
@@ -33,7 +33,7 @@ _PAUSES = (0.05, 0.1, 0.2, 0.0)
 
 @dataclass(frozen=True)
 class Git:
-    """The git repository in which a process was started. No commit yet: `commit` is None. Detached: `branch` is None."""
+    """The git repository in which a process was started; earlier versions noted the branch, too."""
 
     commit: str | None = None
     branch: str | None = None
@@ -64,6 +64,12 @@ class Process:
     machine: Machine = Machine()
     git: Git | None = None  # None without a repository
     error: str | None = None  # the message of the error that ended it
+
+    def __str__(self) -> str:
+        """The machine and the versions that its numbers depend on."""
+        machine, versions = self.machine, self.versions
+        where = ", ".join(machine.gpus) or f"{machine.processor}, {threads_in_words(machine.threads)}"
+        return f"{where}; torch {versions.get('torch')}, Python {versions.get('python')}"
 
 
 @dataclass(frozen=True)
@@ -101,14 +107,8 @@ class RunRecord:
         record = Record(options, (), options.get("seed"))
         if list_checkpoints(self._run) and (self._run / RECORD_FILE).exists():
             record = read_record(self._run)
-        process = Process(
-            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            command=tuple(command),
-            changed_options={name: value for name, value in options.items() if value != record.options.get(name)},
-            versions=_versions(),
-            machine=_machine(),
-            git=_git(),
-        )
+        changed = {name: value for name, value in options.items() if value != record.options.get(name)}
+        process = dataclasses.replace(this_process(), command=tuple(command), changed_options=changed)
         self._record = dataclasses.replace(record, processes=(*record.processes, process))
         self._write(self._record)
 
@@ -146,18 +146,14 @@ def read_record(run: str | Path) -> Record:
     return read_file(Path(run, RECORD_FILE), Record, "restore it from a copy, or delete it; training does not need it")
 
 
-def _versions() -> dict[str, str]:
+def this_process() -> Process:
+    """This process as it is now, with its machine, without its command."""
     import torch  # needed only for training: records are read without PyTorch
 
     found = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
-    return {"python": platform.python_version(), **found, "torch": torch.__version__}  # its metadata may lack the build
-
-
-def _machine() -> Machine:
-    import torch
-
+    versions = {"python": platform.python_version(), **found, "torch": torch.__version__}  # its metadata may lack the build
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return Machine(
+    machine = Machine(
         system=f"{platform.system()} {platform.release()}",
         processor=processor_name(),
         cores=os.cpu_count(),
@@ -166,28 +162,19 @@ def _machine() -> Machine:
         gpus=tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())),
         cuda=torch.version.cuda,
     )
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Process(time=now, versions=versions, machine=machine, git=_git())
 
 
 def _git() -> Git | None:
-    """Commit, branch and whether tracked files differ, in the working directory; None without git or a repository."""
+    """The commit in the working directory, and whether tracked files differ; None without git or a commit."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    read_only = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        status = subprocess.run(
-            ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"],
-            capture_output=True,
-            check=True,
-            timeout=10,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # read only
-        ).stdout.decode(errors="replace")
+        found = subprocess.run(command, capture_output=True, check=True, timeout=10, env=read_only).stdout.decode().strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = status.splitlines()
-    facts = dict(line.removeprefix("# ").split(" ", 1) for line in lines if line.startswith("# "))
-    commit, branch = facts.get("branch.oid"), facts.get("branch.head")
-    return Git(
-        commit=None if commit == "(initial)" else commit,
-        branch=None if branch == "(detached)" else branch,
-        changed=any(not line.startswith("# ") for line in lines),
-    )
+    return Git(found.removesuffix("-dirty"), changed=found.endswith("-dirty"))
 
 
 def is_locked(run: Path) -> bool:

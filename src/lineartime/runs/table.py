@@ -1,11 +1,10 @@
-"""The comparison of runs: find them, summarise each from its files, merge seeds, group those that compare, make tables."""
+"""The comparison of runs: find them, summarise each from its files, group those that compare, make tables."""
 
 import json
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from rich.table import Table
 from lineartime.checkpoint import checkpoint_path, list_checkpoints
 from lineartime.errors import LineartimeError
 from lineartime.files import RECORD_FILE, is_there
-from lineartime.runs.curve import DEVIATION, thinned
+from lineartime.runs.curve import thinned
 from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_metrics
 from lineartime.runs.record import WITHOUT_EFFECT, Record, is_locked, last_error, read_record, texts_of
 from lineartime.screen import new_table
@@ -24,10 +23,6 @@ from lineartime.units import NOT_THERE, cell, counted, duration, without_empty
 
 DEPTH = 3
 """Levels of folders to search for runs."""
-_OF_A_RUN = ("seed", *WITHOUT_EFFECT)
-"""Options that may differ between the seeds of one setting."""
-_MEANS = ("training_loss", "validation_loss", "bits_per_byte", "tokens_per_second", "seconds")
-"""What a merged run has as the mean of its runs."""
 UNLIMITED = 100_000
 """The width, in columns, of output that is not a terminal."""
 _NOT_COMPARED = ("preset", "data", "text_column", "include", "exclude", "steps", *WITHOUT_EFFECT)
@@ -53,15 +48,10 @@ class RunSummary:
     state: str  # damaged, failed, finished, running, or stopped: see `_state`
     error: str | None  # the message of the error that ended a failed run
     lines: list[Line] = field(repr=False)  # its losses, thinned for the plot
-    seeds: tuple[int, ...] = ()  # of several runs that `merge_seeds` has merged, their seeds; empty for one run
-    validation_deviation: float | None = None  # the standard deviation of their losses
-    bits_deviation: float | None = None  # the same in bits per byte
-    paths: tuple[Path, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dictionary for JSON, without the losses of each step."""
-        values = {name: value for name, value in vars(self).items() if name != "lines"}
-        return {**values, "path": str(self.path), "paths": [str(path) for path in self.paths]}
+        return {name: value for name, value in vars(self).items() if name != "lines"} | {"path": str(self.path)}
 
 
 def name_runs(folders: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
@@ -128,81 +118,27 @@ def summarize(path: Path, name: str) -> tuple[RunSummary, list[str]]:
 
 
 def _state(path: Path, steps: object, error: str | None, step: int, seconds: float) -> str:
-    """The state of a run, from its error, recorded steps, lock, last checkpoint and last write, in this order.
+    """The state of a run, from its lock, error, recorded steps, last checkpoint and last write, in this order.
 
     One that is not locked may be on another machine: it is running if it has written within a minute, or ten of its steps.
     """
-    locked, saved = is_locked(path), list_checkpoints(path)[-1:]
-    if error is not None:
-        return "running" if locked else "failed"  # it is being resumed, or not
-    if isinstance(steps, int) and step >= steps and saved in ([], [checkpoint_path(path, steps)]):
+    saved = list_checkpoints(path)[-1:]
+    ended = isinstance(steps, int) and step >= steps and saved in ([], [checkpoint_path(path, steps)])
+    if error is None and ended:
         return "finished"  # perhaps copied without checkpoints; one killed in its last evaluation has only earlier ones
-    if locked or saved == [checkpoint_path(path, step)]:
-        return "running" if locked else "stopped"
+    if is_locked(path):
+        return "running"  # a failed run is being resumed
+    if error is not None or saved == [checkpoint_path(path, step)]:
+        return "stopped" if error is None else "failed"
     written = max(place.stat().st_mtime for place in (path / METRICS_FILE, path) if is_there(place))
     return "running" if time.time() - written < max(60.0, 10 * seconds / max(step, 1)) else "stopped"
 
 
-def merge_seeds(runs: Sequence[RunSummary]) -> list[RunSummary]:
-    """Merge runs that differ only in the seed and have taken as many steps; the others stay as they are.
-
-    Only runs with an evaluation are merged, and only one of each seed. A merged run has the means of its runs, the standard
-    deviation of their losses, and the name of the first.
-    """
-    settings: dict[str, list[RunSummary]] = {}
-    seen: set[str] = set()
-    for place, run in enumerate(runs):
-        options = {name: value for name, value in run.options.items() if name not in _OF_A_RUN}
-        options["override"] = sorted(map(str, options.get("override") or ()))
-        key = json.dumps([sorted(options.items()), run.step])
-        with_seed = f"{key} {run.options.get('seed')}"
-        if not run.options or run.validation_loss is None or run.options.get("seed") is None or with_seed in seen:
-            key = str(place)
-        seen.add(with_seed)
-        settings.setdefault(key, []).append(run)
-    return [_merged(of_setting) if len(of_setting) > 1 else of_setting[0] for of_setting in settings.values()]
-
-
-def _merged(runs: Sequence[RunSummary]) -> RunSummary:
-    runs = sorted(runs, key=lambda run: (run.options["seed"], run.name))
-    first, states = runs[0], Counter(run.state for run in runs)
-    means: dict[str, Any] = {name: _over(statistics.fmean, runs, name) for name in _MEANS}
-    return replace(
-        first,
-        options={name: value for name, value in first.options.items() if name not in _OF_A_RUN},
-        **means,
-        state=first.state if len(states) == 1 else ", ".join(f"{count} {state}" for state, count in states.items()),
-        error=next((run.error for run in runs if run.error), None),
-        lines=_mean_lines([run.lines for run in runs]),
-        seeds=tuple(run.options["seed"] for run in runs),
-        validation_deviation=_over(statistics.stdev, runs, "validation_loss"),
-        bits_deviation=_over(statistics.stdev, runs, "bits_per_byte"),
-        paths=tuple(run.path for run in runs),
-    )
-
-
-def _over(statistic: Callable[[list[float]], float], runs: Sequence[RunSummary], name: str) -> float | None:
-    """A statistic of a number of runs; None if one of them lacks the number."""
-    values = [getattr(run, name) for run in runs]
-    return None if None in values else statistic(values)
-
-
-def _mean_lines(of_runs: Sequence[Sequence[Line]]) -> list[Line]:
-    """The mean of each number at the steps and evaluations that all runs have."""
-    by_step = [{("validation_loss" in line, line["step"]): line for line in lines} for lines in of_runs]
-    common = [key for key in by_step[0] if all(key in lines for lines in by_step)]
-    merged: list[Line] = []
-    for key in common:
-        lines = [lines[key] for lines in by_step]
-        names = [name for name in lines[0] if all(name in line for line in lines)]
-        means = {name: statistics.fmean(line[name] for line in lines) for name in names}
-        losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
-        merged.append({**means, DEVIATION: statistics.stdev(losses)} if losses else means)
-    return merged
-
-
 def group_runs(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
-    """The runs by text, tokenizer and task, in words if there are several; the best first, unknown options last."""
+    """The runs by text, tokenizer and task, in words if there are several; the best first, unknown options last.
+
+    The best has the fewest bits per byte, or nats per token if any lacks bits. Runs without an evaluation come last.
+    """
     groups: dict[tuple[Any, ...], list[RunSummary]] = {}
     for run in runs:
         names = [str(run.options.get(name) or usual) for name, usual in (("tokenizer", "bytes"), ("task", "clm"))]
@@ -212,26 +148,18 @@ def group_runs(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
         texts = {text: " ".join(text) for text in texts}
     titles = {key: f"text {texts[key[0]]}, tokenizer {key[1]}, task {key[2]}" for key in sorted(groups) if key}
     titles |= {(): "unknown text"} if () in groups else {}
-    return {title if len(groups) > 1 else "": _ranked(groups[key]) for key, title in titles.items()}
-
-
-def _ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
-    """Sort runs by bits per byte, or by nats per token if any lacks bits. Runs without an evaluation come last."""
-    in_bits = all(run.bits_per_byte is not None for run in runs if run.validation_loss is not None)
-
-    def rank(run: RunSummary) -> tuple[bool, float, str]:
-        loss = run.bits_per_byte if in_bits else run.validation_loss
-        return loss is None, loss or 0.0, run.name
-
-    return sorted(runs, key=rank)
+    for group in groups.values():
+        in_bits = all(run.bits_per_byte is not None for run in group if run.validation_loss is not None)
+        losses = {run.name: run.bits_per_byte if in_bits else run.validation_loss for run in group}
+        group.sort(key=lambda run: (losses[run.name] is None, losses[run.name] or 0.0, run.name))
+    return {title if len(groups) > 1 else "": groups[key] for key, title in titles.items()}
 
 
 def make_tables(groups: Mapping[str, Sequence[RunSummary]], width: int | None = None) -> tuple[list[Table], list[str]]:
     """A table for each group, and the columns that were left out, the least important ones, on a screen of a width."""
     runs = [run for of_group in groups.values() for run in of_group]
-    in_titles = (*_GROUPED_BY, "seed") if any(run.seeds for run in runs) else _GROUPED_BY
     differing = dict.fromkeys(name for of_group in groups.values() for name in differing_options(of_group))
-    options = [name for name in differing if name not in in_titles]
+    options = [name for name in differing if name not in _GROUPED_BY]
     columns: dict[str, Sequence[str]] = {name: [shown(run) for run in runs] for name, shown in _CELLS.items()}
     columns |= {name: [_option(_options_of(run).get(name)) for run in runs] for name in options}
     if len({_option(run.options.get("data")) for run in runs}) > 1:  # the titles of the groups name the text
@@ -279,20 +207,15 @@ def _option(value: Any) -> str:
     return NOT_THERE if value is None else str(value)
 
 
-def _spread(deviation: float | None) -> str:
-    return "" if deviation is None else f" ± {deviation:.3f}"
-
-
 _CELLS: dict[str, Callable[[RunSummary], str]] = {
     "run": lambda run: run.name,
     "model": lambda run: _option(run.options.get("preset")),
     "data": lambda run: " ".join(Path(text).name for text in texts_of(run.options)) if run.options.get("data") else NOT_THERE,
-    "seeds": lambda run: cell(len(run.seeds) or None, ""),
     "step": lambda run: f"{run.step:,}" + (f"/{run.options['steps']:,}" if run.options.get("steps") else ""),
     "tokens": lambda run: cell(run.tokens, counted),
     "training": lambda run: cell(run.training_loss, ".3f"),
-    "validation": lambda run: cell(run.validation_loss, ".3f", unit=_spread(run.validation_deviation)),
-    "bits/byte": lambda run: cell(run.bits_per_byte, ".3f", unit=_spread(run.bits_deviation)),
+    "validation": lambda run: cell(run.validation_loss, ".3f"),
+    "bits/byte": lambda run: cell(run.bits_per_byte, ".3f"),
     "tokens/s": lambda run: cell(run.tokens_per_second, ",.0f"),
     "time": lambda run: cell(run.seconds, duration),
     "state": lambda run: run.state,
