@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29970,
-    "all tests": 21400,
+    "all source": 30220,
+    "all tests": 21670,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
@@ -182,7 +182,7 @@ BUDGETS: dict[str, int] = {
     "evaluation": 580,
     "experiments": 2230,
     "finetuning": 1400,
-    "foreign": 740,
+    "foreign": 1000,
     "generation": 780,
     "ground": 1410,
     "hf": 1330,
