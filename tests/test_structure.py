@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30220,
-    "all tests": 21670,
+    "all source": 30300,
+    "all tests": 21770,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
@@ -182,7 +182,7 @@ BUDGETS: dict[str, int] = {
     "evaluation": 580,
     "experiments": 2230,
     "finetuning": 1400,
-    "foreign": 1000,
+    "foreign": 1070,
     "generation": 780,
     "ground": 1410,
     "hf": 1330,

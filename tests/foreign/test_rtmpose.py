@@ -153,8 +153,11 @@ def test_onnx_of_one_file_keeps_float16(tmp_path: Path) -> None:
 def test_weights_and_inputs_that_do_not_fit_are_named() -> None:
     weights = weights_of("plain")
     for unfit, message in (
-        ({}, "The weights have no uv.weight, but RTMPose's gated attention unit has one"),
-        ({f"{place}{name}": tensor for place in ("a.", "b.") for name, tensor in weights.items()}, r"2 units \(a., b.\)"),
+        ({}, "The weights lack uv.weight, which RTMPose's gated attention unit has"),
+        (
+            {f"{place}{name}": tensor for place in ("a.", "b.") for name, tensor in weights.items()},
+            "hold 2 units of RTMPose.*, 'a.' and 1 more: give those of one",
+        ),
         ({**weights, "more": torch.zeros(1)}, "hold 'more', which RTMPose's gated attention unit does not have"),
         ({name: weights[name] for name in weights if name != "gamma"}, "lack gamma"),
         ({**weights, "beta": torch.zeros(2, 3)}, r"beta has shape \[2, 3\]"),

@@ -1,4 +1,4 @@
-"""Weights of other packages: models of GAU-alpha and FLASH-pytorch, units of RTMPose, and the layers that only they need."""
+"""Weights of other packages: models of GAU-alpha and FLASH-pytorch, units of several, and the layers that only they need."""
 
 from importlib import import_module
 from typing import Any
@@ -10,6 +10,7 @@ _HOMES = {
     "PoseScaleNorm": "rtmpose",
     "convert": "conversion",
     "from_flash_pytorch": "flash_pytorch",
+    "from_flash_quad": "flash_quad",
     "from_gau_alpha": "gau_alpha",
     "from_rtmpose": "rtmpose",
     "is_foreign": "conversion",

@@ -15,7 +15,6 @@ float16 no square overflows unless the result does.
 """
 
 import math
-import re
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -24,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineartime.errors import ArgumentError, LineartimeError, check_choice
+from lineartime.errors import ArgumentError, check_choice
 from lineartime.foreign.weights import StateDict
 from lineartime.ops.checks import check_even, check_positive
 from lineartime.ops.modes import acc_dtype
@@ -222,14 +221,7 @@ def from_rtmpose(
         LineartimeError: for weights that have no such unit, or several.
         ArgumentError: for arguments that the unit cannot have.
     """
-    names = StateDict(weights, PACKAGE)  # also checks that it is a mapping
-    found = [name.removesuffix("uv.weight") for name in names if re.search(r"(^|\.)uv\.weight$", name)]
-    if len(found) != 1:
-        count = f"{len(found)} units ({', '.join(found)}): give the weights of one" if found else "no uv.weight"
-        raise LineartimeError(f"The weights have {count}, but {PACKAGE} has one uv.weight.")
-    prefix = found[0]
-    own = {name.removeprefix(prefix): tensor for name, tensor in names.items() if name.startswith(prefix)}
-    state = StateDict(own, PACKAGE)
+    state = StateDict(weights, PACKAGE).part("uv.weight")
     (rows, d_model), (d_out, d_value) = state.matrix("uv.weight"), state.matrix("o.weight")
     cross = "k_fc.weight" in state
     n_tokens = (len(state["w"]) + 1) // 2 if "w" in state else 1 if "a" in state else None
