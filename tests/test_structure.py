@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30300,
-    "all tests": 21770,
+    "all source": 30420,
+    "all tests": 21880,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
@@ -182,10 +182,10 @@ BUDGETS: dict[str, int] = {
     "evaluation": 580,
     "experiments": 2230,
     "finetuning": 1400,
-    "foreign": 1070,
+    "foreign": 1130,
     "generation": 780,
     "ground": 1410,
-    "hf": 1330,
+    "hf": 1390,
     "inspection": 280,
     "layers": 2330,
     "models": 2600,

@@ -19,6 +19,8 @@ from lineartime.foreign.weights import SUFFIXES, read_weights
 from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM
 
 _CONFIG = "config.json"
+_HEADS = ("classifier.", "qa_outputs.")
+"""The beginnings of the names of weights that fine-tuning of GAU-alpha adds."""
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _SPECIAL = 2
 """How many special tokens (end of document, mask) the tokenizer may have that the model has not learned."""
@@ -35,6 +37,15 @@ def is_foreign(source: str | Path) -> bool:
         return (source / _CONFIG).is_file() and read_plain(source / _CONFIG).get("model_type") == MODEL_TYPE
     except (LineartimeError, OSError):  # whoever reads the folder next reports it
         return False
+
+
+def fine_tuned_class(source: str | Path) -> str | None:
+    """The class of a fine-tuned model of GAU-alpha, such as "GAUAlphaForTokenClassification"; None of any other source."""
+    if not is_foreign(source) or Path(source).is_file():
+        return None
+    names = read_plain(Path(source) / _CONFIG).get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    return name if name.startswith("GAUAlphaFor") and name != "GAUAlphaForMaskedLM" else None
 
 
 def convert(
@@ -65,7 +76,9 @@ def convert(
                 if value:
                     what = f"is given, but {source} holds a model of GAU-alpha, which needs none: leave it out."
                     raise ArgumentError(name, what)
-            model, tokenizer = _read_gau_alpha(source)
+            if (tuned := fine_tuned_class(source)) is not None:
+                raise LineartimeError(f"{source} holds a {tuned}, with a head: lineartime.hf.convert converts it.")
+            model, tokenizer, _ = read_gau_alpha(source)
         else:
             what = "holds no model of another package: give a folder of GAU-alpha, or the weights of FLASH-pytorch."
             raise LineartimeError(f"{source} {what}")
@@ -73,19 +86,26 @@ def convert(
     return destination
 
 
-def _read_gau_alpha(source: Path) -> tuple[LanguageModel, Tokenizer]:
+def read_gau_alpha(source: Path) -> tuple[LanguageModel, Tokenizer, dict[str, Tensor]]:
+    """The model and the tokenizer of a folder of GAU-alpha, and the weights of the head of a fine-tuned one.
+
+    Raises:
+        LineartimeError: for a folder that is damaged, or a model that ours cannot be.
+    """
     file = next((source / name for name in _WEIGHTS if (source / name).is_file()), None)
     if file is None or not (source / VOCABULARY).is_file():
         missing = VOCABULARY if file else " or ".join(_WEIGHTS)
         raise LineartimeError(f"{source} holds a {_CONFIG} of GAU-alpha, but no {missing}: copy all files of the model.")
-    model = from_gau_alpha(read_weights(file), read_plain(source / _CONFIG))
+    weights, tuned = read_weights(file), fine_tuned_class(source) is not None
+    head = {name: weights.pop(name) for name in sorted(weights) if tuned and name.startswith(_HEADS)}
+    model = from_gau_alpha(weights, read_plain(source / _CONFIG))
     written = source / "tokenizer_config.json"
     lowercase = read_plain(written).get("do_lower_case", True) if written.is_file() else True
     tokenizer = read_vocabulary(source / VOCABULARY, lowercase is not False)
     if tokenizer.vocab_size != model.config.vocab_size:
         sizes = f"has {tokenizer.vocab_size:,} pieces, but the model has {model.config.vocab_size:,}"
         raise LineartimeError(f"{source / VOCABULARY} {sizes}: copy both from one model.")
-    return model, tokenizer
+    return model, tokenizer, head
 
 
 def _read_flash_pytorch(
