@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30420,
-    "all tests": 21880,
+    "all source": 30440,
+    "all tests": 21900,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
@@ -185,7 +185,7 @@ BUDGETS: dict[str, int] = {
     "foreign": 1130,
     "generation": 780,
     "ground": 1410,
-    "hf": 1390,
+    "hf": 1400,
     "inspection": 280,
     "layers": 2330,
     "models": 2600,

@@ -127,7 +127,7 @@ def test_heads_that_cannot_be_converted_are_named(tmp_path: Path) -> None:
     fine_tuned(tmp_path / "summary", "GAUAlphaForSequenceClassification", "classifier", 2, summary_activation="tanh")
     fine_tuned(tmp_path / "headless", "GAUAlphaForTokenClassification", "score", 2)
     for folder, message in (
-        ("choice", "is a GAUAlphaForMultipleChoice, but only GAUAlphaForSequenceClassification, "),
+        ("choice", "holds a GAUAlphaForMultipleChoice, but only GAUAlphaForSequenceClassification, "),
         ("summary", "has a summary with parts of its own before the head"),
         ("headless", "The weights hold 'score.bias', which GAU-alpha does not have"),
     ):

@@ -30,11 +30,10 @@ class ConvertOptions:
 def run(options: ConvertOptions) -> None:
     """Convert the model, and print what was written and how to load it."""
     from lineartime.data.progress import Progress
-    from lineartime.foreign.conversion import fine_tuned_class, is_foreign
+    from lineartime.foreign.conversion import is_foreign
 
     with Progress(f"converting {options.source}"):
-        foreign = is_foreign(options.source) and fine_tuned_class(options.source) is None
-        print((_read_foreign if foreign else _convert)(options))
+        print((_read_foreign if is_foreign(options.source) else _convert)(options))
 
 
 def _convert(options: ConvertOptions) -> str:

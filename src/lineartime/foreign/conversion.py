@@ -29,23 +29,29 @@ _NEVER = -1e4
 
 
 def is_foreign(source: str | Path) -> bool:
-    """Whether the source is a weight file, or a folder of GAU-alpha."""
+    """Whether the source is a weight file, or a folder of GAU-alpha that holds a language model, not a fine-tuned one."""
     source = Path(source)
     try:
-        if source.is_file():
-            return source.suffix in SUFFIXES
-        return (source / _CONFIG).is_file() and read_plain(source / _CONFIG).get("model_type") == MODEL_TYPE
+        return source.suffix in SUFFIXES if source.is_file() else _class_of(source) == ""
     except (LineartimeError, OSError):  # whoever reads the folder next reports it
         return False
 
 
 def fine_tuned_class(source: str | Path) -> str | None:
     """The class of a fine-tuned model of GAU-alpha, such as "GAUAlphaForTokenClassification"; None of any other source."""
-    if not is_foreign(source) or Path(source).is_file():
+    try:
+        return _class_of(Path(source)) or None
+    except (LineartimeError, OSError):  # whoever reads the folder next reports it
         return None
-    names = read_plain(Path(source) / _CONFIG).get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-    return name if name.startswith("GAUAlphaFor") and name != "GAUAlphaForMaskedLM" else None
+
+
+def _class_of(source: Path) -> str | None:
+    """The class of a fine-tuned model in a folder of GAU-alpha, or "" of any other; None of other sources."""
+    if not (source / _CONFIG).is_file() or (config := read_plain(source / _CONFIG)).get("model_type") != MODEL_TYPE:
+        return None
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    return name if name.startswith("GAUAlphaFor") and name != "GAUAlphaForMaskedLM" else ""
 
 
 def convert(
@@ -71,13 +77,13 @@ def convert(
     with new_folder("destination", destination) as partial:
         if source.is_file():
             model, tokenizer = _read_flash_pytorch(source, tokenizer, flash_pytorch or {})
+        elif (tuned := fine_tuned_class(source)) is not None:
+            raise LineartimeError(f"{source} holds a {tuned}, with a head: lineartime.hf.convert converts it.")
         elif is_foreign(source):
             for name, value in (("tokenizer", tokenizer), ("flash_pytorch", flash_pytorch)):
                 if value:
                     what = f"is given, but {source} holds a model of GAU-alpha, which needs none: leave it out."
                     raise ArgumentError(name, what)
-            if (tuned := fine_tuned_class(source)) is not None:
-                raise LineartimeError(f"{source} holds a {tuned}, with a head: lineartime.hf.convert converts it.")
             model, tokenizer, _ = read_gau_alpha(source)
         else:
             what = "holds no model of another package: give a folder of GAU-alpha, or the weights of FLASH-pytorch."

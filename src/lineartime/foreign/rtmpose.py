@@ -10,8 +10,8 @@ Shapes: T tokens (keypoints), S tokens of other sequences, d model width, e valu
 
     cross-attention: u, q = act(x_n W_uv), k = keys W_k, v = values W_v   [T, e] [T, s] [S, s] [S, e]
 
-Here x and every row of P are divided by their largest element before they are squared, which the result is multiplied by: in
-float16 no square overflows unless the result does.
+Here x and every row of scores are divided by their largest element before they are squared, and the output is multiplied by the
+square of the latter: in float16, no square overflows unless the output does.
 """
 
 import math

@@ -19,16 +19,9 @@ from lineartime.data.tokenizers import Tokenizer, read_definition
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, DamagedFileError, new_folder, os_error_behind, read_plain
-from lineartime.foreign.conversion import fine_tuned_class, read_gau_alpha
+from lineartime.foreign.conversion import fine_tuned_class
 from lineartime.foreign.weights import read_weights
-from lineartime.hf.heads import (
-    LineartimeForCausalLM,
-    LineartimeForMaskedLM,
-    LineartimeForQuestionAnswering,
-    LineartimeForSequenceClassification,
-    LineartimeForTokenClassification,
-    TaskModel,
-)
+from lineartime.hf.heads import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.model import FIELDS, LineartimeConfig
 from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
 from lineartime.machine import shapes_only
@@ -39,12 +32,6 @@ from lineartime.models.language_model import LanguageModel, build_model
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 LOGITS, LOGITS_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "backbone.embedding.weight"
 """The output layer, which is a second name of the token embedding if they are tied, and the token embedding."""
-_TUNED: dict[str, type[TaskModel]] = {
-    "GAUAlphaForSequenceClassification": LineartimeForSequenceClassification,
-    "GAUAlphaForTokenClassification": LineartimeForTokenClassification,
-    "GAUAlphaForQuestionAnswering": LineartimeForQuestionAnswering,
-}
-"""Fine-tuned models of GAU-alpha, and those with the same head."""
 PADDED = 128
 """Fewer rows than these after those of all tokens are taken for padding, to a multiple that is fast, and are left out."""
 CARD = """---
@@ -75,12 +62,14 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 def convert(source: str | Path, destination: str | Path, *, checkpoint: CheckpointChoice | None = None) -> Path:
     """Convert a model: `to_transformers` for a run or checkpoint, `from_transformers` for a folder of transformers.
 
-    A fine-tuned model of GAU-alpha is converted by `from_fine_tuned`. Raises ArgumentError for a source that is none of these,
-    and the errors of these functions.
+    A fine-tuned model of GAU-alpha is converted for transformers, with its head.
+    Raises ArgumentError for a source that is neither, and the errors of these two functions.
     """
     source = Path(source)
     if checkpoint is None and (name := fine_tuned_class(source)) is not None:
-        return from_fine_tuned(source, destination, name)
+        from lineartime.hf.gau_alpha import convert_fine_tuned  # which needs this module
+
+        return convert_fine_tuned(source, destination, name)
     if checkpoints.list_checkpoints(source) or (checkpoints.is_checkpoint(source) and not (source / CONFIG).exists()):
         return to_transformers(source, destination, checkpoint=checkpoint)
     if not (source / CONFIG).exists():
@@ -129,42 +118,6 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         )
         (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")  # the name may not be UTF-8
     return destination
-
-
-def from_fine_tuned(source: Path, destination: str | Path, name: str) -> Path:
-    """Save a model of GAU-alpha of the class `name` that was fine-tuned, with its head, for transformers.
-
-    Raises:
-        ArgumentError: for a destination that is not empty.
-        LineartimeError: if the source is damaged, or has a head that ours cannot be.
-    """
-    theirs, problem = read_plain(source / CONFIG), None
-    pooling = theirs.get("summary_type", "last") if name == "GAUAlphaForSequenceClassification" else None
-    if name not in _TUNED:
-        problem = f"is a {name}, but only {', '.join(_TUNED)} can be converted"
-    elif pooling not in (None, "first", "last", "mean") or (pooling and theirs.get("summary_activation")):
-        problem = (
-            "has a summary with parts of its own before the head, but only that of a token or of the mean can be converted"
-        )
-    if problem is not None:
-        raise LineartimeError(f"{source} {problem}.")
-    with new_folder("destination", Path(destination)) as folder:
-        model, tokenizer, head = read_gau_alpha(source)
-        end, labels = tokenizer.end_of_document, {"num_labels": len(next(iter(head.values()), ()))}
-        labels |= {key: theirs[key] for key in ("id2label", "label2id", "problem_type") if theirs.get(key)}
-        ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-        made = _TUNED[name](LineartimeConfig.from_model_config(model.config, **ids, **labels, pooling=pooling))
-        made.model.backbone = model.backbone
-        wanted = dict(getattr(made, made.head).named_parameters())
-        given = {each.partition(".")[2]: tensor for each, tensor in head.items()}
-        _check_state(source, wanted, given)
-        getattr(made, made.head).load_state_dict(given)
-        pairs = fast_tokenizer(tokenizer, framed=True)
-        pairs.model_input_names = [*pairs.model_input_names, "token_type_ids"]  # that of the second of a pair is 1
-        with quietly():
-            made.save_pretrained(folder)
-            pairs.save_pretrained(folder)
-    return Path(destination)
 
 
 def _read_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, int | None]:

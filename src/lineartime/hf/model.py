@@ -18,7 +18,7 @@ from transformers.utils import can_return_tuple
 
 from lineartime.checkpoint import all_finite
 from lineartime.choices import VOCAB_SIZE, Task
-from lineartime.errors import ArgumentError, LineartimeError, check_choice
+from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.hf.cache import CACHE, LineartimeCache
 from lineartime.layers.residual import ResidualLayer, check_tokens
 from lineartime.models.backbone import Backbone
@@ -57,8 +57,8 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
         # Store all options of the layers, so that a later version with other defaults builds the same model.
         for name, value in {"pattern": [], **config.to_dict()}.items():
             setattr(self, name, value)
-        if self.pooling is not None:
-            check_choice("pooling", self.pooling, ("first", "last", "mean"))
+        if self.pooling not in (None, "first", "last", "mean"):
+            raise ArgumentError("pooling", f"is {self.pooling!r}, but must be 'first', 'last', 'mean' or None.")
         super().__post_init__(**given)
         # Transformers keeps unknown arguments as attributes, and files of earlier versions may hold some.
         known = (PreTrainedConfig, GenerationConfig())
