@@ -127,6 +127,15 @@ def test_table_has_a_limit_and_reads_a_single_token() -> None:
         unit(torch.randn(1, T + 2, D, dtype=torch.float64))
 
 
+def test_instances_in_a_batch_are_each_alone_and_dropout_is_of_training() -> None:
+    """RTMO reads [B, N, K, d], the K keypoints of N people."""
+    unit, x, encoding = build("rtmo-add", dropout=0.5), GIVEN["x"], GIVEN["encoding"]
+    out = unit(x, encoding=encoding)
+    torch.testing.assert_close(out, STORED["rtmo-add.out"], atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(unit(x[:, None], encoding=encoding)[:, 0], out)
+    assert not torch.allclose(unit.train()(x, encoding=encoding), out)
+
+
 def test_sine_encoding_is_of_mmpose() -> None:
     """Position 2 of width 4 at temperature 1e5: angles 2 and 2 / 1e5^(1/2)."""
     like = torch.zeros(1, dtype=torch.float64)
