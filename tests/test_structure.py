@@ -182,7 +182,7 @@ BUDGETS: dict[str, int] = {
     "evaluation": 580,
     "experiments": 2230,
     "finetuning": 1400,
-    "foreign": 1130,
+    "foreign": 1140,
     "generation": 780,
     "ground": 1410,
     "hf": 1400,

@@ -59,7 +59,7 @@ def test_fine_tuned_classifier_of_gau_alpha_keeps_its_head(tmp_path: Path, capsy
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     source, ours = formulas.PUBLISHED / "fine-tuned", tmp_path / "ours"
-    with pytest.warns(UserWarning, match="which ours has not"):
+    with pytest.warns(UserWarning, match="which ours does not have"):
         assert main(["convert", str(source), str(ours)]) == 0
     assert "a model of transformers" in capsys.readouterr().out
     model = AutoModelForSequenceClassification.from_pretrained(ours).eval()

@@ -117,7 +117,7 @@ def test_dropout_and_other_rotations_are_not_lost_in_silence() -> None:
         dropped = [part.p for part in built.modules() if isinstance(part, torch.nn.Dropout)]
         assert dropped
         assert set(dropped) == {0.25}
-    with pytest.raises(ArgumentError, match=r"interpolate_factor is 2.0, but ours rotates by whole positions: it must be 1"):
+    with pytest.raises(ArgumentError, match=r"interpolate_factor is 2.0, but must be 1: our layers rotate by whole positions"):
         from_flash_pytorch(weights, interpolate_factor=2.0)
     rotary = peer("rotary_embedding_torch").RotaryEmbedding
     for unusual in (rotary(32, theta_rescale_factor=2.0), rotary(32, freqs_for="pixel")):

@@ -152,7 +152,7 @@ def test_logits_are_those_of_the_published_package(name: str) -> None:
     folder = PUBLISHED / name
     weights, given = (torch.load(folder / file, weights_only=True) for file in ("pytorch_model.bin", "reference.pt"))
     mask, expected = given["mask"].bool(), given["logits"]
-    with pytest.warns(UserWarning, match=r"dropout 0.1 of attention weights and 0.1 of embeddings, which ours has not"):
+    with pytest.warns(UserWarning, match=r"dropout 0.1 of attention weights and 0.1 of embeddings, which ours does not have"):
         model = from_gau_alpha(weights, json.loads((folder / "config.json").read_text()))
     assert model.config.dropout == 0.1  # of the outputs of layers, as theirs
     found = model(given["ids"], mask=mask, token_types=given["types"])

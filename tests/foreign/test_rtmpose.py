@@ -169,6 +169,7 @@ def test_weights_and_inputs_that_do_not_fit_are_named() -> None:
         ),
         ({**weights, "more": torch.zeros(1)}, "hold 'more', which RTMPose's gated attention unit does not have"),
         ({name: weights[name] for name in weights if name != "gamma"}, "lack gamma"),
+        ({**weights, "o.weight": torch.zeros(D, 3 * E)}, "uv.weight has 20 rows, of which -28 are for queries"),
         ({**weights, "beta": torch.zeros(2, 3)}, r"beta has shape \[2, 3\]"),
     ):
         with pytest.raises(LineartimeError, match=message):

@@ -82,9 +82,10 @@ def from_flash_pytorch(
     for name, value in {"causal": causal, "laplace_attn_fn": laplace_attn_fn}.items():
         check_type(name, value, bool)
     check_type("shift_tokens", shift_tokens, bool | None)
+    check_type("dropout", dropout, float)
     if interpolate_factor != 1:
         raise ArgumentError(
-            "interpolate_factor", f"is {interpolate_factor}, but ours rotates by whole positions: it must be 1."
+            "interpolate_factor", f"is {interpolate_factor}, but must be 1: our layers rotate by whole positions."
         )
     if dropout:
         what = f"{PACKAGE} drops attention weights, and ours the outputs of layers"

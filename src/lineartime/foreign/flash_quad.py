@@ -31,7 +31,7 @@ def from_flash_quad(weights: Mapping[str, Tensor], *, causal: bool = False, eps:
         LineartimeError: for weights of something else, or of a unit that ours cannot be.
     """
     state = StateDict(weights, PACKAGE).part("uv.weight")
-    (rows, d_model), (_, width), n = state.matrix("uv.weight"), state.matrix("o.weight"), (len(state["w"]) + 1) // 2
+    (rows, d_model), (_, width), n = state.matrix("uv.weight"), state.matrix("o.weight"), (state["w"].numel() + 1) // 2
     d_qk = rows - 2 * width
     if width % d_model or d_qk < 2 or d_qk % 2 or n > MAX_TABLE_LENGTH:
         what = f"has values of width {width}, keys of width {d_qk} and biases of {n} tokens"

@@ -50,7 +50,7 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
             drops outputs of layers at its hidden_dropout_prob.
 
     Warns:
-        UserWarning: for dropout of attention weights or of embeddings, which ours has not: further training differs.
+        UserWarning: for dropout of attention weights or of embeddings, which ours does not have: further training differs.
 
     Raises:
         LineartimeError: for a configuration or weights that do not fit.
@@ -105,7 +105,7 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
     lost = {"attention weights": given.attention_probs_dropout_prob, "embeddings": given.hidden_dropout_prob}
     if any(lost.values()):
         rates = " and ".join(f"{rate:g} of {name}" for name, rate in lost.items() if rate)
-        what = f"This model of {PACKAGE} was trained with dropout {rates}, which ours has not"
+        what = f"This model of {PACKAGE} was trained with dropout {rates}, which ours does not have"
         warnings.warn(f"{what}: it computes the same, but further training differs.", stacklevel=2)
     other: dict[str, Any] = {"embedding_norm": True, "absolute_position": "none", "tie_word_embeddings": tied}
     other["dropout"] = given.hidden_dropout_prob

@@ -17,13 +17,13 @@ square of the latter: in float16, no square overflows unless the output does.
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineartime.errors import ArgumentError, check_choice
+from lineartime.errors import ArgumentError, LineartimeError, check_choice
 from lineartime.foreign.weights import StateDict
 from lineartime.ops.checks import check_even, check_positive
 from lineartime.ops.modes import acc_dtype
@@ -224,10 +224,12 @@ def from_rtmpose(
     state = StateDict(weights, PACKAGE).part("uv.weight")
     (rows, d_model), (d_out, d_value) = state.matrix("uv.weight"), state.matrix("o.weight")
     cross = "k_fc.weight" in state
-    n_tokens = (len(state["w"]) + 1) // 2 if "w" in state else 1 if "a" in state else None
-    sizes: dict[str, Any] = {"d_value": d_value, "d_qk": rows - (1 if cross else 2) * d_value, "n_tokens": n_tokens}
+    d_qk = rows - (1 if cross else 2) * d_value
+    if d_qk < 2 or d_qk % 2:
+        raise LineartimeError(f"uv.weight has {rows} rows, of which {d_qk} are for queries, but {PACKAGE} has an even number.")
+    n_tokens = (state["w"].numel() + 1) // 2 if "w" in state else 1 if "a" in state else None
     unit = PoseGAU(
-        d_model, d_out, **sizes, cross=cross, bias="uv.bias" in state,
+        d_model, d_out, d_value=d_value, d_qk=d_qk, n_tokens=n_tokens, cross=cross, bias="uv.bias" in state,
         activation=activation, positions=positions, eps=eps, dropout=dropout,
     )  # fmt: skip
     taken = {name: state.take(name, *parameter.shape) for name, parameter in unit.state_dict().items()}
