@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,21 @@ def test_encoder_decoder_learns_to_rewrite_dates() -> None:
     scores = re.findall(r"(greedy|4 beams): exact match ([\d.]+) %", done.stdout)
     assert [name for name, _ in scores] == ["greedy", "4 beams"]
     assert all(float(score) > 95 for _, score in scores)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")  # of transformers, about its own models
+def test_packing_says_which_models_leak() -> None:
+    """Mamba of transformers carries its state over; ours, with every description of a pack, read each document alone."""
+    pytest.importorskip("transformers")
+    script = runpy.run_path(str(EXAMPLES / "packing.py"))
+    leaking, _ = script["moved"](script["build"]("mamba"))
+    assert leaking > 0.1
+    for name, masked in (("flash-tiny", False), ("mamba2-tiny", False), ("flash-tiny", True)):
+        model = script["build"](name, masked, d_model=32)
+        for pack in script["PACKS"]:
+            changed, alone = script["moved"](model, pack)
+            assert changed == 0
+            assert alone < 1e-5
+    changed, _ = script["moved"](model, "position_ids", position_ids=None)
+    assert changed > script["LEAKS"]

@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29220,
-    "all tests": 21210,
+    "all source": 29680,
+    "all tests": 21720,
     "baselines": 3600,
     "bench": 700,
     "checkpoint": 560,
@@ -182,10 +182,10 @@ BUDGETS: dict[str, int] = {
     "evaluation": 550,
     "experiments": 1830,
     "finetuning": 1400,
-    "foreign": 740,
+    "foreign": 1130,
     "generation": 780,
     "ground": 1400,
-    "hf": 1330,
+    "hf": 1400,
     "inspection": 280,
     "layers": 2320,
     "models": 2600,

@@ -141,8 +141,8 @@ def write_package(program: ExportedProgram, file: str | Path) -> Path:
     return file
 
 
-def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
-    """Write a program as ONNX.
+def write_onnx(program: ExportedProgram, file: str | Path, output: str = "logits") -> Path:
+    """Write a program as ONNX; its inputs have the names of the arguments of the module, and `output` is its output.
 
     A program for texts has the inputs ids and, for a masked language model, mask; its output is logits. A program for steps has
     the inputs ids, state_0, state_1, ... and the outputs logits, next_state_0, ...
@@ -160,9 +160,8 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
         limit = f"A program in ONNX holds at most {MAX_ONNX_BYTES / 2**30:.1f} GiB of weights in a file"
         advice = "export the model in float16, or choose another `format`."
         raise LineartimeError(f"{limit}, but these have {size / 2**30:.1f} GiB: {advice}")
-    *given, last = program.example_inputs[0]
+    inputs, last = list(program.graph_signature.user_inputs), program.example_inputs[0][-1]
     states = range(len(last) if isinstance(last, list) else 0)
-    inputs = ["ids", *(f"state_{place}" for place in states)] if states else ["ids", "mask"][: len(given) + 1]
     axes: list[dict[int, str]] = [{0: "batch", 1: "length"}, *({} for _ in inputs[1:])]  # the others have the axes of ids
     with _writing(file) as partial:
         try:
@@ -170,7 +169,7 @@ def write_onnx(program: ExportedProgram, file: str | Path) -> Path:
                 program.run_decompositions(),
                 f=partial,
                 input_names=inputs,
-                output_names=["logits", *(f"next_state_{place}" for place in states)],
+                output_names=[output, *(f"next_state_{place}" for place in states)],
                 dynamic_shapes=axes,
                 dynamo=True,
                 external_data=False,

@@ -53,6 +53,89 @@ def test_gau_alpha_is_filled_in_evaluated_and_read_by_transformers(tmp_path: Pat
     assert torch.equal(lineartime.load(tmp_path / "back")(rows), model(rows))
 
 
+def test_fine_tuned_classifier_of_gau_alpha_keeps_its_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the published package computed it, from the first token."""
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    source, ours = formulas.PUBLISHED / "fine-tuned", tmp_path / "ours"
+    with pytest.warns(UserWarning, match="which ours does not have"):
+        assert main(["convert", str(source), str(ours)]) == 0
+    assert "a model of transformers" in capsys.readouterr().out
+    model = AutoModelForSequenceClassification.from_pretrained(ours).eval()
+    given = torch.load(source / "reference.pt", weights_only=True)
+    ids, types, mask = given["ids"], given["types"], given["mask"]
+    found = model(ids, attention_mask=mask, token_type_ids=types).logits
+    torch.testing.assert_close(found, given["logits"], atol=1e-5 * float(given["logits"].abs().max()), rtol=0)
+    order = mask.argsort(dim=1, stable=True)  # padding before the text
+    ids, mask, types = (each.gather(1, order) for each in (ids, mask, types))
+    torch.testing.assert_close(model(ids, attention_mask=mask, token_type_ids=types).logits, found)
+    assert model.config.id2label == {0: "a", 1: "b", 2: "c"}
+    pair = AutoTokenizer.from_pretrained(ours)("ab", "c")
+    assert pair["input_ids"][0] == 2
+    assert sorted(set(pair["token_type_ids"])) == [0, 1]
+
+
+def fine_tuned(folder: Path, name: str, head: str, rows: int, **changes: Any) -> dict[str, Any]:
+    """A folder of a class of GAU-alpha with a head on its backbone; returns all weights."""
+    weights = formulas.write_folder(folder, architectures=[name], **changes)
+    del weights["cls.predictions.decoder.weight"]
+    d = formulas.CONFIG["hidden_size"]
+    weights |= {f"{head}.weight": torch.randn(rows, d), f"{head}.bias": torch.randn(rows)}
+    torch.save(weights, folder / "pytorch_model.bin")
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "summary"),
+    [
+        ("GAUAlphaForSequenceClassification", "classifier", "last"),
+        ("GAUAlphaForSequenceClassification", "classifier", "mean"),
+        ("GAUAlphaForTokenClassification", "classifier", None),
+        ("GAUAlphaForQuestionAnswering", "qa_outputs", None),
+    ],
+)
+def test_every_head_of_gau_alpha_is_converted(name: str, head: str, summary: str | None, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from lineartime.hf import convert as to_hf
+    from lineartime.hf import heads
+
+    changes = {"summary_type": summary} if summary else {}
+    weights = fine_tuned(tmp_path / "theirs", name, head, 2, **changes)
+    to_hf(tmp_path / "theirs", tmp_path / "ours")
+    made = getattr(heads, name.replace("GAUAlpha", "Lineartime")).from_pretrained(tmp_path / "ours").eval()
+    ids = torch.randint(5, len(formulas.PIECES), (2, 7))
+    identity = torch.eye(formulas.CONFIG["hidden_size"])
+    hidden = formulas.forward(
+        {**weights, "cls.predictions.decoder.weight": identity}, formulas.CONFIG, ids, torch.ones_like(ids).bool(), ids * 0
+    )
+    pooled = {"last": hidden[:, -1], "mean": hidden.mean(1), None: hidden}[summary]
+    expected = pooled @ weights[f"{head}.weight"].T + weights[f"{head}.bias"]
+    outputs = made(ids)
+    found = torch.stack([outputs.start_logits, outputs.end_logits], -1) if head == "qa_outputs" else outputs.logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_heads_that_cannot_be_converted_are_named(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from lineartime.hf import convert as to_hf
+
+    fine_tuned(tmp_path / "tuned", "GAUAlphaForSequenceClassification", "classifier", 2)
+    with pytest.raises(LineartimeError, match=r"holds a GAUAlphaForSequenceClassification, with a head: lineartime.hf.convert"):
+        convert(tmp_path / "tuned", tmp_path / "ours")
+    fine_tuned(tmp_path / "choice", "GAUAlphaForMultipleChoice", "classifier", 1)
+    fine_tuned(tmp_path / "summary", "GAUAlphaForSequenceClassification", "classifier", 2, summary_activation="tanh")
+    fine_tuned(tmp_path / "headless", "GAUAlphaForTokenClassification", "score", 2)
+    for folder, message in (
+        ("choice", "holds a GAUAlphaForMultipleChoice, but only GAUAlphaForSequenceClassification, "),
+        ("summary", "has a summary with parts of its own before the head"),
+        ("headless", "The weights hold 'score.bias', which GAU-alpha does not have"),
+    ):
+        with pytest.raises(LineartimeError, match=message):
+            to_hf(tmp_path / folder, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
 def test_model_of_flash_pytorch_is_read_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(*command: object, status: int = 0) -> str:
         """What `lineartime convert` says, in one line."""

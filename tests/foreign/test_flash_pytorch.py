@@ -109,6 +109,24 @@ def test_weights_in_half_precision_become_float32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(from_flash_pytorch(weights).backbone.embedding.weight, weights["token_emb.weight"].float())
 
 
+def test_dropout_and_other_rotations_are_not_lost_in_silence() -> None:
+    for name, arguments in (("FLASHTransformer", {"num_tokens": 30, "depth": 1}), ("FLASH", {}), ("GAU", {})):
+        weights = theirs(name, dim=D, query_key_dim=S, **arguments).state_dict()
+        with pytest.warns(UserWarning, match="FLASH-pytorch drops attention weights, and ours the outputs of layers: with"):
+            built: Any = from_flash_pytorch(weights, dropout=0.25)
+        dropped = [part.p for part in built.modules() if isinstance(part, torch.nn.Dropout)]
+        assert dropped
+        assert set(dropped) == {0.25}
+    with pytest.raises(ArgumentError, match=r"interpolate_factor is 2.0, but must be 1: our layers rotate by whole positions"):
+        from_flash_pytorch(weights, interpolate_factor=2.0)
+    rotary = peer("rotary_embedding_torch").RotaryEmbedding
+    for unusual in (rotary(32, theta_rescale_factor=2.0), rotary(32, freqs_for="pixel")):
+        other = theirs("FLASH", dim=D, query_key_dim=S)
+        other.rotary_pos_emb = unusual
+        with pytest.raises(LineartimeError, match=r"rotary_pos_emb.freqs holds other frequencies than 10000\^\(-2 i / n\)"):
+            from_flash_pytorch(other.state_dict())
+
+
 def test_weights_of_something_else_are_named() -> None:
     unfit: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
         (lambda w: w.pop("layers.0.to_out.bias"), "lack layers.0.to_out.bias"),

@@ -1,4 +1,4 @@
-"""Checkpoints of other packages, from GAU-alpha and FLASH-pytorch, and the layers that only they need (`mixers`)."""
+"""Weights of other packages: models of GAU-alpha and FLASH-pytorch, units of several, and the layers that only they need."""
 
 from importlib import import_module
 from typing import Any
@@ -6,11 +6,16 @@ from typing import Any
 _HOMES = {
     "ForeignFLASH": "mixers",
     "ForeignGAU": "mixers",
+    "PoseGAU": "rtmpose",
+    "PoseScaleNorm": "rtmpose",
     "convert": "conversion",
     "from_flash_pytorch": "flash_pytorch",
+    "from_flash_quad": "flash_quad",
     "from_gau_alpha": "gau_alpha",
+    "from_rtmpose": "rtmpose",
     "is_foreign": "conversion",
     "read_weights": "weights",
+    "sine_encoding": "rtmpose",
 }
 __all__ = list(_HOMES)
 

@@ -19,6 +19,8 @@ from lineartime.foreign.weights import SUFFIXES, read_weights
 from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM
 
 _CONFIG = "config.json"
+_HEADS = ("classifier.", "qa_outputs.")
+"""The beginnings of the names of weights that fine-tuning of GAU-alpha adds."""
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _SPECIAL = 2
 """How many special tokens (end of document, mask) the tokenizer may have that the model has not learned."""
@@ -27,14 +29,29 @@ _NEVER = -1e4
 
 
 def is_foreign(source: str | Path) -> bool:
-    """Whether the source is a weight file, or a folder of GAU-alpha."""
+    """Whether the source is a weight file, or a folder of GAU-alpha that holds a language model, not a fine-tuned one."""
     source = Path(source)
     try:
-        if source.is_file():
-            return source.suffix in SUFFIXES
-        return (source / _CONFIG).is_file() and read_plain(source / _CONFIG).get("model_type") == MODEL_TYPE
+        return source.suffix in SUFFIXES if source.is_file() else _class_of(source) == ""
     except (LineartimeError, OSError):  # whoever reads the folder next reports it
         return False
+
+
+def fine_tuned_class(source: str | Path) -> str | None:
+    """The class of a fine-tuned model of GAU-alpha, such as "GAUAlphaForTokenClassification"; None of any other source."""
+    try:
+        return _class_of(Path(source)) or None
+    except (LineartimeError, OSError):  # whoever reads the folder next reports it
+        return None
+
+
+def _class_of(source: Path) -> str | None:
+    """The class of a fine-tuned model in a folder of GAU-alpha, or "" of any other; None of other sources."""
+    if not (source / _CONFIG).is_file() or (config := read_plain(source / _CONFIG)).get("model_type") != MODEL_TYPE:
+        return None
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    return name if name.startswith("GAUAlphaFor") and name != "GAUAlphaForMaskedLM" else ""
 
 
 def convert(
@@ -60,12 +77,14 @@ def convert(
     with new_folder("destination", destination) as partial:
         if source.is_file():
             model, tokenizer = _read_flash_pytorch(source, tokenizer, flash_pytorch or {})
+        elif (tuned := fine_tuned_class(source)) is not None:
+            raise LineartimeError(f"{source} holds a {tuned}, with a head: lineartime.hf.convert converts it.")
         elif is_foreign(source):
             for name, value in (("tokenizer", tokenizer), ("flash_pytorch", flash_pytorch)):
                 if value:
                     what = f"is given, but {source} holds a model of GAU-alpha, which needs none: leave it out."
                     raise ArgumentError(name, what)
-            model, tokenizer = _read_gau_alpha(source)
+            model, tokenizer, _ = read_gau_alpha(source)
         else:
             what = "holds no model of another package: give a folder of GAU-alpha, or the weights of FLASH-pytorch."
             raise LineartimeError(f"{source} {what}")
@@ -73,19 +92,26 @@ def convert(
     return destination
 
 
-def _read_gau_alpha(source: Path) -> tuple[LanguageModel, Tokenizer]:
+def read_gau_alpha(source: Path) -> tuple[LanguageModel, Tokenizer, dict[str, Tensor]]:
+    """The model and the tokenizer of a folder of GAU-alpha, and the weights of the head of a fine-tuned one.
+
+    Raises:
+        LineartimeError: for a folder that is damaged, or a model that ours cannot be.
+    """
     file = next((source / name for name in _WEIGHTS if (source / name).is_file()), None)
     if file is None or not (source / VOCABULARY).is_file():
         missing = VOCABULARY if file else " or ".join(_WEIGHTS)
         raise LineartimeError(f"{source} holds a {_CONFIG} of GAU-alpha, but no {missing}: copy all files of the model.")
-    model = from_gau_alpha(read_weights(file), read_plain(source / _CONFIG))
+    weights, tuned = read_weights(file), fine_tuned_class(source) is not None
+    head = {name: weights.pop(name) for name in sorted(weights) if tuned and name.startswith(_HEADS)}
+    model = from_gau_alpha(weights, read_plain(source / _CONFIG))
     written = source / "tokenizer_config.json"
     lowercase = read_plain(written).get("do_lower_case", True) if written.is_file() else True
     tokenizer = read_vocabulary(source / VOCABULARY, lowercase is not False)
     if tokenizer.vocab_size != model.config.vocab_size:
         sizes = f"has {tokenizer.vocab_size:,} pieces, but the model has {model.config.vocab_size:,}"
         raise LineartimeError(f"{source / VOCABULARY} {sizes}: copy both from one model.")
-    return model, tokenizer
+    return model, tokenizer, head
 
 
 def _read_flash_pytorch(

@@ -8,6 +8,7 @@ Its norm divides by max(rms(x), 1e-5) and ours by sqrt(mean(x^2) + 1e-10), which
 Shapes: d model width, e value width, s query/key width, V vocabulary.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +52,8 @@ def from_flash_pytorch(
     shift_tokens: bool | None = None,
     laplace_attn_fn: bool = False,
     sequence_length: int | None = None,
+    dropout: float = 0.0,
+    interpolate_factor: float = 1.0,
 ) -> CausalLM | MaskedLM | ForeignFLASH | ForeignGAU:
     """Build the model or layer of a FLASH-pytorch state dict, in evaluation mode.
 
@@ -63,6 +66,12 @@ def from_flash_pytorch(
             reduce_group_non_causal_attn=False unless causal, is another function.
         sequence_length: for a causal GAU, the divisor of the scores. FLASH-pytorch divides by the length of the input, so that
             later tokens change earlier outputs; our GAU divides by this number, and agrees for inputs of this length.
+        dropout: the rate it was trained with (attn_dropout of a FLASHTransformer). Ours then drops outputs of layers at this
+            rate, where FLASH-pytorch drops attention weights and, in a GAU alone, outputs.
+        interpolate_factor: of its rotary embedding, if it got one of its own: only 1 can be converted.
+
+    Warns:
+        UserWarning: for a dropout, which is another one than that of the original: further training differs.
 
     Raises:
         ArgumentError: for arguments that our layers cannot reproduce.
@@ -73,15 +82,23 @@ def from_flash_pytorch(
     for name, value in {"causal": causal, "laplace_attn_fn": laplace_attn_fn}.items():
         check_type(name, value, bool)
     check_type("shift_tokens", shift_tokens, bool | None)
+    check_type("dropout", dropout, float)
+    if interpolate_factor != 1:
+        raise ArgumentError(
+            "interpolate_factor", f"is {interpolate_factor}, but must be 1: our layers rotate by whole positions."
+        )
+    if dropout:
+        what = f"{PACKAGE} drops attention weights, and ours the outputs of layers"
+        warnings.warn(f"{what}: with dropout {dropout:g}, further training differs.", stacklevel=2)
     check_positive(group_size=group_size, **({} if sequence_length is None else {"sequence_length": sequence_length}))
     activation: ForeignActivation = "laplace" if laplace_attn_fn else "relu2"
     built: CausalLM | MaskedLM | ForeignFLASH | ForeignGAU
     if is_model(weights):
         shift = shift_tokens is not False
-        built = _model(state, causal, {"chunk_size": group_size, "token_shift": shift, "activation": activation})
+        built = _model(state, causal, {"chunk_size": group_size, "token_shift": shift, "activation": activation}, dropout)
     elif "qk_offset_scale.gamma" in weights:
         options, own = _flash(state, "")
-        options |= {"chunk_size": group_size, "token_shift": bool(shift_tokens), "activation": activation}
+        options |= {"chunk_size": group_size, "token_shift": bool(shift_tokens), "activation": activation, "dropout": dropout}
         built = ForeignFLASH(**options, causal=causal).to(own["gamma"].dtype)
         built.load_state_dict(own)
     elif "offsetscale.gamma" in weights:
@@ -90,7 +107,7 @@ def from_flash_pytorch(
             raise ArgumentError("sequence_length", f"{what}: give the length it was trained with.")
         options, own = _gated(state, "", "offsetscale", [0, 1], "to_out.0", rotated=0)
         own["bias.values"] *= options["d_model"] ** 0.5
-        options |= {"activation": activation, "rope": False, "normalization": "paper_bias"}
+        options |= {"activation": activation, "rope": False, "normalization": "paper_bias", "dropout": dropout}
         built = ForeignGAU(**options, causal=causal, max_length=sequence_length if causal else None).to(own["gamma"].dtype)
         built.load_state_dict(own)
     else:
@@ -99,7 +116,7 @@ def from_flash_pytorch(
     return built.eval()
 
 
-def _model(state: StateDict, causal: bool, chosen: dict[str, Any]) -> CausalLM | MaskedLM:
+def _model(state: StateDict, causal: bool, chosen: dict[str, Any], dropout: float) -> CausalLM | MaskedLM:
     vocab_size, d_model = state.matrix("token_emb.weight")
     n_blocks = state.count(r"layers\.(\d+)\.")
     if not n_blocks:
@@ -122,7 +139,7 @@ def _model(state: StateDict, causal: bool, chosen: dict[str, Any]) -> CausalLM |
     if any(other != options for other in found) or options.pop("d_model") != d_model or not options.pop("rope"):
         raise LineartimeError(f"The weights have layers that differ in their sizes, which a model of {PACKAGE} does not have.")
     norms: dict[str, Any] = {"norm": options.pop("norm"), "norm_eps": options.pop("norm_eps"), "final_norm": "layernorm"}
-    sizes: dict[str, Any] = {"vocab_size": vocab_size, "d_model": d_model, "n_blocks": n_blocks}
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "d_model": d_model, "n_blocks": n_blocks, "dropout": dropout}
     mixer = LayerConfig(ForeignFLASH.name, **options, **chosen)
     config = ModelConfig(task="clm" if causal else "mlm", mixer=mixer, tie_word_embeddings=False, **sizes, **norms)
     model = build_model(config).to(weights["backbone.embedding.weight"].dtype)
@@ -132,7 +149,13 @@ def _model(state: StateDict, causal: bool, chosen: dict[str, Any]) -> CausalLM |
 
 def _flash(state: StateDict, prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The options that the weights of a FLASH determine, and its weights under our names."""
-    rotated = 2 * state.pop(f"{prefix}rotary_pos_emb.freqs", torch.empty(0)).numel()  # their values are always the same
+    name = f"{prefix}rotary_pos_emb.freqs"
+    freqs = state.pop(name, torch.empty(0))
+    rotated, half = 2 * freqs.numel(), freqs.dtype in (torch.float16, torch.bfloat16)
+    usual = 10000 ** (-torch.arange(0, rotated, 2) / max(rotated, 1))
+    if not torch.allclose(freqs.flatten().float(), usual, rtol=1e-2 if half else 1e-5, atol=0):
+        what = "holds other frequencies than 10000^(-2 i / n), which ours have alone: they were rescaled, or learned"
+        raise LineartimeError(f"{name} {what}.")
     options, own = _gated(state, prefix, "qk_offset_scale", MAPS, "to_out", rotated)
     own["bias.values"] *= options["d_qk"] ** 0.5
     rotary_width = rotated if 0 < rotated < options["d_qk"] else None

@@ -6,6 +6,7 @@ default, it has no biases; here they are 0. Its rotary positions rotate neighbou
 Shapes: d model width, e value width, s query/key width, V vocabulary.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -36,6 +37,8 @@ class _Config:
     hidden_act: Literal["swish", "silu"] = "swish"
     normalization: Literal["softmax_plus", "softmax", "squared_relu"] = "softmax_plus"
     attention_scale: bool = True
+    hidden_dropout_prob: Annotated[float, Between(0, below=1)] = 0.1
+    attention_probs_dropout_prob: Annotated[float, Between(0, below=1)] = 0.1
 
 
 def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> CausalLM | MaskedLM:
@@ -43,7 +46,11 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
 
     Args:
         weights: of a GAUAlphaForMaskedLM, or of a GAUAlphaModel, whose token embedding then also serves as the output layer.
-        config: its configuration; missing values take the defaults of gau_alpha. Sizes are those of the weights.
+        config: its configuration; missing values take the defaults of gau_alpha. Sizes are those of the weights, and the model
+            drops outputs of layers at its hidden_dropout_prob.
+
+    Warns:
+        UserWarning: for dropout of attention weights or of embeddings, which ours does not have: further training differs.
 
     Raises:
         LineartimeError: for a configuration or weights that do not fit.
@@ -95,7 +102,13 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
         "norm_position": "post",
         "final_norm": "none",
     }
+    lost = {"attention weights": given.attention_probs_dropout_prob, "embeddings": given.hidden_dropout_prob}
+    if any(lost.values()):
+        rates = " and ".join(f"{rate:g} of {name}" for name, rate in lost.items() if rate)
+        what = f"This model of {PACKAGE} was trained with dropout {rates}, which ours does not have"
+        warnings.warn(f"{what}: it computes the same, but further training differs.", stacklevel=2)
     other: dict[str, Any] = {"embedding_norm": True, "absolute_position": "none", "tie_word_embeddings": tied}
+    other["dropout"] = given.hidden_dropout_prob
     ours = ModelConfig(task="mlm", mixer=mixer, **sizes, **norms, **other)
     model = build_model(ours).to(embedding.dtype)
     model.load_state_dict(own)

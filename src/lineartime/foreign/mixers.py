@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError, check_choice
 from lineartime.layers.dense import FactoryOptions
-from lineartime.layers.flash import FLASH, GAU
+from lineartime.layers.flash import FLASH, GAU, PUBLISHED_LENGTH
 from lineartime.layers.positions import RelativeBias
 from lineartime.layers.residual import ResidualLayer
 from lineartime.ops.activations import FUNCTIONS, NORMALIZATIONS, SOFTMAXES
@@ -127,22 +127,31 @@ class ForeignGAU(ForeignUnit):
     """GAU with the options of `ForeignUnit`, such as that of GAU-alpha.
 
     Args:
-        normalization: also "paper_bias", the relu((q.k + bias) / n)^2 of FLASH-pytorch, which divides the bias, too.
+        normalization: also "paper_bias", the relu((q.k + bias) / n)^2 of FLASH-pytorch, which divides the bias, too; and
+            "constant", the relu(q.k / max_length + bias)^2 of FLASHQuad_pytorch for documents of any length, causal or not.
         **options: the options of `GAU` and `ForeignUnit`.
     """
 
     name = "gau-foreign"
-    normalizations: ClassVar[tuple[str, ...]] = (*NORMALIZATIONS, "paper_bias")
+    normalizations: ClassVar[tuple[str, ...]] = (*NORMALIZATIONS, "paper_bias", "constant")
 
     def __init__(
-        self, d_model: int, *, normalization: Literal["count", "paper", "paper_bias"] = "count", **options: Any
+        self,
+        d_model: int,
+        *,
+        normalization: Literal["count", "paper", "paper_bias", "constant"] = "count",
+        **options: Any,
     ) -> None:
         super().__init__(d_model, normalization=normalization, **options)
 
     def scales(self) -> Scales:
         """The divisors of its attention, which may be those of the bias, too."""
-        normalization: str = self.normalization
-        return super().scales()._replace(of_bias=normalization == "paper_bias" and self.activation not in SOFTMAXES)
+        scales, normalization = super().scales(), str(self.normalization)
+        if self.activation in SOFTMAXES:
+            return scales
+        if normalization == "constant":
+            return scales._replace(score=1 / (self.max_length or PUBLISHED_LENGTH))
+        return scales._replace(of_bias=normalization == "paper_bias")
 
 
 class PostNorm(ResidualLayer):

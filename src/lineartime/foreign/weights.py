@@ -82,6 +82,17 @@ class StateDict(dict[str, Tensor]):
     def __missing__(self, name: str) -> Tensor:
         raise LineartimeError(f"The weights lack {name}, which {self.package} has.")
 
+    def part(self, anchor: str) -> "StateDict":
+        """The tensors of the only module that has one of the name `anchor`; raises LineartimeError unless there is one."""
+        found = [name.removesuffix(anchor) for name in self if re.search(rf"(?:^|\.){re.escape(anchor)}$", name)]
+        if not found:
+            raise LineartimeError(f"The weights lack {anchor}, which {self.package} has.")
+        if len(found) > 1:
+            places = f"{shown(found[0])} and {len(found) - 1} more"
+            raise LineartimeError(f"The weights hold {len(found)} units of {self.package}, {places}: give those of one.")
+        own = {name.removeprefix(found[0]): tensor for name, tensor in self.items() if name.startswith(found[0])}
+        return StateDict(own, self.package)
+
     def count(self, pattern: str) -> int:
         """The number of consecutive integers from 0 that the first group of a pattern matches at the beginnings of names."""
         found = {int(match[1]) for name in self if (match := re.match(pattern, name)) and len(match[1]) < 7}

@@ -19,6 +19,7 @@ from lineartime.data.tokenizers import Tokenizer, read_definition
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, DamagedFileError, new_folder, os_error_behind, read_plain
+from lineartime.foreign.conversion import fine_tuned_class
 from lineartime.foreign.weights import read_weights
 from lineartime.hf.heads import LineartimeForCausalLM, LineartimeForMaskedLM
 from lineartime.hf.model import FIELDS, LineartimeConfig
@@ -61,9 +62,14 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 def convert(source: str | Path, destination: str | Path, *, checkpoint: CheckpointChoice | None = None) -> Path:
     """Convert a model: `to_transformers` for a run or checkpoint, `from_transformers` for a folder of transformers.
 
+    A fine-tuned model of GAU-alpha is converted for transformers, with its head.
     Raises ArgumentError for a source that is neither, and the errors of these two functions.
     """
     source = Path(source)
+    if checkpoint is None and (name := fine_tuned_class(source)) is not None:
+        from lineartime.hf.gau_alpha import convert_fine_tuned  # which needs this module
+
+        return convert_fine_tuned(source, destination, name)
     if checkpoints.list_checkpoints(source) or (checkpoints.is_checkpoint(source) and not (source / CONFIG).exists()):
         return to_transformers(source, destination, checkpoint=checkpoint)
     if not (source / CONFIG).exists():

@@ -282,7 +282,10 @@ class LineartimeForTokenClassification(TaskModel):
 
 
 class LineartimeForSequenceClassification(TaskModel):
-    """Predicts a label or a number for each sequence: from the mean of its tokens, or, in a causal model, from the last."""
+    """Predicts a label or a number for each sequence: from the mean of its tokens, or, in a causal model, from the last.
+
+    A configuration with `pooling` "first", "last" or "mean" says otherwise.
+    """
 
     output = SequenceClassifierOutput
 
@@ -292,7 +295,7 @@ class LineartimeForSequenceClassification(TaskModel):
         return torch.zeros_like(labels) if isinstance(labels, Tensor) and labels.is_floating_point() else labels
 
     def pooled(self, hidden: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
-        """One vector per sequence, [B, T, d] -> [B, d]: the mean over its real tokens, or, in a causal model, the last one.
+        """One vector per sequence, [B, T, d] -> [B, d]: the mean over its real tokens, its last or its first one.
 
         Raises:
             ArgumentError: for rows without tokens, or a row that the other arguments divide into several documents.
@@ -305,10 +308,13 @@ class LineartimeForSequenceClassification(TaskModel):
         real = real_tokens(mask, hidden)
         argument = "input_ids" if attention_mask is None else "attention_mask"
         require(real.any(1), argument, "has a row without tokens, but a label needs at least one token to read.")
-        if self.config.task == "mlm":
+        pooling = self.config.pooling or ("mean" if self.config.task == "mlm" else "last")
+        if pooling == "mean":
             return (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
-        last = torch.where(real, torch.arange(hidden.shape[1], device=hidden.device), 0).amax(1)
-        return hidden[torch.arange(len(hidden), device=hidden.device), last]
+        places = torch.arange(hidden.shape[1], device=hidden.device)
+        last = torch.where(real, places, 0).amax(1)
+        place = last if pooling == "last" else torch.where(real, places, last[:, None]).amin(1)
+        return hidden[torch.arange(len(hidden), device=hidden.device), place]
 
     def loss(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
         """The loss of the labels, by the `problem_type` of the configuration."""

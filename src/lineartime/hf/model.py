@@ -48,6 +48,8 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+    pooling: str | None = None
+    """What a label of a sequence is predicted from: "first", "last" or "mean" of its tokens; None for the default."""
 
     def __post_init__(self, **others: Any) -> None:
         given = {self.attribute_map.get(name, name): value for name, value in others.items()}
@@ -55,6 +57,8 @@ class LineartimeConfig(PreTrainedConfig):  # type: ignore[misc] # transformers m
         # Store all options of the layers, so that a later version with other defaults builds the same model.
         for name, value in {"pattern": [], **config.to_dict()}.items():
             setattr(self, name, value)
+        if self.pooling not in (None, "first", "last", "mean"):
+            raise ArgumentError("pooling", f"is {self.pooling!r}, but must be 'first', 'last', 'mean' or None.")
         super().__post_init__(**given)
         # Transformers keeps unknown arguments as attributes, and files of earlier versions may hold some.
         known = (PreTrainedConfig, GenerationConfig())
