@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29970,
-    "all tests": 21400,
+    "all source": 29990,
+    "all tests": 21430,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
@@ -189,7 +189,7 @@ BUDGETS: dict[str, int] = {
     "inspection": 280,
     "layers": 2330,
     "models": 2600,
-    "ops": 3440,
+    "ops": 3450,
     "runs": 1010,
     "seq2seq": 300,
     "top": 910,

@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 from typing_extensions import Unpack
 
 from lineartime.native import NATIVE_DTYPES, native_functions
-from lineartime.ops.modes import is_plain, is_traced, look_up
+from lineartime.ops.modes import is_plain, is_traced, look_up, widens
 
 SOURCE = Path(__file__).with_name("dense.cpp")
 MAX_ROWS = 32
@@ -44,6 +44,8 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None:
         fits = fits and bias.shape == weight.shape[:1] and bias.dtype == x.dtype
     functions = native_functions(SOURCE, x.dtype) if few and fits and is_plain(x, weight, bias) else None
+    if functions is None and x.dtype == weight.dtype == torch.bfloat16 and widens(x):
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     if functions is None:
         return F.linear(x, weight, bias)
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
