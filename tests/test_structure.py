@@ -172,12 +172,12 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29990,
-    "all tests": 21430,
+    "all source": 30080,
+    "all tests": 21500,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
-    "cli": 1340,
+    "cli": 1350,
     "data": 2440,
     "evaluation": 580,
     "experiments": 2230,
@@ -187,8 +187,8 @@ BUDGETS: dict[str, int] = {
     "ground": 1410,
     "hf": 1330,
     "inspection": 280,
-    "layers": 2330,
-    "models": 2600,
+    "layers": 2340,
+    "models": 2680,
     "ops": 3450,
     "runs": 1010,
     "seq2seq": 300,

@@ -101,8 +101,10 @@ class NativeFunctions:
 
 
 @cache
-def native_functions(source: Path, dtype: torch.dtype) -> NativeFunctions | None:
+def native_functions(source: Path, dtype: torch.dtype, *definitions: str) -> NativeFunctions | None:
     """The functions of a source file for a dtype; None if they cannot be built. The first process here builds them in seconds.
+
+    Definitions, as in "WEIGHT=int8_t", are those of macros.
 
     Warns:
         RuntimeWarning: if the compiler fails, with the first line of its output.
@@ -111,7 +113,7 @@ def native_functions(source: Path, dtype: torch.dtype) -> NativeFunctions | None
     if why_not_native() is not None or compiler is None or openmp is None:
         return None
     try:
-        return NativeFunctions(_library(source, NATIVE_DTYPES[dtype], compiler, openmp))
+        return NativeFunctions(_library(source, (f"NUMBER={NATIVE_DTYPES[dtype]}", *definitions), compiler, openmp))
     except (OSError, LineartimeError, subprocess.SubprocessError) as error:  # LineartimeError: a user without a home
         output = (getattr(error, "stderr", None) or str(error)).strip() or type(error).__name__
         warnings.warn(
@@ -123,15 +125,16 @@ def native_functions(source: Path, dtype: torch.dtype) -> NativeFunctions | None
         return None
 
 
-def _library(source: Path, number: str, compiler: str, openmp: Path) -> ctypes.CDLL:
+def _library(source: Path, definitions: tuple[str, ...], compiler: str, openmp: Path) -> ctypes.CDLL:
     """Open the library of a source file, or build it for the instruction sets of this processor."""
     capability = torch.backends.cpu.get_cpu_capability()
-    options = [*_OPTIONS, f"-DNUMBER={number}", "-include", str(_HEADER), *_UNITS.get(capability, ())]
+    options = [*_OPTIONS, *(f"-D{each}" for each in definitions), "-include", str(_HEADER), *_UNITS.get(capability, ())]
     if capability == "AVX512" and "avx512_bf16" in (processor_features() or ()):  # which PyTorch does not report
         options.append("-mavx512bf16")
     # The name differs if the source, a header or an option does.
     texts = [file.read_bytes() for file in (source, *sorted(_HEADER.parent.rglob("*.h")))]
     facts = [option.encode() for option in (*options, compiler, openmp.name, platform.machine())]
+    number = "-".join(each.split("=")[1] for each in definitions)
     name = f"{source.stem}-{number}-{hashlib.sha256(b'|'.join(texts + facts)).hexdigest()[:16]}.so"
     library = cache_folder() / "native" / name
     with suppress(OSError):  # it is missing or damaged

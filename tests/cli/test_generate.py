@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from lineartime import Sampling, generate_text, load
 from lineartime.cli import main
+from lineartime.data import ByteTokenizer
+from lineartime.layers import dense
 from lineartime.layers.dense import Dense
+from lineartime.models import decoder
 
 Fails = Callable[..., None]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -78,6 +82,28 @@ def test_precision_and_threads_are_those_asked_for(folder: Path, monkeypatch: py
         assert main(["generate", str(folder / "run"), *asked]) == 0
         assert {seen.pop() for _ in seen[:]} == {(dtype, before + 1)}
     assert torch.get_num_threads() == before
+
+
+def test_int8_weights_read_the_prompt_and_decode(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made.append(weight.clone())
+        return dense.quantized(weight)
+
+    monkeypatch.setattr(decoder, "quantized", quantized)
+    arguments = ["generate", str(folder / "run"), "--prompt", "the ", "--max-tokens", "20", "--temperature", "0"]
+    assert main([*arguments, "--weights", "int8"]) == 0
+    shown = capsys.readouterr()
+    assert "cpu, fp32 with int8 weights" in shown.err
+    embeddings = [weight for weight in made if weight.shape[0] == 258]
+    assert len(embeddings) == 2  # to see whether it can, and of the rounded model
+    assert not torch.equal(*embeddings)
+    model = load(folder / "run").eval()
+    model.quantize()
+    assert shown.out == "the " + "".join(generate_text(model, ByteTokenizer(), "the ", 20, Sampling(temperature=0.0))) + "\n"
 
 
 def test_a_stop_text_ends_the_text_and_is_not_shown(folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:

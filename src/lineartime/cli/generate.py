@@ -57,6 +57,8 @@ class GenerateOptions:
     device: Device = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of weights and matrix products; bf16 halves the memory that is read for each token."""
+    weights: Literal["own", "int8"] = "own"
+    """int8 rounds the matrices of FLASH, and reads a byte a weight for each token on a CPU; own leaves them as they are."""
     compile: bool = False
     """Compile the step of a token first, which takes some seconds; useful for long texts."""
     threads: Threads = None
@@ -135,8 +137,12 @@ def _prepare(model: "CausalLM", options: GenerateOptions, device: "torch.device"
 
     if options.precision == "bf16":
         model.to(torch.bfloat16)
+    how: str = options.precision
+    if options.weights == "int8":
+        model.quantize()
+        how += " with int8 weights"
     if not options.compile:
-        return options.precision
+        return how
     if not model.constant_state:
         why_not: str | None = "only steps with a state of constant size can be compiled, such as those of FLASH"
     elif model.compile_for_decoding().native is not None:
@@ -144,6 +150,6 @@ def _prepare(model: "CausalLM", options: GenerateOptions, device: "torch.device"
     else:
         why_not = why_not_compile(device)
     if why_not:
-        return f"{options.precision}, not compiled: {why_not}"
+        return f"{how}, not compiled: {why_not}"
     model.compile_step()
-    return f"{options.precision}, compiled: the first token waits for it"
+    return f"{how}, compiled: the first token waits for it"
