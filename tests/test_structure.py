@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30080,
-    "all tests": 21500,
+    "all source": 30160,
+    "all tests": 21540,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
@@ -187,9 +187,9 @@ BUDGETS: dict[str, int] = {
     "ground": 1410,
     "hf": 1330,
     "inspection": 280,
-    "layers": 2340,
+    "layers": 2350,
     "models": 2680,
-    "ops": 3450,
+    "ops": 3520,
     "runs": 1010,
     "seq2seq": 300,
     "top": 910,
