@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30160,
-    "all tests": 21540,
+    "all source": 30190,
+    "all tests": 21580,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
@@ -192,7 +192,7 @@ BUDGETS: dict[str, int] = {
     "ops": 3520,
     "runs": 1010,
     "seq2seq": 300,
-    "top": 910,
+    "top": 940,
     "training": 1890,
 }
 

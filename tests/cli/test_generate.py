@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lineartime import Sampling, generate_text, load
+from lineartime import Sampling, generate_text, load, native
 from lineartime.cli import main
 from lineartime.data import ByteTokenizer
 from lineartime.layers import dense
 from lineartime.layers.dense import Dense
 from lineartime.models import decoder
+from lineartime.native import native_functions
 
 Fails = Callable[..., None]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -104,6 +105,21 @@ def test_int8_weights_read_the_prompt_and_decode(
     model = load(folder / "run").eval()
     model.quantize()
     assert shown.out == "the " + "".join(generate_text(model, ByteTokenizer(), "the ", 20, Sampling(temperature=0.0))) + "\n"
+
+
+def test_missing_compiler_is_told_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fails: Fails
+) -> None:
+    monkeypatch.setattr(native, "cpp_compiler", lambda: None)
+    arguments = ["generate", str(folder / "run"), "--prompt", "the ", "--max-tokens", "2"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().err.count("slower than C++, because there is no GNU C++ compiler here") == 1
+    native_functions.cache_clear()
+    fails([*arguments, "--weights", "int8"], "--weights is int8, .* but there is no GNU C\\+\\+ compiler here: use 'own'")
+    native_functions.cache_clear()
+    monkeypatch.setenv("LINEARTIME_NATIVE", "0")  # by which the user says it
+    assert main(arguments) == 0
+    assert "C++" not in capsys.readouterr().err
 
 
 def test_a_stop_text_ends_the_text_and_is_not_shown(folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:

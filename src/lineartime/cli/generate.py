@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -134,6 +135,7 @@ def _prepare(model: "CausalLM", options: GenerateOptions, device: "torch.device"
     import torch
 
     from lineartime.machine import why_not_compile
+    from lineartime.native import SWITCH, why_not_native
 
     if options.precision == "bf16":
         model.to(torch.bfloat16)
@@ -141,6 +143,9 @@ def _prepare(model: "CausalLM", options: GenerateOptions, device: "torch.device"
     if options.weights == "int8":
         model.quantize()
         how += " with int8 weights"
+    missing = why_not_native() if device.type == "cpu" and os.environ.get(SWITCH) != "0" else None
+    if missing:
+        how += f" in plain PyTorch, which is several times slower than C++, because {missing}"
     if not options.compile:
         return how
     if not model.constant_state:
