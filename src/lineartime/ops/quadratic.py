@@ -168,6 +168,7 @@ def attend_token(
     Returns:
         [B, ..., 1, e]; None if C++ cannot read these tensors here.
     """
+    bias = None if bias is None else bias.to(acc_dtype(q)).contiguous()
     functions = native_functions(SOURCE, k.dtype) if is_plain(q, k, v, bias) and q.dtype == k.dtype == v.dtype else None
     if functions is None:
         return None
