@@ -65,6 +65,28 @@ def test_build_that_fails_is_told_in_a_line_and_leaves_nothing(source: Path) -> 
     assert built() == []
 
 
+def test_build_that_takes_long_is_told_and_kept_for_the_next_process(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow, real = tmp_path / "compiler", native.cpp_compiler()
+    slow.write_text(f'#!/bin/sh\nwhile [ ! -e {tmp_path}/go ]; do sleep 0.05; done\nexec {real} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(native, "cpp_compiler", lambda: str(slow))
+    monkeypatch.setattr(native, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(native, "_BUILD_SECONDS", 0.3)
+    with pytest.warns(
+        RuntimeWarning, match="add.cpp cannot be used, .* its build has taken 0 s, and goes on for the processes"
+    ):
+        assert native_functions(source, torch.float32) is None
+    assert capsys.readouterr().err == "building functions in C++ from add.cpp, once on this machine ...\n"
+    (tmp_path / "go").touch()
+    assert native._BUILDS[-1].wait(60) == 0
+    (file,) = built()
+    native_functions.cache_clear()
+    assert add(native_functions(source, torch.float32)) == 5
+    assert built() == [file]
+
+
 def test_library_that_others_could_have_put_there_is_not_loaded(source: Path) -> None:
     native_functions(source, torch.float32)
     native_functions.cache_clear()

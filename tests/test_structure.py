@@ -172,12 +172,12 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29680,
-    "all tests": 21720,
+    "all source": 29900,
+    "all tests": 21900,
     "baselines": 3600,
     "bench": 700,
     "checkpoint": 560,
-    "cli": 1310,
+    "cli": 1320,
     "data": 2440,
     "evaluation": 550,
     "experiments": 1830,
@@ -187,12 +187,12 @@ BUDGETS: dict[str, int] = {
     "ground": 1400,
     "hf": 1400,
     "inspection": 280,
-    "layers": 2320,
-    "models": 2600,
-    "ops": 3460,
+    "layers": 2340,
+    "models": 2680,
+    "ops": 3540,
     "runs": 880,
     "seq2seq": 300,
-    "top": 910,
+    "top": 940,
     "training": 1890,
 }
 

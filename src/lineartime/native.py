@@ -7,9 +7,11 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import warnings
 from contextlib import suppress
@@ -28,7 +30,9 @@ SWITCH = "LINEARTIME_NATIVE"
 NATIVE_DTYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bf16"}
 """The dtypes for which a library can be built, and what C++ calls them."""
 _HEADER = Path(__file__).with_name("numbers.h")
-_BUILD_SECONDS = 120.0
+_SILENT_SECONDS, _BUILD_SECONDS = 5.0, 120.0
+_BUILDS: list["subprocess.Popen[bytes]"] = []
+"""Those that go on: without a reference, Python warns of a process that is not waited for."""
 _OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _UNITS = {
     "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
@@ -101,8 +105,10 @@ class NativeFunctions:
 
 
 @cache
-def native_functions(source: Path, dtype: torch.dtype) -> NativeFunctions | None:
+def native_functions(source: Path, dtype: torch.dtype, *definitions: str) -> NativeFunctions | None:
     """The functions of a source file for a dtype; None if they cannot be built. The first process here builds them in seconds.
+
+    Definitions, as in "WEIGHT=int8_t", are those of macros.
 
     Warns:
         RuntimeWarning: if the compiler fails, with the first line of its output.
@@ -111,7 +117,7 @@ def native_functions(source: Path, dtype: torch.dtype) -> NativeFunctions | None
     if why_not_native() is not None or compiler is None or openmp is None:
         return None
     try:
-        return NativeFunctions(_library(source, NATIVE_DTYPES[dtype], compiler, openmp))
+        return NativeFunctions(_library(source, (f"NUMBER={NATIVE_DTYPES[dtype]}", *definitions), compiler, openmp))
     except (OSError, LineartimeError, subprocess.SubprocessError) as error:  # LineartimeError: a user without a home
         output = (getattr(error, "stderr", None) or str(error)).strip() or type(error).__name__
         warnings.warn(
@@ -123,15 +129,16 @@ def native_functions(source: Path, dtype: torch.dtype) -> NativeFunctions | None
         return None
 
 
-def _library(source: Path, number: str, compiler: str, openmp: Path) -> ctypes.CDLL:
+def _library(source: Path, definitions: tuple[str, ...], compiler: str, openmp: Path) -> ctypes.CDLL:
     """Open the library of a source file, or build it for the instruction sets of this processor."""
     capability = torch.backends.cpu.get_cpu_capability()
-    options = [*_OPTIONS, f"-DNUMBER={number}", "-include", str(_HEADER), *_UNITS.get(capability, ())]
+    options = [*_OPTIONS, *(f"-D{each}" for each in definitions), "-include", str(_HEADER), *_UNITS.get(capability, ())]
     if capability == "AVX512" and "avx512_bf16" in (processor_features() or ()):  # which PyTorch does not report
         options.append("-mavx512bf16")
     # The name differs if the source, a header or an option does.
     texts = [file.read_bytes() for file in (source, *sorted(_HEADER.parent.rglob("*.h")))]
     facts = [option.encode() for option in (*options, compiler, openmp.name, platform.machine())]
+    number = "-".join(each.split("=")[1] for each in definitions)
     name = f"{source.stem}-{number}-{hashlib.sha256(b'|'.join(texts + facts)).hexdigest()[:16]}.so"
     library = cache_folder() / "native" / name
     with suppress(OSError):  # it is missing or damaged
@@ -147,15 +154,35 @@ def _is_own(folder: Path) -> bool:
 
 
 def _built(command: list[str], source: Path, openmp: Path, library: Path) -> ctypes.CDLL:
-    """Compile a library and open it, then move it to its place atomically: other processes see one that works, or nothing."""
+    """Compile a library, move it to its place atomically, so that other processes see all of it or nothing, and open it."""
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_own(library.parent):
         raise OSError(f"{library.parent} belongs to someone else, or others can write to it")
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made, objects = Path(folder) / library.name, Path(folder) / "objects.o"
-        for arguments in (["-c", str(source), "-o", str(objects)], ["-shared", str(objects), str(openmp), "-o", str(made)]):
-            step = command if "-c" in arguments else command[:1]  # -fopenmp would link the system's own OpenMP library
-            subprocess.run([*step, *arguments], check=True, capture_output=True, text=True, timeout=_BUILD_SECONDS)
-        functions = ctypes.CDLL(str(made))
-        made.replace(library)
-    return functions
+    folder = Path(tempfile.mkdtemp(dir=library.parent))
+    made, objects = folder / library.name, folder / "objects.o"
+    # -fopenmp would link the system's own OpenMP library
+    steps = (
+        [*command, "-c", source, "-o", objects],
+        [command[0], "-shared", objects, openmp, "-o", made],
+        ["mv", "-f", made, library],
+    )
+    script = (
+        " && ".join(shlex.join(map(str, step)) for step in steps)
+        + f"; status=$?; rm -rf {shlex.quote(str(folder))}; exit $status"
+    )
+    with tempfile.TemporaryFile("w+") as errors:
+        # A session of its own: what is built too late, or when the user has lost patience, is kept for the next process.
+        build = subprocess.Popen(["sh", "-c", script], stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+        try:
+            build.wait(_SILENT_SECONDS)
+        except subprocess.TimeoutExpired:
+            print(f"building functions in C++ from {source.name}, once on this machine ...", file=sys.stderr, flush=True)
+        with suppress(subprocess.TimeoutExpired):
+            build.wait(_BUILD_SECONDS)
+        if build.returncode is None:
+            _BUILDS.append(build)
+            raise OSError(f"its build has taken {_BUILD_SECONDS:.0f} s, and goes on for the processes after this one")
+        errors.seek(0)
+        if build.returncode:
+            raise subprocess.CalledProcessError(build.returncode, command, stderr=errors.read())
+    return ctypes.CDLL(str(library))

@@ -12,8 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lineartime import Sampling, generate_text, load, native
 from lineartime.cli import main
+from lineartime.data import ByteTokenizer
+from lineartime.layers import dense
 from lineartime.layers.dense import Dense
+from lineartime.models import decoder
+from lineartime.native import native_functions
 
 Fails = Callable[..., None]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -78,6 +83,43 @@ def test_precision_and_threads_are_those_asked_for(folder: Path, monkeypatch: py
         assert main(["generate", str(folder / "run"), *asked]) == 0
         assert {seen.pop() for _ in seen[:]} == {(dtype, before + 1)}
     assert torch.get_num_threads() == before
+
+
+def test_int8_weights_read_the_prompt_and_decode(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made.append(weight.clone())
+        return dense.quantized(weight)
+
+    monkeypatch.setattr(decoder, "quantized", quantized)
+    arguments = ["generate", str(folder / "run"), "--prompt", "the ", "--max-tokens", "20", "--temperature", "0"]
+    assert main([*arguments, "--weights", "int8"]) == 0
+    shown = capsys.readouterr()
+    assert "cpu, fp32 with int8 weights" in shown.err
+    embeddings = [weight for weight in made if weight.shape[0] == 258]
+    assert len(embeddings) == 2  # to see whether it can, and of the rounded model
+    assert not torch.equal(*embeddings)
+    model = load(folder / "run").eval()
+    model.quantize()
+    assert shown.out == "the " + "".join(generate_text(model, ByteTokenizer(), "the ", 20, Sampling(temperature=0.0))) + "\n"
+
+
+def test_missing_compiler_is_told_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fails: Fails
+) -> None:
+    monkeypatch.setattr(native, "cpp_compiler", lambda: None)
+    arguments = ["generate", str(folder / "run"), "--prompt", "the ", "--max-tokens", "2"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().err.count("slower than C++, because there is no GNU C++ compiler here") == 1
+    native_functions.cache_clear()
+    fails([*arguments, "--weights", "int8"], "--weights is int8, .* but there is no GNU C\\+\\+ compiler here: use 'own'")
+    native_functions.cache_clear()
+    monkeypatch.setenv("LINEARTIME_NATIVE", "0")  # by which the user says it
+    assert main(arguments) == 0
+    assert "C++" not in capsys.readouterr().err
 
 
 def test_a_stop_text_ends_the_text_and_is_not_shown(folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:

@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.overrides import TorchFunctionMode
 
 import lineartime
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.generation import PromptState, Sampling, generate, generate_batch, load_state, prompts, read_prompt, save_state
 from lineartime.models import CausalLM
+from lineartime.ops import modes
 
 from .conftest import Build
 
@@ -175,3 +177,31 @@ def test_damaged_file_is_an_error(awake: Build, tmp_path: Path) -> None:
         load_state(model, file)
     with pytest.raises(LineartimeError, match=r"Cannot read .*missing.state"):
         load_state(model, tmp_path / "missing.state")
+
+
+class Products(TorchFunctionMode):
+    """Notes the dtypes in which PyTorch multiplies matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ in ("linear", "bmm", "baddbmm_", "matmul"):
+            self.dtypes |= {x.dtype for x in args if isinstance(x, torch.Tensor)}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("system", ["flash", "flash-quad", "transformer++"])
+@pytest.mark.parametrize("is_faster", [True, False], ids=["fp32 is faster", "bf16 is faster"])
+def test_prompt_in_bf16_is_multiplied_in_the_precision_that_is_faster_here(
+    system: str, is_faster: bool, awake: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modes, "_is_fp32_faster", lambda: is_faster)
+    model, ids = awake(system), torch.randint(0, 40, (50,)).tolist()
+    expected, model = read_prompt(model, ids).logits, model.bfloat16()
+    with Products() as products:
+        found = read_prompt(model, ids).logits
+    assert (torch.bfloat16 in products.dtypes) != is_faster
+    assert found.dtype == torch.bfloat16
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()

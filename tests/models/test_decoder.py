@@ -14,7 +14,7 @@ from lineartime.models import build
 from lineartime.models.backbone import ModelState
 from lineartime.models.decoder import NativeDecoder
 from lineartime.models.language_model import CausalLM
-from lineartime.native import why_not_native
+from lineartime.native import native_functions, why_not_native
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason="there is no compiler")
 CHUNK = 8
@@ -82,6 +82,53 @@ def test_logits_equal_forward(dtype: torch.dtype) -> None:
 def test_every_option_equals_forward(options: dict[str, Any]) -> None:
     for streams in (1, 3):
         check_equals_forward(model_of(**options), streams)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_int8_weights_equal_the_model_that_they_round(dtype: torch.dtype) -> None:
+    for options in ({"d_model": 160}, {"tie_word_embeddings": False, "token_types": 2, "memory": "mesa"}):
+        model, ids = model_of(dtype, **options), torch.arange(3)
+        before, own = {name: weight.clone() for name, weight in model.named_parameters()}, decoder_of(model)
+        copies = model.compile_for_decoding("int8").native
+        assert copies is not None
+        assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+        model.quantize()
+        state, of_copies = model.init_state(3), model.init_state(3)
+        torch.testing.assert_close(copies.logits(ids, of_copies), decoder_of(model).logits(ids, state), rtol=0.02, atol=0.02)
+        assert not torch.equal(own.logits(ids, model.init_state(3)), decoder_of(model).logits(ids, model.init_state(3)))
+        for streams in (1, 2, 3, 32):
+            check_equals_forward(model, streams)
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and name.endswith(("to_gate_value_base.weight", "to_output.weight", "embedding.weight")):
+                step = before[name].float().abs().amax(1, keepdim=True) / 127
+                assert ((weight - before[name]).float().abs() <= 0.51 * step + 0.004 * before[name].float().abs()).all(), name
+                assert weight.float().div(step).round().unique().numel() > 100
+
+
+def test_int8_weights_of_zero_and_nan_stay() -> None:
+    model = model_of(torch.float32)
+    model.backbone.embedding.weight.data[3:].zero_()
+    model.backbone.embedding.weight.data[1, 2] = torch.nan
+    model.quantize()
+    logits = decoder_of(model).logits(torch.tensor([0]), model.init_state(1))[0]
+    assert logits[3:].abs().max() == 0
+    assert logits[0].isfinite()
+    assert logits[1].isnan()
+
+
+def test_int8_weights_are_refused_where_nothing_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for model in (build("transformer++-tiny", n_blocks=1), model_of(activation="softmax")):
+        before = model.backbone.embedding.weight.clone()
+        with pytest.raises(ArgumentError, match=r"weights is int8, .* but it decodes unmodified FLASH layers .* on a CPU"):
+            model.quantize()
+        assert torch.equal(model.backbone.embedding.weight, before)
+    with pytest.raises(ArgumentError, match="weights is 'int4', but must be"):
+        model.compile_for_decoding("int4")
+    monkeypatch.setenv("LINEARTIME_NATIVE", "0")
+    native_functions.cache_clear()
+    with pytest.raises(ArgumentError, match="but LINEARTIME_NATIVE is 0: use 'own'"):
+        model_of().compile_for_decoding("int8")
+    native_functions.cache_clear()
 
 
 TEAMS = """

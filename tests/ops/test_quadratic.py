@@ -1,6 +1,7 @@
 """The forms of GAU's attention: blocks of queries in plain PyTorch, and tiles for CPUs."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.errors import ArgumentError
+from lineartime.machine import using_threads
+from lineartime.native import why_not_native
 from lineartime.ops import KVCache, quadratic
 from lineartime.ops.mixed_chunk import BLOCK, MixedChunkOptions, attend, attend_cached
 from lineartime.ops.packing import Packing
@@ -82,6 +85,47 @@ def test_blocks_of_queries_do_not_show_in_streams(starts: tuple[int, int]) -> No
     out, _ = attend_cached(*pieces, rest, options, state)
     expected = torch.cat([whole.view(2, total, -1)[row, start : start + LENGTH] for row, start in enumerate(starts)])
     torch.testing.assert_close(out, expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.skipif(why_not_native() is not None, reason="there is no compiler")
+@every_pair(
+    dtype=[torch.float64, torch.float32, torch.bfloat16],
+    positions=[(600, 600), (600, 7), (0, 511)],
+    heads=[(), (3,)],
+    with_bias=[True, False],
+)
+def test_token_in_one_pass_is_the_plain_one(
+    dtype: torch.dtype, positions: tuple[int, int], heads: tuple[int, ...], with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales, n = options_of(None, True, d_qk=10).scales, max(positions) + 1
+    bias = bias_of(None, n).to(torch.float32 if dtype == torch.bfloat16 else dtype)
+    options = MixedChunkOptions(None, True, scales, bias=near(bias) if with_bias else None)
+    own, k, v = (
+        torch.randn(3, 2, *heads, 10).double(),
+        torch.randn(2, *heads, 700, 10).double(),
+        torch.randn(2, *heads, 700, 6).double(),
+    )
+    packing = packing_of(2, 1, position=torch.tensor(positions))
+
+    def attended(dtype: torch.dtype) -> Tensor:
+        state = KVCache(torch.tensor(positions), k.to(dtype), v.to(dtype), max(positions))
+        with torch.no_grad():
+            return attend_cached(own[0].to(dtype), own[1].to(dtype), own[2, ..., :6].to(dtype), packing, options, state)[0]
+
+    found = []
+    for threads in (1, 3):
+        with using_threads(threads):
+            found.append(attended(dtype))
+    assert torch.equal(*found)
+    passes = Mock(wraps=quadratic.attend_token)
+    monkeypatch.setattr(quadratic, "attend_token", passes)
+    attended(dtype)
+    passes.assert_called_once()
+    monkeypatch.setattr(quadratic, "native_functions", lambda *_: None)
+    plain, true = attended(dtype), attended(torch.float64)
+    error, plain_error = ((x.double() - true).abs().max() / true.abs().max() for x in (found[0], plain))
+    assert found[0].dtype == dtype
+    assert error <= 2 * plain_error + 8 * torch.finfo(bias.dtype).eps
 
 
 # Tiles ----------------------------------------------------------------------------------------------------------------

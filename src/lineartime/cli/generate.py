@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -57,6 +58,8 @@ class GenerateOptions:
     device: Device = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of weights and matrix products; bf16 halves the memory that is read for each token."""
+    weights: Literal["own", "int8"] = "own"
+    """int8 rounds the matrices of FLASH, and reads a byte a weight for each token on a CPU; own leaves them as they are."""
     compile: bool = False
     """Compile the step of a token first, which takes some seconds; useful for long texts."""
     threads: Threads = None
@@ -132,11 +135,19 @@ def _prepare(model: "CausalLM", options: GenerateOptions, device: "torch.device"
     import torch
 
     from lineartime.machine import why_not_compile
+    from lineartime.native import SWITCH, why_not_native
 
     if options.precision == "bf16":
         model.to(torch.bfloat16)
+    how: str = options.precision
+    if options.weights == "int8":
+        model.quantize()
+        how += " with int8 weights"
+    missing = why_not_native() if device.type == "cpu" and os.environ.get(SWITCH) != "0" else None
+    if missing:
+        how += f" in plain PyTorch, which is several times slower than C++, because {missing}"
     if not options.compile:
-        return options.precision
+        return how
     if not model.constant_state:
         why_not: str | None = "only steps with a state of constant size can be compiled, such as those of FLASH"
     elif model.compile_for_decoding().native is not None:
@@ -144,6 +155,6 @@ def _prepare(model: "CausalLM", options: GenerateOptions, device: "torch.device"
     else:
         why_not = why_not_compile(device)
     if why_not:
-        return f"{options.precision}, not compiled: {why_not}"
+        return f"{how}, not compiled: {why_not}"
     model.compile_step()
-    return f"{options.precision}, compiled: the first token waits for it"
+    return f"{how}, compiled: the first token waits for it"

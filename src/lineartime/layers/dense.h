@@ -82,8 +82,9 @@ inline typename Lanes<A>::Vector read_vector(const A* from) {
 }
 
 // `columns` columns of the result, for rows packed in `vectors` vectors per value; the rows of `out` have the stride by_row.
-template <int64_t vectors, int64_t columns>
-void dense_columns(const A* packed, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t by_row) {
+// A sum of products becomes result(column, sum).
+template <int64_t vectors, int64_t columns, class Result>
+void dense_columns(const A* packed, const T* weight, T* out, int64_t rows, int64_t k, int64_t by_row, Result result) {
   using Vector = typename Lanes<T>::Vector;
   constexpr int64_t together = Lanes<T>::together, lanes = vectors * vector_bytes / int64_t(sizeof(A));
   Vector sums[columns][vectors] = {};
@@ -101,11 +102,10 @@ void dense_columns(const A* packed, const T* weight, const T* bias, T* out, int6
   const int64_t whole = k / together * together;
   for (int64_t i = 0; i < whole; i += together) add(i, [](const T* w) { return Lanes<T>::pack(w); });
   if (whole < k) add(whole, [](const T* w) { return Lanes<T>::pack_last(w); });
-  A by_column[columns][lanes], added[columns];
+  A by_column[columns][lanes];
   std::memcpy(by_column, sums, sizeof(sums));
-  for (int64_t column = 0; column < columns; ++column) added[column] = bias == nullptr ? A(0) : load(bias[column]);
   for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t i = 0; i < columns; ++i) store(out[row * by_row + i], by_column[i][row] + added[i]);
+    for (int64_t i = 0; i < columns; ++i) store(out[row * by_row + i], result(i, by_column[i][row]));
   }
 }
 
@@ -127,9 +127,9 @@ void dense_of_many(const T* x, const T* weight, const T* bias, T* out, int64_t r
     const int64_t count = std::min(strip, n - first);
     T results[lanes * strip];
     const auto compute = [&](auto width, int64_t column) {
-      const T* its_weight = weight + (first + column) * k;
-      const T* its_bias = bias == nullptr ? nullptr : bias + first + column;
-      dense_columns<vectors, width.value>(packed.data(), its_weight, its_bias, results + column, rows, k, strip);
+      dense_columns<vectors, width.value>(
+          packed.data(), weight + (first + column) * k, results + column, rows, k, strip,
+          [&](int64_t i, A sum) { return bias == nullptr ? sum : sum + load(bias[first + column + i]); });
     };
     int64_t column = 0;
     for (; column + columns <= count; column += columns) compute(std::integral_constant<int64_t, columns>(), column);

@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 from typing_extensions import Unpack
 
 from lineartime.native import NATIVE_DTYPES, native_functions
-from lineartime.ops.modes import is_plain, is_traced, look_up
+from lineartime.ops.modes import acc_dtype, is_plain, is_traced, look_up, widens
 
 SOURCE = Path(__file__).with_name("dense.cpp")
 MAX_ROWS = 32
@@ -44,11 +44,22 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None:
         fits = fits and bias.shape == weight.shape[:1] and bias.dtype == x.dtype
     functions = native_functions(SOURCE, x.dtype) if few and fits and is_plain(x, weight, bias) else None
+    if functions is None and x.dtype == weight.dtype == torch.bfloat16 and widens(x):
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     if functions is None:
         return F.linear(x, weight, bias)
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     functions.call("dense", x, weight, bias, out, x.numel() // width, width, weight.shape[0])
     return out
+
+
+@torch.no_grad()
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The int8 numbers [N, K] and the factors of their rows [N] whose products are nearest to a matrix [N, K]."""
+    wide = weight.to(acc_dtype(weight))
+    scale = wide.abs().amax(1, keepdim=True) / 127
+    scale = torch.where(scale == 0, 1, scale)  # of a row of zeros
+    return (wide / scale).round_().to(torch.int8), scale[:, 0]
 
 
 class Dense(nn.Linear):

@@ -2,7 +2,8 @@
 //
 // Shapes: B streams, d model width, C chunk size, e value width, s query/key width (even), V vocabulary. Matrices are
 // contiguous.
-// T is the type of parameters and of the open chunk, A the type of the summary and of intermediate values, by NUMBER.
+// T is the type of vectors and of the open chunk, A the type of the summary and of intermediate values, by NUMBER; W that of
+// matrices.
 
 #include "decode.h"
 
@@ -14,7 +15,7 @@ struct Layer {
   const T *gamma, *beta;  // [4, s]; of another memory than the sum, the last two rows of beta multiply the Y of the token before
   const A* bias;          // [C], the relative bias by the distance of a key from C - 1 down to 0; or null
   Norm norm;
-  const T *to_projected, *projected_bias, *to_output, *output_bias;
+  Matrix to_projected, to_output;
 };
 
 // The state of a layer: `ShiftedState`, and `MixedChunkState` or `MemoryState` in Python.
@@ -33,11 +34,12 @@ struct Model {
   double score_scale;
   int64_t rotated, angles;               // of the angles of a position, the first are those of rotations
   const double *frequencies, *cosines;   // [angles], and [near, angles, 2], the cosines and sines of positions below `near`
-  const T *embedding, *token_type;       // [V, d], and [d] or null
+  Matrix embedding;                      // [V, d]
+  const T* token_type;                   // [d], or null
   const T *sine_scale, *places;          // the scale of sinusoids [1], or learned positions [.., d], or both null
   int64_t n_places;
   Norm embedding_norm, norm;
-  const T *to_logits, *logits_bias;      // [V, d], [V] or null
+  Matrix to_logits;                      // [V, d]
   const Layer* layer;
 };
 
@@ -74,7 +76,7 @@ struct Memory {
     take(base, rows * m.s);
     take(logits, rows * m.vocabulary);
     take(shared, many * k);
-    size_of_own = std::max(2 * k, 6 * m.s + m.c + m.e + m.c * (m.s + fold_columns)) + 64;
+    size_of_own = std::max(own_size(k), 6 * m.s + m.c + m.e + m.c * (m.s + fold_columns)) + 64;
     take(own, size_of_own * threads);
   }
 
@@ -161,7 +163,7 @@ struct Step {
       maps[i] = load(rounded);
       if (first == 0) keys[(i / s - 2) * c * s + slot * s + i % s] = rounded;
     }
-    prepare(maps, query, s);
+    prepare<T>(maps, query, s);
     for (int64_t j = 0; j < slot; ++j) dots<1>(query, keys + j * s, s, weights + j, 0);
     A product = 0;
     for (int64_t i = 0; i < s; ++i) product += maps[i] * maps[2 * s + i];
@@ -237,7 +239,7 @@ struct Step {
       if (m.shifted) std::swap_ranges(state.last + row * m.shifted, state.last + (row + 1) * m.shifted, normed);
     }
     team.wait();
-    dense_by(team, memory.normed, layer.to_projected, layer.projected_bias, rows, d, 2 * e + s, own(), memory.shared,
+    dense_by(team, memory.normed, layer.to_projected, rows, d, 2 * e + s, own(), memory.shared,
              [&](int64_t row, int64_t first, int64_t count, const T* values) {
                A* activated = memory.activated + row * (2 * e + s) + first;
 #pragma omp simd
@@ -260,7 +262,7 @@ struct Step {
     for (int64_t row = begin; state.base != nullptr && row < end; ++row) {
       std::copy_n(memory.base + row * s, s, state.base + row * s);
     }
-    dense_by(team, memory.gated, layer.to_output, layer.output_bias, rows, e, d, own(), memory.shared,
+    dense_by(team, memory.gated, layer.to_output, rows, e, d, own(), memory.shared,
              [&](int64_t row, int64_t first, int64_t count, const T* values) {
                T* x = memory.x + row * d + first;
                for (int64_t i = 0; i < count; ++i) store(x[i], load(x[i]) + load(values[i]));
@@ -273,7 +275,12 @@ struct Step {
   void run(const int64_t* ids, T* out, const double* uniform, const Sampling& sampling, int64_t* drawn) const {
     const auto [begin, end] = team.share(rows);
     for (int64_t row = begin; row < end; ++row) {
-      std::copy_n(ids == nullptr ? out + row * m.d : m.embedding + ids[row] * m.d, m.d, memory.x + row * m.d);
+      if (ids == nullptr) {
+        std::copy_n(out + row * m.d, m.d, memory.x + row * m.d);
+      } else {
+        const Matrix of_token = m.embedding.from(ids[row], m.d);
+        for (int64_t i = 0; i < m.d; ++i) store(memory.x[row * m.d + i], of_token.result(0, load(of_token.weight[i])));
+      }
       place(row);
     }
     for (int64_t i = 0; i < m.layers; ++i) read(m.layer[i], states[i]);
@@ -282,7 +289,7 @@ struct Step {
     }
     if (ids == nullptr) return;
     team.wait();
-    dense_by(team, memory.normed, m.to_logits, m.logits_bias, rows, m.d, m.vocabulary, own(), memory.shared,
+    dense_by(team, memory.normed, m.to_logits, rows, m.d, m.vocabulary, own(), memory.shared,
              [&](int64_t row, int64_t first, int64_t count, const T* values) {
                std::copy_n(values, count, out + row * m.vocabulary + first);
              });

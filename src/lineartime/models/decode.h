@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "../layers/dense.h"
 #include "pick.h"
@@ -10,102 +11,145 @@
 
 namespace {
 
-// Two vectors of weights. Those of bf16 are the even and the odd ones, which are widened without moving them between lanes.
-template <class T>
-struct Halves {
-  using A = typename Type<T>::A;
+#ifndef WEIGHT
+#define WEIGHT NUMBER
+#endif
+typedef WEIGHT W;  // of matrices: T, or int8_t with a scale for each row
+
+inline float load(int8_t x) { return x; }
+
+// How a vector of bytes is widened: part j of it has every number whose place is j in a word as wide as A, times 1 / unit.
+template <class S>
+struct Widened {
   using Vector = typename Lanes<A>::Vector;
-  static constexpr int64_t step = 2 * vector_bytes / int64_t(sizeof(A));
-  static Vector first(const T* from) { return read_vector(from); }
-  static Vector second(const T* from) { return read_vector(from + step / 2); }
-  static int64_t place(int64_t i) { return i; }
-};
-template <>
-struct Halves<bf16> {
-  using Vector = typename Lanes<float>::Vector;
-  typedef uint32_t Both __attribute__((vector_size(vector_bytes)));
-  typedef Both Loose __attribute__((aligned(2), may_alias));
-  static constexpr int64_t step = vector_bytes / 2;
-  static Vector first(const bf16* from) { return (Vector)(*reinterpret_cast<const Loose*>(from) << 16); }
-  static Vector second(const bf16* from) { return (Vector)(*reinterpret_cast<const Loose*>(from) & 0xffff0000); }
-  static int64_t place(int64_t i) { return i / 2 + i % 2 * (step / 2); }
+  typedef std::conditional_t<sizeof(A) == 8, int64_t, int32_t> Word;
+  typedef Word Signed __attribute__((vector_size(vector_bytes)));
+  typedef std::make_unsigned_t<Word> Words __attribute__((vector_size(vector_bytes)));
+  typedef Words Loose __attribute__((aligned(1), may_alias));
+  static constexpr int64_t parts = sizeof(A) / sizeof(S), lanes = vector_bytes / int64_t(sizeof(A)), step = parts * lanes;
+  static constexpr int64_t below = 8 * int64_t(sizeof(A) - sizeof(S));  // the number is the upper bits of a word
+  static constexpr A unit = std::is_integral<S>::value ? A(1) / A(uint64_t(1) << below) : A(1);
+
+  static Words read(const S* from) { return *reinterpret_cast<const Loose*>(from); }
+  static Vector part(Words all, int64_t j) {
+    const Words upper = (all << (below - 8 * int64_t(sizeof(S)) * j)) >> below << below;
+    if constexpr (std::is_integral<S>::value) return __builtin_convertvector((Signed)upper, Vector);
+    return (Vector)upper;
+  }
 };
 
-// A row in the order in which `dots` multiplies it by weights of type T.
-template <class S>
-void prepare(const S* __restrict from, A* __restrict to, int64_t k) {
-  constexpr int64_t step = Halves<T>::step;
+// A row in the order in which `dots` multiplies it by weights of type S.
+template <class S, class X>
+void prepare(const X* __restrict from, A* __restrict to, int64_t k) {
+  constexpr int64_t parts = Widened<S>::parts, step = Widened<S>::step, lanes = Widened<S>::lanes;
   const int64_t whole = k / step * step;
   for (int64_t first = 0; first < whole; first += step) {
-    for (int64_t i = 0; i < step; ++i) to[first + Halves<T>::place(i)] = load(from[first + i]);
+    for (int64_t i = 0; i < step; ++i) to[first + i % parts * lanes + i / parts] = load(from[first + i]);
   }
   for (int64_t i = whole; i < k; ++i) to[i] = load(from[i]);
 }
 
+// The sum of a vector, by halves.
+inline A sum_of(typename Lanes<A>::Vector all) {
+  typedef typename Widened<T>::Signed Places;
+  alignas(vector_bytes) static constexpr typename Widened<T>::Word places[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (typename Widened<T>::Word half = Widened<T>::lanes / 2; half > 0; half /= 2) {
+    all += __builtin_shuffle(all, *reinterpret_cast<const Places*>(places) ^ half);
+  }
+  return all[0];
+}
+
 // The products of prepared rows [rows, k] with a row of weights [k]. One row of weights at a time is read fastest.
-template <int64_t rows>
-void dots(const A* x, const T* w, int64_t k, A* out, int64_t by_row) {
-  using Vector = typename Lanes<A>::Vector;
-  constexpr int64_t step = Halves<T>::step, half = step / 2;
-  Vector sums[rows][4] = {};
+template <int64_t rows, class S>
+void dots(const A* x, const S* w, int64_t k, A* out, int64_t by_row) {
+  using Wide = Widened<S>;
+  constexpr int64_t parts = Wide::parts, step = Wide::step, n_sums = parts < 4 ? 4 : parts;
+  typename Wide::Vector sums[rows][n_sums] = {};
   int64_t i = 0;
   const auto add = [&](int64_t from, int64_t to) {
-    const Vector first = Halves<T>::first(w + from), second = Halves<T>::second(w + from);
+    const typename Wide::Words all = Wide::read(w + from);
+#pragma GCC unroll 8
+    for (int64_t j = 0; j < parts; ++j) {
+      const typename Wide::Vector weights = Wide::part(all, j);
 #pragma GCC unroll 2
-    for (int64_t row = 0; row < rows; ++row) {
-      sums[row][to] += read_vector(x + row * k + from) * first;
-      sums[row][to + 1] += read_vector(x + row * k + from + half) * second;
+      for (int64_t row = 0; row < rows; ++row) sums[row][to + j] += read_vector(x + row * k + from + j * Wide::lanes) * weights;
     }
   };
-  for (; i + 2 * step <= k; i += 2 * step) add(i, 0), add(i + step, 2);
-  if (i + step <= k) add(i, 0), i += step;
+  for (; i + n_sums / parts * step <= k; i += n_sums / parts * step) {
+#pragma GCC unroll 4
+    for (int64_t to = 0; to < n_sums; to += parts) add(i + to / parts * step, to);
+  }
+  for (; i + step <= k; i += step) add(i, 0);
 #pragma GCC unroll 2
   for (int64_t row = 0; row < rows; ++row) {
-    const Vector all = (sums[row][0] + sums[row][1]) + (sums[row][2] + sums[row][3]);
-    A sum = 0;
-#pragma GCC unroll 16
-    for (int64_t lane = 0; lane < half; ++lane) sum += all[lane];
+    typename Wide::Vector all = {};
+#pragma GCC unroll 8
+    for (int64_t j = 0; j < n_sums; j += 2) all += sums[row][j] + sums[row][j + 1];
+    A sum = sum_of(all) * Wide::unit;
     for (int64_t j = i; j < k; ++j) sum += x[row * k + j] * load(w[j]);
     out[row * by_row] = sum;
   }
+}
+
+// A linear map, or a table of vectors.
+struct Matrix {
+  const W* weight;  // [n, k]
+  const A* scale;   // [n], the factors of rows; or null
+  const T* bias;    // [n], or null
+
+  A result(int64_t column, A sum) const {
+    const A scaled = scale == nullptr ? sum : sum * scale[column];
+    return bias == nullptr ? scaled : scaled + load(bias[column]);
+  }
+  Matrix from(int64_t column, int64_t k) const {
+    return {weight + column * k, scale == nullptr ? nullptr : scale + column, bias == nullptr ? nullptr : bias + column};
+  }
+};
+
+inline const T* as_numbers(const T* weights, int64_t, A*) { return weights; }
+template <class S>
+const T* as_numbers(const S* weights, int64_t n, A* memory) {
+  T* to = reinterpret_cast<T*>(memory);
+  for (int64_t i = 0; i < n; ++i) store(to[i], A(load(weights[i])));
+  return to;
 }
 
 constexpr int64_t strip = 16;  // the columns that are given to a thread, and to `use`, together
 
 // The products of rows packed in `vectors` vectors per value with `count` rows of a matrix [.., k] -> out [rows, strip].
 template <int64_t vectors>
-void strip_of_many(const A* packed, const T* weight, const T* bias, T* out, int64_t rows, int64_t k, int64_t count) {
+void strip_of_many(const A* packed, const Matrix& matrix, T* out, int64_t rows, int64_t k, int64_t count, A* memory) {
   constexpr int64_t columns = vector_bytes / 8;  // as many as there are registers for their sums
+  const T* weight = as_numbers(matrix.weight, count * k, memory);
   for (int64_t i = 0; i < count; i += i + columns <= count ? columns : 1) {
-    const T* its_bias = bias == nullptr ? nullptr : bias + i;
+    const auto result = [&](int64_t column, A sum) { return matrix.result(i + column, sum); };
     if (i + columns <= count) {
-      dense_columns<vectors, columns>(packed, weight + i * k, its_bias, out + i, rows, k, strip);
+      dense_columns<vectors, columns>(packed, weight + i * k, out + i, rows, k, strip, result);
     } else {
-      dense_columns<vectors, 1>(packed, weight + i * k, its_bias, out + i, rows, k, strip);
+      dense_columns<vectors, 1>(packed, weight + i * k, out + i, rows, k, strip, result);
     }
   }
 }
 
-// x [rows, k] times the transpose of weight [n, k] plus bias [n] by a team: use(row, first, count, values) for each strip.
-// `own` holds 2 k numbers for each thread, and `shared` holds k numbers for each row, rounded up to whole vectors.
+// x [rows, k] times the transpose of a matrix [n, k] by a team: use(row, first, count, values) for each strip. `own` holds
+// `own_size(k)` numbers for each thread, and `shared` holds k numbers for each row, rounded up to whole vectors.
+constexpr int64_t own_size(int64_t k) { return (std::is_same<W, T>::value ? few_rows : strip) * k; }
 template <class Use>
-void dense_by(const Team& team, const T* x, const T* weight, const T* bias, int64_t rows, int64_t k, int64_t n, A* own,
-              A* shared, Use use) {
+void dense_by(const Team& team, const T* x, const Matrix& matrix, int64_t rows, int64_t k, int64_t n, A* own, A* shared,
+              Use use) {
   const auto [begin, end] = team.share((n + strip - 1) / strip);
   if (rows <= few_rows) {
-    for (int64_t row = 0; row < rows; ++row) prepare(x + row * k, own + row * k, k);
+    for (int64_t row = 0; row < rows; ++row) prepare<W>(x + row * k, own + row * k, k);
     for (int64_t first = begin * strip; first < std::min(n, end * strip); first += strip) {
       const int64_t count = std::min(strip, n - first);
       A sums[few_rows][strip];
       T values[few_rows][strip];
-      const T* w = weight + first * k;
+      const W* w = matrix.weight + first * k;
       for (int64_t i = 0; i < count; ++i) {
         rows == 1 ? dots<1>(own, w + i * k, k, sums[0] + i, strip) : dots<2>(own, w + i * k, k, sums[0] + i, strip);
       }
       for (int64_t row = 0; row < rows; ++row) {
-        for (int64_t i = 0; i < count; ++i) {
-          store(values[row][i], bias == nullptr ? sums[row][i] : sums[row][i] + load(bias[first + i]));
-        }
+        for (int64_t i = 0; i < count; ++i) store(values[row][i], matrix.result(first + i, sums[row][i]));
         use(row, first, count, values[row]);
       }
     }
@@ -128,13 +172,8 @@ void dense_by(const Team& team, const T* x, const T* weight, const T* bias, int6
     for (int64_t group = 0; group < rows; group += 2 * lanes) {
       T results[2 * lanes * strip];
       const int64_t some = std::min(2 * lanes, rows - group);
-      const A* packed = shared + group * pairs;
-      const T *w = weight + first * k, *its_bias = bias == nullptr ? nullptr : bias + first;
-      if (some > lanes) {
-        strip_of_many<2>(packed, w, its_bias, results, some, k, count);
-      } else {
-        strip_of_many<1>(packed, w, its_bias, results, some, k, count);
-      }
+      (some > lanes ? strip_of_many<2> : strip_of_many<1>)(shared + group * pairs, matrix.from(first, k), results, some, k, count,
+                                                           own);
       for (int64_t row = 0; row < some; ++row) use(group + row, first, count, results + row * strip);
     }
   }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError
-from lineartime.layers.dense import MAX_ROWS, Embedding, has_hooks, is_untouched
+from lineartime.layers.dense import MAX_ROWS, Embedding, has_hooks, is_untouched, quantized
 from lineartime.layers.flash import FLASH
 from lineartime.layers.mesa import FLASHMesa, MemoryState, folded
 from lineartime.layers.positions import LearnedPositions, ScaledSin
@@ -54,10 +54,10 @@ class NativeDecoder:
     call updates the tensors of the state in place. Their addresses are looked up only when another state object is given.
     """
 
-    def __init__(self, backbone: Backbone, head: nn.Linear | None, functions: NativeFunctions) -> None:
+    def __init__(self, backbone: Backbone, head: nn.Linear | None, functions: NativeFunctions, int8: bool) -> None:
         layers: list[Any] = [block.mixer for block in backbone.blocks]
         first, position = layers[0], backbone.position
-        self._backbone, self._dtype = backbone, first.gamma.dtype
+        self._backbone, self._dtype, self._int8 = backbone, first.gamma.dtype, int8
         self._kept: list[Tensor] = []
         self._shifted = first.token_shift
         self._recalling = [place for place, layer in enumerate(layers) if isinstance(layer, FLASHMesa)]
@@ -69,19 +69,19 @@ class NativeDecoder:
         frequencies = [10000.0 ** -(torch.arange(n, dtype=torch.float64, device="cpu") / n) for n in counts]
         tables = [rotary_table(near, n, torch.float64).permute(1, 2, 0) for n in counts]
         table = position.table if isinstance(position, LearnedPositions) else None
+        embedding = self._matrix(backbone.embedding.weight, None)
         self._d, self._chunk_size, self._n_positions = first.d_model, first.chunk_size, 0 if table is None else len(table)
         model = _fields(
             len(layers), first.d_model, first.d_value, first.d_qk, first.chunk_size, self._vocabulary,
             first.shifted_width, first.normalization != "count", first.normalization == "paper_sum",
             first.scales().score, rotated, rotated + sines,
             self._keep(torch.cat(frequencies) if counts else None), self._keep(torch.cat(tables, 1) if counts else None),
-            self._keep(backbone.embedding.weight),
+            embedding,
             self._keep(None if backbone.token_types is None else backbone.token_types.weight),
             self._keep(position.scale if isinstance(position, ScaledSin) else None),
             self._keep(table), self._n_positions,
             self._norm(backbone.embedding_norm), self._norm(backbone.norm),
-            self._keep(backbone.embedding.weight if head is None else head.weight),
-            self._keep(None if head is None else head.bias),
+            embedding if head is None else self._matrix(head.weight, head.bias),
             self._keep(b"".join(map(self._layer, layers))),
         )  # fmt: skip
         self._model = self._keep(model)
@@ -182,6 +182,11 @@ class NativeDecoder:
         self._kept.append(x)
         return x.data_ptr()
 
+    def _matrix(self, weight: Tensor, bias: Tensor | None) -> bytes:
+        """A `Matrix`: the weights, the factors of rows, and what is added."""
+        rounded, scale = quantized(weight) if self._int8 else (weight, None)
+        return _fields(self._keep(rounded), self._keep(scale), self._keep(bias))
+
     def _norm(self, norm: nn.Module) -> bytes:
         parts = norm_parts(norm)
         if parts is None:
@@ -195,16 +200,15 @@ class NativeDecoder:
             bias = layer.bias(layer.chunk_size)[: layer.chunk_size].to(acc_dtype(layer.gamma))
         return _fields(
             self._keep(layer.gamma), self._keep(layer.beta), self._keep(bias), self._norm(layer.norm),
-            self._keep(to_projected.weight), self._keep(to_projected.bias), self._keep(to_output.weight),
-            self._keep(to_output.bias),
+            self._matrix(to_projected.weight, to_projected.bias), self._matrix(to_output.weight, to_output.bias),
         )  # fmt: skip
 
 
 @torch.no_grad()
-def native_decoder(backbone: Backbone, head: nn.Module | None) -> NativeDecoder | None:
+def native_decoder(backbone: Backbone, head: nn.Module | None, int8: bool = False) -> NativeDecoder | None:
     """Make a decoder of a backbone and its output layer, the embedding if it is None; None if C++ does not compute the same.
 
-    It computes models of unmodified FLASH layers with the activation relu2 on a CPU.
+    It computes models of unmodified FLASH layers with the activation relu2 on a CPU. With `int8`, matrices are `quantized`.
     """
     if type(backbone) is not Backbone or torch.is_autocast_enabled("cpu") or any(map(is_modified, backbone.modules())):
         return None
@@ -226,8 +230,8 @@ def native_decoder(backbone: Backbone, head: nn.Module | None) -> NativeDecoder 
         return None
     if head is not None and not (isinstance(head, nn.Linear) and is_untouched(head)):
         return None
-    functions = native_functions(SOURCE, dtype)
-    return None if functions is None else NativeDecoder(backbone, head, functions)
+    functions = native_functions(SOURCE, dtype, *(["WEIGHT=int8_t"] if int8 else []))
+    return None if functions is None else NativeDecoder(backbone, head, functions, int8)
 
 
 def is_modified(module: nn.Module) -> bool:

@@ -7,22 +7,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
 from itertools import count
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.layers.dense import Dense, dense, is_untouched
+from lineartime.errors import ArgumentError, LineartimeError, check_choice
+from lineartime.layers.dense import Dense, dense, is_untouched, quantized
 from lineartime.models.backbone import Backbone, ModelState
 from lineartime.models.config import ModelConfig
 from lineartime.models.decoder import MAX_STREAMS, NativeDecoder, is_modified, native_decoder
+from lineartime.native import why_not_native
 from lineartime.ops.checks import check_whole
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
 
+Weights = Literal["own", "int8"]
 MAX_STRUCTURES = 32
 """The structures of packs that a compiled block may be compiled for; 150 random packs had 14."""
 _numbers = count()
@@ -157,6 +159,8 @@ class CausalLM(LanguageModel):
 
     compiled_step: Callable[..., tuple[Tensor, ModelState]] | None = None
     """What decoding calls in place of `extend`: see `compile_step`."""
+    decoded_weights: Weights = "own"
+    """The matrices from which tokens are decoded: see `quantize`."""
 
     def init_state(self, batch_size: int) -> ModelState:
         """The state before the first token of `batch_size` streams."""
@@ -192,14 +196,40 @@ class CausalLM(LanguageModel):
         hidden, state = self.backbone.read_prefix(ids, mask)
         return self.logits(hidden), state
 
-    def compile_for_decoding(self) -> "Decoder":
+    def compile_for_decoding(self, weights: Weights | None = None) -> "Decoder":
         """Prepare to read streams token by token: `decoder.extend(tokens, state)`.
 
         On a CPU, a model of FLASH layers alone becomes one C++ function a token. It takes the weights, hooks and modules as
         they are now: after they change, call this again. `generate` does so by itself.
+
+        Args:
+            weights: "own", or "int8" for copies of the matrices in int8 with a factor for each row, of which a token reads a
+                byte a weight. The model keeps its own, which read prompts: `quantize` rounds both. By default, what it did.
+
+        Raises:
+            ArgumentError: for "int8" where C++ does not decode this model.
         """
+        weights = self.decoded_weights if weights is None else weights
+        check_choice("weights", weights, get_args(Weights))
         is_plain = type(self) is CausalLM and self.compiled_step is None and not is_modified(self)
-        return Decoder(self, native_decoder(self.backbone, self.lm_head) if is_plain else None)
+        native = native_decoder(self.backbone, self.lm_head, weights == "int8") if is_plain else None
+        if weights == "int8" and native is None:
+            why = why_not_native() or "it decodes unmodified FLASH layers with the activation relu2 on a CPU"
+            raise ArgumentError("weights", f"is int8, which only the decoder in C++ reads, but {why}: use 'own'.")
+        return Decoder(self, native)
+
+    def quantize(self) -> None:
+        """Round all matrices that a token reads to int8 with a factor for each row, in place, and decode from int8.
+
+        Prompts, losses and what is saved have the rounded weights in the dtype of the model. Raises as `compile_for_decoding`.
+        """
+        self.compile_for_decoding("int8")
+        mixers: list[Any] = [block.mixer for block in self.backbone.blocks]
+        layers = [layer for mixer in mixers for layer in (mixer.to_gate_value_base, mixer.to_output)]
+        for layer in (self.backbone.embedding, *layers, *([] if self.lm_head is None else [self.lm_head])):
+            rounded, scale = quantized(layer.weight)
+            layer.weight.data.copy_(rounded * scale[:, None])
+        self.decoded_weights = "int8"
 
     def compile_step(self) -> None:
         """Let torch.compile compile decoding, in place, for models with a `constant_state`. The first token compiles it.

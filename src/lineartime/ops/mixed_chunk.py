@@ -308,15 +308,18 @@ def attend_cached(
     heads = q.dim() == 4
     state, keys, values, last = state.append(k, v, packing)
     compute, n = matmul_dtype(q, keys, values), keys.shape[-2]
-    bias = None if options.bias is None else options.bias(n)
-    if bias is not None:
+    bias, scales, out = None if options.bias is None else options.bias(n), options.scales, None
+    if packing.longest == 1 and options.activation == "relu2" and not scales.of_bias and isinstance(scales.score, float):
+        out = quadratic.attend_token(q.to(compute).contiguous(), state.k, state.v, last, n, bias, scales.row, scales.score)
+    if bias is not None and out is None:
         of_rows = torch.arange(n - 1, 2 * n - 1, device=q.device) - last[..., None]
         bias = bias[: max(1, q.shape[-2]) + n - 1] if last.dim() == 1 else bias[of_rows]
         bias = bias[:, None] if heads and bias.dim() == 3 else bias
     last = last[:, None] if heads and last.dim() == 2 else last
-    with without_autocast(v):
-        inputs = q.to(compute), keys.to(compute), values.to(compute), last, bias, options
-        out = attend_blocks(*inputs, reach=0 if packing.even and packing.common_start is not None else n)
+    if out is None:
+        with without_autocast(v):
+            inputs = q.to(compute), keys.to(compute), values.to(compute), last, bias, options
+            out = attend_blocks(*inputs, reach=0 if packing.even and packing.common_start is not None else n)
     out = out.to(output_dtype(v, compute))
     return packing.tokens(out.transpose(1, 2) if heads else out), state
 

@@ -1,12 +1,15 @@
 """How PyTorch runs an op: whether it traces or transforms it, and in which dtypes the op computes, also under autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+
+from lineartime.machine import faster_precision
 
 
 def under_transform() -> bool:
@@ -54,10 +57,21 @@ AUTOCAST = frozenset(
 def matmul_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype in which an op multiplies matrices: that of its inputs, or that of autocast if it is on.
 
-    It is never float16: a score above 256 overflows once squared, so float16 inputs are multiplied in float32.
+    It is never float16: a score above 256 overflows once squared, so float16 inputs are multiplied in float32. So are those of
+    bfloat16 on processors that are faster in float32.
     """
     dtype = common_dtype(*tensors)
-    return torch.float32 if dtype == torch.float16 else dtype
+    return torch.float32 if dtype == torch.float16 or (dtype == torch.bfloat16 and widens(tensors[0])) else dtype
+
+
+def widens(tensor: Tensor) -> bool:
+    """Whether a product of bfloat16 is computed in float32, because the processor is faster so; not in code that is traced."""
+    return tensor.device.type == "cpu" and not is_traced() and autocast_dtype(tensor) is None and _is_fp32_faster()
+
+
+@cache
+def _is_fp32_faster() -> bool:
+    return faster_precision(torch.device("cpu"))[0] == "fp32"
 
 
 def common_dtype(*tensors: Tensor) -> torch.dtype:

@@ -5,6 +5,9 @@
 // If causal, the last query sees all keys, and each query before it one key less. Work is split by queries, so results do not
 // depend on the number of threads.
 
+#include <algorithm>
+#include <vector>
+
 typedef Number T;
 typedef Sum A;
 
@@ -73,6 +76,39 @@ void weigh_backward(T* products, T* gradients, const A* bias, A* d_scores, int64
         weigh_query_backward<false>(products + begin, gradients + begin, nullptr, nullptr, A(score_scale), visible, keys);
       }
     }
+  }
+}
+
+// One query of each stream to the first `seen` keys, which are read once, with their values: [B, s], [B, room, s], [B, room, e] ->
+// [B, e]. `scale` [B] is the factor of the squared scores. Sums are of blocks of keys, so that they do not depend on the number of
+// threads. A value whose weight is zero is not read.
+void attend_token(const T* q, const T* k, const T* v, const A* bias, const int64_t* seen, const A* scale, T* out, double score_scale,
+                  int64_t streams, int64_t room, int64_t s, int64_t e, int64_t longest, int64_t threads) {
+  const int64_t block = 256, blocks = (longest + block - 1) / block, used = streams * longest * (s + e) < 65536 ? 1 : threads;
+  std::vector<A> sums(streams * blocks * e);
+#pragma omp parallel for schedule(static) num_threads(int(used))
+  for (int64_t part = 0; part < streams * blocks; ++part) {
+    const int64_t stream = part / blocks, first = part % blocks * block, last = std::min(first + block, seen[stream]);
+    A* __restrict sum = sums.data() + part * e;
+    for (int64_t j = first; j < last; ++j) {
+      const T *__restrict query = q + stream * s, *__restrict key = k + (stream * room + j) * s;
+      A product = 0;
+#pragma omp simd reduction(+ : product)
+      for (int64_t i = 0; i < s; ++i) product += load(query[i]) * load(key[i]);
+      const A positive = relu(product * A(score_scale) + (bias ? bias[longest - seen[stream] + j] : A(0)));
+      const A weight = positive * positive;
+      const T* __restrict value = v + (stream * room + j) * e;
+      if (weight == 0) continue;
+#pragma omp simd
+      for (int64_t i = 0; i < e; ++i) sum[i] += weight * load(value[i]);
+    }
+  }
+  for (int64_t stream = 0; stream < streams; ++stream) {
+    A* total = sums.data() + stream * blocks * e;
+    for (int64_t part = 1; part < blocks; ++part) {
+      for (int64_t i = 0; i < e; ++i) total[i] += total[part * e + i];
+    }
+    for (int64_t i = 0; i < e; ++i) store(out[stream * e + i], total[i] * scale[stream]);
   }
 }
 

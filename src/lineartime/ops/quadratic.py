@@ -8,7 +8,7 @@ The scores of a tile stay in the cache. None are kept for the backward pass, whi
 products is computed by the functions of quadratic.cpp, in one pass over the scores.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lineartime.native import native_functions
+from lineartime.ops.modes import acc_dtype, is_plain
 from lineartime.ops.operator import Fused
 from lineartime.ops.positions import sum_by_distance
 
@@ -127,3 +128,37 @@ def _weigh(
     else:
         functions.call("weigh_backward", weights, d_weights, inputs.bias, d_scores, *options)
     return weights
+
+
+def attend_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    last: Tensor,
+    n: int,
+    bias: Tensor | None,
+    row: Callable[[Tensor], Tensor],
+    score_scale: float,
+) -> Tensor | None:
+    """Attend from one token of each stream to a cache, [B, ..., 1, s] to [B, ..., room, s] and [B, ..., room, e], by relu^2.
+
+    Args:
+        q, k, v: of one dtype; those of the cache have room for more keys than are seen.
+        last: int64 [1] or [B, 1], the last key that each token sees.
+        n: the number of keys that are seen by any.
+        bias: [2 n - 1]; None for none.
+        row: the factor of a query that sees n keys.
+        score_scale: the factor of products.
+
+    Returns:
+        [B, ..., 1, e]; None if C++ cannot read these tensors here.
+    """
+    bias = None if bias is None else bias.to(acc_dtype(q)).contiguous()
+    functions = native_functions(SOURCE, k.dtype) if is_plain(q, k, v, bias) and q.dtype == k.dtype == v.dtype else None
+    if functions is None:
+        return None
+    seen = (last.reshape(-1, *[1] * (q.dim() - 3)) + 1).expand(q.shape[:-2]).contiguous()
+    out, scale = q.new_empty(*q.shape[:-1], v.shape[-1]), row(seen.to(acc_dtype(q))).contiguous()
+    sizes = seen.numel(), k.shape[-2], k.shape[-1], v.shape[-1], n
+    functions.call("attend_token", q, k, v, bias, seen, scale, out, score_scale, *sizes)
+    return out
