@@ -173,7 +173,7 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
     "all source": 29970,
-    "all tests": 21400,
+    "all tests": 21480,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
