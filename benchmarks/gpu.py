@@ -20,6 +20,7 @@ TRITON_INTERPRET=1.
 # mypy: disable-error-code="import-untyped, import-not-found"
 
 import argparse
+import re
 import subprocess
 import sys
 import time
@@ -41,6 +42,7 @@ from measure import median_seconds
 from peer import MISSING, Peer
 from torch import Tensor, nn
 from torch.autograd import DeviceType
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lineartime
 from lineartime.bench.config import Mode
@@ -68,6 +70,8 @@ from lineartime.ops.triton import kernels
 LENGTHS = {1024: "1K", 8192: "8K", 65536: "64K"}
 TOKENS = 65536
 """In a batch."""
+SOFTMAX = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""What Transformer++ attends by: the first that can run. Names of its kernels say which did."""
 EXACT = "exact"
 KERNELS = kernels.attention_weights_kernel, kernels.score_gradient_kernel, kernels.cross_entropy_kernel
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -202,7 +206,7 @@ class Run:
     def _compare_at(self, length: int, profile: bool = False) -> None:
         """Time FLASH and Transformer++."""
         ours = self._steps[length] = self._time_model(self._subject("flash", self.mode), length, profile)
-        other = self._time_model(self._subject("transformer++", self.mode), length)
+        other = self._time_model(self._subject("transformer++", self.mode), length, profile)
         if not self.small and ours and other:
             self.report.reach(f"transformer++ {length}", other / ours)
 
@@ -216,7 +220,7 @@ class Run:
         ms, begin = None, time.monotonic()
         row: dict[str, Any] = {"model": str(subject), "length": length, "tokens": case.tokens}
         try:
-            with separate_compilations():
+            with separate_compilations(), sdpa_kernel(SOFTMAX, set_priority=True):
                 ready = prepare(subject, case, self.device)
                 optimizer = torch.optim.AdamW(ready.model.parameters(), lr=1e-4, fused=True)
 
@@ -234,7 +238,8 @@ class Run:
                 if seconds is not None:
                     row |= self._share_of_peak(subject, case, case.tokens / seconds)
                 if profile and seconds is not None:
-                    self._profile(str(subject), length, step)
+                    names = self._profile(str(subject), length, step)
+                    row["attention"] = ", ".join(name for name in names if re.search("sdpa|flash|fmha|softmax", name)) or "-"
         except Exception as error:  # another model may still run, and what has been measured counts
             what = f"{type(error).__name__}: {error}"
             self.report.failed.append(f"{subject} at {length}: {what}"[:300])
@@ -251,8 +256,8 @@ class Run:
             self.report.reach(f"share {case.length}", share)
         return {"share_of_peak": f"{share:.1%}", "peak_tflops": round(self.peak / 1e12, 1)}
 
-    def _profile(self, model: str, length: int, step: Callable[[], object]) -> None:
-        """The kernels that take the most time of a step."""
+    def _profile(self, model: str, length: int, step: Callable[[], object]) -> list[str]:
+        """Report the kernels that take the most time of a step, and return their names."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -267,7 +272,8 @@ class Run:
         )
         events = [event for event in profiler.key_averages() if event.device_type == kind and not event.is_user_annotation]
         total = sum(getattr(event, own) for event in events) or 1.0
-        for event in sorted(events, key=lambda event: getattr(event, own), reverse=True)[:15]:
+        longest = sorted(events, key=lambda event: getattr(event, own), reverse=True)[:15]
+        for event in longest:
             spent = getattr(event, own)
             self.report.add(
                 "profile",
@@ -278,6 +284,7 @@ class Run:
                 ms=round(spent / 1e3, 3),
                 share=f"{spent / total:.1%}",
             )
+        return [event.key[:80] for event in longest]
 
     # Generation -------------------------------------------------------------------------------------------------------
 

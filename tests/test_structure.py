@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29900,
-    "all tests": 21900,
+    "all source": 29920,
+    "all tests": 22000,
     "baselines": 3600,
     "bench": 700,
     "checkpoint": 560,
@@ -187,7 +187,7 @@ BUDGETS: dict[str, int] = {
     "ground": 1400,
     "hf": 1400,
     "inspection": 280,
-    "layers": 2340,
+    "layers": 2360,
     "models": 2680,
     "ops": 3540,
     "runs": 880,

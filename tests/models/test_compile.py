@@ -127,6 +127,22 @@ def test_compiled_flash_reads_other_lengths_without_compiling_again(causal: bool
             torch.testing.assert_close(compiled(x), layer(x), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["flash", "gau", "gau with a hook"])
+def test_compiled_training_of_plain_attention_has_the_values_and_gradients_of_eager_code(name: str) -> None:
+    """Compiled, the parts of a projection are computed apart, but not where a hook changes them."""
+    options: dict[str, Any] = {"d_qk": 8, "causal": True, "dtype": torch.float64}
+    layer = FLASH(16, chunk_size=16, **options) if name == "flash" else GAU(16, **options)
+    set_backend(layer, "torch")
+    if name == "gau with a hook":
+        layer.to_gate_value_base.register_forward_hook(lambda module, inputs, out: 2 * out)
+    torch.nn.init.normal_(layer.to_gate_value_base.bias)
+    x, results = torch.randn(2, 40, 16, dtype=torch.float64), []
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)):
+        out = call(x)
+        results.append((out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))))
+    torch.testing.assert_close(results[1], results[0], atol=1e-11, rtol=1e-11)
+
+
 # Blocks and models ----------------------------------------------------------------------------------------------------
 
 

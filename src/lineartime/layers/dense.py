@@ -1,6 +1,6 @@
 """Linear projections and embeddings with the initialisation of the paper, and the device and dtype of their parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 from typing_extensions import Unpack
 
 from lineartime.native import NATIVE_DTYPES, native_functions
-from lineartime.ops.modes import acc_dtype, is_plain, is_traced, look_up, widens
+from lineartime.ops.modes import acc_dtype, autocast_dtype, is_exporting, is_plain, is_traced, look_up, widens
 
 SOURCE = Path(__file__).with_name("dense.cpp")
 MAX_ROWS = 32
@@ -108,6 +108,22 @@ def is_untouched(layer: nn.Module) -> bool:
     if type(layer) is not Dense or has_hooks(layer):
         return False
     return type(layer.weight) is nn.Parameter and type(layer.bias) is nn.Parameter
+
+
+def apart(layer: nn.Module, x: Tensor, widths: list[int]) -> Sequence[Tensor]:
+    """The projections that a layer computes together: [..., K] -> [..., width] each.
+
+    A compiler would join the gradients of the parts, and read them all again for that of the bias. So code that is compiled
+    for training projects by one part of the weights after the other, and the bias is the weight of a feature that is always 1.
+    """
+    if not is_traced() or is_exporting() or not torch.is_grad_enabled() or not is_untouched(layer):
+        parts: Sequence[Tensor] = layer(x).split(widths, -1)
+        return parts
+    assert isinstance(layer, Dense)
+    weight, bias = layer.weight, layer.bias[:, None]
+    rows = torch.cat([weight, bias, weight.new_zeros(len(bias), 7)], 1)  # 8 features align them for GPUs
+    x = F.pad(x.to(autocast_dtype(x) or x.dtype), (0, 8), value=1.0)
+    return [F.linear(x, part) for part in rows.split(widths)]
 
 
 def reset_parts(module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError, check_choice
-from lineartime.layers.dense import Dense, factory, is_untouched
+from lineartime.layers.dense import Dense, apart, factory, is_untouched
 from lineartime.layers.mixer import Mixer, MixerOptions
 from lineartime.layers.positions import MAX_TABLE_LENGTH, RelativeBias, RotaryBias, TableBias
 from lineartime.ops import mixed_chunk, tiles
@@ -178,7 +178,7 @@ class GAU(Mixer):
             packing.rotations(self.rotated_width, acc_dtype(self.gamma))
 
     def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
-        gate, v, y = self.to_gate_value_base(x).split([self.d_gate, self.d_value, self.d_qk], -1)
+        gate, v, y = apart(self.to_gate_value_base, x, [self.d_gate, self.d_value, self.d_qk])
         maps, state = self.queries_and_keys(y, packing, state)
         out, state = self.attend(maps, F.silu(v), packing, state)
         return self.to_output(self.apply_gate(F.silu(gate), out)), state

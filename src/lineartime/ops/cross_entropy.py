@@ -72,7 +72,7 @@ def _linear_cross_entropy(
     """The loss and, with `keep`, its gradients, because computing them later would need the logits again."""
     acc = acc_dtype(hidden)
     loss = hidden.new_zeros((), dtype=acc)
-    d_hidden = hidden.new_empty(hidden.shape if keep else 0, dtype=acc)
+    d_hidden = hidden.new_empty(hidden.shape if keep else 0, dtype=compute)  # that of the products which it is
     d_weight = weight.new_zeros(weight.shape if keep else 0, dtype=acc)
     size = max(1, LOGITS.get(hidden.device.type, LOGITS["cpu"]) // len(weight))
     fused = _can_fuse(hidden, compute)
@@ -83,7 +83,7 @@ def _linear_cross_entropy(
             losses, d_logits = _losses(piece @ factor.T, targets[start : start + size], keep, fused)
             loss += losses.sum()
             if keep:
-                d_hidden[start : start + size] = d_logits @ factor
+                torch.mm(d_logits, factor, out=d_hidden[start : start + size])
                 d_weight += d_logits.T @ piece
     return loss, d_hidden, d_weight
 
@@ -112,7 +112,7 @@ def _losses(logits: Tensor, targets: Tensor, keep: bool, fused: bool) -> tuple[T
 
 def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     acc = acc_dtype(hidden)
-    of_hidden, of_weight = (x.new_empty(x.shape if keep else 0, dtype=acc) for x in (hidden, weight))
+    of_hidden, of_weight = (x.new_empty(x.shape if keep else 0, dtype=to) for x, to in ((hidden, compute), (weight, acc)))
     return hidden.new_empty((), dtype=acc), of_hidden, of_weight
 
 
@@ -124,7 +124,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, d_loss: Tensor, *_not_differentiable: None) -> tuple[Tensor | None, ...]:
-    gradients = [(d_loss * kept).to(dtype) for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+    gradients = [(d_loss * kept.to(d_loss.dtype)).to(to) for kept, to in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
     return *gradients, None, None, None
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -232,7 +231,8 @@ def _attend_grid(
     if q_lin is not None and of_lin is not None and (not parts or not alone):
         read, summary = linear_part(grid.queries(q_lin), of_lin, values, grid, packing, options, state)
         parts.append(read)
-    out = grid.tokens(sum(parts[1:], parts[0]))
+    parts = [grid.tokens(part) for part in parts]
+    out = sum(parts[1:], parts[0])
     if state is None:
         return out, None
     maps = [x for x in (of_quad, None if k_lin is None else of_lin) if x is not None]
@@ -329,21 +329,14 @@ def linear_part(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend across chunks: [G, Q, s], [G, C, s], [G, C, e] -> [G, Q, e], and the summary of streams after all full chunks."""
     scales, exact, summary, read = options.scales, acc_dtype(v), None, None
-    if grid.slot is None and grid.prefix is None and state is None and packing.context is None and not is_exporting():
-        rows = [x.view(grid.end.shape[0], -1, *x.shape[1:]) for x in (q, k, v)]
-        q, k, v = rows[0][:, 1:], rows[1][:, :-1], rows[2][:, :-1]  # the first chunk reads nothing, and the last is not read
-        total = (k.mT @ v).to(exact).cumsum(1)
-        n = torch.arange(1, rows[0].shape[1], device=q.device) * grid.size
-        read = q @ (total * scales.sum(n.to(exact))[:, None, None]).to(q.dtype)
-        return F.pad(read, (0, 0, 0, 0, 1, 0)).flatten(0, 1), None
     sums = (k.mT @ v).to(exact)  # [G, s, e]
     earlier = None if state is None else state.summary
     if packing.context is not None:
         earlier = sum_elsewhere(grid.sum_of(sums), packing.context, "before" if grid.causal else "others")
     if grid.causal:
-        before = grid.sum_before(sums)
+        before = grid.sum_before(sums, q.dtype if earlier is None else exact)
         before = before if earlier is None else before + grid.of_documents(earlier)
-        read = q @ (before * scales.sum(grid.begin.to(exact))[:, None, None]).to(q.dtype)
+        read = (q * scales.sum(grid.begin.to(exact))[:, None, None]).to(q.dtype) @ before.to(q.dtype)
     if state is not None:
         summary = state.summary + grid.sum_of(torch.where(grid.full[:, None, None], sums, 0))
     if grid.prefix is not None:

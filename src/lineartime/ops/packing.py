@@ -121,8 +121,8 @@ class Grid:
             rows = F.pad(rows, (*[0, 0] * (x.dim() - 1), 0, slots - length))
         return rows.reshape(documents * self.chunks, self.size, *x.shape[1:])
 
-    def sum_before(self, x: Tensor) -> Tensor:
-        """For each chunk, the sum over the chunks before it in its document: [G, ...] -> [G, ...].
+    def sum_before(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """For each chunk, the sum over the chunks before it in its document: [G, ...] -> [G, ...], for a reader of some dtype.
 
         A difference of sums over all documents would lose digits, and spread infinities.
         """
@@ -134,7 +134,8 @@ class Grid:
         if self.chunks is not None:
             rows = x.reshape(self.end.shape[0], self.chunks, *x.shape[1:])
             if not is_exporting():
-                return F.pad(rows[:, :-1].cumsum(1), (*[0, 0] * (x.dim() - 1), 1, 0)).flatten(0, 1)
+                # In this order, the compiler has one kernel for all of it.
+                return F.pad(rows, (*[0, 0] * (x.dim() - 1), 1, -1)).cumsum(1).to(dtype or x.dtype).flatten(0, 1)
             return torch.cat([torch.zeros_like(rows[:, :1]), rows], 1).narrow(1, 0, self.chunks).cumsum(1).flatten(0, 1)
         if is_exporting():  # a program cannot count steps; an infinity reaches other documents there
             together = self.document[:, None].eq(self.document).tril(-1).to(x.dtype)

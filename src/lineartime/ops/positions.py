@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError
 from lineartime.ops.checks import check_even
-from lineartime.ops.modes import acc_dtype, is_exporting
+from lineartime.ops.modes import acc_dtype, is_exporting, is_traced
 from lineartime.ops.operator import register_operator
 
 
@@ -52,6 +52,9 @@ def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     dtype = acc_dtype(x)
     cos, sin = rotations.to(dtype).unbind(0)
     x1, x2 = x.to(dtype).chunk(2, dim=-1)
+    if is_traced() and not is_exporting():  # swap the halves by an index, which the compiler fuses; it stores what `cat` joins
+        swapped = x.to(dtype).unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+        return torch.addcmul(x * torch.cat([cos, cos], -1), swapped, torch.cat([-sin, sin], -1)).to(x.dtype)
     turned = torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)
     return torch.cat(turned, dim=-1).to(x.dtype)
 
