@@ -12,7 +12,6 @@ Task = Literal["clm", "mlm", "prefix-lm"]
 Split = Literal["train", "validation", "test", "all"]
 """A part of a text; "all" is the whole text."""
 Context = Literal["windowed", "carried", "documents"]
-TokenizerKind = Literal["bpe", "unigram"]
 ScaleName = Literal["trial", "cpu", "gpu", "paper"]
 """How large the runs of an experiment are."""
 TextName = Literal["code", "books", "wikipedia"]

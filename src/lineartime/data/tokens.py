@@ -168,8 +168,8 @@ def encoded(tokenizer: Tokenizer, documents: Iterable[Iterator[str]], size: int)
 
     A document of more than twice `size` characters is cut where words begin, so that it has the tokens of its whole text.
     """
-    parts = chain.from_iterable(_parts(document, size) for document in documents)
-    while batch := list(_next(parts, size * (os.cpu_count() or 1))):
+    cut = chain.from_iterable(parts(document, size) for document in documents)
+    while batch := list(_next(cut, size * (os.cpu_count() or 1))):
         begins, goes_on = (
             iter(tokenizer.encode_batch([part.text for part in batch if part.is_first == is_first], inside=not is_first))
             for is_first in (True, False)
@@ -185,7 +185,7 @@ def _next(parts: Iterator[Part], length: int) -> Iterator[Part]:
         length -= len(part.text)
 
 
-def _parts(blocks: Iterator[str], size: int) -> Iterator[Part]:
+def parts(blocks: Iterator[str], size: int) -> Iterator[Part]:
     """Cut a document between words, or where there are none, between lines, or else anywhere."""
     text, is_first = "", True
     for block in blocks:

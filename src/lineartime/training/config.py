@@ -74,7 +74,7 @@ class TrainConfig:
     exclude: tuple[str, ...] = ()
     """Leave out what matches one of these patterns, files or folders. Hidden and binary files are always left out."""
     tokenizer: str | None = None
-    """bytes, a file, a run, hub:NAME, or bpe-32000 or unigram-32000 (or another size) to train one; the default is bytes."""
+    """bytes, a file, a run, hub:NAME, or bpe-32000 (or another size) to train one; the default is bytes."""
     streaming: bool = False
     """Read the text while training, for corpora too large to encode beforehand."""
     packed: bool = False
@@ -392,7 +392,7 @@ def options_of(model: object, task: Task, *, all_values: bool) -> dict[str, Any]
 
 
 _PAPER: dict[str, Any] = {
-    "tokenizer": "unigram-32000",
+    "tokenizer": "bpe-32000",
     "tokens_per_batch": 2**18,
     "steps": 125_000,
     "warmup_steps": 10_000,

@@ -11,9 +11,9 @@ from lineartime import data
 from lineartime.checkpoint import HELD_OUT, WEIGHTS, check_weights
 from lineartime.choices import Split
 from lineartime.data.corpora import load_corpus_of_run
-from lineartime.data.train_tokenizer import names_folder
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.evaluation.perplexity import bits_per_byte
+from lineartime.files import is_folder
 from lineartime.host import cache_folder
 from lineartime.layers.contract import NO_FUTURE, BrokenPromiseError, check_mixer
 from lineartime.machine import choose_precision
@@ -85,12 +85,13 @@ def make_tokenizer(config: TrainConfig, world: World, start: Path | None, corpus
     def make() -> data.Tokenizer:
         if start is not None:
             return data.read_tokenizer(start)
-        if config.tokenizer is not None and names_folder(config.tokenizer):
-            return checkpoints.load_tokenizer(config.tokenizer)
-        return data.tokenizer_for(config.tokenizer, corpus, config.cache or cache_folder())
+        choice = config.tokenizer  # a folder with the name of a tokenizer is not meant
+        if choice is not None and not data.is_tokenizer_name(choice) and is_folder(choice):
+            return checkpoints.load_tokenizer(choice)
+        return data.tokenizer_for(choice, corpus, config.cache or cache_folder())
 
     tokenizer: data.Tokenizer = world.local_main_first("the tokenizer", make)
-    # Each machine trains a tokenizer, and unigram tokenizers of the same text differ from one training to the next.
+    # Each machine trains a tokenizer, and may have another version of the library or of the text.
     definition = world.share(tokenizer.to_json)
     if definition != tokenizer.to_json():
         tokenizer = data.tokenizer_from_json(definition, "the tokenizer of the main process")
