@@ -172,13 +172,13 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29900,
-    "all tests": 21370,
+    "all source": 30480,
+    "all tests": 21760,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
     "cli": 1340,
-    "data": 2370,
+    "data": 2930,
     "evaluation": 580,
     "experiments": 2230,
     "finetuning": 1400,

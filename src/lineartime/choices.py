@@ -9,6 +9,8 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 Domain = Literal["wikipedia", "web"]
 Precision = Literal["auto", "fp32", "bf16"]
 Task = Literal["clm", "mlm", "prefix-lm"]
+RawIds = Literal["uint16", "uint32", "int32", "int64"]
+"""The dtype of token ids in files that do not state it."""
 Split = Literal["train", "validation", "test", "all"]
 """A part of a text; "all" is the whole text."""
 Context = Literal["windowed", "carried", "documents"]

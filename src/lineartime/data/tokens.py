@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.choices import Split
-from lineartime.data.corpora import Corpus
-from lineartime.data.folders import SPLITS
+from lineartime.data.corpora import Corpus, LocalCorpus
+from lineartime.data.folders import SHARES, SPLITS, FilePart
 from lineartime.data.progress import Progress
 from lineartime.data.readers import BLOCK
+from lineartime.data.shards import Piece, Shards, read_pieces
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import LineartimeError, reporting_file_errors
 from lineartime.fields import Count, Matching
@@ -36,11 +37,11 @@ class TokenStream:
     """The tokens of a split as one sequence, with an end-of-document token after every document."""
 
     name: str  # in messages
-    tokens: NDArray[np.unsignedinteger[Any]]  # [n], in memory or on disk
-    n_bytes: int  # of the encoded text
+    tokens: NDArray[np.unsignedinteger[Any]] | Shards  # [n], in memory or on disk
+    n_bytes: int  # of the encoded text; 0 if only its ids are known
     n_words: int = 0  # of that text, separated by white space
     digest: str = ""  # differs between streams of different tokens; empty for a stream that is not on disk
-    n_documents: int = 1  # including a last one that is cut
+    n_documents: int = 1  # including a last one that is cut; 0 if only end tokens tell
     is_cut: bool = False  # whether a token limit ended the stream before the end of the split
 
     def __len__(self) -> int:
@@ -63,8 +64,13 @@ def token_stream(
 ) -> TokenStream:
     """The tokens of a split, or its first `max_tokens`, encoded only if the folder of token files, `cache`, does not hold them.
 
-    Raises LineartimeError for text that cannot be read or is not UTF-8, and for a cache that cannot be written or is damaged.
+    Shards of token ids are read where they lie. Raises LineartimeError for text that cannot be read or is not UTF-8, ids beyond
+    the vocabulary, a mixture of text and ids, and a cache that cannot be written or is damaged.
     """
+    name = corpus.name if split == "all" else f"the {split} split of {corpus.name}"
+    if parts := _parts_of_ids(corpus, split):
+        shards = Shards(chain.from_iterable(_pieces(part, Path(cache)) for part in parts), tokenizer.vocab_size, max_tokens)
+        return TokenStream(name, shards, 0, 0, shards.digest(), shards.n_documents, max_tokens is not None)
     key = "\n".join([str(_FORMAT), fingerprint(tokenizer), str(max_tokens), corpus.identity(split)])
     file = Path(cache) / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:20]}.tokens"
     about, dtype = file.with_suffix(".json"), np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
@@ -75,9 +81,28 @@ def token_stream(
         if file.stat().st_size != facts.n_tokens * dtype.itemsize:
             raise LineartimeError(f"{file} is damaged or cut off: delete it to encode the text again.")
         tokens = _mapped(file, dtype)
-    name = corpus.name if split == "all" else f"the {split} split of {corpus.name}"
     is_cut = max_tokens is not None and len(tokens) >= max_tokens
     return TokenStream(name, tokens, facts.n_bytes, facts.n_words, facts.digest, facts.n_documents, is_cut)
+
+
+def _parts_of_ids(corpus: Corpus, split: Split) -> list[FilePart]:
+    """The parts of a split that hold token ids. Raises LineartimeError if others hold text."""
+    parts = [each for source in corpus.sources if isinstance(source, LocalCorpus) for each in source.parts(split)]
+    ids = [part for part in parts if part.file.has_ids]
+    if ids and (len(ids) < len(parts) or not all(isinstance(source, LocalCorpus) for source in corpus.sources)):
+        raise LineartimeError(f"{ids[0].path} holds token ids, and other files of {corpus.name} text: give files of one kind.")
+    return ids
+
+
+def _pieces(part: FilePart, cache: Path) -> Iterator[Piece]:
+    """The ids of a file, or of some splits of it, which are cut by position."""
+    pieces = read_pieces(part.file, cache)
+    firsts = np.cumsum([0, *(len(piece.ids) for piece in pieces)]).tolist()
+    cuts = [round(share * firsts[-1]) for share in np.cumsum([0.0, *(SHARES[split] for split in SPLITS)])]
+    for start, stop in (cuts[place : place + 2] for place, split in enumerate(SPLITS) if split in (part.splits or SPLITS)):
+        for piece, first in zip(pieces, firsts, strict=False):
+            if start < first + len(piece.ids) and first < stop:
+                yield piece.part(max(0, start - first), min(len(piece.ids), stop - first))
 
 
 def describe_splits(corpus: Corpus, streams: Mapping[Split, TokenStream] | None = None) -> list[str]:
@@ -91,7 +116,8 @@ def describe_splits(corpus: Corpus, streams: Mapping[Split, TokenStream] | None 
         stream = (streams or {}).get(split)
         if stream is not None:
             first, count = "the first " if stream.is_cut else "", stream.n_documents
-            place = f"{place}: {first}{count:,} {'document' if count == 1 else 'documents'}, {len(stream):,} tokens"
+            documents = f"{count:,} {'document' if count == 1 else 'documents'}, " if count else ""
+            place = f"{place}: {first}{documents}{len(stream):,} tokens"
         if place and (stream is not None or split != "all"):
             lines.append(f"{split + ':':<12}{place}")
     return lines

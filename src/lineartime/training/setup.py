@@ -45,7 +45,8 @@ class Text:
         self.validation = data.token_stream(corpus, "validation", tokenizer, cache, held_out)
         if len(self.validation) < 2:
             raise data.no_text(self.validation.name)
-        sample = next((block[:5000] for document in corpus.documents("validation") for block in document if block.strip()), "")
+        documents = corpus.documents("validation") if self.validation.n_bytes else iter(())
+        sample = next((block[:5000] for document in documents for block in document if block.strip()), "")
         self.is_lossy = tokenizer.decode(tokenizer.encode(sample).tolist()).strip() != sample.strip()
         make = data.BatchMaker(tokenizer, config.task, config.seed, config.packed)
         length = data.text_length(config.context_length, config.task, tokenizer, config.packed)
@@ -76,7 +77,7 @@ def read_corpus(config: TrainConfig, start: Path | None) -> data.Corpus:
     """The text of a run. If a resumed run is not given another place of it, an error says that it is the run's."""
     is_known = start is not None and config.to_dict()["data"] == checkpoints.read_training_state(start).config.get("data")
     load = load_corpus_of_run if is_known else data.load_corpus
-    return load(config.data, config.text_column, config.include, config.exclude)
+    return load(config.data, config.text_column, config.include, config.exclude, config.raw_ids)
 
 
 def make_tokenizer(config: TrainConfig, world: World, start: Path | None, corpus: data.Corpus) -> data.Tokenizer:
