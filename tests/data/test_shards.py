@@ -14,9 +14,21 @@ import pyarrow.parquet
 import pytest
 
 from lineartime.cli import main
-from lineartime.data import BatchMaker, ByteTokenizer, CachedLoader, Rows, TokenStream, load_corpus, read_window, token_stream
+from lineartime.data import (
+    BatchMaker,
+    ByteTokenizer,
+    CachedLoader,
+    Rows,
+    TokenStream,
+    load_corpus,
+    read_tokenizer,
+    read_window,
+    token_stream,
+)
+from lineartime.data import tokens as tokens_module
 from lineartime.data.batches import unmarked
 from lineartime.data.folders import SPLITS
+from lineartime.data.tokens import write_shard
 from lineartime.errors import LineartimeError
 
 ASSETS = Path(__file__).parent.parent / "assets" / "shards"
@@ -297,3 +309,38 @@ def test_ten_gigabytes_are_neither_read_nor_held_at_the_start(tmp_path: Path) ->
     assert len(stream) > 5 * 10**9
     assert peak < 60 * 2**20
     loader.close()
+
+
+def test_the_command_writes_shards_with_their_tokenizer_that_are_read_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lines.jsonl").write_text("".join(f'{{"text": "Line {number} of many."}}\n' for number in range(200)))
+    text, first, second, bare = (tmp_path / name for name in ("lines.jsonl", "first", "second", "bare"))
+    for data, kind, tokenizer, out in (
+        (text, "megatron", "bpe-300", first),
+        (first, "megatron", str(first), second),
+        (second, "nanogpt", str(first), bare),
+    ):
+        arguments = ["--data", str(data), "--format", kind, "--tokenizer", tokenizer, "--out", str(out)]
+        assert main(["tokenize", *arguments]) == 0, capsys.readouterr().err
+    tokenizer = read_tokenizer(first)
+    for split in SPLITS:
+        encoded = token_stream(load_corpus(text), split, tokenizer, tmp_path)
+        found = token_stream(load_corpus(second), split, tokenizer, tmp_path)
+        ids = read_window(found, 0, len(found))
+        assert found.n_documents == encoded.n_documents
+        assert unmarked(ids).tolist() == encoded.tokens[:].tolist()
+        assert ((ids < 0) == (unmarked(ids) == tokenizer.end_of_document)).all()
+        file = bare / ("val.bin" if split == "validation" else f"{split}.bin")
+        assert np.fromfile(file, np.uint16).tolist() == encoded.tokens[:].tolist()
+    assert main(["tokenize", "--format", "megatron", "--vocab-size", "300"]) == 1
+    assert "--vocab-size is for a tokenizer alone: leave it out, and give --tokenizer" in capsys.readouterr().err
+    assert main(["tokenize", "--tokenizer", "bytes"]) == 1
+    assert "--tokenizer is bytes, but one is trained: give a --format for token ids" in capsys.readouterr().err
+
+
+def test_documents_longer_than_a_block_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens_module, "PART", 7)
+    tokens = np.array([*FLAT, 3, 4])
+    file = write_shard(TokenStream("ids", tokens, 0), BYTES, tmp_path, "train", "megatron")
+    assert documents(file, tmp_path) == [*([*ids, 256] for ids in IDS), [3, 4]]

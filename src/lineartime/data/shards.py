@@ -33,7 +33,7 @@ _CODES = {1: "u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # dtypes of Megatron
 _LLM_C = {20240520: ("<u2", 1), 20240801: ("<u4", 7)}  # the dtype and the version by the number at the beginning
 IDS = (".bin", ".npy", ".idx")
 """The suffixes of files that may hold token ids, which their first bytes tell."""
-SIDE_FILES = {"index.json", "state.json", "dataset_info.json", "dataset_dict.json"}
+SIDE_FILES = {"index.json", "state.json", "dataset_info.json", "dataset_dict.json", "tokenizer.json"}
 """Files that belong to shards, beside every .idx."""
 
 
@@ -196,21 +196,22 @@ def _megatron(file: SourceFile) -> Iterator[Piece]:
     yield Piece(path, ids, np.append(places[inside] // width, np.full(len(documents) - 1 - len(inside), len(ids))))
 
 
-def write_megatron(path: Path, dtype: str, pieces: Iterable[tuple[Ids, NDArray[np.int64]]]) -> None:
-    """Write ids and the ends of their documents, of which the last is the end of the ids, as .bin and .idx.
+def write_megatron(path: Path, dtype: str, blocks: Iterable[tuple[Ids, NDArray[np.int64]]]) -> None:
+    """Write blocks of ids, with the ends of documents in each, as .bin and .idx.
 
     Raises LineartimeError for an id that the dtype does not hold.
     """
-    lengths, code = array("i"), next(code for code, own in _CODES.items() if own == dtype)
+    lengths, held, code = array("i"), 0, next(code for code, own in _CODES.items() if own == dtype)
     with path.open("wb") as stream:
-        for ids, ends in pieces:
+        for ids, ends in blocks:
             small = ids.astype(dtype)
             if (small != ids).any():
                 raise LineartimeError(f"{path} cannot hold ids above {np.iinfo(dtype).max:,}: give a smaller vocabulary.")
             stream.write(small.tobytes())
-            lengths.extend(np.diff(ends, prepend=0).tolist())
-    n = len(lengths)
-    sizes = np.frombuffer(lengths, np.intc)
+            lengths.extend(np.diff(ends, prepend=-held).tolist())
+            held = len(ids) - int(ends[-1]) if len(ends) else held + len(ids)
+    lengths.extend([held] if held else [])
+    n, sizes = len(lengths), np.frombuffer(lengths, np.intc)
     with path.with_suffix(".idx").open("wb") as stream:
         stream.write(np.array([(_MEGATRON, 1, code, n, n + 1)], _INDEX).tobytes())
         stream.write(sizes.astype("<i4").tobytes())

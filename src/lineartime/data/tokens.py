@@ -14,14 +14,14 @@ from typing import IO, Annotated, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lineartime.choices import Split
+from lineartime.choices import ShardKind, Split
 from lineartime.data.corpora import Corpus, LocalCorpus
 from lineartime.data.folders import SHARES, SPLITS, FilePart
 from lineartime.data.progress import Progress
 from lineartime.data.readers import BLOCK
-from lineartime.data.shards import Piece, Shards, read_pieces
+from lineartime.data.shards import Piece, Shards, read_pieces, write_megatron
 from lineartime.data.tokenizers import Tokenizer, fingerprint
-from lineartime.errors import LineartimeError, reporting_file_errors
+from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import Count, Matching
 from lineartime.files import read_file, remove_abandoned, write_atomically
 
@@ -103,6 +103,31 @@ def _pieces(part: FilePart, cache: Path) -> Iterator[Piece]:
         for piece, first in zip(pieces, firsts, strict=False):
             if start < first + len(piece.ids) and first < stop:
                 yield piece.part(max(0, start - first), min(len(piece.ids), stop - first))
+
+
+def write_shard(stream: TokenStream, tokenizer: Tokenizer, folder: Path, split: Split, kind: ShardKind) -> Path:
+    """Write the tokens of a split as Megatron's pair of files, or as nanoGPT's file of uint16, whose name is returned.
+
+    Raises ArgumentError for a vocabulary that uint16 does not hold.
+    """
+
+    def blocks() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        for start in range(0, len(stream), PART):
+            read = np.asarray(stream.tokens[start : start + PART], np.int64)
+            yield np.where(read < 0, ~read, read), ((read < 0) | (read == tokenizer.end_of_document)).nonzero()[0] + 1
+
+    is_short = tokenizer.vocab_size <= 1 << 16
+    file = folder / ("val.bin" if (kind, split) == ("nanogpt", "validation") else f"{split}.bin")
+    if kind == "megatron":
+        write_megatron(file, "<u2" if is_short else "<i4", blocks())
+        return file
+    if not is_short:
+        found = f"is nanogpt, whose ids are uint16, but the tokenizer has {tokenizer.vocab_size:,} tokens"
+        raise ArgumentError("format", f"{found}: write megatron, or give another tokenizer.")
+    with file.open("wb") as opened:
+        for ids, _ in blocks():
+            opened.write(ids.astype("<u2").tobytes())
+    return file
 
 
 def describe_splits(corpus: Corpus, streams: Mapping[Split, TokenStream] | None = None) -> list[str]:

@@ -86,10 +86,7 @@ def make_tokenizer(config: TrainConfig, world: World, start: Path | None, corpus
     def make() -> data.Tokenizer:
         if start is not None:
             return data.read_tokenizer(start)
-        choice = config.tokenizer  # a folder with the name of a tokenizer is not meant
-        if choice is not None and not data.is_tokenizer_name(choice) and is_folder(choice):
-            return checkpoints.load_tokenizer(choice)
-        return data.tokenizer_for(choice, corpus, config.cache or cache_folder())
+        return choose_tokenizer(config.tokenizer, corpus, config.cache or cache_folder())
 
     tokenizer: data.Tokenizer = world.local_main_first("the tokenizer", make)
     # Each machine trains a tokenizer, and may have another version of the library or of the text.
@@ -97,6 +94,13 @@ def make_tokenizer(config: TrainConfig, world: World, start: Path | None, corpus
     if definition != tokenizer.to_json():
         tokenizer = data.tokenizer_from_json(definition, "the tokenizer of the main process")
     return tokenizer
+
+
+def choose_tokenizer(choice: str | None, corpus: data.Corpus, cache: Path) -> data.Tokenizer:
+    """The tokenizer of a name or a path, such as another run's folder; a folder with the name of a tokenizer is not meant."""
+    if choice is not None and not data.is_tokenizer_name(choice) and is_folder(choice):
+        return checkpoints.load_tokenizer(choice)
+    return data.tokenizer_for(choice, corpus, cache)
 
 
 def make_model(
