@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 import torch.nn.functional as F
 from measure import RESULTS
+from peer import FlashPytorch
 from torch import Tensor, nn
 from torch._dynamo.device_interface import CudaInterface
 from torch._dynamo.utils import counters
@@ -52,7 +53,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from lineartime.bench.measure import build_peer
 from lineartime.layers import GAU, set_backend
 from lineartime.models.cost import cost
 from lineartime.models.language_model import LanguageModel, build_model
@@ -432,7 +432,7 @@ def of_peer(n_blocks: int, length: int) -> Count:
     class Loss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = build_peer(dataclasses.replace(resolve("flash-base", "clm"), n_blocks=n_blocks))
+            self.model = FlashPytorch(dataclasses.replace(resolve("flash-base", "clm"), n_blocks=n_blocks))
 
         def forward(self, ids: Tensor) -> Tensor:
             return F.cross_entropy(self.model(ids).float().flatten(0, 1), ids.flatten())

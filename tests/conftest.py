@@ -204,7 +204,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> "JsonTokenizer":
 
     file = tmp_path_factory.mktemp("bpe") / "train.txt"
     file.write_text("the café of 日本 is naïve, the café of 日本 is open\nwith two lines and 🚀\n" * 50)
-    return train_tokenizer(load_corpus(file), "bpe", 300)
+    return train_tokenizer(load_corpus(file), 300)
 
 
 @pytest.fixture

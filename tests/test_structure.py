@@ -172,19 +172,19 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29920,
-    "all tests": 22000,
+    "all source": 30460,
+    "all tests": 22410,
     "baselines": 3600,
     "bench": 700,
     "checkpoint": 560,
-    "cli": 1320,
-    "data": 2440,
+    "cli": 1360,
+    "data": 2940,
     "evaluation": 550,
     "experiments": 1830,
     "finetuning": 1400,
     "foreign": 1130,
     "generation": 780,
-    "ground": 1400,
+    "ground": 1410,
     "hf": 1400,
     "inspection": 280,
     "layers": 2360,
@@ -193,7 +193,7 @@ BUDGETS: dict[str, int] = {
     "runs": 880,
     "seq2seq": 300,
     "top": 940,
-    "training": 1890,
+    "training": 1900,
 }
 
 

@@ -9,10 +9,13 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 Domain = Literal["wikipedia", "web"]
 Precision = Literal["auto", "fp32", "bf16"]
 Task = Literal["clm", "mlm", "prefix-lm"]
+RawIds = Literal["uint16", "uint32", "int32", "int64"]
+"""The dtype of token ids in files that do not state it."""
+ShardKind = Literal["megatron", "nanogpt"]
+"""A format in which a text is written as token ids."""
 Split = Literal["train", "validation", "test", "all"]
 """A part of a text; "all" is the whole text."""
 Context = Literal["windowed", "carried", "documents"]
-TokenizerKind = Literal["bpe", "unigram"]
 ScaleName = Literal["trial", "cpu", "gpu"]
 """How large the runs of an experiment are."""
 TextName = Literal["code", "books", "wikipedia"]

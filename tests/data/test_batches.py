@@ -77,7 +77,7 @@ def test_a_masked_row_is_framed_and_packed_or_causal_ones_are_not() -> None:
 def test_packing_cuts_after_each_end_and_each_row() -> None:
     end = ByteTokenizer.end_of_document
     windows = torch.tensor([[end, 1, 2, end, 3], [4, 5, 6, end, 7]])
-    batch = packed_batch(causal_batch(windows), windows, end)
+    batch = packed_batch(causal_batch(windows), windows[:, :-1] == end)
     assert batch.inputs.tolist() == [[end, 1, 2, end, 4, 5, 6, end]]
     assert batch.targets.tolist() == [[IGNORED, 2, end, IGNORED, 5, 6, end, IGNORED]]
     assert batch.cu_seqlens is not None
@@ -108,12 +108,12 @@ def test_prefix_lengths_are_uniform_and_depend_on_the_key_of_their_window() -> N
 def test_each_document_of_a_pack_has_a_prefix_of_its_own() -> None:
     end = ByteTokenizer.end_of_document
     windows = torch.tensor([[1, 2, end, 3, 4, 5], [6, 7, 8, 9, end, 7]])
-    batch = packed_batch(causal_batch(windows), windows, end)
+    batch = packed_batch(causal_batch(windows), windows[:, :-1] == end)
     assert batch.lengths().tolist() == [3, 2, 5]
     drawn = [draw_prefix_lengths(batch, [(seed, 0), (seed, 1)]) for seed in range(100)]
     assert torch.stack(drawn).amax(0).tolist() == [2, 1, 4]
     assert torch.stack(drawn).amin(0).tolist() == [0, 0, 0]
-    alone = packed_batch(causal_batch(windows[1:]), windows[1:], end)
+    alone = packed_batch(causal_batch(windows[1:]), windows[1:, :-1] == end)
     assert all(draw_prefix_lengths(alone, [(seed, 1)]) == lengths[-1] for seed, lengths in enumerate(drawn))
     targets = prefix_batch(batch, torch.tensor([2, 1, 4])).targets
     assert targets.tolist() == [[IGNORED, end, IGNORED, 4, 5, IGNORED, IGNORED, IGNORED, end, IGNORED]]

@@ -39,14 +39,6 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             write(tmp_path / f"google/wiki40b/en/{split}-{shard:05d}-of-00002.parquet", rows)
         rows = [{"short_book_title": f"Book {i}", "text": f"{split} book {i} "} for i in range(3)]
         write(tmp_path / f"emozilla/pg19/data/{split}-00000-of-00001.parquet", rows)
-        rows = [
-            {
-                "entity_pages": {"wiki_context": [f"wiki {number}.{i}" for i in range(number % 3)]},
-                "search_results": {"search_context": [f"web {number}.{i}" for i in range(number % 2)]},
-            }
-            for number in range(1, 4)
-        ]
-        write(tmp_path / f"mandarjoshi/trivia_qa/rc/{split}-00000-of-00001.parquet", rows)
         for config in ("wikitext-103-raw-v1", "wikitext-2-raw-v1"):
             rows = [{"text": line} for line in LINES]
             write(tmp_path / f"Salesforce/wikitext/{config}/{split}-00000-of-00001.parquet", rows)
@@ -86,7 +78,6 @@ def test_each_corpus_has_its_own_documents() -> None:
         expected = "Kaliningrad\nIt is a {}.\nIt has a port.\n\nHistory\nIt is old.\n"
         assert texts("wiki40b", split) == [expected.format(f"{split} {shard}") for shard in range(2)]
     assert texts("pg19", "test") == [f"test book {i} " for i in range(3)]
-    assert texts("trivia_qa", "validation") == ["wiki 1.0", "web 1.0", "wiki 2.0", "wiki 2.1", "web 3.0"]
     assert texts("c4", "train") == [f"train {shard}.{i}" for shard in range(3) for i in range(3)]
     assert texts("c4", "validation") == ["validation 0.0", "validation 0.2", "validation 1.1"]
     assert texts("c4", "test") == ["validation 0.1", "validation 1.0", "validation 1.2"]

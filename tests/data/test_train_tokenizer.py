@@ -8,14 +8,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lineartime.choices import TokenizerKind
 from lineartime.cli import main
 from lineartime.data import ByteTokenizer, JsonTokenizer, load_corpus, read_tokenizer, tokenizer_for, train_tokenizer
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.errors import LineartimeError
 
 LINES = "naïve 日本 text.\n\tindented\n" * 20 + Path(textwrap.__file__).read_text()
-KINDS: tuple[TokenizerKind, ...] = ("bpe", "unigram")
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +24,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizers(text: Path) -> dict[TokenizerKind, JsonTokenizer]:
-    return {kind: train_tokenizer(load_corpus(text), kind, 600) for kind in KINDS}
-
-
-@pytest.fixture(params=KINDS)
-def tokenizer(request: pytest.FixtureRequest, tokenizers: dict[TokenizerKind, JsonTokenizer]) -> JsonTokenizer:
-    return tokenizers[request.param]
+def tokenizer(text: Path) -> JsonTokenizer:
+    return train_tokenizer(load_corpus(text), 600)
 
 
 def stream_decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -46,14 +39,10 @@ def stream_decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
 @example("  two\n\n\tspaces \u00a0\u3000 \r\n and trailing ")
 @example("▁")
 @example("e\u0301 \x00 \U0010ffff 猫")
-def test_every_text_is_given_back_but_for_the_sign_of_a_space_in_unigram(
-    tokenizers: dict[TokenizerKind, JsonTokenizer], text: str
-) -> None:
-    for kind, tokenizer in tokenizers.items():
-        ids = tokenizer.encode(text).tolist()
-        expected = text.replace("▁", " ") if kind == "unigram" else text
-        assert tokenizer.decode(ids) == stream_decoded(tokenizer, ids) == expected
-        assert not {tokenizer.end_of_document, tokenizer.mask} & set(ids)
+def test_every_text_is_given_back(tokenizer: JsonTokenizer, text: str) -> None:
+    ids = tokenizer.encode(text).tolist()
+    assert tokenizer.decode(ids) == stream_decoded(tokenizer, ids) == text
+    assert not {tokenizer.end_of_document, tokenizer.mask} & set(ids)
 
 
 def test_a_saved_tokenizer_encodes_the_same(tokenizer: JsonTokenizer, tmp_path: Path) -> None:
@@ -67,11 +56,11 @@ def test_a_saved_tokenizer_encodes_the_same(tokenizer: JsonTokenizer, tmp_path: 
 
 def test_only_the_beginning_is_learned_from(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("aaaa bbbb\n" * 500 + "zzzz\n" * 500)
-    few = train_tokenizer(load_corpus(tmp_path / "train.txt"), "bpe", 300, max_bytes=1000)
+    few = train_tokenizer(load_corpus(tmp_path / "train.txt"), 300, max_bytes=1000)
     assert len(few.encode("aaaa")) == 1
     assert len(few.encode("zzzz")) == 4
     (tmp_path / "zh.txt").write_text("天地玄黄\n" * 200)  # a limit within the first character includes that one
-    assert train_tokenizer(load_corpus(tmp_path / "zh.txt"), "unigram", 560, max_bytes=1).decode([]) == ""
+    assert train_tokenizer(load_corpus(tmp_path / "zh.txt"), 300, max_bytes=1).decode([]) == ""
 
 
 def test_overlong_words_do_not_slow_down_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,17 +70,16 @@ def test_overlong_words_do_not_slow_down_training(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(module, "JsonTokenizer", lambda *_: None)
     words = ["ACGT" * 500, "天地玄黄" * 200, "3141" * 200, "=" * 700, "_" * 700, "b" * 499, " " * 800, "a 1-" * 2000]
     (tmp_path / "train.txt").write_text(" ".join(words))
-    train_tokenizer(load_corpus(tmp_path / "train.txt"), "bpe", 300)
+    train_tokenizer(load_corpus(tmp_path / "train.txt"), 300)
     assert " ".join(words).startswith("".join(learned))  # the rest is held out
     assert max(len(run) for text in learned for run in re.findall(r"\w+|\s+|=+", text)) == 500
     assert any("b" * 499 in text for text in learned)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_text_without_spaces_gives_a_tokenizer_that_knows_them(tmp_path: Path, kind: TokenizerKind) -> None:
+def test_text_without_spaces_gives_a_tokenizer_that_knows_them(tmp_path: Path) -> None:
     file = tmp_path / "zh.txt"
     file.write_text("天地玄黄宇宙洪荒日月盈昃辰宿列张\n" * 200)
-    tokenizer = train_tokenizer(load_corpus(file), kind, 560)
+    tokenizer = train_tokenizer(load_corpus(file), 560)
     ids = tokenizer.encode("a  b 天").tolist()
     assert tokenizer.decode(ids) == stream_decoded(tokenizer, ids) == "a  b 天"
     assert len(tokenizer.encode(" ")) == 1
@@ -115,16 +103,14 @@ def test_an_option_names_a_tokenizer(text: Path, tmp_path: Path, monkeypatch: py
 def test_a_tokenizer_that_cannot_be_trained_or_found_is_an_error(text: Path, tmp_path: Path) -> None:
     corpus = load_corpus(text)
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
-    (tmp_path / "han.txt").write_text("\n".join(chr(0x4E00 + number) for number in range(3000)))
-    empty, han = load_corpus(tmp_path / "empty.jsonl"), load_corpus(tmp_path / "han.txt")
+    empty = load_corpus(tmp_path / "empty.jsonl")
     cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: train_tokenizer(corpus, "unigram", 100), "^vocab_size is 100, but must be at least 517"),
-        (lambda: train_tokenizer(corpus, "BPE", 300), r"^kind is 'BPE', but must be one of 'bpe', 'unigram'"),  # type: ignore[arg-type]
-        (lambda: train_tokenizer(corpus, "bpe", 300, max_bytes=0), "^max_bytes is 0, but must be at least 1"),
-        (lambda: train_tokenizer(empty, "bpe", 300), "There is no text in the train split of"),
-        (lambda: train_tokenizer(han, "unigram", 1000), r"vocab_size is 1,000, too few for the characters of this text \("),
+        (lambda: train_tokenizer(corpus, 100), "^vocab_size is 100, but must be at least 260"),
+        (lambda: train_tokenizer(corpus, 300, max_bytes=0), "^max_bytes is 0, but must be at least 1"),
+        (lambda: train_tokenizer(empty, 300), "There is no text in the train split of"),
         (lambda: tokenizer_for("", corpus, tmp_path), "^tokenizer is empty: "),
         (lambda: tokenizer_for("bpe-9", corpus, tmp_path), "^tokenizer is bpe-9, but bpe tokenizers have from 260 to"),
+        (lambda: tokenizer_for("unigram-600", corpus, tmp_path), "^tokenizer is unigram-600, .* use bpe-600, or train another"),
         (lambda: tokenizer_for("bpe-many", corpus, tmp_path), "^tokenizer is bpe-many, which is neither a file nor a name:"),
     ]
     for action, message in cases:
@@ -136,9 +122,9 @@ def test_the_command_writes_a_tokenizer_and_never_over_another(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "tokenizer.json"
-    arguments = ["tokenize", "--data", str(text), "--kind", "unigram", "--vocab-size", "550", "--out", str(out)]
+    arguments = ["tokenize", "--data", str(text), "--vocab-size", "550", "--out", str(out)]
     assert main(arguments) == 0
-    assert f"{out}: unigram of 5" in capsys.readouterr().out
+    assert f"{out}: BPE of 5" in capsys.readouterr().out
     assert read_tokenizer(out).decode(read_tokenizer(out).encode("naïve").tolist()) == "naïve"
     assert main(arguments) == 1
     assert "exists already: delete it, or choose another name" in capsys.readouterr().err

@@ -234,7 +234,7 @@ def test_error_of_one_process_ends_all_and_that_process_says_why(
 
 def test_tokenizer_that_the_main_process_trained_is_that_of_all(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
-    # As if a machine of its own had trained another tokenizer: unigram tokenizers differ from one training to the next.
+    # As if a machine of its own had trained another tokenizer.
     other = f"""
 if os.environ["RANK"] == "1":
     import dataclasses

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from lineartime.choices import Context, Precision, Split
+from lineartime.choices import Context, Precision, RawIds, Split
 from lineartime.cli.options import Checkpoint, Device, Threads
 from lineartime.errors import ArgumentError
 from lineartime.screen import SCREEN, new_table, output_console
@@ -39,6 +39,8 @@ class EvalOptions:
     """Read only files of folders that match a pattern, such as '*.md'; for the training text, the default is as in training."""
     exclude: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Leave out what matches a pattern, such as '*.log' or 'drafts'; for the training text, the default is as in training."""
+    raw_ids: RawIds | None = None
+    """Type of the token ids in files that do not state it; for the training text, the default is as in training."""
     context: Context = "windowed"
     """windowed: independent windows; carried: the split as one sequence, in which every token sees all earlier ones;
     documents: each document as such a sequence, for instance a whole book."""

@@ -64,8 +64,13 @@ def spread_windows(stream: TokenStream, count: int, context_length: int) -> list
 
 
 def read_window(stream: TokenStream, start: int, length: int) -> Tensor:
-    """Read at most `length` tokens from `start`, as int64."""
+    """Read at most `length` tokens from `start`, as int64; ~x is x, and the end of a document by the file of shards."""
     return torch.from_numpy(stream.tokens[start : start + length].astype(np.int64))
+
+
+def unmarked(windows: Tensor) -> Tensor:
+    """Tokens that `read_window` returned, without marks."""
+    return torch.where(windows < 0, ~windows, windows)
 
 
 def causal_batch(windows: Tensor) -> Batch:
@@ -94,12 +99,12 @@ def masked_batch(windows: Tensor, tokenizer: Tokenizer, keys: Keys, frame: tuple
     return Batch(inputs, torch.where(selected, ids, IGNORED))
 
 
-def packed_batch(batch: Batch, windows: Tensor, end_of_document: int) -> Batch:
+def packed_batch(batch: Batch, ends: Tensor) -> Batch:
     """Join the rows of a batch [B, T] into one, [1, B * T], and mark the boundaries of its documents.
 
-    A document starts at the beginning of a row and after each end-of-document token, which therefore has no target.
+    A document starts at the beginning of a row and after each token that is marked as the end of one, bool [B, T], which
+    therefore has no target.
     """
-    ends = windows[:, :-1] == end_of_document
     targets = torch.where(ends, IGNORED, batch.targets)
     last = ends.clone()
     last[:, -1] = True
@@ -136,10 +141,11 @@ def make_batch(
     "mlm" draws its masks by the keys `masks`, and has rows with a frame; "prefix-lm" draws prefixes by the keys `prefixes`, and
     without them, half of each row is its prefix. If `packed`, documents are kept apart.
     """
-    frame = row_frame(task, tokenizer, packed)
+    ends = (windows[:, :-1] < 0) | (windows[:, :-1] == tokenizer.end_of_document)
+    frame, windows = row_frame(task, tokenizer, packed), unmarked(windows)
     batch = masked_batch(windows, tokenizer, masks, frame) if task == "mlm" else causal_batch(windows)
     if packed:
-        batch = packed_batch(batch, windows, tokenizer.end_of_document)
+        batch = packed_batch(batch, ends)
     if task == "prefix-lm":
         return prefix_batch(batch, batch.lengths() // 2 if prefixes is None else draw_prefix_lengths(batch, prefixes))
     return batch

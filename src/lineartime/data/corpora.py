@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lineartime.choices import DEFAULT_TEXT, TEXT_COLUMN, Split
+from lineartime.choices import DEFAULT_TEXT, TEXT_COLUMN, RawIds, Split
 from lineartime.data.folders import (
     SPLITS,
     FilePart,
@@ -51,20 +51,22 @@ class LocalCorpus:
 
     def identity(self, split: Split) -> str:
         """The paths, sizes and modification times of the files."""
-        return "\n".join(part.identity() for part in self._parts(split))
+        return "\n".join(part.identity() for part in self.parts(split))
 
     def portable_identity(self, split: Split) -> str:
         """Like `identity`, but the same for copies of the files elsewhere."""
-        return "\n".join(part.portable_identity() for part in self._parts(split))
+        return "\n".join(part.portable_identity() for part in self.parts(split))
 
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """The documents of a split, file by file."""
-        for part in self._parts(split):
+        for part in self.parts(split):
             yield from part.documents()
 
     def examples(self, split: Split) -> Any:
         """The documents as an IterableDataset with one shard per file. All files must hold records."""
-        parts = self._parts(split)
+        parts = self.parts(split)
+        if ids := next((part.path for part in parts if part.file.has_ids), None):
+            raise LineartimeError(f"{ids} holds token ids, which are read where they lie: leave out `streaming`.")
         if one := next((part.path for part in parts if not part.file.has_records), None):
             found = f"{one} is one long text and cannot be streamed, as JSON lines and Parquet can"
             raise LineartimeError(f"{found}: encode it beforehand.")
@@ -74,7 +76,8 @@ class LocalCorpus:
         """The single document of an example."""
         return [example["text"]]
 
-    def _parts(self, split: Split) -> list[FilePart]:
+    def parts(self, split: Split) -> list[FilePart]:
+        """The files, or parts of files, of a split."""
         if split != "all":
             return self.splits.get(split, [])
         return list(dict.fromkeys(replace(part, splits=()) for each in SPLITS for part in self.splits.get(each, [])))
@@ -149,7 +152,13 @@ def is_corpus_name(data: str) -> bool:
     return data in HUB or data in _HUTTER or data.startswith(PREFIX)
 
 
-def load_corpus(data: Data, text_column: str = TEXT_COLUMN, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Corpus:
+def load_corpus(
+    data: Data,
+    text_column: str = TEXT_COLUMN,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    raw_ids: RawIds | None = None,
+) -> Corpus:
     """Load a corpus by name, the text at a path, several of these together, or the standard library's source for None.
 
     Names take precedence over paths: for a file called c4, give ./c4 or a `Path`. Splits are those that names of files or
@@ -157,13 +166,15 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, include: Sequence[st
     names state their splits come first, as one folder.
 
     `text_column` is the column of records and `hub:` data sets that holds the text. `include` and `exclude` are patterns
-    (`matches`) of the files in folders to read, by default all, and of the files and folders to leave out.
+    (`matches`) of the files in folders to read, by default all, and of the files and folders to leave out. `raw_ids` is the
+    dtype of token ids in files that do not state it.
 
     Raises LineartimeError if there is no text, or most of a folder is not text.
     """
     names = (data,) if isinstance(data, (str, Path)) else tuple(data) if isinstance(data, Sequence) else data or ()
     check_type("data", names, tuple[str | Path, ...])
-    found = FilesOfText(text_column, include, exclude)
+    check_type("raw_ids", raw_ids, RawIds | None)
+    found = FilesOfText(text_column, include, exclude, raw_ids)
     sources: list[Source] = []
     named: dict[str, Files] = {}
     seen: set[str | Path] = set()
@@ -178,6 +189,8 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, include: Sequence[st
         else:
             path = Path(name)
             with reporting_file_errors("read", path):
+                if Path(f"{name}.idx").is_file():  # the name of Megatron's pair of files
+                    path = Path(f"{name}.bin")
                 exists = path.exists()
             if not exists:
                 known = sorted([*HUB, *_HUTTER])
@@ -209,10 +222,10 @@ def load_corpus(data: Data, text_column: str = TEXT_COLUMN, include: Sequence[st
     return Corpus(tuple(sources), (*found.notes, *found.unused()))
 
 
-def load_corpus_of_run(data: Data, text_column: str, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Corpus:
+def load_corpus_of_run(data: Data, *options: Any) -> Corpus:
     """`load_corpus` for the text that a run was trained on. LineartimeError if it is not there any more."""
     try:
-        return load_corpus(data, text_column, include, exclude)
+        return load_corpus(data, *options)
     except ArgumentError as error:
         if error.argument != "data":
             raise

@@ -16,7 +16,8 @@ from typing import IO
 
 from lineartime.choices import TEXT_COLUMN, Split
 from lineartime.data.readers import BLOCK, COMPRESSED, RECORDS, SourceFile, not_utf8, read_texts
-from lineartime.errors import ArgumentError, file_error
+from lineartime.data.shards import IDS, SIDE_FILES, listed, shard_kind
+from lineartime.errors import ArgumentError, LineartimeError, file_error
 from lineartime.fields import check_type
 from lineartime.files import RECORD_FILE
 
@@ -42,7 +43,7 @@ class FilePart:
 
     def identity(self) -> str:
         """A string that changes when the file does, or when it is read in another way."""
-        read_as = f"{self.file.format_suffix}:{self.file.column}:{self.is_alone:d}:{self.at_lines}"
+        read_as = f"{self.file.format_suffix}:{self.file.column}:{self.is_alone:d}:{self.at_lines}{self.file.raw_ids or ''}"
         return f"{self.path.resolve()}:{'+'.join(self.splits)}:{self.file.version}:{read_as}"
 
     def portable_identity(self) -> str:
@@ -52,6 +53,9 @@ class FilePart:
 
     def documents(self) -> Iterator[Iterator[str]]:
         """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""
+        if self.file.has_ids:
+            found = f"{self.path} holds token ids, and not text"
+            raise LineartimeError(f"{found}: give the tokenizer that made them (`tokenizer`), or text.")
         if self.file.has_records:
             moved = _moved(self.file) if self.is_alone and self.splits else {}
             for text in read_texts(self.file):
@@ -294,7 +298,8 @@ def _listed(names: list[str]) -> str:
 
 def _names(folder: Path, parts: Iterable[FilePart]) -> str:
     """The names of some files below a folder, in a few words."""
-    return _listed([path.relative_to(folder).as_posix() for path in sorted(part.path for part in parts)])
+    paths = sorted(part.path for part in parts)
+    return _listed([path.name if path == folder else path.relative_to(folder).as_posix() for path in paths])
 
 
 def _bytes(parts: Iterable[FilePart]) -> int:
@@ -311,6 +316,7 @@ class FilesOfText:
     column: str = TEXT_COLUMN  # of records, that holds the text
     include: Sequence[str] = ()  # patterns of the files of a folder to read; empty for all
     exclude: Sequence[str] = ()  # patterns of the files and folders of a folder to leave out
+    raw_ids: str | None = None  # the dtype of token ids in files that do not state it
     notes: list[str] = field(default_factory=list, init=False)  # sentences for the user about files that are left out
     matched: set[str] = field(default_factory=set, init=False)  # the patterns that matched a file or folder
 
@@ -331,23 +337,48 @@ class FilesOfText:
             raise ArgumentError("data", f"is {path}, which is neither a file nor a folder: write the text to a file.")
         try:
             files = sorted(self._chosen(path, path)) if path.is_dir() else [path]
-            parts = [FilePart(SourceFile(file, self.column)) for file in files if file.stat().st_size]
-            unread = [part for part in parts if path.is_dir() and _is_binary(part.path)]
+            kinds = {file: kind for file in files if (kind := shard_kind(file, self.raw_ids))}
+            sizes = {file: file.stat().st_size for file in files}
+            if set(kinds.values()) == {"WebDataset"} and 2 * sum(sizes[file] for file in kinds) < sum(sizes.values()):
+                kinds = {}  # an archive beside text
+            files = self._shards(path, files, kinds) if kinds else [file for file in files if sizes[file]]
+            parts = [FilePart(SourceFile(file, self.column, kinds.get(file, ""), self.raw_ids)) for file in files]
+            judged = parts if path.is_dir() or path.suffix in IDS else []
+            unread = [part for part in judged if not part.file.shard and _is_binary(part.path)]
         except OSError as error:
             raise file_error("read", error.filename or path, error) from None
         kept = [part for part in parts if part not in unread]
         texts = [part for part in kept if not _NO_TEXT.match(part.path.name)] or kept
+        may_be_ids = any(part.path.suffix in IDS for part in unread)
+        hint = "; give `raw_ids` if they hold token ids alone, as nanoGPT's" if may_be_ids else ""
         if kept and _bytes(unread) > _bytes(texts):
             found = f"is {path}, most of which is binary, such as {_names(path, unread)}: give text, or choose files"
-            raise ArgumentError("data", f"{found} by `include`.")
+            raise ArgumentError("data", f"{found} by `include`{hint}.")
         if unread:
-            self.notes.append(f"Left out of {path}, because binary files are not read: {_names(path, unread)}.")
+            self.notes.append(f"Left out of {path}, because binary files are not read: {_names(path, unread)}{hint}.")
         if not kept:
             left = f" ({' '.join(self.notes).rstrip('.')})" if self.notes else ""
             chosen = " with these patterns" if self.include or self.exclude else ""
             found = f"is {path}, which holds no text{chosen}{left}"
             raise ArgumentError("data", f"{found}: give a text file or a folder of text files.")
         return kept
+
+    def _shards(self, root: Path, files: Sequence[Path], kinds: dict[Path, str]) -> list[Path]:
+        """The shards of a folder, of one kind, in the order of the file that lists them; a note says what else is left out."""
+        one, *others = {kind: file for file, kind in kinds.items()}.items()
+        if others:
+            two = " and ".join(f"{kind} ({file.relative_to(root)})" for kind, file in (one, others[0]))
+            raise ArgumentError("data", f"is {root}, which holds shards of two kinds, {two}: give one, or choose by `include`.")
+        chosen: list[Path] = []
+        for folder in dict.fromkeys(file.parent for file in kinds):
+            inside = [file for file in kinds if file.parent == folder]
+            order = listed(folder, one[0]) if root.is_dir() else None
+            chosen += inside if order is None else [file for file in order if file in inside]
+        left = [file for file in files if file not in chosen and file.suffix != ".idx" and file.name not in SIDE_FILES]
+        if left:
+            names = _listed([file.relative_to(root).as_posix() for file in left])
+            self.notes.append(f"Left out of {root}, because its shards are {one[0]}: {names}.")
+        return chosen
 
     def unused(self) -> list[str]:
         """A note for each pattern that matched nothing."""

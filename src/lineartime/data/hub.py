@@ -251,11 +251,6 @@ def _wiki40b(example: Example) -> list[str]:
     return [text.replace("_NEWLINE_", "\n").lstrip("\n") + "\n"]
 
 
-def _evidence(example: Example) -> list[str]:
-    """The pages for a question: first from Wikipedia, then from the web."""
-    return [*example["entity_pages"]["wiki_context"], *example["search_results"]["search_context"]]
-
-
 def _files(pattern: str) -> dict[Split, str]:
     """A file pattern for each split, from a common pattern with a placeholder for the split."""
     return {split: pattern.format(split) for split in SPLITS}
@@ -269,7 +264,6 @@ HUB: dict[str, HubCorpus] = {
         # One book per row. deepmind/pg19 is a loading script, which datasets no longer runs.
         HubCorpus("pg19", "emozilla/pg19", files=_files("data/{}-*.parquet")),
         HubCorpus("c4", "allenai/c4", files=_C4, halves=True),
-        HubCorpus("trivia_qa", "mandarjoshi/trivia_qa", files=_files("rc/{}-*.parquet"), texts_of=_evidence),
         HubCorpus("wikitext", "Salesforce/wikitext", files=_files("wikitext-103-raw-v1/{}-*.parquet"), lines=True),
     )
 }

@@ -171,13 +171,14 @@ class CachedLoader(Loader):
         random = np.random.default_rng((self._make.seed, _OFFSET, number))
         self._offset = int(random.integers(0, min(context, length - context)))
         self._windows = (length - 1 - self._offset) // context
-        self._order: NDArray[np.int64] | None = None  # not needed for the epochs that a resumed run skips
+        self._order: NDArray[np.uint32] | None = None  # not needed for the epochs that a resumed run skips
 
     def _window(self, row: int) -> Tensor:
         while row >= self._first_row + self._windows:
             self._begin_epoch(self._epoch + 1, self._first_row + self._windows)
         if self._order is None:
-            self._order = np.random.default_rng((self._make.seed, _ORDER, self._epoch)).permutation(self._windows)
+            self._order = np.arange(self._windows, dtype=np.uint32)  # half the memory of a permutation, and the same order
+            np.random.default_rng((self._make.seed, _ORDER, self._epoch)).shuffle(self._order)
         start = self._offset + int(self._order[row - self._first_row]) * self._context_length
         return read_window(self._stream, start, self._context_length + 1)
 

@@ -1,4 +1,4 @@
-"""Local files, plain or compressed, read as bytes, and records in them: JSON lines, JSON, CSV and Parquet.
+"""Local files, plain or compressed, read as bytes, and records in them: JSON lines, JSON, CSV, Parquet, and shards of text.
 
 The modules csv and json need no extra. They also do what pyarrow, and datasets with it, does not: another column may hold
 values of two types, the line of an error is that of the file, not of a block, and CSV that ends within quotes is an error.
@@ -9,33 +9,44 @@ import csv
 import io
 import json
 import lzma
+import re
+import tarfile
 import zipfile
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from lineartime.choices import TEXT_COLUMN
 from lineartime.errors import ArgumentError, LineartimeError, file_error, first_line, require_packages
+from lineartime.files import read_plain
 
 COMPRESSED = (".gz", ".xz", ".lzma", ".bz2", ".zst", ".zstd", ".zip")
+TEXT_SHARDS = ("Arrow", "MDS", "WebDataset", "litdata")
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 BLOCK = 1 << 18  # bytes, or characters, of text in memory at a time
 _COMPRESSED_BLOCK = 1 << 8  # few bytes, because they may expand by a factor of thousands
 
+Columns = Collection[str] | None
+Records = Iterator[tuple[str, Any]]
 LEAVE_OUT = "leave the file out."
+AGAIN = f"fetch it again, or {LEAVE_OUT}"
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file with text, whose suffix indicates the format."""
+    """A file with text, whose suffix indicates the format, or a shard, or a file of token ids."""
 
     path: Path
     column: str = TEXT_COLUMN  # of records, that holds the text
+    shard: str = ""  # the kind of a shard (`lineartime.data.shards.shard_kind`); empty for other files
+    raw_ids: str | None = None  # the dtype of token ids where a file does not state it
 
     @property
     def version(self) -> tuple[int, int]:
@@ -51,7 +62,12 @@ class SourceFile:
 
     @cached_property
     def format_suffix(self) -> str:
-        """The suffix of the format, without that of a compression; for a .zip, of the file in it, if that is one of records."""
+        """The suffix of the format, without that of a compression; for a .zip, of the file in it, if that is one of records.
+
+        Of a shard, its kind.
+        """
+        if self.shard:
+            return self.shard
         if self.path.suffix.lower() == ".zip":
             with reporting(self.path), zipfile.ZipFile(self.path) as archive:
                 suffix = Path(_member(archive, self.path)).suffix.lower()
@@ -62,7 +78,20 @@ class SourceFile:
     @property
     def has_records(self) -> bool:
         """Whether each record of the file is a document, rather than the whole file. Raises LineartimeError for a bad .zip."""
-        return self.format_suffix in RECORDS
+        return self.format_suffix in (*RECORDS, *TEXT_SHARDS)
+
+    @cached_property
+    def has_ids(self) -> bool:
+        """Whether the file holds token ids, which of a file with columns its first record tells."""
+        if self.shard in ("Arrow", "MDS") or (self.format_suffix == ".parquet" and not self.is_compressed):
+            record: dict[str, Any] = next((record for _, record in read_records(self, self.columns)), {})
+            return isinstance(next((record[name] for name in self.columns if name in record), None), (bytes, list, np.ndarray))
+        return bool(self.shard) and not self.has_records
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the column of the text or the ids: the one that was named, or those in use for ids."""
+        return (self.column, "input_ids", "tokens") if self.column == TEXT_COLUMN else (self.column,)
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
@@ -151,14 +180,22 @@ def reporting(path: Path) -> Iterator[None]:
     """Raise LineartimeError, naming the file, where it cannot be read or decoded."""
     try:
         yield
-    except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
-        raise _damaged(path, error) from None
+    except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError) as error:
+        raise damaged(path, first_line(error)) from None
     except OSError as error:
-        raise (_damaged(path, error) if error.errno is None else file_error("read", path, error)) from None
+        raise (damaged(path, first_line(error)) if error.errno is None else file_error("read", path, error)) from None
 
 
-def _damaged(path: Path, error: Exception) -> LineartimeError:
-    return LineartimeError(f"{path} is damaged or cut off ({first_line(error)}): fetch it again, or {LEAVE_OUT}")
+def damaged(path: Path, what: str) -> LineartimeError:
+    """The error for a file that does not hold what its format promises."""
+    return LineartimeError(f"{path} is damaged or cut off ({what}): {AGAIN}")
+
+
+def column_of(columns: Collection[str], file: SourceFile) -> str:
+    """The column that holds the text or the token ids. Raises ArgumentError if there is none."""
+    if found := [name for name in file.columns if name in columns]:
+        return found[0]
+    raise missing_column(file.column, str(file.path), columns)
 
 
 def missing_column(column: str, where: str, columns: Iterable[str], otherwise: str = f", or {LEAVE_OUT}") -> ArgumentError:
@@ -190,7 +227,7 @@ def read_texts(file: SourceFile) -> Iterator[str]:
         yield text or ""
 
 
-def read_records(file: SourceFile, columns: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_records(file: SourceFile, columns: Columns = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each record of a file with its place, such as "line 3". All commands read records by this function.
 
     `columns` are the columns to read; None for all. Others are read as well where leaving them out would save nothing.
@@ -199,16 +236,12 @@ def read_records(file: SourceFile, columns: Collection[str] | None = None) -> It
     """
     if not file.has_records:
         raise ArgumentError("data", f"is {file.path}, but must be a file of records: {', '.join(RECORDS)}.")
-    if file.format_suffix == ".parquet":
-        yield from _parquet(file, columns)
-    elif file.format_suffix in (".csv", ".tsv"):
-        yield from _csv(file)
-    else:
-        for place, record in _json(file):
-            if not isinstance(record, dict):
-                where = f"{file.path}, {place},"
-                raise LineartimeError(f"{where} is {record!r:.40}, but must be an object: correct it, or leave it out.")
-            yield place, record
+    read = _READERS.get(file.format_suffix, _json)
+    for place, record in read(file, columns):
+        if not isinstance(record, dict):
+            where = f"{file.path}, {place},"
+            raise LineartimeError(f"{where} is {record!r:.40}, but must be an object: correct it, or leave it out.")
+        yield place, record
 
 
 def _lines(file: SourceFile, stream: IO[bytes]) -> Iterator[str]:
@@ -226,7 +259,7 @@ def _lines(file: SourceFile, stream: IO[bytes]) -> Iterator[str]:
         position += len(line)
 
 
-def _json(file: SourceFile) -> Iterator[tuple[str, Any]]:
+def _json(file: SourceFile, _: Columns) -> Iterator[tuple[str, Any]]:
     """The objects of JSON lines. A .json file may also hold an array of objects or texts, or one object on several lines."""
     with file.open() as stream:
         lines = ((number, line) for number, line in enumerate(_lines(file, stream), 1) if line.strip())
@@ -249,7 +282,7 @@ def _parsed(where: str, text: str) -> Any:
         raise LineartimeError(f"{where} is not JSON ({reason.removesuffix(' at')}): correct it, or leave it out.") from None
 
 
-def _csv(file: SourceFile) -> Iterator[tuple[str, dict[str, Any]]]:
+def _csv(file: SourceFile, _: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(max(1 << 30, csv.field_size_limit()))  # of the whole process; a field may be a book
     with file.open() as stream:
         if file.format_suffix == ".tsv":  # by its standard, without quotes
@@ -270,8 +303,21 @@ def _csv(file: SourceFile) -> Iterator[tuple[str, dict[str, Any]]]:
             raise LineartimeError(f"{where} is not CSV ({error}): correct it, or leave it out.") from None
 
 
-def _parquet(file: SourceFile, columns: Collection[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    path, number = file.path, 0
+def _rows(file: SourceFile, columns: Columns) -> Records:
+    number = 0
+    try:
+        for batch in batches(file, 16, columns):  # few rows at a time: one may be a book
+            for row in batch.to_pylist():
+                number += 1
+                yield f"row {number:,}", row
+    except UnicodeDecodeError:
+        found = f"{file.path}, after row {number:,}, is not UTF-8 text"
+        raise LineartimeError(f"{found}: write it anew, or leave it out.") from None
+
+
+def batches(file: SourceFile, rows: int, columns: Columns) -> Iterator[Any]:
+    """The record batches of Parquet, or of Arrow by memory map, of at most so many rows; with all columns if none is there."""
+    path = file.path
     if file.is_compressed:
         raise LineartimeError(f"{path} is Parquet in a compressed file, which cannot be read: unpack it.")
     require_packages("pyarrow", extra="data", purpose=f"Reading {path}")
@@ -279,13 +325,135 @@ def _parquet(file: SourceFile, columns: Collection[str] | None) -> Iterator[tupl
     import pyarrow.parquet
 
     try:
-        with file.open() as stream, pyarrow.parquet.ParquetFile(stream) as table:
-            names = [name for name in table.schema_arrow.names if columns is None or name in columns]
-            for batch in table.iter_batches(batch_size=16, columns=names or None):  # few rows at a time: one may be a book
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"row {number:,}", row
-    except UnicodeDecodeError:
-        raise LineartimeError(f"{path}, after row {number:,}, is not UTF-8 text: write it anew, or leave it out.") from None
+        with file.open() as stream:
+            table: Any = _arrow(file, stream).read_all() if file.shard else pyarrow.parquet.ParquetFile(stream)
+            every = table.schema.names if file.shard else table.schema_arrow.names
+            names = [name for name in every if columns is None or name in columns] or every
+            yield from table.select(names).to_batches(rows) if file.shard else table.iter_batches(rows, columns=names)
     except pyarrow.ArrowException as error:
-        raise _damaged(path, error) from None
+        raise damaged(path, first_line(error)) from None
+
+
+def _arrow(file: SourceFile, stream: IO[bytes]) -> Any:
+    """Open the Arrow that a file is, as a file or a stream of Arrow, or that follows the offsets in a chunk of litdata."""
+    import pyarrow
+
+    if file.shard == "litdata":
+        content = stream.read()
+        found = content[content.index(b"ARROW1") : content.rindex(b"ARROW1") + 6]
+        return pyarrow.ipc.open_file(pyarrow.BufferReader(found))
+    source, is_file = pyarrow.memory_map(str(file.path)), stream.read(6) == b"ARROW1"
+    stream.seek(max(0, file.version[0] - 8))
+    if not is_file and stream.read() != b"\xff" * 4 + bytes(4):
+        raise EOFError("the mark of the end of a stream of Arrow is missing")
+    return (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source)
+
+
+# Shards of text ----------------------------------------------------------------------------------------------------------
+
+
+def _samples(file: SourceFile, columns: Columns) -> Records:
+    """The samples of a shard of MDS (mosaicml-streaming) or a chunk of litdata: texts as such, other fields as their bytes.
+
+    A shard begins with the number n of its samples and n + 1 offsets, and a sample with the sizes of its fields without a fixed
+    size, all uint32. MDS describes the fields before the first sample, and litdata in its index.json.
+    """
+    with file.open() as stream:
+        count = int.from_bytes(stream.read(4), "little")
+        places = np.frombuffer(stream.read(4 * count + 4).ljust(4), "<u1")
+        offsets = places[: len(places) // 4 * 4].view("<u4").astype(np.int64)
+        if len(offsets) <= count or (np.diff(offsets, prepend=4 * count + 8) < 0).any():
+            raise EOFError("its offsets do not ascend")
+        if file.shard == "litdata" and count and offsets[0] == offsets[-1]:
+            yield from _rows(file, columns)
+            return
+        fields = _fields(file, stream.read(int(offsets[0]) - 4 * count - 8))
+        fixed = [size for *_, size in fields]
+        for number, size in enumerate(np.diff(offsets).tolist(), 1):
+            data, free = stream.read(size), 4 * fixed.count(None)
+            given = iter(np.frombuffer(data[:free].ljust(free), "<u4").tolist())
+            bounds = np.cumsum([free, *(next(given) if own is None else own for own in fixed)]).tolist()
+            if len(data) != size or bounds[-1] != size:
+                raise EOFError(f"sample {number:,} has another size than its fields")
+            place, record = f"sample {number:,}", {}
+            for (name, kind, _), (start, stop) in zip(fields, pairwise(bounds), strict=True):
+                if columns is None or name in columns:
+                    record[name] = _field(file, place, kind, data[start:stop])
+            yield place, record
+
+
+_NUMBERS = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}  # dtypes in an array of MDS
+
+
+def _field(file: SourceFile, place: str, kind: str, value: bytes) -> Any:
+    """A field of a sample: a text; an array of numbers, whose dtype and shape its kind states, or else its first bytes."""
+    if kind == "str":
+        return _text(file, place, value)
+    if kind == "bytes" and file.raw_ids is None:
+        return value
+    try:
+        _, dtype, shape = (*kind.split(":"), "", "")[:3] if kind != "bytes" else ("", file.raw_ids, "?")
+        if not dtype:
+            dtype, value = _NUMBERS[value[0]], value[1:]
+        if not shape:  # the number of sizes, times 4, plus the power of two of their width
+            value = value[1 + (value[0] >> 2 << (value[0] & 3)) :]
+        return np.frombuffer(value, dtype)
+    except (IndexError, KeyError, TypeError, ValueError):
+        raise damaged(file.path, f"{place} does not hold {kind} of whole numbers") from None
+
+
+def _fields(file: SourceFile, header: bytes) -> list[tuple[str, str, int | None]]:
+    """The name, the encoding and the fixed size of each field of a sample, from the header of MDS or the index of litdata."""
+    try:
+        if file.shard == "MDS":
+            config = read_plain(file.path, AGAIN, header)
+            return list(zip(config["column_names"], config["column_encodings"], config["column_sizes"], strict=True))
+        config = read_plain(file.path.with_name("index.json"), AGAIN)["config"]
+        kinds = config["data_format"]
+    except (KeyError, TypeError, ValueError):
+        raise damaged(file.path, f"its fields are not described as {file.shard} does") from None
+    if config.get("compression") or config.get("encryption") or kinds.count("str") != 1:
+        found = f"{file.path} has the fields {', '.join(kinds)} and the compression {config.get('compression')}"
+        raise LineartimeError(f"{found}, but must have one str, uncompressed: write it anew, or {LEAVE_OUT}")
+    return [(file.column if kind == "str" else str(place), kind, None) for place, kind in enumerate(kinds)]
+
+
+def _webdataset(file: SourceFile, _: Columns) -> Records:
+    """The samples of a tar archive: files of one name, of which .txt is the text, or .json has it in a column."""
+    with file.open() as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        members = (member for member in archive if member.isfile())
+        for key, files in groupby(members, lambda member: re.sub(r"\.[^/]*$", "", member.name)):
+            place, parts = f"sample {key}", {}
+            for member in files:  # each has to be read before the next one is looked for
+                opened, suffix = archive.extractfile(member), Path(member.name).suffix
+                parts[suffix] = opened.read() if opened and suffix in (".txt", ".json") else b""
+            if ".txt" in parts:
+                yield place, {file.column: _text(file, place, parts[".txt"])}
+            elif ".json" in parts:
+                yield place, _parsed(f"{file.path}, {place},", _text(file, place, parts[".json"]))
+            else:
+                found = f"{file.path}, {place}, has the parts {', '.join(sorted(parts))}, but must have .txt or .json"
+                raise LineartimeError(f"{found}: correct it, or {LEAVE_OUT}")
+    if not file.is_compressed:
+        with file.path.open("rb") as stream:
+            stream.seek(-1024, io.SEEK_END)
+            if any(stream.read()):
+                raise damaged(file.path, "the two blocks of zeros at its end are missing")
+
+
+def _text(file: SourceFile, place: str, value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise LineartimeError(f"{file.path}, {place}, is not UTF-8 text: write it anew, or leave it out.") from None
+
+
+_READERS: dict[str, Callable[[SourceFile, Columns], Records]] = {
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".parquet": _rows,
+    "Arrow": _rows,
+    "MDS": _samples,
+    "WebDataset": _webdataset,
+    "litdata": _samples,
+}

@@ -14,13 +14,14 @@ from typing import IO, Annotated, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lineartime.choices import Split
-from lineartime.data.corpora import Corpus
-from lineartime.data.folders import SPLITS
+from lineartime.choices import ShardKind, Split
+from lineartime.data.corpora import Corpus, LocalCorpus
+from lineartime.data.folders import SHARES, SPLITS, FilePart
 from lineartime.data.progress import Progress
 from lineartime.data.readers import BLOCK
+from lineartime.data.shards import Piece, Shards, mapped, read_pieces, write_ids
 from lineartime.data.tokenizers import Tokenizer, fingerprint
-from lineartime.errors import LineartimeError, reporting_file_errors
+from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import Count, Matching
 from lineartime.files import read_file, remove_abandoned, write_atomically
 
@@ -36,11 +37,11 @@ class TokenStream:
     """The tokens of a split as one sequence, with an end-of-document token after every document."""
 
     name: str  # in messages
-    tokens: NDArray[np.unsignedinteger[Any]]  # [n], in memory or on disk
-    n_bytes: int  # of the encoded text
+    tokens: NDArray[np.integer[Any]] | Shards  # [n], in memory or on disk
+    n_bytes: int  # of the encoded text; 0 if only its ids are known
     n_words: int = 0  # of that text, separated by white space
     digest: str = ""  # differs between streams of different tokens; empty for a stream that is not on disk
-    n_documents: int = 1  # including a last one that is cut
+    n_documents: int = 1  # including a last one that is cut; 0 if only end tokens tell
     is_cut: bool = False  # whether a token limit ended the stream before the end of the split
 
     def __len__(self) -> int:
@@ -63,8 +64,13 @@ def token_stream(
 ) -> TokenStream:
     """The tokens of a split, or its first `max_tokens`, encoded only if the folder of token files, `cache`, does not hold them.
 
-    Raises LineartimeError for text that cannot be read or is not UTF-8, and for a cache that cannot be written or is damaged.
+    Shards of token ids are read where they lie. Raises LineartimeError for text that cannot be read or is not UTF-8, ids beyond
+    the vocabulary, a mixture of text and ids, and a cache that cannot be written or is damaged.
     """
+    name = corpus.name if split == "all" else f"the {split} split of {corpus.name}"
+    if parts := _parts_of_ids(corpus, split):
+        shards = Shards(chain.from_iterable(_pieces(part, Path(cache)) for part in parts), tokenizer.vocab_size, max_tokens)
+        return TokenStream(name, shards, 0, 0, shards.digest(), shards.n_documents, max_tokens is not None)
     key = "\n".join([str(_FORMAT), fingerprint(tokenizer), str(max_tokens), corpus.identity(split)])
     file = Path(cache) / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:20]}.tokens"
     about, dtype = file.with_suffix(".json"), np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
@@ -74,10 +80,49 @@ def token_stream(
     with reporting_file_errors("read", file):
         if file.stat().st_size != facts.n_tokens * dtype.itemsize:
             raise LineartimeError(f"{file} is damaged or cut off: delete it to encode the text again.")
-        tokens = _mapped(file, dtype)
-    name = corpus.name if split == "all" else f"the {split} split of {corpus.name}"
+        tokens = mapped(file, dtype)
     is_cut = max_tokens is not None and len(tokens) >= max_tokens
     return TokenStream(name, tokens, facts.n_bytes, facts.n_words, facts.digest, facts.n_documents, is_cut)
+
+
+def _parts_of_ids(corpus: Corpus, split: Split) -> list[FilePart]:
+    """The parts of a split that hold token ids. Raises LineartimeError if others hold text."""
+    parts = [each for source in corpus.sources if isinstance(source, LocalCorpus) for each in source.parts(split)]
+    ids = [part for part in parts if part.file.has_ids]
+    if ids and (len(ids) < len(parts) or not all(isinstance(source, LocalCorpus) for source in corpus.sources)):
+        raise LineartimeError(f"{ids[0].path} holds token ids, and other files of {corpus.name} text: give files of one kind.")
+    return ids
+
+
+def _pieces(part: FilePart, cache: Path) -> Iterator[Piece]:
+    """The ids of a file, or of some splits of it, which are cut by position."""
+    pieces = read_pieces(part.file, cache)
+    firsts = np.cumsum([0, *(len(piece.ids) for piece in pieces)]).tolist()
+    cuts = [round(share * firsts[-1]) for share in np.cumsum([0.0, *(SHARES[split] for split in SPLITS)])]
+    for start, stop in (cuts[place : place + 2] for place, split in enumerate(SPLITS) if split in (part.splits or SPLITS)):
+        for piece, first in zip(pieces, firsts, strict=False):
+            if start < first + len(piece.ids) and first < stop:
+                yield piece.part(max(0, start - first), min(len(piece.ids), stop - first))
+
+
+def write_shard(stream: TokenStream, tokenizer: Tokenizer, folder: Path, split: Split, kind: ShardKind) -> Path:
+    """Write the tokens of a split as Megatron's pair of files, or as nanoGPT's file of uint16, whose name is returned.
+
+    Raises ArgumentError for a vocabulary that uint16 does not hold.
+    """
+
+    def blocks() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        for start in range(0, len(stream), PART):
+            read = np.asarray(stream.tokens[start : start + PART], np.int64)
+            yield np.where(read < 0, ~read, read), ((read < 0) | (read == tokenizer.end_of_document)).nonzero()[0] + 1
+
+    is_short = tokenizer.vocab_size <= 1 << 16
+    if kind == "nanogpt" and not is_short:
+        found = f"is nanogpt, whose ids are uint16, but the tokenizer has {tokenizer.vocab_size:,} tokens"
+        raise ArgumentError("format", f"{found}: write megatron, or give another tokenizer.")
+    file = folder / ("val.bin" if (kind, split) == ("nanogpt", "validation") else f"{split}.bin")
+    write_ids(file, "<u2" if is_short else "<i4", blocks(), index=kind == "megatron")
+    return file
 
 
 def describe_splits(corpus: Corpus, streams: Mapping[Split, TokenStream] | None = None) -> list[str]:
@@ -91,14 +136,11 @@ def describe_splits(corpus: Corpus, streams: Mapping[Split, TokenStream] | None 
         stream = (streams or {}).get(split)
         if stream is not None:
             first, count = "the first " if stream.is_cut else "", stream.n_documents
-            place = f"{place}: {first}{count:,} {'document' if count == 1 else 'documents'}, {len(stream):,} tokens"
+            documents = f"{count:,} {'document' if count == 1 else 'documents'}, " if count else ""
+            place = f"{place}: {first}{documents}{len(stream):,} tokens"
         if place and (stream is not None or split != "all"):
             lines.append(f"{split + ':':<12}{place}")
     return lines
-
-
-def _mapped(file: Path, dtype: np.dtype[Any]) -> NDArray[np.unsignedinteger[Any]]:
-    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
 
 
 def _write(
@@ -112,7 +154,7 @@ def _write(
         try:
             with Progress(f"encoding {corpus.name}, {split}") as progress, partial.open("wb") as opened:
                 counts = write_tokens(opened, dtype, corpus.documents(split), tokenizer, max_tokens, progress.advance)
-            tokens = _mapped(partial, dtype)
+            tokens = mapped(partial, dtype)
             hashes = [hashlib.sha256(tokens[start : start + _HASHED].data) for start in range(0, len(tokens) or 1, _HASHED)]
             digest = hashlib.sha256("".join(each.hexdigest() for each in hashes).encode()).hexdigest()[:12]
             partial.replace(file)
@@ -168,8 +210,8 @@ def encoded(tokenizer: Tokenizer, documents: Iterable[Iterator[str]], size: int)
 
     A document of more than twice `size` characters is cut where words begin, so that it has the tokens of its whole text.
     """
-    parts = chain.from_iterable(_parts(document, size) for document in documents)
-    while batch := list(_next(parts, size * (os.cpu_count() or 1))):
+    cut = chain.from_iterable(parts(document, size) for document in documents)
+    while batch := list(_next(cut, size * (os.cpu_count() or 1))):
         begins, goes_on = (
             iter(tokenizer.encode_batch([part.text for part in batch if part.is_first == is_first], inside=not is_first))
             for is_first in (True, False)
@@ -185,7 +227,7 @@ def _next(parts: Iterator[Part], length: int) -> Iterator[Part]:
         length -= len(part.text)
 
 
-def _parts(blocks: Iterator[str], size: int) -> Iterator[Part]:
+def parts(blocks: Iterator[str], size: int) -> Iterator[Part]:
     """Cut a document between words, or where there are none, between lines, or else anywhere."""
     text, is_first = "", True
     for block in blocks:

@@ -13,7 +13,7 @@ from lineartime.checkpoint import (
     load_with_tokenizer,
     read_training_state,
 )
-from lineartime.choices import TEXT_COLUMN, Context, Precision, Split
+from lineartime.choices import TEXT_COLUMN, Context, Precision, RawIds, Split
 from lineartime.data import Tokenizer, describe_splits, load_corpus, token_stream
 from lineartime.data.corpora import load_corpus_of_run
 from lineartime.data.tokenizers import check_vocabulary
@@ -39,6 +39,7 @@ def evaluate(
     text_column: str | None = None,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
+    raw_ids: RawIds | None = None,
     tokenizer: Tokenizer | None = None,
     split: Split = "test",
     context: Context = "windowed",
@@ -61,6 +62,7 @@ def evaluate(
         text_column: as for `load_corpus`; for the text of a run, the default is as in training.
         include: as for `load_corpus`; for the text of a run, the default is as in training.
         exclude: as `include`.
+        raw_ids: as `include`.
         tokenizer: the model's tokenizer; the default is the one in the folder of a run.
         split: the part of the text to measure on.
         context: "windowed" for independent windows, or "carried" for the split as one sequence, in which every token has all
@@ -114,10 +116,10 @@ def evaluate(
         _check_carried(model, context, stride, packed)
 
     # The text of a run is read as in training, where nothing else is given.
-    reading = {"text_column": TEXT_COLUMN, "include": (), "exclude": (), **(trained if data is None else {})}
-    given = {"text_column": text_column, "include": include, "exclude": exclude}
+    reading = {"text_column": TEXT_COLUMN, "include": (), "exclude": (), "raw_ids": None, **(trained if data is None else {})}
+    given = {"text_column": text_column, "include": include, "exclude": exclude, "raw_ids": raw_ids}
     read: dict[str, Any] = {name: reading[name] if value is None else value for name, value in given.items()}
-    corpus = load_corpus_of_run(trained["data"], **read) if data is None else load_corpus(data, **read)
+    corpus = load_corpus_of_run(trained["data"], *read.values()) if data is None else load_corpus(data, **read)
     # With max_tokens, only that much is encoded, so that a split of any size can be measured.
     cache = cache_folder() if cache is None else Path(cache)
     stream = token_stream(corpus, split, tokenizer, cache, max_tokens)

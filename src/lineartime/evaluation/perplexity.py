@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.data.batches import causal_batch, evaluation_batch, read_window, row_frame, text_length
+from lineartime.data.batches import causal_batch, evaluation_batch, read_window, row_frame, text_length, unmarked
 from lineartime.data.corpora import no_text
 from lineartime.data.progress import Progress
 from lineartime.data.tokenizers import Tokenizer
@@ -128,7 +128,7 @@ class Evaluation:
         loss: the mean over the tokens, in nats.
         tokens: the number of tokens in the mean.
         masked: whether the model predicted masked tokens only.
-        bits_per_byte: the total loss in bits, divided by the bytes of the predicted text; None for masked tokens.
+        bits_per_byte: the total loss in bits, divided by the bytes of the predicted text; None for masked tokens and ids alone.
         word_perplexity: exp of the total loss divided by the number of words (separated by white space), which does not depend
             on the tokenizer; None for masked tokens, and for text with too few words.
         by_position: the loss by the number of preceding tokens, from each power of two to the next, the first of which precedes
@@ -202,9 +202,9 @@ def token_losses(model: LanguageModel, hidden: Tensor, targets: Tensor) -> Tenso
     return torch.cat(losses).view(targets.shape)
 
 
-def bits_per_byte(loss: float, tokens: int, n_bytes: int) -> float:
-    """Convert a loss in nats per token to bits per byte of the text that the tokens encode."""
-    return loss * tokens / max(1, n_bytes) / math.log(2)
+def bits_per_byte(loss: float, tokens: int, n_bytes: int) -> float | None:
+    """Convert a loss in nats per token to bits per byte of the text that the tokens encode; None if only ids are known."""
+    return None if not n_bytes else loss * tokens / n_bytes / math.log(2)
 
 
 @torch.no_grad()
@@ -299,7 +299,7 @@ def evaluate_carried(
         for begin, end in spans:
             state, pieces = model.init_state(1), []
             for start in range(begin, end, segment):
-                batch = causal_batch(_read(stream, tokenizer, start, min(segment, end - start))[None])
+                batch = causal_batch(unmarked(_read(stream, tokenizer, start, min(segment, end - start))[None]))
                 with autocast(device, bf16):
                     hidden, state = model.backbone.extend(batch.inputs.to(device), state)
                     pieces.append(token_losses(model, hidden, batch.targets.to(device)).cpu())
@@ -325,7 +325,8 @@ def _documents(stream: TokenStream, tokenizer: Tokenizer, tokens: int) -> Iterat
     """The first place and the place after the last of each document of the first `tokens`, with its end-of-document token."""
     begin = 0
     for start in range(0, tokens, _SCANNED):
-        ends = read_window(stream, start, min(_SCANNED, tokens - start)) == tokenizer.end_of_document
+        read = read_window(stream, start, min(_SCANNED, tokens - start))
+        ends = (read < 0) | (read == tokenizer.end_of_document)
         for end in (ends.nonzero()[:, 0] + start + 1).tolist():
             yield begin, end
             begin = end

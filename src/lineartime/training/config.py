@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lineartime.choices import TEXT_COLUMN, Device, Precision, Task
+from lineartime.choices import TEXT_COLUMN, Device, Precision, RawIds, Task
 from lineartime.errors import ArgumentError, check_choice
 from lineartime.fields import Between, Positive, check_fields, from_fields
 from lineartime.files import absolute_path
@@ -73,8 +73,10 @@ class TrainConfig:
     """Read only files of folders that match one of these patterns: '*.md' matches names, 'src/*.py' paths below the folder."""
     exclude: tuple[str, ...] = ()
     """Leave out what matches one of these patterns, files or folders. Hidden and binary files are always left out."""
+    raw_ids: RawIds | None = None
+    """Type of the token ids in files that do not state it: .bin of nanoGPT (uint16), .npy of OLMo, and bytes of MDS."""
     tokenizer: str | None = None
-    """bytes, a file, a run, hub:NAME, or bpe-32000 or unigram-32000 (or another size) to train one; the default is bytes."""
+    """bytes, a file, a run, hub:NAME, or bpe-32000 (or another size) to train one; the default is bytes."""
     streaming: bool = False
     """Read the text while training, for corpora too large to encode beforehand."""
     packed: bool = False
@@ -392,7 +394,7 @@ def options_of(model: object, task: Task, *, all_values: bool) -> dict[str, Any]
 
 
 _PAPER: dict[str, Any] = {
-    "tokenizer": "unigram-32000",
+    "tokenizer": "bpe-32000",
     "tokens_per_batch": 2**18,
     "steps": 125_000,
     "warmup_steps": 10_000,

@@ -37,7 +37,7 @@ from lineartime.training.config import TrainConfig, merged_override, options_of,
 from lineartime.training.optimizers import ModelOptimizer
 from lineartime.training.parallel import World, read_environment
 
-_TEXT = ("data", "text_column", "include", "exclude", "cache")  # other paths to the same text, which is checked
+_TEXT = ("data", "text_column", "include", "exclude", "raw_ids", "cache")  # other paths to the same text, which is checked
 _MACHINE = ("device", "precision", "threads", "compile", "recompute", "batch_size", "parallel", "context_parallel")
 _RUN = ("timeout", "track", "max_skipped", "keep_every", "max_time", "out", "resume", "auto_resume")
 _MAY_CHANGE = (*_TEXT, *_MACHINE, *_RUN)

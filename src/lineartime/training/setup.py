@@ -11,9 +11,9 @@ from lineartime import data
 from lineartime.checkpoint import HELD_OUT, WEIGHTS, check_weights
 from lineartime.choices import Split
 from lineartime.data.corpora import load_corpus_of_run
-from lineartime.data.train_tokenizer import names_folder
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.evaluation.perplexity import bits_per_byte
+from lineartime.files import is_folder
 from lineartime.host import cache_folder
 from lineartime.layers.contract import NO_FUTURE, BrokenPromiseError, check_mixer
 from lineartime.machine import choose_precision
@@ -45,7 +45,8 @@ class Text:
         self.validation = data.token_stream(corpus, "validation", tokenizer, cache, held_out)
         if len(self.validation) < 2:
             raise data.no_text(self.validation.name)
-        sample = next((block[:5000] for document in corpus.documents("validation") for block in document if block.strip()), "")
+        documents = corpus.documents("validation") if self.validation.n_bytes else iter(())
+        sample = next((block[:5000] for document in documents for block in document if block.strip()), "")
         self.is_lossy = tokenizer.decode(tokenizer.encode(sample).tolist()).strip() != sample.strip()
         make = data.BatchMaker(tokenizer, config.task, config.seed, config.packed)
         length = data.text_length(config.context_length, config.task, tokenizer, config.packed)
@@ -76,7 +77,7 @@ def read_corpus(config: TrainConfig, start: Path | None) -> data.Corpus:
     """The text of a run. If a resumed run is not given another place of it, an error says that it is the run's."""
     is_known = start is not None and config.to_dict()["data"] == checkpoints.read_training_state(start).config.get("data")
     load = load_corpus_of_run if is_known else data.load_corpus
-    return load(config.data, config.text_column, config.include, config.exclude)
+    return load(config.data, config.text_column, config.include, config.exclude, config.raw_ids)
 
 
 def make_tokenizer(config: TrainConfig, world: World, start: Path | None, corpus: data.Corpus) -> data.Tokenizer:
@@ -85,16 +86,21 @@ def make_tokenizer(config: TrainConfig, world: World, start: Path | None, corpus
     def make() -> data.Tokenizer:
         if start is not None:
             return data.read_tokenizer(start)
-        if config.tokenizer is not None and names_folder(config.tokenizer):
-            return checkpoints.load_tokenizer(config.tokenizer)
-        return data.tokenizer_for(config.tokenizer, corpus, config.cache or cache_folder())
+        return choose_tokenizer(config.tokenizer, corpus, config.cache or cache_folder())
 
     tokenizer: data.Tokenizer = world.local_main_first("the tokenizer", make)
-    # Each machine trains a tokenizer, and unigram tokenizers of the same text differ from one training to the next.
+    # Each machine trains a tokenizer, and may have another version of the library or of the text.
     definition = world.share(tokenizer.to_json)
     if definition != tokenizer.to_json():
         tokenizer = data.tokenizer_from_json(definition, "the tokenizer of the main process")
     return tokenizer
+
+
+def choose_tokenizer(choice: str | None, corpus: data.Corpus, cache: Path) -> data.Tokenizer:
+    """The tokenizer of a name or a path, such as another run's folder; a folder with the name of a tokenizer is not meant."""
+    if choice is not None and not data.is_tokenizer_name(choice) and is_folder(choice):
+        return checkpoints.load_tokenizer(choice)
+    return data.tokenizer_for(choice, corpus, cache)
 
 
 def make_model(
