@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29970,
-    "all tests": 21400,
+    "all source": 30340,
+    "all tests": 21730,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
@@ -182,14 +182,14 @@ BUDGETS: dict[str, int] = {
     "evaluation": 580,
     "experiments": 2230,
     "finetuning": 1400,
-    "foreign": 740,
+    "foreign": 1050,
     "generation": 780,
     "ground": 1410,
     "hf": 1330,
     "inspection": 280,
     "layers": 2330,
     "models": 2600,
-    "ops": 3440,
+    "ops": 3490,
     "runs": 1010,
     "seq2seq": 300,
     "top": 910,

@@ -1,4 +1,4 @@
-"""Checkpoints of other packages, from GAU-alpha and FLASH-pytorch, and the layers that only they need (`mixers`)."""
+"""Checkpoints of GAU-alpha and FLASH-pytorch, with the layers that only they need (`mixers`), and the layers of MossFormer."""
 
 from importlib import import_module
 from typing import Any
@@ -6,11 +6,15 @@ from typing import Any
 _HOMES = {
     "ForeignFLASH": "mixers",
     "ForeignGAU": "mixers",
+    "MossFormerFLASH": "mossformer",
+    "MossFormerStack": "mossformer",
     "convert": "conversion",
     "from_flash_pytorch": "flash_pytorch",
     "from_gau_alpha": "gau_alpha",
+    "from_mossformer": "mossformer",
     "is_foreign": "conversion",
     "read_weights": "weights",
+    "replace_mossformer": "mossformer",
 }
 __all__ = list(_HOMES)
 

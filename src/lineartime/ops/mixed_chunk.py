@@ -14,7 +14,7 @@ The definition is in oracle.py.
 Source: "Transformer Quality in Linear Time" (arXiv 2202.10447), sections 2.2 and 3.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -149,21 +149,25 @@ def attention_weights(
 
 def attend_visible(
     q: Tensor, k: Tensor, v: Tensor, last: Tensor, bias: Tensor | None, activation: str, scales: Scales,
-    scales_bias: bool = False, hides: bool = True,
+    scales_bias: bool = False, hides: bool = True, added: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """All scores at once: [..., Q, s], [..., K, s], [..., K, e] -> [..., Q, e].
 
     `last`, int64, broadcastable to [..., Q], is the last key that each query sees. If nothing `hides`, values behind it are
-    zero. Other arguments are those of `attention_weights`.
+    zero. `added`, [G, Q, e], is added to the outputs, in its own memory if no derivative is needed. Other arguments are those
+    of `attention_weights`.
     """
     hidden = torch.arange(k.shape[-2], device=k.device) > last[..., None] if hides else None
     count = (last + 1).clamp(min=1)
-    return attention_weights(q @ k.mT, hidden, count, bias, activation, scales, scales_bias).to(v.dtype) @ v
+    weights = attention_weights(q @ k.mT, hidden, count, bias, activation, scales, scales_bias).to(v.dtype)
+    if added is None:
+        return weights @ v
+    return added.baddbmm_(weights, v) if in_place(added, weights, v) else torch.baddbmm(added, weights, v)
 
 
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, last: Tensor, bias: Tensor | None, options: MixedChunkOptions, *, reach: int,
-    hides: bool = True,
+    hides: bool = True, added: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`attend_visible` for a block of queries after the other.
 
@@ -173,7 +177,7 @@ def attend_blocks(
     width, keys, outputs = q.shape[-2], k.shape[-2], []
     more = options.activation, options.scales, options.scales_bias, hides
     if is_exporting() or (is_traced() and reach > 0) or (not is_traced() and width <= 2 * BLOCK):
-        return attend_visible(q, k, v, last, bias, *more)
+        return attend_visible(q, k, v, last, bias, *more, added)
     recompute = torch.is_grad_enabled() and not is_traced() and not under_transform()
     size = max(BLOCK, (width + 7) // 8) if is_traced() else BLOCK
     for start in range(0, max(1, width), size):
@@ -183,7 +187,8 @@ def attend_blocks(
         near = bias
         if bias is not None:
             near = bias[width - stop : width - start + seen - 1] if bias.dim() == 1 else bias[..., start:stop, :seen]
-        inputs = q[..., start:stop, :], k[..., :seen, :], v[..., :seen, :], own, near, *more
+        before = None if added is None else added[..., start:stop, :]
+        inputs = q[..., start:stop, :], k[..., :seen, :], v[..., :seen, :], own, near, *more, before
         outputs.append(checkpoint(attend_visible, *inputs, use_reentrant=False) if recompute else attend_visible(*inputs))
     return torch.cat(outputs, -2)
 
@@ -206,6 +211,8 @@ def attend(
             out, state = step(q_quad, k_quad, q_lin, k_lin, v, options, state, compute)
             return out.to(dtype), state
         tensors = [None if x is None else x.to(compute) for x in (q_quad, k_quad, q_lin, k_lin, v)]
+        if state is None and len(given) == 5 and is_row(packing, options) and in_place(*given):
+            return attend_row([x.to(compute) for x in given], options).to(dtype), None
         for grid, q1, k1, q2, k2, values in packing.by_grid(options.chunk_size, options.causal, *tensors):
             out, state = _attend_grid(q1, k1, q2, k2, values, grid, packing, options, state)
             outputs.append(out)
@@ -219,15 +226,15 @@ def _attend_grid(
     opened = [None] * 3 if state is None else [state.keys[:, 0], state.keys[:, -1], state.values]  # k_quad, k_lin, v
     of_quad = None if k_quad is None else grid.keys(k_quad, opened[0])
     of_lin = of_quad if k_lin is None else grid.keys(k_lin, opened[1])
-    values, summary, parts = grid.keys(v, opened[2]), None, []
-    if q_quad is not None and of_quad is not None:
-        parts.append(quadratic_part(grid.queries(q_quad), of_quad, values, grid, options))
+    values, summary, out = grid.keys(v, opened[2]), None, None
     # A single chunk has none before it, and nothing to read by the linear part.
-    alone = grid.chunks == 1 and grid.prefix is None and state is None and packing.context is None
-    if q_lin is not None and of_lin is not None and (not parts or not alone):
-        read, summary = linear_part(grid.queries(q_lin), of_lin, values, grid, packing, options, state)
-        parts.append(read)
-    out = grid.tokens(sum(parts[1:], parts[0]))
+    alone = q_quad is not None and grid.prefix is None and state is None and packing.context is None and grid.chunks == 1
+    if q_lin is not None and of_lin is not None and not alone:
+        out, summary = linear_part(grid.queries(q_lin), of_lin, values, grid, packing, options, state)
+    if q_quad is not None and of_quad is not None:
+        out = quadratic_part(grid.queries(q_quad), of_quad, values, grid, options, out)
+    assert out is not None
+    out = grid.tokens(out)
     if state is None:
         return out, None
     maps = [x for x in (of_quad, None if k_lin is None else of_lin) if x is not None]
@@ -238,8 +245,46 @@ def _attend_grid(
     return out, replace(state, position=position, summary=summary, keys=keys, values=own)
 
 
-def quadratic_part(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: MixedChunkOptions) -> Tensor:
-    """Attend inside chunks: [G, Q, s], [G, C, s], [G, C, e] -> [G, Q, e]."""
+def is_row(packing: Packing, options: MixedChunkOptions) -> bool:
+    """Whether the host knows that the tokens are one whole sequence, in chunks and without a prefix."""
+    known = packing.lengths is not None and len(packing.lengths) == 1 and packing.context is None and not is_traced()
+    return known and options.chunk_size is not None and (packing.prefix is None or not options.causal)
+
+
+def attend_row(given: Sequence[Tensor], options: MixedChunkOptions) -> Tensor:
+    """Attend in one whole row, without derivatives, from q_quad, k_quad, q_lin, k_lin and v: [n, s] each, [n, e] -> [n, e].
+
+    The last chunk is as long as the rest of the row: no slot is computed that holds no token.
+    """
+    *_, q_lin, k_lin, v = given
+    causal, scales, out = options.causal, options.scales, torch.empty_like(v)
+    size = options.chunk_size or max(1, len(v))
+    full, rest = len(v) // size * size, max(1, len(v) % size)
+    chunks = [x[:full].unflatten(0, (-1, size)) for x in (*given, out)]
+    if not causal:
+        n = torch.full((), len(v), dtype=acc_dtype(v), device=v.device)
+        torch.mm(q_lin, ((k_lin.mT @ v).to(n.dtype) * (scales.prefix or scales.sum)(n)).to(v.dtype), out=out)
+    elif full:
+        *_, q, k, values, read = chunks
+        n = size * torch.arange(1, len(q) + 1, device=v.device, dtype=acc_dtype(v))
+        total = ((k.mT @ values).to(n.dtype).cumsum(0) * scales.sum(n)[:, None, None]).to(v.dtype)
+        torch.bmm(q[1:], total[:-1], out=read[1:])
+        torch.mm(q_lin[full:], total[-1], out=out[full:])
+    if causal:
+        out[:size] = 0  # of the first chunk, nothing is before
+    for q, k, *_, values, added in (chunks, [x[full:].unflatten(0, (-1, rest)) for x in (*given, out)]):
+        if len(added):
+            slot = torch.arange(added.shape[1], device=v.device)
+            bias = None if options.bias is None else options.bias(len(slot))
+            last, reach = (slot, 0) if causal else (slot[-1:], len(slot))
+            attend_blocks(q, k, values, last[None], bias, options, reach=reach, hides=causal, added=added)
+    return out
+
+
+def quadratic_part(
+    q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: MixedChunkOptions, added: Tensor | None = None
+) -> Tensor:
+    """Attend inside chunks: [G, Q, s], [G, C, s], [G, C, e] -> [G, Q, e], with what the linear part has read `added`."""
     size, scales, is_whole = grid.size, options.scales, grid.width == grid.size
     bias = None if options.bias is None else options.bias(size)
     if scales.score is None:
@@ -247,7 +292,7 @@ def quadratic_part(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: MixedCh
         scales = scales._replace(score=by if options.scales_bias else 1.0)
         options = replace(options, scales=scales)
         q = q if options.scales_bias else (q * by).to(q.dtype)
-    if options.chunk_size is None and (grid.prefix is None or not grid.causal) and not options.scales_bias:
+    if options.chunk_size is None and added is None and (grid.prefix is None or not grid.causal) and not options.scales_bias:
         form = choose_backend(options.backend, ("torch", "tiled", "triton"), v, q.dtype, options.activation)
         if form != "torch":
             assert isinstance(scales.score, float)
@@ -265,7 +310,7 @@ def quadratic_part(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: MixedCh
         reach = 0
     elif is_whole and grid.prefix is not None and grid.causal and is_readable(grid.prefix):
         reach = min(size, int(grid.prefix.max()))
-    return attend_blocks(q, k, v, grid.last, bias, options, reach=reach, hides=hides)
+    return attend_blocks(q, k, v, grid.last, bias, options, reach=reach, hides=hides, added=added)
 
 
 def attend_cached(
@@ -298,7 +343,12 @@ def linear_part(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend across chunks: [G, Q, s], [G, C, s], [G, C, e] -> [G, Q, e], and the summary of streams after all full chunks."""
     scales, exact, summary, read = options.scales, acc_dtype(v), None, None
-    if grid.slot is None and grid.prefix is None and state is None and packing.context is None and not is_exporting():
+    views = grid.slot is None and state is None and packing.context is None and not is_exporting()
+    if views and not grid.causal:
+        rows = [x.view(grid.end.shape[0], len(x) // max(1, len(grid.end)) * grid.size, x.shape[-1]) for x in (q, k, v)]
+        total = (rows[1].mT @ rows[2]).to(exact) * (scales.prefix or scales.sum)(grid.end.to(exact))[:, None, None]
+        return (rows[0] @ total.to(q.dtype)).view(v.shape), None
+    if views and grid.prefix is None:
         rows = [x.view(grid.end.shape[0], -1, *x.shape[1:]) for x in (q, k, v)]
         q, k, v = rows[0][:, 1:], rows[1][:, :-1], rows[2][:, :-1]  # the first chunk reads nothing, and the last is not read
         total = (k.mT @ v).to(exact).cumsum(1)

@@ -118,7 +118,7 @@ class Grid:
             rows = rows.index_select(1, place.clamp(max=length - 1))
             rows = torch.where((place < length).view(-1, *[1] * (x.dim() - 1)), rows, 0.0)
         else:
-            rows = F.pad(rows, (*[0, 0] * (x.dim() - 1), 0, slots - length))
+            rows = torch.cat([rows, rows.new_zeros(documents, slots - length, *x.shape[1:])], 1)  # F.pad writes twice
         return rows.reshape(documents * self.chunks, self.size, *x.shape[1:])
 
     def sum_before(self, x: Tensor) -> Tensor:
@@ -422,7 +422,7 @@ class Packing:
                 chunks = None
             else:  # rows, of which those of streams may begin with the last slot of a chunk
                 bound = longest + (size - 1 if self.streams and not views else 0)
-                chunks = bound // size + 1 if is_exporting() else max(1, (bound + size - 1) // size)
+                chunks = bound // size + 2 if is_exporting() else max(1, (bound + size - 1) // size)
 
         end = start + new
         if chunks is not None and not isinstance(chunks, list):  # a number, which code that is exported has as a symbol
