@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30460,
-    "all tests": 22410,
+    "all source": 30770,
+    "all tests": 22730,
     "baselines": 3600,
     "bench": 700,
     "checkpoint": 560,
@@ -182,7 +182,7 @@ BUDGETS: dict[str, int] = {
     "evaluation": 550,
     "experiments": 1830,
     "finetuning": 1400,
-    "foreign": 1130,
+    "foreign": 1440,
     "generation": 780,
     "ground": 1410,
     "hf": 1400,

@@ -1,4 +1,4 @@
-"""Weights of other packages: models of GAU-alpha and FLASH-pytorch, units of several, and the layers that only they need."""
+"""Weights of other packages: models of GAU-alpha and FLASH-pytorch, layers of several, and those that only they need."""
 
 from importlib import import_module
 from typing import Any
@@ -6,15 +6,19 @@ from typing import Any
 _HOMES = {
     "ForeignFLASH": "mixers",
     "ForeignGAU": "mixers",
+    "MossFormerFLASH": "mossformer",
+    "MossFormerStack": "mossformer",
     "PoseGAU": "rtmpose",
     "PoseScaleNorm": "rtmpose",
     "convert": "conversion",
     "from_flash_pytorch": "flash_pytorch",
     "from_flash_quad": "flash_quad",
     "from_gau_alpha": "gau_alpha",
+    "from_mossformer": "mossformer",
     "from_rtmpose": "rtmpose",
     "is_foreign": "conversion",
     "read_weights": "weights",
+    "replace_mossformer": "mossformer",
     "sine_encoding": "rtmpose",
 }
 __all__ = list(_HOMES)

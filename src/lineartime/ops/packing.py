@@ -118,7 +118,7 @@ class Grid:
             rows = rows.index_select(1, place.clamp(max=length - 1))
             rows = torch.where((place < length).view(-1, *[1] * (x.dim() - 1)), rows, 0.0)
         else:
-            rows = F.pad(rows, (*[0, 0] * (x.dim() - 1), 0, slots - length))
+            rows = torch.cat([rows, rows.new_zeros(documents, slots - length, *x.shape[1:])], 1)  # F.pad writes twice
         return rows.reshape(documents * self.chunks, self.size, *x.shape[1:])
 
     def sum_before(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
