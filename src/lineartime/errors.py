@@ -1,7 +1,6 @@
 """Errors that a user can fix. The command line shows them without a traceback.
 
-A message writes other arguments in backticks, as Python does: "`steps=600`", "`presets()`". The command line turns them into
-its own options and commands: "--steps 600", "`lineartime presets`".
+A message writes other arguments in backticks, as Python does: "`steps=600`", which is --steps 600 on the command line.
 """
 
 import errno

@@ -37,7 +37,7 @@ def test_other_commands_name_this_one_for_a_model_of_transformers(folder: Path, 
     there = str(tmp_path / "there")
     assert main(["convert", str(folder / "run"), there]) == 0
     for command in (["generate", there], ["eval", there]):
-        fails(command, "there holds a transformers model: convert it to lineartime with `lineartime convert`.")
+        fails(command, "there holds a transformers model: convert it by `lineartime convert`.")
 
 
 def test_wrong_folders_are_named(folder: Path, tmp_path: Path, fails: Fails) -> None:
@@ -71,7 +71,7 @@ def test_a_run_becomes_a_file(
 def test_a_masked_language_model_becomes_a_program_of_whole_texts(
     masked: str, capsys: pytest.CaptureFixture[str], fails: Fails
 ) -> None:
-    fails(["export", masked, "step.pt2"], "--part is step, but a masked language model reads whole texts: use --part text")
+    fails(["export", masked, "step.pt2"], "--part is step, but a masked language model reads whole texts: use `part=text`")
     assert main(["export", masked, "text.pt2", "--part", "text"]) == 0
     assert "text.pt2: ids and mask [B, T] to logits [B, T, V]" in capsys.readouterr().out
 

@@ -56,8 +56,8 @@ def test_model_that_was_passed_on_alone_is_evaluated_and_generates(
     for name in ("model.safetensors", "model.json", "tokenizer.json"):
         (model / name).write_bytes((best_checkpoint(folder / "run") / name).read_bytes())
     message = "is missing, but .*model has no training.json, which records what the model was trained on: give "
-    fails(["eval", str(model)], f"--data {message}--data and --context-length")
-    fails(["eval", str(model), "--data", str(folder / "text.txt")], f"--context-length {message}--context-length")
+    fails(["eval", str(model)], f"--data {message}`data` and `context_length`")
+    fails(["eval", str(model), "--data", str(folder / "text.txt")], f"--context-length {message}`context_length`")
     losses = []
     for which in (folder / "run", model):
         arguments = ["--data", str(folder / "text.txt"), "--context-length", "24", "--cache", str(folder / "cache")]
@@ -70,7 +70,7 @@ def test_model_that_was_passed_on_alone_is_evaluated_and_generates(
 def test_masked_model_cannot_generate_or_carry(masked: str, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
     assert main(["eval", masked]) == 0
     assert " per masked token" in capsys.readouterr().out
-    fails(["generate", masked], "model is a masked language model, which cannot generate: train one with --task clm")
+    fails(["generate", masked], "model is a masked language model, which cannot generate: train one with `task=.?clm")
     fails(["eval", masked, "--context", "carried"], "--context is carried, which needs a causal model")
 
 

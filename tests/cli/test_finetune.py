@@ -31,7 +31,7 @@ def test_a_model_is_tuned_and_asked_and_mistakes_are_named(
             patch.setitem(sys.modules, name, None)  # not installed
         for asked in (other, ["predict", out, data, "--out", "new.json"]):
             fails(asked, r" needs datasets, which is not installed: pip install 'lineartime\[finetune\]'")
-    fails(command, "--out is .*out, which is not empty: give --resume to go on there")
+    fails(command, "--out is .*out, which is not empty: give `resume=True` to go on there")
     fails([*other, "--chunk-size", "16"], "--chunk-size is 16, but the model was trained with 8")
     fails([*other, "--data", "none.json"], "--data is none.json, which does not exist")
     fails([*other, "--lora-rank", "-1"], "--lora-rank is -1, but must be at least 0")

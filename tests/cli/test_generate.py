@@ -66,7 +66,7 @@ def test_the_prompt_may_come_from_a_file_or_from_standard_input(
     assert capsys.readouterr().out == expected
     (tmp_path / "latin.txt").write_bytes(b"\xe9")
     fails([*arguments, "--prompt-file", str(tmp_path / "latin.txt")], "--prompt-file is .*latin.txt, which is not UTF-8 text")
-    fails([*arguments, "--prompt-file", "-", "--prompt", "a"], "--prompt-file cannot be combined with --prompt")
+    fails([*arguments, "--prompt-file", "-", "--prompt", "a"], "--prompt-file cannot be combined with `prompt`")
 
 
 def test_precision_and_threads_are_those_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,9 +134,9 @@ def test_error_on_record_names_options_as_the_command_line_does(
 ) -> None:
     run = str(tmp_path / "run")
     arguments = ["train", *options, "--out", run, "--steps", "3", "--learning-rate", "1e30", "--max-skipped", "1"]
-    fails(arguments, "with --learning-rate below 1e[+]30 or more --warmup-steps")
+    fails(arguments, "with `learning_rate` below 1e[+]30 or more `warmup_steps`")
     assert main(["runs", run]) == 0
-    assert "with --learning-rate below 1e+30 or more --warmup-steps" in " ".join(capsys.readouterr().out.split())
+    assert "with `learning_rate` below 1e+30 or more `warmup_steps`" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_added_system_may_have_other_options(options: Options) -> None:
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ("own", r"^add has 'own', but 'own' is no system: use one of `presets\(\)`, or import the module"),
+        ("own", r"^add has 'own', but 'own' is no system: use one that `lineartime presets` lists, or import the module"),
         ("flash:chunks=8", "^add has 'flash:chunks=8', but chunks is not an option"),
         ("flash:d_model=64", "^add has 'flash:d_model=64', but d_model is the same, or follows from the parameters"),
         ("linformer", "^add has 'linformer', but system is linformer, which cannot be causal"),

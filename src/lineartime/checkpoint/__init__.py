@@ -182,7 +182,7 @@ def find_checkpoint(path: str | Path, which: CheckpointChoice | None = None) -> 
     check_type("path", path, str | Path)
     path = Path(path)
     if is_there(path / "config.json") and not is_there(path / "model.json") and not list_checkpoints(path):
-        raise LineartimeError(f"{path} holds a transformers model: convert it to lineartime with `lineartime.hf.convert()`.")
+        raise LineartimeError(f"{path} holds a transformers model: convert it by `lineartime convert`.")
     if is_checkpoint(path):
         if which is not None:
             found = f"is {which}, but {path} is a checkpoint itself: leave it out, or give the folder of the run."

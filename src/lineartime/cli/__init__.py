@@ -5,7 +5,6 @@ Each command is a module with a dataclass, whose fields are the command's option
 """
 
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -58,8 +57,6 @@ _IMPORT = Annotated[
     tyro.conf.UseAppendAction[tuple[str, ...]],
     tyro.conf.arg(name="import", metavar="MODULE", help="Module, or file ending in .py, that registers systems of your own."),
 ]
-_MENTION = re.compile(r"`(?:lineartime\.(?:[a-z]+\.)*)?([a-z_]+)(\(\)|=[^`]*)?`")
-"""What a message names in backticks: an argument, an argument with its value, or a function that is also a command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,9 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if not is_out_of_memory(error):
             raise
-        sizes = [f"`{name}`" for name in ("batch_size", "context_length", "samples") if hasattr(options, name)]
-        advice = f": use a smaller {' or '.join(sizes)}." if sizes else "."
-        return _fail(as_options(f"This machine has too little memory{advice}", type(options)))
+        flags = [
+            f"--{name.replace('_', '-')}" for name in ("batch_size", "context_length", "samples") if hasattr(options, name)
+        ]
+        advice = f": use a smaller {' or '.join(flags)}." if flags else "."
+        return _fail(f"This machine has too little memory{advice}")
     except KeyboardInterrupt as interrupt:
         print(str(interrupt) or "stopped", file=SCREEN)
         return INTERRUPTED
@@ -159,30 +158,13 @@ def _show_commands(arguments: Sequence[str]) -> None:
 
 
 def _sentence(error: LineartimeError, options: Any) -> str:
-    """The message of an error, with the options of this command in place of the arguments of Python."""
+    """The message of an error, in which an option of this command takes the place of the argument of Python that is wrong."""
     if not isinstance(error, ArgumentError):
-        return as_options(error.message, type(options))
+        return error.message
     name = error.argument.partition("[")[0]  # "context_lengths[1]" is a value of --context-lengths
     if getattr(options, f"{name}_file", None) is not None:  # a text that was read from a file
         name += "_file"
-    subject = _flags(type(options)).get(name, error.argument)
-    return f"{subject} {as_options(error.predicate, type(options))}"
-
-
-def as_options(message: str, command: type) -> str:
-    """Write the arguments that a message names in backticks as options of a command, or of `train`, of which errors advise."""
-    flags = {"import": "--import", **_flags(options_of("train")), **_flags(command)}
-
-    def option(mention: re.Match[str]) -> str:
-        name, rest = mention[1], mention[2] or ""
-        if rest == "()" and name in COMMANDS:
-            return f"`lineartime {name}`"
-        if name not in flags:  # a text of the user, not of ours
-            return mention[0]
-        value = rest[1:].strip("'")
-        return f"{flags[name]} {value}" if value not in ("", "True") else flags[name]
-
-    return _MENTION.sub(option, message)
+    return f"{_flags(type(options)).get(name, error.argument)} {error.predicate}"
 
 
 def _flags(options: type) -> dict[str, str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import tyro
 
-from lineartime.cli import as_options
 from lineartime.errors import LineartimeError
 from lineartime.plots import check_picture
 from lineartime.runs.curve import draw_comparison
@@ -91,7 +90,7 @@ def _print(groups: Groups) -> None:
             console.print(title, soft_wrap=True)
         console.print(table)
     failed = [run for runs in groups.values() for run in runs if run.error and "failed" in run.state]
-    notes = [f"{run.name} failed: {as_options(run.error or '', RunsOptions)}" for run in failed]
+    notes = [f"{run.name} failed: {run.error}" for run in failed]
     if left_out:
         notes.append(f"The screen is too narrow for {', '.join(left_out)} (--json has everything).")
     for note in notes:

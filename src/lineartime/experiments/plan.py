@@ -153,7 +153,9 @@ def _added_arm(item: str, task: Task, seeds: int) -> Arm:
     system, *override = item.split(":")
     if f"{system}-tiny" not in PRESETS:
         problem = f"has {item!r}, but {system!r} is no system{did_you_mean(system, SYSTEMS)}"
-        raise ArgumentError("add", f"{problem}: use one of `presets()`, or import the module that registers it.")
+        raise ArgumentError(
+            "add", f"{problem}: use one that `lineartime presets` lists, or import the module that registers it."
+        )
     try:
         arm = Arm(item, system, dict(map(read_override, override)), seeds)
         reason = next((mixer.why_not_causal for mixer in SYSTEMS[system].mixers if mixer.why_not_causal), None)

@@ -58,7 +58,7 @@ def predict(
         raise ArgumentError("file", f"is {inputs}, which does not exist: give a file of questions or texts.")
     result = read_file(model / RESULT, FinetuneResult) if (model / RESULT).is_file() else None
     if result is None or result.best is None:
-        what = f"is {model}, which holds no fine-tuned model: give the folder that `finetune()` wrote to its end."
+        what = f"is {model}, which holds no fine-tuned model: give the folder that `lineartime finetune` wrote to its end."
         raise ArgumentError("run", what)
     place = choose_device(device)
     used = choose_precision(precision, place)

@@ -267,7 +267,9 @@ def system_of(preset: str) -> System:
     """The system of a preset, a row of the table of systems. Raises ArgumentError for an unknown preset."""
     if preset not in PRESETS:
         like = did_you_mean(preset, PRESETS)
-        raise ArgumentError("preset", f"is {preset!r}, which is not a preset{like}: use a name listed by `presets()`.")
+        raise ArgumentError(
+            "preset", f"is {preset!r}, which is not a preset{like}: use a name that `lineartime presets` lists."
+        )
     return SYSTEMS[PRESETS[preset][0]]
 
 
