@@ -172,13 +172,13 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30530,
+    "all source": 30520,
     "all tests": 21800,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
     "cli": 1380,
-    "data": 2960,
+    "data": 2940,
     "evaluation": 580,
     "experiments": 2230,
     "finetuning": 1400,

@@ -298,17 +298,12 @@ def _listed(names: list[str]) -> str:
 
 def _names(folder: Path, parts: Iterable[FilePart]) -> str:
     """The names of some files below a folder, in a few words."""
-    return _listed(
-        [path.relative_to(folder).as_posix() if path != folder else path.name for path in sorted(p.path for p in parts)]
-    )
+    paths = sorted(part.path for part in parts)
+    return _listed([path.name if path == folder else path.relative_to(folder).as_posix() for path in paths])
 
 
 def _bytes(parts: Iterable[FilePart]) -> int:
-    return sum(_size(part.path) for part in parts)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size
+    return sum(part.path.stat().st_size for part in parts)
 
 
 # The files of a folder ---------------------------------------------------------------------------------------------------
@@ -343,10 +338,10 @@ class FilesOfText:
         try:
             files = sorted(self._chosen(path, path)) if path.is_dir() else [path]
             kinds = {file: kind for file in files if (kind := shard_kind(file, self.raw_ids))}
-            if set(kinds.values()) == {"WebDataset"} and 2 * sum(map(_size, kinds)) < sum(map(_size, files)):
+            sizes = {file: file.stat().st_size for file in files}
+            if set(kinds.values()) == {"WebDataset"} and 2 * sum(sizes[file] for file in kinds) < sum(sizes.values()):
                 kinds = {}  # an archive beside text
-            files = self._shards(path, files, kinds) if kinds else files
-            files = [file for file in files if file.stat().st_size]
+            files = self._shards(path, files, kinds) if kinds else [file for file in files if sizes[file]]
             parts = [FilePart(SourceFile(file, self.column, kinds.get(file, ""), self.raw_ids)) for file in files]
             judged = parts if path.is_dir() or path.suffix in IDS else []
             unread = [part for part in judged if not part.file.shard and _is_binary(part.path)]
@@ -354,9 +349,8 @@ class FilesOfText:
             raise file_error("read", error.filename or path, error) from None
         kept = [part for part in parts if part not in unread]
         texts = [part for part in kept if not _NO_TEXT.match(part.path.name)] or kept
-        hint = (
-            "; give `raw_ids` if they hold token ids alone, as nanoGPT's" if any(p.path.suffix in IDS for p in unread) else ""
-        )
+        may_be_ids = any(part.path.suffix in IDS for part in unread)
+        hint = "; give `raw_ids` if they hold token ids alone, as nanoGPT's" if may_be_ids else ""
         if kept and _bytes(unread) > _bytes(texts):
             found = f"is {path}, most of which is binary, such as {_names(path, unread)}: give text, or choose files"
             raise ArgumentError("data", f"{found} by `include`{hint}.")

@@ -25,6 +25,7 @@ import numpy as np
 
 from lineartime.choices import TEXT_COLUMN
 from lineartime.errors import ArgumentError, LineartimeError, file_error, first_line, require_packages
+from lineartime.files import read_plain
 
 COMPRESSED = (".gz", ".xz", ".lzma", ".bz2", ".zst", ".zstd", ".zip")
 TEXT_SHARDS = ("Arrow", "MDS", "WebDataset", "litdata")
@@ -35,6 +36,7 @@ _COMPRESSED_BLOCK = 1 << 8  # few bytes, because they may expand by a factor of 
 Columns = Collection[str] | None
 Records = Iterator[tuple[str, Any]]
 LEAVE_OUT = "leave the file out."
+AGAIN = f"fetch it again, or {LEAVE_OUT}"
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def reporting(path: Path) -> Iterator[None]:
 
 def damaged(path: Path, what: str) -> LineartimeError:
     """The error for a file that does not hold what its format promises."""
-    return LineartimeError(f"{path} is damaged or cut off ({what}): fetch it again, or {LEAVE_OUT}")
+    return LineartimeError(f"{path} is damaged or cut off ({what}): {AGAIN}")
 
 
 def column_of(columns: Collection[str], file: SourceFile) -> str:
@@ -324,13 +326,10 @@ def batches(file: SourceFile, rows: int, columns: Columns) -> Iterator[Any]:
 
     try:
         with file.open() as stream:
-            table: Any = pyarrow.parquet.ParquetFile(stream) if not file.shard else _arrow(file, stream).read_all()
-            schema = table.schema if file.shard else table.schema_arrow
-            names = [name for name in schema.names if columns is None or name in columns] or schema.names
-            if file.shard:
-                yield from table.select(names).to_batches(max_chunksize=rows)
-            else:
-                yield from table.iter_batches(batch_size=rows, columns=names)
+            table: Any = _arrow(file, stream).read_all() if file.shard else pyarrow.parquet.ParquetFile(stream)
+            every = table.schema.names if file.shard else table.schema_arrow.names
+            names = [name for name in every if columns is None or name in columns] or every
+            yield from table.select(names).to_batches(rows) if file.shard else table.iter_batches(rows, columns=names)
     except pyarrow.ArrowException as error:
         raise damaged(path, first_line(error)) from None
 
@@ -407,9 +406,9 @@ def _fields(file: SourceFile, header: bytes) -> list[tuple[str, str, int | None]
     """The name, the encoding and the fixed size of each field of a sample, from the header of MDS or the index of litdata."""
     try:
         if file.shard == "MDS":
-            config = json.loads(header)
+            config = read_plain(file.path, AGAIN, header)
             return list(zip(config["column_names"], config["column_encodings"], config["column_sizes"], strict=True))
-        config = read_index(file.path.with_name("index.json"))["config"]
+        config = read_plain(file.path.with_name("index.json"), AGAIN)["config"]
         kinds = config["data_format"]
     except (KeyError, TypeError, ValueError):
         raise damaged(file.path, f"its fields are not described as {file.shard} does") from None
@@ -417,17 +416,6 @@ def _fields(file: SourceFile, header: bytes) -> list[tuple[str, str, int | None]
         found = f"{file.path} has the fields {', '.join(kinds)} and the compression {config.get('compression')}"
         raise LineartimeError(f"{found}, but must have one str, uncompressed: write it anew, or {LEAVE_OUT}")
     return [(file.column if kind == "str" else str(place), kind, None) for place, kind in enumerate(kinds)]
-
-
-def read_index(file: Path) -> dict[str, Any]:
-    """The JSON object beside shards that lists them. Raises LineartimeError if it cannot be read."""
-    with reporting(file):
-        content = file.read_bytes()
-    try:
-        found: dict[str, Any] = {**json.loads(content)}
-    except (TypeError, ValueError):
-        raise damaged(file, "it is not a JSON object") from None
-    return found
 
 
 def _webdataset(file: SourceFile, _: Columns) -> Records:

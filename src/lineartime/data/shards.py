@@ -6,22 +6,24 @@ columns of ids in Arrow, Parquet and MDS.
 """
 
 import hashlib
+import mmap
 import os
 import re
-import uuid
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lineartime.data.readers import SourceFile, batches, column_of, damaged, read_index, read_records, reporting
+from lineartime.data.readers import AGAIN, SourceFile, batches, column_of, damaged, read_records, reporting
 from lineartime.errors import LineartimeError, first_line, reporting_file_errors
+from lineartime.files import read_plain
 
 Ids = NDArray[np.integer[Any]]
 _FORMAT = 1  # part of the name of every copy: increase it when the same file would give other ids
@@ -123,7 +125,7 @@ def shard_kind(path: Path, raw_ids: str | None) -> str:
     if head.startswith(b"\x93NUMPY"):
         return "NumPy"
     index = path.with_name("index.json")
-    if index.is_file() and "chunks" in read_index(index):
+    if index.is_file() and "chunks" in read_plain(index, AGAIN):
         return "litdata"
     return "raw ids" if raw_ids else ""
 
@@ -142,10 +144,10 @@ def listed(folder: Path, kind: str) -> list[Path] | None:
         raise LineartimeError(f"{folder} holds {kind} without an index.json, which lists its shards: fetch that, too.")
     try:
         if kind == "MDS":
-            shards = [(each["raw_data"]["basename"], each.get("zip_data")) for each in read_index(index)["shards"]]
+            shards = [(each["raw_data"]["basename"], each.get("zip_data")) for each in read_plain(index, AGAIN)["shards"]]
             names = [packed["basename"] if packed and not (folder / raw).is_file() else raw for raw, packed in shards]
         else:
-            names = [each["filename"] for each in read_index(index)["_data_files" if kind == "Arrow" else "chunks"]]
+            names = [each["filename"] for each in read_plain(index, AGAIN)["_data_files" if kind == "Arrow" else "chunks"]]
     except (AttributeError, KeyError, TypeError):
         raise damaged(index, f"it does not list shards as that of {kind} does") from None
     for name in names:
@@ -157,19 +159,25 @@ def listed(folder: Path, kind: str) -> list[Path] | None:
 # Readers -----------------------------------------------------------------------------------------------------------------
 
 
-def _mapped(path: Path, dtype: str, offset: int = 0, count: int | None = None) -> Ids:
-    """The numbers of a file from an offset on, which have to be `count` if that is known."""
-    with reporting(path):
+def mapped(path: Path, dtype: str | np.dtype[Any], offset: int = 0, count: int | None = None) -> Ids:
+    """The numbers of a file from an offset on, in memory by map; they have to be `count` if that is known."""
+    with reporting(path), path.open("rb") as opened:
         size, width = path.stat().st_size - offset, np.dtype(dtype).itemsize
         if size % width or size < 0 or count not in (None, size // width):
             said = "" if count is None else f", and {count:,} ids are stated"
             raise damaged(path, f"its ids take {size:,} bytes, of {width} each{said}")
-        return np.asarray(np.memmap(path, dtype, "r", offset)) if size else np.zeros(0, dtype)
+        if not size:
+            return np.zeros(0, dtype)
+        found = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(found, "madvise"):  # windows are read in any order: what lies around them would be read for nothing
+        found.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(found, dtype, offset=offset)
 
 
 def _megatron(file: SourceFile) -> Iterator[Piece]:
     path, index = file.path, file.path.with_suffix(".idx")
-    content = _mapped(index, "u1")
+    with reporting(index):
+        content = np.memmap(index, "u1", "r") if index.stat().st_size else np.zeros(0, "u1")
     if len(content) < _INDEX.itemsize or content[: len(_MEGATRON)].tobytes() != _MEGATRON:
         raise damaged(index, "it does not begin as an index of Megatron")
     _, version, code, n, n_documents = content[: _INDEX.itemsize].view(_INDEX)[0].tolist()
@@ -181,7 +189,7 @@ def _megatron(file: SourceFile) -> Iterator[Piece]:
     lengths, places, documents = (
         content[start:stop].view(dtype) for (start, stop), dtype in zip(pairwise(bounds), ("<i4", "<i8", "<i8"), strict=True)
     )
-    ids = _mapped(path, _CODES[code])
+    ids = mapped(path, _CODES[code])
     width, total = ids.itemsize, 0
     for start in range(0, n, _BLOCK):  # not at once: there may be many millions
         ends = total + lengths[start : start + _BLOCK].cumsum(dtype=np.int64) * width
@@ -196,8 +204,8 @@ def _megatron(file: SourceFile) -> Iterator[Piece]:
     yield Piece(path, ids, np.append(places[inside] // width, np.full(len(documents) - 1 - len(inside), len(ids))))
 
 
-def write_megatron(path: Path, dtype: str, blocks: Iterable[tuple[Ids, NDArray[np.int64]]]) -> None:
-    """Write blocks of ids, with the ends of documents in each, as .bin and .idx.
+def write_ids(path: Path, dtype: str, blocks: Iterable[tuple[Ids, NDArray[np.int64]]], *, index: bool = True) -> None:
+    """Write blocks of ids, with the ends of documents in each, as .bin and, for Megatron, the .idx of documents.
 
     Raises LineartimeError for an id that the dtype does not hold.
     """
@@ -212,11 +220,11 @@ def write_megatron(path: Path, dtype: str, blocks: Iterable[tuple[Ids, NDArray[n
             held = len(ids) - int(ends[-1]) if len(ends) else held + len(ids)
     lengths.extend([held] if held else [])
     n, sizes = len(lengths), np.frombuffer(lengths, np.intc)
-    with path.with_suffix(".idx").open("wb") as stream:
-        stream.write(np.array([(_MEGATRON, 1, code, n, n + 1)], _INDEX).tobytes())
-        stream.write(sizes.astype("<i4").tobytes())
-        stream.write(((sizes.cumsum(dtype="<i8") - sizes) * np.dtype(dtype).itemsize).tobytes())
-        stream.write(np.arange(n + 1, dtype="<i8").tobytes())
+    head = np.array([(_MEGATRON, 1, code, n, n + 1)], _INDEX).tobytes()
+    places = (sizes.cumsum(dtype="<i8") - sizes) * np.dtype(dtype).itemsize
+    if index:
+        whole = head + sizes.astype("<i4").tobytes() + places.tobytes() + np.arange(n + 1, dtype="<i8").tobytes()
+        path.with_suffix(".idx").write_bytes(whole)
 
 
 def _llm_c(file: SourceFile) -> Iterator[Piece]:
@@ -226,14 +234,14 @@ def _llm_c(file: SourceFile) -> Iterator[Piece]:
     dtype, known = _LLM_C[magic]
     if version != known:
         raise LineartimeError(f"{file.path} has version {version} of its format, but must have {known}: write it anew.")
-    yield Piece(file.path, _mapped(file.path, dtype, 1024, count))
+    yield Piece(file.path, mapped(file.path, dtype, 1024, count))
 
 
 def _array(file: SourceFile) -> Iterator[Piece]:
     try:
         with reporting(file.path):
             raw = file.raw_ids if file.shard == "raw ids" else None
-            ids = _mapped(file.path, raw) if raw else np.lib.format.open_memmap(file.path, mode="r")
+            ids = mapped(file.path, raw) if raw else np.lib.format.open_memmap(file.path, mode="r")
     except ValueError as error:
         raise damaged(file.path, first_line(error)) from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -284,12 +292,9 @@ def read_pieces(file: SourceFile, cache: Path) -> list[Piece]:
     if not copy.with_suffix(".idx").exists():
         with reporting_file_errors("write", copy):
             cache.mkdir(parents=True, exist_ok=True)
-            partial = copy.with_name(f"{copy.stem}.{uuid.uuid4().hex}.partial")
-            try:
-                write_megatron(partial, "<i4", ((piece.ids, piece.ends) for piece in read(file) if piece.ends is not None))
-                partial.replace(copy)
-                partial.with_suffix(".idx").replace(copy.with_suffix(".idx"))
-            finally:
-                partial.unlink(missing_ok=True)
-                partial.with_suffix(".idx").unlink(missing_ok=True)
+            with TemporaryDirectory(dir=cache) as folder:
+                written = Path(folder, copy.name)
+                write_ids(written, "<i4", ((piece.ids, piece.ends) for piece in read(file) if piece.ends is not None))
+                written.replace(copy)
+                written.with_suffix(".idx").replace(copy.with_suffix(".idx"))
     return [piece._replace(path=file.path) for piece in _megatron(replace(file, path=copy))]

@@ -19,7 +19,7 @@ from lineartime.data.corpora import Corpus, LocalCorpus
 from lineartime.data.folders import SHARES, SPLITS, FilePart
 from lineartime.data.progress import Progress
 from lineartime.data.readers import BLOCK
-from lineartime.data.shards import Piece, Shards, read_pieces, write_megatron
+from lineartime.data.shards import Piece, Shards, mapped, read_pieces, write_ids
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import Count, Matching
@@ -37,7 +37,7 @@ class TokenStream:
     """The tokens of a split as one sequence, with an end-of-document token after every document."""
 
     name: str  # in messages
-    tokens: NDArray[np.unsignedinteger[Any]] | Shards  # [n], in memory or on disk
+    tokens: NDArray[np.integer[Any]] | Shards  # [n], in memory or on disk
     n_bytes: int  # of the encoded text; 0 if only its ids are known
     n_words: int = 0  # of that text, separated by white space
     digest: str = ""  # differs between streams of different tokens; empty for a stream that is not on disk
@@ -80,7 +80,7 @@ def token_stream(
     with reporting_file_errors("read", file):
         if file.stat().st_size != facts.n_tokens * dtype.itemsize:
             raise LineartimeError(f"{file} is damaged or cut off: delete it to encode the text again.")
-        tokens = _mapped(file, dtype)
+        tokens = mapped(file, dtype)
     is_cut = max_tokens is not None and len(tokens) >= max_tokens
     return TokenStream(name, tokens, facts.n_bytes, facts.n_words, facts.digest, facts.n_documents, is_cut)
 
@@ -117,16 +117,11 @@ def write_shard(stream: TokenStream, tokenizer: Tokenizer, folder: Path, split: 
             yield np.where(read < 0, ~read, read), ((read < 0) | (read == tokenizer.end_of_document)).nonzero()[0] + 1
 
     is_short = tokenizer.vocab_size <= 1 << 16
-    file = folder / ("val.bin" if (kind, split) == ("nanogpt", "validation") else f"{split}.bin")
-    if kind == "megatron":
-        write_megatron(file, "<u2" if is_short else "<i4", blocks())
-        return file
-    if not is_short:
+    if kind == "nanogpt" and not is_short:
         found = f"is nanogpt, whose ids are uint16, but the tokenizer has {tokenizer.vocab_size:,} tokens"
         raise ArgumentError("format", f"{found}: write megatron, or give another tokenizer.")
-    with file.open("wb") as opened:
-        for ids, _ in blocks():
-            opened.write(ids.astype("<u2").tobytes())
+    file = folder / ("val.bin" if (kind, split) == ("nanogpt", "validation") else f"{split}.bin")
+    write_ids(file, "<u2" if is_short else "<i4", blocks(), index=kind == "megatron")
     return file
 
 
@@ -148,10 +143,6 @@ def describe_splits(corpus: Corpus, streams: Mapping[Split, TokenStream] | None 
     return lines
 
 
-def _mapped(file: Path, dtype: np.dtype[Any]) -> NDArray[np.unsignedinteger[Any]]:
-    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
-
-
 def _write(
     file: Path, about: Path, dtype: np.dtype[Any], corpus: Corpus, split: Split, tokenizer: Tokenizer, max_tokens: int | None
 ) -> None:
@@ -163,7 +154,7 @@ def _write(
         try:
             with Progress(f"encoding {corpus.name}, {split}") as progress, partial.open("wb") as opened:
                 counts = write_tokens(opened, dtype, corpus.documents(split), tokenizer, max_tokens, progress.advance)
-            tokens = _mapped(partial, dtype)
+            tokens = mapped(partial, dtype)
             hashes = [hashlib.sha256(tokens[start : start + _HASHED].data) for start in range(0, len(tokens) or 1, _HASHED)]
             digest = hashlib.sha256("".join(each.hexdigest() for each in hashes).encode()).hexdigest()[:12]
             partial.replace(file)

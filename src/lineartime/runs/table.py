@@ -30,7 +30,7 @@ _MEANS = ("training_loss", "validation_loss", "bits_per_byte", "tokens_per_secon
 """What a merged run has as the mean of its runs."""
 UNLIMITED = 100_000
 """The width, in columns, of output that is not a terminal."""
-_NOT_COMPARED = ("preset", "data", "text_column", "include", "exclude", "steps", *WITHOUT_EFFECT)
+_NOT_COMPARED = ("preset", "data", "text_column", "include", "exclude", "raw_ids", "steps", *WITHOUT_EFFECT)
 """Options with a column of their own, and options that change neither what a run learns nor how fast."""
 _GROUPED_BY = ("data", "tokenizer", "task")
 """The options that must be equal for losses to be comparable."""
