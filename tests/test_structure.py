@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30520,
-    "all tests": 21800,
+    "all source": 30510,
+    "all tests": 21810,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
