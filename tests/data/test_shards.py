@@ -125,6 +125,11 @@ def test_files_of_ids_alone_are_read_where_they_lie(tmp_path: Path, files: dict[
 def test_numpy_files_say_their_dtype(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array(FLAT))
     assert read(tmp_path / "a.npy", tmp_path / "cache") == FLAT
+    content = (tmp_path / "a.npy").read_bytes()
+    for damage in (content[:-8], content[:60], content[:20] + b"\0((" + content[23:]):
+        (tmp_path / "a.npy").write_bytes(damage)
+        with pytest.raises(LineartimeError, match=r"a.npy is damaged or cut off \("):
+            read(tmp_path / "a.npy", tmp_path / "cache")
     np.save(tmp_path / "a.npy", np.array([IDS[0][:3]]))
     with pytest.raises(LineartimeError, match=r"a.npy has int64 \[1, 3\], but must have one row of whole numbers"):
         read(tmp_path / "a.npy", tmp_path / "cache")
