@@ -172,15 +172,15 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30770,
-    "all tests": 22730,
+    "all source": 30750,
+    "all tests": 22740,
     "baselines": 3600,
     "bench": 700,
     "checkpoint": 560,
-    "cli": 1360,
+    "cli": 1340,
     "data": 2940,
     "evaluation": 550,
-    "experiments": 1830,
+    "experiments": 1840,
     "finetuning": 1400,
     "foreign": 1440,
     "generation": 780,

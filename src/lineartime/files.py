@@ -196,7 +196,8 @@ def is_folder(path: str | Path) -> bool:
 
 def absolute_path(value: Any, is_name: Callable[[str], bool]) -> Any:
     """Make a path, or a string that is the path of something and no name, absolute; return anything else unchanged."""
-    if isinstance(value, Path) or (isinstance(value, str) and not is_name(value) and is_there(value)):
+    is_path = isinstance(value, str) and not is_name(value) and (is_there(value) or is_there(f"{value}.idx"))  # of Megatron
+    if isinstance(value, Path) or is_path:
         return str(Path(value).absolute())
     return value
 

@@ -30,6 +30,7 @@ from lineartime.data.batches import unmarked
 from lineartime.data.folders import SPLITS
 from lineartime.data.tokens import write_shard
 from lineartime.errors import LineartimeError
+from lineartime.training.config import TrainConfig
 
 ASSETS = Path(__file__).parent.parent / "assets" / "shards"
 EXPECTED = json.loads((ASSETS / "expected.json").read_text())
@@ -124,6 +125,11 @@ def test_files_of_ids_alone_are_read_where_they_lie(tmp_path: Path, files: dict[
 def test_numpy_files_say_their_dtype(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array(FLAT))
     assert read(tmp_path / "a.npy", tmp_path / "cache") == FLAT
+    content = (tmp_path / "a.npy").read_bytes()
+    for damage in (content[:-8], content[:60], content[:20] + b"\0((" + content[23:]):
+        (tmp_path / "a.npy").write_bytes(damage)
+        with pytest.raises(LineartimeError, match=r"a.npy is damaged or cut off \("):
+            read(tmp_path / "a.npy", tmp_path / "cache")
     np.save(tmp_path / "a.npy", np.array([IDS[0][:3]]))
     with pytest.raises(LineartimeError, match=r"a.npy has int64 \[1, 3\], but must have one row of whole numbers"):
         read(tmp_path / "a.npy", tmp_path / "cache")
@@ -156,6 +162,12 @@ def test_documents_end_where_the_format_says_and_at_the_end_token(tmp_path: Path
     assert batch.inputs.min() >= 0
     ends = np.cumsum([len(ids) for ids in IDS[:-1]]) - 1
     assert (batch.targets[0] < 0).nonzero().flatten().tolist() == ends.tolist()
+
+
+def test_the_name_of_a_pair_of_files_is_found_from_any_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ASSETS / "megatron")
+    [kept] = TrainConfig(data=("int32_text_document",)).data
+    assert kept == str(ASSETS / "megatron" / "int32_text_document")
 
 
 def test_processes_read_disjoint_rows_of_several_shards(tmp_path: Path) -> None:

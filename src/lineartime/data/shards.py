@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -242,7 +243,7 @@ def _array(file: SourceFile) -> Iterator[Piece]:
         with reporting(file.path):
             raw = file.raw_ids if file.shard == "raw ids" else None
             ids = mapped(file.path, raw) if raw else np.lib.format.open_memmap(file.path, mode="r")
-    except ValueError as error:
+    except (SyntaxError, TokenError, ValueError) as error:  # of a header that NumPy cannot parse
         raise damaged(file.path, first_line(error)) from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise LineartimeError(f"{file.path} has {ids.dtype} {list(ids.shape)}, but must have one row of whole numbers.")
