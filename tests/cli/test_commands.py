@@ -64,7 +64,7 @@ def test_a_run_becomes_a_file(
     fails(["export", run, "step.pt2"], "file is step.pt2, which exists already")
     fails(["export", run, "step.zip"], "file is step.zip, but must end in .pt2")
     package = ["--part", "text", "--format", "package"]
-    fails(["export", run, "a.pt2", *package], "--format is package, but .* use program or onnx, or --part step")
+    fails(["export", run, "a.pt2", *package], "--format is package, but .* use program or onnx, or `part=step`")
     fails(["export", run], "FILE", status=2)
 
 

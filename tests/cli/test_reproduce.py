@@ -16,7 +16,7 @@ Fails = Callable[..., None]
     ("arguments", "message"),
     [
         (["reproduce", "positons"], r"name has 'positons', which is not an experiment here \(did you mean positions\?\)"),
-        (["reproduce", "lm", "--rates", "0.001"], "--rates is 0.001, but each optimiser has its own: give one in --optimizers"),
+        (["reproduce", "lm", "--rates", "0.001"], "--rates is 0.001, but each optimiser has its own: give one in `optimizers`"),
         (["reproduce", "memory", "--tuning", "3"], "--tuning is 3.0, which memory does not have: leave it out"),
         (["reproduce", "lm", "--systems", "flash-quat"], r"--systems has 'flash-quat'.*\(did you mean flash-quad"),
         (["reproduce", "lm", "--books", "/none"], "--books is /none, which is neither a file or folder"),

@@ -346,9 +346,9 @@ def test_the_command_writes_shards_with_their_tokenizer_that_are_read_back(
         file = bare / ("val.bin" if split == "validation" else f"{split}.bin")
         assert np.fromfile(file, np.uint16).tolist() == encoded.tokens[:].tolist()
     assert main(["tokenize", "--format", "megatron", "--vocab-size", "300"]) == 1
-    assert "--vocab-size is for a tokenizer alone: leave it out, and give --tokenizer" in capsys.readouterr().err
+    assert "--vocab-size is for a tokenizer alone: leave it out, and give `tokenizer`" in capsys.readouterr().err
     assert main(["tokenize", "--tokenizer", "bytes"]) == 1
-    assert "--tokenizer is bytes, but one is trained: give a --format for token ids" in capsys.readouterr().err
+    assert "--tokenizer is bytes, but one is trained: give a `format` for token ids" in capsys.readouterr().err
 
 
 def test_documents_longer_than_a_block_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def test_presets_of_a_task_are_of_systems_that_can_learn_it() -> None:
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
     with pytest.raises(
         ValueError,
-        match=r"preset is 'flash-huge', which is not a preset .*large.*: use a name that `lineartime presets` lists`\.$",
+        match=r"preset is 'flash-huge', which is not a preset .*large.*: use a name that `lineartime presets` lists\.$",
     ):
         lineartime.build("flash-huge")
     with pytest.raises(ValueError, match="task is 'qa', but must be one of 'clm', 'mlm'"):
@@ -217,7 +217,7 @@ def test_operations_of_flash_are_those_inside_chunks_and_of_their_sums() -> None
     config, length = resolve("flash-tiny"), 1024
     (d, n_blocks), (s, c) = (config.d_model, config.n_blocks), (config.mixer.options[name] for name in ("d_qk", "chunk_size"))
     maps, inside = 2 * d * (2 * 2 * d + s) + 2 * 2 * d * d, 2 * c * (s + 2 * d)
-    across = 2 * 2 * s * 2 * d * (1 - c / length)  # the first chunk reads no sum, and the last is in none
+    across = 2 * 2 * s * 2 * d  # of every chunk: the first reads a sum of zeros
     assert cost(config, length).flops_per_token == pytest.approx(n_blocks * (maps + inside + across) + 2 * d * 258)
 
 
