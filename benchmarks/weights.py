@@ -15,6 +15,7 @@ from measure import median_seconds, save
 
 import lineartime
 from lineartime.generation import generate
+from lineartime.host import threads_in_words
 from lineartime.machine import using_threads
 from lineartime.models import CausalLM, build
 from lineartime.units import markdown_table
@@ -81,7 +82,7 @@ def main() -> None:
         numbers = f"{of_form['bytes'] / 1e6:.1f} MB", f"{of_form['bits_per_byte']:.4f}", f"{more:+.2%}"
         rows.append((form, *numbers, *(f"{speed:,.0f}" for speed in speeds.values())))
     header = ("format", "size", "bits per byte", "over fp32", "tokens/s", "tokens/s of flash-base")
-    setting = f"{options.threads} threads, {'time of the processor' if options.cpu_time else 'time of the clock'}"
+    setting = f"{threads_in_words(options.threads)}, {'time of the processor' if options.cpu_time else 'time of the clock'}"
     save(
         "weights",
         [{"format": form, "setting": setting, **of_form} for form, of_form in found.items()],

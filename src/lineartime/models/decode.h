@@ -18,7 +18,7 @@ typedef WEIGHT W;  // of matrices: T, or int8_t with a scale for each row
 
 inline float load(int8_t x) { return x; }
 
-// How a vector of bytes is widened: part j of it has every number whose place is j in a word as wide as A, times 1 / unit.
+// How a vector of words as wide as A, which hold `parts` numbers each, becomes `parts` vectors: the j-th numbers, over `unit`.
 template <class S>
 struct Widened {
   using Vector = typename Lanes<A>::Vector;
@@ -51,7 +51,7 @@ void prepare(const X* __restrict from, A* __restrict to, int64_t k) {
 
 // The sum of a vector, by halves.
 inline A sum_of(typename Lanes<A>::Vector all) {
-  typedef typename Widened<T>::Signed Places;
+  typedef typename Widened<T>::Signed Places __attribute__((may_alias));
   alignas(vector_bytes) static constexpr typename Widened<T>::Word places[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (typename Widened<T>::Word half = Widened<T>::lanes / 2; half > 0; half /= 2) {
     all += __builtin_shuffle(all, *reinterpret_cast<const Places*>(places) ^ half);
