@@ -66,3 +66,15 @@ def test_packing_says_which_models_leak() -> None:
             assert alone < 1e-5
     changed, _ = script["moved"](model, "position_ids", position_ids=None)
     assert changed > script["LEAKS"]
+
+
+@pytest.mark.nightly
+def test_layers_of_mossformer_learn_to_take_noise_off_tones_also_frame_by_frame() -> None:
+    done = subprocess.run([sys.executable, EXAMPLES / "enhance.py"], capture_output=True, text=True, check=True)
+    found = re.findall(r"^(noisy|without layers|bidirectional|causal) +([\d.]+)", done.stdout, re.MULTILINE)
+    noisy, alone, bidirectional, causal = (float(value) for _, value in found)
+    assert noisy + 4 < alone < min(bidirectional, causal) - 0.5
+    (difference,) = re.findall(r"largest difference ([\d.e-]+)", done.stdout)
+    assert float(difference) < 1e-4
+    ((after_a_second, after_minutes),) = re.findall(r"([\d,]+) bytes after 1 second, ([\d,]+) after", done.stdout)
+    assert after_a_second == after_minutes

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rotary_embedding_torch import RotaryEmbedding
+from rotary_embedding_torch import RotaryEmbedding  # type: ignore[import-untyped]
 from safetensors.torch import save_file
 
 LENGTHS = (1, 8, 21)
-SIZES = {"dim": 4, "query_key_dim": 6, "group_size": 8, "expansion_factor": 4.0}
+SIZES: dict[str, Any] = {"dim": 4, "query_key_dim": 6, "group_size": 8, "expansion_factor": 4.0}
 
 
 class ScaleNorm(torch.nn.Module):
@@ -26,7 +26,8 @@ class ScaleNorm(torch.nn.Module):
         self.dim, self.g = dim, torch.nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x / (x.norm(dim=-1, keepdim=True) * self.dim**-0.5).clamp(min=1e-5) * self.g
+        normed: torch.Tensor = x / (x.norm(dim=-1, keepdim=True) * self.dim**-0.5).clamp(min=1e-5) * self.g
+        return normed
 
 
 def layer_class(file: Path) -> Any:
@@ -48,7 +49,7 @@ def main() -> None:
         torch.manual_seed(0)
         layer = theirs(**SIZES, causal=causal, norm_klass=norm, rotary_pos_emb=RotaryEmbedding(dim=4)).double().eval()
         layer.rotary_pos_emb.freqs.data = 10000.0 ** -(torch.arange(2, dtype=torch.float64) / 2)  # theirs are float32
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for parameter in layer.parameters():
                 if parameter.requires_grad:  # those it begins with hardly attend
