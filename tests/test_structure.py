@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29970,
-    "all tests": 21480,
+    "all source": 29980,
+    "all tests": 21500,
     "baselines": 3600,
     "bench": 880,
     "checkpoint": 560,
@@ -187,7 +187,7 @@ BUDGETS: dict[str, int] = {
     "ground": 1410,
     "hf": 1330,
     "inspection": 280,
-    "layers": 2330,
+    "layers": 2340,
     "models": 2600,
     "ops": 3440,
     "runs": 1010,
